@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: demo test lint format wheel clean help
+
+demo: $(VENV)/.base ## run the main job on a tiny bundled model
+	$(BIN)/dakrun demo
+
+test: lint ## lint, then run all tests (the gpu ones where there is a GPU)
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## ruff and mypy, changing nothing
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## format the code and apply ruff's safe fixes
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+wheel: $(BIN)/pip ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+clean: ## remove the virtual environment, caches and build outputs
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find dakrun tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install -e '.[dev,plot]'
+	touch $(VENV)/.base $@

@@ -1,0 +1,69 @@
+"""The demo: the bundled model answers sums that it was never trained on, half of it offloaded.
+
+Runs the same path as `dakrun generate`, over a prompt file and with a report.
+"""
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dakrun.config import SamplingParams
+from dakrun.demo import task
+from dakrun.engine.batch import RequestReader
+from dakrun.engine.results import ResultWriter
+from dakrun.generate import generate
+from dakrun.llm import LLM
+from dakrun.plan.planner import Policy
+
+MODEL = Path(__file__).parent / "model"
+MAX_TOKENS = 8
+BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo answered: (prompt, answer, right) for each sum, and the run's report."""
+
+    answers: list[tuple[str, str, bool]]
+    report: dict[str, Any]
+
+    @property
+    def right(self) -> int:
+        """Number of right answers."""
+        return sum(right for _, _, right in self.answers)
+
+
+def run(console: Console | None) -> DemoResult:
+    """Answer the 200 held-out sums with half of the weights and of the KV cache remote."""
+    pairs = task.held_out()
+    llm = LLM(
+        MODEL,
+        device="cpu",
+        batch_size=BATCH_SIZE,
+        expected_tokens=MAX_TOKENS,
+        policy=Policy(offload_ratio=0.5, kv_offload_ratio=0.5),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, output = Path(folder) / "prompts.txt", Path(folder) / "answers.jsonl"
+        prompts.write_text("".join(f"{task.prompt(a, b)}\n" for a, b in pairs), encoding="utf-8")
+        start = time.perf_counter()
+        with (
+            RequestReader(
+                prompts, defaults=SamplingParams(max_tokens=MAX_TOKENS), rules=llm.rules
+            ) as reader,
+            ResultWriter(output, source=prompts) as writer,
+        ):
+            generate(llm, reader, writer, console)
+        wall_s = time.perf_counter() - start
+        rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    texts = {row["id"]: row["text"] for row in rows}
+    answers = [
+        (task.prompt(a, b), texts[f"line-{line}"], task.is_right(a, b, texts[f"line-{line}"]))
+        for line, (a, b) in enumerate(pairs, 1)
+    ]
+    return DemoResult(answers, llm.report(wall_s))

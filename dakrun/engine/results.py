@@ -1,0 +1,284 @@
+"""The output of a run: one JSON line a row, on disk as soon as it is written.
+
+Knows the native row format, what a previous run has left behind, and how to stop without leaving
+half a row; knows neither prompts nor the engine.
+"""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import stat
+import sys
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from dakrun.engine.request import Completion, RowError
+from dakrun.errors import CannotRun, UsageError
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
+# How every row begins, so also how one that was cut off begins.
+_ROW_START = b'{"id":'
+
+
+def completion_row(completion: Completion) -> dict[str, Any]:
+    """The native output row of a finished request."""
+    return {
+        "id": completion.id,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "usage": {
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": len(completion.token_ids),
+        },
+    }
+
+
+def error_row(error: RowError) -> dict[str, Any]:
+    """The native output row of a row that could not be run."""
+    detail = {"code": error.code, "message": error.message, "line": error.line}
+    return {"id": error.id, "error": detail}
+
+
+class ResultWriter:
+    """Appends result rows to `destination` (a path or "-", standard output); a context manager.
+
+    The constructor changes nothing and raises UsageError where the destination cannot be meant:
+    it holds something (unless `overwrite` or `resume`), it is the `source` of the prompts, or its
+    folder is missing. Entering truncates with `overwrite`; with `resume` it drops a last row that
+    was cut off and remembers which ids are done, errors included: each id is written once.
+    A write that fails raises CannotRun and leaves whole rows only. `done` and `failed` count the
+    rows of this run, `resumed` those that were there.
+    """
+
+    def __init__(
+        self,
+        destination: str | Path,
+        *,
+        source: str | Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> None:
+        self.done = self.failed = self.resumed = 0
+        self._name, self._overwrite, self._resume = str(destination), overwrite, resume
+        self._hashes = np.empty(0, dtype=np.uint64)
+        self._fd = -1
+        self._regular = self._fsync = False
+        if overwrite and resume:
+            raise UsageError("--overwrite and --resume exclude each other", hint="give one of them")
+        if source is not None and _same_file(self._name, str(source)):
+            raise UsageError(
+                f"{self._name}: the output is the file that the prompts come from",
+                hint="give another file to -o",
+            )
+        self._check_destination()
+
+    def __enter__(self) -> "ResultWriter":
+        whole = self._read_done() if self._resume and os.path.exists(self._name) else None
+        try:
+            self._fd = self._open()
+            if whole is not None:
+                os.ftruncate(self._fd, whole)
+            self._regular = self._fd >= 0 and stat.S_ISREG(os.fstat(self._fd).st_mode)
+        except OSError as problem:
+            raise self._failure(problem) from problem
+        self._fsync = self._fd >= 0
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._name == "-" or self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            os.close(fd)
+        except OSError as problem:
+            if error is None:
+                raise self._failure(problem) from problem
+
+    def is_done(self, request_id: str) -> bool:
+        """Whether the output that this run resumes already has a row with this id."""
+        wanted = np.uint64(_hash(request_id))
+        at = int(np.searchsorted(self._hashes, wanted))
+        return at < len(self._hashes) and bool(self._hashes[at] == wanted)
+
+    def write(self, completion: Completion) -> None:
+        """Append a finished request; on return it is on disk. Raises CannotRun."""
+        self._write(completion_row(completion))
+        self.done += 1
+
+    def write_error(self, error: RowError) -> None:
+        """Append a row that could not be run; on return it is on disk. Raises CannotRun."""
+        self._write(error_row(error))
+        self.failed += 1
+
+    def _write(self, row: dict[str, Any]) -> None:
+        data = _encode(row)
+        if self._fd < 0:  # standard output was replaced by something that is no file
+            sys.stdout.write(data.decode())
+            sys.stdout.flush()
+            return
+        try:
+            before = os.fstat(self._fd).st_size if self._regular else 0
+            try:
+                self._write_bytes(data)
+                self._sync()
+            except OSError:
+                if self._regular:
+                    os.ftruncate(self._fd, before)
+                raise
+        except OSError as problem:
+            raise self._failure(problem) from problem
+
+    def _write_bytes(self, data: bytes) -> None:
+        written = os.write(self._fd, data)
+        if self._regular and written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        while written < len(data):  # a pipe takes what it has room for
+            written += os.write(self._fd, data[written:])
+
+    def _sync(self) -> None:
+        if not self._fsync:
+            return
+        try:
+            os.fsync(self._fd)
+        except OSError as problem:
+            if problem.errno not in _NO_FSYNC:
+                raise
+            self._fsync = False  # a pipe or a terminal
+
+    def _check_destination(self) -> None:
+        if self._name == "-":
+            if self._resume:
+                raise UsageError(
+                    "standard output cannot be resumed", hint="give -o a file, or drop --resume"
+                )
+            return
+        name, folder = self._name, os.path.dirname(self._name) or "."
+        if os.path.isdir(name):
+            raise UsageError(f"{name}: is a directory", hint="give -o a file that ends in .jsonl")
+        if not os.path.isdir(folder):
+            raise UsageError(f"{folder}: no such directory", hint=f"create it: mkdir -p '{folder}'")
+        if not os.path.exists(name):
+            return
+        if self._resume and not os.path.isfile(name):
+            raise UsageError(f"{name}: is no file that can be resumed", hint="drop --resume")
+        if os.path.getsize(name) and not (self._overwrite or self._resume):
+            raise UsageError(
+                f"{name}: exists and is not empty",
+                hint="--resume adds the rows that are missing, --overwrite starts afresh",
+            )
+
+    def _open(self) -> int:
+        """The file descriptor to write to; -1 where standard output has none."""
+        if self._name == "-":
+            sys.stdout.flush()
+            try:
+                return sys.stdout.fileno()
+            except io.UnsupportedOperation:
+                return -1
+        is_new = not os.path.exists(self._name)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_TRUNC if self._overwrite else 0)
+        fd = os.open(self._name, flags, 0o666)
+        if is_new:
+            with suppress(OSError):  # some file systems cannot sync a folder
+                _fsync_folder(Path(self._name).parent)
+        return fd
+
+    def _read_done(self) -> int:
+        """Hash the ids in the output; the size of its whole rows in bytes. Raises UsageError."""
+        hashes, whole = array("Q"), 0
+        try:
+            with open(self._name, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.endswith(b"\n"):
+                        hashes.append(self._hash_of_row(line, number))
+                        whole += len(line)
+                    elif not _is_cut_off(line):
+                        raise self._not_ours(number)
+        except OSError as problem:
+            raise CannotRun(
+                f"{self._name}: cannot be read ({problem.strerror})", hint="give -o another file"
+            ) from problem
+        self._hashes = np.sort(np.frombuffer(hashes, dtype=np.uint64))
+        self.resumed = len(self._hashes)
+        return whole
+
+    def _hash_of_row(self, line: bytes, number: int) -> int:
+        try:
+            row = json.loads(line)
+            if "finish_reason" in row or "error" in row:
+                return _hash(row["id"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            pass
+        raise self._not_ours(number)
+
+    def _not_ours(self, number: int) -> UsageError:
+        return UsageError(
+            f"{self._name}: line {number} is no result row, so it cannot be resumed",
+            hint="give -o the output of the run to resume, or --overwrite to start afresh",
+        )
+
+    def _failure(self, problem: OSError) -> CannotRun:
+        name = "standard output" if self._name == "-" else self._name
+        if isinstance(problem, BrokenPipeError):
+            hint = "the program that reads the rows has ended; give -o a file to keep them"
+        elif problem.errno in _DISK_FULL:
+            hint = "finished rows are kept: free some space, then run again with --resume"
+        else:
+            hint = "finished rows are kept: run again with --resume where it can be written"
+        return CannotRun(f"{name}: cannot be written ({problem.strerror})", hint=hint)
+
+
+def _encode(row: dict[str, Any]) -> bytes:
+    try:
+        text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:  # an id with half a surrogate pair
+        return json.dumps(row, separators=(",", ":")).encode() + b"\n"
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a line without end is what a kill (part of a row) or a crash (zeros) leaves."""
+    return _ROW_START.startswith(line[: len(_ROW_START)]) or not line.strip(b"\0")
+
+
+def _hash(request_id: str) -> int:
+    """64 bits; among a million ids two agree with a probability of 3e-8."""
+    data = request_id.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _same_file(output: str, source: str) -> bool:
+    """Whether both names lead to one regular file, by whatever links or redirections."""
+    first, second = _stat(output, sys.stdout), _stat(source, sys.stdin)
+    if first and second:
+        return stat.S_ISREG(first.st_mode) and os.path.samestat(first, second)
+    return "-" not in (output, source) and Path(output).resolve() == Path(source).resolve()
+
+
+def _stat(name: str, standard: Any) -> os.stat_result | None:
+    try:
+        return os.fstat(standard.fileno()) if name == "-" else os.stat(name)
+    except (OSError, io.UnsupportedOperation):
+        return None
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,71 @@
+"""A prompt file through a model: rows in, completions out, progress on the way.
+
+Reads and writes rows one by one; how many there are never matters for memory.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dakrun.engine.batch import RequestReader
+from dakrun.engine.request import Request, RowError
+from dakrun.engine.results import ResultWriter
+from dakrun.llm import LLM
+
+
+@dataclass
+class Counts:
+    """Rows that finished, failed, or were already done in the output."""
+
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+def generate(
+    llm: LLM, reader: RequestReader, writer: ResultWriter, console: Console | None
+) -> Counts:
+    """Run every row of `reader` that is not done yet and write its result as soon as it is there.
+
+    Progress goes to `console`, where there is one.
+    """
+    counts = Counts()
+
+    def requests() -> Iterator[Request]:
+        for row in reader:
+            if writer.is_done(row.id):
+                counts.skipped += 1
+            elif isinstance(row, RowError):
+                writer.write_error(row)
+                counts.failed += 1
+            else:
+                yield row
+
+    with _progress(console) if console else nullcontext() as progress:
+        task = progress.add_task("rows", total=reader.bytes_total) if progress else None
+        for completion in llm.stream(requests()):
+            writer.write(completion)
+            counts.done += 1
+            if progress and task is not None:
+                speed = llm.engine.stats.new_tokens
+                progress.update(
+                    task,
+                    completed=reader.bytes_read,
+                    description=f"{counts.done} done, {counts.failed} failed, {speed} tokens",
+                )
+    return counts
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )

@@ -1,0 +1,125 @@
+"""The kernels in plain torch, on any device: what the GPU kernels are tested against.
+
+Every item is computed from the tier that holds it, so a misplaced item gives a wrong answer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from dakrun.memory import Part, PartitionedTensor
+
+
+def linear(
+    x: torch.Tensor, weight: PartitionedTensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [N, K] times weight [M, K] transposed, plus bias [M]: [N, M] in x's dtype.
+
+    Parts that hold only some of their rows' columns are accumulated in float32.
+    """
+    rows, cols = weight.shape
+    if x.ndim != 2 or x.shape[1] != cols or x.dtype != weight.dtype:
+        raise ValueError(
+            f"expected x [N, {cols}] of {weight.dtype}, got {tuple(x.shape)} of {x.dtype}"
+        )
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"expected bias [{rows}], got {tuple(bias.shape)}")
+    if len(weight.parts) == 1:
+        return F.linear(x, weight.parts[0].data.to(x.device), bias)
+    out = x.new_empty(x.shape[0], rows)
+    split: dict[tuple[int, int], torch.Tensor] = {}
+    for part in weight.parts:
+        data = part.data.to(x.device)
+        if part.cols == slice(0, cols):
+            out[:, part.rows] = F.linear(x, data, None if bias is None else bias[part.rows])
+        else:
+            band = (part.rows.start, part.rows.stop)
+            partial = F.linear(x[:, part.cols].float(), data.float())
+            split[band] = split[band] + partial if band in split else partial
+    for (start, stop), total in split.items():
+        out[:, start:stop] = total if bias is None else total + bias[start:stop].float()
+    return out
+
+
+def gather_rows(table: PartitionedTensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` [N] (int64) of a table [V, K]: [N, K] on the device of `ids`."""
+    if ids.ndim != 1 or ids.dtype != torch.int64:
+        raise ValueError(f"expected ids [N] of int64, got {tuple(ids.shape)} of {ids.dtype}")
+    out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype, device=ids.device)
+    for part in table.parts:
+        index = torch.nonzero((ids >= part.rows.start) & (ids < part.rows.stop)).flatten()
+        if index.numel():
+            out[index, part.cols] = _select(part, ids[index]).to(ids.device)
+    return out
+
+
+def _select(part: Part, ids: torch.Tensor) -> torch.Tensor:
+    return part.data[(ids - part.rows.start).to(part.data.device)]
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    positions: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """Append one position to each slot's cache and attend to it and all before.
+
+    q is [B, Hq, D], k and v [B, Hkv, D]; caches[b] holds keys and values [Hkv, P, D] in the
+    slot's tier, of which the first positions[b] are filled. Returns [B, Hq * D].
+    """
+    batch, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    if len(caches) != batch or len(positions) != batch or heads % kv_heads:
+        raise ValueError(
+            f"expected {batch} caches and positions and a multiple of {kv_heads} query heads, "
+            f"got {len(caches)}, {len(positions)} and {heads}"
+        )
+    grouped = q.view(batch, 1, kv_heads, heads // kv_heads, dim)
+    out = torch.empty_like(grouped)
+    for b, ((keys, values), position) in enumerate(zip(caches, positions, strict=True)):
+        keys[:, position] = k[b]
+        values[:, position] = v[b]
+        out[b] = F.scaled_dot_product_attention(
+            grouped[b],
+            keys[None, :, : position + 1].to(q.device),
+            values[None, :, : position + 1].to(q.device),
+            scale=scale,
+        )
+    return out.view(batch, heads * dim)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    start: int,
+    scale: float,
+) -> torch.Tensor:
+    """Append T positions of one slot, from `start` on, and attend to them causally.
+
+    q is [T, Hq, D], k and v [T, Hkv, D]; cache holds keys and values [Hkv, P, D], filled up to
+    `start`. Returns [T, Hq * D].
+    """
+    tokens, heads, dim = q.shape
+    keys, values = cache
+    end = start + tokens
+    keys[:, start:end] = k.transpose(0, 1)
+    values[:, start:end] = v.transpose(0, 1)
+    mask = None
+    if start:
+        mask = torch.ones(tokens, end, dtype=torch.bool, device=q.device).tril(start)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys[None, :, :end].to(q.device),
+        values[None, :, :end].to(q.device),
+        attn_mask=mask,
+        is_causal=start == 0,
+        scale=scale,
+        enable_gqa=heads != k.shape[1],
+    )
+    return out[0].transpose(0, 1).reshape(tokens, heads * dim)

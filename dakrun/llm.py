@@ -1,0 +1,189 @@
+"""The Python API: LLM(model, ...).generate(prompts, SamplingParams(...)).
+
+Puts the pieces together: model -> plan -> tiers -> weights -> engine.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dakrun import hub, memory
+from dakrun.checkpoint import Checkpoint, load
+from dakrun.config import Dtype, ModelConfig, SamplingParams, Workload
+from dakrun.engine.batch import BadRow, PromptRules
+from dakrun.engine.engine import Engine
+from dakrun.engine.kvcache import KVCache
+from dakrun.engine.request import Completion, Request
+from dakrun.engine.tokenizer import Tokenizer
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware import HardwareProfile, find_profile, load_profile
+from dakrun.models.layers import Decoder
+from dakrun.models.llama import Llama
+from dakrun.models.opt import Opt
+from dakrun.plan.batch_size import choose_batch_size
+from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.report import make_report
+
+DEFAULT_MAX_MODEL_LEN = 4096
+DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
+
+
+class LLM:
+    """A model loaded into its tiers, ready to generate.
+
+    `batch_size` "auto" takes the batch with the most predicted tokens per second, up to
+    `max_batch_size`; `max_model_len` (tokens of prompt and completion together) defaults to the
+    model's positions, at most 4,096; `expected_tokens` is how long completions are planned to be.
+    A checkpoint without tokenizer takes and gives token ids, unless `needs_tokenizer`.
+    Raises UsageError for what cannot be meant and CannotRun for what this machine cannot do.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: Dtype | Literal["auto"] = "auto",
+        device: Literal["auto", "cuda", "cpu"] = "auto",
+        profile: str | HardwareProfile = "auto",
+        batch_size: int | Literal["auto"] = "auto",
+        max_batch_size: int = 512,
+        max_model_len: int | None = None,
+        expected_tokens: int = 128,
+        policy: Policy | None = None,
+        needs_tokenizer: bool = False,
+    ) -> None:
+        directory = hub.model_directory(str(model))
+        self.config = ModelConfig.from_directory(directory)
+        if dtype != "auto":
+            self.config = self.config.with_dtype(dtype)
+        self.device = _device(device)
+        self.profile = _profile(profile, self.device)
+        self.plan = self._make_plan(
+            batch_size, max_batch_size, max_model_len, expected_tokens, policy or Policy()
+        )
+        self.rules = PromptRules(
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.plan.workload.max_model_len,
+            max_positions=self.config.max_positions,
+            tokenizer=_tokenizer(directory, needed=needs_tokenizer),
+        )
+        self.load_s = -time.perf_counter()
+        decoder, cache = self._load(directory)
+        self.load_s += time.perf_counter()
+        decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
+        self.engine = Engine(decoder, cache, self.plan, self.device, decode)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete texts or token id sequences; results are in the order of `prompts`."""
+        if isinstance(prompts, str):
+            raise UsageError("prompts is one string", hint="give a list of prompts")
+        each = (
+            params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        )
+        if len(each) != len(prompts):
+            raise UsageError(
+                f"{len(prompts)} prompts and {len(each)} sampling parameters",
+                hint="give one SamplingParams for all or one for each",
+            )
+        pairs = zip(prompts, each, strict=True)
+        requests = [self._request(i, prompt, own) for i, (prompt, own) in enumerate(pairs)]
+        results = {int(completion.id): completion for completion in self.stream(requests)}
+        return [results[i] for i in range(len(requests))]
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Completions as they finish; requests are only taken when a slot is free."""
+        return self.engine.generate(requests)
+
+    def report(self, wall_s: float) -> dict[str, Any]:
+        """The run's report so far, `wall_s` seconds after it began: see report.make_report."""
+        return make_report(
+            self.plan, self.engine.stats, self.engine.decoder.op_seconds, self.load_s, wall_s
+        )
+
+    def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        try:
+            is_text = isinstance(prompt, str)
+            ids = self.rules.encode(prompt) if is_text else self.rules.check(tuple(prompt))
+        except BadRow as bad:
+            raise UsageError(f"prompt {index}: {bad}", hint="nothing was generated") from None
+        return Request(id=str(index), line=index + 1, prompt_ids=ids, params=params)
+
+    def _make_plan(
+        self,
+        batch_size: int | Literal["auto"],
+        max_batch_size: int,
+        max_model_len: int | None,
+        expected_tokens: int,
+        policy: Policy,
+    ) -> Plan:
+        config = self.config
+        length = max_model_len or min(config.max_positions, DEFAULT_MAX_MODEL_LEN)
+        new_tokens = min(expected_tokens, max(1, length - 1))
+        workload = Workload(
+            batch_size=1 if batch_size == "auto" else batch_size,
+            prompt_len=max(1, (length - new_tokens) // 2),
+            new_tokens=new_tokens,
+            max_model_len=length,
+        )
+        local, remote = self._free_memory()
+        policy = replace(
+            policy,
+            hbm_budget=local if policy.hbm_budget is None else policy.hbm_budget,
+            host_budget=remote if policy.host_budget is None else policy.host_budget,
+        )
+        if batch_size == "auto":
+            workload = choose_batch_size(
+                config, workload, self.profile, policy, limit=max_batch_size
+            )
+        return make_plan(config, workload, self.profile, policy)
+
+    def _free_memory(self) -> tuple[int, int]:
+        """Default budgets of the local and the host tier on this machine, in bytes."""
+        host = memory.available_host_memory()
+        if self.device.type == "cpu":
+            return host, host
+        return torch.cuda.mem_get_info(self.device)[0] + self.profile.context_bytes, host
+
+    def _load(self, directory: Path) -> tuple[Decoder, KVCache]:
+        kind, dtype = DECODERS[self.config.family], getattr(torch, self.config.dtype)
+        with Checkpoint(directory) as checkpoint:
+            manifest = kind.manifest(self.config, checkpoint.__contains__)
+            checkpoint.check(manifest)
+            tiers = memory.allocate_tiers(memory.tier_capacities(self.plan, dtype), self.device)
+            cache = KVCache(self.plan, tiers, dtype)
+            placements = {
+                op.op.layer_name(layer): self.plan.placement(op.op.name, layer)
+                for op in self.plan.weights()
+                for layer in range(op.op.layers)
+            }
+            weights = load(checkpoint, manifest, placements, tiers, dtype, self.device)
+        return kind(self.config, weights, self.plan.workload.max_model_len), cache
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CannotRun(
+            "no CUDA GPU can be used here", hint="use --device cpu, or see: dakrun doctor"
+        )
+    has_gpu = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if has_gpu else "cpu")
+
+
+def _tokenizer(directory: Path, *, needed: bool) -> Tokenizer | None:
+    return Tokenizer.load(directory) if needed or Tokenizer.is_in(directory) else None
+
+
+def _profile(profile: str | HardwareProfile, device: torch.device) -> HardwareProfile:
+    if isinstance(profile, HardwareProfile):
+        return profile
+    if profile != "auto":
+        return load_profile(profile)
+    return find_profile(device="cpu" if device.type == "cpu" else "cuda")

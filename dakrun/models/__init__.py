@@ -1,0 +1,1 @@
+"""Decoders: Hugging Face tensor names in, logits out."""

@@ -1,0 +1,161 @@
+"""The ops of a decode step: what each keeps in memory, reads and computes.
+
+Knows the architecture and the workload; knows no hardware and no placement.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
+from dakrun.plan.items import ItemGrid
+
+KV_BLOCK = 64
+PREFILL_CHUNK_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One op of the decode step, `layers` times alike (1 for those outside the layers).
+
+    All figures are for one layer. `resident_bytes` is what must be kept, `read_bytes` what a
+    step reads of it: the same for a weight, more kept than read for a KV cache that is not yet
+    full and for an embedding table. Placement is in `units`: items of a weight, slots of a cache.
+    """
+
+    name: str
+    category: Literal["linear", "attention", "gather"]
+    layers: int
+    in_layer: bool
+    shape: tuple[int, int]
+    batch_size: int
+    element_bytes: int
+    resident_bytes: int
+    read_bytes: float
+    flops: float
+    units: int
+
+    def unit_bytes(self, first: int, last: int) -> int:
+        """Resident bytes of the units first ... last - 1."""
+        if self.category == "attention":
+            return self.resident_bytes // self.units * (last - first)
+        return ItemGrid(*self.shape).elements(first, last) * self.element_bytes
+
+    def layer_name(self, layer: int) -> str:
+        """Name of this op in one layer, as in "layers.3.qkv"."""
+        return f"layers.{layer}.{self.name}" if self.in_layer else self.name
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOPs per byte moved: weights, inputs and outputs of a linear op; KV of attention."""
+        if self.category == "linear":
+            m, k = self.shape
+            n = self.batch_size
+            return self.flops / (self.element_bytes * (k * m + n * k + n * m))
+        return self.flops / self.read_bytes
+
+
+def kv_positions(workload: Workload) -> int:
+    """Positions that a slot of the KV cache holds: max_model_len in whole blocks."""
+    return -(-workload.max_model_len // KV_BLOCK) * KV_BLOCK
+
+
+def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
+    """The ops of one decode step in their order within the step."""
+    size, n = DTYPE_BYTES[model.dtype], workload.batch_size
+
+    def linear(name: str, rows: int, cols: int, *, in_layer: bool = True) -> Op:
+        return Op(
+            name=name,
+            category="linear",
+            layers=model.num_layers if in_layer else 1,
+            in_layer=in_layer,
+            shape=(rows, cols),
+            batch_size=n,
+            element_bytes=size,
+            resident_bytes=rows * cols * size,
+            read_bytes=rows * cols * size,
+            flops=2.0 * n * rows * cols,
+            units=ItemGrid(rows, cols).count,
+        )
+
+    hidden, embed = model.hidden_size, model.embed_size
+    ops = []
+    if not model.tied_embeddings:
+        ops.append(_embedding(model, n, size))
+    if embed != hidden:
+        ops.append(linear("project_in", hidden, embed, in_layer=False))
+    ops += [
+        linear("qkv", model.q_size + 2 * model.kv_size, hidden),
+        _attention(model, workload, size),
+        linear("o", hidden, model.q_size),
+    ]
+    if model.family == "llama":
+        ops += [
+            linear("gate_up", 2 * model.ffn_size, hidden),
+            linear("down", hidden, model.ffn_size),
+        ]
+    else:
+        ops += [linear("fc1", model.ffn_size, hidden), linear("fc2", hidden, model.ffn_size)]
+    if embed != hidden:
+        ops.append(linear("project_out", embed, hidden, in_layer=False))
+    ops.append(linear("lm_head", model.vocab_size, embed, in_layer=False))
+    return tuple(ops)
+
+
+def weight_bytes(ops: tuple[Op, ...]) -> int:
+    """Bytes of all matrices of the model, the embedding table included."""
+    return sum(op.layers * op.resident_bytes for op in ops if op.category != "attention")
+
+
+def vector_bytes(model: ModelConfig) -> int:
+    """Bytes of norms, biases and learned positions, which always stay in the local tier."""
+    norm = model.hidden_size * (2 if model.family == "opt" else 1)
+    norms = (2 * model.num_layers + model.final_norm) * (norm if model.norm_affine else 0)
+    qkv_o = model.q_size + 2 * model.kv_size + model.hidden_size
+    ffn = model.ffn_size * (2 if model.family == "llama" else 1) + model.hidden_size
+    biases = model.num_layers * (qkv_o * model.attention_bias + ffn * model.mlp_bias)
+    positions = (model.max_positions + 2) * model.hidden_size if model.family == "opt" else 0
+    return (norms + biases + positions) * DTYPE_BYTES[model.dtype]
+
+
+def activation_bytes(model: ModelConfig, workload: Workload) -> int:
+    """Upper estimate of activations and workspace: one prefill chunk, and the batch's logits."""
+    tokens = min(PREFILL_CHUNK_TOKENS, workload.batch_size * workload.max_model_len)
+    width = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.ffn_size
+    scores = model.num_heads * min(tokens, workload.max_model_len)
+    logits = 3 * workload.batch_size * model.vocab_size * 4
+    return tokens * width * DTYPE_BYTES[model.dtype] + tokens * scores * 4 + logits
+
+
+def _embedding(model: ModelConfig, n: int, size: int) -> Op:
+    return Op(
+        name="embedding",
+        category="gather",
+        layers=1,
+        in_layer=False,
+        shape=(model.vocab_size, model.embed_size),
+        batch_size=n,
+        element_bytes=size,
+        resident_bytes=model.vocab_size * model.embed_size * size,
+        read_bytes=n * model.embed_size * size,
+        flops=0.0,
+        units=ItemGrid(model.vocab_size, model.embed_size).count,
+    )
+
+
+def _attention(model: ModelConfig, workload: Workload, size: int) -> Op:
+    n, length = workload.batch_size, workload.mean_kv_len
+    position_bytes = 2 * model.kv_size * size
+    return Op(
+        name="attention",
+        category="attention",
+        layers=model.num_layers,
+        in_layer=True,
+        shape=(model.num_heads, model.num_kv_heads),
+        batch_size=n,
+        element_bytes=size,
+        resident_bytes=n * kv_positions(workload) * position_bytes,
+        read_bytes=n * length * position_bytes,
+        flops=4.0 * n * length * model.q_size,
+        units=n,
+    )

@@ -1,0 +1,173 @@
+"""The report of a run: what was planned, what was measured, on what.
+
+`make_report` gives the JSON of --report, `render` a summary for people. Units are in the keys;
+TTFT, TPOT and EB are defined in README.md.
+"""
+
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import dakrun
+from dakrun.engine.engine import EngineStats
+from dakrun.plan.planner import Plan
+from dakrun.plan.present import plan_dict
+from dakrun.units import format_bytes, format_seconds
+
+SCHEMA = 1
+
+
+def make_report(
+    plan: Plan, stats: EngineStats, op_seconds: Mapping[str, float], load_s: float, wall_s: float
+) -> dict[str, Any]:
+    """The run's report as JSON-ready data (schema 1).
+
+    EB is the model's weight bytes over the mean decode step time (arXiv 2604.26074); EB total
+    counts the weight and KV bytes that the steps really read. Figures that a run without a
+    decode step does not have are None.
+    """
+    steps = len(stats.step_s)
+    decode_s = sum(stats.step_s)
+    step_s = decode_s / steps if steps else None
+    weights_read = sum(op.read_bytes(t) for op in plan.weights() for t in range(len(plan.tiers)))
+    return {
+        "schema": SCHEMA,
+        "model": {
+            "name": plan.model.name,
+            "family": plan.model.family,
+            "dtype": plan.model.dtype,
+            "weight_bytes": plan.weight_bytes,
+        },
+        "requests": {
+            "finished": stats.requests,
+            "prompt_tokens": stats.prompt_tokens,
+            "new_tokens": stats.new_tokens,
+        },
+        "time": {
+            "load_s": load_s,
+            "wall_s": wall_s,
+            "prefill_s": stats.prefill_s,
+            "decode_s": decode_s,
+            "decode_steps": steps,
+            "mean_batch": stats.step_rows / steps if steps else None,
+        },
+        "ttft_s": _spread(stats.ttft_s),
+        "tpot_s": _spread(stats.tpot_s),
+        "decode_step_s": _spread(stats.step_s),
+        "tokens_per_s": stats.new_tokens / wall_s if wall_s > 0 else None,
+        "eb_bytes_per_s": plan.weight_bytes / step_s if step_s else None,
+        "eb_total_bytes_per_s": (
+            (weights_read * steps + stats.kv_bytes_read) / decode_s if decode_s else None
+        ),
+        "predicted_step_s": plan.predicted_s,
+        "ops": [
+            {
+                "name": op.op.name,
+                "layers": op.op.layers,
+                "bound_s": sum(op.bounds_s),
+                "predicted_s": sum(op.predicted_s),
+                "measured_s": op_seconds[op.op.name] / steps if op.op.name in op_seconds else None,
+            }
+            for op in plan.ops
+        ],
+        "tiers": [
+            {"name": name, **{f"{k}_bytes": v for k, v in plan.memory(number).items()}}
+            for number, name in enumerate(plan.tiers)
+        ],
+        "plan": plan_dict(plan),
+        "versions": {
+            "dakrun": dakrun.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "safetensors": version("safetensors"),
+        },
+        "machine": {
+            "device": plan.profile.device_name if plan.profile.device == "cuda" else _cpu_name(),
+            "threads": torch.get_num_threads(),
+            "system": platform.platform(),
+        },
+    }
+
+
+def render(report: Mapping[str, Any], console: Console) -> None:
+    """Print a summary of `report`."""
+    console.print(_figures(report))
+    ops = Table(title="Per decode step", title_justify="left", box=None, pad_edge=False)
+    for title in ("op", "layers", "bound", "predicted", "measured"):
+        ops.add_column(title, justify="left" if title == "op" else "right")
+    for op in report["ops"]:
+        times = (op["bound_s"], op["predicted_s"], op["measured_s"])
+        ops.add_row(op["name"], str(op["layers"]), *map(_seconds, times))
+    console.print(ops)
+
+
+def _figures(report: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column()
+    table.add_column()
+    model, requests, times = report["model"], report["requests"], report["time"]
+    plan = report["plan"]
+    rows = {
+        "model": f"{model['name']} ({model['dtype']}, {format_bytes(model['weight_bytes'])})",
+        "machine": f"{report['machine']['device']}, profile {plan['profile']['name']}",
+        "requests": f"{requests['finished']} finished, {requests['prompt_tokens']} prompt and "
+        f"{requests['new_tokens']} new tokens",
+        "time": f"load {_seconds(times['load_s'])}, prefill {_seconds(times['prefill_s'])}, "
+        f"decode {_seconds(times['decode_s'])} in {times['decode_steps']} steps",
+        "TTFT": _spread_text(report["ttft_s"]),
+        "TPOT": _spread_text(report["tpot_s"]),
+        "decode step": f"{_spread_text(report['decode_step_s'])}; predicted "
+        f"{_seconds(report['predicted_step_s'])} with a full batch",
+        "throughput": f"{report['tokens_per_s'] or 0:.1f} tokens/s",
+        "EB": f"{_rate(report['eb_bytes_per_s'])}; with KV as read "
+        f"{_rate(report['eb_total_bytes_per_s'])}",
+    }
+    for tier in report["tiers"]:
+        parts = {k.removesuffix("_bytes"): v for k, v in tier.items() if k != "name" and v}
+        text = ", ".join(f"{k} {format_bytes(v)}" for k, v in parts.items())
+        rows[f"tier {tier['name']}"] = text or "empty"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, median and 99th percentile (nearest rank) in the unit of `values`."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    rank = min(len(ordered) - 1, int(0.99 * len(ordered)))
+    return {
+        "mean": statistics.fmean(ordered),
+        "median": statistics.median(ordered),
+        "p99": ordered[rank],
+    }
+
+
+def _spread_text(spread: Mapping[str, float] | None) -> str:
+    if spread is None:
+        return "-"
+    return ", ".join(f"{name} {format_seconds(value)}" for name, value in spread.items())
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else format_seconds(value)
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e9:.2f} GB/s"
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()

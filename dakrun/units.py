@@ -1,0 +1,41 @@
+"""Byte sizes as people write them ("20GiB", "1.5 GB") and as reports show them."""
+
+import re
+
+from dakrun.errors import UsageError
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": 2**10,
+    "m": 10**6, "mb": 10**6, "mib": 2**20,
+    "g": 10**9, "gb": 10**9, "gib": 2**30,
+    "t": 10**12, "tb": 10**12, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Number of bytes in `text`, such as "20GiB", "1.5 GB" or "4096".
+
+    Raises UsageError for anything else.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{text!r} is not a size", hint="write it like 20GiB, 1.5GB or 4096")
+    return int(float(match[1]) * factor)
+
+
+def format_bytes(n: float) -> str:
+    """`n` bytes with a binary unit and three or four significant digits, as in "1.50 GiB"."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(n) >= factor:
+            return f"{n / factor:.2f} {unit}"
+    return f"{n:.0f} B"
+
+
+def format_seconds(s: float) -> str:
+    """`s` seconds in the unit that suits its size: "12.3 us", "4.56 ms", "7.89 s"."""
+    if s >= 1:
+        return f"{s:.2f} s"
+    return f"{s * 1e3:.2f} ms" if s >= 1e-3 else f"{s * 1e6:.1f} us"

@@ -1,0 +1,18 @@
+"""Skips tests marked `gpu` where torch sees no CUDA GPU.
+
+torch is imported only if such tests were collected: the pure tests start without it.
+"""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

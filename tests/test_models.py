@@ -1,0 +1,164 @@
+"""OPT and Llama over partitioned operands against transformers on the same weights."""
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+from dakrun.config import SamplingParams
+from dakrun.llm import LLM
+from dakrun.models.layers import Segment
+from dakrun.plan.planner import Policy
+
+PROMPT_LENGTHS = (5, 1, 17, 33, 64, 2, 9, 40)
+NEW_TOKENS = 64
+NAMES = list(tiny_models.CONFIGS)
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(3, tiny_models.VOCAB, (n,), generator=generator).tolist()
+        for n in PROMPT_LENGTHS
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: tiny_models.save(name, tmp_path_factory.mktemp("models") / name) for name in NAMES
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[list[int]]]:
+    """transformers' greedy tokens for every prompt, in one left-padded batch."""
+    longest = max(PROMPT_LENGTHS)
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts()])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts()])
+    out = {}
+    for name in NAMES:
+        tokens = tiny_models.reference(name).generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+        )
+        out[name] = tokens[:, longest:].tolist()
+    return out
+
+
+def load(path: Path, batch_size: int = 8, **policy: float) -> LLM:
+    return LLM(
+        path, device="cpu", batch_size=batch_size, max_model_len=160, policy=Policy(**policy)
+    )
+
+
+def greedy(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(max_tokens=NEW_TOKENS)
+    return [list(c.token_ids) for c in llm.generate(prompts(), params)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_matrix_has_at_least_five_items(name: str, checkpoints: dict[str, Path]) -> None:
+    llm = load(checkpoints[name])
+    assert min(op.op.units for op in llm.plan.weights()) >= 5
+
+
+@pytest.mark.parametrize("kv_ratio", [0, 0.5, 1])
+@pytest.mark.parametrize("ratio", [0, 0.1, 0.37, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_equal_transformers(
+    name: str,
+    ratio: float,
+    kv_ratio: float,
+    checkpoints: dict[str, Path],
+    expected: dict[str, list[list[int]]],
+) -> None:
+    llm = load(checkpoints[name], offload_ratio=ratio, kv_offload_ratio=kv_ratio)
+    assert llm.plan.memory(1)["kv"] / sum(llm.plan.memory(t)["kv"] for t in (0, 1)) == kv_ratio
+    assert greedy(llm) == expected[name]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_do_not_depend_on_the_batch_size(
+    name: str,
+    batch_size: int,
+    checkpoints: dict[str, Path],
+    expected: dict[str, list[list[int]]],
+) -> None:
+    llm = load(checkpoints[name], batch_size, offload_ratio=0.37, kv_offload_ratio=0.5)
+    assert greedy(llm) == expected[name]
+
+
+@torch.inference_mode()
+def our_logits(llm: LLM, sequences: list[list[int]], prompt_lengths: list[int]) -> torch.Tensor:
+    """Logits [B, NEW_TOKENS, V] along given sequences: the prompt prefilled, the rest decoded."""
+    decoder, cache = llm.engine.decoder, llm.engine.cache
+    segments = [Segment(slot, 0, n) for slot, n in enumerate(prompt_lengths)]
+    flat = [t for s, n in zip(sequences, prompt_lengths, strict=True) for t in s[:n]]
+    hidden = decoder.prefill(torch.tensor(flat), segments, cache)
+    steps = [decoder.logits(hidden[torch.tensor(prompt_lengths).cumsum(0) - 1])]
+    for step in range(NEW_TOKENS - 1):
+        positions = [n + step for n in prompt_lengths]
+        tokens = torch.tensor([s[p] for s, p in zip(sequences, positions, strict=True)])
+        steps.append(decoder.decode(tokens, positions, list(range(len(sequences))), cache))
+    return torch.stack(steps, dim=1)
+
+
+@torch.inference_mode()
+def their_logits(
+    name: str, dtype: torch.dtype, sequences: list[list[int]], prompt_lengths: list[int]
+) -> torch.Tensor:
+    model = tiny_models.reference(name, dtype)
+    rows = [
+        model(torch.tensor([s])).logits[0, n - 1 : n - 1 + NEW_TOKENS]
+        for s, n in zip(sequences, prompt_lengths, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_agree_with_transformers(
+    name: str, checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    sequences = [p + e for p, e in zip(prompts(), expected[name], strict=True)]
+    llm = load(checkpoints[name], offload_ratio=0.37, kv_offload_ratio=0.5)
+    ours = our_logits(llm, sequences, list(PROMPT_LENGTHS))
+    theirs = their_logits(name, torch.float32, sequences, list(PROMPT_LENGTHS))
+    assert (ours - theirs).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_differs_only_within_its_noise(
+    name: str, dtype: torch.dtype, tmp_path: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    """The noise of a dtype is what transformers' own rounding does to its logits."""
+    lengths = list(PROMPT_LENGTHS)
+    sequences = [p + e for p, e in zip(prompts(), expected[name], strict=True)]
+    llm = load(tiny_models.save(name, tmp_path, dtype), offload_ratio=0.37, kv_offload_ratio=0.5)
+    assert llm.config.dtype == str(dtype).removeprefix("torch.")
+    ours = our_logits(llm, sequences, lengths).float()
+    theirs = their_logits(name, dtype, sequences, lengths).float()
+    exact = their_logits(name, torch.float32, sequences, lengths)
+    noise = (theirs - exact).abs().max()
+    top = theirs.topk(2).values
+    clear = top[..., 0] - top[..., 1] > 2 * noise
+    assert clear.float().mean() > 0.1
+    assert (ours.argmax(-1) == theirs.argmax(-1))[clear].all()
+    assert (ours - exact).abs().max() <= 2 * noise
+
+
+def test_swapped_items_give_another_answer(checkpoints: dict[str, Path]) -> None:
+    """The reference reads each item where it lies: spoiling one tier's bytes is seen."""
+    llm = load(checkpoints["llama-mha"], offload_ratio=0.37)
+    before = greedy(llm)
+    remote = [
+        p for p in llm.engine.decoder.weights.matrices["layers.1.down"].parts if p.tier == "host"
+    ]
+    remote[-1].data.copy_(remote[-1].data.flip(0))
+    assert greedy(llm) != before
