@@ -3,27 +3,30 @@
 Everything but click is imported when a command needs it, so that --help and plan start at once.
 """
 
-import functools
 import json
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dakrun import __version__
 from dakrun.errors import DakrunError, UsageError
-from dakrun.units import parse_bytes
+from dakrun.options import (
+    model_options,
+    policy_options,
+    profile_option,
+    resolve_model,
+    resolve_profile,
+    sampling_options,
+    workload_options,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from dakrun.config import ModelConfig
-    from dakrun.hardware import HardwareProfile
-
-Command = Callable[..., int | None]
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -40,8 +43,9 @@ class ErrorLines(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""
         try:
-            kwargs["standalone_mode"] = False
-            code = super().main(*args, **kwargs)
+            code = super().main(
+                *args, **{"prog_name": "dakrun", **kwargs, "standalone_mode": False}
+            )
             sys.stdout.flush()
         except click.exceptions.NoArgsIsHelpError as no_command:
             no_command.show()
@@ -78,179 +82,6 @@ def _one_line(text: str) -> str:
 def _help_hint(problem: click.ClickException) -> str:
     context = getattr(problem, "ctx", None)
     return f"see: {context.command_path if context else 'dakrun'} --help"
-
-
-class Auto(click.ParamType):
-    """`auto` (None) or what `convert_value` makes of the text; it raises ValueError for the rest.
-
-    `expected` completes "is not ..." in the message.
-    """
-
-    def __init__(self, name: str, expected: str, convert_value: Callable[[str], Any]) -> None:
-        self.name, self.expected, self.convert_value = name, expected, convert_value
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value == "auto":
-            return None
-        try:
-            return self.convert_value(value)
-        except ValueError:
-            self.fail(f"{value!r} is not {self.expected}.", param, ctx)
-
-
-class Size(click.ParamType):
-    """Bytes, written like 20GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_bytes(value)
-        except UsageError as problem:
-            self.fail(f"{problem}; {problem.hint}.", param, ctx)
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
-def _share(text: str) -> float:
-    if not 0 <= (number := float(text)) <= 1:
-        raise ValueError
-    return number
-
-
-COUNT = Auto("auto|N", "auto or an integer of at least 1", _at_least_one)
-RATIO = Auto("auto|0..1", "auto or a number from 0 to 1", _share)
-
-
-def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        return functools.reduce(lambda decorated, add: add(decorated), reversed(options), command)
-
-    return decorate
-
-
-model_options = _together(
-    click.option("--model", required=True, metavar="DIR|HUB_ID|NAME", help="The model to run."),
-    click.option(
-        "--dtype",
-        type=click.Choice(["auto", "float16", "bfloat16", "float32"]),
-        default="auto",
-        show_default=True,
-        help="Store and compute in this type; auto: the checkpoint's.",
-    ),
-)
-
-workload_options = _together(
-    click.option(
-        "--batch-size",
-        type=COUNT,
-        default="auto",
-        show_default=True,
-        help="Requests decoded together; auto: the most predicted tokens per second.",
-    ),
-    click.option(
-        "--max-model-len",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Tokens of a prompt and its completion that the KV cache has room for.",
-    ),
-)
-
-profile_option = click.option(
-    "--profile",
-    default="auto",
-    show_default=True,
-    metavar="auto|NAME|FILE",
-    help="Hardware to plan for: a shipped profile, a .toml file, or this machine.",
-)
-
-_policy_options = _together(
-    click.option("--hbm-budget", type=Size(), help="GPU memory to use, like 20GiB."),
-    click.option("--host-budget", type=Size(), help="Remote memory to use, like 100GiB."),
-    click.option(
-        "--offload-ratio",
-        type=RATIO,
-        default="auto",
-        show_default=True,
-        help="Share of weight and KV bytes outside HBM.",
-    ),
-    click.option(
-        "--kv-offload-ratio",
-        type=RATIO,
-        default="auto",
-        show_default=True,
-        help="Share of KV slots outside HBM; --offload-ratio then means the weights alone.",
-    ),
-    click.option(
-        "--strategy",
-        type=click.Choice(["greedy", "uniform"]),
-        default="greedy",
-        show_default=True,
-        help="A ratio for each op, or the same for all.",
-    ),
-    click.option(
-        "--remote",
-        default="host",
-        show_default=True,
-        metavar="TIER",
-        help="Remote tier to offload to, as the profile names it.",
-    ),
-)
-
-
-def policy_options(command: Command) -> Command:
-    """Adds the placement options; the command gets them as one `policy` argument (a Policy)."""
-
-    @functools.wraps(command)
-    def with_policy(
-        *,
-        hbm_budget: int | None,
-        host_budget: int | None,
-        offload_ratio: float | None,
-        kv_offload_ratio: float | None,
-        strategy: Any,
-        remote: str,
-        **rest: Any,
-    ) -> int | None:
-        from dakrun.plan.planner import Policy
-
-        policy = Policy(
-            hbm_budget=hbm_budget,
-            host_budget=host_budget,
-            offload_ratio=offload_ratio,
-            kv_offload_ratio=kv_offload_ratio,
-            strategy=strategy,
-            remote=tuple(tier.strip() for tier in remote.split(",")),
-        )
-        return command(policy=policy, **rest)
-
-    decorated: Command = _policy_options(with_policy)
-    return decorated
-
-
-def resolve_model(name: str, dtype: Any) -> "ModelConfig":
-    """The architecture that --model and --dtype ask for."""
-    from dakrun.hub import model_config
-
-    model = model_config(name)
-    return model if dtype == "auto" else model.with_dtype(dtype)
-
-
-def resolve_profile(name: str) -> "HardwareProfile":
-    """The profile that --profile asks for; auto is this machine's GPU, or else its CPU."""
-    from dakrun.hardware import find_profile, gpu_names, load_profile
-
-    if name != "auto":
-        return load_profile(name)
-    return find_profile(device="cuda" if gpu_names() else "cpu")
 
 
 def stdout_console() -> "Console":
@@ -292,9 +123,10 @@ def plan(
     policy: Any,
     as_json: bool,
 ) -> None:
-    """Show where a model's bytes would lie and how fast it would decode; needs no GPU.
+    """Plan a model's memory and speed; needs no GPU or weights.
 
-    Offload ratios per op, what limits each, bound and predicted TPOT and EB, memory map.
+    Shows where the bytes of each op would lie, what limits it, and the bound and predicted time
+    per output token (TPOT) and effective bandwidth (EB).
     """
     from dakrun.config import Workload
     from dakrun.plan.batch_size import choose_batch_size
@@ -323,3 +155,99 @@ def plan(
     from dakrun.plan.table import render
 
     render(decision, stdout_console())
+
+
+@main.command()
+@model_options
+@click.option("-i", "--input", "source", required=True, metavar="FILE|-", help="Prompts.")
+@click.option("-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results.")
+@sampling_options
+@workload_options
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
+    help="Where to compute.",
+)  # fmt: skip
+@profile_option
+@policy_options
+@click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
+@click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
+@click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+def generate(
+    *,
+    model: str,
+    dtype: Any,
+    source: str,
+    output: str,
+    batch_size: int | None,
+    max_model_len: int | None,
+    device: Any,
+    profile: str,
+    policy: Any,
+    report_path: str | None,
+    resume: bool,
+    overwrite: bool,
+    **sampling: Any,
+) -> int:
+    """Complete the prompts of a file; results are written as they finish.
+
+    Prompts are lines of text (.txt) or JSON rows (.jsonl); a bad row becomes an error row.
+    """
+    from dakrun.config import SamplingParams
+
+    params = SamplingParams(**sampling)
+    if report_path and not Path(report_path).absolute().parent.is_dir():
+        raise UsageError(f"{report_path}: no such folder", hint="make it, or change --report")
+
+    from rich.console import Console
+
+    from dakrun.engine.batch import RequestReader
+    from dakrun.engine.results import ResultWriter
+    from dakrun.generate import count_rows, write_report
+    from dakrun.generate import generate as run
+    from dakrun.llm import LLM
+    from dakrun.plan.batch_size import MAX_BATCH_SIZE
+    from dakrun.report import render as render_report
+
+    writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
+    with RequestReader(source, defaults=params) as reader:
+        llm = LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            profile=profile,
+            batch_size=batch_size or "auto",
+            max_batch_size=count_rows(source, MAX_BATCH_SIZE),
+            max_model_len=max_model_len,
+            expected_tokens=params.max_tokens,
+            policy=policy,
+            needs_tokenizer=reader.needs_tokenizer(),
+        )
+        stderr = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
+        start = time.perf_counter()
+        with writer:
+            counts = run(llm, reader, writer, stderr if sys.stderr.isatty() else None)
+    report = llm.report(time.perf_counter() - start)
+    report["rows"] = {"done": counts.done, "failed": counts.failed, "skipped": counts.skipped}
+    if report_path:
+        write_report(report, Path(report_path))
+    render_report(report, stderr)
+    click.echo(
+        f"{counts.done} rows done, {counts.failed} failed, {counts.skipped} skipped", err=True
+    )
+    return EXIT_FAILED if counts.failed else 0
+
+
+@main.command()
+def demo() -> int:
+    """Answer 200 sums with a tiny bundled model, half of it in the remote tier."""
+    from dakrun.demo import run
+    from dakrun.report import render as render_report
+
+    console = stdout_console()
+    result = run(console if sys.stdout.isatty() else None)
+    for prompt, answer, right in result.answers[:12]:
+        console.print(f"{prompt} -> {answer}  [{'right' if right else 'wrong'}]", markup=False)
+    console.print("...")
+    console.print(f"{result.right} of {len(result.answers)} sums are right\n")
+    render_report(result.report, console)
+    return 0 if result.right >= 0.95 * len(result.answers) else EXIT_FAILED

@@ -3,9 +3,12 @@
 Reads and writes rows one by one; how many there are never matters for memory.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -13,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from dakrun.engine.batch import RequestReader
 from dakrun.engine.request import Request, RowError
 from dakrun.engine.results import ResultWriter
+from dakrun.errors import CannotRun
 from dakrun.llm import LLM
 
 
@@ -35,7 +39,7 @@ def generate(
     counts = Counts()
 
     def requests() -> Iterator[Request]:
-        for row in reader:
+        for row in reader.rows(llm.rules):
             if writer.is_done(row.id):
                 counts.skipped += 1
             elif isinstance(row, RowError):
@@ -57,6 +61,29 @@ def generate(
                     description=f"{counts.done} done, {counts.failed} failed, {speed} tokens",
                 )
     return counts
+
+
+def count_rows(source: str | Path, limit: int) -> int:
+    """Lines in a regular file, at most `limit`; `limit` where that cannot be known yet."""
+    path = Path(source)
+    if str(source) == "-" or not path.is_file():
+        return limit
+    lines = 0
+    with path.open("rb") as file:
+        while lines < limit and (block := file.read(1 << 20)):
+            lines += block.count(b"\n")
+    return max(1, min(lines + 1, limit))
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Write `report` as JSON; CannotRun where that fails."""
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise CannotRun(
+            f"{path}: the report cannot be written ({problem.strerror})",
+            hint="all results are in the output; give --report a place that can be written",
+        ) from None
 
 
 def _progress(console: Console) -> Progress:

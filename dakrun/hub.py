@@ -130,8 +130,8 @@ def _failure(name: str, problem: Exception) -> DakrunError:
             hint="download it while online, or unset HF_HUB_OFFLINE" + by_name,
         )
     reason = " ".join(str(problem.__cause__ or problem).split()) or type(problem).__name__
+    remedy = "check the network, HF_ENDPOINT and the disk, or give a folder that holds the model"
     return CannotRun(
         f"{name} could not be fetched from the Hugging Face hub ({reason[:200]})",
-        hint="check the network, HF_ENDPOINT and the disk, or give a folder that holds the model"
-        + by_name,
+        hint=remedy + by_name,
     )

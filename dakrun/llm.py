@@ -14,10 +14,10 @@ import torch
 from dakrun import hub, memory
 from dakrun.checkpoint import Checkpoint, load
 from dakrun.config import Dtype, ModelConfig, SamplingParams, Workload
-from dakrun.engine.batch import BadRow, PromptRules
 from dakrun.engine.engine import Engine
 from dakrun.engine.kvcache import KVCache
 from dakrun.engine.request import Completion, Request
+from dakrun.engine.rows import BadRow, PromptRules
 from dakrun.engine.tokenizer import Tokenizer
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, find_profile, load_profile
@@ -110,8 +110,10 @@ class LLM:
 
     def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         try:
-            is_text = isinstance(prompt, str)
-            ids = self.rules.encode(prompt) if is_text else self.rules.check(tuple(prompt))
+            if isinstance(prompt, str):
+                ids = self.rules.encode(prompt)
+            else:
+                ids = self.rules.check(tuple(prompt))
         except BadRow as bad:
             raise UsageError(f"prompt {index}: {bad}", hint="nothing was generated") from None
         return Request(id=str(index), line=index + 1, prompt_ids=ids, params=params)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Top to bottom; a part (a module or subpackage of dakrun) imports from its own layer and below.
 LAYERS = (
-    ("cli", "__main__"),
+    ("cli", "options", "__main__"),
     ("bench", "report", "plot", "doctor", "demo", "convert", "llm"),
     ("engine", "probe"),
     ("models", "nn"),

@@ -7,34 +7,34 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
 VOCAB = 331
-_OPT = dict(
-    vocab_size=VOCAB,
-    num_hidden_layers=3,
-    max_position_embeddings=160,
-    init_std=0.08,
-    eos_token_id=None,
-    bos_token_id=1,
-    pad_token_id=0,
-)
-_LLAMA = dict(
-    vocab_size=VOCAB,
-    hidden_size=384,
-    intermediate_size=1100,
-    num_hidden_layers=3,
-    max_position_embeddings=160,
-    initializer_range=0.08,
-    eos_token_id=None,
-    bos_token_id=1,
-    pad_token_id=0,
-)
-_LLAMA3_ROPE = dict(
-    rope_type="llama3",
-    rope_theta=500_000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
+_OPT = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 160,
+    "init_std": 0.08,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 384,
+    "intermediate_size": 1100,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.08,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 CONFIGS = {
     "opt-like-125m": OPTConfig(hidden_size=320, num_attention_heads=5, ffn_dim=1100, **_OPT),

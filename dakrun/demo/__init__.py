@@ -53,9 +53,7 @@ def run(console: Console | None) -> DemoResult:
         prompts.write_text("".join(f"{task.prompt(a, b)}\n" for a, b in pairs), encoding="utf-8")
         start = time.perf_counter()
         with (
-            RequestReader(
-                prompts, defaults=SamplingParams(max_tokens=MAX_TOKENS), rules=llm.rules
-            ) as reader,
+            RequestReader(prompts, defaults=SamplingParams(max_tokens=MAX_TOKENS)) as reader,
             ResultWriter(output, source=prompts) as writer,
         ):
             generate(llm, reader, writer, console)

@@ -3,7 +3,7 @@
 Knows the model's shape, its word-level tokenizer and the recipe; checks itself on unseen sums.
 """
 
-# A command of its own, so it prints.  ruff: noqa: T201
+# ruff: noqa: T201 - a command of its own, so it prints
 
 import argparse
 import json
@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -30,7 +31,7 @@ SPECIAL = (PAD, BOS, EOS, UNK)
 IGNORED = -100
 REQUIRED_ACCURACY = 0.95
 
-STEPS = 1600
+STEPS = 1200
 BATCH = 256
 WARMUP = 100
 PEAK_RATE = 1.5e-3
@@ -103,19 +104,19 @@ def learning_rate(step: int, steps: int) -> float:
     warmup = min(WARMUP, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def train(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, steps: int) -> None:
     """Train in place on shuffled minibatches, printing the loss now and then."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors}],
-        lr=PEAK_RATE,
-        betas=(0.9, 0.98),
-        weight_decay=0.0,
-    )
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for p in model.parameters() if p.ndim > 1],
+            "weight_decay": WEIGHT_DECAY,
+        },
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: learning_rate(n, steps))
     model.train()
     began = time.monotonic()

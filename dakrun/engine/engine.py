@@ -109,7 +109,7 @@ class Engine:
 
     @torch.inference_mode()
     def _prefill(self, new: Sequence[_Running]) -> None:
-        """Cache the prompts of `new`, a chunk of tokens at a time, and sample their first tokens."""
+        """Cache the prompts of `new`, chunk by chunk, and sample their first tokens."""
         start = time.perf_counter()
         for chunk in _chunks(new):
             ids = [r.request.prompt_ids[s.start : s.start + s.length] for r, s in chunk]
@@ -128,7 +128,7 @@ class Engine:
 
     @torch.inference_mode()
     def _decode(self, running: Sequence[_Running]) -> None:
-        """One decode step: the newest token of every running request goes in, the next comes out."""
+        """One decode step: every running request's newest token goes in, its next comes out."""
         start = time.perf_counter()
         tokens = torch.tensor([r.tokens[-1] for r in running], device=self.device)
         positions = [r.cached for r in running]

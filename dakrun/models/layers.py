@@ -68,14 +68,13 @@ class Decoder(ABC):
             pieces = zip(
                 segments, q.split(lengths), k.split(lengths), v.split(lengths), strict=True
             )
-            return torch.cat(
-                [
-                    reference.prefill_attention(
-                        *qkv, cache.keys_values(layer, s.slot), s.start, self.scale
-                    )
-                    for s, *qkv in pieces
-                ]
-            )
+            outputs = []
+            for s, q_new, k_new, v_new in pieces:
+                kv = cache.keys_values(layer, s.slot)
+                outputs.append(
+                    reference.prefill_attention(q_new, k_new, v_new, kv, s.start, self.scale)
+                )
+            return torch.cat(outputs)
 
         return self._hidden(tokens, positions, attend)
 

@@ -3,6 +3,8 @@
 Knows layout only; the texts come from present.py. Nothing depends on colour.
 """
 
+import textwrap
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -10,7 +12,7 @@ from rich.text import Text
 from dakrun.plan.planner import Plan
 from dakrun.plan.present import COLUMNS, op_rows, summary_rows
 
-WIDTH = 120
+TITLE_WIDTH = 15
 LEGEND = (
     "FLOP/B: arithmetic intensity; ridge: peak FLOP/s over HBM bytes/s; between the offload ratios "
     "a and b an op is at its fastest; bytes, units and times are for all its layers."
@@ -25,8 +27,15 @@ def render(plan: Plan, console: Console) -> None:
     for row in op_rows(plan):
         ops.add_row(*map(Text, row))
     console.print(ops, highlight=False)
-    console.print(f"{LEGEND}\n", highlight=False)
-    summary = Table.grid(padding=(0, 2, 0, 0))
+    console.print(_wrapped(LEGEND, console.width), end="\n\n", soft_wrap=True, highlight=False)
     for title, text in summary_rows(plan):
-        summary.add_row(title, Text(text))
-    console.print(summary, highlight=False)
+        line = _wrapped(text, console.width, title)
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _wrapped(text: str, width: int, title: str = "") -> str:
+    """`text` beside its title, in lines of at most `width` columns."""
+    indent = TITLE_WIDTH if title else 0
+    return textwrap.fill(
+        text, width, initial_indent=f"{title:<{indent}}", subsequent_indent=" " * indent
+    )

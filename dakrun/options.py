@@ -1,0 +1,219 @@
+"""Command line options that several commands share, and what they stand for.
+
+Knows click and how users write values; the commands are in cli.py.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dakrun.errors import UsageError
+from dakrun.units import parse_bytes
+
+if TYPE_CHECKING:
+    from dakrun.config import ModelConfig
+    from dakrun.hardware import HardwareProfile
+
+Command = Callable[..., int | None]
+
+
+class Auto(click.ParamType):
+    """`auto` (None) or what `convert_value` makes of the text; it raises ValueError for the rest.
+
+    `expected` completes "is not ..." in the message.
+    """
+
+    def __init__(self, name: str, expected: str, convert_value: Callable[[str], Any]) -> None:
+        self.name, self.expected, self.convert_value = name, expected, convert_value
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value == "auto":
+            return None
+        try:
+            return self.convert_value(value)
+        except ValueError:
+            self.fail(f"{value!r} is not {self.expected}.", param, ctx)
+
+
+class Size(click.ParamType):
+    """Bytes, written like 20GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_bytes(value)
+        except UsageError as problem:
+            self.fail(f"{problem}; {problem.hint}.", param, ctx)
+
+
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def _share(text: str) -> float:
+    if not 0 <= (number := float(text)) <= 1:
+        raise ValueError
+    return number
+
+
+COUNT = Auto("count", "auto or an integer of at least 1", _at_least_one)
+RATIO = Auto("ratio", "auto or a number from 0 to 1", _share)
+
+
+def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        return functools.reduce(lambda decorated, add: add(decorated), reversed(options), command)
+
+    return decorate
+
+
+model_options = _together(
+    click.option("--model", required=True, metavar="DIR|HUB_ID|NAME", help="The model to run."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float16", "bfloat16", "float32"]),
+        default="auto",
+        show_default=True,
+        help="Store and compute in this type; auto: the checkpoint's.",
+    ),
+)
+
+workload_options = _together(
+    click.option(
+        "--batch-size",
+        type=COUNT,
+        metavar="auto|N",
+        default="auto",
+        show_default=True,
+        help="Requests decoded together; auto: the most predicted tokens per second.",
+    ),
+    click.option(
+        "--max-model-len",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Tokens of a prompt and its completion that the KV cache has room for.",
+    ),
+)
+
+profile_option = click.option(
+    "--profile",
+    default="auto",
+    show_default=True,
+    metavar="auto|NAME|FILE",
+    help="Hardware to plan for: a shipped profile, a .toml file, or this machine.",
+)
+
+_policy_options = _together(
+    click.option("--hbm-budget", type=Size(), help="GPU memory to use, like 20GiB."),
+    click.option("--host-budget", type=Size(), help="Remote memory to use, like 100GiB."),
+    click.option(
+        "--offload-ratio",
+        type=RATIO,
+        metavar="auto|0..1",
+        default="auto",
+        show_default=True,
+        help="Share of weight and KV bytes outside HBM.",
+    ),
+    click.option(
+        "--kv-offload-ratio",
+        type=RATIO,
+        metavar="auto|0..1",
+        default="auto",
+        show_default=True,
+        help="Share of KV slots outside HBM; --offload-ratio then means the weights alone.",
+    ),
+    click.option(
+        "--strategy",
+        type=click.Choice(["greedy", "uniform"]),
+        default="greedy",
+        show_default=True,
+        help="A ratio for each op, or the same for all.",
+    ),
+    click.option(
+        "--remote",
+        default="host",
+        show_default=True,
+        metavar="TIER",
+        help="Remote tier to offload to, as the profile names it.",
+    ),
+)
+
+
+def policy_options(command: Command) -> Command:
+    """Adds the placement options; the command gets them as one `policy` argument (a Policy)."""
+
+    @functools.wraps(command)
+    def with_policy(
+        *,
+        hbm_budget: int | None,
+        host_budget: int | None,
+        offload_ratio: float | None,
+        kv_offload_ratio: float | None,
+        strategy: Any,
+        remote: str,
+        **rest: Any,
+    ) -> int | None:
+        from dakrun.plan.planner import Policy
+
+        policy = Policy(
+            hbm_budget=hbm_budget,
+            host_budget=host_budget,
+            offload_ratio=offload_ratio,
+            kv_offload_ratio=kv_offload_ratio,
+            strategy=strategy,
+            remote=tuple(tier.strip() for tier in remote.split(",")),
+        )
+        return command(policy=policy, **rest)
+
+    decorated: Command = _policy_options(with_policy)
+    return decorated
+
+
+def resolve_model(name: str, dtype: Any) -> "ModelConfig":
+    """The architecture that --model and --dtype ask for."""
+    from dakrun.hub import model_config
+
+    model = model_config(name)
+    return model if dtype == "auto" else model.with_dtype(dtype)
+
+
+def resolve_profile(name: str) -> "HardwareProfile":
+    """The profile that --profile asks for; auto is this machine's GPU, or else its CPU."""
+    from dakrun.hardware import find_profile, gpu_names, load_profile
+
+    if name != "auto":
+        return load_profile(name)
+    return find_profile(device="cuda" if gpu_names() else "cpu")
+
+
+sampling_options = _together(
+    click.option(
+        "--max-tokens",
+        type=click.IntRange(min=1),
+        default=128,
+        show_default=True,
+        metavar="N",
+        help="Tokens to generate for a prompt, at most.",
+    ),
+    click.option(
+        "--temperature",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="0 takes the likeliest token.",
+    ),
+    click.option("--top-k", type=int, default=0, show_default=True, help="0 keeps all tokens."),
+    click.option("--top-p", type=float, default=1.0, show_default=True, help="1 keeps all tokens."),
+    click.option("--seed", type=int, default=0, show_default=True, help="For temperature above 0."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
+)

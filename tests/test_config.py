@@ -1,0 +1,216 @@
+"""config.json in its old and new forms, what is refused and how it is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dakrun.config import Llama3Rope, ModelConfig, SamplingParams, Workload, read_json_object
+from dakrun.errors import CannotRun, DakrunError, UsageError
+
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "ffn_dim": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 2048,
+    "word_embed_proj_dim": 768,
+    "torch_dtype": "float16",
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [128001, 128008],
+}
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA3_ROPE = Llama3Rope(
+    factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=8192
+)
+
+
+def one_line(error: DakrunError) -> str:
+    """The message, after checking that it and the hint are one line each."""
+    assert error.hint and "\n" not in f"{error}{error.hint}"
+    return str(error)
+
+
+def test_opt() -> None:
+    model = ModelConfig.from_hf(OPT, name="m")
+    assert (model.family, model.head_dim, model.num_kv_heads, model.dtype) == (
+        "opt", 64, 12, "float16",
+    )  # fmt: skip
+    assert model.tied_embeddings and model.attention_bias and model.mlp_bias
+    assert model.pre_norm and model.final_norm and model.norm_affine
+    assert model.eos_token_ids == (2,)
+    assert model.kv_bytes_per_token == 2 * 12 * 768 * 2
+
+
+def test_opt_350m_is_post_norm_with_projected_embeddings() -> None:
+    raw = {**OPT, "hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512}
+    model = ModelConfig.from_hf({**raw, "do_layer_norm_before": False}, name="m")
+    assert (model.embed_size, model.pre_norm, model.final_norm) == (512, False, False)
+
+
+def test_galactica_like_opt_has_no_biases_nor_affine_norms() -> None:
+    raw = {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}
+    model = ModelConfig.from_hf({**raw, "_remove_final_layer_norm": True}, name="m")
+    assert not (model.attention_bias or model.mlp_bias or model.norm_affine or model.final_norm)
+
+
+def test_llama() -> None:
+    model = ModelConfig.from_hf(LLAMA, name="m")
+    assert (model.head_dim, model.q_size, model.kv_size) == (128, 4096, 1024)
+    assert (model.rope_theta, model.rope_scaling, model.norm_eps) == (5e5, None, 1e-5)
+    assert model.eos_token_ids == (128001, 128008)
+    assert not model.tied_embeddings
+    assert model.kv_bytes_per_token == 2 * 32 * 1024 * 2
+    assert model.with_dtype("float32").kv_bytes_per_token == 2 * model.kv_bytes_per_token
+
+
+def test_llama_without_the_keys_that_came_later() -> None:
+    later = ("num_key_value_heads", "rope_theta", "torch_dtype", "eos_token_id")
+    model = ModelConfig.from_hf({k: v for k, v in LLAMA.items() if k not in later}, name="m")
+    assert (model.num_kv_heads, model.rope_theta, model.dtype) == (32, 10_000.0, "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "theta", "scaling"),
+    [
+        ({"rope_scaling": None}, 5e5, None),
+        ({"rope_scaling": ROPE}, 5e5, LLAMA3_ROPE),
+        (
+            {"rope_scaling": {**ROPE, "type": ROPE["rope_type"], "rope_type": None}},
+            5e5,
+            LLAMA3_ROPE,
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 1e4, None),
+        ({"rope_parameters": {**ROPE, "rope_theta": 2e4}, "rope_theta": None}, 2e4, LLAMA3_ROPE),
+    ],
+)
+def test_rope_formats(change: dict[str, Any], theta: float, scaling: Llama3Rope | None) -> None:
+    model = ModelConfig.from_hf({**LLAMA, **change}, name="m")
+    assert (model.rope_theta, model.rope_scaling) == (theta, scaling)
+
+
+def test_new_dtype_key_wins() -> None:
+    assert ModelConfig.from_hf({**LLAMA, "dtype": "float32"}, name="m").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),
+        ({**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+         "architecture MistralForCausalLM is not supported"),
+        ({"model_type": "gpt2"}, "architecture gpt2 is not supported"),
+        ({"architectures": 5}, "(none named)"),
+        ({}, "(none named)"),
+        ({**OPT, "activation_function": "gelu"}, "activation 'gelu'"),
+        ({**LLAMA, "hidden_act": "gelu"}, "activation 'gelu'"),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({**LLAMA, "torch_dtype": "float64"}, "dtype 'float64'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
+    with pytest.raises(CannotRun) as caught:
+        ModelConfig.from_hf(raw, name="m")
+    assert said in one_line(caught.value) and caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({k: v for k, v in OPT.items() if k != "ffn_dim"}, "no 'ffn_dim'"),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "no 'hidden_size'"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
+        ({**LLAMA, "vocab_size": "128256"}, "vocab_size is '128256', not a positive integer"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_layers is 0"),
+        ({**LLAMA, "num_hidden_layers": True}, "num_layers is True"),
+        ({**LLAMA, "intermediate_size": 14336.5}, "ffn_size is 14336.5"),
+        ({**LLAMA, "hidden_size": 4095}, "not a multiple of 32"),
+        ({**LLAMA, "num_attention_heads": "x"}, "not a multiple of x"),
+        ({**LLAMA, "num_key_value_heads": 5}, "cannot share"),
+        ({**LLAMA, "head_dim": 127}, "even head_dim"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "factor": 0.5}}, "makes no sense"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "factor": "much"}}, "does not describe a model"),
+        ({**LLAMA, "rope_scaling": "llama3"}, "does not describe a model"),
+        ({**LLAMA, "rms_norm_eps": "small"}, "does not describe a model"),
+        ({**LLAMA, "eos_token_id": {}}, "does not describe a model"),
+        ({**LLAMA, "eos_token_id": ["</s>"]}, "does not describe a model"),
+        ({**LLAMA, "tie_word_embeddings": "no"}, "tied_embeddings is 'no', not true or false"),
+    ],
+)
+def test_what_is_wrong(raw: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ModelConfig.from_hf(raw, name="m")
+    assert said in one_line(caught.value) and caught.value.exit_code == 2
+
+
+def write_model(folder: Path, raw: dict[str, Any], **files: Any) -> Path:
+    folder.mkdir()
+    for name, value in {"config": raw, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    return folder
+
+
+def test_a_directory_is_named_after_itself_and_generation_config_counts(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "mine", LLAMA, generation_config={"eos_token_id": 7})
+    model = ModelConfig.from_directory(folder)
+    assert (model.name, model.eos_token_ids) == ("mine", (7,))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", "\xff"])
+def test_unreadable_config(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(UsageError) as caught:
+        ModelConfig.from_directory(tmp_path)
+    assert str(tmp_path / "config.json") in one_line(caught.value)
+    with pytest.raises(UsageError):
+        read_json_object(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch_size": 0}, "batch size is 0"),
+        ({"new_tokens": -1}, "new tokens is -1"),
+        ({"max_model_len": 0}, "max model len is 0"),
+    ],
+)
+def test_workload_is_positive(change: dict[str, int], said: str) -> None:
+    good = {"batch_size": 1, "prompt_len": 1, "new_tokens": 1, "max_model_len": 2}
+    with pytest.raises(UsageError, match=said):
+        Workload(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_tokens": 0}, {"max_tokens": 1.5}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1},
+     {"temperature": -1}, {"temperature": float("nan")}, {"seed": "1"}, {"stop": ("",)}],
+)  # fmt: skip
+def test_sampling_params_are_checked(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        SamplingParams(**change)
+    assert next(iter(change)) in one_line(caught.value)

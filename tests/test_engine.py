@@ -1,0 +1,177 @@
+"""The engine's loop: refilled slots, ends of requests, seeds, chunked prefill, statistics."""
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+from dakrun.config import SamplingParams
+from dakrun.engine import engine as engine_module
+from dakrun.engine.request import Completion, Request
+from dakrun.errors import UsageError
+from dakrun.llm import LLM
+from dakrun.plan.planner import Policy
+
+NAME = "llama-gqa3-tied"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(NAME, tmp_path_factory.mktemp("engine"))
+
+
+def load(path: Path, batch_size: int = 4, max_model_len: int = 160) -> LLM:
+    policy = Policy(offload_ratio=0.3, kv_offload_ratio=0.5)
+    return LLM(
+        path, device="cpu", batch_size=batch_size, max_model_len=max_model_len, policy=policy
+    )
+
+
+def requests(count: int, **params: object) -> list[Request]:
+    return [
+        Request(
+            id=f"r{i}",
+            line=i + 1,
+            prompt_ids=tuple(range(3, 5 + i)),
+            params=SamplingParams(**{"max_tokens": 8} | params),  # type: ignore[arg-type]
+        )
+        for i in range(count)
+    ]
+
+
+def by_id(completions: list[Completion]) -> dict[str, tuple[int, ...]]:
+    return {c.id: c.token_ids for c in completions}
+
+
+def test_a_freed_slot_is_refilled_at_once(path: Path) -> None:
+    llm = load(path, batch_size=2)
+    taken: list[str] = []
+
+    def source() -> object:
+        for i, request in enumerate(requests(5)):
+            taken.append(request.id)
+            tokens = 2 if i == 0 else 6
+            yield Request(
+                id=request.id,
+                line=request.line,
+                prompt_ids=request.prompt_ids,
+                params=SamplingParams(max_tokens=tokens),
+            )
+
+    stream = llm.stream(source())  # type: ignore[arg-type]
+    assert next(stream).id == "r0"
+    assert taken == ["r0", "r1"]
+    assert next(stream).id == "r1"
+    assert taken == ["r0", "r1", "r2"], "r2 took r0's slot while r1 was running"
+    assert [c.id for c in stream] == ["r2", "r3", "r4"]
+
+
+def test_results_do_not_depend_on_batch_size_or_order(path: Path) -> None:
+    sampled = requests(7, temperature=1.0, top_k=50, top_p=0.95, seed=3)
+    runs = [
+        by_id(list(load(path, batch_size).stream(rows)))
+        for batch_size, rows in ((1, sampled), (4, sampled), (7, sampled[::-1]))
+    ]
+    assert runs[0] == runs[1] == runs[2]
+    other = by_id(list(load(path).stream(requests(7, temperature=1.0, seed=4))))
+    assert other != runs[0]
+
+
+def test_equal_prompts_get_different_samples(path: Path) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0)
+    first, second = load(path).generate([[5, 6, 7], [5, 6, 7]], params)
+    assert first.token_ids != second.token_ids
+
+
+def test_eos_ends_a_request_unless_ignored(path: Path) -> None:
+    llm = load(path)
+    tokens = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20))[0].token_ids
+    end = tokens[4]
+    llm.engine._eos = frozenset([end])
+    stopped, ignoring = llm.generate(
+        [[5, 6, 7], [5, 6, 7]],
+        [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, ignore_eos=True)],
+    )
+    assert stopped.token_ids == tokens[: tokens.index(end) + 1]
+    assert stopped.finish_reason == "stop"
+    assert ignoring.token_ids == tokens
+    assert ignoring.finish_reason == "length"
+
+
+def test_a_request_ends_where_its_slot_is_full(path: Path) -> None:
+    llm = load(path, max_model_len=20)
+    (completion,) = llm.generate([list(range(3, 18))], SamplingParams(max_tokens=100))
+    assert len(completion.token_ids) == 5
+    assert completion.finish_reason == "length"
+
+
+def test_a_slot_keeps_nothing_of_its_last_request(path: Path) -> None:
+    """Unused cache positions may hold anything, NaN included."""
+    llm = load(path, batch_size=1)
+    before = by_id(list(llm.stream(requests(3))))
+    for slot in range(llm.engine.cache.slots):
+        for layer in range(llm.config.num_layers):
+            for cached in llm.engine.cache.keys_values(layer, slot):
+                cached.fill_(torch.nan)
+    assert by_id(list(llm.stream(requests(3)))) == before
+
+
+def test_long_prompts_are_prefilled_in_chunks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = by_id(list(load(path).stream(requests(6))))
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNK_TOKENS", 4)
+    assert by_id(list(load(path).stream(requests(6)))) == whole
+
+
+def test_statistics_count_what_was_done(path: Path) -> None:
+    llm = load(path, batch_size=2)
+    completions = list(llm.stream(requests(4, max_tokens=3)))
+    stats = llm.engine.stats
+    assert stats.requests == len(completions) == 4
+    assert stats.prompt_tokens == sum(c.prompt_tokens for c in completions) == 2 + 3 + 4 + 5
+    assert stats.new_tokens == 12
+    assert len(stats.step_s) == 4, "two steps for each pair of requests"
+    assert stats.step_rows == 8
+    cached = sum(n + step for n in (2, 3, 4, 5) for step in (0, 1))
+    assert stats.kv_bytes_read == cached * llm.config.kv_bytes_per_token
+    assert len(stats.ttft_s) == len(stats.tpot_s) == 4
+    assert all(c.ttft_s > 0 and c.tpot_s > 0 for c in completions)
+    assert set(llm.engine.decoder.op_seconds) == {o.op.name for o in llm.plan.ops}
+
+
+def test_report_has_figures_with_units(path: Path) -> None:
+    llm = load(path, batch_size=2)
+    list(llm.stream(requests(4)))
+    report = llm.report(2.0)
+    assert report["schema"] == 1
+    assert report["tokens_per_s"] == 32 / 2.0
+    step = report["decode_step_s"]
+    assert step["mean"] > 0
+    assert step["p99"] >= step["median"]
+    assert report["eb_bytes_per_s"] == pytest.approx(llm.plan.weight_bytes / step["mean"])
+    for op in report["ops"]:
+        assert op["bound_s"] <= op["predicted_s"]
+        assert op["measured_s"] > 0
+    assert [t["name"] for t in report["tiers"]] == ["hbm", "host"]
+
+
+def test_a_run_without_decode_steps_has_a_report(path: Path) -> None:
+    llm = load(path)
+    list(llm.stream(requests(1, max_tokens=1)))
+    assert llm.report(1.0)["eb_bytes_per_s"] is None
+    assert llm.report(1.0)["tpot_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("one string", "one string"),
+        ([[]], "prompt 0: the prompt has no tokens"),
+        ([[5], [tiny_models.VOCAB]], "prompt 1: token id 331 is not in"),
+        ([[5] * 160], "prompt 0: the prompt has 160 tokens"),
+        (["text"], "prompt 0: the model has no tokenizer"),
+    ],
+)
+def test_bad_prompts_are_refused(path: Path, prompts: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(path).generate(prompts)  # type: ignore[arg-type]

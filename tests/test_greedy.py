@@ -1,0 +1,181 @@
+"""The planner's mathematics: items cover a matrix, and the greedy equals a linear program."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from dakrun.plan.greedy import Curve, best_total, greedy_shares, uniform_shares
+from dakrun.plan.items import ITEM_COLS, ITEM_ROWS, ItemGrid
+from dakrun.plan.ops import Op
+from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares
+
+
+@st.composite
+def grids_and_runs(draw: st.DrawFn) -> tuple[ItemGrid, int, int]:
+    grid = ItemGrid(draw(st.integers(1, 5 * ITEM_ROWS)), draw(st.integers(1, 4 * ITEM_COLS)))
+    first = draw(st.integers(0, grid.count))
+    return grid, first, draw(st.integers(first, grid.count))
+
+
+@given(grids_and_runs())
+def test_rectangles_cover_each_element_of_a_run_once(run: tuple[ItemGrid, int, int]) -> None:
+    grid, first, last = run
+    rows, cols = np.arange(grid.rows)[:, None], np.arange(grid.cols)[None, :]
+    item = rows // ITEM_ROWS * grid.segments + cols // ITEM_COLS
+    expected = (item >= first) & (item < last)
+    covered = np.zeros((grid.rows, grid.cols), dtype=np.int8)
+    rectangles = list(grid.rectangles(first, last))
+    for rectangle in rectangles:
+        covered[rectangle] += 1
+    assert item.max() == grid.count - 1
+    assert (covered == expected).all()
+    assert grid.elements(first, last) == expected.sum()
+    assert len(rectangles) <= 3
+    order = [item[rectangle].min() for rectangle in rectangles]
+    assert order == sorted(order)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in bytes/s and a compute time per op as a multiple of the fastest possible read."""
+
+    local: float
+    remote: float
+
+    def curve(self, resident: float, read: float, compute: float) -> Curve:
+        floor = max(compute, read / (self.local + self.remote))
+        return Curve(resident, read, floor, self.local, self.remote)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Curve], float]:
+    """Curves of all regimes over one pair of tiers, and remote bytes to place."""
+    machine = Machine(draw(st.floats(1, 100)), draw(st.floats(0.1, 100)))
+    curves = []
+    for _ in range(draw(st.integers(1, 6))):
+        resident = draw(st.floats(0.1, 100))
+        read = resident * draw(st.sampled_from([1.0, 0.5, 0.01, 2.0]))
+        # From no work, over C/(Bg+Bh) <= Tcomp < C/Bg, to more than either tier alone takes.
+        least, most = read / (machine.local + machine.remote), read / machine.local
+        compute = draw(
+            st.one_of(st.just(0.0), st.floats(least, most), st.floats(most, 3 * most + read))
+        )
+        curves.append(machine.curve(resident, read, compute))
+    total = sum(curve.resident for curve in curves)
+    return curves, draw(st.floats(0, 1)) * total
+
+
+def lp_time(curves: list[Curve], low: float, high: float) -> float:
+    """Least total time with `low` to `high` remote bytes, by a solver that knows no stretches."""
+    n = len(curves)
+    unit = sum(curve.floor for curve in curves)
+    total = sum(curve.resident for curve in curves)
+    rows, limits = [], []
+    for i, curve in enumerate(curves):
+        for slope, offset in (
+            (-curve.read / curve.local_rate, curve.read / curve.local_rate),
+            (curve.read / curve.remote_rate, 0.0),
+        ):
+            row = np.zeros(2 * n)  # shares x, then times t: slope x + offset <= t
+            row[i], row[n + i] = slope / unit, -1
+            rows.append(row)
+            limits.append(-offset / unit)
+    share = np.array([curve.resident / total for curve in curves] + [0.0] * n)
+    result = linprog(
+        [0.0] * n + [1.0] * n,
+        A_ub=[*rows, share, -share],
+        b_ub=[*limits, high / total, -low / total],
+        bounds=[(0, 1)] * n + [(curve.floor / unit, None) for curve in curves],
+        method="highs",
+    )
+    assert result.success, result.message
+    return float(result.fun) * unit
+
+
+def total_time(curves: list[Curve], shares: list[float]) -> float:
+    return sum(curve.time(x) for curve, x in zip(curves, shares, strict=True))
+
+
+@given(problems())
+def test_greedy_is_optimal(problem: tuple[list[Curve], float]) -> None:
+    curves, remote = problem
+    shares = greedy_shares(curves, remote)
+    placed = sum(x * curve.resident for x, curve in zip(shares, curves, strict=True))
+    assert all(0 <= x <= 1 for x in shares)
+    assert placed == pytest.approx(remote, rel=1e-9, abs=1e-9)
+    assert total_time(curves, shares) == pytest.approx(lp_time(curves, remote, remote), rel=1e-5)
+
+
+@given(problems())
+def test_greedy_is_never_worse_than_uniform(problem: tuple[list[Curve], float]) -> None:
+    curves, remote = problem
+    uniform = uniform_shares(curves, remote)
+    assert len(set(uniform)) == 1
+    greedy = total_time(curves, greedy_shares(curves, remote))
+    assert greedy <= total_time(curves, uniform) * (1 + 1e-9)
+
+
+@given(problems())
+def test_best_total_is_the_fastest(problem: tuple[list[Curve], float]) -> None:
+    curves, _ = problem
+    best = total_time(curves, greedy_shares(curves, best_total(curves)))
+    total = sum(curve.resident for curve in curves)
+    assert best == pytest.approx(lp_time(curves, 0, total), rel=1e-5)
+    assert best == pytest.approx(sum(curve.floor for curve in curves))
+
+
+@given(st.floats(1, 1e4), st.floats(0.1, 1e4), st.floats(1, 1e9), st.floats(0, 1e7))
+def test_thresholds(local: float, remote: float, read: float, compute: float) -> None:
+    curve = Machine(local, remote).curve(read, read, compute)
+    turning = remote / (local + remote)
+    assert curve.a == pytest.approx(min(turning, max(0, 1 - compute * local / read)), abs=1e-9)
+    assert curve.b == pytest.approx(min(1, max(turning, compute * remote / read)), abs=1e-9)
+    for x in (curve.a, (curve.a + curve.b) / 2, curve.b):
+        assert curve.time(x) == pytest.approx(curve.floor)
+
+
+def test_like_ops_stay_alike() -> None:
+    machine = Machine(4.0, 1.0)
+    curves = [machine.curve(10, 10, 0), machine.curve(1000, 1000, 0)]
+    assert greedy_shares(curves, 101) == pytest.approx([0.1, 0.1])
+    assert greedy_shares(curves, 606) == pytest.approx([0.6, 0.6])
+
+
+def test_what_is_read_least_goes_last_to_the_fast_tier() -> None:
+    machine = Machine(4.0, 1.0)
+    table, weight = machine.curve(100, 1, 0), machine.curve(100, 100, 0)
+    assert greedy_shares([table, weight], 100) == pytest.approx([0.8, 0.2])
+    assert greedy_shares([table, weight], 150) == pytest.approx([1.0, 0.5])
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Op:
+    shape = draw(st.integers(1, 6 * ITEM_ROWS)), draw(st.integers(1, 3 * ITEM_COLS))
+    size = 2 * shape[0] * shape[1]
+    return Op(
+        name="m", category="linear", layers=draw(st.integers(1, 5)), in_layer=True, shape=shape,
+        batch_size=1, element_bytes=2, resident_bytes=size, read_bytes=size, flops=0.0,
+        units=ItemGrid(*shape).count,
+    )  # fmt: skip
+
+
+@given(st.lists(matrices(), min_size=1, max_size=4), st.data())
+def test_rounding_stays_within_a_unit_of_each_op(ops: list[Op], data: st.DataObject) -> None:
+    shares = [data.draw(st.floats(0, 1)) for _ in ops]
+    ideal = [x * op.resident_bytes for x, op in zip(shares, ops, strict=True)]
+    wanted = sum(size * op.layers for size, op in zip(ideal, ops, strict=True))
+    goal = RemoteBytes(required=0, limit=float("inf"), wanted=wanted)
+    rounded = round_shares(ops, shares, goal, lambda op, n: remote_bytes(op, n) / 1e9)
+    placed, unit = 0, 0
+    for op, size, layers in zip(ops, ideal, rounded, strict=True):
+        assert len(layers) == op.layers and max(layers) - min(layers) <= 1
+        for n in layers:
+            assert remote_bytes(op, max(n - 1, 0)) <= size + 1e-3
+            assert remote_bytes(op, min(n + 1, op.units)) >= size - 1e-3
+        placed += sum(remote_bytes(op, n) for n in layers)
+        unit = max(unit, max(op.unit_bytes(n, n + 1) for n in range(op.units)))
+    assert abs(placed - wanted) <= unit

@@ -1,0 +1,204 @@
+"""Hardware profiles: TOML there and back, compute rates between points, malformed files."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun import hardware
+from dakrun.errors import UsageError
+from dakrun.hardware import (
+    ComputeRate,
+    HardwareProfile,
+    Provenance,
+    RemoteTier,
+    find_profile,
+    gpu_names,
+    load_profile,
+    shipped_profiles,
+)
+
+GH200 = load_profile("gh200").to_toml()
+
+positive_int = st.integers(1, 2**60)
+positive = st.one_of(st.floats(1e-3, 1e18), positive_int.map(float))
+text = st.text(min_size=1)
+
+
+@st.composite
+def compute_rates(draw: st.DrawFn) -> ComputeRate:
+    points = draw(st.dictionaries(st.integers(1, 10**6), positive, max_size=4))
+    return ComputeRate(peak=draw(positive), measured=tuple(sorted(points.items())))
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> HardwareProfile:
+    groups = draw(st.dictionaries(text, positive, max_size=2))
+    group = st.sampled_from(["", *groups])
+    names = st.lists(text.filter(lambda name: name != "hbm"), unique=True, max_size=3)
+    return HardwareProfile(
+        name=draw(st.text()),
+        description=draw(st.text()),
+        provenance=Provenance(
+            kind=draw(st.sampled_from(["measured", "spec-sheet", "nominal"])),
+            date=draw(text),
+            source=draw(text),
+        ),
+        device=draw(st.sampled_from(["cuda", "cpu"])),
+        device_name=draw(st.text()),
+        sms=draw(positive_int),
+        hbm_capacity_bytes=draw(positive_int),
+        hbm_bytes_per_s=draw(positive),
+        context_bytes=draw(st.integers(0, 2**60)),
+        op_seconds=draw(st.floats(0, 1)),
+        linear_efficiency=draw(st.floats(1e-6, 1)),
+        attention_efficiency=draw(st.floats(1e-6, 1)),
+        remote=tuple(
+            RemoteTier(
+                name=name,
+                capacity_bytes=draw(positive_int),
+                direct_bytes_per_s=draw(positive),
+                staged_bytes_per_s=draw(positive),
+                window_bytes=draw(positive_int),
+                sms=draw(positive_int),
+                group=draw(group),
+            )
+            for name in draw(names)
+        ),
+        compute=draw(
+            st.dictionaries(st.sampled_from(["float32", "float16", "bfloat16"]), compute_rates())
+        ),
+        link_groups=groups,
+        hbm_group=draw(group),
+    )
+
+
+@given(profiles())
+def test_toml_there_and_back(profile: HardwareProfile) -> None:
+    if not profile.compute:
+        with pytest.raises(UsageError, match="'compute' is missing"):
+            HardwareProfile.from_toml(profile.to_toml(), source="x")
+        return
+    assert HardwareProfile.from_toml(profile.to_toml(), source="x") == profile
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_shipped_profiles(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert HardwareProfile.from_toml(profile.to_toml(), source="x") == profile
+    assert profile.tier("host").capacity_bytes > 0
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert profile.flops_per_s(dtype, 8) > 0
+
+
+def test_a_profile_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(GH200.replace('"gh200"', '"mine"'), encoding="utf-8")
+    assert load_profile(str(path)).name == "mine"
+
+
+@given(compute_rates(), st.integers(1, 10**6))
+def test_rates_lie_between_the_measured_points(rate: ComputeRate, n: int) -> None:
+    if not rate.measured:
+        assert rate.at(n) == rate.peak
+        return
+    below = [r for m, r in rate.measured if m <= n][-1:] or [rate.measured[0][1]]
+    above = [r for m, r in rate.measured if m >= n][:1] or [rate.measured[-1][1]]
+    low, high = sorted(below + above)
+    assert low * (1 - 1e-9) <= rate.at(n) <= high * (1 + 1e-9)
+
+
+def test_rates_are_linear_in_the_logarithms() -> None:
+    rate = ComputeRate(peak=1e15, measured=((8, 1e13), (128, 1.6e14)))
+    assert rate.at(32) == pytest.approx(4e13)
+    assert [rate.at(n) for n in (1, 8, 128, 512)] == pytest.approx([1e13, 1e13, 1.6e14, 1.6e14])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("schema = 1", "schema = 9", "schema is 9"),
+        ("schema = 1\n", "", "schema is None"),
+        ("schema = 1", "schema = ", "not TOML"),
+        ("sms = 132\n", "", "'sms' is missing"),
+        ("sms = 132", "sms = 0", "sms is 0"),
+        ("sms = 132", 'sms = "many"', "sms is 'many'"),
+        ("[costs]", "[prices]", "'costs' is missing"),
+        ("[hbm]", "[[hbm]]", "wrong type"),
+        ('kind = "spec-sheet"', 'kind = "guess"', "provenance.kind is 'guess'"),
+        ('kind = "cuda"', 'kind = "tpu"', "device is 'tpu'"),
+        ('date = "2026-11-21"', "date = 2026-11-21", "date or source"),
+        ('date = "2026-11-21"', 'when = "2026-11-21"', "wrong type"),
+        ('name = "gh200"', "name = 200", "200 stands for a name"),
+        ('name = "host"', 'name = "hbm"', "remote tier is named 'hbm'"),
+        ("window_bytes = 4194304", "window_bytes = -1", "window_bytes is -1"),
+        ("window_bytes = 4194304", "window_bytes = inf", "window_bytes is inf"),
+        ("direct_bytes_per_s", "speed", "wrong type"),
+        ("linear_efficiency = 1.0", "linear_efficiency = 1.5", "efficiency is 1.5"),
+        ("linear_efficiency = 1.0", 'linear_efficiency = "high"', "wrong type"),
+        ("op_seconds = 1e-06", "op_seconds = -1", "fixed cost is negative"),
+        ("op_seconds = 1e-06", "op_seconds = nan", "fixed cost is negative or not finite"),
+        ("[compute.float16]", "[compute.float8]", "compute.float8 is unknown"),
+        ("[compute.float16]", "[compute.float16]\nmeasured = [[8, 1e12], [4, 1e12]]", "ascending"),
+        ("[compute.float16]", "[compute.float16]\nmeasured = [[0, 1e12], [4, 1e12]]", "ascending"),
+        ("[compute.float16]", "[compute.float16]\nmeasured = [8, 1e12]", "wrong type"),
+        ("[[remote]]", '[[remote]]\ngroup = "ports"', "link group 'ports' is not listed"),
+        ("[[remote]]", "[link_groups]\nports = 0\n[[remote]]", "rate of a link group"),
+    ],
+)
+def test_malformed_profiles(old: str, new: str, said: str) -> None:
+    assert old in GH200
+    with pytest.raises(UsageError) as caught:
+        HardwareProfile.from_toml(GH200.replace(old, new, 1), source="mine.toml")
+    message = str(caught.value)
+    assert message.startswith("mine.toml: ") and said in message
+    assert "profiles/" in caught.value.hint
+    assert "\n" not in message + caught.value.hint
+
+
+def test_two_tiers_of_one_name_are_refused() -> None:
+    tier = re.search(r"\[\[remote\]\]\n(?:.+\n)+", GH200)
+    assert tier is not None
+    with pytest.raises(UsageError, match="share a name"):
+        HardwareProfile.from_toml(GH200.replace(tier[0], f"{tier[0]}\n{tier[0]}"), source="x")
+
+
+def test_what_a_profile_lacks_is_said() -> None:
+    profile = load_profile("gh200")
+    with pytest.raises(UsageError, match="no remote tier 'peer:1'") as caught:
+        profile.tier("peer:1")
+    assert caught.value.hint == "it has: host"
+    only_half = HardwareProfile.from_toml(GH200.partition("[compute.bf")[0], source="x")
+    with pytest.raises(UsageError, match="no compute rate for bfloat16"):
+        only_half.flops_per_s("bfloat16", 8)
+
+
+@pytest.mark.parametrize("name", ["nope", "nope.toml", ""])
+def test_unknown_profiles(name: str) -> None:
+    with pytest.raises(UsageError, match="no profile") as caught:
+        load_profile(name)
+    assert "gh200" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("gpu", "found"),
+    [("NVIDIA GH200 480GB", "gh200"), ("NVIDIA H200", "h200-pcie5"), ("Tesla K80", None)],
+)
+def test_profile_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, found: str | None
+) -> None:
+    monkeypatch.setattr(hardware, "gpu_names", lambda: [gpu])
+    assert find_profile(device="cpu").name == "cpu"
+    if found:
+        assert find_profile(device="cuda").name == found
+        return
+    with pytest.raises(UsageError, match=f"no profile for {gpu}") as caught:
+        find_profile(device="cuda")
+    assert "--profile" in caught.value.hint
+
+
+def test_gpu_names_are_strings() -> None:
+    assert all(isinstance(name, str) and name for name in gpu_names())

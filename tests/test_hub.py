@@ -1,0 +1,133 @@
+"""Models by known name, path and hub id: what each stands for, and how the hub's refusals read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dakrun import hub
+from dakrun.config import Workload
+from dakrun.errors import CannotRun, UsageError
+from dakrun.known_models import hub_id, known_model, known_names
+from dakrun.plan.ops import decode_ops, vector_bytes, weight_bytes
+
+# Parameters of the published checkpoints, in billions.
+BILLIONS = {
+    "opt-125m": 0.125, "opt-350m": 0.331, "opt-1.3b": 1.316, "opt-2.7b": 2.652,
+    "opt-6.7b": 6.658, "opt-13b": 12.853, "opt-30b": 29.975, "opt-66b": 65.720,
+    "llama-2-7b": 6.738, "llama-2-13b": 13.016, "llama-2-70b": 68.977,
+    "llama-3-8b": 8.030, "llama-3-70b": 70.554, "llama-3.1-8b": 8.030, "llama-3.1-70b": 70.554,
+    "llama-3.2-1b": 1.236, "llama-3.2-3b": 3.213,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_known_models_have_the_published_number_of_parameters(name: str) -> None:
+    model = known_model(name)
+    assert model is not None
+    workload = Workload(batch_size=1, prompt_len=1, new_tokens=1, max_model_len=2)
+    parameters = (weight_bytes(decode_ops(model, workload)) + vector_bytes(model)) / 2
+    assert parameters / 1e9 == pytest.approx(BILLIONS[name], abs=1e-3)
+    assert model.dtype == ("bfloat16" if name.startswith("llama-3") else "float16")
+
+
+def test_known_names() -> None:
+    assert set(BILLIONS) == set(known_names())
+    assert known_model("OPT-30B") == known_model("opt-30b") == hub.model_config("opt-30b")
+    assert known_model("opt-31b") is None and hub_id("opt-31b") is None
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "llama-3.1-8b", "llama-3.2-1b"])
+def test_llama_generations_differ_in_rope_and_length(name: str) -> None:
+    model = known_model(name)
+    assert model is not None
+    assert (
+        model.rope_theta,
+        model.max_positions,
+        model.rope_scaling and model.rope_scaling.factor,
+    ) == {
+        "llama-2-7b": (1e4, 4096, None),
+        "llama-3-8b": (5e5, 8192, None),
+        "llama-3.1-8b": (5e5, 131072, 8.0),
+        "llama-3.2-1b": (5e5, 131072, 32.0),
+    }[name]
+    assert model.tied_embeddings == (name == "llama-3.2-1b")
+
+
+def test_paths(tmp_path: Path) -> None:
+    raw = {
+        "model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert hub.model_directory(str(folder)) == folder
+    for path in (folder, folder / "config.json"):
+        assert hub.model_config(str(path)).name == "mine"
+    with pytest.raises(UsageError, match="not a model directory"):
+        hub.model_directory(str(folder / "config.json"))
+
+
+def test_names_that_are_nothing() -> None:
+    with pytest.raises(UsageError) as caught:
+        hub.model_config("opt-30")
+    assert "no such model directory or known name" in str(caught.value)
+    assert "did you mean opt-30b" in caught.value.hint
+    with pytest.raises(UsageError, match="no such model directory"):
+        hub.model_config("/no/such/model")
+    with pytest.raises(UsageError, match="names an architecture") as caught:
+        hub.model_directory("opt-30b")
+    assert "facebook/opt-30b" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "hint"),
+    [
+        ("GatedRepoError", "is gated", "HF_TOKEN"),
+        ("RepositoryNotFoundError", "has no model", "spelling"),
+        ("RemoteEntryNotFoundError", "has no config.json", "transformers"),
+    ],
+)
+def test_the_hub_refuses(monkeypatch: pytest.MonkeyPatch, kind: str, said: str, hint: str) -> None:
+    import huggingface_hub
+
+    def refuse(*_: object) -> str:
+        error = getattr(huggingface_hub.errors, kind)
+        raise error.__new__(error)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(CannotRun) as caught:
+        hub.model_config("someone/something")
+    assert said in str(caught.value) and hint in caught.value.hint
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
+    import huggingface_hub
+
+    def fail(*_: object, **__: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no\nroute")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    said = "HF_HUB_OFFLINE is set" if offline else "(no route)"
+    for resolve in (hub.model_config, hub.model_directory):
+        with pytest.raises(CannotRun) as caught:
+            resolve("facebook/opt-30b")
+        assert said in str(caught.value)
+        assert "dakrun plan knows it offline as opt-30b" in caught.value.hint
+
+
+def test_a_snapshot_without_safetensors_needs_converting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(CannotRun, match="no safetensors") as caught:
+        hub.model_directory("facebook/opt-30b")
+    assert "dakrun convert" in caught.value.hint
+    (tmp_path / "model.safetensors").touch()
+    assert hub.model_directory("facebook/opt-30b") == tmp_path

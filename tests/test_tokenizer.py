@@ -1,0 +1,185 @@
+"""The tokenizer wrapper on tiny tokenizers made here, and stop strings across token boundaries."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+
+from dakrun.engine.tokenizer import StopStrings, Tokenizer
+from dakrun.errors import CannotRun, UsageError
+
+BYTES = sorted(ByteLevel.alphabet())
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
+    "{% endif %}{{ bos_token + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def make_tokenizer_files(directory: Path, **config: object) -> Path:
+    """A byte-level BPE tokenizer in the files that OPT checkpoints have; "he" is one token."""
+    directory.mkdir(parents=True, exist_ok=True)
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *BYTES, "he"])}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    (directory / "merges.txt").write_text("#version: 0.2\nh e\n")
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_bos_token": True,
+        "bos_token": "</s>",
+        "eos_token": "</s>",
+        "unk_token": "</s>",
+        "pad_token": "<pad>",
+        "model_max_length": 8,
+        **config,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "config.json").write_text(json.dumps({"model_type": "opt"}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_files(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
+
+
+def byte_ids(data: bytes) -> list[int]:
+    """One token for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    names = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    return [len(SPECIAL) + BYTES.index(names[b]) for b in data]
+
+
+def test_encodes_with_the_begin_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("hello") == (2, len(SPECIAL) + 256, *byte_ids(b"llo"))
+    assert tokenizer.encode("") == (2,)
+
+
+@pytest.mark.parametrize("text", ["hello", " two  spaces , kept ", "é🎉\n\x00", "he" * 3000])
+def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_decode_skips_special_tokens_and_marks_incomplete_characters(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([2, *byte_ids(b"a"), 1, *byte_ids(b"b"), 2]) == "ab"
+    assert tokenizer.decode(byte_ids("é".encode()[:1])) == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no tokenizer files"),
+        ({"tokenizer_config.json": "{}"}, "no tokenizer files"),
+        ({"tokenizer.json": "{", "config.json": '{"model_type": "opt"}'}, "cannot be loaded ("),
+        ({"tokenizer.json": "{}", "config.json": '{"model_type": "opt"}'}, "cannot be loaded ("),
+    ],
+)
+def test_unusable_folders(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CannotRun) as raised:
+        Tokenizer.load(tmp_path)
+    assert message in str(raised.value) and str(tmp_path) in str(raised.value)
+    assert "\n" not in str(raised.value) and "copy" in raised.value.hint
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    assert not Tokenizer.is_in(tmp_path / "none")
+    with pytest.raises(CannotRun, match="no tokenizer files"):
+        Tokenizer.load(tmp_path / "none")
+
+
+def test_chat_uses_the_template(tmp_path: Path) -> None:
+    chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=TEMPLATE))
+    ids = chatty.chat([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "b"}])
+    assert ids == (2, *byte_ids(b"hi"), 2, *byte_ids(b"b>"))
+    for messages in ([{"role": "tool", "content": "x"}], [{"role": "user"}], [1], []):
+        with pytest.raises(UsageError, match="chat template does not accept"):
+            chatty.chat(messages)  # type: ignore[arg-type]
+
+
+def test_chat_without_template(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match="no chat template") as raised:
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert "prompts" in raised.value.hint
+
+
+def test_nothing_on_stderr_and_verbosity_is_put_back(directory: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from dakrun.engine import tokenizer
+assert "transformers" not in sys.modules
+t = tokenizer.Tokenizer.load(Path({str(directory)!r}))
+assert len(t.encode("x" * 5000)) == 5001
+from transformers.utils import logging
+assert logging.get_verbosity() == logging.WARNING
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (("lo w",), "hello world"),
+        (("he",), "the end"),
+        (("é🎉",), "aé🎉b"),
+        (("\n\n",), "a\nb\n\nc"),
+        (("never", "or"), "a word"),
+        (("abcdefghijklmnopqrstuvwxyz" * 3,), "x" * 50 + "abcdefghijklmnopqrstuvwxyz" * 4),
+    ],
+)
+def test_stop_is_hit_by_the_token_that_completes_it(
+    tokenizer: Tokenizer, stop: tuple[str, ...], text: str
+) -> None:
+    finder = StopStrings(stop, tokenizer.decode)
+    ids = list(tokenizer.encode(text))[1:]
+    first = next(n for n in range(1, len(ids) + 1) if finder.hit(ids[:n]))
+    expected = next(
+        n for n in range(1, len(ids) + 1) if any(s in tokenizer.decode(ids[:n]) for s in stop)
+    )
+    assert first == expected
+    cut = finder.cut(tokenizer.decode(ids[:first]))
+    assert cut == text[: min(text.index(s) for s in stop if s in text)]
+
+
+def test_stop_is_found_inside_a_token_and_across_the_bytes_of_a_character() -> None:
+    words = {0: "one", 1: " sto", 2: "p it", 3: ".END.more"}
+    finder = StopStrings(("stop", "END"), lambda ids: "".join(words[i] for i in ids))
+    assert [finder.hit(ids) for ids in ([0], [0, 1], [0, 1, 2], [0, 3])] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert finder.cut("one.END.stop") == "one."
+    by_byte = StopStrings(("🎉",), lambda ids: bytes(ids).decode(errors="replace"))
+    data = list("ab🎉".encode())
+    assert [by_byte.hit(data[:n]) for n in range(1, 7)] == [False] * 5 + [True]
+
+
+def test_stop_looks_at_the_last_tokens_only() -> None:
+    seen: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        seen.append(len(ids))
+        return "x" * len(ids)
+
+    StopStrings(("abc", "é"), decode).hit(list(range(10_000)))
+    assert seen == [3 + 4]
+
+
+def test_without_stop_strings_nothing_is_decoded_or_cut() -> None:
+    finder = StopStrings((), lambda ids: pytest.fail("decoded"))
+    assert not finder.hit([1, 2, 3]) and finder.cut("all of it") == "all of it"
+    assert StopStrings(("zz",), lambda ids: "").cut("all of it") == "all of it"
