@@ -91,7 +91,7 @@ def stdout_console() -> "Console":
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
-@click.group(cls=ErrorLines, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("dakrun", cls=ErrorLines, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dakrun", message="%(prog)s %(version)s")
 def main() -> None:
     """Offline batch inference for OPT and Llama models in several memory tiers."""

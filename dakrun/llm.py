@@ -58,6 +58,8 @@ class LLM:
     ) -> None:
         directory = hub.model_directory(str(model))
         self.config = ModelConfig.from_directory(directory)
+        if not Path(model).is_dir():  # a hub id: its folder is named after a commit
+            self.config = replace(self.config, name=str(model))
         if dtype != "auto":
             self.config = self.config.with_dtype(dtype)
         self.device = _device(device)

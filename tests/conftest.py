@@ -4,6 +4,11 @@ torch is imported only if such tests were collected: the pure tests start withou
 """
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no reason to fail.
+settings.register_profile("dakrun", deadline=None)
+settings.load_profile("dakrun")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Top to bottom; a part (a module or subpackage of dakrun) imports from its own layer and below.
 LAYERS = (
     ("cli", "options", "__main__"),
-    ("bench", "report", "plot", "doctor", "demo", "convert", "llm"),
+    ("bench", "report", "plot", "doctor", "demo", "convert", "llm", "generate"),
     ("engine", "probe"),
     ("models", "nn"),
     ("kernels", "checkpoint"),

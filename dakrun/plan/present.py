@@ -196,7 +196,7 @@ def _op_dict(plan: Plan, op: OpPlan) -> dict[str, Any]:
 
 def _op_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:
     first, second = op.op.shape
-    shape = f"{first}q {second}kv" if op.op.category == "attention" else f"{first}x{second}"
+    shape = f"{first}q/{second}kv" if op.op.category == "attention" else f"{first}x{second}"
     return (
         f"{op.op.name} x{op.op.layers}",
         shape,

@@ -1,0 +1,235 @@
+"""`dakrun plan` and what every command shares: output, exit codes, error lines, late imports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import dakrun
+from dakrun import cli, hardware
+from dakrun.errors import CannotRun
+from dakrun.hardware import load_profile
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAN = ("plan", "--model", "opt-30b", "--profile", "gh200", "--batch-size", "8")
+
+
+def run(*args: str, **environment: str) -> Result:
+    env = {"DAKRUN_DEBUG": "", "NO_COLOR": "", **environment}
+    return CliRunner(env=env).invoke(cli.main, list(args))
+
+
+def plan_json(*args: str) -> dict[str, Any]:
+    result = run(*PLAN, "--json", *args)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    shown: dict[str, Any] = json.loads(result.stdout)
+    return shown
+
+
+def error_lines(result: Result) -> tuple[str, str]:
+    """The message and the hint of a failed run: exactly these two lines, and no output."""
+    assert result.stdout == ""
+    error, hint = result.stderr.splitlines()
+    assert error.startswith("error: ") and hint.startswith("hint: ")
+    return error.removeprefix("error: "), hint.removeprefix("hint: ")
+
+
+def process(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter with the arguments `command`, its output piped."""
+    env = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, text=True, capture_output=True
+    )
+
+
+def test_table() -> None:
+    result = run(*PLAN)
+    assert result.exit_code == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:6] == ["op", "shape", "bytes", "FLOP/B", "ridge", "regime"]
+    names = ["qkv", "attention", "o", "fc1", "fc2", "lm_head"]
+    assert [line.split()[0] for line in lines[1:7]] == names
+    assert "x48 21504x7168" in " ".join(lines[1].split()) and "10.1%" in lines[1]
+    for text in ("hbm memory", "host memory", "offload ratio", "TPOT", "tokens/s", "EB total"):
+        assert text in result.stdout
+    assert "gh200" in result.stdout and "spec-sheet, 2026-11-21" in result.stdout
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "300"])
+def test_piped_table_is_whole_whatever_the_terminal(columns: str) -> None:
+    command = ("-m", "dakrun", "plan", "--model", "opt-66b", "--profile", "h200-pcie5")
+    done = process(*command, COLUMNS=columns, TERM="dumb")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert "…" not in done.stdout and "\x1b" not in done.stdout and done.stdout.isascii()
+    row = lines[1].split()
+    assert len(row) == len(lines[2].split()) == 16  # "qkv x64", sizes and times are two words
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_json() -> None:
+    shown = plan_json("--prompt-len", "1024")
+    assert shown["workload"]["batch_size"] == 8
+    assert shown["workload"]["max_model_len_tokens"] == 1024 + 32
+    assert shown["profile"]["provenance"]["kind"] == "spec-sheet"
+    assert [tier["name"] for tier in shown["tiers"]] == ["hbm", "host"]
+    assert shown["strategy"] == "greedy" and shown["required_ratio"] == 0
+    assert 0 < shown["bound"]["tpot_s"] < shown["predicted"]["tpot_s"]
+
+
+def test_options_reach_the_planner() -> None:
+    budget = plan_json("--hbm-budget", "20GiB", "--host-budget", "1TB")["tiers"]
+    assert [tier["budget_bytes"] for tier in budget] == [20 * 2**30, 10**12]
+    assert plan_json("--offload-ratio", "0.25")["ratio"] == pytest.approx(0.25, abs=1e-3)
+    assert plan_json("--offload-ratio", "auto") == plan_json()
+    halves = plan_json("--kv-offload-ratio", "0.5")["ops"]
+    assert next(op["ratio"] for op in halves if op["name"] == "attention") == 0.5
+    assert plan_json("--strategy", "uniform")["strategy"] == "uniform"
+    assert plan_json("--dtype", "float32")["model"]["dtype"] == "float32"
+    assert plan_json("--max-model-len", "128")["workload"]["max_model_len_tokens"] == 128
+    assert plan_json("--max-tokens", "7")["workload"]["new_tokens"] == 7
+
+
+def test_auto_batch_size_and_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpu_names", list)
+    shown = plan_json("--profile", "auto", "--model", "opt-125m", "--batch-size", "auto")
+    assert shown["profile"]["name"] == "cpu"
+    assert shown["workload"]["batch_size"] > 1
+    monkeypatch.setattr(hardware, "gpu_names", lambda: ["NVIDIA H200"])
+    assert plan_json("--profile", "auto")["profile"]["name"] == "h200-pcie5"
+
+
+def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
+    raw = {
+        "model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    profile = tmp_path / "mine.toml"
+    profile.write_text(load_profile("cpu").to_toml().replace('"cpu"', '"mine"', 1), "utf-8")
+    shown = plan_json("--model", str(tmp_path), "--profile", str(profile))
+    assert shown["model"]["name"] == tmp_path.name and shown["profile"]["name"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said", "hint"),
+    [
+        (("nope",), 2, "No such command 'nope'", "dakrun --help"),
+        (("plan",), 2, "Missing option '--model'", "dakrun plan --help"),
+        ((*PLAN, "--modell", "x"), 2, "No such option '--modell'", "dakrun plan --help"),
+        ((*PLAN, "extra"), 2, "extra", "dakrun plan --help"),
+        ((*PLAN, "--batch-size", "0"), 2, "'0' is not auto or an integer of at least 1", "--help"),
+        ((*PLAN, "--batch-size", "x"), 2, "'--batch-size': 'x' is not auto", "--help"),
+        ((*PLAN, "--offload-ratio", "1.5"), 2, "'1.5' is not auto or a number", "--help"),
+        ((*PLAN, "--kv-offload-ratio", "nan"), 2, "'nan' is not auto or a number", "--help"),
+        ((*PLAN, "--hbm-budget", "20GX"), 2, "'20GX' is not a size", "--help"),
+        ((*PLAN, "--strategy", "best"), 2, "'best' is not one of", "--help"),
+        ((*PLAN, "--prompt-len", "0"), 2, "'--prompt-len'", "--help"),
+        ((*PLAN, "--max-model-len", "63"), 2, "do not fit in --max-model-len 63", "to 64"),
+        ((*PLAN, "--max-model-len", "4096"), 2, "2048 positions of opt-30b", "--max-model-len"),
+        ((*PLAN, "--profile", "nope"), 2, "no profile 'nope'", "gh200"),
+        ((*PLAN, "--model", "opt-30"), 2, "no such model directory or known name", "opt-30b"),
+        ((*PLAN, "--remote", "peer:1"), 2, "no remote tier 'peer:1'", "host"),
+        ((*PLAN, "--remote", "host,peer:1"), 3, "host, peer:1 is not supported", "--remote host"),
+        ((*PLAN, "--hbm-budget", "9GiB", "--host-budget", "1GiB"), 3,
+         "the budgets are 47.", "--host-budget"),
+        ((*PLAN, "--hbm-budget", "30GiB", "--offload-ratio", "0"), 3,
+         "over its budget of 30.00 GiB by 27.", "--offload-ratio"),
+    ],
+)  # fmt: skip
+def test_errors(args: tuple[str, ...], code: int, said: str, hint: str) -> None:
+    result = run(*args)
+    assert result.exit_code == code
+    error, advice = error_lines(result)
+    assert said in error and hint in advice
+
+
+def test_help_and_version() -> None:
+    for args in (("--help",), ("-h",), ("plan", "--help")):
+        result = run(*args)
+        assert result.exit_code == 0 and result.stderr == ""
+        assert result.stdout.startswith("Usage: dakrun")
+    assert run("--version").stdout == f"dakrun {dakrun.__version__}\n"
+    bare = run()
+    assert bare.exit_code == 2 and bare.stdout == "" and bare.stderr.startswith("Usage: dakrun")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, problem: BaseException) -> None:
+    def fail(*_: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(cli, "resolve_profile", fail)
+
+
+def test_internal_errors_are_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ZeroDivisionError("a\nb"))
+    result = run(*PLAN)
+    assert result.exit_code == 1
+    error, hint = error_lines(result)
+    assert error == "internal: ZeroDivisionError: a b" and "DAKRUN_DEBUG=1" in hint
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (ZeroDivisionError("why"), 1),
+        (CannotRun("why", hint="how"), 3),
+        (click.UsageError("why"), 2),
+    ],
+)
+def test_debug_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, problem: Exception, code: int
+) -> None:
+    failing(monkeypatch, problem)
+    result = run(*PLAN, DAKRUN_DEBUG="1")
+    assert result.exit_code == code and "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-2].startswith("error: ")
+    assert "Traceback" not in run(*PLAN).stderr
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, KeyboardInterrupt())
+    result = run(*PLAN)
+    assert result.exit_code == 130 and result.stderr.strip() == "interrupted"
+
+
+@pytest.mark.parametrize("last", ["--json", "--strategy=greedy"])
+def test_a_closed_pipe_is_quiet(last: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "dakrun", *PLAN, last]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.stderr == "" and done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "absent"),
+    [
+        (["--help"], "torch transformers cupy rich numpy huggingface_hub dakrun.plan"),
+        ([*PLAN, "--json"], "torch transformers cupy rich numpy huggingface_hub"),
+        ([*PLAN], "torch transformers cupy numpy huggingface_hub"),
+    ],
+)
+def test_imports_are_late(args: list[str], absent: str) -> None:
+    code = f"""
+import sys
+from dakrun.cli import main
+try:
+    main({args!r})
+except SystemExit as end:
+    assert not end.code
+print(*sys.modules, file=sys.stderr)
+"""
+    done = process("-c", code)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stderr.split()
+    assert "dakrun.cli" in loaded and not set(loaded) & set(absent.split())

@@ -1,0 +1,208 @@
+"""`dakrun generate` and `dakrun demo` from the command line, on the bundled model."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dakrun.cli import main
+from dakrun.demo import MODEL, task
+
+SUMS = [(47, 85), (3, 4), (99, 99), (20, 30)]
+
+
+def run(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, ["generate", *map(str, arguments)], input=stdin)
+
+
+def base(source: object, output: object, *more: object, model: Path = MODEL) -> list[object]:
+    return ["--model", model, "-i", source, "-o", output, "--device", "cpu", *more]
+
+
+def rows(path: Path) -> dict[str, Any]:
+    parsed = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({row["id"] for row in parsed}) == len(parsed)
+    return {row["id"]: row for row in parsed}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"{task.prompt(a, b)}\n" for a, b in SUMS), encoding="utf-8")
+    return path
+
+
+def test_text_file_in_rows_and_report_out(prompts: Path, tmp_path: Path) -> None:
+    out, report_path = tmp_path / "out.jsonl", tmp_path / "report.json"
+    result = run(
+        *base(prompts, out, "--offload-ratio", 0.5, "--kv-offload-ratio", 0.5, "--batch-size", 2),
+        "--report",
+        report_path,
+    )
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == ""
+    assert "4 rows done, 0 failed, 0 skipped" in result.stderr
+    for line, (a, b) in enumerate(SUMS, 1):
+        row = rows(out)[f"line-{line}"]
+        assert task.is_right(a, b, row["text"])
+        assert row["finish_reason"] == "stop"
+        assert row["usage"]["completion_tokens"] == len(row["token_ids"])
+    report = json.loads(report_path.read_text())
+    assert report["schema"] == 1
+    assert report["rows"] == {"done": 4, "failed": 0, "skipped": 0}
+    assert report["requests"]["finished"] == 4
+    tiers = {tier["name"]: tier for tier in report["tiers"]}
+    assert tiers["host"]["kv_bytes"] == tiers["hbm"]["kv_bytes"] > 0
+    total = tiers["host"]["weights_bytes"] + tiers["hbm"]["weights_bytes"]
+    assert abs(tiers["host"]["weights_bytes"] / total - 0.5) < 0.05
+    assert {op["name"] for op in report["ops"]} >= {"qkv", "attention", "lm_head"}
+
+
+def test_bad_rows_become_error_rows_and_exit_1(tmp_path: Path) -> None:
+    source, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        json.dumps({"id": "good", "prompt": task.prompt(2, 3)}),
+        "{not json",
+        json.dumps({"id": "long", "prompt": "one " * 200}),
+        json.dumps({"id": "ids", "prompt_token_ids": [1, 3, 4], "max_tokens": 2}),
+        json.dumps({"id": "odd", "prompt": "one", "logprobs": 3}),
+    ]
+    source.write_text("\n".join(lines), encoding="utf-8")
+    result = run(*base(source, out))
+    assert result.exit_code == 1
+    assert "2 rows done, 3 failed" in result.stderr
+    found = rows(out)
+    assert task.is_right(2, 3, found["good"]["text"])
+    assert found["line-2"]["error"]["code"] == "invalid_json"
+    assert found["line-2"]["error"]["line"] == 2
+    assert found["long"]["error"]["code"] == "prompt_too_long"
+    assert "logprobs" in found["odd"]["error"]["message"]
+    assert len(found["ids"]["token_ids"]) <= 2
+
+
+def test_stdin_to_stdout(prompts: Path) -> None:
+    result = run(*base("-", "-"), stdin=prompts.read_text())
+    assert result.exit_code == 0, result.stderr
+    texts = {row["id"]: row["text"] for row in map(json.loads, result.stdout.splitlines())}
+    assert task.is_right(*SUMS[0], texts["line-1"])
+    assert len(texts) == 4
+
+
+def test_stop_strings_and_max_tokens(tmp_path: Path) -> None:
+    source, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    prompt = task.prompt(90, 33)
+    source.write_text(
+        "\n".join(
+            [
+                json.dumps({"id": "stop", "prompt": prompt, "stop": " twenty"}),
+                json.dumps({"id": "two", "prompt": prompt, "max_tokens": 2}),
+            ]
+        )
+    )
+    assert run(*base(source, out)).exit_code == 0
+    assert rows(out)["stop"]["text"] == "one hundred"
+    assert rows(out)["stop"]["finish_reason"] == "stop"
+    assert rows(out)["two"]["text"] == "one hundred"
+    assert rows(out)["two"]["finish_reason"] == "length"
+
+
+def test_sampling_depends_on_the_seed_alone(prompts: Path, tmp_path: Path) -> None:
+    def sample(name: str, *options: object) -> dict[str, Any]:
+        out = tmp_path / f"{name}.jsonl"
+        more = ("--temperature", 2.0, "--max-tokens", 6, "--ignore-eos", *options)
+        assert run(*base(prompts, out, *more)).exit_code == 0
+        return {id: row["token_ids"] for id, row in rows(out).items()}
+
+    first = sample("a", "--seed", 5, "--batch-size", 4)
+    assert sample("b", "--seed", 5, "--batch-size", 1) == first
+    assert sample("c", "--seed", 6, "--batch-size", 4) != first
+
+
+def test_an_existing_output_is_kept_resumed_or_replaced(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(*base(prompts, out)).exit_code == 0
+    whole = out.read_text()
+    result = run(*base(prompts, out))
+    assert result.exit_code == 2
+    assert "--resume" in result.stderr and out.read_text() == whole
+    out.write_text("".join(whole.splitlines(keepends=True)[:2]) + '{"id":"line-9')
+    result = run(*base(prompts, out, "--resume"))
+    assert result.exit_code == 0 and "2 rows done, 0 failed, 2 skipped" in result.stderr
+    assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
+    assert run(*base(prompts, out, "--overwrite")).exit_code == 0
+    assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
+
+
+def without_tokenizer(tmp_path: Path) -> Path:
+    model = shutil.copytree(MODEL, tmp_path / "bare")
+    (model / "tokenizer.json").unlink()
+    return model
+
+
+def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    source, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt_token_ids": [1, 5, 6]}\n{"prompt": "text"}\n')
+    result = run(*base(source, out, model=without_tokenizer(tmp_path)))
+    assert result.exit_code == 1
+    assert rows(out)["line-1"]["text"] is None
+    assert rows(out)["line-2"]["error"]["code"] == "no_tokenizer"
+
+
+BAD_CALLS = {
+    "missing model": (["--model", "no/where/at/all"], 2, "no such model directory"),
+    "missing folder": (["--model", "./nowhere"], 2, "./nowhere"),
+    "missing tokenizer": (["--model", "bare"], 3, "no tokenizer files"),
+    "missing input": (["-i", "none.txt"], 2, "none.txt"),
+    "output is input": (["-o", "prompts.txt"], 2, "prompts.txt"),
+    "output folder missing": (["-o", "no/out.jsonl"], 2, "no"),
+    "report folder missing": (["--report", "no/report.json"], 2, "no such folder"),
+    "bad size": (["--hbm-budget", "lots"], 2, "'lots' is not a size"),
+    "bad ratio": (["--offload-ratio", "1.5"], 2, "1.5"),
+    "bad temperature": (["--temperature", "-1"], 2, "temperature is -1.0"),
+    "too long": (["--max-model-len", "100000"], 2, "beyond the"),
+    "too small": (["--hbm-budget", "16MiB", "--host-budget", "1KiB"], 3, "too small"),
+    "unknown profile": (["--profile", "abacus"], 2, "abacus"),
+    "unknown remote": (["--remote", "moon"], 2, "moon"),
+    "both": (["--resume", "--overwrite"], 2, "exclude"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_bad_call_is_one_error_line_and_a_hint(
+    case: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, code, message = BAD_CALLS[case]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    without_tokenizer(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    result = run(*base("prompts.txt", "out.jsonl", "--batch-size", 64, *arguments))
+    lines = result.stderr.splitlines()
+    assert result.exit_code == code, result.stderr
+    assert [line.split(":")[0] for line in lines] == ["error", "hint"], result.stderr
+    assert message in lines[0] + lines[1]
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written, nothing lost"
+
+
+def test_the_console_script_and_its_progress_stay_off_stdout(prompts: Path) -> None:
+    command = [sys.executable, "-m", "dakrun", "generate"]
+    arguments = map(str, base(prompts, "-", "--max-tokens", 3))
+    environment = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, env=environment, check=True
+    )
+    assert len([json.loads(line) for line in done.stdout.splitlines()]) == 4
+    assert "\x1b" not in done.stderr
+
+
+def test_demo_answers_at_least_95_percent() -> None:
+    result = CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == 0, result.output
+    assert int(result.stdout.split(" of 200 sums are right")[0].split()[-1]) >= 190
+    assert "TPOT" in result.stdout

@@ -1,0 +1,141 @@
+"""Plans of published models on known machines, what budgets say when they do not do, batch sizes.
+
+The laws that hold for every plan are in test_plan_laws.py.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from dakrun.config import ModelConfig, Workload
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware import load_profile
+from dakrun.known_models import known_model
+from dakrun.plan.batch_size import candidates, choose_batch_size
+from dakrun.plan.ops import decode_ops
+from dakrun.plan.planner import Policy, make_plan
+from dakrun.plan.present import plan_dict
+from dakrun.plan.roofline import compute_time
+
+GH200 = load_profile("gh200")
+GIB = 2**30
+
+
+def known(name: str) -> ModelConfig:
+    model = known_model(name)
+    assert model is not None
+    return model
+
+
+def work(batch_size: int, prompt_len: int = 32, new_tokens: int = 32) -> Workload:
+    return Workload(
+        batch_size=batch_size,
+        prompt_len=prompt_len,
+        new_tokens=new_tokens,
+        max_model_len=prompt_len + new_tokens,
+    )
+
+
+def test_opt_30b_on_gh200_turns_at_a_tenth() -> None:
+    plan = make_plan(known("opt-30b"), work(8), GH200, Policy())
+    for op in plan.ops:
+        assert (op.a, op.b) == pytest.approx((0.45 / 4.45, 0.45 / 4.45))
+        assert op.regime == "memory-bound"
+    assert plan.ratio == pytest.approx(0.101, abs=0.002)
+    local = make_plan(known("opt-30b"), work(8), GH200, Policy(offload_ratio=0.0))
+    assert plan.bound_s / local.bound_s == pytest.approx(4.0 / 4.45, abs=0.003)
+
+
+@pytest.mark.parametrize("tokens", [(992, 32), (1024, 32)])
+def test_llama_70b_does_not_fit_gh200(tokens: tuple[int, int]) -> None:
+    plan = make_plan(known("llama-2-70b"), work(32, *tokens), GH200, Policy())
+    assert 0.34 <= plan.required_ratio <= plan.ratio <= 0.41
+    assert plan.ratio == pytest.approx(plan.required_ratio, abs=1e-4)
+
+
+def test_kv_cache_of_opt_30b() -> None:
+    model, workload = known("opt-30b"), work(128, 1024, 32)
+    assert model.kv_bytes_per_token * 128 * (1024 + 32) == pytest.approx(186e9, rel=1e-3)
+    kv = plan_dict(make_plan(model, workload, GH200, Policy()))["kv"]
+    assert kv["resident_bytes"] == model.kv_bytes_per_token * 128 * 1088  # whole blocks of 64
+    read = kv["hbm_read_bytes_per_step"] + kv["link_read_bytes_per_step"]
+    assert read == pytest.approx(model.kv_bytes_per_token * 128 * 1040)
+
+
+@pytest.mark.parametrize(("ratio", "slots"), [(0.0, 0), (0.5, 8), (1.0, 16), (0.26, 4)])
+def test_kv_ratio(ratio: float, slots: int) -> None:
+    plan = make_plan(known("opt-6.7b"), work(16), GH200, Policy(kv_offload_ratio=ratio))
+    assert plan.placement("attention", 3) == (("hbm", 16 - slots), ("host", slots))
+    weights = replace(Policy(kv_offload_ratio=ratio), offload_ratio=0.3)
+    plan = make_plan(known("opt-6.7b"), work(16), GH200, weights)
+    remote = sum(op.resident_bytes(1) for op in plan.weights())
+    assert remote / plan.weight_bytes == pytest.approx(0.3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said", "hint"),
+    [
+        (Policy(hbm_budget=GIB // 2), "MiB too small for what must lie in HBM", "--hbm-budget"),
+        (Policy(hbm_budget=20 * GIB, host_budget=GIB), "the budgets are 36.", "--host-budget"),
+        (Policy(hbm_budget=20 * GIB, offload_ratio=0.0),
+         "hbm memory is over its budget of 20.00 GiB by 37.", "at auto"),
+        (Policy(host_budget=GIB, offload_ratio=1.0),
+         "host memory is over its budget of 1.00 GiB by 55.", "at auto"),
+        (Policy(host_budget=GIB // 4, kv_offload_ratio=1.0, strategy="uniform"),
+         "host memory is over its budget of 256.00 MiB by 416.00 MiB", "at auto"),
+        (Policy(hbm_budget=1200 * 2**20, kv_offload_ratio=0.0), "over its budget", "at auto"),
+    ],
+)  # fmt: skip
+def test_budgets_that_do_not_do(policy: Policy, said: str, hint: str) -> None:
+    with pytest.raises(CannotRun) as caught:
+        make_plan(known("opt-30b"), work(8), GH200, policy)
+    assert said in str(caught.value) and hint in caught.value.hint
+
+
+def test_what_makes_no_sense() -> None:
+    with pytest.raises(UsageError, match=r"offload ratio is 1\.5"):
+        Policy(offload_ratio=1.5)
+    with pytest.raises(CannotRun, match="over the remote tiers host, peer:1 is not supported"):
+        Policy(remote=("host", "peer:1"))
+    with pytest.raises(UsageError, match="beyond the 2048 positions of opt-30b") as caught:
+        make_plan(known("opt-30b"), work(8, 2048), GH200, Policy())
+    assert "--max-model-len 2048" in caught.value.hint
+    with pytest.raises(UsageError, match="no remote tier 'peer:1'"):
+        make_plan(known("opt-30b"), work(8), GH200, Policy(remote=("peer:1",)))
+
+
+def test_tensor_cores_work_on_eight_rows_at_least() -> None:
+    def seconds(batch_size: int) -> float:
+        op = decode_ops(known("opt-30b"), work(batch_size))[0]
+        return compute_time(op, GH200, "float16")
+
+    assert seconds(1) == seconds(8) == pytest.approx(2 * 8 * 21504 * 7168 / 9.894e14)
+    assert seconds(16) == pytest.approx(2 * seconds(8))
+
+
+def test_a_link_group_caps_its_only_tier() -> None:
+    host = GH200.tier("host")
+    shared = replace(GH200, remote=(replace(host, group="bus"),), link_groups={"bus": 2.25e11})
+    alone = replace(GH200, remote=(replace(host, direct_bytes_per_s=2.25e11),))
+    policy = Policy(hbm_budget=40 * GIB)
+    plans = [make_plan(known("opt-30b"), work(256), p, policy).ops for p in (shared, alone)]
+    assert plans[0] == plans[1]
+
+
+def test_batch_size() -> None:
+    assert [candidates(n) for n in (0, 1, 3, 8)] == [[1], [1], [1, 2, 3], [1, 2, 4, 8]]
+    model, policy = known("llama-2-7b"), Policy(hbm_budget=16 * GIB, host_budget=8 * GIB)
+    workload = work(1, 480)
+    speed = {}
+    for n in candidates(512):
+        try:
+            plan = make_plan(model, replace(workload, batch_size=n), GH200, policy)
+        except CannotRun:
+            continue
+        speed[n] = n / plan.predicted_s
+    assert 1 < len(speed) < 10
+    best = max(speed, key=lambda n: speed[n])
+    assert choose_batch_size(model, workload, GH200, policy).batch_size == best
+    assert choose_batch_size(model, workload, GH200, policy, limit=1).batch_size == 1
+    with pytest.raises(CannotRun, match="the budgets are"):
+        choose_batch_size(model, workload, GH200, replace(policy, host_budget=0, hbm_budget=GIB))

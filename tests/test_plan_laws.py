@@ -1,0 +1,307 @@
+"""Laws of plans: every byte has a place, budgets hold, and no plan within them is faster.
+
+The optimum comes from a linear program over shares; rounding to units may cost one unit per op.
+"""
+
+import contextlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from dakrun.config import Dtype, ModelConfig, Workload
+from dakrun.errors import CannotRun
+from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.plan.ops import Op, decode_ops
+from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.plan.present import COLUMNS, op_rows, plan_dict, summary_rows
+from dakrun.plan.roofline import compute_time
+
+GH200 = load_profile("gh200")
+
+
+def work(batch_size: int, prompt_len: int = 32, new_tokens: int = 32) -> Workload:
+    return Workload(
+        batch_size=batch_size,
+        prompt_len=prompt_len,
+        new_tokens=new_tokens,
+        max_model_len=prompt_len + new_tokens,
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    heads, head_dim = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([32, 64, 160]))
+    hidden = heads * head_dim
+    family = draw(st.sampled_from(["opt", "llama"]))
+    return ModelConfig(
+        name="random",
+        family=family,
+        vocab_size=draw(st.integers(10, 3000)),
+        hidden_size=hidden,
+        ffn_size=draw(st.integers(1, 3000)),
+        num_layers=draw(st.integers(1, 4)),
+        num_heads=heads,
+        num_kv_heads=heads if family == "opt" else draw(st.sampled_from([1, heads])),
+        head_dim=head_dim,
+        max_positions=4096,
+        embed_size=draw(st.sampled_from([hidden, 96])),
+        tied_embeddings=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["float16", "float32"])),
+    )
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> HardwareProfile:
+    """Machines whose tiers are alike or far apart, may share a link, and compute at any rate."""
+    local, remote = draw(st.floats(1e9, 1e12)), draw(st.floats(1e9, 1e12))
+    shared = draw(st.sampled_from(["nothing", "host", "both"]))
+    limit = draw(st.floats(0.5, 1)) * (remote + (local if shared == "both" else 0))
+    peak = local * draw(st.sampled_from([0.1, 1.0, 8.0, 300.0]))
+    host = replace(GH200.tier("host"), direct_bytes_per_s=remote)
+    host = replace(host, group="" if shared == "nothing" else "bus")
+    return replace(
+        GH200,
+        hbm_bytes_per_s=local,
+        hbm_group="bus" if shared == "both" else "",
+        link_groups={} if shared == "nothing" else {"bus": limit},
+        remote=(host,),
+        context_bytes=0,
+        op_seconds=0.0,
+        attention_efficiency=1.0,
+        compute={dtype: replace(rate, peak=peak) for dtype, rate in GH200.compute.items()},
+    )
+
+
+workloads = st.builds(work, st.integers(1, 24), st.integers(1, 300), st.integers(1, 100))
+ratios = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1))
+strategies = st.sampled_from(["greedy", "uniform"])
+
+
+def total_bytes(ops: tuple[Op, ...]) -> int:
+    return sum(op.layers * op.resident_bytes for op in ops)
+
+
+def unit_sizes(op: Op) -> int:
+    """Bytes of the largest unit of one layer."""
+    return max(op.unit_bytes(n, n + 1) for n in range(op.units))
+
+
+def slowest_rate(profile: HardwareProfile) -> float:
+    rates = profile.hbm_bytes_per_s, profile.tier("host").direct_bytes_per_s
+    return min(*rates, *profile.link_groups.values())
+
+
+def unit_time(op: Op, profile: HardwareProfile) -> float:
+    """Most that one unit more or less in every layer of `op` can cost, in seconds."""
+    read = unit_sizes(op) * op.read_bytes / op.resident_bytes
+    return op.layers * read / slowest_rate(profile)
+
+
+def fixed_bytes(model: ModelConfig, workload: Workload, profile: HardwareProfile) -> int:
+    return sum(make_plan(model, workload, profile, Policy()).fixed_bytes.values())
+
+
+@st.composite
+def budgeted(draw: st.DrawFn) -> tuple[ModelConfig, Workload, HardwareProfile, Policy]:
+    """A planning problem whose budgets hold everything, with little or much room."""
+    model, workload, profile = draw(models()), draw(workloads), draw(profiles())
+    total = total_bytes(decode_ops(model, workload))
+    fixed = fixed_bytes(model, workload, profile)
+    local = draw(st.floats(0, 1.2)) * total
+    room = draw(st.sampled_from([0.0, 0.01, 0.3, 2.0])) * total
+    policy = Policy(
+        hbm_budget=fixed + int(local),
+        host_budget=max(0, total - int(local)) + int(room),
+        offload_ratio=draw(ratios),
+        kv_offload_ratio=draw(ratios),
+        strategy=draw(strategies),
+    )
+    return model, workload, profile, policy
+
+
+def check_laws(plan: Plan) -> None:
+    """What holds for every plan: all units placed, bytes add up, budgets kept, layers alike."""
+    for op in plan.ops:
+        resident = [op.resident_bytes(tier) for tier in range(2)]
+        assert sum(resident) == op.op.layers * op.op.resident_bytes
+        assert len(op.placement) == op.op.layers
+        for local, remote in op.placement:
+            assert min(local, remote) >= 0 and local + remote == op.op.units
+        remote_units = [remote for _, remote in op.placement]
+        assert max(remote_units) - min(remote_units) <= 1
+        assert op.ratio == pytest.approx(resident[1] / sum(resident), abs=1e-12)
+        read = sum(op.read_bytes(tier) for tier in range(2))
+        assert read == pytest.approx(op.op.layers * op.op.read_bytes)
+        assert op.a <= op.b + 1e-12
+    for tier, budget in enumerate(plan.budgets):
+        assert sum(plan.memory(tier).values()) <= budget
+
+
+@given(budgeted())
+def test_laws_of_plans(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> None:
+    model, workload, profile, policy = problem
+    ops = decode_ops(model, workload)
+    try:
+        plan = make_plan(model, workload, profile, policy)
+    except CannotRun as refusal:
+        assert "\n" not in f"{refusal}{refusal.hint}" and refusal.hint
+        assert "budget" in str(refusal) and "B" in str(refusal)
+        if policy.offload_ratio is None and policy.kv_offload_ratio is None:
+            assert policy.hbm_budget is not None and policy.host_budget is not None
+            fixed = fixed_bytes(model, workload, profile)
+            room = policy.hbm_budget + policy.host_budget - fixed - total_bytes(ops)
+            slot = next(op for op in ops if op.category == "attention")
+            assert room < max(slot.layers * unit_sizes(slot), *map(unit_sizes, ops))
+        return
+    check_laws(plan)
+    assert plan.ratio >= plan.required_ratio - 1e-12
+    kv, kv_ratio, ratio = plan.op("attention"), policy.kv_offload_ratio, policy.offload_ratio
+    if kv_ratio is not None:
+        assert abs(kv.ratio - kv_ratio) * workload.batch_size <= 0.5 + 1e-9
+    if ratio is not None:
+        placed = sum(op.resident_bytes(1) for op in plan.weights())
+        asked = ratio * plan.weight_bytes
+        if kv_ratio is None:
+            placed, asked = placed + kv.resident_bytes(1), ratio * total_bytes(ops)
+        units = sum(op.layers * unit_sizes(op) for op in ops if op.category != "attention")
+        slack = 0 if kv_ratio is not None else kv.op.layers * unit_sizes(kv.op)
+        assert abs(placed - asked) <= units + slack
+
+
+def lp_time(
+    ops: list[Op], profile: HardwareProfile, dtype: Dtype, low: float, high: float
+) -> float:
+    """Least step time with `low` to `high` remote bytes of `ops` cut at will (HiGHS)."""
+    n, bus = len(ops), profile.link_groups.get("bus", float("inf"))
+    host_rate = min(profile.tier("host").direct_bytes_per_s, bus)
+    reads = np.array([op.layers * op.read_bytes for op in ops])
+    sizes = np.array([op.layers * op.resident_bytes for op in ops], dtype=float)
+    unit = reads.sum() / profile.hbm_bytes_per_s
+    fast, slow = reads / profile.hbm_bytes_per_s / unit, reads / host_rate / unit
+    floors = np.array([op.layers * compute_time(op, profile, dtype) for op in ops]) / unit
+    if profile.hbm_group:
+        floors = np.maximum(floors, reads / bus / unit)
+    rows = np.block([[np.diag(-fast), -np.eye(n)], [np.diag(slow), -np.eye(n)]])
+    share = np.concatenate([sizes / sizes.sum(), np.zeros(n)])
+    result = linprog(
+        [0.0] * n + [1.0] * n,
+        A_ub=np.vstack([rows, share, -share]),
+        b_ub=[*-fast, *np.zeros(n), high / sizes.sum(), -low / sizes.sum()],
+        bounds=[(0, 1)] * n + [(floor, None) for floor in floors],
+        method="highs",
+    )
+    assert result.success, result.message
+    return float(result.fun) * unit
+
+
+@given(budgeted(), st.booleans())
+def test_no_plan_is_much_faster(
+    problem: tuple[ModelConfig, Workload, HardwareProfile, Policy], kv_fixed: bool
+) -> None:
+    model, workload, profile, policy = problem
+    kv_ratio = (policy.kv_offload_ratio or 0.0) if kv_fixed else None
+    policy = replace(policy, offload_ratio=None, kv_offload_ratio=kv_ratio, strategy="greedy")
+    try:
+        plan = make_plan(model, workload, profile, policy)
+    except CannotRun:
+        assume(False)
+    ops = [op.op for op in plan.ops]
+    required = plan.required_ratio * total_bytes(tuple(ops))
+    limit = float(plan.budgets[1])
+    attention = plan.op("attention")
+    achieved = plan.bound_s
+    if kv_fixed:
+        ops.remove(attention.op)
+        achieved -= sum(attention.bounds_s)
+        required -= attention.resident_bytes(1)
+        limit -= attention.resident_bytes(1)
+        allowed = sum(unit_time(op, profile) for op in ops)
+    else:  # a slot rounded away moves as many bytes of weights
+        slot = attention.op.layers * unit_sizes(attention.op)
+        allowed = sum(unit_time(op, profile) for op in ops) + slot / slowest_rate(profile)
+    best = lp_time(ops, profile, model.dtype, max(required, 0.0), limit)
+    assert best * (1 - 1e-5) <= achieved <= best * (1 + 1e-5) + allowed
+
+
+@given(budgeted())
+def test_no_number_of_remote_slots_is_faster(
+    problem: tuple[ModelConfig, Workload, HardwareProfile, Policy],
+) -> None:
+    model, workload, profile, policy = problem
+    workload = replace(workload, batch_size=min(workload.batch_size, 5))
+    policy = replace(policy, offload_ratio=None, kv_offload_ratio=None, strategy="greedy")
+    try:
+        plan = make_plan(model, workload, profile, policy)
+    except CannotRun:
+        assume(False)
+    allowed = sum(unit_time(op.op, profile) for op in plan.weights())
+    for slots in range(workload.batch_size + 1):
+        other = replace(policy, kv_offload_ratio=slots / workload.batch_size)
+        with contextlib.suppress(CannotRun):
+            seconds = make_plan(model, workload, profile, other).predicted_s
+            assert plan.predicted_s <= seconds * (1 + 1e-9) + allowed
+
+
+@given(models(), workloads, profiles())
+def test_auto_is_no_slower_than_everything_local(
+    model: ModelConfig, workload: Workload, profile: HardwareProfile
+) -> None:
+    auto = make_plan(model, workload, profile, Policy())
+    local = make_plan(model, workload, profile, Policy(offload_ratio=0.0))
+    assert local.ratio == 0 and auto.required_ratio == 0
+    assert auto.predicted_s <= local.predicted_s * (1 + 1e-9)
+
+
+@given(models(), workloads, profiles())
+def test_thresholds_and_regimes(
+    model: ModelConfig, workload: Workload, profile: HardwareProfile
+) -> None:
+    profile = replace(profile, link_groups={}, hbm_group="", remote=(
+        replace(profile.remote[0], group=""),
+    ))  # fmt: skip
+    local, remote = profile.hbm_bytes_per_s, profile.tier("host").direct_bytes_per_s
+    turning = remote / (local + remote)
+    for op in make_plan(model, workload, profile, Policy()).ops:
+        compute, read = compute_time(op.op, profile, model.dtype), op.op.read_bytes
+        lowest = min(turning, max(0, 1 - compute * local / read))
+        assert op.a == pytest.approx(lowest, abs=1e-9)
+        assert op.b == pytest.approx(min(1, max(turning, compute * remote / read)), abs=1e-9)
+        if op.regime == "memory-bound":
+            assert op.a == pytest.approx(turning) == pytest.approx(op.b)
+        assert (op.regime == "compute-bound") == (compute >= read / local)
+
+
+@given(budgeted())
+def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> None:
+    model, workload, profile, policy = problem
+    try:
+        plan = make_plan(model, workload, profile, policy)
+    except CannotRun:
+        assume(False)
+    shown = json.loads(json.dumps(plan_dict(plan), allow_nan=False))
+    assert shown["schema"] == 1
+    assert shown["profile"]["provenance"]["kind"] == profile.provenance.kind
+    tiers = shown["tiers"]
+    assert [tier["used_bytes"] for tier in tiers] == [sum(plan.memory(t).values()) for t in (0, 1)]
+    assert sum(tier["weights_bytes"] for tier in tiers) == plan.weight_bytes
+    assert sum(tier["kv_bytes"] for tier in tiers) == shown["kv"]["resident_bytes"]
+    read = sum(tier["read_bytes_per_step"] for tier in tiers)
+    for kind, seconds in (("bound", plan.bound_s), ("predicted", plan.predicted_s)):
+        assert (
+            shown[kind]["tpot_s"]
+            == seconds
+            == pytest.approx(sum(op[f"{kind}_s"] for op in shown["ops"]))
+        )
+        assert shown[kind]["tokens_per_s"] * seconds == pytest.approx(workload.batch_size)
+        assert shown[kind]["eb_bytes_per_s"] * seconds == pytest.approx(plan.weight_bytes)
+        assert shown[kind]["eb_total_bytes_per_s"] * seconds == pytest.approx(read)
+    for op in shown["ops"]:
+        units = zip(*op["units_by_layer"].values(), strict=True)
+        assert [sum(layer) for layer in units] == [op["units_per_layer"]] * op["layers"]
+    assert all(len(row) == len(COLUMNS) for row in op_rows(plan))
+    assert all(text.isascii() for row in summary_rows(plan) for text in row)
