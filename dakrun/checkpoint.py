@@ -3,7 +3,9 @@
 Knows files and tensor names, but not what a model computes with them.
 """
 
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from dakrun.memory import PartitionedTensor, Tier
 
 INDEX = "model.safetensors.index.json"
 COPY_BYTES = 8 << 20
+MAX_READERS = 8
 
 Source = tuple[str, tuple[int, ...]]
 Placement = Sequence[tuple[str, int]]
@@ -116,19 +119,22 @@ def load(
     Resident tensors go to `device`. Nothing is allocated before the checkpoint was checked.
     """
     checkpoint.check(manifest)
-    matrices = {}
-    for name, sources in manifest.matrices.items():
-        rows, cols = manifest.shape(name)
-        matrix = PartitionedTensor.empty((rows, cols), dtype, placements[name], tiers)
-        for part in matrix.parts:
-            _fill(checkpoint, sources, part.rows, part.cols, part.data)
-        matrices[name] = matrix
-    resident = {}
-    for name, sources in manifest.resident.items():
-        shape = manifest.shape(name)
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        _fill(checkpoint, sources, slice(0, shape[0]), None, tensor)
-        resident[name] = tensor
+    matrices, resident = {}, {}
+    with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1)) as readers:
+        jobs = []
+        for name, sources in manifest.matrices.items():
+            rows, cols = manifest.shape(name)
+            matrices[name] = PartitionedTensor.empty((rows, cols), dtype, placements[name], tiers)
+            for part in matrices[name].parts:
+                jobs.append(
+                    readers.submit(_fill, checkpoint, sources, part.rows, part.cols, part.data)
+                )
+        for name, sources in manifest.resident.items():
+            shape = manifest.shape(name)
+            out = resident[name] = torch.empty(shape, dtype=dtype, device=device)
+            jobs.append(readers.submit(_fill, checkpoint, sources, slice(0, shape[0]), None, out))
+        for job in jobs:
+            job.result()
     return Weights(matrices, resident)
 
 

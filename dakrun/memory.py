@@ -152,11 +152,14 @@ def available_host_memory() -> int:
 
 
 def _map_pages(nbytes: int) -> torch.Tensor:
-    """`nbytes` of private anonymous pages, huge ones where the kernel has them."""
+    """`nbytes` of private anonymous pages.
+
+    Not huge ones: where memory is fragmented the kernel compacts it first, and filling a model
+    then took twice as long.
+    """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
