@@ -138,7 +138,7 @@ def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
         ((*PLAN, "--profile", "nope"), 2, "no profile 'nope'", "gh200"),
         ((*PLAN, "--model", "opt-30"), 2, "no such model directory or known name", "opt-30b"),
         ((*PLAN, "--remote", "peer:1"), 2, "no remote tier 'peer:1'", "host"),
-        ((*PLAN, "--remote", "host,peer:1"), 3, "host, peer:1 is not supported", "--remote host"),
+        ((*PLAN, "--remote", "host,host"), 2, "each must be named once", "--remote host"),
         ((*PLAN, "--hbm-budget", "9GiB", "--host-budget", "1GiB"), 3,
          "the budgets are 47.", "--host-budget"),
         ((*PLAN, "--hbm-budget", "30GiB", "--offload-ratio", "0"), 3,

@@ -95,8 +95,8 @@ def test_budgets_that_do_not_do(policy: Policy, said: str, hint: str) -> None:
 def test_what_makes_no_sense() -> None:
     with pytest.raises(UsageError, match=r"offload ratio is 1\.5"):
         Policy(offload_ratio=1.5)
-    with pytest.raises(CannotRun, match="over the remote tiers host, peer:1 is not supported"):
-        Policy(remote=("host", "peer:1"))
+    with pytest.raises(UsageError, match="remote tiers host, host: each must be named once"):
+        Policy(remote=("host", "host"))
     with pytest.raises(UsageError, match="beyond the 2048 positions of opt-30b") as caught:
         make_plan(known("opt-30b"), work(8, 2048), GH200, Policy())
     assert "--max-model-len 2048" in caught.value.hint
@@ -116,7 +116,8 @@ def test_tensor_cores_work_on_eight_rows_at_least() -> None:
 def test_a_link_group_caps_its_only_tier() -> None:
     host = GH200.tier("host")
     shared = replace(GH200, remote=(replace(host, group="bus"),), link_groups={"bus": 2.25e11})
-    alone = replace(GH200, remote=(replace(host, direct_bytes_per_s=2.25e11),))
+    slow = replace(host, direct_bytes_per_s=2.25e11, staged_bytes_per_s=2.25e11)
+    alone = replace(GH200, remote=(slow,))
     policy = Policy(hbm_budget=40 * GIB)
     plans = [make_plan(known("opt-30b"), work(256), p, policy).ops for p in (shared, alone)]
     assert plans[0] == plans[1]

@@ -120,6 +120,7 @@ def budgeted(draw: st.DrawFn) -> tuple[ModelConfig, Workload, HardwareProfile, P
         offload_ratio=draw(ratios),
         kv_offload_ratio=draw(ratios),
         strategy=draw(strategies),
+        transport="direct",
     )
     return model, workload, profile, policy
 

@@ -13,7 +13,8 @@ class Curve:
     """Time of one op (all its layers together) against the share x of it that is remote.
 
     `resident` bytes are placed, `read` bytes are read a step; rates are in bytes/s; `floor` is
-    the time in seconds that no placement beats.
+    the time in seconds that no placement beats. Where `staged`, remote bytes are first copied
+    into the local tier, whose traffic they add to: T(x) = max(floor, C (1 + x) / B_g, C x / B_h).
     """
 
     resident: float
@@ -21,21 +22,39 @@ class Curve:
     floor: float
     local_rate: float
     remote_rate: float
+    staged: bool = False
 
     @property
     def a(self) -> float:
         """Share up to which moving bytes to the remote tier makes the op faster."""
+        if self.staged:
+            return 0.0
         return min(1.0, max(0.0, 1 - self.floor * self.local_rate / self.read))
 
     @property
     def b(self) -> float:
         """Share up to which moving bytes to the remote tier does not make the op slower."""
-        return min(1.0, max(self.a, self.floor * self.remote_rate / self.read))
+        flat = self.floor * self.remote_rate / self.read
+        if self.staged:
+            flat = min(flat, self.floor * self.local_rate / self.read - 1)
+        return min(1.0, max(self.a, flat))
 
     def time(self, x: float) -> float:
         """Seconds at share `x`."""
-        local, remote = self.read * (1 - x) / self.local_rate, self.read * x / self.remote_rate
-        return max(self.floor, local, remote)
+        local_share = 1 + x if self.staged else 1 - x
+        local, remote = local_share / self.local_rate, x / self.remote_rate
+        return max(self.floor, self.read * local, self.read * remote)
+
+    def stretches(self) -> list[tuple[float, float]]:
+        """(seconds per share, share) of the pieces of T, from x = 0 to 1; costs never fall."""
+        down, up = -self.read / self.local_rate, self.read / self.remote_rate
+        pieces = [(down, self.a), (0.0, self.b - self.a)]
+        if self.staged and self.local_rate > self.remote_rate:
+            turn = self.remote_rate / (self.local_rate - self.remote_rate)
+            gentle = min(1.0, max(self.b, turn)) - self.b
+            pieces.append((-down, gentle))
+            return [*pieces, (up, 1 - self.b - gentle)]
+        return [*pieces, (-down if self.staged else up, 1 - self.b)]
 
 
 def best_total(curves: Sequence[Curve]) -> float:
@@ -48,14 +67,11 @@ def greedy_shares(curves: Sequence[Curve], remote_bytes: float) -> list[float]:
 
     Stretches of equal cost per byte are filled in proportion, so that like ops stay alike.
     """
-    stretches: list[tuple[float, int, float]] = []  # cost in s per resident byte, op, bytes
-    for i, curve in enumerate(curves):
-        per_byte = curve.read / curve.resident
-        stretches += [
-            (-per_byte / curve.local_rate, i, curve.a * curve.resident),
-            (0.0, i, (curve.b - curve.a) * curve.resident),
-            (per_byte / curve.remote_rate, i, (1 - curve.b) * curve.resident),
-        ]
+    stretches = [  # cost in seconds per resident byte, op, bytes
+        (cost / curve.resident, i, share * curve.resident)
+        for i, curve in enumerate(curves)
+        for cost, share in curve.stretches()
+    ]
     placed = [0.0] * len(curves)
     left = remote_bytes
     stretches.sort(key=lambda stretch: stretch[0])

@@ -56,7 +56,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "kv_block_tokens": KV_BLOCK,
         },
         "profile": _profile_dict(plan),
-        "strategy": plan.strategy,
+        "strategy": plan.policy.strategy,
         "required_ratio": plan.required_ratio,
         "ratio": plan.ratio,
         "tiers": [_tier_dict(plan, tier) for tier in range(len(plan.tiers))],
@@ -119,7 +119,7 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         *((f"{name} memory", _memory_text(plan, tier)) for tier, name in enumerate(plan.tiers)),
         (
             "offload ratio",
-            f"{plan.ratio:.1%} of weights and KV chosen ({plan.strategy}), "
+            f"{plan.ratio:.1%} of weights and KV chosen ({plan.policy.strategy}), "
             f"{plan.required_ratio:.1%} required by capacity",
         ),
         (

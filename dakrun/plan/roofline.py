@@ -4,7 +4,8 @@ Everything here is a bound: bytes over bandwidths, FLOPs over rates. `predicted`
 efficiencies and its fixed cost per op.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,43 +17,78 @@ MIN_TENSOR_ROWS = 8
 
 Regime = Literal["memory-bound", "mixed", "compute-bound"]
 
+# Seconds plus, for each tier by its number, seconds per share: a lower bound of an op's time.
+Line = tuple[float, Mapping[int, float]]
+
 
 @dataclass(frozen=True)
 class Links:
-    """Rates in bytes/s of the tiers in use, and the groups of tiers that share a total rate."""
+    """Rates in bytes/s of the tiers in use, the local one first, and what they share.
 
-    rates: Mapping[str, float]
+    `direct` and `staged` are rates by tier (the local tier's are the same); `groups` are sets of
+    tiers with a total rate; each tier is in one at most.
+    """
+
+    direct: Mapping[str, float]
+    staged: Mapping[str, float]
     groups: tuple[tuple[frozenset[str], float], ...] = ()
 
     @classmethod
     def of(cls, profile: HardwareProfile, remote: Sequence[str]) -> "Links":
-        """The local tier and the `remote` ones of `profile`, read directly."""
+        """The local tier and the `remote` ones of `profile`."""
         tiers = [profile.tier(name) for name in remote]
-        rates = {LOCAL: profile.hbm_bytes_per_s}
-        rates |= {tier.name: tier.direct_bytes_per_s for tier in tiers}
         members = {LOCAL: profile.hbm_group} | {tier.name: tier.group for tier in tiers}
         limits = profile.link_groups
-        rates = {name: min(rate, limits.get(members[name], rate)) for name, rate in rates.items()}
+
+        def capped(rates: dict[str, float]) -> dict[str, float]:
+            return {name: min(r, limits.get(members[name], r)) for name, r in rates.items()}
+
+        local = {LOCAL: profile.hbm_bytes_per_s}
         groups = [
             (frozenset(name for name, of in members.items() if of == group), rate)
-            for group, rate in profile.link_groups.items()
+            for group, rate in limits.items()
         ]
-        return cls(rates, tuple((names, rate) for names, rate in groups if names))
+        return cls(
+            capped(local | {tier.name: tier.direct_bytes_per_s for tier in tiers}),
+            capped(local | {tier.name: tier.staged_bytes_per_s for tier in tiers}),
+            tuple((names, rate) for names, rate in groups if names),
+        )
 
-    def read_time(self, tier_bytes: Mapping[str, float]) -> float:
-        """Seconds to read the given bytes of each tier, all tiers at once."""
-        alone = [n / self.rates[tier] for tier, n in tier_bytes.items()]
-        shared = [
-            sum(tier_bytes.get(tier, 0.0) for tier in names) / rate for names, rate in self.groups
-        ]
-        return max(alone + shared)
+    def rate(self, tiers: Iterable[str], *, staged: bool = False) -> float:
+        """Bytes/s of some tiers together; groups are disjoint, so each adds its own limit."""
+        rates, left, total = (self.staged if staged else self.direct), set(tiers), 0.0
+        for names, limit in self.groups:
+            total += min(limit, sum(rates[tier] for tier in names & left))
+            left -= names
+        return total + sum(rates[tier] for tier in left)
 
     def total_rate(self) -> float:
-        """Bytes/s of all tiers together. Groups are disjoint, so each adds its own limit."""
-        free = sum(r for t, r in self.rates.items() if all(t not in g for g, _ in self.groups))
-        return free + sum(
-            min(rate, sum(self.rates[tier] for tier in names)) for names, rate in self.groups
-        )
+        """Bytes/s of all tiers together, read directly."""
+        return self.rate(self.direct)
+
+    def lines(self, read: float, floor: float, *, staged: bool = False) -> tuple[Line, ...]:
+        """Lower bounds of the time in seconds of an op that reads `read` bytes in all.
+
+        Direct reads of all tiers run side by side. Staged ones go through the copy engine into
+        the local tier, which so writes and reads every remote byte, too.
+        """
+        numbers = {name: i for i, name in enumerate(self.direct)}
+        lines: list[Line] = [(floor, {})]
+        if staged:
+            local = read / self.direct[LOCAL]
+            lines.append((0.0, {i: local if i == 0 else 2 * local for i in numbers.values()}))
+        rates = self.staged if staged else self.direct
+        alone = {name: rate for name, rate in rates.items() if not (staged and name == LOCAL)}
+        lines += [(0.0, {numbers[name]: read / rate}) for name, rate in alone.items()]
+        for names, rate in self.groups:
+            if shared := {numbers[name]: read / rate for name in names if name in alone}:
+                lines.append((0.0, shared))
+        return tuple(lines)
+
+
+def time_of(lines: Iterable[Line], shares: Sequence[float]) -> float:
+    """Seconds of an op with the given lower bounds, at its share of every tier."""
+    return max(c + sum(k * shares[tier] for tier, k in by.items()) for c, by in lines)
 
 
 def compute_time(op: Op, profile: HardwareProfile, dtype: Dtype) -> float:
@@ -72,6 +108,31 @@ def predicted_time(op: Op, bound: float, profile: HardwareProfile) -> float:
 
 def regime(op: Op, compute: float, links: Links) -> Regime:
     """What limits the op wherever its bytes lie: decided by times, not by the ridge."""
-    if compute >= op.read_bytes / links.rates[LOCAL]:
+    if compute >= op.read_bytes / links.direct[LOCAL]:
         return "compute-bound"
     return "memory-bound" if compute < op.read_bytes / links.total_rate() else "mixed"
+
+
+def sms_by_tier(
+    op: Op,
+    placement: Sequence[Sequence[int]],
+    compute: float,
+    bound: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[int, ...]:
+    """SMs for each tier's part of `op`, the local one first.
+
+    A remote part gets what saturates its link, or what its share of the arithmetic needs to end
+    within `bound` seconds if that is more, as long as the local part keeps one.
+    """
+    units = [sum(counts) for counts in zip(*placement, strict=True)]
+    sms = []
+    for name, held in zip(remote, units[1:], strict=True):
+        share = held / sum(units)
+        busy = math.ceil(profile.sms * share * compute / bound) if bound else 0
+        sms.append(max(profile.tier(name).sms, busy) if held else 0)
+    spare = 1 if units[0] else 0
+    while sum(sms) > max(profile.sms - spare, len(sms)):
+        sms[sms.index(max(sms))] -= 1
+    return (profile.sms - sum(sms) if units[0] else 0, *sms)

@@ -77,3 +77,27 @@ def round_shares(
         )
         for op, n, k in zip(ops, low, raised, strict=True)
     ]
+
+
+def split_units(
+    op: Op, remote_units: Sequence[int], shares: Sequence[float], sink: int
+) -> tuple[tuple[int, ...], ...]:
+    """Units of every tier, the local one first, for each layer of `op`.
+
+    `remote_units` of a layer are divided over the remote tiers: each gets its share of the op,
+    rounded down over the layers so that no capacity is passed, and tier `sink` gets the rest.
+    """
+    whole = max(op.unit_bytes(0, 1), 1)
+    placed = [0] * len(shares)
+    placement = []
+    for layer, units in enumerate(remote_units):
+        counts, left = [0] * len(shares), units
+        for tier, share in enumerate(shares):
+            if tier != sink:
+                ideal = math.floor(share * op.resident_bytes * (layer + 1) / whole + _FUZZ)
+                counts[tier] = min(ideal - placed[tier], left)
+                placed[tier] += counts[tier]
+                left -= counts[tier]
+        counts[sink] = left
+        placement.append((op.units - units, *counts))
+    return tuple(placement)

@@ -1,0 +1,58 @@
+"""What the user fixes of a plan, and what is left to the planner."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dakrun.errors import UsageError
+from dakrun.hardware import HardwareProfile
+
+Strategy = Literal["greedy", "uniform"]
+Transport = Literal["direct", "staged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the user fixes; None leaves the choice to the planner.
+
+    Budgets are bytes per tier (default: the profile's capacities), `peer_budget` for each peer.
+    `offload_ratio` is the share of all weight and KV bytes outside HBM, or of the weights alone
+    where `kv_offload_ratio` (share of KV slots) is given, too. Ratios are met to the nearest unit,
+    or refused. `transport` is how remote bytes are read: where they lie (direct), or after the
+    copy engine has brought them (staged).
+    """
+
+    hbm_budget: int | None = None
+    host_budget: int | None = None
+    peer_budget: int | None = None
+    offload_ratio: float | None = None
+    kv_offload_ratio: float | None = None
+    strategy: Strategy = "greedy"
+    transport: Transport | None = None
+    remote: tuple[str, ...] = ("host",)
+
+    def __post_init__(self) -> None:
+        for name in ("offload_ratio", "kv_offload_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UsageError(
+                    f"{name.replace('_', ' ')} is {value}", hint="it must be from 0 to 1, or auto"
+                )
+        if not self.remote or len(set(self.remote)) < len(self.remote):
+            raise UsageError(
+                f"remote tiers {', '.join(self.remote) or 'none'}: each must be named once",
+                hint="name one or more, such as --remote host or --remote host,peer",
+            )
+
+    def remote_tiers(self, profile: HardwareProfile) -> tuple[str, ...]:
+        """The remote tiers as `profile` names them; "peer" is its first peer.
+
+        Raises UsageError where the profile lacks one.
+        """
+        peers = [tier.name for tier in profile.remote if tier.name.startswith("peer")]
+        named = [peers[0] if name == "peer" and peers else name for name in self.remote]
+        return tuple(profile.tier(name).name for name in named)
+
+    def budget(self, tier: str, capacity: int) -> int:
+        """Bytes of a remote tier of `capacity` bytes that may be used."""
+        given = self.peer_budget if tier.startswith("peer") else self.host_budget
+        return capacity if given is None else given
