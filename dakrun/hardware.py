@@ -4,9 +4,10 @@ HardwareProfile is loaded from and saved to TOML; where its numbers come from is
 Knows nothing of models and measures nothing.
 """
 
-import bisect
 import json
 import math
+import os
+import platform
 import re
 import tomllib
 from collections.abc import Mapping
@@ -16,78 +17,14 @@ from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
-from dakrun.resources import resource_dir
+from dakrun.hardware_parts import LOCAL as LOCAL
+from dakrun.hardware_parts import ComputeRate as ComputeRate
+from dakrun.hardware_parts import Provenance as Provenance
+from dakrun.hardware_parts import RemoteTier as RemoteTier
+from dakrun.hardware_parts import bad, check_positive
+from dakrun.resources import cache_dir, resource_dir
 
 SCHEMA = 1
-LOCAL = "hbm"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Provenance:
-    """Where a profile's numbers come from: measured (when, how) or a spec sheet (which)."""
-
-    kind: Literal["measured", "spec-sheet", "nominal"]
-    date: str
-    source: str
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("measured", "spec-sheet", "nominal"):
-            raise _bad(f"provenance.kind is {self.kind!r}", "measured, spec-sheet or nominal")
-        if not all(isinstance(text, str) and text for text in (self.source, self.date)):
-            raise _bad("provenance lacks its date or source", "say when and how it was found")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteTier:
-    """Memory behind a link. Bandwidths are in bytes/s.
-
-    `window_bytes` caps the bytes in flight of direct reads over all SMs; `sms` is how many SMs
-    saturate the link with it. Tiers that name the same `group` share that link's total rate.
-    """
-
-    name: str
-    capacity_bytes: int
-    direct_bytes_per_s: float
-    staged_bytes_per_s: float
-    window_bytes: int
-    sms: int
-    group: str = ""
-
-    def __post_init__(self) -> None:
-        if self.name == LOCAL or not self.name:
-            raise _bad(f"a remote tier is named {self.name!r}", "host, peer:1 and the like")
-        positive = ("capacity_bytes", "direct_bytes_per_s", "staged_bytes_per_s", "window_bytes")
-        _check_positive(self, f"remote tier {self.name}", *positive, "sms")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeRate:
-    """Dense matrix multiply rate of one dtype, in FLOP/s.
-
-    `peak` is what the unit can do; `measured` holds (N, FLOP/s) pairs with N ascending.
-    """
-
-    peak: float
-    measured: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        ns = [n for n, _ in self.measured]
-        rates = [self.peak, *(rate for _, rate in self.measured)]
-        if not all(0 < rate < math.inf for rate in rates) or ns != sorted({n for n in ns if n > 0}):
-            raise _bad("compute rates are not positive with N ascending", "a list [[N, FLOP/s]]")
-
-    def at(self, n: int) -> float:
-        """FLOP/s at batch `n`: between measured points linear in log N and log rate."""
-        if not self.measured:
-            return self.peak
-        index = bisect.bisect_left(self.measured, (n, 0.0))
-        if index == 0:
-            return self.measured[0][1]
-        if index == len(self.measured):
-            return self.measured[-1][1]
-        (n0, r0), (n1, r1) = self.measured[index - 1 : index + 1]
-        share = math.log(n / n0) / math.log(n1 / n0)
-        return math.exp(math.log(r0) + share * math.log(r1 / r0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,23 +56,23 @@ class HardwareProfile:
     def __post_init__(self) -> None:
         for text in (self.name, self.description, self.device_name):
             if not isinstance(text, str):
-                raise _bad(f"{text!r} stands for a name or description", "a string")
-        _check_positive(self, self.name, "sms", "hbm_capacity_bytes", "hbm_bytes_per_s")
+                raise bad(f"{text!r} stands for a name or description", "a string")
+        check_positive(self, self.name, "sms", "hbm_capacity_bytes", "hbm_bytes_per_s")
         if self.device not in ("cuda", "cpu"):
-            raise _bad(f"device is {self.device!r}", "cuda or cpu")
+            raise bad(f"device is {self.device!r}", "cuda or cpu")
         for value in (self.linear_efficiency, self.attention_efficiency):
             if not 0 < value <= 1:
-                raise _bad(f"an efficiency is {value}", "above 0 and at most 1")
+                raise bad(f"an efficiency is {value}", "above 0 and at most 1")
         if not all(0 <= cost < math.inf for cost in (self.op_seconds, self.context_bytes)):
-            raise _bad("a fixed cost is negative or not finite", "at least 0")
+            raise bad("a fixed cost is negative or not finite", "at least 0")
         if not all(0 < rate < math.inf for rate in self.link_groups.values()):
-            raise _bad("the rate of a link group is not positive", "bytes per second")
+            raise bad("the rate of a link group is not positive", "bytes per second")
         names = [tier.name for tier in self.remote]
         if len(set(names)) < len(names):
-            raise _bad(f"remote tiers {names} share a name", "a name of its own for each")
+            raise bad(f"remote tiers {names} share a name", "a name of its own for each")
         for group in (self.hbm_group, *(tier.group for tier in self.remote)):
             if group and group not in self.link_groups:
-                raise _bad(f"link group {group!r} is not listed", "a rate under [link_groups]")
+                raise bad(f"link group {group!r} is not listed", "a rate under [link_groups]")
 
     def tier(self, name: str) -> RemoteTier:
         """The remote tier called `name`; UsageError where the machine has none."""
@@ -162,7 +99,7 @@ class HardwareProfile:
         try:
             raw = tomllib.loads(text)
             if raw.get("schema") != SCHEMA:
-                raise _bad(f"schema is {raw.get('schema')!r}", str(SCHEMA))
+                raise bad(f"schema is {raw.get('schema')!r}", str(SCHEMA))
             return _from_tables(raw)
         except tomllib.TOMLDecodeError as problem:
             raise UsageError(
@@ -209,18 +146,17 @@ class HardwareProfile:
 
 
 def load_profile(name: str) -> HardwareProfile:
-    """The profile in file `name`, or the one shipped under that name."""
-    path = Path(name)
-    if path.suffix != ".toml":
-        path = resource_dir("profiles") / f"{name}.toml"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        known = ", ".join(shipped_profiles())
-        raise UsageError(
-            f"no profile {name!r}", hint=f"give a .toml file or one of: {known}"
-        ) from None
-    return HardwareProfile.from_toml(text, source=str(path))
+    """The profile in file `name`, or the shipped or kept one of that name."""
+    folders = (resource_dir("profiles"), kept_profiles_dir())
+    paths = [Path(name)] if name.endswith(".toml") else [f / f"{name}.toml" for f in folders]
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        return HardwareProfile.from_toml(text, source=str(path))
+    known = ", ".join(shipped_profiles())
+    raise UsageError(f"no profile {name!r}", hint=f"give a .toml file or one of: {known}")
 
 
 def shipped_profiles() -> list[str]:
@@ -228,23 +164,49 @@ def shipped_profiles() -> list[str]:
     return sorted(path.stem for path in resource_dir("profiles").glob("*.toml"))
 
 
-def find_profile(*, device: Literal["cuda", "cpu"]) -> HardwareProfile:
-    """The shipped profile of this machine's first NVIDIA GPU, or the CPU's.
+def kept_profiles_dir() -> Path:
+    """Where `dakrun profile` keeps what it measured on this machine."""
+    return cache_dir() / "profiles"
 
-    Reads the driver's /proc entries, so that planning needs no CUDA library.
+
+def find_profile(*, device: Literal["cuda", "cpu"]) -> HardwareProfile:
+    """The profile that suits this machine's first NVIDIA GPU, or its CPU, best.
+
+    A kept one of the same device comes before the shipped ones, the newest first. Of those, the
+    one with the closest device name is taken, measured before spec sheet, then the one with the
+    fewest remote tiers. Reads /proc, so that planning needs no CUDA library.
     Raises UsageError where the GPU has no profile.
     """
+    name = cpu_name() if device == "cpu" else next(iter(gpu_names()), "")
+    files = sorted(kept_profiles_dir().glob("*.toml"), key=lambda path: path.stat().st_mtime_ns)
+    for kept in (load_profile(str(path)) for path in reversed(files)):
+        if kept.device == device and name and kept.device_name == name:
+            return kept
     if device == "cpu":
         return load_profile("cpu")
-    gpus = gpu_names()
-    profiles = [load_profile(name) for name in shipped_profiles()]
-    for profile in profiles:
-        if gpus and profile.device_name in gpus[0]:
-            return profile
+    shipped = [load_profile(profile) for profile in shipped_profiles()]
+    fitting = [p for p in shipped if p.device == device and name and p.device_name in name]
+    if fitting:
+        return min(fitting, key=_preference)
     raise UsageError(
-        f"no profile for {gpus[0] if gpus else 'a GPU (there is none here)'}",
+        f"no profile for {name or 'a GPU (there is none here)'}",
         hint="name one with --profile: " + ", ".join(shipped_profiles()),
     )
+
+
+def _preference(profile: HardwareProfile) -> tuple[int, bool, int, str]:
+    measured = profile.provenance.kind == "measured"
+    return -len(profile.device_name), not measured, len(profile.remote), profile.name
+
+
+def cpu_name() -> str:
+    """Model of this machine's CPU and the cores that this process may use of it."""
+    model = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
 def gpu_names() -> list[str]:
@@ -262,7 +224,7 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
     compute: dict[Dtype, ComputeRate] = {}
     for dtype, table in raw["compute"].items():
         if dtype not in DTYPE_BYTES:
-            raise _bad(f"compute.{dtype} is unknown", ", ".join(DTYPE_BYTES))
+            raise bad(f"compute.{dtype} is unknown", ", ".join(DTYPE_BYTES))
         points = tuple((int(n), float(rate)) for n, rate in table.get("measured", []))
         compute[dtype] = ComputeRate(peak=float(table["peak_flops_per_s"]), measured=points)
     return HardwareProfile(
@@ -283,17 +245,6 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
         link_groups=raw.get("link_groups", {}),
         hbm_group=hbm.get("group", ""),
     )
-
-
-def _check_positive(owner: object, name: str, *fields: str) -> None:
-    for attribute in fields:
-        value = getattr(owner, attribute)
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise _bad(f"{name}: {attribute} is {value!r}", "a positive number")
-
-
-def _bad(problem: str, expected: str) -> UsageError:
-    return UsageError(problem, hint=f"expected: {expected}; see profiles/ for examples")
 
 
 def _key(name: str) -> str:

@@ -1,9 +1,10 @@
-"""Where the folders `native` (CUDA sources) and `profiles` (hardware TOMLs) lie.
+"""Where the folders `native` (CUDA sources) and `profiles` (hardware TOMLs) lie, and the cache.
 
-They sit at the top of a checkout and inside the package in an installed wheel; this module knows
-both places and nothing about what the folders hold.
+The two sit at the top of a checkout and inside the package in an installed wheel; this module
+knows both places and nothing about what the folders hold.
 """
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -27,3 +28,14 @@ def resource_dir(name: Literal["native", "profiles"]) -> Path:
         f"dakrun's folder {name!r} is missing: neither {installed} nor a checkout's {in_checkout}",
         hint="install dakrun again with pip, or run it from a complete checkout",
     )
+
+
+def cache_dir() -> Path:
+    """Where dakrun keeps what it can make again; it need not exist yet.
+
+    $DAKRUN_CACHE_DIR, else dakrun below $XDG_CACHE_HOME, else ~/.cache/dakrun.
+    """
+    if own := os.environ.get("DAKRUN_CACHE_DIR"):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dakrun"

@@ -1,0 +1,94 @@
+"""The parts of a hardware profile: where its numbers come from, a remote tier, a compute rate.
+
+Each checks its own values; how they form a machine, and TOML, are in hardware.py.
+"""
+
+import bisect
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from dakrun.errors import UsageError
+
+LOCAL = "hbm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where a profile's numbers come from: measured (when, how) or a spec sheet (which)."""
+
+    kind: Literal["measured", "spec-sheet", "nominal"]
+    date: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("measured", "spec-sheet", "nominal"):
+            raise bad(f"provenance.kind is {self.kind!r}", "measured, spec-sheet or nominal")
+        if not all(isinstance(text, str) and text for text in (self.source, self.date)):
+            raise bad("provenance lacks its date or source", "say when and how it was found")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteTier:
+    """Memory behind a link. Bandwidths are in bytes/s.
+
+    `window_bytes` caps the bytes in flight of direct reads over all SMs; `sms` is how many SMs
+    saturate the link with it. Tiers that name the same `group` share that link's total rate.
+    """
+
+    name: str
+    capacity_bytes: int
+    direct_bytes_per_s: float
+    staged_bytes_per_s: float
+    window_bytes: int
+    sms: int
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if self.name == LOCAL or not self.name:
+            raise bad(f"a remote tier is named {self.name!r}", "host, peer:1 and the like")
+        positive = ("capacity_bytes", "direct_bytes_per_s", "staged_bytes_per_s", "window_bytes")
+        check_positive(self, f"remote tier {self.name}", *positive, "sms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeRate:
+    """Dense matrix multiply rate of one dtype, in FLOP/s.
+
+    `peak` is what the unit can do; `measured` holds (N, FLOP/s) pairs with N ascending.
+    """
+
+    peak: float
+    measured: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        ns = [n for n, _ in self.measured]
+        rates = [self.peak, *(rate for _, rate in self.measured)]
+        if not all(0 < rate < math.inf for rate in rates) or ns != sorted({n for n in ns if n > 0}):
+            raise bad("compute rates are not positive with N ascending", "a list [[N, FLOP/s]]")
+
+    def at(self, n: int) -> float:
+        """FLOP/s at batch `n`: between measured points linear in log N and log rate."""
+        if not self.measured:
+            return self.peak
+        index = bisect.bisect_left(self.measured, (n, 0.0))
+        if index == 0:
+            return self.measured[0][1]
+        if index == len(self.measured):
+            return self.measured[-1][1]
+        (n0, r0), (n1, r1) = self.measured[index - 1 : index + 1]
+        share = math.log(n / n0) / math.log(n1 / n0)
+        return math.exp(math.log(r0) + share * math.log(r1 / r0))
+
+
+def check_positive(owner: object, name: str, *fields: str) -> None:
+    """Raise UsageError where one of the `fields` of `owner` is not a positive, finite number."""
+    for attribute in fields:
+        value = getattr(owner, attribute)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise bad(f"{name}: {attribute} is {value!r}", "a positive number")
+
+
+def bad(problem: str, expected: str) -> UsageError:
+    """The error for a profile that does not follow the schema."""
+    return UsageError(problem, hint=f"expected: {expected}; see profiles/ for examples")

@@ -1,0 +1,276 @@
+"""Measures a CPU: how fast its memory is read and copied, how fast it multiplies matrices, and what
+an op costs besides.
+
+Knows torch's default threads and the reference kernels; files and tables are probe.py's.
+"""
+
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dakrun.config import Dtype
+from dakrun.errors import CannotRun
+from dakrun.hardware import ComputeRate, HardwareProfile, Provenance, RemoteTier, cpu_name
+from dakrun.kernels import reference
+from dakrun.memory import Part, PartitionedTensor, available_host_memory
+from dakrun.plan.roofline import MIN_TENSOR_ROWS
+from dakrun.units import format_bytes, format_seconds
+
+STEADY = 0.05  # spread up to which a figure counts as steady
+DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much to measure with.
+
+    The buffer that stands for memory has `buffer_bytes`, but `caches` times the last-level cache
+    at least. `weight_size` are the rows and columns of a weight that stays in the cache. Every
+    figure takes at least `seconds` and `runs`.
+    """
+
+    buffer_bytes: int
+    caches: int
+    weight_size: int = 512
+    batch_sizes: tuple[int, ...] = (1, 8, 64, 512)
+    seconds: float
+    runs: int
+
+
+FULL = Sizes(buffer_bytes=2**29, caches=8, seconds=0.6, runs=5)
+QUICK = Sizes(buffer_bytes=3 * 2**26, caches=4, seconds=0.08, runs=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """A median over `runs` runs; `spread` is the distance of the quartiles over the median."""
+
+    what: str
+    value: float
+    unit: str
+    spread: float
+    runs: int
+
+    @property
+    def steady(self) -> bool:
+        """Whether the runs agree well enough to plan with."""
+        return self.spread <= STEADY
+
+    @property
+    def text(self) -> str:
+        """The median in its unit."""
+        if self.unit == "s":
+            return format_seconds(self.value)
+        return f"{self.value:.2f}" if not self.unit else f"{self.value / 1e9:,.1f} G{self.unit}"
+
+
+class _Stopwatch:
+    """Times calls as `sizes` says and keeps every measurement."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.measurements: list[Measurement] = []
+
+    def measure(
+        self, what: str, unit: str, work: float, call: Callable[[], object], *, rate: bool = True
+    ) -> float:
+        """Median of `work` over the seconds of a call, or of seconds over work.
+
+        Measured again, once, where it is not steady; the steadier times count.
+        """
+        times = self._times(call)
+        if _spread(times) > STEADY:
+            times = min(times, self._times(call), key=_spread)
+        seconds = statistics.median(times)
+        found = Measurement(
+            what=what,
+            value=float(f"{work / seconds if rate else seconds / work:.4g}"),
+            unit=unit,
+            spread=_spread(times),
+            runs=len(times),
+        )
+        self.measurements.append(found)
+        return found.value
+
+    def _times(self, call: Callable[[], object]) -> list[float]:
+        call()
+        times: list[float] = []
+        while len(times) < self.sizes.runs or sum(times) < self.sizes.seconds:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return times
+
+
+def _spread(times: list[float]) -> float:
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / median
+
+
+def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
+    """Measure this machine's CPU and memory with torch's threads, in about half a minute (FULL).
+
+    Raises CannotRun where memory is too short for the buffers.
+    """
+    available = available_host_memory()
+    nbytes = max(sizes.buffer_bytes, sizes.caches * last_level_cache())
+    if 3 * nbytes > available:  # the buffer, its copy, and room for others
+        raise CannotRun(
+            f"measuring memory takes {format_bytes(3 * nbytes)} of it, "
+            f"{format_bytes(available)} are free",
+            hint="free some memory, or plan with --profile cpu",
+        )
+    watch = _Stopwatch(sizes)
+    buffer = torch.rand(nbytes // 4)
+    read, copy = _memory_rates(watch, buffer)
+    compute = {dtype: _compute_rate(watch, dtype) for dtype in DTYPES}
+    op_seconds = _op_seconds(watch)
+    flops = compute["float32"].at
+    linear = _linear_efficiency(watch, buffer, read, flops)
+    attention = _attention_efficiency(watch, buffer, read, flops)
+    unsteady = [m for m in watch.measurements if not m.steady]
+    worst = max(watch.measurements, key=lambda m: m.spread)
+    half = available // 2
+    profile = HardwareProfile(
+        name=name,
+        description="this CPU; both tiers are its memory, so offloading gains nothing",
+        provenance=Provenance(
+            kind="measured",
+            date=datetime.date.today().isoformat(),
+            source=f"dakrun profile with {torch.get_num_threads()} threads of torch "
+            f"{torch.__version__}: medians; memory with {nbytes >> 20} MiB of random data, matmul "
+            f"with a weight that stays in the cache; each tier gets half of the free memory; "
+            f"{len(unsteady)} of {len(watch.measurements)} figures spread by more than "
+            f"{STEADY:.0%}, most of all {worst.what} ({worst.spread:.0%})",
+        ),
+        device="cpu",
+        device_name=cpu_name(),
+        sms=len(os.sched_getaffinity(0)),
+        hbm_capacity_bytes=half,
+        hbm_bytes_per_s=read,
+        context_bytes=0,
+        op_seconds=op_seconds,
+        linear_efficiency=linear,
+        attention_efficiency=attention,
+        remote=(
+            RemoteTier(
+                name="host",
+                capacity_bytes=half,
+                direct_bytes_per_s=read,
+                staged_bytes_per_s=copy,
+                window_bytes=2**18,
+                sms=1,
+                group="memory",
+            ),
+        ),
+        compute=compute,
+        link_groups={"memory": read},
+        hbm_group="memory",
+    )
+    return profile, tuple(watch.measurements)
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of the first core, 32 MiB where the kernel does not say."""
+    files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = [int(file.read_text().strip().removesuffix("K")) * 1024 for file in files]
+    return max(sizes, default=32 * 2**20)
+
+
+def _memory_rates(watch: _Stopwatch, buffer: torch.Tensor) -> tuple[float, float]:
+    """Bytes/s read by the faster of two readers, and bytes/s copied.
+
+    A copied byte is read and written, but counts once.
+    """
+    nbytes = float(buffer.nbytes)
+    weight = _as_weight(buffer)
+    x = torch.rand(weight.shape[1], 1)
+    read = max(
+        watch.measure("memory read, sum", "B/s", nbytes, buffer.sum),
+        watch.measure(
+            "memory read, matmul N=1", "B/s", weight.nbytes, partial(torch.mm, weight, x)
+        ),
+    )
+    there = torch.empty_like(buffer)
+    return read, watch.measure("memory copy", "B/s", nbytes, partial(there.copy_, buffer))
+
+
+def _compute_rate(watch: _Stopwatch, dtype: Dtype) -> ComputeRate:
+    """FLOP/s of the matrix product that reference.linear uses: weight times x transposed.
+
+    The weight stays in the cache: reading it from memory is counted by the bandwidth already.
+    """
+    size, points = watch.sizes.weight_size, []
+    weight = torch.rand(size, size).to(getattr(torch, dtype))
+    for n in watch.sizes.batch_sizes:
+        xt = torch.rand(size, n).to(weight.dtype)
+        call = partial(torch.mm, weight, xt, out=torch.empty_like(xt))
+        rate = watch.measure(f"matmul {dtype} N={n}", "FLOP/s", 2.0 * n * size * size, call)
+        points.append((n, rate))
+    return ComputeRate(peak=max(rate for _, rate in points), measured=tuple(points))
+
+
+def _op_seconds(watch: _Stopwatch) -> float:
+    """Seconds of a linear op that is too small to read or compute anything to speak of."""
+    weight, x = _whole(torch.rand(8, 8)), torch.rand(1, 8)
+    calls = 100
+
+    def many() -> None:
+        for _ in range(calls):
+            reference.linear(x, weight)
+
+    return watch.measure("cost of an op", "s", calls, many, rate=False)
+
+
+def _linear_efficiency(
+    watch: _Stopwatch, buffer: torch.Tensor, read: float, flops: Callable[[int], float]
+) -> float:
+    """Bound over measured time of a linear op whose weight comes from memory.
+
+    The geometric mean over the batch sizes up to 64, for which the weight's bytes matter, but from
+    MIN_TENSOR_ROWS on: below, the planner counts more arithmetic than a CPU does.
+    """
+    weight = _whole(_as_weight(buffer))
+    rows, cols = weight.shape
+    found = []
+    for n in (n for n in watch.sizes.batch_sizes if MIN_TENSOR_ROWS <= n <= 64):
+        x = torch.rand(n, cols)
+        bound = max(4 * rows * cols / read, 2.0 * n * rows * cols / flops(n))
+        call = partial(reference.linear, x, weight)
+        found.append(min(1.0, watch.measure(f"linear efficiency N={n}", "", bound, call)))
+    return statistics.geometric_mean(found)
+
+
+def _attention_efficiency(
+    watch: _Stopwatch, buffer: torch.Tensor, read: float, flops: Callable[[int], float]
+) -> float:
+    """Bound over measured time of decode attention over KV slots that come from memory."""
+    slots, heads, dim = 8, 8, 64
+    length = buffer.numel() // (2 * slots * heads * dim)
+    used = buffer[: 2 * slots * heads * length * dim].view(slots, 2, heads, length, dim)
+    caches = [(slot[0], slot[1]) for slot in used]
+    q = torch.rand(slots, heads, dim)
+    bound = max(used.nbytes / read, 2.0 * used.numel() / flops(slots))
+    positions = [length - 1] * slots
+    call = partial(reference.decode_attention, q, q, q, caches, positions, dim**-0.5)
+    return min(1.0, watch.measure("attention efficiency", "", bound, call))
+
+
+def _as_weight(buffer: torch.Tensor) -> torch.Tensor:
+    """Nearly all of `buffer` as a matrix with rows of 2,048 elements, or fewer if it is small."""
+    cols = min(2048, 1 << (buffer.numel().bit_length() // 2))
+    return buffer[: buffer.numel() // cols * cols].view(-1, cols)
+
+
+def _whole(data: torch.Tensor) -> PartitionedTensor:
+    """`data` [M, K] as a matrix in one part."""
+    rows, cols = data.shape
+    part = Part("host", slice(0, rows), slice(0, cols), data)
+    return PartitionedTensor((rows, cols), data.dtype, (part,))

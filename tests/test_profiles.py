@@ -1,0 +1,127 @@
+"""The shipped profiles: worked facts, where they come from, and which one a machine gets."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dakrun import hardware
+from dakrun.config import Workload
+from dakrun.errors import UsageError
+from dakrun.hardware import (
+    HardwareProfile,
+    cpu_name,
+    find_profile,
+    kept_profiles_dir,
+    load_profile,
+    shipped_profiles,
+)
+from dakrun.known_models import known_model
+from dakrun.plan.planner import Policy, make_plan
+
+WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
+
+
+@pytest.fixture
+def cache(empty_cache: Path) -> Path:
+    """The folder of kept profiles of this test alone."""
+    kept_profiles_dir().mkdir(parents=True)
+    return kept_profiles_dir()
+
+
+def keep(folder: Path, name: str, device_name: str, *, like: str = "cpu", age: int = 0) -> None:
+    """A kept profile `name` of a device, `age` seconds old."""
+    text = load_profile(like).to_toml()
+    shipped = load_profile(like)
+    text = text.replace(f'name = "{like}"', f'name = "{name}"', 1)
+    text = text.replace(f'name = "{shipped.device_name}"', f'name = "{device_name}"', 1)
+    path = folder / f"{name}.toml"
+    path.write_text(text, encoding="utf-8")
+    os.utime(path, (10**9 - age, 10**9 - age))
+
+
+def test_what_is_shipped() -> None:
+    assert shipped_profiles() == [
+        "b200", "cpu", "gh200", "h100-sxm", "h200-nvlink-peer", "h200-pcie5", "h200-spec",
+        "rtx-pro-6000",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_every_profile_is_whole(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert HardwareProfile.from_toml(profile.to_toml(), source=name) == profile
+    plan = make_plan(known_model("opt-6.7b"), WORKLOAD, profile, Policy())
+    assert 0 < plan.bound_s <= plan.predicted_s
+    text = Path(hardware.resource_dir("profiles") / f"{name}.toml").read_text(encoding="utf-8")
+    assert ("data sheet" in text) or profile.provenance.kind != "spec-sheet"
+
+
+@pytest.mark.parametrize(("name", "ridge"), [("h100-sxm", 295), ("h200-spec", 206), ("b200", 281)])
+def test_ridge_points(name: str, ridge: int) -> None:
+    profile = load_profile(name)
+    assert round(profile.compute["float16"].peak / profile.hbm_bytes_per_s) == ridge
+
+
+def test_measured_facts() -> None:
+    for name in ("h200-pcie5", "h200-nvlink-peer"):
+        profile = load_profile(name)
+        assert (profile.provenance.kind, profile.provenance.date) == ("measured", "2026-11-20")
+        host = profile.tier("host")
+        assert (host.direct_bytes_per_s, host.staged_bytes_per_s) == (51.4e9, 55.4e9)
+        assert 256 * 1024 <= host.window_bytes <= 512 * 1024  # fills PCIe, costs HBM nothing
+        assert 690e12 <= profile.flops_per_s("bfloat16", 512) <= 735e12
+    peer = load_profile("h200-nvlink-peer").tier("peer:1")
+    assert (peer.direct_bytes_per_s, peer.staged_bytes_per_s) == (377e9, 298e9)
+    assert 2**20 <= peer.window_bytes <= 6 * 2**20
+    assert 140e9 < peer.capacity_bytes < 150e9
+
+
+@pytest.mark.parametrize(
+    ("gpu", "found"),
+    [
+        ("NVIDIA H200", "h200-pcie5"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+    ],
+)
+def test_the_shipped_profile_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, found: str
+) -> None:
+    monkeypatch.setattr(hardware, "gpu_names", lambda: [gpu, "NVIDIA B200"])
+    assert find_profile(device="cuda").name == found
+
+
+@pytest.mark.parametrize("gpus", [[], ["NVIDIA H100 PCIe"]])
+def test_no_profile_of_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
+    monkeypatch.setattr(hardware, "gpu_names", lambda: gpus)
+    with pytest.raises(UsageError, match="no profile for"):
+        find_profile(device="cuda")
+
+
+def test_a_kept_profile_comes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_profile(device="cpu").name == "cpu"
+    keep(cache, "of-another-cpu", "Abacus, 2 cores")
+    assert find_profile(device="cpu").name == "cpu"
+    keep(cache, "a-old", cpu_name(), age=60)
+    assert find_profile(device="cpu").name == "a-old"
+    keep(cache, "b-new", cpu_name())
+    keep(cache, "c-old", cpu_name(), age=30)
+    assert find_profile(device="cpu").name == "b-new"
+    assert load_profile("c-old").name == "c-old"
+    monkeypatch.setattr(hardware, "gpu_names", lambda: ["NVIDIA H200"])
+    keep(cache, "my-card", "NVIDIA H200", like="h200-spec")
+    assert find_profile(device="cuda").name == "my-card"
+
+
+def test_a_broken_kept_profile_is_named(cache: Path) -> None:
+    (cache / "broken.toml").write_text("schema = 1\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"broken\.toml: 'device' is missing"):
+        find_profile(device="cpu")
+
+
+def test_the_cpu_has_a_name() -> None:
+    assert cpu_name().endswith(f", {len(os.sched_getaffinity(0))} cores")
