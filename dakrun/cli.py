@@ -15,7 +15,9 @@ import click
 
 from dakrun import __version__
 from dakrun.errors import DakrunError, UsageError
+from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
 from dakrun.options import (
+    Size,
     model_options,
     policy_options,
     profile_option,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
+EXIT_CANNOT_RUN = 3
 WIDTH = 120  # columns of tables that do not go to a terminal
 
 
@@ -43,19 +45,23 @@ class ErrorLines(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""
         try:
-            code = super().main(
-                *args, **{"prog_name": "dakrun", **kwargs, "standalone_mode": False}
-            )
-            sys.stdout.flush()
+            with raise_on_sigterm():
+                code = super().main(
+                    *args, **{"prog_name": "dakrun", **kwargs, "standalone_mode": False}
+                )
+                sys.stdout.flush()
         except click.exceptions.NoArgsIsHelpError as no_command:
             no_command.show()
             code = EXIT_USAGE
         except click.ClickException as problem:
             code = problem.exit_code
             _report(problem, _one_line(problem.format_message()), _help_hint(problem))
-        except click.Abort:
+        except click.Abort as abort:
             click.echo("interrupted", err=True)
-            code = EXIT_INTERRUPTED
+            code = exit_code(abort.__cause__)
+        except Interrupted as stop:
+            click.echo(f"interrupted: {stop}; {stop.hint}", err=True)
+            code = stop.exit_code
         except DakrunError as problem:
             code = problem.exit_code
             _report(problem, _one_line(str(problem)), _one_line(problem.hint))
@@ -111,6 +117,7 @@ def main() -> None:
 @profile_option
 @policy_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with units in the key names.")
+@click.option("--plot", metavar="FILE.png", help="Draw the roofline and the speed by ratio.")
 def plan(
     *,
     model: str,
@@ -122,6 +129,7 @@ def plan(
     profile: str,
     policy: Any,
     as_json: bool,
+    plot: str | None,
 ) -> None:
     """Plan a model's memory and speed; needs no GPU or weights.
 
@@ -149,6 +157,10 @@ def plan(
     if batch_size is None:
         workload = choose_batch_size(config, workload, hardware, policy)
     decision = make_plan(config, workload, hardware, policy)
+    if plot:
+        from dakrun.plot import plot_plan
+
+        plot_plan(decision, Path(plot))
     if as_json:
         click.echo(json.dumps(plan_dict(decision)))
         return
@@ -190,7 +202,8 @@ def generate(
 ) -> int:
     """Complete the prompts of a file; results are written as they finish.
 
-    Prompts are lines of text (.txt) or JSON rows (.jsonl); a bad row becomes an error row.
+    Prompts are lines of text (.txt), or JSON or OpenAI Batch rows (.jsonl); a bad row becomes an
+    error row.
     """
     from dakrun.config import SamplingParams
 
@@ -235,6 +248,70 @@ def generate(
         f"{counts.done} rows done, {counts.failed} failed, {counts.skipped} skipped", err=True
     )
     return EXIT_FAILED if counts.failed else 0
+
+
+@main.command()
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@click.option(
+    "--shard-size", type=Size(), default="4GiB", show_default=True,
+    help="Bytes of an output file, at most.",
+)  # fmt: skip
+def convert(*, source: Path, target: Path, shard_size: int) -> None:
+    """Write a folder's pytorch_model*.bin as safetensors into a new folder.
+
+    Runs no code from the files, and copies config.json and the tokenizer.
+    """
+    from dakrun.convert import convert as run
+
+    def note(text: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(text, err=True)
+
+    result = run(source.expanduser(), target.expanduser(), shard_bytes=shard_size, note=note)
+    click.echo(result.summary(), err=True)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def doctor(*, as_json: bool) -> int:
+    """Show what this machine has and lacks, each lack with its remedy.
+
+    Exits with 3 where generate cannot run at all.
+    """
+    from dakrun.doctor import can_generate, examine, render
+
+    checks = examine()
+    if as_json:
+        click.echo(json.dumps([vars(check) for check in checks]))
+    else:
+        render(checks, stdout_console())
+    return 0 if can_generate(checks) else EXIT_CANNOT_RUN
+
+
+@main.command()
+@click.option("-o", "--output", metavar="FILE.toml", help="Where to write it; else in the cache.")
+@click.option("--quick", is_flag=True, help="A few seconds instead of most of a minute.")
+@click.option("--name", help="Name of the profile; default: that of the file, or measured-cpu.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
+    help="What to measure.",
+)  # fmt: skip
+def profile(*, output: str | None, quick: bool, name: str | None, device: Any) -> None:
+    """Measure this machine for the planner.
+
+    Writes a hardware profile for --profile. Without -o it is kept in the cache folder, where
+    --profile auto finds it.
+    """
+    from dakrun import probe
+
+    path = probe.target(output, name)
+    probe.check_device(device)
+    click.echo("measuring for " + ("some seconds" if quick else "most of a minute"), err=True)
+    result = probe.measure(name or path.stem, quick=quick)
+    probe.save(result.profile, path)
+    probe.render(result, stdout_console())
+    click.echo(f"written to {path}" + ("" if output else "; --profile auto uses it"), err=True)
 
 
 @main.command()

@@ -17,6 +17,7 @@ from dakrun.engine.batch import RequestReader
 from dakrun.engine.request import Request, RowError
 from dakrun.engine.results import ResultWriter
 from dakrun.errors import CannotRun
+from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
 
 
@@ -34,8 +35,20 @@ def generate(
 ) -> Counts:
     """Run every row of `reader` that is not done yet and write its result as soon as it is there.
 
-    Progress goes to `console`, where there is one.
+    Progress goes to `console`, where there is one. SIGINT (Ctrl-C) raises Interrupted; so does
+    SIGTERM under interrupt.raise_on_sigterm.
     """
+    try:
+        return _generate(llm, reader, writer, console)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(
+            f"the rows that had finished are in {writer.name}", hint=writer.go_on, cause=stop
+        ) from None
+
+
+def _generate(
+    llm: LLM, reader: RequestReader, writer: ResultWriter, console: Console | None
+) -> Counts:
     counts = Counts()
 
     def requests() -> Iterator[Request]:

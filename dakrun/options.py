@@ -114,7 +114,8 @@ profile_option = click.option(
 
 _policy_options = _together(
     click.option("--hbm-budget", type=Size(), help="GPU memory to use, like 20GiB."),
-    click.option("--host-budget", type=Size(), help="Remote memory to use, like 100GiB."),
+    click.option("--host-budget", type=Size(), help="Host memory to use, like 100GiB."),
+    click.option("--peer-budget", type=Size(), help="Memory to use of each peer GPU."),
     click.option(
         "--offload-ratio",
         type=RATIO,
@@ -139,11 +140,18 @@ _policy_options = _together(
         help="A ratio for each op, or the same for all.",
     ),
     click.option(
+        "--transport",
+        type=click.Choice(["auto", "direct", "staged"]),
+        default="auto",
+        show_default=True,
+        help="Read remote bytes where they lie, or copy them ahead.",
+    ),
+    click.option(
         "--remote",
         default="host",
         show_default=True,
-        metavar="TIER",
-        help="Remote tier to offload to, as the profile names it.",
+        metavar="TIER,...",
+        help="Remote tiers to offload to, as the profile names them.",
     ),
 )
 
@@ -156,9 +164,11 @@ def policy_options(command: Command) -> Command:
         *,
         hbm_budget: int | None,
         host_budget: int | None,
+        peer_budget: int | None,
         offload_ratio: float | None,
         kv_offload_ratio: float | None,
         strategy: Any,
+        transport: str,
         remote: str,
         **rest: Any,
     ) -> int | None:
@@ -167,9 +177,11 @@ def policy_options(command: Command) -> Command:
         policy = Policy(
             hbm_budget=hbm_budget,
             host_budget=host_budget,
+            peer_budget=peer_budget,
             offload_ratio=offload_ratio,
             kv_offload_ratio=kv_offload_ratio,
             strategy=strategy,
+            transport=None if transport == "auto" else transport,  # type: ignore[arg-type]
             remote=tuple(tier.strip() for tier in remote.split(",")),
         )
         return command(policy=policy, **rest)

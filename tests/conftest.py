@@ -1,7 +1,9 @@
-"""Skips tests marked `gpu` where torch sees no CUDA GPU.
+"""Skips tests marked `gpu` where torch sees no CUDA GPU; gives every test an empty cache folder.
 
 torch is imported only if such tests were collected: the pure tests start without it.
 """
+
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder for each test, so that nothing kept on this machine plays a part."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("DAKRUN_CACHE_DIR", str(folder))
+    return folder

@@ -711,10 +711,41 @@ def test_a_run_is_resumed_row_by_row(make: Callable[..., Path], tmp_path: Path) 
     assert ids == [*map(str, range(20)), "line-21"]
 
 
-def test_done_ids_take_eight_bytes_each(make: Callable[..., Path]) -> None:
+def test_done_ids_take_a_few_bytes_each(make: Callable[..., Path]) -> None:
     n = 5000
     path = make("".join(f'{{"id":"row {i}","error":{{}}}}\n' for i in range(n)), "out.jsonl")
     with ResultWriter(path, resume=True) as writer:
-        assert writer._hashes.nbytes == 8 * n
+        assert len(writer._ids) == writer.resumed == n
+        assert 12 * n <= writer._ids.nbytes <= 24 * n
         assert all(writer.is_done(f"row {i}") for i in range(n))
         assert not any(writer.is_done(f"row {i}") for i in range(n, 2 * n))
+
+
+def test_many_rows_are_never_held(
+    make: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows stream through reader and writer; what stays are a few bytes for each id."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    rows = 40_000
+    row = '{{"id":"request number {}","prompt_token_ids":[3,4,5,6],"max_tokens":2}}\n'
+    source = make("".join(map(row.format, range(rows))))
+    out = tmp_path / "out.jsonl"
+
+    def stream(last: int) -> None:
+        reader = open_reader(source)
+        with ResultWriter(out, source=source, resume=True) as writer:
+            before, most = sys.getallocatedblocks(), 0
+            for row in reader.rows(RULES):
+                if not writer.is_done(row.id):
+                    writer.write(completion(id=row.id))
+                if row.line % 1000 == 0:
+                    most = max(most, sys.getallocatedblocks() - before)
+                if row.line == last:
+                    break
+            assert most < rows / 20, "held objects grow with the number of rows"
+            assert max(reader._ids.nbytes, writer._ids.nbytes) <= 24 * rows
+
+    stream(rows // 2)
+    stream(rows)
+    with ResultWriter(out, resume=True) as writer:
+        assert writer.resumed == rows

@@ -86,6 +86,55 @@ def test_bad_rows_become_error_rows_and_exit_1(tmp_path: Path) -> None:
     assert len(found["ids"]["token_ids"]) <= 2
 
 
+def test_openai_batch_rows_in_and_out(tmp_path: Path) -> None:
+    source, out = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {
+            "custom_id": f"{a}+{b}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "demo", "prompt": task.prompt(a, b)},
+        }
+        for a, b in SUMS
+    ]
+    rows[3]["url"] = "/v1/embeddings"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert run(*base(source, out)).exit_code == 1
+    whole = sorted(out.read_text().splitlines(keepends=True))
+    found = {row["custom_id"]: row for row in map(json.loads, whole)}
+    for a, b in SUMS[:3]:
+        body = found[f"{a}+{b}"]["response"]["body"]
+        assert task.is_right(a, b, body["choices"][0]["text"])
+        assert body["usage"]["total_tokens"] == sum(
+            body["usage"][f"{kind}_tokens"] for kind in ("prompt", "completion")
+        )
+    assert found["20+30"]["error"]["code"] == "unsupported_url"
+    out.write_text("".join(whole[:2]))
+    result = run(*base(source, out, "--resume"))
+    assert "2 skipped" in result.stderr
+    ids = [json.loads(line)["custom_id"] for line in out.read_text().splitlines()]
+    assert sorted(ids) == sorted(found)
+
+
+def test_chat_rows_go_through_the_chat_template(tmp_path: Path) -> None:
+    model, out = shutil.copytree(MODEL, tmp_path / "chat"), tmp_path / "out.jsonl"
+    template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(
+        template + "{% if add_generation_prompt %}{% endif %}"
+    )
+    messages = [
+        {"role": "system", "content": "forty seven"},
+        {"role": "user", "content": [{"type": "text", "text": "plus eighty five equals"}]},
+    ]
+    body = {"model": "sums", "messages": messages, "max_completion_tokens": 8}
+    row = {"custom_id": "q", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    result = run(*base("-", out, model=model), stdin=json.dumps(row))
+    assert result.exit_code == 0, result.output
+    answer = json.loads(out.read_text())["response"]["body"]
+    assert answer["object"] == "chat.completion" and answer["model"] == "sums"
+    assert task.is_right(47, 85, answer["choices"][0]["message"]["content"])
+
+
 def test_stdin_to_stdout(prompts: Path) -> None:
     result = run(*base("-", "-"), stdin=prompts.read_text())
     assert result.exit_code == 0, result.stderr
@@ -152,42 +201,6 @@ def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert rows(out)["line-1"]["text"] is None
     assert rows(out)["line-2"]["error"]["code"] == "no_tokenizer"
-
-
-BAD_CALLS = {
-    "missing model": (["--model", "no/where/at/all"], 2, "no such model directory"),
-    "missing folder": (["--model", "./nowhere"], 2, "./nowhere"),
-    "missing tokenizer": (["--model", "bare"], 3, "no tokenizer files"),
-    "missing input": (["-i", "none.txt"], 2, "none.txt"),
-    "output is input": (["-o", "prompts.txt"], 2, "prompts.txt"),
-    "output folder missing": (["-o", "no/out.jsonl"], 2, "no"),
-    "report folder missing": (["--report", "no/report.json"], 2, "no such folder"),
-    "bad size": (["--hbm-budget", "lots"], 2, "'lots' is not a size"),
-    "bad ratio": (["--offload-ratio", "1.5"], 2, "1.5"),
-    "bad temperature": (["--temperature", "-1"], 2, "temperature is -1.0"),
-    "too long": (["--max-model-len", "100000"], 2, "beyond the"),
-    "too small": (["--hbm-budget", "16MiB", "--host-budget", "1KiB"], 3, "too small"),
-    "unknown profile": (["--profile", "abacus"], 2, "abacus"),
-    "unknown remote": (["--remote", "moon"], 2, "moon"),
-    "both": (["--resume", "--overwrite"], 2, "exclude"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_bad_call_is_one_error_line_and_a_hint(
-    case: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments, code, message = BAD_CALLS[case]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    without_tokenizer(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    result = run(*base("prompts.txt", "out.jsonl", "--batch-size", 64, *arguments))
-    lines = result.stderr.splitlines()
-    assert result.exit_code == code, result.stderr
-    assert [line.split(":")[0] for line in lines] == ["error", "hint"], result.stderr
-    assert message in lines[0] + lines[1]
-    assert sorted(tmp_path.rglob("*")) == before, "nothing is written, nothing lost"
 
 
 def test_the_console_script_and_its_progress_stay_off_stdout(prompts: Path) -> None:

@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # Top to bottom; a part (a module or subpackage of dakrun) imports from its own layer and below.
 LAYERS = (
     ("cli", "options", "__main__"),
-    ("bench", "report", "plot", "doctor", "demo", "convert", "llm", "generate"),
-    ("engine", "probe"),
+    ("bench", "report", "plot", "doctor", "machine_checks", "demo", "convert", "llm", "generate"),
+    ("engine", "probe", "probe_cpu"),
     ("models", "nn"),
-    ("kernels", "checkpoint"),
+    ("kernels", "checkpoint", "bins"),
     ("memory", "plan"),
-    ("hardware", "config", "known_models", "hub"),
-    ("errors", "units", "resources", "__init__"),
+    ("hardware", "hardware_parts", "config", "known_models", "hub"),
+    ("errors", "units", "resources", "interrupt", "__init__"),
 )
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 
@@ -33,8 +33,8 @@ REFUSED = {
 }
 
 # Planning needs no GPU and starts at once.
-LIGHT_PARTS = {"plan", "config", "hardware", "known_models", "errors", "units", "resources"}
-LIGHT_PARTS.add("__init__")
+LIGHT_PARTS = {"plan", "config", "hardware", "hardware_parts", "known_models"}
+LIGHT_PARTS |= {"errors", "units", "resources", "__init__"}
 HEAVY = {"torch", "transformers", "cupy"}
 
 # Only these touch CuPy or the driver.

@@ -145,12 +145,12 @@ def test_half_precision_differs_only_within_its_noise(
     ours = our_logits(llm, sequences, lengths).float()
     theirs = their_logits(name, dtype, sequences, lengths).float()
     exact = their_logits(name, torch.float32, sequences, lengths)
-    noise = (theirs - exact).abs().max()
+    noise = (theirs - exact).abs().amax(-1)  # at each position
     top = theirs.topk(2).values
     clear = top[..., 0] - top[..., 1] > 2 * noise
-    assert clear.float().mean() > 0.1
+    assert clear.float().mean() > 0.05
     assert (ours.argmax(-1) == theirs.argmax(-1))[clear].all()
-    assert (ours - exact).abs().max() <= 2 * noise
+    assert (ours - exact).abs().max() <= 2 * noise.max()
 
 
 def test_swapped_items_give_another_answer(checkpoints: dict[str, Path]) -> None:

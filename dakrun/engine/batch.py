@@ -8,11 +8,22 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from dakrun.config import SamplingParams
+from dakrun.engine.ids import IdSet
+from dakrun.engine.openai_batch import BATCH, is_batch_row
 from dakrun.engine.request import Request, RowError
-from dakrun.engine.rows import NATIVE, BadRow, PromptRules, decode_utf8, id_of, json_object
+from dakrun.engine.rows import (
+    NATIVE,
+    BadRow,
+    Prompt,
+    PromptRules,
+    RowFormat,
+    decode_utf8,
+    id_of,
+    json_object,
+)
 from dakrun.errors import CannotRun, UsageError
 
 Format = Literal["text", "jsonl"]
@@ -35,9 +46,11 @@ class RequestReader:
 
     `source` is a path or "-" (standard input). Without `format`, .txt is text (a prompt a line),
     .jsonl is JSON Lines, and a file without suffix or standard input is JSON Lines if its first
-    row begins with "{". `bytes_read` and `bytes_total` (None for a pipe) tell how far it is. Blank
-    lines are skipped, but counted. Raises UsageError where the source cannot be opened,
-    CannotRun where it breaks.
+    row begins with "{". JSON rows are native or OpenAI Batch rows, as the first of them is; the
+    other kind is then an error. No two rows have one id: where an earlier row has it, the row is
+    an error that is named after its line. `bytes_read` and `bytes_total` (None for a pipe) tell
+    how far it is. Blank lines are skipped, but counted. Raises UsageError where the source cannot
+    be opened, CannotRun where it breaks.
     """
 
     def __init__(
@@ -50,6 +63,8 @@ class RequestReader:
         self.bytes_total = None if self._name == "-" else _size(self._file)
         self._lines = self._read_lines()
         self._first: _Line | None = None
+        self._row_kind: RowFormat | None = None
+        self._ids = IdSet()
 
     def __enter__(self) -> "RequestReader":
         return self
@@ -76,7 +91,7 @@ class RequestReader:
             row = json_object(line.data)
         except BadRow:
             return True
-        return row.get("prompt_token_ids") is None
+        return _kind_of(row).needs_tokenizer(row)
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError]:
         """Every row as a Request, or as a RowError where `rules` or its format forbid it."""
@@ -86,7 +101,8 @@ class RequestReader:
         row_format = self._row_format(line)
         while line is not None:
             self._first = None
-            yield self._parse(line, row_format, rules)
+            row = self._parse(line, row_format, rules)
+            yield row if row_format == "text" else self._unique(row)  # lines have unique ids
             line = self._peek()
         self.close()
 
@@ -106,19 +122,44 @@ class RequestReader:
             if line.data is None:
                 raise BadRow("line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
             if row_format == "text":
-                ids, params = rules.encode(decode_utf8(line.data)), self._defaults
+                prompt = Prompt(rules.encode(decode_utf8(line.data)), self._defaults)
             else:
                 row = json_object(line.data)
-                row_id = id_of(row, NATIVE.id_field) or row_id
-                ids, params = NATIVE.parse(row, self._defaults, rules)
-            if params.stop and rules.tokenizer is None:
+                kind = _kind_of(row)
+                self._row_kind = self._row_kind or kind
+                row_id = id_of(row, kind.id_field) or row_id
+                if kind is not self._row_kind:
+                    raise BadRow(
+                        "mixed_formats",
+                        f"the row is {kind.name}, the rows before it are {self._row_kind.name}",
+                    )
+                prompt = kind.parse(row, self._defaults, rules)
+            if prompt.params.stop and rules.tokenizer is None:
                 raise BadRow("no_tokenizer", "stop strings need the model's tokenizer")
         except BadRow as bad:
-            return RowError(id=row_id, line=line.number, code=bad.code, message=str(bad))
+            return self._error(row_id, line.number, bad.code, str(bad))
         except UsageError as bad:
-            message = f"{bad}; {bad.hint}"
-            return RowError(id=row_id, line=line.number, code="invalid_field", message=message)
-        return Request(id=row_id, line=line.number, prompt_ids=ids, params=params)
+            return self._error(row_id, line.number, "invalid_field", f"{bad}; {bad.hint}")
+        return Request(
+            id=row_id,
+            line=line.number,
+            prompt_ids=prompt.ids,
+            params=prompt.params,
+            reply=prompt.reply,
+        )
+
+    def _error(self, row_id: str, line: int, code: str, message: str) -> RowError:
+        reply = (self._row_kind or NATIVE).reply
+        return RowError(id=row_id, line=line, code=code, message=message, reply=reply)
+
+    def _unique(self, row: Request | RowError) -> Request | RowError:
+        """`row`, or an error with an id of its own where an earlier row has the same id."""
+        if self._ids.add(row.id):
+            return row
+        own = f"line-{row.line}"
+        while not self._ids.add(own):
+            own += "-duplicate"
+        return self._error(own, row.line, "duplicate_id", f"an earlier row has the id {row.id!r}")
 
     def _read_lines(self) -> Iterator[_Line]:
         number = 0
@@ -145,6 +186,10 @@ class RequestReader:
             ) from problem
         self.bytes_read += len(data)
         return data
+
+
+def _kind_of(row: dict[str, Any]) -> RowFormat:
+    return BATCH if is_batch_row(row) else NATIVE
 
 
 def _format_of(name: str) -> Format | None:

@@ -182,6 +182,7 @@ class Engine:
             prompt_tokens=len(r.request.prompt_ids),
             ttft_s=r.first_token - r.started,
             tpot_s=tpot,
+            reply=r.request.reply,
         )
 
 

@@ -6,6 +6,14 @@ from typing import Literal
 from dakrun.config import SamplingParams
 
 
+@dataclass(frozen=True)
+class Reply:
+    """The format of a result row: native, or OpenAI's, which repeats the `model` of the request."""
+
+    kind: Literal["native", "completion", "chat"] = "native"
+    model: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A tokenised prompt and how to continue it; `line` is its 1-based line in the input."""
@@ -14,6 +22,7 @@ class Request:
     line: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    reply: Reply = Reply()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,7 @@ class Completion:
     prompt_tokens: int
     ttft_s: float
     tpot_s: float
+    reply: Reply = Reply()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +51,4 @@ class RowError:
     line: int
     code: str
     message: str
+    reply: Reply = Reply()

@@ -1,26 +1,25 @@
 """The output of a run: one JSON line a row, on disk as soon as it is written.
 
 Knows the native row format, what a previous run has left behind, and how to stop without leaving
-half a row; knows neither prompts nor the engine.
+half a row; knows neither prompts nor the engine. OpenAI's row format is in openai_batch.py.
 """
 
 import errno
-import hashlib
 import io
 import json
 import os
 import stat
 import sys
-from array import array
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
+from dakrun.engine import openai_batch
+from dakrun.engine.ids import IdSet
 from dakrun.engine.request import Completion, RowError
 from dakrun.errors import CannotRun, UsageError
+from dakrun.interrupt import put_off
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
@@ -29,7 +28,9 @@ _ROW_START = b'{"id":'
 
 
 def completion_row(completion: Completion) -> dict[str, Any]:
-    """The native output row of a finished request."""
+    """The output row of a finished request, in the format that its reply asks for."""
+    if completion.reply.kind != "native":
+        return openai_batch.completion_row(completion)
     return {
         "id": completion.id,
         "text": completion.text,
@@ -43,7 +44,9 @@ def completion_row(completion: Completion) -> dict[str, Any]:
 
 
 def error_row(error: RowError) -> dict[str, Any]:
-    """The native output row of a row that could not be run."""
+    """The output row of a row that could not be run, in the format that its reply asks for."""
+    if error.reply.kind != "native":
+        return openai_batch.error_row(error)
     detail = {"code": error.code, "message": error.message, "line": error.line}
     return {"id": error.id, "error": detail}
 
@@ -69,7 +72,7 @@ class ResultWriter:
     ) -> None:
         self.done = self.failed = self.resumed = 0
         self._name, self._overwrite, self._resume = str(destination), overwrite, resume
-        self._hashes = np.empty(0, dtype=np.uint64)
+        self._ids = IdSet()
         self._fd = -1
         self._regular = self._fsync = False
         if overwrite and resume:
@@ -108,11 +111,22 @@ class ResultWriter:
             if error is None:
                 raise self._failure(problem) from problem
 
+    @property
+    def name(self) -> str:
+        """What messages call the destination."""
+        return "standard output" if self._name == "-" else self._name
+
+    @property
+    def go_on(self) -> str:
+        """How the user continues a run that was stopped."""
+        if self._name == "-":
+            return "give -o a file to be able to go on with --resume"
+        instead = " instead of --overwrite" if self._overwrite else ""
+        return f"to go on, run again with --resume{instead}"
+
     def is_done(self, request_id: str) -> bool:
         """Whether the output that this run resumes already has a row with this id."""
-        wanted = np.uint64(_hash(request_id))
-        at = int(np.searchsorted(self._hashes, wanted))
-        return at < len(self._hashes) and bool(self._hashes[at] == wanted)
+        return request_id in self._ids
 
     def write(self, completion: Completion) -> None:
         """Append a finished request; on return it is on disk. Raises CannotRun."""
@@ -131,16 +145,23 @@ class ResultWriter:
             sys.stdout.flush()
             return
         try:
-            before = os.fstat(self._fd).st_size if self._regular else 0
-            try:
+            if self._regular:
+                with put_off():
+                    self._write_whole(data)
+            else:
                 self._write_bytes(data)
                 self._sync()
-            except OSError:
-                if self._regular:
-                    os.ftruncate(self._fd, before)
-                raise
         except OSError as problem:
             raise self._failure(problem) from problem
+
+    def _write_whole(self, data: bytes) -> None:
+        before = os.fstat(self._fd).st_size
+        try:
+            self._write_bytes(data)
+            self._sync()
+        except OSError:
+            os.ftruncate(self._fd, before)
+            raise
 
     def _write_bytes(self, data: bytes) -> None:
         written = os.write(self._fd, data)
@@ -198,13 +219,14 @@ class ResultWriter:
         return fd
 
     def _read_done(self) -> int:
-        """Hash the ids in the output; the size of its whole rows in bytes. Raises UsageError."""
-        hashes, whole = array("Q"), 0
+        """Learn the ids in the output; the size of its whole rows in bytes. Raises UsageError."""
+        whole = 0
         try:
             with open(self._name, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.endswith(b"\n"):
-                        hashes.append(self._hash_of_row(line, number))
+                        self._ids.add(self._id_of_row(line, number))
+                        self.resumed += 1
                         whole += len(line)
                     elif not _is_cut_off(line):
                         raise self._not_ours(number)
@@ -212,17 +234,14 @@ class ResultWriter:
             raise CannotRun(
                 f"{self._name}: cannot be read ({problem.strerror})", hint="give -o another file"
             ) from problem
-        self._hashes = np.sort(np.frombuffer(hashes, dtype=np.uint64))
-        self.resumed = len(self._hashes)
         return whole
 
-    def _hash_of_row(self, line: bytes, number: int) -> int:
-        try:
+    def _id_of_row(self, line: bytes, number: int) -> str:
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
-            if "finish_reason" in row or "error" in row:
-                return _hash(row["id"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            pass
+            request_id = row["custom_id" if "custom_id" in row else "id"]
+            if isinstance(request_id, str) and ("finish_reason" in row or "error" in row):
+                return request_id
         raise self._not_ours(number)
 
     def _not_ours(self, number: int) -> UsageError:
@@ -232,14 +251,13 @@ class ResultWriter:
         )
 
     def _failure(self, problem: OSError) -> CannotRun:
-        name = "standard output" if self._name == "-" else self._name
         if isinstance(problem, BrokenPipeError):
             hint = "the program that reads the rows has ended; give -o a file to keep them"
         elif problem.errno in _DISK_FULL:
-            hint = "finished rows are kept: free some space, then run again with --resume"
+            hint = f"finished rows are kept: free some space; {self.go_on}"
         else:
-            hint = "finished rows are kept: run again with --resume where it can be written"
-        return CannotRun(f"{name}: cannot be written ({problem.strerror})", hint=hint)
+            hint = f"finished rows are kept: see that it can be written; {self.go_on}"
+        return CannotRun(f"{self.name}: cannot be written ({problem.strerror})", hint=hint)
 
 
 def _encode(row: dict[str, Any]) -> bytes:
@@ -253,12 +271,6 @@ def _encode(row: dict[str, Any]) -> bytes:
 def _is_cut_off(line: bytes) -> bool:
     """Whether a line without end is what a kill (part of a row) or a crash (zeros) leaves."""
     return _ROW_START.startswith(line[: len(_ROW_START)]) or not line.strip(b"\0")
-
-
-def _hash(request_id: str) -> int:
-    """64 bits; among a million ids two agree with a probability of 3e-8."""
-    data = request_id.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _same_file(output: str, source: str) -> bool:

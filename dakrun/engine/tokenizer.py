@@ -44,7 +44,11 @@ class Tokenizer:
             with _quiet():
                 from transformers import AutoTokenizer
 
-                return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True))
+                return cls(
+                    AutoTokenizer.from_pretrained(
+                        directory, local_files_only=True, trust_remote_code=False
+                    )
+                )
         except Exception as problem:  # tokenizers raises plain Exception for broken files
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
@@ -66,13 +70,18 @@ class Tokenizer:
         )
         return str(text)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can work."""
+        return bool(self._tokenizer.chat_template)
+
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation up to where the assistant answers, by the chat template.
 
         `messages` are `{"role", "content"}`. Raises UsageError where the tokenizer has no template
         or the template does not accept the messages.
         """
-        if not self._tokenizer.chat_template:
+        if not self.has_chat_template:
             raise UsageError(
                 "the model's tokenizer has no chat template",
                 hint="use an instruction-tuned model, or give prompts instead of messages",
@@ -82,8 +91,9 @@ class Tokenizer:
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except Exception as problem:  # a template is a program that raises what it likes
+            reason = " ".join(str(problem).split())
             raise UsageError(
-                f"the chat template does not accept the messages ({problem})",
+                f"the chat template does not accept the messages ({reason})",
                 hint='messages are {"role", "content"} objects in an order that the model knows',
             ) from problem
         return tuple(ids)

@@ -1,0 +1,447 @@
+"""Malformed checkpoints, profiles, rows and flags: an error and a hint, or an error row; no crash.
+
+One table of them all. Nothing may be written, and no code that a model brings may run.
+"""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from dakrun.cli import main
+from dakrun.demo import MODEL
+from dakrun.hardware import load_profile
+
+Spoil = Callable[[Path], object]
+USAGE, CANNOT_RUN = 2, 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command that is refused with `code`; `said` is in its error line, `hint` in its hint."""
+
+    code: int
+    said: str
+    hint: str = ""
+    spoil: Spoil = lambda folder: None
+    flags: tuple[str, ...] = ()
+    command: str = "generate"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a prompt file that becomes an error row with `code`; `said` is in its message."""
+
+    line: str | bytes
+    code: str
+    said: str
+
+
+class Trap:
+    """Writes a file as soon as it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("trap"),))
+
+
+def edit(name: str, **changes: object) -> Spoil:
+    """Change fields of a JSON file in the model's folder; "absent" removes one."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "model" / name
+        fields = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({k: v for k, v in fields.items() if v != "absent"}))
+
+    return spoil
+
+
+def config(said: str, hint: str = "", code: int = USAGE, **changes: object) -> Call:
+    return Call(code, said, hint, edit("config.json", **changes))
+
+
+def put(name: str, content: str | bytes) -> Spoil:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def remove(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
+
+
+def tensors(**changes: torch.Tensor | None) -> Spoil:
+    def spoil(folder: Path) -> None:
+        path = folder / "model" / "model.safetensors"
+        changed = load_file(path) | changes
+        save_file({k: v.clone() for k, v in changed.items() if v is not None}, path)
+
+    return spoil
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def pickled(name: str) -> Spoil:
+    """A pickle in place of the weights."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "model" / "model.safetensors").unlink()
+        (folder / "model" / name).write_bytes(pickle.dumps(Trap()))
+
+    return spoil
+
+
+def pickled_shard(folder: Path) -> None:
+    pickled("pytorch_model.bin")(folder)
+    put(INDEX, '{"weight_map": {"lm_head.weight": "pytorch_model.bin"}}')(folder)
+
+
+def tokenizer_with_code(folder: Path) -> None:
+    auto_map = {"AutoTokenizer": [None, "code.MyTokenizer"]}
+    edit("tokenizer_config.json", tokenizer_class="MyTokenizer", auto_map=auto_map)(folder)
+    code = "import pathlib\npathlib.Path('trap').touch()\nclass MyTokenizer: pass\n"
+    (folder / "model" / "code.py").write_text(code)
+
+
+def profile(old: str, new: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        text = load_profile("cpu").to_toml()
+        assert old in text
+        (folder / "mine.toml").write_text(text.replace(old, new, 1))
+
+    return spoil
+
+
+def profile_call(said: str, spoil: Spoil, command: str = "plan") -> Call:
+    return Call(USAGE, said, "profiles/", spoil, ("--profile", "mine.toml"), command)
+
+
+def flags(code: int, said: str, *words: str, hint: str = "", command: str = "generate") -> Call:
+    return Call(code, said, hint, flags=words, command=command)
+
+
+def batch(body: object, url: str = "/v1/completions", **changes: object) -> str:
+    row = {"custom_id": "bad", "method": "POST", "url": url, "body": body, **changes}
+    return json.dumps({k: v for k, v in row.items() if v != "absent"})
+
+
+CHAT = "/v1/chat/completions"
+INDEX = "model/model.safetensors.index.json"
+NORM = "model.layers.1.input_layernorm.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+NO_LLAMA3 = {"rope_type": "llama3", "factor": 0.5, "low_freq_factor": 1, "high_freq_factor": 4}
+
+CHECKPOINTS = {
+    "no model folder": Call(
+        USAGE, "no such model directory", "hub id", lambda f: shutil.rmtree(f / "model")
+    ),
+    "empty model folder": Call(
+        USAGE, "config.json: no such file", "model directory", flags=("--model", "folder")
+    ),
+    "model is a file": flags(USAGE, "a file, not a model directory", "--model", "mine.toml"),
+    "model is a path": flags(USAGE, "no such model directory", "--model", "no/where/at/all"),
+    "model is a missing folder": flags(USAGE, "./nowhere", "--model", "./nowhere"),
+    "model has no weights": flags(USAGE, "names an architecture", "--model", "opt-125m"),
+    "no weights": Call(
+        CANNOT_RUN, "no safetensors files", "copy", remove("model/model.safetensors")
+    ),
+    "only .bin": Call(
+        CANNOT_RUN, "can contain code", "dakrun convert", pickled("pytorch_model.bin")
+    ),
+    "pickle called safetensors": Call(
+        CANNOT_RUN, "not a whole safetensors file", "copy", pickled("model.safetensors")
+    ),
+    "index of a pickle": Call(CANNOT_RUN, "not a whole safetensors file", "copy", pickled_shard),
+    "truncated": Call(CANNOT_RUN, "not a whole safetensors file", "copy the file anew", truncate),
+    "empty safetensors": Call(
+        CANNOT_RUN, "not a whole safetensors file", "copy", put("model/model.safetensors", b"")
+    ),
+    "page instead of weights": Call(
+        CANNOT_RUN, "not a whole", "copy", put("model/model.safetensors", "<html>404</html>" * 9)
+    ),
+    "endless safetensors header": Call(
+        CANNOT_RUN, "not a whole", "copy", put("model/model.safetensors", b"\xff" * 64)
+    ),
+    "missing shard": Call(
+        CANNOT_RUN, "gone.safetensors: no such file", "shard",
+        put(INDEX, '{"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}'),
+    ),
+    "empty index": Call(USAGE, "has no weight_map", "copy the index", put(INDEX, "{}")),
+    "index of a list": Call(USAGE, "has no weight_map", "", put(INDEX, '{"weight_map": ["a"]}')),
+    "index is no JSON": Call(USAGE, "cannot be read", "copy", put(INDEX, "{")),
+    "missing tensor": Call(
+        CANNOT_RUN, f"tensor {NORM} is missing", "file", tensors(**{NORM: None})
+    ),
+    "misshapen tensor": Call(
+        CANNOT_RUN, f"tensor {DOWN} is 256x127, config.json says 256x128", "belong together",
+        tensors(**{DOWN: torch.zeros(256, 127)}),
+    ),
+    "scalar for a matrix": Call(
+        CANNOT_RUN, f"tensor {DOWN} is ", "belong together", tensors(**{DOWN: torch.tensor(1.0)})
+    ),
+}  # fmt: skip
+
+CONFIGS = {
+    "no config": Call(USAGE, "no such file", "model directory", remove("model/config.json")),
+    "config is no JSON": Call(USAGE, "cannot be read", "copy it", put("model/config.json", "{")),
+    "config is a list": Call(USAGE, "holds no JSON object", "", put("model/config.json", "[]")),
+    "config is no text": Call(USAGE, "cannot be read", "", put("model/config.json", b"\xff\x00")),
+    "config says nothing": Call(
+        CANNOT_RUN, "architecture (none named)", "Llama", put("model/config.json", "{}")
+    ),
+    "generation config is no JSON": Call(
+        USAGE, "generation_config.json: cannot be read", "", put("model/generation_config.json", "")
+    ),
+    "other architecture": config(
+        "architecture MambaForCausalLM is not supported", "LlamaForCausalLM", CANNOT_RUN,
+        model_type="mamba", architectures=["MambaForCausalLM"],
+    ),
+    "quantised": config(
+        "quantised (gptq)", "float16", CANNOT_RUN, quantization_config={"quant_method": "gptq"}
+    ),
+    "no vocabulary": config("has no 'vocab_size'", vocab_size="absent"),
+    "negative vocabulary": config("vocab_size is -64", vocab_size=-64),
+    "no width": config("hidden_size is 0", hidden_size=0),
+    "width in words": config("hidden_size is 'wide'", hidden_size="wide"),
+    "layers are a boolean": config("num_layers is True", num_hidden_layers=True),
+    "layers are a fraction": config("num_layers is 2.5", num_hidden_layers=2.5),
+    "no positions": config("max_positions is None", max_position_embeddings=None),
+    "odd heads": config("cannot share", num_key_value_heads=3),
+    "odd head size": config("an even head_dim, not 33", head_dim=33),
+    "no heads": config("num_heads is 0", num_attention_heads=0),
+    "tied is a word": config("tied_embeddings is 'yes'", tie_word_embeddings="yes"),
+    "end token is a word": Call(
+        USAGE, "does not describe a model", "",
+        edit("generation_config.json", eos_token_id="end"),
+    ),
+    "other type": config("dtype 'int8' is not supported", "float16", CANNOT_RUN, dtype="int8"),
+    "other activation": config("activation 'gelu'", "silu", CANNOT_RUN, hidden_act="gelu"),
+    "other rope": config(
+        "rope type 'yarn'", "llama3", CANNOT_RUN, rope_parameters={"rope_type": "yarn"}
+    ),
+    "rope without factors": config("no 'factor'", rope_parameters={"rope_type": "llama3"}),
+    "rope that makes no sense": config("makes no sense", rope_parameters=NO_LLAMA3),
+    "rope is a list": config("does not describe a model", rope_parameters=[1]),
+}  # fmt: skip
+
+TOKENIZERS = {
+    "no tokenizer": Call(
+        CANNOT_RUN, "no tokenizer files", "tokenizer.json", remove("model/tokenizer.json")
+    ),
+    "tokenizer is no JSON": Call(
+        CANNOT_RUN, "tokenizer cannot be loaded", "anew", put("model/tokenizer.json", "{")
+    ),
+    "tokenizer says nothing": Call(
+        CANNOT_RUN, "tokenizer cannot be loaded", "anew", put("model/tokenizer.json", "{}")
+    ),
+    "tokenizer is no text": Call(
+        CANNOT_RUN, "tokenizer cannot be loaded", "anew", put("model/tokenizer.json", b"\xff\xfe")
+    ),
+    "tokenizer config is no JSON": Call(
+        CANNOT_RUN, "tokenizer cannot be loaded", "", put("model/tokenizer_config.json", "{")
+    ),
+    "tokenizer with code": Call(CANNOT_RUN, "cannot be loaded", "", tokenizer_with_code),
+}
+
+PROFILES = {
+    "profile is no TOML": profile_call("not TOML", put("mine.toml", "[[[")),
+    "profile says nothing": profile_call("schema is None", put("mine.toml", "")),
+    "profile of another schema": profile_call("schema is 99", put("mine.toml", "schema = 99")),
+    "profile without table": profile_call("'costs' is missing", profile("[costs]", "[prices]")),
+    "profile with a word": profile_call("sms is 'many'", profile("sms = ", 'sms = "many" # ')),
+    "profile without rate": profile_call("bytes_per_s", profile("\nbytes_per_s", "\nspeed")),
+    "profile with other types": profile_call(
+        "compute.int4 is unknown", profile("[compute.float32]", "[compute.int4]"), "generate"
+    ),
+    "profile is no text": Call(
+        USAGE, "mine.toml", "", put("mine.toml", b"\xff"), ("--profile", "mine.toml"), "plan"
+    ),
+    "unknown profile": flags(USAGE, "no profile 'abacus'", "--profile", "abacus", hint="cpu"),
+}
+
+FLAGS = {
+    "missing input": flags(USAGE, "none.txt: cannot be read", "-i", "none.txt"),
+    "input is a folder": flags(USAGE, "Is a directory", "-i", "folder"),
+    "input of another kind": flags(USAGE, "end in .txt or .jsonl", "-i", "mine.toml"),
+    "output is input": flags(USAGE, "the prompts come from", "-o", "prompts.jsonl"),
+    "output folder missing": flags(USAGE, "no: no such directory", "-o", "no/out.jsonl"),
+    "output is a folder": flags(USAGE, "is a directory", "-o", "folder", hint=".jsonl"),
+    "output exists": flags(USAGE, "not empty", "-o", "mine.toml", hint="--resume"),
+    "resume of something else": flags(
+        USAGE, "line 1 is no result row", "-o", "mine.toml", "--resume", hint="--overwrite"
+    ),
+    "resume of standard output": flags(USAGE, "cannot be resumed", "-o", "-", "--resume"),
+    "resume and overwrite": flags(USAGE, "exclude", "--resume", "--overwrite"),
+    "report folder missing": flags(USAGE, "no such folder", "--report", "no/report.json"),
+    "size in words": flags(USAGE, "'lots' is not a size", "--hbm-budget", "lots"),
+    "negative size": flags(USAGE, "is not a size", "--host-budget", "-1GiB"),
+    "ratio above 1": flags(USAGE, "1.5", "--offload-ratio", "1.5"),
+    "ratio is no number": flags(USAGE, "nan", "--kv-offload-ratio", "nan"),
+    "no batch": flags(USAGE, "'0' is not auto", "--batch-size", "0"),
+    "no tokens": flags(USAGE, "--max-tokens", "--max-tokens", "0"),
+    "negative temperature": flags(USAGE, "temperature is -1.0", "--temperature", "-1"),
+    "hot beyond sense": flags(USAGE, "temperature is nan", "--temperature", "nan"),
+    "top-p of 0": flags(USAGE, "top_p is 0", "--top-p", "0", hint="above 0"),
+    "negative top-k": flags(USAGE, "top_k is -1", "--top-k", "-1"),
+    "negative seed": flags(USAGE, "seed is -1", "--seed", "-1"),
+    "empty stop": flags(USAGE, "stop is", "--stop", "", hint="non-empty"),
+    "too long": flags(USAGE, "beyond the", "--max-model-len", "100000"),
+    "too small": flags(
+        CANNOT_RUN, "too small",
+        "--hbm-budget", "16MiB", "--host-budget", "1KiB", "--batch-size", "64",
+    ),
+    "other type wanted": flags(USAGE, "--dtype", "--dtype", "int4"),
+    "other device": flags(USAGE, "--device", "--device", "tpu"),
+    "unknown remote": flags(USAGE, "moon", "--remote", "moon"),
+    "plan without tokens": flags(USAGE, "--max-tokens", "--max-tokens", "0", command="plan"),
+    "plan of another type": flags(USAGE, "--dtype", "--dtype", "int4", command="plan"),
+    "plan of a size in words": flags(USAGE, "size", "--host-budget", "all", command="plan"),
+    "plan of a folder without model": flags(
+        USAGE, "config.json: no such file", "--model", "folder", command="plan"
+    ),
+    "plan of a file that is no config": flags(
+        USAGE, "cannot be read", "--model", "mine.toml", command="plan"
+    ),
+    "plan in no profile": flags(USAGE, "no profile 'no.toml'", "--profile", "no.toml",
+                                command="plan"),
+}  # fmt: skip
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]
+
+ROWS = {
+    "row is cut off": Row('{"id": "bad", "prompt": "one', "invalid_json", "not JSON"),
+    "row is text": Row("one plus one equals", "invalid_json", "not JSON"),
+    "row is a list": Row('["one"]', "invalid_json", "an array, not an object"),
+    "row is no UTF-8": Row(b'{"prompt": "\xff"}', "invalid_utf8", "byte 0xff"),
+    "row is binary": Row(b"\x00\x01\x02\x80", "invalid_utf8", "byte 0x80"),
+    "row is too deep": Row("[" * 100_000, "invalid_json", "too deep"),
+    "row has a huge number": Row('{"seed": ' + "9" * 5000 + "}", "invalid_json", "too long"),
+    "row without prompt": Row('{"id": "bad"}', "invalid_prompt", "exactly one of"),
+    "row with two prompts": Row(
+        '{"prompt": "one", "prompt_token_ids": [1]}', "invalid_prompt", "exactly one of"
+    ),
+    "id is a list": Row('{"id": [], "prompt": "one"}', "invalid_field", "id is not a string"),
+    "id is taken": Row('{"id": "good", "prompt": "one"}', "duplicate_id", "id 'good'"),
+    "prompt is a number": Row('{"prompt": 1}', "invalid_prompt", "a number, not a string"),
+    "prompt has half a character": Row(
+        '{"prompt": "\\ud83d"}', "invalid_prompt", "half a surrogate pair"
+    ),
+    "prompt is too long": Row(
+        json.dumps({"prompt": "one " * 200}), "prompt_too_long", "the prompt has 201 tokens"
+    ),
+    "no token ids": Row('{"prompt_token_ids": []}', "invalid_prompt", "no tokens"),
+    "token beyond the model": Row('{"prompt_token_ids": [64]}', "invalid_prompt", "of 64"),
+    "token is a fraction": Row('{"prompt_token_ids": [1.5]}', "invalid_prompt", "integers"),
+    "unknown field": Row('{"prompt": "one", "tools": []}', "unsupported_field", "'tools'"),
+    "temperature is a word": Row(
+        '{"prompt": "one", "temperature": "hot"}', "invalid_field", "temperature is 'hot'"
+    ),
+    "stop is empty": Row('{"prompt": "one", "stop": [""]}', "invalid_field", "non-empty"),
+    "Batch row among native rows": Row(batch({"prompt": "one"}), "mixed_formats", "OpenAI Batch"),
+}
+BATCH_ROWS = {
+    "native row among Batch rows": Row('{"id": 1, "prompt": "a"}', "mixed_formats", "is native"),
+    "Batch row is cut off": Row('{"custom_id": "bad", "body": {', "invalid_json", "not JSON"),
+    "no custom_id": Row(batch({}, custom_id="absent"), "invalid_field", "custom_id is missing"),
+    "custom_id is taken": Row(
+        batch({"prompt": "one"}, custom_id="good"), "duplicate_id", "id 'good'"
+    ),
+    "other method": Row(batch({}, method="GET"), "invalid_field", "method is 'GET'"),
+    "other url": Row(batch({}, "/v1/embeddings"), "unsupported_url", "'/v1/embeddings'"),
+    "no body": Row(batch("absent"), "invalid_field", "body is null"),
+    "several prompts": Row(batch({"prompt": ["a", "b"]}), "invalid_prompt", "list of prompts"),
+    "several answers": Row(batch({"prompt": "one", "n": 2}), "unsupported_field", "'n'"),
+    "stream": Row(batch({"prompt": "one", "stream": True}), "unsupported_field", "'stream'"),
+    "log probabilities": Row(
+        batch({"prompt": "one", "logprobs": 5}), "unsupported_field", "'logprobs'"
+    ),
+    "no chat template": Row(
+        batch({"messages": [{"role": "user", "content": "a"}]}, CHAT), "no_chat_template", "/v1/co"
+    ),
+    "no messages": Row(batch({"messages": []}, CHAT), "invalid_prompt", "at least one message"),
+    "image": Row(batch({"messages": IMAGE}, CHAT), "unsupported_field", "a part that is no text"),
+    "Batch limit is a word": Row(
+        batch({"prompt": "one", "max_tokens": "all"}), "invalid_field", "max_tokens is 'all'"
+    ),
+}
+
+CALLS = CHECKPOINTS | CONFIGS | TOKENIZERS | PROFILES | FLAGS
+CASES: dict[str, Call | Row] = {**CALLS, **ROWS, **BATCH_ROWS}
+GOOD, GOOD_BATCH = '{"id": "good", "prompt": "one"}', batch({"prompt": "one"}, custom_id="good")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a model, prompts, and a file that is neither."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "mine.toml").write_text("precious")
+    (tmp_path / "prompts.jsonl").write_text(GOOD)
+    return tmp_path
+
+
+def generate(folder: Path, *flags: str) -> list[str]:
+    run = ["generate", "--model", "./model", "-i", "prompts.jsonl", "-o", "out.jsonl"]
+    return [*run, "--device", "cpu", "--batch-size", "2", "--max-tokens", "2", *flags]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_malformed(case: str, folder: Path) -> None:
+    given = CASES[case]
+    if isinstance(given, Call):
+        refused(given, folder)
+    else:
+        becomes_an_error_row(given, folder, is_batch=case in BATCH_ROWS)
+    assert not (folder / "trap").exists(), "code that came with the model ran"
+
+
+def refused(call: Call, folder: Path) -> None:
+    call.spoil(folder)
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    arguments = generate(folder, *call.flags)
+    if call.command == "plan":
+        arguments = ["plan", "--model", "opt-30b", "--profile", "gh200", *call.flags]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == call.code, result.output
+    error, hint = result.stderr.splitlines()
+    assert error.startswith("error: ") and call.said in error, error
+    assert hint.startswith("hint: ") and call.hint in hint, hint
+    assert "internal:" not in error and result.stdout == ""
+    after = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    assert after == before, "nothing is written, nothing lost"
+
+
+def becomes_an_error_row(row: Row, folder: Path, *, is_batch: bool) -> None:
+    good = GOOD_BATCH if is_batch else GOOD
+    line = row.line if isinstance(row.line, bytes) else row.line.encode()
+    (folder / "prompts.jsonl").write_bytes(good.encode() + b"\n" + line + b"\n")
+    result = CliRunner().invoke(main, generate(folder))
+    assert result.exit_code == 1, result.output
+    assert "1 rows done, 1 failed, 0 skipped" in result.stderr
+    assert "Traceback" not in result.stderr and result.stdout == ""
+    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    (error,) = [found["error"] for found in rows if found.get("error")]
+    assert (error["code"], error["line"]) == (row.code, 2)
+    assert row.said in error["message"] and "\n" not in error["message"]
+    assert {found["custom_id" if is_batch else "id"] for found in rows} > {"good"}
+
+
+def test_the_trap_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(pickle.dumps(Trap()))
+    assert (tmp_path / "trap").exists()
+
+
+def test_there_are_many() -> None:
+    assert len(CASES) == sum(map(len, (CALLS, ROWS, BATCH_ROWS))) >= 60

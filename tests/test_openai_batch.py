@@ -1,0 +1,305 @@
+"""OpenAI Batch rows: what their bodies may ask for, how results read, and duplicate ids."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_batch import COMPLETION_LINE, RULES, ByteTokenizer, completion, read
+
+from dakrun.config import SamplingParams
+from dakrun.engine.batch import RequestReader
+from dakrun.engine.request import Reply, Request, RowError
+from dakrun.engine.results import ResultWriter
+from dakrun.errors import UsageError
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+class ChatTokenizer(ByteTokenizer):
+    """A token for the role's first letter, then the content's bytes; ends with 2."""
+
+    has_chat_template = True
+
+    def chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        if messages[-1]["role"] == "assistant":
+            raise UsageError("the last message is the assistant's", hint="end with a user's")
+        return (*(b for m in messages for b in (m["role"] + m["content"]).encode()), 2)
+
+
+CHAT_RULES = replace(RULES, tokenizer=ChatTokenizer(), max_model_len=40)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def row(body: object, url: object = TEXT, **changes: object) -> str:
+    fields = {"custom_id": "x", "method": "POST", "url": url, "body": body, **changes}
+    return json.dumps({name: value for name, value in fields.items() if value != "absent"})
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Path]:
+    def write(*lines: str) -> Path:
+        path = tmp_path / "batch.jsonl"
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_completion_rows(make: Callable[..., Path]) -> None:
+    body = {
+        "model": "any", "prompt": "ab", "max_tokens": 9, "temperature": 0.5, "top_p": 0.9,
+        "top_k": 4, "seed": 3, "stop": "\n", "ignore_eos": True, "n": 1, "stream": False,
+        "echo": False, "logprobs": None, "presence_penalty": 0.0, "logit_bias": {},
+        "user": "me", "metadata": {"a": "b"},
+    }  # fmt: skip
+    text, ids = read(make(row(body), row({"prompt": [5, 6]}, custom_id="y")))
+    assert text == Request(
+        id="x",
+        line=1,
+        prompt_ids=(1, 97, 98),
+        params=SamplingParams(
+            max_tokens=9, temperature=0.5, top_p=0.9, top_k=4, seed=3, stop=("\n",), ignore_eos=True
+        ),
+        reply=Reply("completion", "any"),
+    )
+    assert isinstance(ids, Request)
+    assert (ids.prompt_ids, ids.params, ids.reply) == (
+        (5, 6),
+        SamplingParams(max_tokens=5),
+        Reply("completion", None),
+    )
+
+
+def test_chat_rows(make: Callable[..., Path]) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    bodies = [
+        {"model": "m", "messages": HI, "max_completion_tokens": 7, "logprobs": False},
+        {"messages": [{"role": "user", "content": parts, "name": None}], "max_tokens": 7},
+        {"messages": HI, "max_tokens": 7, "max_completion_tokens": 7},
+    ]
+    lines = [row(body, CHAT, custom_id=i) for i, body in enumerate(bodies)]
+    for request in read(make(*lines), CHAT_RULES):
+        assert isinstance(request, Request)
+        assert request.prompt_ids == (*b"userhi", 2) and request.params.max_tokens == 7
+        assert request.reply.kind == "chat"
+
+
+BAD = [
+    (row({"prompt": "a"}, custom_id="absent"), "invalid_field", "custom_id is missing"),
+    (row({"prompt": "a"}, custom_id=""), "invalid_field", "custom_id is not a string"),
+    (row({"prompt": "a"}, method="GET"), "invalid_field", "method is 'GET', not 'POST'"),
+    (row({"prompt": "a"}, method="absent"), "invalid_field", "method is missing"),
+    (row({"prompt": "a"}, url="/v1/embeddings"), "unsupported_url", "'/v1/embeddings', not /v1/c"),
+    (row({"prompt": "a"}, url=["/v1"]), "unsupported_url", "url is an array"),
+    (row("absent"), "invalid_field", "body is null, not an object"),
+    (row([]), "invalid_field", "body is an array"),
+    (row({"prompt": "a"}, prompt="b"), "unsupported_field", "'prompt' beside the body"),
+    (row({}), "invalid_prompt", "prompt is missing"),
+    (row({"prompt": 3}), "invalid_prompt", "prompt is a number"),
+    (row({"prompt": ["a", "b"]}), "invalid_prompt", "a list of prompts"),
+    (row({"prompt": [[1], [2]]}), "invalid_prompt", "a list of prompts"),
+    (row({"prompt": [1, "a"]}), "invalid_prompt", "prompt is an array"),
+    (row({"prompt": []}), "invalid_prompt", "no tokens"),
+    (row({"prompt": [300]}), "invalid_prompt", "vocabulary of 300"),
+    (row({"prompt": "a" * 50}), "prompt_too_long", "51 tokens"),
+    (row({"prompt": "a\ud800"}), "invalid_prompt", "surrogate pair at character 2"),
+    (row({"prompt": "a", "model": 3}), "invalid_field", "model is a number"),
+    (row({"prompt": "a", "n": 2}), "unsupported_field", "'n'; the fields"),
+    (row({"prompt": "a", "n": True}), "unsupported_field", "'n'"),
+    (row({"prompt": "a", "stream": True}), "unsupported_field", "'stream'"),
+    (row({"prompt": "a", "logprobs": 0}), "unsupported_field", "'logprobs'"),
+    (row({"prompt": "a", "echo": True, "suffix": "b"}), "unsupported_field", "'echo', 'suffix'"),
+    (row({"prompt": "a", "logit_bias": {"5": 1}}), "unsupported_field", "'logit_bias'"),
+    (row({"prompt": "a", "messages": HI}), "unsupported_field", "'messages'"),
+    (row({"prompt": "a", "max_completion_tokens": 3}), "unsupported_field", "max_completion"),
+    (row({"prompt": "a", "max_tokens": 0}), "invalid_field", "max_tokens is 0"),
+    (row({"prompt": "a", "temperature": "hot"}), "invalid_field", "temperature is 'hot'"),
+    (row({"prompt": "a", "stop": 1}), "invalid_field", "stop is a number"),
+    (row({"prompt": "a"}, CHAT), "unsupported_field", "'prompt'"),
+    (row({}, CHAT), "invalid_prompt", "messages is not an array"),
+    (row({"messages": []}, CHAT), "invalid_prompt", "at least one message"),
+    (row({"messages": ["hi"]}, CHAT), "invalid_prompt", "message 1 is a string"),
+    (row({"messages": [{"role": "user"}]}, CHAT), "invalid_prompt", "content of message 1 is null"),
+    (row({"messages": [{"content": "a"}]}, CHAT), "invalid_prompt", "role of message 1 is missing"),
+    (row({"messages": [{"role": "tool", "content": "a"}]}, CHAT), "invalid_prompt", "'tool'"),
+    (row({"messages": [{**HI[0], "tool_calls": [1]}]}, CHAT), "unsupported_field", "tool_calls"),
+    (
+        row({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, CHAT),
+        "unsupported_field",
+        "message 1 has a part that is no text",
+    ),
+    (
+        row({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, CHAT),
+        "invalid_prompt",
+        "text that is no string",
+    ),
+    (
+        row({"messages": [{"role": "user", "content": "a\ud800"}]}, CHAT),
+        "invalid_prompt",
+        "message 1 has half a surrogate pair",
+    ),
+    (
+        row({"messages": [{"role": "assistant", "content": "a"}]}, CHAT),
+        "invalid_prompt",
+        "the last message is the assistant's",
+    ),
+    (row({"messages": HI, "tools": [{}]}, CHAT), "unsupported_field", "'tools'"),
+    (row({"messages": HI, "response_format": {"type": "json_object"}}, CHAT), "unsupported_field",
+     "'response_format'"),
+    (row({"messages": HI, "max_tokens": 2, "max_completion_tokens": 3}, CHAT), "invalid_field",
+     "exclude each other"),
+    ('{"id": "x", "prompt": "a"}', "mixed_formats", "is native, the rows before it are OpenAI"),
+    ('{"custom_id": "x"', "invalid_json", "not JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "code", "message"), BAD)
+def test_a_bad_row_stops_nothing(
+    make: Callable[..., Path], line: str, code: str, message: str
+) -> None:
+    before, bad, after = read(
+        make(row({"prompt": "a"}, custom_id="1"), line, row({"prompt": "a"}, custom_id="3")),
+        CHAT_RULES,
+    )
+    assert isinstance(before, Request) and isinstance(after, Request)
+    assert isinstance(bad, RowError) and (bad.line, bad.code) == (2, code), bad
+    assert message in bad.message and "\n" not in bad.message
+    assert bad.reply.kind == "completion"
+
+
+def test_chats_need_a_tokenizer_and_its_template(make: Callable[..., Path]) -> None:
+    class Plain(ByteTokenizer):
+        has_chat_template = False
+
+    for tokenizer, code in ((None, "no_tokenizer"), (Plain(), "no_chat_template")):
+        (bad,) = read(make(row({"messages": HI}, CHAT)), replace(RULES, tokenizer=tokenizer))
+        assert isinstance(bad, RowError) and bad.code == code
+
+
+def test_the_first_json_object_decides_for_the_file(make: Callable[..., Path]) -> None:
+    broken, batch, native = read(make("{", row({"prompt": "a"}), '{"id": "n", "prompt": "a"}'))
+    assert (broken.id, broken.reply.kind) == ("line-1", "native")
+    assert isinstance(batch, Request)
+    assert isinstance(native, RowError) and (native.id, native.code) == ("n", "mixed_formats")
+    native, batch = read(make('{"id": "n", "prompt": "a"}', row({"prompt": "a"})))
+    assert isinstance(native, Request)
+    assert isinstance(batch, RowError) and (batch.id, batch.code) == ("x", "mixed_formats")
+    assert batch.reply.kind == "native"
+
+
+@pytest.mark.parametrize(
+    ("line", "needed"),
+    [
+        (row({"prompt": [1]}), False),
+        (row({"prompt": "a"}), True),
+        (row({"messages": HI}, CHAT), True),
+        (row(3), True),
+    ],
+)
+def test_needs_tokenizer(make: Callable[..., Path], line: str, needed: bool) -> None:
+    with RequestReader(make(line), defaults=SamplingParams()) as reader:
+        assert reader.needs_tokenizer() is needed
+
+
+# --- duplicate ids
+
+
+def test_every_id_is_there_once(make: Callable[..., Path]) -> None:
+    first = make(
+        '{"id": "a", "prompt": "a"}',
+        '{"id": "a", "prompt": "b"}',
+        '{"id": "line-4", "prompt": "a"}',
+        '{"prompt": "a"}',
+        "{broken",
+        '{"id": "line-5", "prompt": "a"}',
+        '{"id": "line-8", "prompt": "a"}',
+        '{"id": "a", "prompt": "a"}',
+    )
+    rows = read(first)
+    names = ["a", "line-2", "line-4", "line-4-duplicate", "line-5", "line-6", "line-8"]
+    assert [r.id for r in rows] == [*names, "line-8-duplicate"]
+    failed = {r.line: r for r in rows if isinstance(r, RowError)}
+    assert [r.line for r in rows] == list(range(1, 9)) and set(failed) == {2, 4, 5, 6, 8}
+    assert failed[5].code == "invalid_json"
+    assert failed[2].code == "duplicate_id" and "has the id 'a'" in failed[2].message
+
+
+def test_duplicate_custom_ids(make: Callable[..., Path]) -> None:
+    first, again = read(make(row({"prompt": "a"}), row({"prompt": "a"})))
+    assert isinstance(first, Request) and isinstance(again, RowError)
+    assert (again.id, again.code, again.reply.kind) == ("line-2", "duplicate_id", "completion")
+
+
+# --- writing
+
+
+def test_output_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    error = RowError(id="e", line=4, code="c", message="why", reply=Reply("completion"))
+    before = int(time.time())
+    with ResultWriter(path) as writer:
+        writer.write(replace(completion("t"), reply=Reply("completion", "m")))
+        writer.write(replace(completion("c"), reply=Reply("chat", "m")))
+        writer.write_error(error)
+        writer.write(replace(completion("n", text=None), reply=Reply("completion")))
+    text, chat, failed, bare = map(json.loads, path.read_text().splitlines())
+    assert before <= text["response"]["body"].pop("created") <= time.time()
+    key = text["id"].removeprefix("batch_req_")
+    assert len(key) == 32
+    assert text == {
+        "id": f"batch_req_{key}",
+        "custom_id": "t",
+        "response": {
+            "status_code": 200,
+            "request_id": f"req_{key}",
+            "body": {
+                "id": f"cmpl-{key}",
+                "object": "text_completion",
+                "model": "m",
+                "choices": [{"index": 0, "text": "so", "finish_reason": "stop", "logprobs": None}],
+                "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+            },
+        },
+        "error": None,
+    }
+    body = chat["response"]["body"]
+    assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "so"}
+    assert failed["response"] is None and failed["custom_id"] == "e"
+    assert failed["error"] == {"code": "c", "message": "why", "line": 4}
+    assert bare["response"]["body"]["choices"][0]["token_ids"] == [5, 6]
+    assert len({row["id"] for row in (text, chat, failed, bare)}) == 4
+
+
+def test_ids_follow_from_the_custom_id(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = []
+    for name in ("a", "b"):
+        with ResultWriter(tmp_path / name) as writer:
+            writer.write(replace(completion("x"), reply=Reply("chat")))
+        lines.append(json.loads((tmp_path / name).read_text()))
+        lines[-1]["response"]["body"].pop("created")
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("cut", ["", '{"id":"batch_req_12', "\0\0"])
+def test_resume_goes_by_custom_id(tmp_path: Path, cut: str) -> None:
+    path = tmp_path / "out.jsonl"
+    reply = Reply("chat")
+    with ResultWriter(path) as writer:
+        writer.write(replace(completion("a"), reply=reply))
+        writer.write_error(RowError(id="b", line=2, code="c", message="m", reply=reply))
+    whole = path.read_text()
+    path.write_text(whole + cut)
+    with ResultWriter(path, resume=True) as writer:
+        assert path.read_text() == whole and writer.resumed == 2
+        assert [writer.is_done(i) for i in "abc"] == [True, True, False]
+
+
+def test_a_batch_input_is_no_output(make: Callable[..., Path]) -> None:
+    path = make(COMPLETION_LINE.strip(), row({"prompt": "a"}))
+    with pytest.raises(UsageError, match="line 2 is no result row"):
+        ResultWriter(path, resume=True).__enter__()
