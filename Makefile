@@ -39,5 +39,5 @@ $(VENV)/.base: pyproject.toml | $(BIN)/pip
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/pip
-	$(BIN)/python -m pip install -e '.[dev,plot]'
+	$(BIN)/python -m pip install -e '.[dev,plot,compile]'
 	touch $(VENV)/.base $@

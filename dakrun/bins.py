@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dakrun.config import read_json_object
 from dakrun.errors import CannotRun, UsageError
+from dakrun.hf_config import read_json_object
 
 WEIGHTS = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"

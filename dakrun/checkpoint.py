@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dakrun.config import read_json_object
 from dakrun.errors import CannotRun, UsageError
+from dakrun.hf_config import read_json_object
 from dakrun.memory import PartitionedTensor, Tier
 
 INDEX = "model.safetensors.index.json"
+FLOATS = ("F16", "BF16", "F32", "F64")  # as safetensors calls them
 COPY_BYTES = 8 << 20
 MAX_READERS = 8
 
@@ -79,8 +80,12 @@ class Checkpoint:
         """Shape of the tensor `name`."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
+    def stored_dtype(self, name: str) -> str:
+        """The type that the tensor `name` is stored in, as safetensors calls it: F16, I8, ..."""
+        return str(self._files[name].get_slice(name).get_dtype())
+
     def check(self, manifest: Manifest) -> None:
-        """CannotRun unless every tensor of `manifest` is here with its shape."""
+        """CannotRun unless every tensor of `manifest` is here with its shape, in a float type."""
         for sources in (*manifest.matrices.values(), *manifest.resident.values()):
             for name, shape in sources:
                 if name not in self._files:
@@ -88,6 +93,13 @@ class Checkpoint:
                         f"{self.directory}: tensor {name} is missing",
                         hint="config.json and the safetensors files do not belong together, "
                         "or a file was not copied",
+                    )
+                if (stored := self.stored_dtype(name)) not in FLOATS:
+                    raise CannotRun(
+                        f"{self.directory}: tensor {name} is stored as {stored}, not as floats "
+                        "of 16 bits or more",
+                        hint="use the checkpoint that it was made from: float16, bfloat16 or "
+                        "float32",
                     )
                 if self.shape(name) != shape:
                     raise CannotRun(

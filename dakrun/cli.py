@@ -1,21 +1,19 @@
-"""The `dakrun` command: options in, texts and exit codes out; the one place that prints or exits.
+"""The `dakrun` command: options in, texts and exit codes out; the one place that prints results.
 
 Everything but click is imported when a command needs it, so that --help and plan start at once.
 """
 
 import json
-import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dakrun import __version__
-from dakrun.errors import DakrunError, UsageError
-from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
+from dakrun.error_lines import ErrorLines
+from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 from dakrun.options import (
     Size,
     model_options,
@@ -30,64 +28,7 @@ from dakrun.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_CANNOT_RUN = 3
 WIDTH = 120  # columns of tables that do not go to a terminal
-
-
-class ErrorLines(click.Group):
-    """A group that turns every failure into an `error:` and a `hint:` line and an exit code.
-
-    A command returns its exit code, or None for 0. DAKRUN_DEBUG=1 shows tracebacks, too.
-    """
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command line and exit."""
-        try:
-            with raise_on_sigterm():
-                code = super().main(
-                    *args, **{"prog_name": "dakrun", **kwargs, "standalone_mode": False}
-                )
-                sys.stdout.flush()
-        except click.exceptions.NoArgsIsHelpError as no_command:
-            no_command.show()
-            code = EXIT_USAGE
-        except click.ClickException as problem:
-            code = problem.exit_code
-            _report(problem, _one_line(problem.format_message()), _help_hint(problem))
-        except click.Abort as abort:
-            click.echo("interrupted", err=True)
-            code = exit_code(abort.__cause__)
-        except Interrupted as stop:
-            click.echo(f"interrupted: {stop}; {stop.hint}", err=True)
-            code = stop.exit_code
-        except DakrunError as problem:
-            code = problem.exit_code
-            _report(problem, _one_line(str(problem)), _one_line(problem.hint))
-        except BrokenPipeError:  # whoever read our output has enough of it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = EXIT_FAILED
-        except Exception as problem:
-            code = EXIT_FAILED
-            what = _one_line(f"internal: {type(problem).__name__}: {problem}")
-            _report(problem, what, "set DAKRUN_DEBUG=1 to see where, and report it as a bug")
-        sys.exit(code)
-
-
-def _report(problem: Exception, message: str, hint: str) -> None:
-    if os.environ.get("DAKRUN_DEBUG") == "1":
-        traceback.print_exception(problem)
-    click.echo(f"error: {message}\nhint: {hint}", err=True)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _help_hint(problem: click.ClickException) -> str:
-    context = getattr(problem, "ctx", None)
-    return f"see: {context.command_path if context else 'dakrun'} --help"
 
 
 def stdout_console() -> "Console":
@@ -133,13 +74,14 @@ def plan(
 ) -> None:
     """Plan a model's memory and speed; needs no GPU or weights.
 
-    Shows where the bytes of each op would lie, what limits it, and the bound and predicted time
-    per output token (TPOT) and effective bandwidth (EB).
+    Shows what each op needs and where its bytes would lie, the memory map, the bound and
+    predicted time to first token (TTFT), time per output token (TPOT) and effective bandwidth
+    (EB), the same for a uniform ratio, and what limits the run and would help most.
     """
     from dakrun.config import Workload
     from dakrun.plan.batch_size import choose_batch_size
+    from dakrun.plan.overview import overview
     from dakrun.plan.planner import make_plan
-    from dakrun.plan.present import plan_dict
 
     room = max_model_len or prompt_len + max_tokens
     if room < prompt_len + max_tokens:
@@ -161,12 +103,15 @@ def plan(
         from dakrun.plot import plot_plan
 
         plot_plan(decision, Path(plot))
+    shown = overview(decision)
     if as_json:
-        click.echo(json.dumps(plan_dict(decision)))
+        from dakrun.plan.present import overview_dict
+
+        click.echo(json.dumps(overview_dict(shown)))
         return
     from dakrun.plan.table import render
 
-    render(decision, stdout_console())
+    render(shown, stdout_console())
 
 
 @main.command()
@@ -222,8 +167,9 @@ def generate(
     from dakrun.report import render as render_report
 
     writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
-    with RequestReader(source, defaults=params) as reader:
-        llm = LLM(
+    with (
+        RequestReader(source, defaults=params) as reader,
+        LLM(
             model,
             dtype=dtype,
             device=device,
@@ -234,12 +180,13 @@ def generate(
             expected_tokens=params.max_tokens,
             policy=policy,
             needs_tokenizer=reader.needs_tokenizer(),
-        )
+        ) as llm,
+    ):
         stderr = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
         start = time.perf_counter()
         with writer:
             counts = run(llm, reader, writer, stderr if sys.stderr.isatty() else None)
-    report = llm.report(time.perf_counter() - start)
+        report = llm.report(time.perf_counter() - start)
     report["rows"] = {"done": counts.done, "failed": counts.failed, "skipped": counts.skipped}
     if report_path:
         write_report(report, Path(report_path))
@@ -297,7 +244,10 @@ def doctor(*, as_json: bool) -> int:
     "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
     help="What to measure.",
 )  # fmt: skip
-def profile(*, output: str | None, quick: bool, name: str | None, device: Any) -> None:
+@click.option("--plot", metavar="FILE.png", help="Draw what was measured, and the roofline.")
+def profile(
+    *, output: str | None, quick: bool, name: str | None, device: Any, plot: str | None
+) -> None:
     """Measure this machine for the planner.
 
     Writes a hardware profile for --profile. Without -o it is kept in the cache folder, where
@@ -305,13 +255,21 @@ def profile(*, output: str | None, quick: bool, name: str | None, device: Any) -
     """
     from dakrun import probe
 
-    path = probe.target(output, name)
-    probe.check_device(device)
+    kind = probe.measured_device(device)
+    path = probe.target(output, name, kind)
+    if plot:
+        from dakrun.picture import check_target
+
+        check_target(Path(plot))
     click.echo("measuring for " + ("some seconds" if quick else "most of a minute"), err=True)
-    result = probe.measure(name or path.stem, quick=quick)
+    result = probe.measure(name or path.stem, kind, quick=quick)
     probe.save(result.profile, path)
     probe.render(result, stdout_console())
     click.echo(f"written to {path}" + ("" if output else "; --profile auto uses it"), err=True)
+    if plot:
+        from dakrun.probe_plot import draw
+
+        draw(result.profile, Path(plot))
 
 
 @main.command()

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from dakrun.bins import BIN_INDEX, bin_files, brief, read_tensors
 from dakrun.checkpoint import INDEX
-from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, UsageError
+from dakrun.hf_config import read_model_config
 from dakrun.units import format_bytes
 
 SHARD_BYTES = 4 << 30
@@ -110,7 +110,7 @@ class _Progress:
 def _tied_embeddings(source: Path) -> bool:
     """Whether config.json ties lm_head to the embedding, as far as dakrun knows the model."""
     try:
-        return ModelConfig.from_directory(source).tied_embeddings
+        return read_model_config(source).tied_embeddings
     except CannotRun:  # an architecture that dakrun does not run: keep every name
         return False
 

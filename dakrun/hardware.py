@@ -21,6 +21,7 @@ from dakrun.hardware_parts import LOCAL as LOCAL
 from dakrun.hardware_parts import ComputeRate as ComputeRate
 from dakrun.hardware_parts import Provenance as Provenance
 from dakrun.hardware_parts import RemoteTier as RemoteTier
+from dakrun.hardware_parts import Sweep as Sweep
 from dakrun.hardware_parts import bad, check_positive
 from dakrun.resources import cache_dir, resource_dir
 
@@ -34,6 +35,8 @@ class HardwareProfile:
     An op that the roofline bounds by t is predicted to take t / efficiency + op_seconds; the
     efficiencies are of the op's kind ("linear", "attention"), op_seconds is a launch in a graph.
     `link_groups` gives the total rate of each group; on a CPU the local tier is in one, too.
+    `facts` (sizes, PCIe generation ...) and `sweeps` are for people and pictures: no plan reads
+    them.
     """
 
     name: str
@@ -52,6 +55,8 @@ class HardwareProfile:
     compute: Mapping[Dtype, ComputeRate]
     link_groups: Mapping[str, float] = field(default_factory=dict)
     hbm_group: str = ""
+    facts: Mapping[str, int | str] = field(default_factory=dict)
+    sweeps: Mapping[str, Sweep] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for text in (self.name, self.description, self.device_name):
@@ -139,6 +144,11 @@ class HardwareProfile:
             points = [[n, float(flops)] for n, flops in rate.measured]
             table = {"peak_flops_per_s": float(rate.peak), "measured": points}
             tables.append((f"[compute.{dtype}]", {k: v for k, v in table.items() if v != []}))
+        if self.facts:
+            tables.append(("[facts]", dict(self.facts)))
+        for name, sweep in self.sweeps.items():
+            rows = [list(map(_number, row)) for row in sweep.rows]
+            tables.append((f"[sweeps.{_key(name)}]", {"columns": [*sweep.columns], "rows": rows}))
         return "\n".join(
             title + "".join(f"{_key(k)} = {_toml(v)}\n" for k, v in table.items())
             for title, table in (("", head), *((f"{title}\n", t) for title, t in tables))
@@ -244,6 +254,14 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
         compute=compute,
         link_groups=raw.get("link_groups", {}),
         hbm_group=hbm.get("group", ""),
+        facts=raw.get("facts", {}),
+        sweeps={
+            name: Sweep(
+                columns=tuple(table["columns"]),
+                rows=tuple(tuple(map(float, row)) for row in table["rows"]),
+            )
+            for name, table in raw.get("sweeps", {}).items()
+        },
     )
 
 
@@ -252,9 +270,17 @@ def _key(name: str) -> str:
     return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _toml(name)
 
 
+def _number(value: float) -> float:
+    """`value` as an int where it is one, which reads better."""
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
 def _toml(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        texts = [_toml(item) for item in value]
+        if value and all(isinstance(item, list) for item in value) and len(value) > 4:
+            return "[\n" + "".join(f"  {text},\n" for text in texts) + "]"
+        return "[" + ", ".join(texts) + "]"
     return repr(value)

@@ -1,4 +1,4 @@
-"""The parts of a hardware profile: where its numbers come from, a remote tier, a compute rate.
+"""The parts of a hardware profile: where its numbers come from, tiers, compute rates, sweeps.
 
 Each checks its own values; how they form a machine, and TOML, are in hardware.py.
 """
@@ -79,6 +79,32 @@ class ComputeRate:
         (n0, r0), (n1, r1) = self.measured[index - 1 : index + 1]
         share = math.log(n / n0) / math.log(n1 / n0)
         return math.exp(math.log(r0) + share * math.log(r1 / r0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What was measured over a grid: one row of numbers per point, under named columns.
+
+    Column names end in their units, as in "hbm_bytes_per_s".
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(name, str) for name in self.columns):
+            raise bad(f"a sweep has columns {self.columns}", "names")
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise bad(f"a sweep's rows differ from its columns {self.columns}", "a number for each")
+        if not all(math.isfinite(value) for row in self.rows for value in row):
+            raise bad("a sweep holds a value that is not finite", "numbers")
+
+    def column(self, name: str) -> tuple[float, ...]:
+        """The values under `name`, row after row; KeyError where there is no such column."""
+        if name not in self.columns:
+            raise KeyError(name)
+        at = self.columns.index(name)
+        return tuple(row[at] for row in self.rows)
 
 
 def check_positive(owner: object, name: str, *fields: str) -> None:

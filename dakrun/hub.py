@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from dakrun.config import ModelConfig, read_json_object
+from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, DakrunError, UsageError
+from dakrun.hf_config import parse_model_config, read_json_object, read_model_config
 from dakrun.known_models import hub_id, known_model, known_names
 
 WEIGHTS = "*.safetensors"
@@ -27,9 +28,9 @@ def model_config(name: str) -> ModelConfig:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        return ModelConfig.from_directory(path)
+        return read_model_config(path)
     if path.is_file():
-        return ModelConfig.from_hf(read_json_object(path), name=path.resolve().parent.name)
+        return parse_model_config(read_json_object(path), name=path.resolve().parent.name)
     known = known_model(name)
     if known is not None:
         return known
@@ -37,7 +38,7 @@ def model_config(name: str) -> ModelConfig:
     from huggingface_hub import hf_hub_download
 
     config = _from_hub(name, lambda: hf_hub_download(name, "config.json"))
-    return ModelConfig.from_hf(read_json_object(Path(config)), name=name)
+    return parse_model_config(read_json_object(Path(config)), name=name)
 
 
 def model_directory(name: str) -> Path:

@@ -13,7 +13,7 @@ import torch
 
 from dakrun import hub, memory
 from dakrun.checkpoint import Checkpoint, load
-from dakrun.config import Dtype, ModelConfig, SamplingParams, Workload
+from dakrun.config import Dtype, SamplingParams, Workload
 from dakrun.engine.engine import Engine
 from dakrun.engine.kvcache import KVCache
 from dakrun.engine.request import Completion, Request
@@ -21,6 +21,8 @@ from dakrun.engine.rows import BadRow, PromptRules
 from dakrun.engine.tokenizer import Tokenizer
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, find_profile, load_profile
+from dakrun.hf_config import read_model_config
+from dakrun.host_limits import available_host_memory
 from dakrun.models.layers import Decoder
 from dakrun.models.llama import Llama
 from dakrun.models.opt import Opt
@@ -33,7 +35,7 @@ DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
 
 class LLM:
-    """A model loaded into its tiers, ready to generate.
+    """A model loaded into its tiers, ready to generate; a context manager that closes it.
 
     `batch_size` "auto" takes the batch with the most predicted tokens per second, up to
     `max_batch_size`; `max_model_len` (tokens of prompt and completion together) defaults to the
@@ -57,7 +59,7 @@ class LLM:
         needs_tokenizer: bool = False,
     ) -> None:
         directory = hub.model_directory(str(model))
-        self.config = ModelConfig.from_directory(directory)
+        self.config = read_model_config(directory)
         if not Path(model).is_dir():  # a hub id: its folder is named after a commit
             self.config = replace(self.config, name=str(model))
         if dtype != "auto":
@@ -73,11 +75,35 @@ class LLM:
             max_positions=self.config.max_positions,
             tokenizer=_tokenizer(directory, needed=needs_tokenizer),
         )
+        self._tiers = memory.Tiers()
+        self._engine: Engine | None = None
         self.load_s = -time.perf_counter()
-        decoder, cache = self._load(directory)
-        self.load_s += time.perf_counter()
-        decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
-        self.engine = Engine(decoder, cache, self.plan, self.device, decode)
+        try:
+            decoder, cache = self._load(directory)
+            self.load_s += time.perf_counter()
+            decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
+            self._engine = Engine(decoder, cache, self.plan, self.device, decode)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the tiers back; nothing can be generated any more. Repeating it does nothing."""
+        self._engine = None  # its tensors view the tiers
+        self._tiers.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests; ValueError once this LLM is closed."""
+        if self._engine is None:
+            raise ValueError("this LLM is closed")
+        return self._engine
 
     def generate(
         self,
@@ -104,11 +130,15 @@ class LLM:
         """Completions as they finish; requests are only taken when a slot is free."""
         return self.engine.generate(requests)
 
-    def report(self, wall_s: float) -> dict[str, Any]:
-        """The run's report so far, `wall_s` seconds after it began: see report.make_report."""
-        return make_report(
-            self.plan, self.engine.stats, self.engine.decoder.op_seconds, self.load_s, wall_s
-        )
+    def report(self, wall_s: float | None = None) -> dict[str, Any]:
+        """The report of all that was generated so far: see report.make_report.
+
+        It took `wall_s` seconds, by default those of prefill and decode steps alone.
+        """
+        stats = self.engine.stats
+        if wall_s is None:
+            wall_s = stats.prefill_s + sum(stats.step_s)
+        return make_report(self.plan, stats, self.engine.decoder.op_seconds, self.load_s, wall_s)
 
     def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         try:
@@ -151,7 +181,7 @@ class LLM:
 
     def _free_memory(self) -> tuple[int, int]:
         """Default budgets of the local and the host tier on this machine, in bytes."""
-        host = memory.available_host_memory()
+        host = available_host_memory()
         if self.device.type == "cpu":
             return host, host
         return torch.cuda.mem_get_info(self.device)[0] + self.profile.context_bytes, host
@@ -161,7 +191,8 @@ class LLM:
         with Checkpoint(directory) as checkpoint:
             manifest = kind.manifest(self.config, checkpoint.__contains__)
             checkpoint.check(manifest)
-            tiers = memory.allocate_tiers(memory.tier_capacities(self.plan, dtype), self.device)
+            capacities = memory.tier_capacities(self.plan, dtype)
+            tiers = self._tiers = memory.allocate_tiers(capacities, self.device)
             cache = KVCache(self.plan, tiers, dtype)
             placements = {
                 op.op.layer_name(layer): self.plan.placement(op.op.name, layer)

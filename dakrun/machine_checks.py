@@ -5,13 +5,20 @@ Reads /proc, /sys, the driver and torch.cuda; knows nothing of packages or of wh
 
 import ctypes
 import re
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dakrun.hardware import gpu_names
+from dakrun.host_limits import (
+    available_host_memory,
+    cgroup_limit,
+    lock_limit,
+    numa_node,
+    numa_nodes,
+    pci_address,
+)
 from dakrun.units import format_bytes
 
 ROOT = Path("/")
@@ -55,7 +62,7 @@ def visible_gpus() -> list[Gpu]:
     except Exception:
         return []
     return [
-        Gpu(index, p.name, (p.major, p.minor), p.total_memory, _address(p))
+        Gpu(index, p.name, (p.major, p.minor), p.total_memory, pci_address(p))
         for index, p in enumerate(properties)
     ]
 
@@ -112,21 +119,16 @@ def direct_transport(gpus: Sequence[Gpu]) -> Check:
 
 def host_memory(gpus: Sequence[Gpu], root: Path = ROOT) -> Check:
     """Host memory that is available, and the cgroup's limit."""
-    from dakrun.memory import available_host_memory
-
-    limit = _read(root / "sys/fs/cgroup/memory.max") or _read(
-        root / "sys/fs/cgroup/memory/memory.limit_in_bytes"
-    )
-    limited = limit.isdigit() and int(limit) < 1 << 60  # cgroup 1 writes a huge number for none
-    cgroup = f"the cgroup allows {format_bytes(int(limit))}" if limited else "no cgroup limit"
+    limit = cgroup_limit(root)
+    cgroup = "no cgroup limit" if limit is None else f"the cgroup allows {format_bytes(limit)}"
     available = format_bytes(available_host_memory())
     return Check("host memory", "ok", f"{available} available, {cgroup}")
 
 
 def page_locking(gpus: Sequence[Gpu]) -> Check:
     """RLIMIT_MEMLOCK; cudaHostRegister seldom minds it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    soft = lock_limit()
+    if soft is None:
         return Check("page locking", "ok", "no limit (ulimit -l)")
     return Check(
         "page locking", "note", f"ulimit -l is {format_bytes(soft)}; CUDA's page-locked memory "
@@ -137,12 +139,12 @@ def page_locking(gpus: Sequence[Gpu]) -> Check:
 
 def numa(gpus: Sequence[Gpu], root: Path = ROOT) -> Check:
     """NUMA nodes, and which one each GPU hangs on."""
-    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    nodes = numa_nodes(root)
     finding = f"{nodes} node{'s' if nodes > 1 else ''}" if nodes else "the kernel shows no nodes"
     for g in gpus:
-        node = _read(root / "sys/bus/pci/devices" / g.address / "numa_node")
-        known = node.isdigit()  # -1 where the firmware does not say
-        finding += f"; gpu {g.index} is on " + (f"node {node}" if known else "an unknown node")
+        node = numa_node(g.address, root)
+        where = "an unknown node" if node is None else f"node {node}"
+        finding += f"; gpu {g.index} is on {where}"
     return Check("numa", "ok" if nodes else "note", finding)
 
 
@@ -199,11 +201,6 @@ def _free_memory(gpu: Gpu) -> str:
         return f" ({format_bytes(mem_get_info(gpu.index)[0])} free)"
     except Exception:  # no context can be made: the GPU is full, or in exclusive use
         return " (free memory unknown: no context can be made on it)"
-
-
-def _address(properties: Any) -> str:
-    parts = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
-    return "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def _link(speed: str, width: str) -> str:

@@ -1,35 +1,53 @@
 """Tiers: the memories that a plan fills, and matrices whose items lie in several of them.
 
-The only place that allocates tier memory. Knows plans as numbers of units, not models.
+Host and GPU memory come from host_memory.py and device_memory.py. Knows plans as numbers of units,
+not models.
 """
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from dakrun.errors import CannotRun
+from dakrun.device_memory import (
+    DeviceBlock,
+    check_free,
+    check_peer,
+    device_index,
+    enable_peer_access,
+    peer_index,
+)
 from dakrun.hardware import LOCAL
+from dakrun.host_limits import available_host_memory as available_host_memory
+from dakrun.host_limits import check_host_memory
+from dakrun.host_memory import HostBlock, check_page_locking, locked_block
 from dakrun.plan.items import ItemGrid
 from dakrun.plan.planner import Plan
-from dakrun.units import format_bytes
 
 ALIGNMENT = 256
+HOST = "host"
+LOCAL_HINT = "lower --hbm-budget, --batch-size or --max-model-len, or end what else uses the GPU"
+PEER_HINT = "lower --peer-budget, or end what else uses that GPU"
 
 
 class Tier:
-    """One memory of fixed size that hands out aligned, uninitialised tensors and never grows."""
+    """One memory of fixed size that hands out aligned, uninitialised tensors and never grows.
+
+    On a GPU the tier "hbm" is its own memory, "host" page-locked host memory that every GPU can
+    read, and "peer:N" memory of GPU N that `device` can read. On a CPU all are host memory.
+    """
 
     def __init__(self, name: str, capacity: int, device: torch.device) -> None:
+        """Take `capacity` bytes; CannotRun where the machine does not give them."""
         self.name = name
         self.capacity = capacity
         self.used = 0
-        if name == LOCAL and device.type != "cpu":
-            self._buffer = torch.empty(capacity, dtype=torch.uint8, device=device)
-        else:
-            self._buffer = _map_pages(capacity)
+        self._block = _take(name, capacity, device)
+
+    def close(self) -> None:
+        """Give the memory back. Repeating it does nothing; tensors of it are not to be read."""
+        self.used = self.capacity
+        self._block.close()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of this tier; MemoryError where it does not fit any more."""
@@ -37,7 +55,7 @@ class Tier:
         end = self.used + aligned(nbytes)
         if end > self.capacity:
             raise MemoryError(f"tier {self.name}: {nbytes} bytes asked, {self.free} left")
-        block = self._buffer[self.used : self.used + nbytes]
+        block = self._block.tensor[self.used : self.used + nbytes]
         self.used = end
         return block.view(dtype).view(*shape)
 
@@ -45,6 +63,21 @@ class Tier:
     def free(self) -> int:
         """Bytes that are not handed out."""
         return self.capacity - self.used
+
+
+class Tiers(dict[str, Tier]):
+    """Tiers by name that are given back together; a context manager."""
+
+    def close(self) -> None:
+        """Close every tier. Repeating it does nothing."""
+        for tier in self.values():
+            tier.close()
+
+    def __enter__(self) -> "Tiers":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True)
@@ -117,70 +150,47 @@ def tier_capacities(plan: Plan, dtype: torch.dtype) -> dict[str, int]:
     return sizes
 
 
-def allocate_tiers(capacities: Mapping[str, int], device: torch.device) -> dict[str, Tier]:
-    """Tiers of exactly the given sizes in bytes.
+def allocate_tiers(capacities: Mapping[str, int], device: torch.device) -> Tiers:
+    """Tiers of exactly the given sizes in bytes, to be closed by the caller.
 
-    Raises CannotRun before anything is allocated where this machine's memory does not hold them.
+    Raises CannotRun before anything is allocated where this machine does not hold them, and with
+    everything given back where that shows only then.
     """
-    on_host = sum(
-        size for name, size in capacities.items() if name != LOCAL or device.type == "cpu"
-    )
-    available = available_host_memory()
-    if on_host > available:
-        raise CannotRun(
-            f"the plan needs {format_bytes(on_host)} of host memory, "
-            f"{format_bytes(available)} are available",
-            hint="lower --batch-size or --max-model-len, or use a machine with more memory",
-        )
-    return {name: Tier(name, size, device) for name, size in capacities.items()}
-
-
-def available_host_memory() -> int:
-    """Bytes of host memory that this process may still take: the kernel's and the cgroup's word."""
-    available = _meminfo("MemAvailable")
-    for limit_path, usage_path in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        limit, usage = _read_int(limit_path), _read_int(usage_path)
-        if limit is not None and usage is not None:
-            available = min(available, max(0, limit - usage + _reclaimable(limit_path)))
-    return available
-
-
-def _map_pages(nbytes: int) -> torch.Tensor:
-    """`nbytes` of private anonymous pages.
-
-    Not huge ones: where memory is fragmented the kernel compacts it first, and filling a model
-    then took twice as long.
-    """
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise CannotRun(f"/proc/meminfo has no {key}", hint="dakrun needs Linux")
-
-
-def _reclaimable(limit_path: str) -> int:
-    """Page cache that the cgroup counts as used but gives back under pressure."""
-    stat = Path(limit_path).with_name("memory.stat")
-    if not stat.is_file():
-        return 0
-    fields = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
-
-
-def _read_int(path: str) -> int | None:
+    _check(capacities, device)
+    tiers = Tiers()
     try:
-        return int(Path(path).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
+        for name, size in capacities.items():
+            tiers[name] = Tier(name, size, device)
+    except BaseException:
+        tiers.close()
+        raise
+    return tiers
+
+
+def _check(capacities: Mapping[str, int], device: torch.device) -> None:
+    """CannotRun where a tier cannot be had; takes nothing that it does not give back."""
+    if device.type == "cpu":
+        check_host_memory(sum(capacities.values()))
+        return
+    gpu, on_host = device_index(device), capacities.get(HOST, 0)
+    check_host_memory(on_host)
+    for name, size in capacities.items():
+        if name == LOCAL:
+            check_free(size, gpu, what="the plan", hint=LOCAL_HINT)
+        elif name != HOST and size:
+            check_peer(peer_index(name), gpu)
+            check_free(size, peer_index(name), what=f"tier {name}", hint=PEER_HINT)
+    check_page_locking(on_host, gpu)
+
+
+def _take(name: str, nbytes: int, device: torch.device) -> HostBlock | DeviceBlock:
+    """Memory for the tier `name` of a model that runs on `device`."""
+    if device.type == "cpu":
+        return HostBlock(nbytes)
+    if name == HOST:
+        return locked_block(nbytes, device_index(device))
+    if name == LOCAL or not nbytes:
+        return DeviceBlock(nbytes, device, hint=LOCAL_HINT)
+    peer = peer_index(name)
+    enable_peer_access(peer, device_index(device))
+    return DeviceBlock(nbytes, torch.device("cuda", peer), hint=PEER_HINT)

@@ -10,19 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import CannotRun
+from dakrun.picture import (
+    BLUE,
+    GREY,
+    ORANGE,
+    SAME,
+    VERMILION,
+    caption,
+    check_target,
+    draw_roofs,
+    new_figure,
+    roofs,
+    save,
+)
 from dakrun.plan.planner import Plan, make_plan
 from dakrun.plan.policy import Strategy
-from dakrun.plan.roofline import MIN_TENSOR_ROWS, Links
+from dakrun.plan.roofline import matmul_rows
+from dakrun.units import format_decimal
 
-# Okabe and Ito's colours, which people tell apart whatever their colour vision.
-BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7",
-)  # fmt: skip
-GREY = "#666666"
-ROOF_STYLES = ((BLUE, "-"), (SKY, "--"), (PURPLE, "-."), (GREEN, ":"))
 CLOSE = 1.5  # ops whose coordinates differ by less than this factor share a label
-SAME = 1.005  # rates that differ by less than this factor share a line
 
 
 @dataclass(frozen=True)
@@ -41,18 +48,8 @@ def plot_plan(plan: Plan, path: Path, *, steps: int = 40) -> None:
 
     Raises CannotRun without matplotlib, UsageError where `path` cannot be written.
     """
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: no such folder", hint="make it, or change --plot")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CannotRun(
-            "drawing needs matplotlib, which is not installed",
-            hint="pip install 'dakrun[plot]'",
-        ) from None
-    figure = Figure(figsize=(13, 5.6), dpi=150)
-    FigureCanvasAgg(figure)
+    check_target(path)
+    figure = new_figure(13, 5.6)
     left, right = figure.subplots(1, 2)
     figure.subplots_adjust(left=0.065, right=0.985, top=0.87, bottom=0.115, wspace=0.17)
     profile, work = plan.profile, plan.workload
@@ -64,10 +61,7 @@ def plot_plan(plan: Plan, path: Path, *, steps: int = 40) -> None:
     )
     _draw_roofline(left, plan)
     _draw_ratios(right, plan, steps)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as problem:
-        raise UsageError(f"{path}: {problem.strerror}", hint="change --plot") from None
+    save(figure, path)
 
 
 def points(plan: Plan) -> list[Point]:
@@ -120,43 +114,19 @@ def _close(one: Point, other: Point) -> bool:
     return all(1 / CLOSE < factor < CLOSE for factor in factors)
 
 
-def _roofs(plan: Plan) -> list[tuple[str, float]]:
-    """(tiers, bytes/s) of every tier of the plan and of all together, the fastest first."""
-    links = Links.of(plan.profile, plan.tiers[1:])
-    rates = [(name.upper() if name == "hbm" else name, r) for name, r in links.direct.items()]
-    rates.append((" + ".join(name for name, _ in rates), links.total_rate()))
-    merged: list[tuple[str, float]] = []
-    for name, rate in sorted(rates, key=lambda roof: -roof[1]):
-        if merged and merged[-1][1] / rate < SAME:
-            merged[-1] = (f"{merged[-1][0]}, {name}", merged[-1][1])
-        else:
-            merged.append((name, rate))
-    return merged
-
-
 def _draw_roofline(axes: Any, plan: Plan) -> None:
-    found, roofs = points(plan), _roofs(plan)
+    found, slopes = points(plan), roofs(plan.profile, plan.tiers[1:])
     rate = plan.profile.compute[plan.model.dtype]
-    at_batch = rate.at(max(plan.workload.batch_size, MIN_TENSOR_ROWS))
+    at_batch = rate.at(matmul_rows(plan.workload.batch_size, plan.profile))
     ridge = rate.peak / plan.profile.hbm_bytes_per_s
     intensities = [point.intensity for point in found]
     low, high = min(*intensities, ridge) / 6, max(*intensities, ridge) * 6
-    bottom = min(roofs[-1][1] * low, *(point.flops_per_s / 4 for point in found))
+    bottom = min(slopes[-1][1] * low, *(point.flops_per_s / 4 for point in found))
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, rate.peak * 12))
-    for (name, bandwidth), (colour, style) in zip(roofs, ROOF_STYLES, strict=False):
-        top = rate.peak / bandwidth
-        ends = (low, min(top, high))
-        label = f"{name}: {_rate(bandwidth, 'B/s')}"
-        axes.plot(ends, [bandwidth * x for x in ends], style, color=colour, label=label, lw=1.8)
-    start = rate.peak / roofs[0][1]
-    label = f"compute peak: {_rate(rate.peak, 'FLOP/s')}"
-    axes.plot((start, high), (rate.peak, rate.peak), color="black", lw=1.8, label=label)
+    peaks = [("compute peak", rate.peak)]
     if not 1 / SAME < rate.peak / at_batch < SAME:
-        ends = (at_batch / roofs[0][1], high)
-        label = f"compute at this batch: {_rate(at_batch, 'FLOP/s')}"
-        axes.plot(ends, (at_batch, at_batch), "--", color="black", lw=1.2, label=label)
-    label = f"HBM ridge: {ridge:.3g} FLOP/B"
-    axes.plot((ridge, ridge), (bottom, rate.peak), ":", color=GREY, lw=1.2, label=label)
+        peaks.append(("compute at this batch", at_batch))
+    draw_roofs(axes, slopes, peaks, plan.profile.hbm_bytes_per_s)
     shapes = {"linear": ("o", VERMILION), "attention": ("D", ORANGE)}
     for category, (marker, colour) in shapes.items():
         alike = [point for point in found if point.category == category]
@@ -168,11 +138,7 @@ def _draw_roofline(axes: Any, plan: Plan) -> None:
     axes.legend(loc="lower right", fontsize=8, framealpha=0.95)
     axes.figure.canvas.draw()
     _label_clusters(axes, clusters(found))
-    axes.set_title("Roofline of a decode step", fontsize=11)
-    axes.set_xlabel("arithmetic intensity (FLOP per byte)")
-    axes.set_ylabel("FLOP/s")
-    axes.grid(True, which="major", color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
+    caption(axes, "Roofline of a decode step", "arithmetic intensity (FLOP per byte)", "FLOP/s")
 
 
 def _label_clusters(axes: Any, groups: Sequence[Sequence[Point]]) -> None:
@@ -255,7 +221,7 @@ def _draw_ratios(axes: Any, plan: Plan, steps: int) -> None:
     chosen = (100 * plan.ratio, predicted / 1e9)
     axes.plot(
         *chosen, "*", ms=15, mfc=VERMILION, mec="black", zorder=5,
-        label=f"chosen: {plan.ratio:.1%} outside HBM, {_rate(predicted, 'B/s')}",
+        label=f"chosen: {plan.ratio:.1%} outside HBM, {format_decimal(predicted, 'B/s')}",
     )  # fmt: skip
     if plan.required_ratio > 0:
         axes.axvspan(
@@ -264,16 +230,7 @@ def _draw_ratios(axes: Any, plan: Plan, steps: int) -> None:
         )  # fmt: skip
     axes.set(xlim=(-2, 102), ylim=(0, highest / 1e9 * 1.45))
     axes.legend(loc="upper right", fontsize=8, framealpha=0.95)
-    axes.set_title("Effective bandwidth against the offload ratio", fontsize=11)
-    axes.set_xlabel("weight and KV bytes outside HBM (%)")
-    axes.set_ylabel("EB: weight bytes per step time (GB/s)")
-    axes.grid(True, color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-
-
-def _rate(value: float, unit: str) -> str:
-    """`value` with a decimal prefix, as in "4.45 TB/s"."""
-    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
-        if value >= factor:
-            return f"{value / factor:.4g} {prefix}{unit}"
-    return f"{value:.4g} {unit}"
+    caption(
+        axes, "Effective bandwidth against the offload ratio",
+        "weight and KV bytes outside HBM (%)", "EB: weight bytes per step time (GB/s)",
+    )  # fmt: skip

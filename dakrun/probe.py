@@ -1,6 +1,6 @@
 """Measures this machine for the planner and keeps the profile that follows.
 
-How a CPU is measured is in probe_cpu.py; a GPU's part goes beside it.
+How a CPU is measured is in probe_cpu.py, a GPU in probe_gpu.py.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from rich.text import Text
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, gpu_names, kept_profiles_dir, shipped_profiles
+from dakrun.heat_map import grids, heat_map
 
 if TYPE_CHECKING:
-    from dakrun.probe_cpu import Measurement
+    from dakrun.measurement import Measurement
 
 COLUMNS = ("what", "median", "spread", "runs", "")
 LEGEND = (
     "spread: distance of the quartiles over the median; efficiency: the least time that the other "
     "figures allow, over the measured time"
 )
-DEFAULT_NAME = "measured-cpu"
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,16 @@ class Probe:
     measurements: "tuple[Measurement, ...]"
 
 
-def target(output: str | None, name: str | None) -> Path:
+def target(output: str | None, name: str | None, device: Literal["cuda", "cpu"]) -> Path:
     """The file for a profile called `name`: `output`, or one in the cache folder.
+
+    Without a name it is called after the file, or after what is measured.
 
     Raises UsageError, before anything is measured, where the profile could not be kept or found.
     """
     stem = name
     if stem is None:
-        stem = Path(output).stem if output else DEFAULT_NAME
+        stem = Path(output).stem if output else default_name(device)
     if not re.fullmatch(r"\w[\w.-]*", stem):
         raise UsageError(f"a profile cannot be called {stem!r}", hint="use letters, digits and -")
     if output is None:
@@ -60,21 +62,34 @@ def target(output: str | None, name: str | None) -> Path:
     return path
 
 
-def check_device(device: Literal["auto", "cuda", "cpu"]) -> None:
-    """Raise CannotRun where `device` is a GPU, or is auto and there is one."""
-    if device == "cuda" or (device == "auto" and gpu_names()):
-        shipped = ", ".join(shipped_profiles())
+def default_name(device: Literal["cuda", "cpu"]) -> str:
+    """What a profile of this machine's `device` is called, as in measured-nvidia-h200."""
+    what = next(iter(gpu_names()), "gpu") if device == "cuda" else "cpu"
+    return "measured-" + re.sub(r"[^a-z0-9]+", "-", what.lower()).strip("-")
+
+
+def measured_device(device: Literal["auto", "cuda", "cpu"]) -> Literal["cuda", "cpu"]:
+    """The device that `device` means here; CannotRun where it is a GPU and there is none."""
+    import torch
+
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
         raise CannotRun(
-            "measuring a GPU is not supported yet",
-            hint=f"use --device cpu, or plan with a shipped profile: {shipped}",
+            "no CUDA GPU can be used here", hint="use --device cpu, or see: dakrun doctor"
         )
+    return "cuda"
 
 
-def measure(name: str, *, quick: bool = False) -> Probe:
-    """Measure the CPU for a profile called `name`; `quick` uses smaller buffers and fewer runs."""
-    from dakrun.probe_cpu import FULL, QUICK, measure_cpu
+def measure(name: str, device: Literal["cuda", "cpu"], *, quick: bool = False) -> Probe:
+    """Measure `device` for a profile called `name`; `quick` uses smaller buffers and fewer runs."""
+    if device == "cpu":
+        from dakrun import probe_cpu
 
-    return Probe(*measure_cpu(name, QUICK if quick else FULL))
+        return Probe(*probe_cpu.measure_cpu(name, probe_cpu.QUICK if quick else probe_cpu.FULL))
+    from dakrun import gpu_sweeps, probe_gpu
+
+    return Probe(*probe_gpu.measure_gpu(name, gpu_sweeps.QUICK if quick else gpu_sweeps.FULL))
 
 
 def save(profile: HardwareProfile, path: Path) -> None:
@@ -94,7 +109,7 @@ def save(profile: HardwareProfile, path: Path) -> None:
 
 
 def render(probe: Probe, console: Console) -> None:
-    """Print a row for every measurement; nothing depends on colour."""
+    """Print a row for every measurement, then the heat maps; nothing depends on colour."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in COLUMNS:
         table.add_column(title, justify="left" if title in ("what", "") else "right")
@@ -102,6 +117,9 @@ def render(probe: Probe, console: Console) -> None:
         table.add_row(*map(Text, row))
     console.print(table, highlight=False)
     console.print(LEGEND, soft_wrap=True, highlight=False)
+    for grid in grids(probe.profile):
+        lines = heat_map(grid, width=min(100, console.width), ascii_only=console.options.ascii_only)
+        console.print("", *lines, sep="\n", soft_wrap=True, highlight=False, markup=False)
 
 
 def rows(probe: Probe) -> list[tuple[str, ...]]:

@@ -19,11 +19,10 @@ from dakrun.config import Dtype
 from dakrun.errors import CannotRun
 from dakrun.hardware import ComputeRate, HardwareProfile, Provenance, RemoteTier, cpu_name
 from dakrun.kernels import reference
+from dakrun.measurement import STEADY, Log, Measurement
 from dakrun.memory import Part, PartitionedTensor, available_host_memory
-from dakrun.plan.roofline import MIN_TENSOR_ROWS
-from dakrun.units import format_bytes, format_seconds
+from dakrun.units import format_bytes
 
-STEADY = 0.05  # spread up to which a figure counts as steady
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 
 
@@ -48,56 +47,20 @@ FULL = Sizes(buffer_bytes=2**29, caches=8, seconds=0.6, runs=5)
 QUICK = Sizes(buffer_bytes=3 * 2**26, caches=4, seconds=0.08, runs=3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """A median over `runs` runs; `spread` is the distance of the quartiles over the median."""
-
-    what: str
-    value: float
-    unit: str
-    spread: float
-    runs: int
-
-    @property
-    def steady(self) -> bool:
-        """Whether the runs agree well enough to plan with."""
-        return self.spread <= STEADY
-
-    @property
-    def text(self) -> str:
-        """The median in its unit."""
-        if self.unit == "s":
-            return format_seconds(self.value)
-        return f"{self.value:.2f}" if not self.unit else f"{self.value / 1e9:,.1f} G{self.unit}"
-
-
-class _Stopwatch:
+class _Stopwatch(Log):
     """Times calls as `sizes` says and keeps every measurement."""
 
     def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
         self.sizes = sizes
-        self.measurements: list[Measurement] = []
 
-    def measure(
-        self, what: str, unit: str, work: float, call: Callable[[], object], *, rate: bool = True
-    ) -> float:
-        """Median of `work` over the seconds of a call, or of seconds over work.
+    def rate(self, what: str, unit: str, work: float, call: Callable[[], object]) -> float:
+        """Median of `work` over the seconds of a call."""
+        return self.measure(what, unit, lambda: [work / t for t in self._times(call)])
 
-        Measured again, once, where it is not steady; the steadier times count.
-        """
-        times = self._times(call)
-        if _spread(times) > STEADY:
-            times = min(times, self._times(call), key=_spread)
-        seconds = statistics.median(times)
-        found = Measurement(
-            what=what,
-            value=float(f"{work / seconds if rate else seconds / work:.4g}"),
-            unit=unit,
-            spread=_spread(times),
-            runs=len(times),
-        )
-        self.measurements.append(found)
-        return found.value
+    def seconds(self, what: str, calls: int, call: Callable[[], object]) -> float:
+        """Median of the seconds of a call over `calls`, the ops that it runs."""
+        return self.measure(what, "s", lambda: [t / calls for t in self._times(call)])
 
     def _times(self, call: Callable[[], object]) -> list[float]:
         call()
@@ -107,11 +70,6 @@ class _Stopwatch:
             call()
             times.append(time.perf_counter() - start)
         return times
-
-
-def _spread(times: list[float]) -> float:
-    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return (high - low) / median
 
 
 def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
@@ -193,13 +151,11 @@ def _memory_rates(watch: _Stopwatch, buffer: torch.Tensor) -> tuple[float, float
     weight = _as_weight(buffer)
     x = torch.rand(weight.shape[1], 1)
     read = max(
-        watch.measure("memory read, sum", "B/s", nbytes, buffer.sum),
-        watch.measure(
-            "memory read, matmul N=1", "B/s", weight.nbytes, partial(torch.mm, weight, x)
-        ),
+        watch.rate("memory read, sum", "B/s", nbytes, buffer.sum),
+        watch.rate("memory read, matmul N=1", "B/s", weight.nbytes, partial(torch.mm, weight, x)),
     )
     there = torch.empty_like(buffer)
-    return read, watch.measure("memory copy", "B/s", nbytes, partial(there.copy_, buffer))
+    return read, watch.rate("memory copy", "B/s", nbytes, partial(there.copy_, buffer))
 
 
 def _compute_rate(watch: _Stopwatch, dtype: Dtype) -> ComputeRate:
@@ -212,7 +168,7 @@ def _compute_rate(watch: _Stopwatch, dtype: Dtype) -> ComputeRate:
     for n in watch.sizes.batch_sizes:
         xt = torch.rand(size, n).to(weight.dtype)
         call = partial(torch.mm, weight, xt, out=torch.empty_like(xt))
-        rate = watch.measure(f"matmul {dtype} N={n}", "FLOP/s", 2.0 * n * size * size, call)
+        rate = watch.rate(f"matmul {dtype} N={n}", "FLOP/s", 2.0 * n * size * size, call)
         points.append((n, rate))
     return ComputeRate(peak=max(rate for _, rate in points), measured=tuple(points))
 
@@ -226,7 +182,7 @@ def _op_seconds(watch: _Stopwatch) -> float:
         for _ in range(calls):
             reference.linear(x, weight)
 
-    return watch.measure("cost of an op", "s", calls, many, rate=False)
+    return watch.seconds("cost of an op", calls, many)
 
 
 def _linear_efficiency(
@@ -234,17 +190,16 @@ def _linear_efficiency(
 ) -> float:
     """Bound over measured time of a linear op whose weight comes from memory.
 
-    The geometric mean over the batch sizes up to 64, for which the weight's bytes matter, but from
-    MIN_TENSOR_ROWS on: below, the planner counts more arithmetic than a CPU does.
+    The geometric mean over the batch sizes up to 64, for which the weight's bytes matter.
     """
     weight = _whole(_as_weight(buffer))
     rows, cols = weight.shape
     found = []
-    for n in (n for n in watch.sizes.batch_sizes if MIN_TENSOR_ROWS <= n <= 64):
+    for n in (n for n in watch.sizes.batch_sizes if n <= 64):
         x = torch.rand(n, cols)
         bound = max(4 * rows * cols / read, 2.0 * n * rows * cols / flops(n))
         call = partial(reference.linear, x, weight)
-        found.append(min(1.0, watch.measure(f"linear efficiency N={n}", "", bound, call)))
+        found.append(min(1.0, watch.rate(f"linear efficiency N={n}", "", bound, call)))
     return statistics.geometric_mean(found)
 
 
@@ -260,7 +215,7 @@ def _attention_efficiency(
     bound = max(used.nbytes / read, 2.0 * used.numel() / flops(slots))
     positions = [length - 1] * slots
     call = partial(reference.decode_attention, q, q, q, caches, positions, dim**-0.5)
-    return min(1.0, watch.measure("attention efficiency", "", bound, call))
+    return min(1.0, watch.rate("attention efficiency", "", bound, call))
 
 
 def _as_weight(buffer: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them ("20GiB", "1.5 GB") and as reports show them."""
+"""Byte sizes as people write them ("20GiB", "1.5 GB"), and figures as reports show them."""
 
 import re
 
@@ -34,8 +34,21 @@ def format_bytes(n: float) -> str:
     return f"{n:.0f} B"
 
 
+def format_decimal(value: float, unit: str) -> str:
+    """`value` with a decimal prefix and four significant digits, as in "4.45 TB/s"."""
+    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= factor:
+            return f"{value / factor:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
 def format_seconds(s: float) -> str:
     """`s` seconds in the unit that suits its size: "12.3 us", "4.56 ms", "7.89 s"."""
     if s >= 1:
         return f"{s:.2f} s"
     return f"{s * 1e3:.2f} ms" if s >= 1e-3 else f"{s * 1e6:.1f} us"
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a` / `b`, rounded up."""
+    return -(-a // b)

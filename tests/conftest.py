@@ -1,4 +1,5 @@
-"""Skips tests marked `gpu` where torch sees no CUDA GPU; gives every test an empty cache folder.
+"""Skips tests marked `gpu` where torch sees no CUDA GPU; gives every test an empty cache folder;
+prints what the compiler said of the kernels.
 
 torch is imported only if such tests were collected: the pure tests start without it.
 """
@@ -31,3 +32,25 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(folder))
     return folder
+
+
+KERNEL_REPORTS = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[KERNEL_REPORTS] = []
+
+
+@pytest.fixture
+def kernel_reports(request: pytest.FixtureRequest) -> list[str]:
+    """Lines on compiled kernels that are printed after the tests."""
+    return request.config.stash[KERNEL_REPORTS]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if lines := config.stash[KERNEL_REPORTS]:
+        terminalreporter.section("kernels")
+        for line in lines:
+            terminalreporter.line(line)

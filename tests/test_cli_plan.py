@@ -1,5 +1,6 @@
 """`dakrun plan` and what every command shares: output, exit codes, error lines, late imports."""
 
+import errno
 import json
 import os
 import subprocess
@@ -53,12 +54,23 @@ def test_table() -> None:
     result = run(*PLAN)
     assert result.exit_code == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
-    assert lines[0].split()[:6] == ["op", "shape", "bytes", "FLOP/B", "ridge", "regime"]
+    heading = "op shape bytes FLOP FLOP/B ridge regime a b"
+    assert lines[1].split() == heading.split()
     names = ["qkv", "attention", "o", "fc1", "fc2", "lm_head"]
-    assert [line.split()[0] for line in lines[1:7]] == names
-    assert "x48 21504x7168" in " ".join(lines[1].split()) and "10.1%" in lines[1]
-    for text in ("hbm memory", "host memory", "offload ratio", "TPOT", "tokens/s", "EB total"):
+    assert [line.split()[0] for line in lines[2:8]] == names
+    needs = "qkv x48 21504x7168 13.78 GiB 118.4 G 8.0 247 memory 10.1% 10.1%"
+    assert lines[2].split() == needs.split()
+    second = lines.index("What the plan does with it")
+    heading = "op ratio units SMs window via bound predicted EB GB/s"
+    assert lines[second + 1].split() == heading.split()
+    assert [line.split()[0] for line in lines[second + 2 : second + 8]] == names
+    choice = lines[second + 2].split()
+    assert choice[:7] == ["qkv", "10.1%", "101520/11376", "100/32", "4", "MiB", "direct"]
+    for text in ("hbm memory", "host memory", "TTFT", "TPOT", "tokens/s", "EB total"):
         assert text in result.stdout
+    titles = [line[:15].strip() for line in lines]
+    for title in ("offload ratio", "phase", "KV per step", "uniform bound", "advice"):
+        assert title in titles
     assert "gh200" in result.stdout and "spec-sheet, 2026-11-21" in result.stdout
 
 
@@ -70,9 +82,26 @@ def test_piped_table_is_whole_whatever_the_terminal(columns: str) -> None:
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 120
     assert "…" not in done.stdout and "\x1b" not in done.stdout and done.stdout.isascii()
-    row = lines[1].split()
-    assert len(row) == len(lines[2].split()) == 16  # "qkv x64", sizes and times are two words
+    # "qkv x64", sizes, FLOPs, windows and times are two words
+    assert len(lines[2].split()) == len(lines[3].split()) == 12
+    second = lines.index("What the plan does with it")
+    assert len(lines[second + 5].split()) == len(lines[second + 6].split()) == 12
     assert not any(line != line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "ratio", "phase", "said"),
+    [
+        ("8", "auto", 1, "faster"),
+        ("512", "0.15", 2, "no slower"),
+        ("512", "0.9", 3, "costs link time"),
+    ],
+)
+def test_phases_in_words(batch_size: str, ratio: str, phase: int, said: str) -> None:
+    args = (*PLAN, "--batch-size", batch_size, "--offload-ratio", ratio)
+    assert json.loads(run(*args, "--json").stdout)["phase"] == phase
+    row = next(line for line in run(*args).stdout.splitlines() if line.startswith("phase"))
+    assert f"{phase} of 3" in row and said in row
 
 
 def test_json() -> None:
@@ -82,7 +111,25 @@ def test_json() -> None:
     assert shown["profile"]["provenance"]["kind"] == "spec-sheet"
     assert [tier["name"] for tier in shown["tiers"]] == ["hbm", "host"]
     assert shown["strategy"] == "greedy" and shown["required_ratio"] == 0
-    assert 0 < shown["bound"]["tpot_s"] < shown["predicted"]["tpot_s"]
+    for kind in ("tpot_s", "ttft_s"):
+        assert 0 < shown["bound"][kind] < shown["predicted"][kind]
+    assert shown["prefill"]["tokens"] == 8 * 1024 and shown["prefill"]["chunks"] == 4
+    assert shown["phase"] == 1
+    assert shown["uniform"]["runs"] and set(shown["uniform"]["predicted"]) == set(shown["bound"])
+    qkv = shown["ops"][0]
+    assert qkv["transport"] == "direct"
+    assert qkv["ridge_flops_per_byte"] == shown["profile"]["ridge_flops_per_byte"]
+    assert [tier["window_bytes"] for tier in qkv["tiers"]] == [None, 4 << 20]
+    assert sum(tier["sms"] for tier in qkv["tiers"]) == shown["profile"]["sms"]
+
+
+def test_the_uniform_strategy_is_shown_beside_the_plan() -> None:
+    budget = ("--hbm-budget", "20GiB")
+    shown = plan_json(*budget)["uniform"]
+    itself = plan_json(*budget, "--strategy", "uniform")
+    assert shown["ratio"] == itself["ratio"]
+    for kind in ("bound", "predicted"):
+        assert shown[kind] == itself[kind] == itself["uniform"][kind]
 
 
 def test_options_reach_the_planner() -> None:
@@ -178,9 +225,39 @@ def test_internal_errors_are_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("problem", "said", "advice"),
+    [
+        (PermissionError(errno.EACCES, "Denied", "a/b"), "a/b: Denied", "permissions"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "a"), "a: Is a dir", "not a folder"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a", 0, "b"), "a: No such", "the path"),
+        (OSError(errno.ENOSPC, "No space left\non device"), "No space left on device", "free"),
+        (OSError(errno.EIO, "Input/output error", "a"), "a: Input/output error", "DAKRUN_DEBUG=1"),
+        (OSError("only words"), "only words", "DAKRUN_DEBUG=1"),
+        (TimeoutError(), "TimeoutError", "DAKRUN_DEBUG=1"),
+    ],
+)
+def test_errors_of_the_system_name_the_file(
+    monkeypatch: pytest.MonkeyPatch, problem: OSError, said: str, advice: str
+) -> None:
+    failing(monkeypatch, problem)
+    result = run(*PLAN)
+    assert result.exit_code == 3
+    error, hint = error_lines(result)
+    assert error.startswith(said) and advice in hint
+
+
+def test_a_name_that_is_too_long() -> None:
+    result = run("plan", "--model", "m" * 300, "--profile", "gh200")
+    assert result.exit_code == 3
+    error, hint = error_lines(result)
+    assert error == "m" * 300 + ": File name too long" and "255 bytes" in hint
+
+
+@pytest.mark.parametrize(
     ("problem", "code"),
     [
         (ZeroDivisionError("why"), 1),
+        (OSError(errno.EIO, "why"), 3),
         (CannotRun("why", hint="how"), 3),
         (click.UsageError("why"), 2),
     ],
@@ -209,6 +286,20 @@ def test_a_closed_pipe_is_quiet(last: str) -> None:
     done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.stderr == "" and done.returncode == 1
+
+
+@pytest.mark.parametrize("args", [("--help",), PLAN, (*PLAN, "--json")])
+def test_a_full_disk_under_stdout_is_said_once(args: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "dakrun", *args]
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 3
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: ") and error.endswith("No space left on device")
+    assert hint == "hint: free some disk space, then run it again"
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from dakrun.config import Llama3Rope, ModelConfig, SamplingParams, Workload, read_json_object
+from dakrun.config import Llama3Rope, SamplingParams, Workload
 from dakrun.errors import CannotRun, DakrunError, UsageError
+from dakrun.hf_config import parse_model_config, read_json_object, read_model_config
 
 OPT: dict[str, Any] = {
     "model_type": "opt",
@@ -55,7 +56,7 @@ def one_line(error: DakrunError) -> str:
 
 
 def test_opt() -> None:
-    model = ModelConfig.from_hf(OPT, name="m")
+    model = parse_model_config(OPT, name="m")
     assert (model.family, model.head_dim, model.num_kv_heads, model.dtype) == (
         "opt", 64, 12, "float16",
     )  # fmt: skip
@@ -67,18 +68,18 @@ def test_opt() -> None:
 
 def test_opt_350m_is_post_norm_with_projected_embeddings() -> None:
     raw = {**OPT, "hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512}
-    model = ModelConfig.from_hf({**raw, "do_layer_norm_before": False}, name="m")
+    model = parse_model_config({**raw, "do_layer_norm_before": False}, name="m")
     assert (model.embed_size, model.pre_norm, model.final_norm) == (512, False, False)
 
 
 def test_galactica_like_opt_has_no_biases_nor_affine_norms() -> None:
     raw = {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}
-    model = ModelConfig.from_hf({**raw, "_remove_final_layer_norm": True}, name="m")
+    model = parse_model_config({**raw, "_remove_final_layer_norm": True}, name="m")
     assert not (model.attention_bias or model.mlp_bias or model.norm_affine or model.final_norm)
 
 
 def test_llama() -> None:
-    model = ModelConfig.from_hf(LLAMA, name="m")
+    model = parse_model_config(LLAMA, name="m")
     assert (model.head_dim, model.q_size, model.kv_size) == (128, 4096, 1024)
     assert (model.rope_theta, model.rope_scaling, model.norm_eps) == (5e5, None, 1e-5)
     assert model.eos_token_ids == (128001, 128008)
@@ -89,7 +90,7 @@ def test_llama() -> None:
 
 def test_llama_without_the_keys_that_came_later() -> None:
     later = ("num_key_value_heads", "rope_theta", "torch_dtype", "eos_token_id")
-    model = ModelConfig.from_hf({k: v for k, v in LLAMA.items() if k not in later}, name="m")
+    model = parse_model_config({k: v for k, v in LLAMA.items() if k not in later}, name="m")
     assert (model.num_kv_heads, model.rope_theta, model.dtype) == (32, 10_000.0, "float32")
 
 
@@ -108,12 +109,12 @@ def test_llama_without_the_keys_that_came_later() -> None:
     ],
 )
 def test_rope_formats(change: dict[str, Any], theta: float, scaling: Llama3Rope | None) -> None:
-    model = ModelConfig.from_hf({**LLAMA, **change}, name="m")
+    model = parse_model_config({**LLAMA, **change}, name="m")
     assert (model.rope_theta, model.rope_scaling) == (theta, scaling)
 
 
 def test_new_dtype_key_wins() -> None:
-    assert ModelConfig.from_hf({**LLAMA, "dtype": "float32"}, name="m").dtype == "float32"
+    assert parse_model_config({**LLAMA, "dtype": "float32"}, name="m").dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_new_dtype_key_wins() -> None:
 )  # fmt: skip
 def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
     with pytest.raises(CannotRun) as caught:
-        ModelConfig.from_hf(raw, name="m")
+        parse_model_config(raw, name="m")
     assert said in one_line(caught.value) and caught.value.exit_code == 3
 
 
@@ -163,7 +164,7 @@ def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
 )
 def test_what_is_wrong(raw: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        ModelConfig.from_hf(raw, name="m")
+        parse_model_config(raw, name="m")
     assert said in one_line(caught.value) and caught.value.exit_code == 2
 
 
@@ -176,7 +177,7 @@ def write_model(folder: Path, raw: dict[str, Any], **files: Any) -> Path:
 
 def test_a_directory_is_named_after_itself_and_generation_config_counts(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "mine", LLAMA, generation_config={"eos_token_id": 7})
-    model = ModelConfig.from_directory(folder)
+    model = read_model_config(folder)
     assert (model.name, model.eos_token_ids) == ("mine", (7,))
 
 
@@ -185,7 +186,7 @@ def test_unreadable_config(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError) as caught:
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
     assert str(tmp_path / "config.json") in one_line(caught.value)
     with pytest.raises(UsageError):
         read_json_object(tmp_path)
@@ -208,7 +209,8 @@ def test_workload_is_positive(change: dict[str, int], said: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [{"max_tokens": 0}, {"max_tokens": 1.5}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1},
-     {"temperature": -1}, {"temperature": float("nan")}, {"seed": "1"}, {"stop": ("",)}],
+     {"temperature": -1}, {"temperature": float("nan")}, {"seed": "1"}, {"stop": ("",)},
+     {"stop": "end"}, {"ignore_eos": 1}],
 )  # fmt: skip
 def test_sampling_params_are_checked(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:

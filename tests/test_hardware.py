@@ -14,6 +14,7 @@ from dakrun.hardware import (
     HardwareProfile,
     Provenance,
     RemoteTier,
+    Sweep,
     find_profile,
     gpu_names,
     load_profile,
@@ -31,6 +32,16 @@ text = st.text(min_size=1)
 def compute_rates(draw: st.DrawFn) -> ComputeRate:
     points = draw(st.dictionaries(st.integers(1, 10**6), positive, max_size=4))
     return ComputeRate(peak=draw(positive), measured=tuple(sorted(points.items())))
+
+
+@st.composite
+def sweeps(draw: st.DrawFn) -> Sweep:
+    columns = draw(st.lists(text, max_size=3))
+    value = st.one_of(
+        st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**52).map(float)
+    )
+    rows = draw(st.lists(st.tuples(*[value] * len(columns)), max_size=6))
+    return Sweep(columns=tuple(columns), rows=tuple(rows))
 
 
 @st.composite
@@ -72,6 +83,8 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         ),
         link_groups=groups,
         hbm_group=draw(group),
+        facts=draw(st.dictionaries(text, st.one_of(st.text(), st.integers(-(2**60), 2**60)))),
+        sweeps=draw(st.dictionaries(text, sweeps(), max_size=2)),
     )
 
 
@@ -147,6 +160,9 @@ def test_rates_are_linear_in_the_logarithms() -> None:
         ("[compute.float16]", "[compute.float16]\nmeasured = [8, 1e12]", "wrong type"),
         ("[[remote]]", '[[remote]]\ngroup = "ports"', "link group 'ports' is not listed"),
         ("[[remote]]", "[link_groups]\nports = 0\n[[remote]]", "rate of a link group"),
+        ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\nrows = [[1, 2]]\n[[remote]]", "rows differ"),
+        ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\nrows = [[nan]]\n[[remote]]", "not finite"),
+        ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\n[[remote]]", "'rows' is missing"),
     ],
 )
 def test_malformed_profiles(old: str, new: str, said: str) -> None:

@@ -185,6 +185,22 @@ CHECKPOINTS = {
         CANNOT_RUN, f"tensor {DOWN} is 256x127, config.json says 256x128", "belong together",
         tensors(**{DOWN: torch.zeros(256, 127)}),
     ),
+    "matrix of int8": Call(
+        CANNOT_RUN, f"tensor {DOWN} is stored as I8", "checkpoint that it was made from",
+        tensors(**{DOWN: torch.zeros(256, 128, dtype=torch.int8)}),
+    ),
+    "norm of int64": Call(
+        CANNOT_RUN, f"tensor {NORM} is stored as I64", "float16",
+        tensors(**{NORM: torch.ones(64, dtype=torch.int64)}),
+    ),
+    "packed int4": Call(
+        CANNOT_RUN, f"tensor {DOWN} is stored as U8", "float16",
+        tensors(**{DOWN: torch.zeros(256, 64, dtype=torch.uint8)}),
+    ),
+    "matrix of float8": Call(
+        CANNOT_RUN, f"tensor {DOWN} is stored as F8_E4M3", "float16",
+        tensors(**{DOWN: torch.zeros(256, 128, dtype=torch.float8_e4m3fn)}),
+    ),
     "scalar for a matrix": Call(
         CANNOT_RUN, f"tensor {DOWN} is ", "belong together", tensors(**{DOWN: torch.tensor(1.0)})
     ),

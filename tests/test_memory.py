@@ -1,10 +1,16 @@
 """Tiers and partitioned matrices: every element in exactly one tier, and exactly as big."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dakrun import device_memory, memory
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
@@ -15,6 +21,8 @@ from dakrun.plan.items import ItemGrid
 from dakrun.plan.planner import Policy, make_plan
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+MIB = 2**20
 
 
 def make_tiers(nbytes: int = 1 << 23) -> dict[str, Tier]:
@@ -59,7 +67,7 @@ def test_parts_lie_in_the_tier_that_the_placement_names() -> None:
     assert tiers["hbm"].used == 3 * 64 * 1024 * 2
     assert tiers["host"].used == 5 * 64 * 1024 * 2
     for part in matrix.parts:
-        buffer = tiers[part.tier]._buffer
+        buffer = tiers[part.tier]._block.tensor
         start = buffer.data_ptr()
         assert start <= part.data.data_ptr() < start + buffer.numel()
 
@@ -92,6 +100,108 @@ def test_capacities_are_what_the_plan_says() -> None:
 def test_more_than_the_machine_has_is_refused_before_allocating() -> None:
     with pytest.raises(CannotRun, match=r"needs 1024\.00 TiB of host memory"):
         allocate_tiers({"hbm": 0, "host": 1 << 50}, CPU)
+
+
+def test_tiers_are_given_back_together() -> None:
+    with allocate_tiers({"hbm": MIB, "host": MIB, "peer:1": 0}, CPU) as tiers:
+        assert tiers["host"].allocate((4,), torch.float32).sum() == 0
+    for tier in tiers.values():
+        assert tier.free == 0 and tier._block.tensor.numel() == 0
+    with pytest.raises(MemoryError, match="0 left"):
+        tiers["host"].allocate((4,), torch.float32)
+    tiers.close()
+
+
+def test_all_tiers_are_given_back_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def take(name: str, nbytes: int, device: torch.device) -> memory.HostBlock:
+        if name == "peer:1":
+            raise CannotRun("no more", hint="none")
+        taken.append(memory.HostBlock(nbytes))
+        return taken[-1]
+
+    monkeypatch.setattr(memory, "_take", take)
+    with pytest.raises(CannotRun, match="no more"):
+        allocate_tiers({"hbm": MIB, "host": MIB, "peer:1": MIB}, CPU)
+    assert [block.tensor.numel() for block in taken] == [0, 0]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A machine whose GPUs 0 and 1 have 8 and 4 MiB free; the list of what is taken of it."""
+    taken: list[str] = []
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device: ((8, 4)[device] * MIB, 16 * MIB))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda device: 3 * MIB)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda device: 2 * MIB)
+    monkeypatch.setattr(cuda, "can_device_access_peer", lambda device, peer: True)
+    monkeypatch.setattr(memory, "check_page_locking", lambda nbytes, device: None)
+    monkeypatch.setattr(memory, "_take", lambda name, nbytes, device: taken.append(name))
+    yield taken
+
+
+def test_tiers_that_a_machine_holds(two_gpus: list[str]) -> None:
+    allocate_tiers({"hbm": 9 * MIB, "host": MIB, "peer:1": 5 * MIB, "peer:7": 0}, GPU)
+    assert two_gpus == ["hbm", "host", "peer:1", "peer:7"]
+
+
+@pytest.mark.parametrize(
+    ("tier", "size", "message", "hint"),
+    [
+        ("hbm", 9 * MIB + 1, "plan needs 9.00 MiB of GPU 0, 9.00 MiB are free", "--hbm-budget"),
+        ("peer:1", 6 * MIB, "peer:1 needs 6.00 MiB of GPU 1, 5.00 MiB are free", "--peer-budget"),
+        ("peer:2", 1, "peer:2 needs GPU 2, and 2 GPUs are visible", "CUDA_VISIBLE_DEVICES"),
+        ("peer:0", 1, "peer:0 is the GPU that computes", "another GPU"),
+        ("peer:x", 1, "tier 'peer:x' is none that a GPU can read", "host and peer:N"),
+        ("disk", 1, "tier 'disk' is none that a GPU can read", "host and peer:N"),
+        ("host", 1 << 50, "needs 1024.00 TiB of host memory", "--host-budget"),
+    ],
+)
+def test_what_a_gpu_machine_does_not_hold_is_refused_before_allocating(
+    two_gpus: list[str], tier: str, size: int, message: str, hint: str
+) -> None:
+    with pytest.raises(CannotRun, match=message) as caught:
+        allocate_tiers({"hbm": MIB, "host": MIB} | {tier: size}, GPU)
+    assert hint in caught.value.hint and two_gpus == []
+
+
+def test_a_peer_that_cannot_be_read(two_gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
+    with pytest.raises(CannotRun, match="GPU 0 cannot read the memory of GPU 1") as caught:
+        allocate_tiers({"hbm": MIB, "peer:1": MIB}, GPU)
+    assert "--remote host" in caught.value.hint and two_gpus == []
+
+
+def test_peer_access_is_enabled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CUDARuntimeError(RuntimeError):
+        status = 704
+
+    def enable(peer: int) -> None:
+        asked.append(peer)
+        raise CUDARuntimeError("no")
+
+    asked: list[int] = []
+    runtime = SimpleNamespace(deviceEnablePeerAccess=enable, CUDARuntimeError=CUDARuntimeError)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    device_memory.enable_peer_access(1, 0)
+    CUDARuntimeError.status = 217
+    with pytest.raises(CannotRun, match=r"GPU 0 is not let read the memory of GPU 1 \(no\)"):
+        device_memory.enable_peer_access(1, 0)
+    assert asked == [1, 1]
+
+
+def test_a_gpu_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(CannotRun, match=r"cuda:1 does not give 1\.00 MiB of its memory"):
+        device_memory.DeviceBlock(MIB, torch.device("cuda", 1), hint="none")
 
 
 def test_linear_refuses_wrong_arguments() -> None:

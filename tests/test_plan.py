@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from dakrun.config import ModelConfig, Workload
+from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import load_profile
+from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.known_models import known_model
 from dakrun.plan.batch_size import candidates, choose_batch_size
 from dakrun.plan.ops import decode_ops
@@ -104,13 +104,46 @@ def test_what_makes_no_sense() -> None:
         make_plan(known("opt-30b"), work(8), GH200, Policy(remote=("peer:1",)))
 
 
-def test_tensor_cores_work_on_eight_rows_at_least() -> None:
-    def seconds(batch_size: int) -> float:
-        op = decode_ops(known("opt-30b"), work(batch_size))[0]
-        return compute_time(op, GH200, "float16")
+def seconds_of_qkv(batch_size: int, profile: HardwareProfile) -> float:
+    op = decode_ops(known("opt-30b"), work(batch_size))[0]
+    return compute_time(op, profile, "float16")
 
-    assert seconds(1) == seconds(8) == pytest.approx(2 * 8 * 21504 * 7168 / 9.894e14)
-    assert seconds(16) == pytest.approx(2 * seconds(8))
+
+def test_tensor_cores_work_on_eight_rows_at_least() -> None:
+    eight = 2 * 8 * 21504 * 7168 / 9.894e14
+    assert seconds_of_qkv(1, GH200) == seconds_of_qkv(8, GH200) == pytest.approx(eight)
+    assert seconds_of_qkv(16, GH200) == pytest.approx(2 * eight)
+
+
+def test_a_cpu_computes_only_the_rows_there_are() -> None:
+    cpu = load_profile("cpu")
+    for rows in (1, 3, 8, 9):
+        flops = 2 * rows * 21504 * 7168
+        assert seconds_of_qkv(rows, cpu) == pytest.approx(flops / cpu.compute["float16"].peak)
+
+
+@pytest.mark.parametrize("name", ["opt-30b", "llama-2-70b", "llama-3.2-3b"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_intensity_of_decode_attention(name: str, dtype: Dtype) -> None:
+    """2 (Hq / Hkv) / bytes per element, whatever the batch and the lengths."""
+    model = known(name).with_dtype(dtype)
+    expected = 2 * (model.num_heads / model.num_kv_heads) / DTYPE_BYTES[dtype]
+    for workload in (work(1), work(64, 512, 100)):
+        op = next(op for op in decode_ops(model, workload) if op.category == "attention")
+        assert op.arithmetic_intensity == pytest.approx(expected)
+
+
+def test_a_square_gemm_crosses_the_ridge_of_an_h100() -> None:
+    """4096 x 4096 in fp16: N K M / (K M + N K + N M) = 295 near N = 345."""
+    h100, model = load_profile("h100-sxm"), replace(known("opt-6.7b"), dtype="float16")
+    ridge = h100.compute["float16"].peak / h100.hbm_bytes_per_s
+    intensities = {}
+    for n in range(300, 400):
+        op = next(op for op in decode_ops(model, work(n)) if op.name == "o")
+        assert op.shape == (4096, 4096)
+        intensities[n] = op.arithmetic_intensity
+    crossing = min(n for n, intensity in intensities.items() if intensity >= ridge)
+    assert abs(crossing - 345) <= 1
 
 
 def test_a_link_group_caps_its_only_tier() -> None:

@@ -6,6 +6,7 @@ The optimum comes from a linear program over shares; rounding to units may cost 
 import contextlib
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from dakrun.config import Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.plan.ops import Op, decode_ops
+from dakrun.plan.overview import overview
 from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.plan.present import COLUMNS, op_rows, plan_dict, summary_rows
+from dakrun.plan.present import overview_dict
 from dakrun.plan.roofline import compute_time
+from dakrun.plan.texts import CHOICES, NEEDS, choice_rows, need_rows, summary_rows
 
 GH200 = load_profile("gh200")
 
@@ -284,7 +287,8 @@ def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Pol
         plan = make_plan(model, workload, profile, policy)
     except CannotRun:
         assume(False)
-    shown = json.loads(json.dumps(plan_dict(plan), allow_nan=False))
+    everything = overview(plan)
+    shown = json.loads(json.dumps(overview_dict(everything), allow_nan=False))
     assert shown["schema"] == 1
     assert shown["profile"]["provenance"]["kind"] == profile.provenance.kind
     tiers = shown["tiers"]
@@ -304,5 +308,34 @@ def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Pol
     for op in shown["ops"]:
         units = zip(*op["units_by_layer"].values(), strict=True)
         assert [sum(layer) for layer in units] == [op["units_per_layer"]] * op["layers"]
-    assert all(len(row) == len(COLUMNS) for row in op_rows(plan))
-    assert all(text.isascii() for row in summary_rows(plan) for text in row)
+        check_tiers_of_op(op, profile)
+    for tier in tiers:
+        parts = [next(t for t in op["tiers"] if t["name"] == tier["name"]) for op in shown["ops"]]
+        held = sum(part["resident_bytes"] for part in parts)
+        assert held == tier["weights_bytes"] + tier["kv_bytes"]
+        read = sum(part["read_bytes_per_step"] for part in parts)
+        assert read == pytest.approx(tier["read_bytes_per_step"])
+    assert (shown["uniform"]["runs"] is True) or shown["uniform"]["reason"]
+    assert shown["advice"]["limited_by"] and shown["advice"]["sentence"]
+    assert all(0 <= share <= 1 + 1e-9 for share in shown["advice"]["busy_shares"].values())
+    assert all(len(row) == len(NEEDS) for row in need_rows(plan))
+    assert all(len(row) == len(CHOICES) for row in choice_rows(plan))
+    assert all(text.isascii() for row in summary_rows(everything) for text in row)
+
+
+def check_tiers_of_op(op: dict[str, Any], profile: HardwareProfile) -> None:
+    """What the JSON says of one op by tier adds up to what it says of the op."""
+    parts, layers = op["tiers"], op["layers"]
+    assert [part["units"] for part in parts] == [sum(n) for n in op["units_by_layer"].values()]
+    assert sum(part["units"] for part in parts) == op["units_per_layer"] * layers
+    assert sum(part["resident_bytes"] for part in parts) == op["resident_bytes"]
+    read = sum(part["read_bytes_per_step"] for part in parts)
+    assert read == pytest.approx(op["read_bytes_per_step"])
+    assert read == pytest.approx(op["eb_bytes_per_s"] * op["predicted_s"])
+    assert sum(part["sms"] for part in parts) <= profile.sms
+    assert parts[0]["window_bytes"] is None
+    direct = op["transport"] == "direct"
+    for part in parts[1:]:
+        used = profile.tier(part["name"]).window_bytes if direct and part["units"] else None
+        assert part["window_bytes"] == used
+        assert (part["sms"] > 0) == (used is not None)

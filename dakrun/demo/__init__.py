@@ -41,14 +41,16 @@ class DemoResult:
 def run(console: Console | None) -> DemoResult:
     """Answer the 200 held-out sums with half of the weights and of the KV cache remote."""
     pairs = task.held_out()
-    llm = LLM(
-        MODEL,
-        device="cpu",
-        batch_size=BATCH_SIZE,
-        expected_tokens=MAX_TOKENS,
-        policy=Policy(offload_ratio=0.5, kv_offload_ratio=0.5),
-    )
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        LLM(
+            MODEL,
+            device="cpu",
+            batch_size=BATCH_SIZE,
+            expected_tokens=MAX_TOKENS,
+            policy=Policy(offload_ratio=0.5, kv_offload_ratio=0.5),
+        ) as llm,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         prompts, output = Path(folder) / "prompts.txt", Path(folder) / "answers.jsonl"
         prompts.write_text("".join(f"{task.prompt(a, b)}\n" for a, b in pairs), encoding="utf-8")
         start = time.perf_counter()
@@ -57,11 +59,11 @@ def run(console: Console | None) -> DemoResult:
             ResultWriter(output, source=prompts) as writer,
         ):
             generate(llm, reader, writer, console)
-        wall_s = time.perf_counter() - start
+        report = llm.report(time.perf_counter() - start)
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     texts = {row["id"]: row["text"] for row in rows}
     answers = [
         (task.prompt(a, b), texts[f"line-{line}"], task.is_right(a, b, texts[f"line-{line}"]))
         for line, (a, b) in enumerate(pairs, 1)
     ]
-    return DemoResult(answers, llm.report(wall_s))
+    return DemoResult(answers, report)

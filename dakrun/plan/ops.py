@@ -3,6 +3,8 @@
 Knows the architecture and the workload; knows no hardware and no placement.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +41,11 @@ class Op:
         if self.category == "attention":
             return self.resident_bytes // self.units * (last - first)
         return ItemGrid(*self.shape).elements(first, last) * self.element_bytes
+
+    def tier_bytes(self, counts: Sequence[int]) -> list[int]:
+        """Resident bytes of one layer in each tier, given the units per tier in their order."""
+        ends = list(itertools.accumulate(counts))
+        return [self.unit_bytes(end - n, end) for n, end in zip(counts, ends, strict=True)]
 
     def layer_name(self, layer: int) -> str:
         """Name of this op in one layer, as in "layers.3.qkv"."""

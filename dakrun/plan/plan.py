@@ -1,5 +1,6 @@
 """The Plan: a frozen decision that the loader and the engine obey, and the figures it implies."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -32,11 +33,8 @@ class OpPlan:
 
     def resident_bytes(self, tier: int) -> int:
         """Bytes that all layers keep in the plan's tier number `tier`."""
-        total = 0
-        for counts in self.placement:
-            first = sum(counts[:tier])
-            total += self.op.unit_bytes(first, first + counts[tier])
-        return total
+        layers = Counter(self.placement)
+        return sum(n * self.op.tier_bytes(counts)[tier] for counts, n in layers.items())
 
     def read_bytes(self, tier: int) -> float:
         """Bytes that a decode step reads from the plan's tier number `tier`."""

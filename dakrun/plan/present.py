@@ -1,33 +1,27 @@
-"""A Plan as data for scripts and as text for tables: pure functions, nothing printed here.
+"""A Plan as data for scripts: pure functions, nothing printed here. texts.py is for people.
 
 Units stand in the key names; figures are defined in README.md and DESIGN.md's last section.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
+from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
-from dakrun.plan.ops import KV_BLOCK, kv_positions
+from dakrun.plan.advice import Advice, Alternative
+from dakrun.plan.ops import KV_BLOCK, PREFILL_CHUNK_TOKENS, kv_positions
+from dakrun.plan.overview import Forecast, Overview
 from dakrun.plan.planner import OpPlan, Plan
-from dakrun.units import format_bytes, format_seconds
 
 SCHEMA = 1
 
-# Heading of each column of `op_rows`, and whether it is numeric.
-COLUMNS = (
-    ("op", False),
-    ("shape", False),
-    ("bytes", True),
-    ("FLOP/B", True),
-    ("ridge", True),
-    ("regime", False),
-    ("a", True),
-    ("b", True),
-    ("ratio", True),
-    ("units local/remote", True),
-    ("bound", True),
-    ("predicted", True),
-)
+
+def overview_dict(shown: Overview) -> dict[str, Any]:
+    """What `dakrun plan --json` prints: the plan, the uniform strategy's figures, and advice."""
+    return {
+        **_forecast_dict(shown.chosen),
+        "uniform": _uniform_dict(shown.uniform),
+        "advice": _advice_dict(shown.advice),
+    }
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -35,6 +29,11 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
     Ops are listed once for all layers; `units_by_layer` has, per tier, the units of every layer.
     """
+    return _forecast_dict(Forecast.of(plan))
+
+
+def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
+    plan = forecast.plan
     return {
         "schema": SCHEMA,
         "model": {
@@ -54,27 +53,45 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "mean_kv_len_tokens": plan.workload.mean_kv_len,
             "kv_tokens_kept_per_slot": kv_positions(plan.workload),
             "kv_block_tokens": KV_BLOCK,
+            "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS,
         },
         "profile": _profile_dict(plan),
         "strategy": plan.policy.strategy,
         "required_ratio": plan.required_ratio,
         "ratio": plan.ratio,
+        "phase": plan.phase,
         "tiers": [_tier_dict(plan, tier) for tier in range(len(plan.tiers))],
         "kv": kv_figures(plan),
-        "bound": figures(plan, plan.bound_s),
-        "predicted": figures(plan, plan.predicted_s),
+        "prefill": {
+            "tokens": forecast.prefill.tokens,
+            "chunks": forecast.prefill.chunks,
+            "flops": forecast.prefill.flops,
+        },
+        "bound": bound_figures(forecast),
+        "predicted": predicted_figures(forecast),
         "ops": [_op_dict(plan, op) for op in plan.ops],
     }
 
 
-def figures(plan: Plan, step_s: float) -> dict[str, float]:
-    """Speed of a decode step that takes `step_s` seconds.
+def bound_figures(forecast: Forecast) -> dict[str, float]:
+    """Speed if bytes and FLOPs alone took time: see `predicted_figures`."""
+    return _figures(forecast.plan, forecast.plan.bound_s, forecast.prefill.bound_s)
 
-    EB is the model's weight bytes over the step's time (arXiv 2604.26074), EB total the weight
-    and KV bytes that the step really reads over that time.
+
+def predicted_figures(forecast: Forecast) -> dict[str, float]:
+    """Speed with the profile's efficiencies and fixed costs.
+
+    TTFT is that of a whole batch (prefill.predict_prefill), tokens/s that of decode steps. EB is
+    the model's weight bytes over the step's time (arXiv 2604.26074), EB total the weight and KV
+    bytes that the step really reads over that time.
     """
+    return _figures(forecast.plan, forecast.plan.predicted_s, forecast.prefill.predicted_s)
+
+
+def _figures(plan: Plan, step_s: float, ttft_s: float) -> dict[str, float]:
     read = sum(plan.read_bytes(tier) for tier in range(len(plan.tiers)))
     return {
+        "ttft_s": ttft_s,
         "tpot_s": step_s,
         "tokens_per_s": plan.workload.batch_size / step_s,
         "eb_bytes_per_s": plan.weight_bytes / step_s,
@@ -98,48 +115,19 @@ def ridge(profile: HardwareProfile, plan: Plan) -> float:
     return profile.compute[plan.model.dtype].peak / profile.hbm_bytes_per_s
 
 
-def op_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """One row of text per op, under COLUMNS; bytes, units and times are over all its layers."""
-    return [_op_row(plan, op) for op in plan.ops]
+def op_eb(op: OpPlan) -> float:
+    """Effective bandwidth of one op in bytes/s: what all its layers read over their time."""
+    return op.op.layers * op.op.read_bytes / sum(op.predicted_s)
 
 
-def summary_rows(plan: Plan) -> list[tuple[str, str]]:
-    """(title, text) pairs: what was planned for what, then where the bytes lie and how fast."""
-    model, work, profile = plan.model, plan.workload, plan.profile
-    source = profile.provenance
-    kv = kv_figures(plan)
-    rows = [
-        ("model", f"{model.name}, {model.dtype}, {format_bytes(plan.weight_bytes)} of weights"),
-        (
-            "workload",
-            f"batch {work.batch_size}, {work.prompt_len} prompt + {work.new_tokens} new tokens, "
-            f"{kv_positions(work)} positions kept per slot",
-        ),
-        ("profile", f"{profile.name}: {profile.description} ({source.kind}, {source.date})"),
-        *((f"{name} memory", _memory_text(plan, tier)) for tier, name in enumerate(plan.tiers)),
-        (
-            "offload ratio",
-            f"{plan.ratio:.1%} of weights and KV chosen ({plan.policy.strategy}), "
-            f"{plan.required_ratio:.1%} required by capacity",
-        ),
-        (
-            "KV per step",
-            f"{format_bytes(kv['resident_bytes'])} resident, "
-            f"{format_bytes(kv['hbm_read_bytes_per_step'])} read from {plan.tiers[0]}, "
-            f"{format_bytes(kv['link_read_bytes_per_step'])} over the link",
-        ),
-    ]
-    for title, step_s in (("bound", plan.bound_s), ("predicted", plan.predicted_s)):
-        speed = figures(plan, step_s)
-        rows.append(
-            (
-                title,
-                f"TPOT {format_seconds(step_s)}, {speed['tokens_per_s']:,.1f} tokens/s, "
-                f"EB {_rate(speed['eb_bytes_per_s'])}, "
-                f"EB total {_rate(speed['eb_total_bytes_per_s'])}",
-            )
-        )
-    return rows
+def window(plan: Plan, op: OpPlan, tier: int) -> int | None:
+    """Most bytes of the op that direct reads keep in flight from remote tier number `tier`.
+
+    None where the op does not read that tier directly.
+    """
+    if tier == 0 or op.transport == "staged" or not op.resident_bytes(tier):
+        return None
+    return plan.profile.tier(plan.tiers[tier]).window_bytes
 
 
 def _profile_dict(plan: Plan) -> dict[str, Any]:
@@ -150,6 +138,7 @@ def _profile_dict(plan: Plan) -> dict[str, Any]:
         "device": profile.device,
         "device_name": profile.device_name,
         "provenance": {"kind": source.kind, "date": source.date, "source": source.source},
+        "sms": profile.sms,
         "hbm_bytes_per_s": profile.hbm_bytes_per_s,
         "remote_bytes_per_s": {n: profile.tier(n).direct_bytes_per_s for n in plan.tiers[1:]},
         "peak_flops_per_s": profile.compute[plan.model.dtype].peak,
@@ -170,13 +159,14 @@ def _tier_dict(plan: Plan, tier: int) -> dict[str, Any]:
 
 def _op_dict(plan: Plan, op: OpPlan) -> dict[str, Any]:
     layers, tiers = op.op.layers, range(len(plan.tiers))
+    attention = op.op.category == "attention"
     return {
         "name": op.op.name,
         "category": op.op.category,
         "layers": layers,
         "shape": list(op.op.shape),
-        "shape_means": _shape_means(op),
-        "unit": _unit(op),
+        "shape_means": ["query_heads", "kv_heads"] if attention else ["rows", "cols"],
+        "unit": "slot" if attention else "item",
         "units_per_layer": op.op.units,
         "units_by_layer": {
             plan.tiers[tier]: [counts[tier] for counts in op.placement] for tier in tiers
@@ -185,56 +175,56 @@ def _op_dict(plan: Plan, op: OpPlan) -> dict[str, Any]:
         "read_bytes_per_step": layers * op.op.read_bytes,
         "flops_per_step": layers * op.op.flops,
         "arithmetic_intensity_flops_per_byte": op.op.arithmetic_intensity,
+        "ridge_flops_per_byte": ridge(plan.profile, plan),
         "regime": op.regime,
         "a": op.a,
         "b": op.b,
         "ratio": op.ratio,
+        "transport": op.transport,
+        "tiers": [_op_tier_dict(plan, op, tier) for tier in tiers],
         "bound_s": sum(op.bounds_s),
         "predicted_s": sum(op.predicted_s),
+        "eb_bytes_per_s": op_eb(op),
     }
 
 
-def _op_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:
-    first, second = op.op.shape
-    shape = f"{first}q/{second}kv" if op.op.category == "attention" else f"{first}x{second}"
-    return (
-        f"{op.op.name} x{op.op.layers}",
-        shape,
-        format_bytes(op.op.layers * op.op.resident_bytes),
-        f"{op.op.arithmetic_intensity:.1f}",
-        f"{ridge(plan.profile, plan):.0f}",
-        op.regime.removesuffix("-bound"),
-        f"{op.a:.1%}",
-        f"{op.b:.1%}",
-        f"{op.ratio:.1%}",
-        _units_text(op.placement),
-        format_seconds(sum(op.bounds_s)),
-        format_seconds(sum(op.predicted_s)),
-    )
+def _op_tier_dict(plan: Plan, op: OpPlan, tier: int) -> dict[str, Any]:
+    return {
+        "name": plan.tiers[tier],
+        "units": sum(counts[tier] for counts in op.placement),
+        "resident_bytes": op.resident_bytes(tier),
+        "read_bytes_per_step": op.read_bytes(tier),
+        "sms": op.sms[tier],
+        "window_bytes": window(plan, op, tier),
+    }
 
 
-def _units_text(placement: Sequence[Sequence[int]]) -> str:
-    """Units of all layers in the local tier and outside it, as in "1200/48"."""
-    local = sum(counts[0] for counts in placement)
-    return f"{local}/{sum(map(sum, placement)) - local}"
+def _uniform_dict(uniform: Forecast | CannotRun) -> dict[str, Any]:
+    if isinstance(uniform, CannotRun):
+        return {"runs": False, "reason": str(uniform)}
+    return {
+        "runs": True,
+        "ratio": uniform.plan.ratio,
+        "bound": bound_figures(uniform),
+        "predicted": predicted_figures(uniform),
+    }
 
 
-def _memory_text(plan: Plan, tier: int) -> str:
-    memory = plan.memory(tier)
-    parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in memory.items() if size)
-    used = f"{format_bytes(sum(memory.values()))} of {format_bytes(plan.budgets[tier])}"
-    return f"{used} ({parts})" if parts else used
+def _advice_dict(advice: Advice) -> dict[str, Any]:
+    return {
+        "sentence": advice.sentence,
+        "limited_by": advice.limits,
+        "busy_shares": advice.busy,
+        "alternatives": [_alternative_dict(other) for other in advice.alternatives],
+    }
 
 
-def _shape_means(op: OpPlan) -> list[str]:
-    if op.op.category == "attention":
-        return ["query_heads", "kv_heads"]
-    return ["rows", "cols"]
-
-
-def _unit(op: OpPlan) -> str:
-    return "slot" if op.op.category == "attention" else "item"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:,.1f} GB/s"
+def _alternative_dict(other: Alternative) -> dict[str, Any]:
+    return {
+        "kind": other.kind,
+        "change": other.change,
+        "available": other.available,
+        "predicted_tpot_s": other.plan.predicted_s,
+        "predicted_tokens_per_s": other.plan.workload.batch_size / other.plan.predicted_s,
+        "gain": other.gain,
+    }

@@ -13,6 +13,7 @@ from dakrun.config import Dtype
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan.ops import Op
 
+COMPUTE = "compute"
 MIN_TENSOR_ROWS = 8
 
 Regime = Literal["memory-bound", "mixed", "compute-bound"]
@@ -72,30 +73,47 @@ class Links:
         Direct reads of all tiers run side by side. Staged ones go through the copy engine into
         the local tier, which so writes and reads every remote byte, too.
         """
+        return tuple(self.named_lines(read, floor, staged=staged).values())
+
+    def named_lines(self, read: float, floor: float, *, staged: bool = False) -> dict[str, Line]:
+        """`lines` by what takes that time: COMPUTE, a tier, or tiers behind one link ("a+b")."""
         numbers = {name: i for i, name in enumerate(self.direct)}
-        lines: list[Line] = [(floor, {})]
+        rates = self.staged if staged else self.direct
+        lines: dict[str, Line] = {COMPUTE: (floor, {})}
+        lines |= {name: (0.0, {numbers[name]: read / rate}) for name, rate in rates.items()}
         if staged:
             local = read / self.direct[LOCAL]
-            lines.append((0.0, {i: local if i == 0 else 2 * local for i in numbers.values()}))
-        rates = self.staged if staged else self.direct
-        alone = {name: rate for name, rate in rates.items() if not (staged and name == LOCAL)}
-        lines += [(0.0, {numbers[name]: read / rate}) for name, rate in alone.items()]
+            lines[LOCAL] = 0.0, {i: local if i == 0 else 2 * local for i in numbers.values()}
         for names, rate in self.groups:
-            if shared := {numbers[name]: read / rate for name in names if name in alone}:
-                lines.append((0.0, shared))
-        return tuple(lines)
+            sharing = [n for n in numbers if n in names and not (staged and n == LOCAL)]
+            if len(sharing) > 1:  # one alone has a rate within the limit already
+                shared = {numbers[name]: read / rate for name in sharing}
+                lines["+".join(sharing)] = 0.0, shared
+        return lines
 
 
 def time_of(lines: Iterable[Line], shares: Sequence[float]) -> float:
     """Seconds of an op with the given lower bounds, at its share of every tier."""
-    return max(c + sum(k * shares[tier] for tier, k in by.items()) for c, by in lines)
+    return max(line_time(line, shares) for line in lines)
+
+
+def line_time(line: Line, shares: Sequence[float]) -> float:
+    """Seconds that one lower bound comes to, at an op's share of every tier."""
+    constant, by_tier = line
+    return constant + sum(k * shares[tier] for tier, k in by_tier.items())
+
+
+def matmul_rows(rows: int, profile: HardwareProfile) -> int:
+    """Rows that a matrix product takes the time of: tensor cores work on eight at least."""
+    return max(rows, MIN_TENSOR_ROWS) if profile.device == "cuda" else rows
 
 
 def compute_time(op: Op, profile: HardwareProfile, dtype: Dtype) -> float:
-    """Seconds of arithmetic: tensor cores work on at least eight rows, however few are used."""
+    """Seconds of arithmetic of one layer, for the rows that a matrix product really takes."""
     if op.category == "gather":
         return 0.0
-    rows = max(op.batch_size, MIN_TENSOR_ROWS) if op.category == "linear" else op.batch_size
+    linear = op.category == "linear"
+    rows = matmul_rows(op.batch_size, profile) if linear else op.batch_size
     return op.flops * rows / op.batch_size / profile.flops_per_s(dtype, rows)
 
 

@@ -1,0 +1,108 @@
+"""How a command ends: every failure becomes an `error:` and a `hint:` line and an exit code.
+
+Knows click and the exceptions that end a command, but no command.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_USAGE, DakrunError
+from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
+
+_FREE_SPACE = "free some disk space, then run it again"
+_PERMISSIONS = "check its permissions, or name another place"
+_REMEDIES = {
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
+    errno.EROFS: "name a place that can be written",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file, not a folder",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENAMETOOLONG: "check the path; names have up to 255 bytes",
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: "name a place that takes larger files, or raise the limit: ulimit -f",
+    errno.EMFILE: "raise the number of open files: ulimit -n",
+    errno.ENOMEM: "free some memory, then run it again",
+}
+_NO_REMEDY = "check the file, its permissions and the disk; DAKRUN_DEBUG=1 shows where it happened"
+
+
+class ErrorLines(click.Group):
+    """A group that turns every failure into an `error:` and a `hint:` line and an exit code.
+
+    A command returns its exit code, or None for 0. DAKRUN_DEBUG=1 shows tracebacks, too.
+    """
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line and exit."""
+        try:
+            with raise_on_sigterm():
+                code = super().main(
+                    *args, **{"prog_name": "dakrun", **kwargs, "standalone_mode": False}
+                )
+                sys.stdout.flush()
+        except click.exceptions.NoArgsIsHelpError as no_command:
+            no_command.show()
+            code = EXIT_USAGE
+        except click.ClickException as problem:
+            code = problem.exit_code
+            _report(problem, problem.format_message(), _help_hint(problem))
+        except click.Abort as abort:
+            click.echo("interrupted", err=True)
+            code = exit_code(abort.__cause__)
+        except Interrupted as stop:
+            click.echo(f"interrupted: {stop}; {stop.hint}", err=True)
+            code = stop.exit_code
+        except DakrunError as problem:
+            code = problem.exit_code
+            _report(problem, str(problem), problem.hint)
+        except BrokenPipeError:  # whoever read our output has enough of it
+            _drop_stdout()
+            code = EXIT_FAILED
+        except OSError as problem:
+            code = EXIT_CANNOT_RUN
+            _report(problem, _what_failed(problem), _REMEDIES.get(problem.errno or 0, _NO_REMEDY))
+        except Exception as problem:
+            code = EXIT_FAILED
+            what = f"internal: {type(problem).__name__}: {problem}"
+            _report(problem, what, "set DAKRUN_DEBUG=1 to see where, and report it as a bug")
+        sys.exit(code)
+
+
+def _report(problem: Exception, message: str, hint: str) -> None:
+    if os.environ.get("DAKRUN_DEBUG") == "1":
+        traceback.print_exception(problem)
+    click.echo(f"error: {_one_line(message)}\nhint: {_one_line(hint)}", err=True)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _help_hint(problem: click.ClickException) -> str:
+    context = getattr(problem, "ctx", None)
+    return f"see: {context.command_path if context else 'dakrun'} --help"
+
+
+def _what_failed(problem: OSError) -> str:
+    """The file, where there is one, and what the system said of it."""
+    reason = problem.strerror or str(problem) or type(problem).__name__
+    if problem.filename is not None:
+        return f"{problem.filename}: {reason}"
+    try:
+        sys.stdout.flush()
+    except OSError:  # it was stdout: what could not be written is still in its buffer
+        _drop_stdout()
+        return f"standard output: {reason}"
+    return reason
+
+
+def _drop_stdout() -> None:
+    """Send what is left in stdout's buffer nowhere, so that the flush at exit cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

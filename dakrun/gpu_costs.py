@@ -1,0 +1,92 @@
+"""What ops cost on a GPU besides their bytes: launches in a CUDA graph, arithmetic of cuBLAS.
+
+Knows buffers, not profiles.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dakrun.gpu_sweeps import KIB, Bench, rounded
+from dakrun.hardware import Sweep
+from dakrun.kernels.bandwidth import read_once
+from dakrun.measurement import spread, steadier
+
+CHAIN_OPS = 128  # at most
+
+
+def chain_sweep(bench: Bench) -> Sweep:
+    """Chains of dependent ops in a CUDA graph, with and without overlapping launches."""
+    points = [(size, overlap) for size in bench.effort.op_bytes for overlap in (0, 1)]
+    rows = []
+    for size, overlap in points:
+        total = bench.hbm.tensor.numel()
+        addresses = [bench.hbm.tensor.data_ptr() + at for at in range(0, total - size + 1, size)]
+        seconds = _chain_seconds(bench, addresses[:CHAIN_OPS], size, bool(overlap))
+        op = statistics.median(seconds)
+        rows.append((size, overlap, op, size / op, spread(seconds)))
+    return rounded(("op_bytes", "overlap", "op_s", "bytes_per_s", "spread"), rows)
+
+
+def launch_seconds(bench: Bench, *, overlap: bool) -> list[float]:
+    """Seconds of a kernel that does nothing, in a graph of many."""
+    return _chain_seconds(bench, [bench.hbm.tensor.data_ptr()] * 256, 0, overlap)
+
+
+def _chain_seconds(bench: Bench, addresses: Sequence[int], size: int, overlap: bool) -> list[float]:
+    """Seconds of each op of a chain that reads `size` bytes at each of `addresses`."""
+    sink = torch.zeros(bench.sms, dtype=torch.int32, device="cuda")
+
+    def launch() -> None:
+        for address in addresses:
+            read_once(
+                address, size, ctas=bench.sms, chunk=16 * KIB, stages=6, sink=sink, overlap=overlap
+            )
+
+    return [seconds / len(addresses) for seconds in graph_seconds(launch, bench.effort.runs)]
+
+
+def graph_seconds(launch: Callable[[], None], runs: int) -> list[float]:
+    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+
+    def samples() -> list[float]:
+        found = []
+        for _ in range(runs):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(float(start.elapsed_time(end)) * 1e-3)
+        return found
+
+    samples()
+    return list(steadier(samples))
+
+
+def matmul_rates(bench: Bench, dtype: torch.dtype, n: int) -> list[float]:
+    """FLOP/s of cuBLAS for `n` rows, with a weight that L2 keeps or one that hides its reading.
+
+    What a small batch's arithmetic costs is asked for, not what its weight's bytes cost: those
+    the planner counts by bandwidth. The faster of the two weights counts.
+    """
+    best: list[float] = []
+    for size in (4096, 8192):
+        weight = torch.randn(size, size, device="cuda", dtype=dtype)
+        x = torch.randn(n, size, device="cuda", dtype=dtype)
+
+        def launch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
+            for _ in range(8):
+                torch.nn.functional.linear(x, weight)
+
+        flops = 8 * 2.0 * n * size * size
+        rates = [flops / seconds for seconds in graph_seconds(launch, bench.effort.runs)]
+        if not best or statistics.median(rates) > statistics.median(best):
+            best = rates
+    return best

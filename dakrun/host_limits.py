@@ -1,0 +1,211 @@
+"""How much host memory this process may take, and on which NUMA node it is near a GPU.
+
+Reads /proc and /sys below a root folder and the process's rlimits; takes no memory itself.
+"""
+
+import mmap
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dakrun.errors import CannotRun
+from dakrun.units import format_bytes
+
+ROOT = Path("/")
+NO_LIMIT = 1 << 60  # cgroup 1 writes a number beyond this where there is no limit
+CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.high", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+# Who takes memory from a virtual machine at run time; what they took is not this machine's.
+BALLOONS = ("sys/bus/vmbus/drivers/hv_balloon", "sys/devices/system/xen_memory")
+
+
+@dataclass(frozen=True)
+class HostLimit:
+    """Something that bounds host memory: `left` bytes may be taken; `hint` says what to do."""
+
+    left: int
+    what: str
+    hint: str
+
+
+def available_host_memory(root: Path = ROOT) -> int:
+    """Bytes of host memory that this process may still take.
+
+    The least that any of these leaves: free memory, the limits of its memory cgroup and of those
+    above it, the address space (ulimit -v, -d) and, where the kernel counts it, the commit limit.
+    Free memory is MemAvailable and what `unused_ram` finds beside it. A limit above that is no
+    reason to believe in more memory than the kernel has.
+    """
+    return max(0, min(limit.left for limit in host_limits(root)))
+
+
+def check_host_memory(nbytes: int, root: Path = ROOT) -> None:
+    """CannotRun, naming the limit, unless `nbytes` of host memory may be taken."""
+    least = min(host_limits(root), key=lambda limit: limit.left)
+    if nbytes > least.left:
+        raise CannotRun(
+            f"the plan needs {format_bytes(nbytes)} of host memory, "
+            f"{format_bytes(max(0, least.left))} are {least.what}",
+            hint=least.hint,
+        )
+
+
+def host_limits(root: Path = ROOT) -> list[HostLimit]:
+    """All that bounds this process's host memory; CannotRun where the kernel does not say."""
+    fields = _fields(root / "proc/meminfo")
+    if "MemAvailable" not in fields or "MemTotal" not in fields:
+        raise CannotRun("/proc/meminfo has no MemAvailable", hint="dakrun needs Linux")
+    less = "lower --host-budget, --batch-size or --max-model-len"
+    limits = [
+        HostLimit(
+            fields["MemAvailable"] + unused_ram(root),
+            "available",
+            f"{less}, or use a machine with more memory",
+        )
+    ]
+    for limit, left in _cgroup_limits(root):
+        what = f"left under the cgroup's limit of {format_bytes(limit)}"
+        hint = f"raise the limit (docker run --memory, systemd MemoryMax), or {less}"
+        limits.append(HostLimit(left, what, hint))
+    status = _fields(root / "proc/self/status")
+    for number, option, used in (
+        (resource.RLIMIT_AS, "-v", "VmSize"),
+        (resource.RLIMIT_DATA, "-d", "VmData"),
+    ):
+        soft, _ = resource.getrlimit(number)
+        if soft != resource.RLIM_INFINITY:
+            left = soft - status.get(used, 0)
+            what = f"left under ulimit {option}"
+            limits.append(HostLimit(left, what, f"raise the limit: ulimit {option} unlimited"))
+    if _read(root / "proc/sys/vm/overcommit_memory") == "2":
+        left = fields["CommitLimit"] - fields["Committed_AS"]
+        hint = f"let the kernel commit more (sysctl vm.overcommit_memory=0), or {less}"
+        limits.append(HostLimit(left, "left under the kernel's commit limit", hint))
+    return limits
+
+
+def unused_ram(root: Path = ROOT) -> int:
+    """Bytes of RAM that the kernel has, but brings into use, and counts, only once it needs them.
+
+    A kernel may set up the page descriptors of a large virtual machine as memory fills; MemTotal
+    then grows. The RAM of its zones (/proc/zoneinfo) is known from the start. Elsewhere it exceeds
+    MemTotal by the descriptors (1/64) and what else the kernel keeps: 1/32 is left out for those,
+    and a difference below 1/8 counts for nothing. So does one that a balloon may have made.
+    """
+    fields, ram = _fields(root / "proc/meminfo"), _zone_ram(root)
+    vmstat = _fields(root / "proc/vmstat", unit=mmap.PAGESIZE)
+    balloon = vmstat.get("balloon_inflate", 0) - vmstat.get("balloon_deflate", 0)
+    missing = ram - fields.get("MemTotal", ram)
+    if missing <= ram // 8 or balloon > 0 or any((root / path).exists() for path in BALLOONS):
+        return 0
+    return missing - ram // 32
+
+
+def cgroup_limit(root: Path = ROOT) -> int | None:
+    """The least limit of this process's memory cgroup and those above it, in bytes."""
+    return min((limit for limit, _ in _cgroup_limits(root)), default=None)
+
+
+def lock_limit() -> int | None:
+    """RLIMIT_MEMLOCK (ulimit -l) in bytes, None where there is none.
+
+    NVIDIA's driver does not, as a rule, count what it locks against it.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def pci_address(properties: Any) -> str:
+    """PCI address of a GPU, as /sys writes it, from torch's device properties."""
+    parts = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+    return "{:04x}:{:02x}:{:02x}.0".format(*parts)
+
+
+def numa_nodes(root: Path = ROOT) -> int:
+    """Number of NUMA nodes; 0 where the kernel does not show them."""
+    return len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+
+
+def numa_node(address: str, root: Path = ROOT) -> int | None:
+    """The node that the PCI device at `address` hangs on; None where the firmware is silent."""
+    text = _read(root / "sys/bus/pci/devices" / address / "numa_node")
+    return int(text) if text.isdigit() else None  # -1 where it is not known
+
+
+def node_memory(node: int, root: Path = ROOT) -> int:
+    """Bytes of `node` that are free or hold file pages, which make room for others."""
+    total = 0
+    for line in _read(root / f"sys/devices/system/node/node{node}/meminfo").splitlines():
+        words = line.split()  # Node 0 MemFree: 123 kB
+        if words[2] in ("MemFree:", "Active(file):", "Inactive(file):"):
+            total += int(words[3]) * 1024
+    return total
+
+
+def _zone_ram(root: Path) -> int:
+    """Bytes of RAM in the kernel's zones, without the memory of devices."""
+    pages, zone = 0, ""
+    for line in _read(root / "proc/zoneinfo").splitlines():
+        words = line.split()
+        if words[0] == "Node":
+            zone = words[-1]
+        elif words[0] == "present" and zone != "Device":
+            pages += int(words[1])
+    return pages * mmap.PAGESIZE
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes left under it) of every limit on this process's memory cgroup."""
+    for folder in _cgroup_folders(root):
+        for limit_file, usage_file in CGROUP_FILES:
+            limit, usage = _read(folder / limit_file), _read(folder / usage_file)
+            if limit.isdigit() and int(limit) < NO_LIMIT:
+                used = int(usage) if usage.isdigit() else 0
+                yield int(limit), int(limit) - used + _file_pages(folder)
+
+
+def _cgroup_folders(root: Path) -> Iterator[Path]:
+    """This process's memory cgroup and those above it, as far as they can be seen here."""
+    mount = root / "sys/fs/cgroup"
+    tops = {"": mount, "memory": mount / "memory"}  # cgroup 2 and cgroup 1
+    paths = dict.fromkeys(tops, "")
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for name in paths.keys() & controllers.split(","):
+            paths[name] = path.lstrip("/")
+    for name, top in tops.items():
+        folder = top / paths[name]
+        # In a container the path can be the host's, and the top is what the process is in.
+        if ".." in folder.parts or not folder.is_dir():
+            folder = top
+        yield folder
+        while folder != top:
+            folder = folder.parent
+            yield folder
+
+
+def _file_pages(folder: Path) -> int:
+    """Page cache that a cgroup counts as used but gives back under pressure, in bytes."""
+    stat = _fields(folder / "memory.stat", unit=1)
+    return sum(  # cgroup 1 writes those of the groups below with another name
+        stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file")
+    )
+
+
+def _fields(path: Path, unit: int = 1024) -> dict[str, int]:
+    """The numbers of a file of lines like "MemFree: 123 kB", times `unit`."""
+    words = (line.replace(":", " ").split() for line in _read(path).splitlines())
+    return {w[0]: int(w[1]) * unit for w in words if len(w) > 1 and w[1].isdigit()}
+
+
+def _read(path: Path) -> str:
+    """A small file's text, or nothing where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,169 @@
+"""Reads of memory tiers by bulk copies, timed on the GPU: the wrapper of native/bandwidth.cu.
+
+Knows addresses and numbers of CTAs; which memory an address belongs to is the caller's affair.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dakrun.kernels.jit import kernel
+
+MAX_SOURCES = 10
+MAX_STAGES = 64
+MAX_SHARED_BYTES = 224 * 1024  # of 227 KiB that a CTA may have, less the kernels' barriers
+SOURCE = "bandwidth.cu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """`ctas` CTAs that read `bytes` at `address` over and over.
+
+    Each keeps `stages` copies of `chunk` bytes in flight; `sharers` of them read the same chunks.
+    """
+
+    address: int
+    bytes: int
+    ctas: int
+    chunk: int
+    stages: int
+    sharers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ctas < 1 or not 1 <= self.sharers <= self.ctas:
+            raise ValueError(f"expected CTAs and at most as many sharers, got {self}")
+        _check_ring(self.chunk, self.stages)
+        if self.bytes < self.chunk * self.ctas:
+            raise ValueError(f"expected a chunk for every CTA, got {self}")
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes in flight over all its CTAs."""
+        return self.ctas * self.chunk * self.stages
+
+
+class _Source(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("ctas", ctypes.c_int),
+        ("chunk", ctypes.c_int),
+        ("stages", ctypes.c_int),
+        ("sharers", ctypes.c_int),
+    )
+
+
+class _ReadWindowArgs(ctypes.Structure):
+    _fields_ = (
+        ("sources", _Source * MAX_SOURCES),
+        ("window_ns", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("span", ctypes.c_uint64),
+    )
+
+
+class _ReadMulticastArgs(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("chunk", ctypes.c_int),
+        ("stages", ctypes.c_int),
+        ("chunks", ctypes.c_int),
+    )
+
+
+class _ReadOnceArgs(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("chunk", ctypes.c_int),
+        ("stages", ctypes.c_int),
+        ("sink", ctypes.c_uint64),
+    )
+
+
+class Window:
+    """A launch of readers that is under way on torch's current stream; `rates` waits for it."""
+
+    def __init__(self, readers: Sequence[Reader], seconds: float) -> None:
+        """Start `readers` side by side, each on its own CTAs, for `seconds`."""
+        if not 1 <= len(readers) <= MAX_SOURCES:
+            raise ValueError(f"expected 1 to {MAX_SOURCES} readers, got {len(readers)}")
+        self._count = len(readers)
+        self._bytes = torch.zeros(MAX_SOURCES, dtype=torch.int64, device="cuda")
+        self._span = torch.tensor([torch.iinfo(torch.int64).max, 0], device="cuda")
+        args = _ReadWindowArgs(
+            window_ns=int(seconds * 1e9), bytes=self._bytes.data_ptr(), span=self._span.data_ptr()
+        )
+        for i, reader in enumerate(readers):
+            args.sources[i] = _Source(
+                reader.address,
+                reader.bytes,
+                reader.ctas,
+                reader.chunk,
+                reader.stages,
+                reader.sharers,
+            )
+        kernel(SOURCE, "read_window").launch(
+            sum(reader.ctas for reader in readers),
+            32,
+            args,
+            shared_bytes=max(reader.chunk * reader.stages for reader in readers),
+        )
+
+    def rates(self) -> list[float]:
+        """Bytes/s that each reader's CTAs received together."""
+        start, end = self._span.tolist()
+        return [n * 1e9 / (end - start) for n in self._bytes.tolist()[: self._count]]
+
+
+def read_window(readers: Sequence[Reader], seconds: float) -> list[float]:
+    """Bytes/s of each of `readers`, reading side by side for `seconds`."""
+    return Window(readers, seconds).rates()
+
+
+def read_multicast(
+    address: int, nbytes: int, *, clusters: int, size: int, chunk: int, stages: int, chunks: int
+) -> float:
+    """Bytes/s over the link when `clusters` of `size` CTAs read `chunks` each and share them.
+
+    What is delivered into shared memory is `size` times that.
+    """
+    _check_ring(chunk, stages)
+    if nbytes < chunk * clusters:
+        raise ValueError(f"expected {chunk * clusters} bytes at least, got {nbytes}")
+    args = _ReadMulticastArgs(base=address, bytes=nbytes, chunk=chunk, stages=stages, chunks=chunks)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    kernel(SOURCE, "read_multicast").launch(
+        clusters * size, 32, args, shared_bytes=chunk * stages, cluster=size
+    )
+    end.record()
+    end.synchronize()
+    return clusters * chunks * chunk / (start.elapsed_time(end) * 1e-3)
+
+
+def read_once(
+    address: int, nbytes: int, *, ctas: int, chunk: int, stages: int, sink: torch.Tensor,
+    overlap: bool,
+) -> None:  # fmt: skip
+    """Launch one op that reads `nbytes` (a multiple of `chunk`, perhaps 0) once.
+
+    `sink` is int32 [ctas] on the GPU. With `overlap` its reads start while the op before it ends.
+    """
+    _check_ring(chunk, stages)
+    if nbytes % chunk or sink.numel() < ctas or sink.dtype != torch.int32:
+        raise ValueError(f"expected whole chunks and {ctas} int32 to write to, got {nbytes} bytes")
+    args = _ReadOnceArgs(
+        base=address, bytes=nbytes, chunk=chunk, stages=stages, sink=sink.data_ptr()
+    )
+    kernel(SOURCE, "read_once").launch(ctas, 64, args, shared_bytes=chunk * stages, overlap=overlap)
+
+
+def _check_ring(chunk: int, stages: int) -> None:
+    if chunk < 16 or chunk % 16 or not 1 <= stages <= MAX_STAGES:
+        raise ValueError(f"expected chunks of 16 bytes each, got {stages} stages of {chunk}")
+    if chunk * stages > MAX_SHARED_BYTES:
+        raise ValueError(f"{stages} stages of {chunk} bytes do not fit into shared memory")

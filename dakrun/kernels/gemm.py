@@ -1,0 +1,146 @@
+"""SplitK_GEMM: Y = epilogue(X W^T) over a packed W in several tiers; wraps native/splitk_gemm.cu.
+
+Knows operands and a configuration, no models and no plans.
+"""
+
+import ctypes
+import functools
+from typing import Literal
+
+import torch
+
+from dakrun.kernels.heuristics import GemmConfig
+from dakrun.kernels.jit import Kernel, kernel
+from dakrun.kernels.packing import ATOM_COLS, PackedTensor, padded_cols
+from dakrun.kernels.tensor_map import tensor_map_2d
+
+MAX_TIERS = 9
+THREADS = 160
+SOURCE = "splitk_gemm.cu"
+
+Activation = Literal["none", "relu", "silu_mul"]
+ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu_mul")
+
+
+class _Tier(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("first_octet", ctypes.c_int),
+        ("first_cta", ctypes.c_int),
+        ("cta_octets", ctypes.c_int),
+        ("group_octets", ctypes.c_int),
+        ("window", ctypes.c_int),
+    )
+
+
+class _Args(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_uint64 * 16),
+        ("tiers", _Tier * (MAX_TIERS + 1)),
+        ("bias", ctypes.c_uint64),
+        ("residual", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        ("m", ctypes.c_int),
+        ("n", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("tier_count", ctypes.c_int),
+        ("stages", ctypes.c_int),
+        ("stage_k", ctypes.c_int),
+        ("stage_octets", ctypes.c_int),
+        ("activation", ctypes.c_int),
+    )
+
+
+def splitk_gemm(
+    x: torch.Tensor,
+    weight: PackedTensor,
+    config: GemmConfig,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: Activation = "none",
+    overlap: bool = False,
+) -> torch.Tensor:
+    """out [N, M] = activation(x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
+
+    All in the weight's dtype on one GPU, sums in float32. With "silu_mul" the weight's rows are
+    gates and what they multiply in turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With
+    `overlap` the launch may start while the kernel before it ends, and reads weights meanwhile.
+    Raises ValueError where an operand does not fit the others.
+    """
+    (m, k), n = weight.shape, x.shape[0]
+    gated = activation == "silu_mul"
+    _check_operands(x, weight, out, bias, residual, m // 2 if gated else m)
+    if gated and (m % 2 or residual is not None):
+        raise ValueError("expected an even number of rows and no residual with silu_mul")
+    if n > 8 * config.x_tiles or len(weight.parts) != len(config.tiers):
+        raise ValueError(f"the configuration is not one for {n} rows and {len(weight.parts)} tiers")
+    args = _Args(
+        y=out.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        residual=0 if residual is None else residual.data_ptr(),
+        m=m,
+        n=n,
+        k=padded_cols(k),
+        tier_count=len(weight.parts),
+        stages=config.stages,
+        stage_k=config.stage_cols,
+        stage_octets=config.stage_octets,
+        activation=ACTIVATIONS.index(activation),
+    )
+    box = (8 * config.x_tiles, ATOM_COLS)
+    args.x[:] = tensor_map_2d(x.data_ptr(), x.dtype, (n, k), x.stride(0), box)
+    octet = cta = 0
+    for number, (part, share) in enumerate(zip(weight.parts, config.tiers, strict=True)):
+        args.tiers[number] = _Tier(
+            part.data.data_ptr(), octet, cta, share.cta_octets, share.group_octets, share.window
+        )
+        octet += part.octets
+        cta += share.ctas
+    args.tiers[len(weight.parts)] = _Tier(first_octet=octet, first_cta=cta)
+    _kernel(weight.dtype, config.x_tiles, torch.cuda.current_device()).launch(
+        cta, THREADS, args, shared_bytes=config.stages * config.stage_bytes, overlap=overlap
+    )
+    return out
+
+
+def _check_operands(
+    x: torch.Tensor,
+    weight: PackedTensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    width: int,
+) -> None:
+    m, k = weight.shape
+    n = x.shape[0]
+    wanted = {
+        "x": (x, (n, k)),
+        "out": (out, (n, width)),
+        "bias": (bias, (m,)),
+        "residual": (residual, (n, m)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype != weight.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"expected {name} as {list(shape)} of {weight.dtype} on {x.device}, got "
+                f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            )
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            raise ValueError(f"expected {name} to be contiguous and aligned to 16 bytes")
+    if not x.is_cuda or k % 8:
+        raise ValueError(f"expected x on a GPU with columns in eights, got {k} on {x.device}")
+
+
+def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
+    """The macros of one variant of the kernel."""
+    return {"BFLOAT16": int(dtype == torch.bfloat16), "X_TILES": x_tiles}
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, x_tiles: int, device: int) -> Kernel:
+    del device  # a kernel is loaded on one
+    return kernel(SOURCE, "splitk_gemm", defines(dtype, x_tiles))

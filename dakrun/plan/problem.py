@@ -1,0 +1,118 @@
+"""One planning problem: what there is to place, where it can lie, and how long an op then takes.
+
+Knows budgets and times; chooses nothing. planner.py chooses, assemble.py makes the Plan.
+"""
+
+from collections.abc import Sequence
+
+from dakrun.config import ModelConfig, Workload
+from dakrun.errors import CannotRun
+from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.plan import ops as inventory
+from dakrun.plan.greedy import Curve
+from dakrun.plan.ops import Op
+from dakrun.plan.policy import Policy, Transport
+from dakrun.plan.roofline import Line, Links, compute_time, time_of
+from dakrun.plan.rounding import remote_bytes
+from dakrun.units import format_bytes
+
+
+class Problem:
+    """Capacities in bytes, op times in seconds, and the arithmetic between them.
+
+    `staging` bytes of the local tier are kept for buffers. `budgets` are bytes per tier, the local
+    one first, `caps` what of them is left for weights and KV; `curves` and `compute` (seconds of
+    arithmetic of one layer) are by op name. Raises CannotRun where the budgets are too small.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        workload: Workload,
+        profile: HardwareProfile,
+        policy: Policy,
+        staging: int,
+    ) -> None:
+        self.model, self.workload, self.profile = model, workload, profile
+        self.policy = policy
+        self.remote = policy.remote_tiers(profile)
+        self.tiers = (LOCAL, *self.remote)
+        self.links = Links.of(profile, self.remote)
+        self.ops = list(inventory.decode_ops(model, workload))
+        self.compute = {op.name: compute_time(op, profile, model.dtype) for op in self.ops}
+        self.attention = next(op for op in self.ops if op.category == "attention")
+        self.weights = [op for op in self.ops if op.category != "attention"]
+        self.curves = {op.name: self._curve(op) for op in self.ops}
+        self.fixed = {
+            "vectors": inventory.vector_bytes(model),
+            "activations": inventory.activation_bytes(model, workload),
+            "context": profile.context_bytes,
+        } | ({"staging": staging} if staging else {})
+        local = policy.hbm_budget
+        remote = [policy.budget(t, profile.tier(t).capacity_bytes) for t in self.remote]
+        self.budgets = (profile.hbm_capacity_bytes if local is None else local, *remote)
+        self.caps = (self.budgets[0] - sum(self.fixed.values()), *remote)
+        self.total = sum(op.layers * op.resident_bytes for op in self.ops)
+        self._check_budgets()
+
+    def lines(self, op: Op) -> tuple[Line, ...]:
+        """Lower bounds of the time of all layers of `op`, by its share of every tier."""
+        staged = self.policy.transport == "staged"
+        read, floor = op.layers * op.read_bytes, op.layers * self._floor(op)
+        return self.links.lines(read, floor, staged=staged)
+
+    def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
+        """Seconds for one layer of `op` that reads `tier_bytes` of each tier, at full rates."""
+        lines = self.links.lines(op.read_bytes, self.compute[op.name], staged=transport == "staged")
+        return time_of(lines, [n / op.read_bytes for n in tier_bytes])
+
+    def mixed_bytes(self, op: Op, units: int, share: Sequence[float]) -> list[float]:
+        """Bytes that one layer of `op` reads of each tier.
+
+        `units` of it are remote, divided over the remote tiers like the op's `share` of each tier.
+        """
+        remote = remote_bytes(op, units) * op.read_bytes / op.resident_bytes
+        weights = share[1:] if sum(share[1:]) > 0 else [1.0] * len(self.remote)
+        parts = [remote * w / sum(weights) for w in weights]
+        return [op.read_bytes - remote, *parts]
+
+    def too_small(self, short: float) -> CannotRun:
+        """The error for budgets that are `short` bytes too small for weights and KV."""
+        remote = " and ".join(
+            f"{format_bytes(budget)} of {tier} memory"
+            for tier, budget in zip(self.remote, self.budgets[1:], strict=True)
+        )
+        return CannotRun(
+            f"the budgets are {format_bytes(short)} too small: {format_bytes(self.budgets[0])} of "
+            f"HBM and {remote} for {format_bytes(self.total)} of weights and KV cache",
+            hint="raise --host-budget or --hbm-budget, or lower --batch-size or --max-model-len",
+        )
+
+    def _floor(self, op: Op) -> float:
+        """Seconds that one layer of `op` takes wherever its bytes lie."""
+        if self.policy.transport == "staged":
+            return self.compute[op.name]
+        return max(self.compute[op.name], op.read_bytes / self.links.total_rate())
+
+    def _curve(self, op: Op) -> Curve:
+        staged = self.policy.transport == "staged"
+        compute, local = self.compute[op.name], op.read_bytes / self.links.direct[LOCAL]
+        return Curve(
+            resident=op.layers * op.resident_bytes,
+            read=op.layers * op.read_bytes,
+            floor=op.layers * (max(compute, local) if staged else self._floor(op)),
+            local_rate=self.links.direct[LOCAL],
+            remote_rate=self.links.rate(self.remote, staged=staged),
+            staged=staged,
+        )
+
+    def _check_budgets(self) -> None:
+        if self.caps[0] < 0:
+            raise CannotRun(
+                f"the HBM budget of {format_bytes(self.budgets[0])} is "
+                f"{format_bytes(-self.caps[0])} too small for what must lie in HBM",
+                hint="raise --hbm-budget, or lower --batch-size or --max-model-len",
+            )
+        short = self.total - sum(self.caps)
+        if short > 0:
+            raise self.too_small(short)

@@ -1,0 +1,184 @@
+"""A Plan in words and rows for people: pure functions, nothing printed here.
+
+Knows what is shown and how figures are written, no layout; table.py has that.
+"""
+
+from collections.abc import Sequence
+
+from dakrun.errors import CannotRun
+from dakrun.plan.ops import kv_positions
+from dakrun.plan.overview import Forecast, Overview
+from dakrun.plan.planner import OpPlan, Plan
+from dakrun.plan.present import (
+    bound_figures,
+    kv_figures,
+    op_eb,
+    predicted_figures,
+    ridge,
+    window,
+)
+from dakrun.units import format_bytes, format_decimal, format_seconds
+
+# Heading of each column of `need_rows`, and whether it is numeric.
+NEEDS = (
+    ("op", False),
+    ("shape", False),
+    ("bytes", True),
+    ("FLOP", True),
+    ("FLOP/B", True),
+    ("ridge", True),
+    ("regime", False),
+    ("a", True),
+    ("b", True),
+)
+# The same for `choice_rows`.
+CHOICES = (
+    ("op", False),
+    ("ratio", True),
+    ("units", True),
+    ("SMs", True),
+    ("window", True),
+    ("via", False),
+    ("bound", True),
+    ("predicted", True),
+    ("EB GB/s", True),
+)
+PHASES = {
+    1: "remote reads only where they make an op faster (up to its a)",
+    2: "also where they make an op no slower (up to its b)",
+    3: "more than is free: every further remote byte costs link time",
+}
+
+
+def need_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """What each op needs whatever is planned, under NEEDS: over all its layers, for one step."""
+    return [_need_row(plan, op) for op in plan.ops]
+
+
+def choice_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """What the plan does with each op, under CHOICES: units and times are over all its layers."""
+    return [_choice_row(plan, op) for op in plan.ops]
+
+
+def need_legend() -> str:
+    """What the columns of `need_rows` mean."""
+    return (
+        "bytes: weights, or KV cache as kept; FLOP/B: arithmetic intensity; ridge: peak FLOP/s "
+        "over HBM bytes/s; regime: what limits the op, by time; between the offload ratios a and "
+        "b it is at its fastest. Figures are for all layers and one decode step."
+    )
+
+
+def choice_legend(plan: Plan) -> str:
+    """What the columns of `choice_rows` mean."""
+    tiers = "/".join(plan.tiers)
+    return (
+        f"ratio: share of the bytes outside {plan.tiers[0]}; units (64x1024 items, or KV slots) "
+        f"and SMs: {tiers}; window: bytes in flight from {'/'.join(plan.tiers[1:])}; via: how "
+        "remote bytes are read; EB: bytes read over predicted time."
+    )
+
+
+def summary_rows(shown: Overview) -> list[tuple[str, str]]:
+    """(title, text) pairs: what was planned for what, where bytes lie, how fast, what helps."""
+    plan = shown.chosen.plan
+    model, work, profile = plan.model, plan.workload, plan.profile
+    source = profile.provenance
+    kv = kv_figures(plan)
+    return [
+        ("model", f"{model.name}, {model.dtype}, {format_bytes(plan.weight_bytes)} of weights"),
+        (
+            "workload",
+            f"batch {work.batch_size}, {work.prompt_len} prompt + {work.new_tokens} new tokens, "
+            f"{kv_positions(work)} positions kept per slot",
+        ),
+        ("profile", f"{profile.name}: {profile.description} ({source.kind}, {source.date})"),
+        *((f"{name} memory", _memory_text(plan, tier)) for tier, name in enumerate(plan.tiers)),
+        (
+            "offload ratio",
+            f"{plan.ratio:.1%} of weights and KV chosen ({plan.policy.strategy}), "
+            f"{plan.required_ratio:.1%} required by capacity",
+        ),
+        ("phase", f"{plan.phase} of 3: {PHASES[plan.phase]}"),
+        (
+            "KV per step",
+            f"{format_bytes(kv['resident_bytes'])} resident, "
+            f"{format_bytes(kv['hbm_read_bytes_per_step'])} read from {plan.tiers[0]}, "
+            f"{format_bytes(kv['link_read_bytes_per_step'])} over the link",
+        ),
+        ("bound", _speed_text(bound_figures(shown.chosen))),
+        ("predicted", _speed_text(predicted_figures(shown.chosen))),
+        *_uniform_rows(shown.uniform),
+        ("advice", shown.advice.sentence),
+    ]
+
+
+def _need_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:
+    first, second = op.op.shape
+    shape = f"{first}q/{second}kv" if op.op.category == "attention" else f"{first}x{second}"
+    return (
+        f"{op.op.name} x{op.op.layers}",
+        shape,
+        format_bytes(op.op.layers * op.op.resident_bytes),
+        format_decimal(op.op.layers * op.op.flops, "").rstrip(),
+        f"{op.op.arithmetic_intensity:.1f}",
+        f"{ridge(plan.profile, plan):.3g}",
+        op.regime.removesuffix("-bound"),
+        f"{op.a:.1%}",
+        f"{op.b:.1%}",
+    )
+
+
+def _choice_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:
+    tiers = range(len(plan.tiers))
+    windows = [window(plan, op, tier) for tier in tiers[1:]]
+    return (
+        op.op.name,
+        f"{op.ratio:.1%}",
+        _slashed([sum(counts[tier] for counts in op.placement) for tier in tiers]),
+        _slashed(op.sms),
+        _slashed(["-" if size is None else _short_bytes(size) for size in windows]),
+        op.transport if op.ratio > 0 else "-",
+        format_seconds(sum(op.bounds_s)),
+        format_seconds(sum(op.predicted_s)),
+        f"{op_eb(op) / 1e9:,.1f}",
+    )
+
+
+def _slashed(values: Sequence[object]) -> str:
+    """Values of the tiers in their order, as in "1200/48"."""
+    return "/".join(map(str, values))
+
+
+def _short_bytes(size: int) -> str:
+    """A window's size without digits that say nothing, as in "256 KiB"."""
+    return format_bytes(size).replace(".00 ", " ")
+
+
+def _memory_text(plan: Plan, tier: int) -> str:
+    memory = plan.memory(tier)
+    parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in memory.items() if size)
+    used = f"{format_bytes(sum(memory.values()))} of {format_bytes(plan.budgets[tier])}"
+    return f"{used} ({parts})" if parts else used
+
+
+def _speed_text(speed: dict[str, float]) -> str:
+    return (
+        f"TTFT {format_seconds(speed['ttft_s'])}, TPOT {format_seconds(speed['tpot_s'])}, "
+        f"{speed['tokens_per_s']:,.1f} tokens/s, EB {_rate(speed['eb_bytes_per_s'])}, "
+        f"EB total {_rate(speed['eb_total_bytes_per_s'])}"
+    )
+
+
+def _uniform_rows(uniform: Forecast | CannotRun) -> list[tuple[str, str]]:
+    if isinstance(uniform, CannotRun):
+        return [("uniform", f"the same ratio for every op cannot run: {uniform}")]
+    return [
+        ("uniform ratio", f"{uniform.plan.ratio:.1%}, the same for every op as far as units allow"),
+        ("uniform bound", _speed_text(bound_figures(uniform))),
+        ("uniform pred.", _speed_text(predicted_figures(uniform))),
+    ]
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.1f} GB/s"

@@ -1,0 +1,277 @@
+"""Measures a GPU and its remote tiers the way the kernels use them, and makes the profile.
+
+The sweeps are gpu_sweeps.py's, the costs gpu_costs.py's; files and tables are probe.py's.
+"""
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dakrun import memory
+from dakrun.config import Dtype
+from dakrun.congestion import Point, choose_window, fixed_cost
+from dakrun.errors import CannotRun
+from dakrun.gpu_costs import chain_sweep, launch_seconds, matmul_rates
+from dakrun.gpu_sweeps import (
+    Bench,
+    Buffer,
+    Effort,
+    Ring,
+    amplification_sweep,
+    congestion_sweep,
+    copy_rates,
+    direct_sweep,
+    hbm_sweep,
+    l2_sweep,
+    multicast_sweep,
+    ring_for,
+    staging_rates,
+)
+from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, Provenance, RemoteTier, Sweep
+from dakrun.machine_checks import numa, pcie, visible_gpus
+from dakrun.measurement import STEADY, Log, Measurement
+from dakrun.units import format_bytes
+
+DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
+HOST_SHARE = 0.9  # of the host memory that may be taken: what plans get
+GROUP_SHARE = 0.97  # peers that together reach less of the sum of their rates share a link
+
+# Bound over time of the decode attention kernel: a target until the kernel itself is measured.
+ATTENTION_EFFICIENCY = 0.93
+
+
+def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
+    """Measure torch's current GPU, host memory and peer GPUs for a profile called `name`.
+
+    Raises CannotRun where there is no memory for the buffers.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    free, total = torch.cuda.mem_get_info(device)
+    host_memory = memory.available_host_memory()
+    with memory.allocate_tiers(_buffer_sizes(effort, free, host_memory), device) as tiers:
+        buffers = {
+            tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
+            for tier, memories in tiers.items()
+        }
+        for buffer in buffers.values():
+            _fill(buffer.tensor)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        probe = _Probe(Bench(sms, buffers.pop(LOCAL), effort))
+        remote = [
+            probe.remote_tier(tier, buffer, _capacity(tier, host_memory))
+            for tier, buffer in buffers.items()
+        ]
+        together = probe.peers_together(buffers)
+        op_seconds, efficiency = probe.costs()
+        compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
+        buffers.clear()
+    remote, groups = _grouped(remote, together)
+    measurements = tuple(probe.log.measurements)
+    return HardwareProfile(
+        name=name,
+        description=_description(remote),
+        provenance=_provenance(measurements),
+        device="cuda",
+        device_name=torch.cuda.get_device_name(device),
+        sms=sms,
+        hbm_capacity_bytes=total,
+        hbm_bytes_per_s=probe.hbm_rate,
+        context_bytes=total - free,
+        op_seconds=op_seconds,
+        linear_efficiency=efficiency,
+        attention_efficiency=ATTENTION_EFFICIENCY,
+        remote=tuple(remote),
+        compute=compute,
+        link_groups=groups,
+        facts=_facts(device, host_memory),
+        sweeps=probe.sweeps,
+    ), measurements
+
+
+class _Probe:
+    """The measuring of one GPU: figures go to `log`, grids to `sweeps`."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.log = Log()
+        hbm = hbm_sweep(bench)
+        self.sweeps: dict[str, Sweep] = {"hbm": hbm, "l2": l2_sweep(bench)}
+        _, chunk, stages, *_ = max(
+            (row for row in hbm.rows if row[0] == bench.sms),
+            key=lambda row: row[hbm.columns.index("bytes_per_s")],
+        )
+        self.ring: Ring = (int(chunk), int(stages))
+        self.hbm_rate = self.log.measure(
+            "HBM read", "B/s", lambda: bench.alone(bench.hbm.reader(bench.sms, self.ring))
+        )
+
+    def remote_tier(self, tier: str, buffer: Buffer, capacity: int) -> RemoteTier:
+        """Sweep one remote tier and choose its window."""
+        bench, log = self.bench, self.log
+        direct = self.sweeps[f"{tier} direct"] = direct_sweep(bench, buffer)
+        sms, chunk, stages, *_ = max(
+            direct.rows, key=lambda row: row[direct.columns.index("bytes_per_s")]
+        )
+        best = buffer.reader(int(sms), (int(chunk), int(stages)))
+        link_rate = log.measure(f"{tier} read, direct", "B/s", lambda: bench.alone(best))
+        grid = self.sweeps[f"{tier} congestion"] = congestion_sweep(bench, buffer, self.ring)
+        points = [Point(int(n), int(size), far, near) for n, size, far, near, _ in grid.rows]
+        chosen = choose_window(points, link_rate, self.hbm_rate)
+        ring = ring_for(chosen.in_flight // chosen.sms)
+        assert ring is not None
+        readers = (
+            buffer.reader(chosen.sms, ring),
+            bench.hbm.reader(bench.sms - chosen.sms, self.ring),
+        )
+        window = f"window of {format_bytes(chosen.in_flight)} on {chosen.sms} SMs"
+        log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
+        log.measure(f"HBM read beside {tier}, {window}", "B/s", lambda: bench.readings(*readers)[1])
+        self._sharing(tier, buffer, link_rate)
+        return RemoteTier(
+            name=tier,
+            capacity_bytes=capacity,
+            direct_bytes_per_s=link_rate,
+            staged_bytes_per_s=self._staged_rate(tier, buffer),
+            window_bytes=chosen.in_flight,
+            sms=chosen.sms,
+        )
+
+    def _sharing(self, tier: str, buffer: Buffer, link_rate: float) -> None:
+        """What several readers of the same bytes cost, and what multicast saves of it."""
+        shared = self.sweeps[f"{tier} amplification"] = amplification_sweep(self.bench, buffer)
+        cast = self.sweeps[f"{tier} multicast"] = multicast_sweep(self.bench, buffer, link_rate)
+        for sweep, what in ((shared, "8 readers of each chunk"), (cast, "multicast to 8")):
+            delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
+            runs = self.bench.effort.runs
+            self.log.keep(f"{tier}, {what}", "B/s", delivered[-1], scatter[-1], runs)
+
+    def _staged_rate(self, tier: str, buffer: Buffer) -> float:
+        """Copies both ways, then copies into HBM while it is read: the rate of staging."""
+        bench, log = self.bench, self.log
+        here = bench.hbm.tensor[: buffer.tensor.numel() // 2]
+        there = buffer.tensor[: here.numel()]
+        alone = log.measure(
+            f"{tier} to HBM, copy engine", "B/s", lambda: copy_rates(bench, here, there)
+        )
+        log.measure(f"HBM to {tier}, copy engine", "B/s", lambda: copy_rates(bench, there, here))
+        copied, read = staging_rates(bench, here, there, alone, self.ring)
+        log.add(f"HBM read beside copies from {tier}", "B/s", read)
+        return log.add(f"{tier} to HBM, copy engine while HBM is read", "B/s", copied)
+
+    def peers_together(self, buffers: dict[str, Buffer]) -> float | None:
+        """Bytes/s of all peers at once; None where there are fewer than two."""
+        peers = [buffer for tier, buffer in buffers.items() if tier.startswith("peer")]
+        if len(peers) < 2:
+            return None
+        ctas = self.bench.sms // len(peers)
+        readers = [peer.reader(min(ctas, 32), (16 * 1024, 8)) for peer in peers]
+
+        def together() -> list[float]:
+            runs = zip(*self.bench.readings(*readers), strict=True)
+            return [sum(rates) for rates in runs]
+
+        return self.log.measure(f"{len(peers)} peers together", "B/s", together)
+
+    def costs(self) -> tuple[float, float]:
+        """(seconds of an op besides its bytes, efficiency) of overlapping launches in a graph."""
+        chain = self.sweeps["chain"] = chain_sweep(self.bench)
+        for overlap, what in ((False, "launch in a graph"), (True, "overlapping launch")):
+            self.log.add(what, "s", launch_seconds(self.bench, overlap=overlap))
+        rows = [(size, op_s) for size, overlap, op_s, *_ in chain.rows if overlap]
+        sizes, seconds = zip(*rows, strict=True)
+        return fixed_cost(sizes, seconds, self.hbm_rate)
+
+    def compute_rate(self, dtype: Dtype) -> ComputeRate:
+        """FLOP/s by batch size; the peak is the best of them."""
+        points = []
+        for n in self.bench.effort.batch_sizes:
+            rates = matmul_rates(self.bench, getattr(torch, dtype), n)
+            points.append((n, self.log.add(f"matmul {dtype} N={n}", "FLOP/s", rates)))
+        return ComputeRate(peak=max(rate for _, rate in points), measured=tuple(points))
+
+
+def _buffer_sizes(effort: Effort, free: int, host_memory: int) -> dict[str, int]:
+    """Bytes of the buffers by tier."""
+    this = torch.cuda.current_device()
+    peers = [
+        gpu
+        for gpu in range(torch.cuda.device_count())
+        if gpu != this and torch.cuda.can_device_access_peer(this, gpu)
+    ]
+    sizes = {
+        LOCAL: min(effort.hbm_bytes, free // 2),
+        "host": min(effort.host_bytes, host_memory // 4),
+        **{f"peer:{gpu}": effort.peer_bytes for gpu in peers},
+    }
+    for tier, size in sizes.items():
+        if size < 2**28:
+            raise CannotRun(
+                f"measuring takes {format_bytes(2**28)} of {tier} memory at least, "
+                f"{format_bytes(size)} can be had",
+                hint="end what else uses it, or plan with a shipped profile",
+            )
+    return {tier: size // 2**20 * 2**20 for tier, size in sizes.items()}
+
+
+def _fill(buffer: torch.Tensor) -> None:
+    """Random bytes: zeros move at other speeds."""
+    block = torch.randint(0, 256, (2**26,), dtype=torch.uint8, device="cuda")
+    for part in buffer.split(block.numel()):
+        part.copy_(block[: part.numel()])
+
+
+def _capacity(tier: str, host_memory: int) -> int:
+    """Bytes that a plan may put into a remote tier."""
+    if tier == "host":
+        return int(HOST_SHARE * host_memory)
+    return int(torch.cuda.mem_get_info(int(tier.removeprefix("peer:")))[1])
+
+
+def _grouped(
+    remote: Sequence[RemoteTier], together: float | None
+) -> tuple[list[RemoteTier], dict[str, float]]:
+    """Peers in one link group where they do not reach the sum of their rates together."""
+    rates = [tier.direct_bytes_per_s for tier in remote if tier.name.startswith("peer")]
+    if together is None or together >= GROUP_SHARE * sum(rates):
+        return list(remote), {}
+    grouped = [
+        replace(tier, group="peers") if tier.name.startswith("peer") else tier for tier in remote
+    ]
+    return grouped, {"peers": together}
+
+
+def _description(remote: Sequence[RemoteTier]) -> str:
+    peers = [tier.name for tier in remote if tier.name.startswith("peer")]
+    text = f"{torch.cuda.get_device_name()}, host memory over PCIe"
+    return text + (f", {len(peers)} peer GPU{'s' if len(peers) > 1 else ''}" if peers else "")
+
+
+def _provenance(measurements: Sequence[Measurement]) -> Provenance:
+    unsteady = [m for m in measurements if not m.steady]
+    worst = max(measurements, key=lambda m: m.spread)
+    return Provenance(
+        kind="measured",
+        date=datetime.date.today().isoformat(),
+        source=f"dakrun profile: medians; bulk copies into shared memory, copy engine, cuBLAS of "
+        f"torch {torch.__version__}, chains of ops in CUDA graphs; random data; "
+        f"{len(unsteady)} of {len(measurements)} figures spread by more than {STEADY:.0%}, most "
+        f"of all {worst.what} ({worst.spread:.0%}); attention_efficiency is a target",
+    )
+
+
+def _facts(device: torch.device, host_memory: int) -> dict[str, int | str]:
+    """Sizes and links, for people."""
+    properties = torch.cuda.get_device_properties(device)
+    gpus = [gpu for gpu in visible_gpus() if gpu.index == device.index]
+    return {
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "shared_bytes_per_sm": properties.shared_memory_per_multiprocessor,
+        "l2_bytes": properties.L2_cache_size,
+        "host_memory_bytes": host_memory,
+        "numa": numa(gpus).finding,
+        "pcie": "; ".join(check.finding for check in pcie(gpus)),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }

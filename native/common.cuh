@@ -1,0 +1,29 @@
+// What every kernel here shares: the ring of shared-memory stages between copies and consumers.
+#pragma once
+
+#include "ptx.cuh"
+
+// Spins that would last for ever end the kernel with an error in builds with -DDEBUG_SPINS=1.
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+#if DEBUG_SPINS
+  const uint64_t start = ptx::globaltimer();
+#endif
+  while (!ptx::mbarrier_try_wait(barrier, parity)) {
+#if DEBUG_SPINS
+    if (ptx::globaltimer() - start > 2'000'000'000ull) __trap();
+#endif
+  }
+}
+
+// Position in a ring of `stages`: the stage, and the parity of the barrier phase that is next.
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};

@@ -1,0 +1,178 @@
+"""What `dakrun plan` advises: whoever follows it gets the speed it names; what it says limits."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dakrun import cli
+from dakrun.config import Workload
+from dakrun.hardware import load_profile
+from dakrun.known_models import known_model
+from dakrun.plan.advice import WORTH, Advice, advise
+from dakrun.plan.limits import busy_shares, limits, resource_text
+from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.plan.roofline import Links, time_of
+
+GIB = 2**30
+
+
+def a_plan(
+    name: str, profile: str, batch: int, *, prompt: int = 32, policy: Policy | None = None
+) -> Plan:
+    workload = Workload(
+        batch_size=batch, prompt_len=prompt, new_tokens=32, max_model_len=prompt + 32
+    )
+    model = known_model(name)
+    assert model is not None
+    return make_plan(model, workload, load_profile(profile), policy or Policy())
+
+
+def plan_json(*args: str) -> dict[str, Any]:
+    result = CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(cli.main, ["plan", "--json", *args])
+    assert result.exit_code == 0, result.stderr
+    shown: dict[str, Any] = json.loads(result.stdout)
+    return shown
+
+
+COMMANDS = (
+    "--model opt-30b --profile gh200 --batch-size 8",
+    "--model opt-30b --profile h200-pcie5 --batch-size 8 --hbm-budget 40GiB",
+    "--model opt-30b --profile h200-nvlink-peer --batch-size 8 --hbm-budget 40GiB",
+    "--model llama-2-70b --profile gh200 --batch-size 32 --prompt-len 1024",
+    "--model opt-6.7b --profile h200-pcie5 --batch-size 64 --prompt-len 500 --hbm-budget 9GiB",
+    "--model opt-30b --profile gh200 --batch-size 8 --offload-ratio 0.3 --kv-offload-ratio 0.5",
+    "--model opt-6.7b --profile gh200 --batch-size 256 --strategy uniform --hbm-budget 20GiB",
+    "--model opt-6.7b --profile h200-pcie5 --batch-size 8 --hbm-budget 12GiB --transport direct",
+    "--model opt-125m --profile cpu --batch-size 8",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_following_the_advice_gives_what_it_says(command: str) -> None:
+    """Every change is written as options, and planning with them gives the speed it names."""
+    shown = plan_json(*command.split())
+    alternatives = shown["advice"]["alternatives"]
+    gains = [other["gain"] for other in alternatives]
+    assert gains == sorted(gains, reverse=True)
+    now = shown["predicted"]["tokens_per_s"]
+    for other in alternatives:
+        then = plan_json(*command.split(), *other["change"].split())["predicted"]
+        assert then["tokens_per_s"] == pytest.approx(other["predicted_tokens_per_s"])
+        assert then["tpot_s"] == pytest.approx(other["predicted_tpot_s"])
+        assert then["tokens_per_s"] / now - 1 == pytest.approx(other["gain"], abs=1e-9)
+    best, sentence = alternatives[0], shown["advice"]["sentence"]
+    assert ("would help most" in sentence) == (best["gain"] > WORTH)
+    if best["gain"] > WORTH and best["available"]:
+        assert best["change"] in sentence
+    assert sentence.startswith("limited by ") and "\n" not in sentence
+
+
+def advice_for(command: str) -> dict[str, Any]:
+    advice: dict[str, Any] = plan_json(*command.split())["advice"]
+    return advice
+
+
+def test_capacity_that_forces_bytes_over_a_slow_link() -> None:
+    advice = advice_for(COMMANDS[1])
+    assert advice["limited_by"] == ["host"]
+    assert "the link to host memory" in advice["sentence"]
+    assert "31.2% of the bytes do not fit in HBM" in advice["sentence"]
+    assert advice["alternatives"][0]["kind"] == "hbm_budget"
+    budgets = [a["change"] for a in advice["alternatives"] if a["kind"] == "hbm_budget"]
+    assert "--hbm-budget 44.00GiB" in budgets, "a tenth more is tried, too"
+
+
+def test_another_tier_of_the_machine() -> None:
+    assert "--remote host,peer:1" in advice_for(COMMANDS[2])["sentence"]
+
+
+def test_more_hbm_than_the_machine_has() -> None:
+    advice = advice_for(COMMANDS[3])
+    best = advice["alternatives"][0]
+    assert best["kind"] == "hbm_budget" and not best["available"]
+    assert "of HBM (gh200 has 89.41 GiB)" in advice["sentence"]
+    assert best["change"] not in advice["sentence"], "no option makes a GPU larger"
+
+
+def test_a_smaller_batch_where_kv_dominates() -> None:
+    plan = a_plan("opt-30b", "gh200", 256, prompt=1000)
+    best = next(a for a in advise(plan).alternatives if a.kind == "batch_size")
+    assert best.change == "--batch-size 128" and best.gain > WORTH
+
+
+def test_what_was_fixed_is_set_free() -> None:
+    kinds = {a["kind"]: a["change"] for a in advice_for(COMMANDS[5])["alternatives"]}
+    assert kinds["ratio"] == "--offload-ratio auto --kv-offload-ratio auto"
+    assert "strategy" not in kinds
+    kinds = {a["kind"]: a["change"] for a in advice_for(COMMANDS[6])["alternatives"]}
+    assert kinds["strategy"] == "--strategy greedy" and "ratio" not in kinds
+
+
+def test_nothing_helps() -> None:
+    plan = a_plan("opt-30b", "gh200", 512)
+    advice = advise(plan)
+    assert advice.limits == ["compute"]
+    assert all(other.gain <= WORTH for other in advice.alternatives)
+    assert "limited by arithmetic" in advice.sentence
+    assert "helps by more than 2%" in advice.sentence
+
+
+def test_room_that_would_lie_idle_is_not_advised() -> None:
+    plan = a_plan("opt-6.7b", "gh200", 8)
+    assert plan.required_ratio == 0
+    assert all(other.kind != "hbm_budget" for other in advise(plan).alternatives)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        a_plan("opt-6.7b", "gh200", 8),
+        a_plan("opt-6.7b", "h200-pcie5", 512),
+        a_plan("opt-6.7b", "h200-pcie5", 8, policy=Policy(hbm_budget=8 * GIB)),
+        a_plan("opt-6.7b", "h200-nvlink-peer", 8, policy=Policy(remote=("host", "peer"))),
+        a_plan("opt-6.7b", "cpu", 4),
+    ],
+)
+def test_busy_shares(plan: Plan) -> None:
+    """No resource is used for longer than the step takes; what limits is used nearly throughout."""
+    busy = busy_shares(plan)
+    assert list(busy.values()) == sorted(busy.values(), reverse=True)
+    assert 0 < next(iter(busy.values())) <= 1 + 1e-9
+    assert set(plan.tiers) <= set(busy)
+    read = plan.read_bytes(1) / plan.predicted_s
+    rates = Links.of(plan.profile, plan.tiers[1:])
+    fastest = max(rates.direct["host"], rates.staged["host"])
+    assert busy["host"] >= read / fastest * (1 - 1e-9)
+    assert limits(busy)[0] in (next(iter(busy)), "hbm+host")
+
+
+def test_a_shared_link_is_named_instead_of_its_tiers() -> None:
+    assert limits({"hbm+host": 0.9, "hbm": 0.89, "compute": 0.2}) == ["hbm+host"]
+    assert limits({"hbm": 0.9, "host": 0.85, "compute": 0.2}) == ["hbm", "host"]
+    assert resource_text("hbm+host") == "the memory link that hbm and host share"
+    assert resource_text("peer:1") == "the link to peer:1 memory"
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_named_lines_are_the_lines(staged: bool) -> None:
+    links = Links(
+        {"hbm": 10.0, "host": 2.0, "peer:1": 3.0},
+        {"hbm": 10.0, "host": 2.5, "peer:1": 2.0},
+        ((frozenset({"host", "peer:1"}), 4.0),),
+    )
+    named = links.named_lines(100.0, 1.0, staged=staged)
+    assert list(named) == ["compute", "hbm", "host", "peer:1", "host+peer:1"]
+    assert tuple(named.values()) == links.lines(100.0, 1.0, staged=staged)
+    assert time_of(named.values(), [0.0, 0.5, 0.5]) == pytest.approx(25.0)
+
+
+def test_ties_name_one_change_of_a_kind() -> None:
+    plan = a_plan("opt-30b", "h200-pcie5", 8, policy=Policy(hbm_budget=40 * GIB))
+    advice = advise(plan)
+    doubled = [replace(a, gain=3.0) for a in advice.alternatives if a.kind == "hbm_budget"]
+    assert len(doubled) > 1
+    sentence = Advice(plan=plan, busy=advice.busy, alternatives=tuple(doubled)).sentence
+    assert sentence.count("--hbm-budget") == 1 and ", then" not in sentence

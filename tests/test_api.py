@@ -1,0 +1,107 @@
+"""The Python API as README.md shows it: names of the package, imported late, and results."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+from tiny_tokenizer import make_tokenizer_files
+
+import dakrun
+from dakrun import LLM, Completion, SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh interpreter has after `code`."""
+    command = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    loaded = loaded_by("import dakrun")
+    assert {name for name in loaded if name.startswith(("dakrun", "torch"))} == {"dakrun"}
+
+
+def test_params_and_policies_need_no_torch() -> None:
+    loaded = loaded_by("from dakrun import Policy, SamplingParams")
+    assert "dakrun.config" in loaded and "torch" not in loaded
+
+
+def test_names_of_the_package() -> None:
+    for name in dakrun.__all__:
+        assert getattr(dakrun, name) is not None and name in dir(dakrun)
+    assert dakrun.LLM.__module__ == "dakrun.llm"
+    with pytest.raises(AttributeError, match="module 'dakrun' has no attribute 'LLMs'"):
+        dakrun.LLMs  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    source = ast.parse((ROOT / "dakrun" / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [
+        node.body
+        for node in source.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    seen = {
+        alias.name: node.module
+        for node in block
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == dakrun._MODULES
+    assert {*seen, "__version__"} == set(dakrun.__all__)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random OPT with a tokenizer."""
+    directory = make_tokenizer_files(tmp_path_factory.mktemp("model"))
+    return tiny_models.save("opt-like-125m", directory)
+
+
+def test_the_example_in_the_readme(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (name,) = re.findall(r'LLM\("(.*?)"', example)
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    completions, report = names["completions"], names["report"]
+    assert isinstance(completions, list) and isinstance(report, dict)
+    assert len(completions) == 2
+    for number, completion in enumerate(completions):
+        assert isinstance(completion, Completion) and completion.id == str(number)
+        assert completion.finish_reason == "length" and len(completion.token_ids) == 32
+        assert completion.text and completion.ttft_s > 0 and completion.tpot_s > 0
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+    held = {tier["name"]: tier["weights_bytes"] for tier in report["tiers"]}
+    assert held["hbm"] > held["host"] > 0
+
+
+def test_params_for_each_prompt_and_token_ids(model: Path) -> None:
+    llm = LLM(model, device="cpu", batch_size=2)
+    assert llm.report()["tokens_per_s"] is None
+    lengths = [1, 5, 3]
+    params = [SamplingParams(max_tokens=n) for n in lengths]
+    completions = llm.generate(["one", [5, 6, 7], "three"], params)
+    assert [len(completion.token_ids) for completion in completions] == lengths
+    assert [completion.id for completion in completions] == ["0", "1", "2"]
+    report = llm.report()
+    assert report["requests"]["new_tokens"] == sum(lengths)
+    busy = report["time"]["prefill_s"] + report["time"]["decode_s"]
+    assert report["time"]["wall_s"] == pytest.approx(busy)
+    assert report["tokens_per_s"] == pytest.approx(sum(lengths) / busy)

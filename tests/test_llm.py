@@ -1,0 +1,58 @@
+"""The Python API's LLM gives its memory back: when it is closed, and when loading fails."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from dakrun import llm as llm_module
+from dakrun import memory
+from dakrun.llm import LLM
+from dakrun.plan.planner import Policy
+
+NAME = "llama-gqa3-tied"
+POLICY = Policy(offload_ratio=0.3, kv_offload_ratio=0.5)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(NAME, tmp_path_factory.mktemp("llm") / NAME)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[memory.HostBlock]:
+    """The memory of every tier that is allocated."""
+    made = []
+    take = memory._take
+
+    def noted(*args: object) -> object:
+        made.append(take(*args))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(memory, "_take", noted)
+    return made  # type: ignore[return-value]
+
+
+def test_closing_gives_the_memory_back(path: Path, blocks: list[memory.HostBlock]) -> None:
+    with LLM(path, device="cpu", batch_size=2, policy=POLICY) as llm:
+        assert len(llm.generate([[5, 6, 7]])) == 1
+        mappings = [weakref.ref(block._mapping) for block in blocks]
+        assert len(mappings) == 2 and all(mapping() for mapping in mappings)
+    assert not any(mapping() for mapping in mappings)
+    llm.close()
+    with pytest.raises(ValueError, match="this LLM is closed"):
+        llm.generate([[5, 6, 7]])
+
+
+def test_a_failed_load_gives_the_memory_back(
+    path: Path, blocks: list[memory.HostBlock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("the disk broke")
+
+    monkeypatch.setattr(llm_module, "load", fail)
+    with pytest.raises(OSError, match="the disk broke"):
+        LLM(path, device="cpu", batch_size=2, policy=POLICY)
+    assert len(blocks) == 2
+    assert all(block._mapping is None and block.tensor.numel() == 0 for block in blocks)

@@ -1,0 +1,144 @@
+"""Tiers on a GPU: page-locked host memory and a peer's memory, readable where they lie."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dakrun import host_memory
+from dakrun.errors import CannotRun
+from dakrun.memory import PartitionedTensor, allocate_tiers
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+HOST_TYPE, DEVICE_TYPE = 1, 2  # cudaMemoryTypeHost, cudaMemoryTypeDevice
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Any:
+    return pytest.importorskip("cupy").cuda.runtime
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    yield torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.synchronize()  # nothing is left broken
+
+
+def locked(runtime: Any, address: int) -> bool:
+    return runtime.pointerGetAttributes(address).type == HOST_TYPE
+
+
+def test_the_host_tier_is_page_locked(runtime: Any, device: torch.device) -> None:
+    with allocate_tiers({"hbm": 4096, "host": GIB + 5}, device) as tiers:
+        tensor = tiers["host"].allocate((GIB // 4,), torch.int32)
+        tensor.copy_(torch.arange(GIB // 4, dtype=torch.int32))
+        first, last = tensor.data_ptr(), tensor.data_ptr() + GIB - 1
+        assert tensor.is_pinned() and tensor[12345:].is_pinned()
+        for address in (first, last):
+            attributes = runtime.pointerGetAttributes(address)
+            assert attributes.type == HOST_TYPE and attributes.devicePointer == address
+        there = tensor.to(device, non_blocking=True)
+        assert torch.equal(there, torch.arange(GIB // 4, dtype=torch.int32, device=device))
+        assert tiers["hbm"].allocate((4,), torch.float32).device == device
+    assert not locked(runtime, first) and not locked(runtime, last)
+    assert not tensor.is_pinned() and tensor[-1] == GIB // 4 - 1  # still there, for the CPU
+    tiers.close()
+
+
+def test_kernels_read_the_host_tier_where_it_lies(device: torch.device) -> None:
+    cupy = pytest.importorskip("cupy")
+    add_up = cupy.ElementwiseKernel(
+        "uint64 address", "int64 y", "y = ((const int *)address)[i] + 1", "add_up"
+    )
+    with allocate_tiers({"hbm": 0, "host": 1 << 22}, device) as tiers:
+        tensor = tiers["host"].allocate((1 << 20,), torch.int32)
+        tensor.copy_(torch.arange(1 << 20, dtype=torch.int32))
+        out = add_up(np.uint64(tensor.data_ptr()), size=1 << 20)
+        assert (out == cupy.arange(1, (1 << 20) + 1)).all()
+
+
+def test_dropping_the_tier_unlocks_it(runtime: Any, device: torch.device) -> None:
+    tiers = allocate_tiers({"hbm": 0, "host": 1 << 24}, device)
+    tensor = tiers["host"].allocate((1 << 24,), torch.uint8)
+    address = tensor.data_ptr()
+    del tiers
+    assert tensor.is_pinned()
+    del tensor
+    assert not locked(runtime, address)
+
+
+def test_a_refused_lock_leaves_cuda_usable(
+    runtime: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "PORTABLE_MAPPED", 0x7000)  # no flags that CUDA knows
+    with pytest.raises(CannotRun, match=r"does not page-lock .*cudaErrorInvalidValue"):
+        allocate_tiers({"hbm": 1 << 20, "host": 1 << 20}, device)
+    assert torch.ones(3, device=device).sum() == 3
+
+
+def test_the_interpreters_exit_is_quiet() -> None:
+    code = (
+        "import torch\n"
+        "from dakrun.memory import allocate_tiers\n"
+        "tiers = allocate_tiers({'hbm': 1 << 20, 'host': 1 << 28}, torch.device('cuda'))\n"
+        "kept = tiers['host'].allocate((1 << 28,), torch.uint8)\n"
+        "there = kept.to('cuda', non_blocking=True)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_more_than_the_gpu_has_is_refused(device: torch.device) -> None:
+    with pytest.raises(CannotRun, match=r"of GPU \d+, .* are free") as caught:
+        allocate_tiers({"hbm": 1 << 50, "host": 0}, device)
+    assert "--hbm-budget" in caught.value.hint
+
+
+def test_the_computing_gpu_is_no_peer(device: torch.device) -> None:
+    with pytest.raises(CannotRun, match="is the GPU that computes"):
+        allocate_tiers({"hbm": 0, f"peer:{device.index}": 4096}, device)
+    with pytest.raises(CannotRun, match="needs GPU 99"):
+        allocate_tiers({"hbm": 0, "peer:99": 4096}, device)
+
+
+def test_the_peer_tier_is_read_where_it_lies(runtime: Any, device: torch.device) -> None:
+    cupy = pytest.importorskip("cupy")
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    peers = [i for i in others if torch.cuda.can_device_access_peer(device.index, i)]
+    if not peers:
+        pytest.skip("needs a second GPU that this one can read")
+    name, count = f"peer:{peers[0]}", 1 << 28
+    before = torch.cuda.mem_get_info(peers[0])[0]
+    for _ in range(2):  # enabling access again is no error
+        with allocate_tiers({"hbm": 0, name: 4 * count}, device) as tiers:
+            tensor = tiers[name].allocate((count,), torch.int32)
+            assert tensor.device.index == peers[0]
+            assert runtime.pointerGetAttributes(tensor.data_ptr()).type == DEVICE_TYPE
+            tensor.copy_(torch.arange(count, dtype=torch.int32))
+            torch.cuda.synchronize(peers[0])
+            read = cupy.ElementwiseKernel("uint64 a", "int32 y", "y = ((const int *)a)[i]", "read")
+            with cupy.cuda.Device(device.index):
+                out = read(np.uint64(tensor.data_ptr()), size=count)
+                assert (out == cupy.arange(count, dtype=cupy.int32)).all()
+            del tensor
+    assert torch.cuda.mem_get_info(peers[0])[0] > before - GIB // 2
+    assert torch.cuda.current_device() == device.index
+
+
+def test_a_matrix_over_all_tiers(device: torch.device) -> None:
+    with allocate_tiers({"hbm": 1 << 20, "host": 1 << 20}, device) as tiers:
+        placement = [("hbm", 2), ("host", 2)]
+        matrix = PartitionedTensor.empty((256, 1024), torch.float16, placement, tiers)
+        dense = torch.randn(256, 1024, dtype=torch.float16)
+        for part in matrix.parts:
+            part.data.copy_(dense[part.rows, part.cols])
+        assert matrix.dense().device == device and torch.equal(matrix.dense().cpu(), dense)
+        assert [part.data.is_cuda for part in matrix.parts] == [True, False]
+        del matrix, part

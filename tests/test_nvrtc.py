@@ -1,0 +1,116 @@
+"""Kernels compile for every architecture without a GPU; the cubin cache; what failures say."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dakrun.kernels import jit, nvrtc
+from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
+from dakrun.resources import resource_dir
+
+SOURCES = sorted(path.name for path in resource_dir("native").glob("*.cu"))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_kernel_compiles_without_spills_or_warnings(
+    source: str, arch: str, kernel_reports: list[str]
+) -> None:
+    compiled = compile_cubin(source, arch)
+    assert compiled.cubin.startswith(b"\x7fELF")
+    assert compiled.kernels, compiled.log
+    for kernel in compiled.kernels:
+        kernel_reports.append(
+            f"{source:<22} {arch:<8} {kernel.name:<28} {kernel.registers:>3} registers "
+            f"{kernel.shared_bytes:>6} B static shared memory"
+        )
+        assert not kernel.spills, kernel
+    assert compiled.warnings == ()
+
+
+@pytest.fixture
+def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder in the place of native/, and an empty cache."""
+    folder = tmp_path / "native"
+    folder.mkdir()
+    monkeypatch.setattr(nvrtc, "resource_dir", lambda _: folder)
+    monkeypatch.setenv("DAKRUN_CACHE_DIR", str(tmp_path / "cache"))
+    nvrtc._include_options.cache_clear()
+    yield folder
+    nvrtc._include_options.cache_clear()
+
+
+GOOD = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= FACTOR; }\n'
+
+
+def test_a_failed_compile_shows_the_message_and_the_options(native: Path) -> None:
+    (native / "bad.cu").write_text("__global__ void k() { nonsense; }\n")
+    with pytest.raises(CompileError) as caught:
+        compile_cubin("bad.cu", "sm_90a", {"FACTOR": 3})
+    assert "bad.cu" in str(caught.value) and '"nonsense" is undefined' in str(caught.value)
+    assert "-arch=sm_90a" in caught.value.hint and "-DFACTOR=3" in caught.value.hint
+    assert "bad.cu(1)" in caught.value.log
+
+
+def test_spills_are_seen(native: Path) -> None:
+    loads = "".join(f"float v{i} = x[{i} * n]; " for i in range(300))
+    stores = "".join(f"x[{i} * n + 1] = v{i} * v{(i * 7) % 300}; " for i in range(300))
+    (native / "many.cu").write_text(
+        f'extern "C" __global__ void __launch_bounds__(1024) k(float* x, int n) '
+        f"{{ {loads} __syncthreads(); {stores} }}\n"
+    )
+    compiled = compile_cubin("many.cu", "sm_90a")
+    assert compiled.kernels[0].spills and compiled.warnings
+
+
+def test_the_cache_is_keyed_by_all_that_decides_the_cubin(native: Path) -> None:
+    (native / "a.cuh").write_text('#include "b.cuh"\n')
+    (native / "b.cuh").write_text("#define UNUSED 1\n")
+    (native / "k.cu").write_text('#include "a.cuh"\n' + GOOD)
+
+    def path(arch: str = "sm_90a", factor: int = 2) -> Path:
+        return jit.cached_cubin("k.cu", arch, {"FACTOR": factor})
+
+    first = path()
+    assert first.is_file() and path() == first
+    found = {first, path(factor=3), path("sm_120a")}
+    (native / "b.cuh").write_text("#define UNUSED 2\n")
+    found.add(path())
+    (native / "k.cu").write_text('#include "a.cuh"\n\n' + GOOD)
+    found.add(path())
+    assert len(found) == 5
+
+
+def test_a_kept_cubin_is_not_compiled_again(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (native / "k.cu").write_text(GOOD)
+    path = jit.cached_cubin("k.cu", "sm_90a", {"FACTOR": 2})
+    monkeypatch.setattr(jit, "compile_cubin", lambda *_: pytest.fail("compiled again"))
+    assert jit.cached_cubin("k.cu", "sm_90a", {"FACTOR": 2}) == path
+
+
+def test_racing_for_a_cubin_leaves_one_whole_file(native: Path) -> None:
+    (native / "k.cu").write_text(GOOD)
+    paths: list[Path] = []
+
+    def race() -> None:
+        paths.append(jit.cached_cubin("k.cu", "sm_90a", {"FACTOR": 2}))
+
+    threads = [threading.Thread(target=race) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(paths) == 6 and len(set(paths)) == 1
+    assert paths[0].read_bytes() == compile_cubin("k.cu", "sm_90a", {"FACTOR": 2}).cubin
+    assert [path.name for path in paths[0].parent.iterdir()] == [paths[0].name]
+
+
+def test_a_cache_that_cannot_be_written(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (native / "k.cu").write_text(GOOD)
+    (native / "file").write_text("")
+    monkeypatch.setenv("DAKRUN_CACHE_DIR", str(native / "file"))
+    with pytest.raises(nvrtc.CannotRun) as caught:
+        jit.cached_cubin("k.cu", "sm_90a", {"FACTOR": 2})
+    assert "DAKRUN_CACHE_DIR" in caught.value.hint

@@ -1,0 +1,58 @@
+"""The tables of a plan at every width, and what they say where the uniform strategy cannot run."""
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dakrun.config import Workload
+from dakrun.errors import CannotRun
+from dakrun.hardware import load_profile
+from dakrun.known_models import known_model
+from dakrun.plan.overview import overview
+from dakrun.plan.planner import Policy, make_plan
+from dakrun.plan.present import overview_dict
+from dakrun.plan.table import render
+from dakrun.plan.texts import summary_rows
+
+WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
+
+
+def rendered(width: int, **fixed: Any) -> str:
+    """The table of OPT-30B on two H200s at a width."""
+    workload = Workload(batch_size=64, prompt_len=32, new_tokens=32, max_model_len=64)
+    policy = Policy(hbm_budget=40 << 30, **fixed)
+    model = known_model("opt-30b")
+    assert model is not None
+    plan = make_plan(model, workload, load_profile("h200-nvlink-peer"), policy)
+    out = io.StringIO()
+    render(overview(plan), Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_80_columns_hold_a_row_of_two_tiers() -> None:
+    narrow, wide = rendered(80), rendered(300)
+    assert max(map(len, narrow.splitlines())) <= 80
+
+    def rows(text: str) -> list[list[str]]:
+        return [line.split() for line in text.splitlines() if line.startswith(("qkv", "fc2"))]
+
+    assert len(rows(narrow)) == 4 and rows(narrow) == rows(wide)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_width_loses_anything(width: int) -> None:
+    """Cells of three tiers fold where they are too wide: every character is still there."""
+    shown = rendered(width, remote=("host", "peer"))
+    assert max(map(len, shown.splitlines())) <= width
+    whole = rendered(300, remote=("host", "peer"))
+    assert sorted("".join(shown.split())) == sorted("".join(whole.split()))
+
+
+def test_uniform_that_cannot_run_is_said() -> None:
+    plan = make_plan(known_model("opt-30b"), WORKLOAD, load_profile("gh200"), Policy())
+    refusal = replace(overview(plan), uniform=CannotRun("no room", hint="none"))
+    assert overview_dict(refusal)["uniform"] == {"runs": False, "reason": "no room"}
+    assert ("uniform", "the same ratio for every op cannot run: no room") in summary_rows(refusal)
