@@ -27,13 +27,15 @@ struct ReadWindowArgs {
 // All sources side by side for `window_ns`, each by its own CTAs.
 extern "C" __global__ void __launch_bounds__(32)
     read_window(const __grid_constant__ ReadWindowArgs args) {
-  __shared__ uint64_t full_barrier[kMaxStages];
+  __shared__ uint64_t barriers[kMaxStages];
   if (threadIdx.x != 0) return;
+  const Barriers full_barrier = {ptx::smem_address(barriers)};
+  const uint32_t ring = ptx::smem_address(smem);
   int id = blockIdx.x, number = 0;
   while (id >= args.sources[number].ctas) id -= args.sources[number++].ctas;
   const Source source = args.sources[number];
 
-  for (int i = 0; i < source.stages; i++) ptx::mbarrier_init(&full_barrier[i], 1);
+  for (int i = 0; i < source.stages; i++) ptx::mbarrier_init(full_barrier[i], 1);
   ptx::fence_mbarrier_init();
   ptx::fence_proxy_async();
 
@@ -41,9 +43,9 @@ extern "C" __global__ void __launch_bounds__(32)
   const uint64_t step = (source.ctas + source.sharers - 1) / source.sharers;
   uint64_t next = id / source.sharers;
   auto load = [&](int stage) {
-    ptx::mbarrier_arrive_expect_tx(&full_barrier[stage], source.chunk);
-    ptx::bulk_load(smem + stage * source.chunk, source.base + next * source.chunk, source.chunk,
-                   &full_barrier[stage]);
+    ptx::mbarrier_arrive_expect_tx(full_barrier[stage], source.chunk);
+    ptx::bulk_load(ring + stage * source.chunk, source.base + next * source.chunk, source.chunk,
+                   full_barrier[stage]);
     next += step;
     if (next >= chunks) next -= chunks;
   };
@@ -53,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(32)
   for (int stage = 0; stage < source.stages; stage++) load(stage);
   RingPosition at;
   while (true) {
-    wait_barrier(&full_barrier[at.stage], at.parity);
+    wait_barrier(full_barrier[at.stage], at.parity);
     read += source.chunk;
     end = ptx::globaltimer();
     if (end - start >= args.window_ns) break;
@@ -62,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(32)
   }
   for (int i = 1; i < source.stages; i++) {  // a CTA may not exit while copies into it are on their way
     at.advance(source.stages);
-    wait_barrier(&full_barrier[at.stage], at.parity);
+    wait_barrier(full_barrier[at.stage], at.parity);
   }
   atomicAdd(&args.bytes[number], read);
   atomicMin(&args.span[0], start);
@@ -80,12 +82,15 @@ struct ReadMulticastArgs {
 // Every cluster reads chunks of its own, once, and its leader has them written to all its CTAs.
 extern "C" __global__ void __launch_bounds__(32)
     read_multicast(const __grid_constant__ ReadMulticastArgs args) {
-  __shared__ uint64_t full_barrier[kMaxStages], empty_barrier[kMaxStages];
+  __shared__ uint64_t barriers[2 * kMaxStages];
+  const Barriers full_barrier = {ptx::smem_address(barriers)};
+  const Barriers empty_barrier = {full_barrier[kMaxStages]};
+  const uint32_t ring = ptx::smem_address(smem);
   const uint32_t size = ptx::cluster_size(), rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < args.stages; i++) {
-      ptx::mbarrier_init(&full_barrier[i], 1);
-      ptx::mbarrier_init(&empty_barrier[i], size);
+      ptx::mbarrier_init(full_barrier[i], 1);
+      ptx::mbarrier_init(empty_barrier[i], size);
     }
     ptx::fence_mbarrier_init();
   }
@@ -99,22 +104,22 @@ extern "C" __global__ void __launch_bounds__(32)
     const uint64_t step = gridDim.x / size;
     // A stage is free in a CTA once it expects the next bytes: the leader waits for all of them.
     auto offer = [&](int stage) {
-      ptx::mbarrier_arrive_expect_tx(&full_barrier[stage], args.chunk);
-      ptx::mbarrier_arrive_cluster(&empty_barrier[stage], 0);
+      ptx::mbarrier_arrive_expect_tx(full_barrier[stage], args.chunk);
+      ptx::mbarrier_arrive_cluster(empty_barrier[stage], 0);
     };
     const int ahead = min(args.stages, args.chunks);
     for (int stage = 0; stage < ahead; stage++) offer(stage);
     RingPosition fill, drain;
     for (int done = 0, issued = 0; done < args.chunks; done++) {
       for (; rank == 0 && issued < min(args.chunks, done + args.stages); issued++) {
-        wait_barrier(&empty_barrier[fill.stage], fill.parity);
-        ptx::bulk_load_multicast(smem + fill.stage * args.chunk, args.base + next * args.chunk,
-                                 args.chunk, &full_barrier[fill.stage], everyone);
+        wait_barrier(empty_barrier[fill.stage], fill.parity);
+        ptx::bulk_load_multicast(ring + fill.stage * args.chunk, args.base + next * args.chunk,
+                                 args.chunk, full_barrier[fill.stage], everyone);
         next += step;
         if (next >= total) next -= total;
         fill.advance(args.stages);
       }
-      wait_barrier(&full_barrier[drain.stage], drain.parity);
+      wait_barrier(full_barrier[drain.stage], drain.parity);
       if (done + args.stages < args.chunks) offer(drain.stage);
       drain.advance(args.stages);
     }
@@ -136,11 +141,14 @@ struct ReadOnceArgs {
 // depends on it, here the write to `sink`, waits.
 extern "C" __global__ void __launch_bounds__(64)
     read_once(const __grid_constant__ ReadOnceArgs args) {
-  __shared__ uint64_t full_barrier[kMaxStages], empty_barrier[kMaxStages];
+  __shared__ uint64_t barriers[2 * kMaxStages];
+  const Barriers full_barrier = {ptx::smem_address(barriers)};
+  const Barriers empty_barrier = {full_barrier[kMaxStages]};
+  const uint32_t ring = ptx::smem_address(smem);
   if (threadIdx.x == 0) {
     for (int i = 0; i < args.stages; i++) {
-      ptx::mbarrier_init(&full_barrier[i], 1);
-      ptx::mbarrier_init(&empty_barrier[i], 1);
+      ptx::mbarrier_init(full_barrier[i], 1);
+      ptx::mbarrier_init(empty_barrier[i], 1);
     }
     ptx::fence_mbarrier_init();
   }
@@ -151,10 +159,10 @@ extern "C" __global__ void __launch_bounds__(64)
   if (threadIdx.x == 0) {
     at.parity = 1;  // of an empty barrier's phase before the first: the stages start free
     for (uint64_t i = blockIdx.x; i < chunks; i += gridDim.x) {
-      wait_barrier(&empty_barrier[at.stage], at.parity);
-      ptx::mbarrier_arrive_expect_tx(&full_barrier[at.stage], args.chunk);
-      ptx::bulk_load(smem + at.stage * args.chunk, args.base + i * args.chunk, args.chunk,
-                     &full_barrier[at.stage]);
+      wait_barrier(empty_barrier[at.stage], at.parity);
+      ptx::mbarrier_arrive_expect_tx(full_barrier[at.stage], args.chunk);
+      ptx::bulk_load(ring + at.stage * args.chunk, args.base + i * args.chunk, args.chunk,
+                     full_barrier[at.stage]);
       at.advance(args.stages);
     }
     ptx::wait_for_dependencies();
@@ -162,9 +170,9 @@ extern "C" __global__ void __launch_bounds__(64)
     ptx::wait_for_dependencies();
     uint32_t sum = 0;
     for (uint64_t i = blockIdx.x; i < chunks; i += gridDim.x) {
-      wait_barrier(&full_barrier[at.stage], at.parity);
+      wait_barrier(full_barrier[at.stage], at.parity);
       sum += *reinterpret_cast<volatile uint32_t*>(smem + at.stage * args.chunk);
-      ptx::mbarrier_arrive(&empty_barrier[at.stage]);
+      ptx::mbarrier_arrive(empty_barrier[at.stage]);
       at.advance(args.stages);
     }
     args.sink[blockIdx.x] = sum;

@@ -4,7 +4,7 @@
 #include "ptx.cuh"
 
 // Spins that would last for ever end the kernel with an error in builds with -DDEBUG_SPINS=1.
-__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
 #if DEBUG_SPINS
   const uint64_t start = ptx::globaltimer();
 #endif
@@ -14,6 +14,13 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
 #endif
   }
 }
+
+// mbarriers that follow each other in shared memory, by their addresses.
+struct Barriers {
+  uint32_t first;
+
+  __device__ __forceinline__ uint32_t operator[](int number) const { return first + 8 * number; }
+};
 
 // Position in a ring of `stages`: the stage, and the parity of the barrier phase that is next.
 struct RingPosition {

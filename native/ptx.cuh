@@ -1,5 +1,6 @@
 // PTX instructions that CUDA C++ has no word for, one a function (PTX ISA 8.x, sections 9.7.9 to 9.7.13).
-// Addresses in shared memory are 32-bit, as the instructions take them: smem_address() makes them.
+// Shared memory is addressed by 32 bits, as the instructions do it: smem_address() makes an address,
+// once, as that costs more than the arithmetic on it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,41 +31,41 @@ __device__ __forceinline__ uint64_t globaltimer() {
 
 // mbarriers
 
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)),
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier),
                "r"(arrivals)
                : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   smem_address(barrier)),
+                   barrier),
                "r"(bytes)
                : "memory");
 }
 
 // True once the phase of the given parity is complete; waits for a while in hardware before false.
-__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p;\n}"
       : "=r"(done)
-      : "r"(smem_address(barrier)), "r"(parity)
+      : "r"(barrier), "r"(parity)
       : "memory");
   return done;
 }
 
 // Arrives at the barrier at the same shared-memory offset of CTA `rank` of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t rank) {
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
       "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(
-          smem_address(barrier)),
+          barrier),
       "r"(rank)
       : "memory");
 }
@@ -79,34 +80,34 @@ __device__ __forceinline__ void fence_proxy_async() {
 
 // Bulk copies from global to shared memory; both addresses and `bytes` are multiples of 16.
 
-__device__ __forceinline__ void bulk_load(void* destination, const void* source, uint32_t bytes,
-                                          uint64_t* barrier) {
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes,
+                                          uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(smem_address(destination)),
-      "l"(source), "r"(bytes), "r"(smem_address(barrier))
+          "r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
 // The same bytes to the same offset in every CTA of the cluster whose bit is set in `ctas`; each
 // of them has its own barrier at the same offset completed.
-__device__ __forceinline__ void bulk_load_multicast(void* destination, const void* source,
-                                                    uint32_t bytes, uint64_t* barrier,
+__device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const void* source,
+                                                    uint32_t bytes, uint32_t barrier,
                                                     uint16_t ctas) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(smem_address(destination)),
-      "l"(source), "r"(bytes), "r"(smem_address(barrier)), "h"(ctas)
+      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "h"(ctas)
       : "memory");
 }
 
-// A box of a 2-D tensor map at element (x, y); `map` is a kernel parameter or in global memory.
-__device__ __forceinline__ void tensor_load(void* destination, const TensorMap* map, int x, int y,
-                                            uint64_t* barrier) {
+// A box of a 3-D tensor map at element (x, y, z); `map` is a kernel parameter or in global memory.
+__device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMap* map, int x, int y,
+                                            int z, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3}], [%4];" ::"r"(smem_address(destination)),
-      "l"(map), "r"(x), "r"(y), "r"(smem_address(barrier))
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(destination),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
 
@@ -140,17 +141,6 @@ __device__ __forceinline__ void mma(float4& sum, const uint32_t (&a)[4], uint32_
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum.x), "+f"(sum.y), "+f"(sum.z), "+f"(sum.w)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Global memory that other CTAs of this grid write
-
-__device__ __forceinline__ uint32_t atomic_add_acq_rel_gpu(uint32_t* address, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(address), "r"(value)
-               : "memory");
-  return before;
 }
 
 // A barrier among `threads` threads of the CTA, numbered apart from __syncthreads().

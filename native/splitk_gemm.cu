@@ -1,24 +1,29 @@
 // Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, the rows of W lying in several memory tiers.
 //
-// W is packed (dakrun/kernels/packing.py) in octets of 8 rows; an octet is one item, lies in one
-// tier and is contiguous: atoms of 8 rows x 64 k, 1 KiB each, exactly what a 128-byte swizzle makes
-// of them in shared memory. A CTA computes whole rows, in groups of octets, so no sum is ever split
-// between CTAs, and the order of a sum's terms depends on K alone: neither tiers nor the number of
-// CTAs change a bit of Y.
+// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, the items, each of which lies in one
+// tier. A CTA computes whole rows, in groups of octets, so no sum is ever split between CTAs, and
+// the order of a sum's terms depends on K alone: neither tiers nor the number of CTAs change a bit
+// of Y.
 //
-// Every CTA serves one tier: a producer warp keeps copies of W and X in flight into a ring of
-// stages, four consumer warps multiply. For N <= 16 each consumer warp takes a quarter of every
-// stage's k, for larger N a quarter of its octets.
+// Every CTA serves one tier. One warp keeps copies of W in flight into a ring of stages, one warp
+// copies of X, and two teams of four warps multiply: the one takes the even blocks of k, the other
+// the odd ones, so that the latency of a step hides behind the other team's work. Within a team each
+// warp takes a quarter of the block's k for N <= 16, some octets and rows of X for more.
 
 #include "common.cuh"
 
 constexpr int kMaxTiers = 9;
 constexpr int kMaxStages = 16;
-constexpr int kConsumerWarps = 4;
+constexpr int kTeamWarps = 4;
+constexpr int kTeams = 2;
+constexpr int kConsumerWarps = kTeams * kTeamWarps;
 constexpr int kConsumers = 32 * kConsumerWarps;
+constexpr int kThreads = kConsumers + 64;
 constexpr int kOctetRows = 8;
 constexpr int kAtomK = 64;
 constexpr int kAtomBytes = kOctetRows * kAtomK * 2;
+constexpr int kMaxOctets = 8;  // of a group
+
 // One cubin per dtype and N: -DBFLOAT16 is 0 or 1, N <= 8 * X_TILES.
 #if BFLOAT16
 using Element = __nv_bfloat16;
@@ -26,28 +31,38 @@ using Element = __nv_bfloat16;
 using Element = __half;
 #endif
 constexpr int kXRows = 8 * X_TILES;
+constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 constexpr int kRowTiles = (X_TILES + 1) / 2;  // of 16 rows of X, the height of an mma
-constexpr bool kSplitK = kRowTiles == 1;      // the consumer warps share k, or else the octets
-constexpr int kMaxOctets = kSplitK ? 8 : 16;  // of a group
-constexpr int kBlockK = kSplitK ? 128 : 64;  // the steps in which k is counted
+constexpr bool kSplitK = kRowTiles == 1;      // the warps of a team share k, or else rows
+constexpr int kBlockK = kSplitK ? 128 : 64;   // what a team takes at a time
 constexpr int kBlockAtoms = kBlockK / kAtomK;
-constexpr int kWarpOctets = kSplitK ? kMaxOctets : kMaxOctets / kConsumerWarps;
+constexpr int kRowWarps = kRowTiles == 4 ? 2 : 1;
+constexpr int kOctetWarps = kSplitK ? 1 : kTeamWarps / kRowWarps;
+constexpr int kWarpRowTiles = kRowTiles / kRowWarps;
+constexpr int kWarpOctets = kMaxOctets / kOctetWarps;
+
+// The race checker takes no account of __syncwarp(), so under it every lane arrives for itself.
+#if RACECHECK
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
 
 extern __shared__ __align__(1024) uint8_t smem[];
 
 enum Activation : int { kNone = 0, kRelu = 1, kSiluMul = 2 };
 
 struct Tier {
-  const uint8_t* base;
-  int first_octet;  // octets of this tier: to the next tier's first
+  const uint8_t* base;  // [groups][atoms along k][octets of the group], 1 KiB each
+  int first_octet;      // octets of this tier: to the next tier's first
   int first_cta;
-  int cta_octets;    // of each CTA, but for the last
-  int group_octets;  // that are computed together, at most kMaxOctets
+  int cta_octets;    // of each CTA, but for the last: whole groups
+  int group_octets;  // at most kMaxOctets; the tier's last group may have fewer
   int window;        // stages of W that a CTA may have in flight
 };
 
 struct SplitKGemmArgs {
-  TensorMap x;                // [N, K], box of kXRows rows x 64 k, 128-byte swizzle
+  TensorMap x;                // [K / 64][N][64], box of x_atoms x kXRows x 64, 128-byte swizzle
   Tier tiers[kMaxTiers + 1];  // one more, for the ends
   const Element* bias;        // [M], or null
   const Element* residual;    // [N, M], or null; not with kSiluMul
@@ -55,8 +70,10 @@ struct SplitKGemmArgs {
   int m, n, k;                // k counts the padding, a multiple of 128
   int tier_count;
   int stages;
-  int stage_k;       // a multiple of kBlockK
+  int stage_blocks;  // of kBlockK: an even number, or 1, and then `stages` is even
   int stage_octets;  // that a stage has room for
+  int stage_bytes;   // of W and X, or of what finish() needs if that is more
+  int x_atoms;       // of 64 k that a copy of X brings; 1: the map is [1][N][K], K being ragged
   int activation;
 };
 
@@ -72,16 +89,15 @@ struct Cursor {
   int octet, k = 0;
 
   __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number)
-      : stage_k(args.stage_k), k_end(args.k) {
+      : stage_k(args.stage_blocks * kBlockK), k_end(args.k) {
     const Tier& tier = args.tiers[number];
-    const int here = args.tiers[number + 1].first_octet - tier.first_octet;
     group_octets = tier.group_octets;
     octet = (static_cast<int>(blockIdx.x) - tier.first_cta) * tier.cta_octets;
-    end = min(octet + tier.cta_octets, here);
+    end = min(octet + tier.cta_octets, args.tiers[number + 1].first_octet - tier.first_octet);
   }
   __device__ __forceinline__ bool done() const { return octet >= end; }
   __device__ __forceinline__ int octets() const { return min(group_octets, end - octet); }
-  __device__ __forceinline__ int depth() const { return min(stage_k, k_end - k); }
+  __device__ __forceinline__ int blocks() const { return min(stage_k, k_end - k) / kBlockK; }
   // Goes to the next stage; true where another group begins.
   __device__ __forceinline__ bool advance() {
     k += stage_k;
@@ -92,124 +108,157 @@ struct Cursor {
   }
 };
 
+// A stage is W, [atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
 struct Ring {
-  uint64_t* w_barrier;      // [stages]: W has landed
-  uint64_t* x_barrier;      // [stages]: X has landed
-  uint64_t* empty_barrier;  // [stages]: all consumer warps are done with it
-  int w_bytes, stage_bytes;
+  Barriers full_barrier;   // [stages]: W, and with it X, has landed
+  Barriers x_barrier;      // [stages]: X has landed, where the window is to count W alone
+  Barriers empty_barrier;  // [stages]: all warps that read the stage are done with it
+  uint32_t first;
+  int stages, w_bytes, stage_bytes;
+  bool windowed;
 
-  __device__ __forceinline__ uint8_t* w(int stage) const { return smem + stage * stage_bytes; }
-  __device__ __forceinline__ uint8_t* x(int stage) const { return w(stage) + w_bytes; }
+  __device__ __forceinline__ Ring(const SplitKGemmArgs& args, uint64_t* barriers, int window)
+      : full_barrier{ptx::smem_address(barriers)},
+        x_barrier{full_barrier[kMaxStages]},
+        empty_barrier{full_barrier[2 * kMaxStages]},
+        first(ptx::smem_address(smem)),
+        stages(args.stages),
+        w_bytes(args.stage_octets * args.stage_blocks * kBlockAtoms * kAtomBytes),
+        stage_bytes(args.stage_bytes),
+        windowed(window < args.stages) {}
+
+  __device__ __forceinline__ void initialize(int stage_blocks) const {
+    for (int i = 0; i < stages; i++) {
+      ptx::mbarrier_init(full_barrier[i], windowed ? 1 : 2);
+      ptx::mbarrier_init(x_barrier[i], 1);
+      ptx::mbarrier_init(empty_barrier[i],
+                         (stage_blocks == 1 ? kTeamWarps : kConsumerWarps) * kArrivalsOfWarp);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
+  __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
+  __device__ __forceinline__ void wait_full(const RingPosition& at) const {
+    wait_barrier(full_barrier[at.stage], at.parity);
+    if (windowed) wait_barrier(x_barrier[at.stage], at.parity);
+  }
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    if (kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier[stage]);
+  }
 };
 
-// Both are called by the whole producer warp; its lanes issue the copies side by side.
-
-__device__ __forceinline__ void load_w(const Tier& tier, const Ring& ring, const Cursor& at,
-                                       int stage, int64_t octet_bytes) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t bytes = at.depth() / kAtomK * kAtomBytes;
-  if (lane == 0) ptx::mbarrier_arrive_expect_tx(&ring.w_barrier[stage], at.octets() * bytes);
-  __syncwarp();
-  if (lane < at.octets()) {
-    const uint8_t* source =
-        tier.base + (at.octet + lane) * octet_bytes + at.k / kAtomK * kAtomBytes;
-    ptx::bulk_load(ring.w(stage) + lane * (at.stage_k / kAtomK * kAtomBytes), source, bytes,
-                   &ring.w_barrier[stage]);
-  }
-}
-
-__device__ __forceinline__ void load_x(const SplitKGemmArgs& args, const Ring& ring,
-                                       const Cursor& at, int stage) {
-  constexpr int kBoxBytes = kXRows * kAtomK * 2;
-  const int lane = threadIdx.x % 32, boxes = at.depth() / kAtomK;
-  if (lane == 0) ptx::mbarrier_arrive_expect_tx(&ring.x_barrier[stage], boxes * kBoxBytes);
-  __syncwarp();
-  if (lane < boxes) {
-    ptx::tensor_load(ring.x(stage) + lane * kBoxBytes, &args.x, at.k + lane * kAtomK, 0,
-                     &ring.x_barrier[stage]);
-  }
-}
-
-__device__ __forceinline__ void produce(const SplitKGemmArgs& args, const Ring& ring, int number) {
+// One thread: W does not depend on the kernels before.
+__device__ __forceinline__ void produce_w(const SplitKGemmArgs& args, const Ring& ring,
+                                          int number) {
   const Tier tier = args.tiers[number];
   const int64_t octet_bytes = static_cast<int64_t>(args.k / kAtomK) * kAtomBytes;
-  Cursor at(args, number), x_at(args, number);
-  RingPosition fill, landed, x_fill;
+  RingPosition fill, landed;
   fill.parity = 1;  // the phase before an empty barrier's first: all stages start free
-  const int window = min(tier.window, args.stages);
   int issued = 0;
-  for (; !at.done() && issued < args.stages; issued++, at.advance(), fill.advance(args.stages)) {
-    if (issued >= window) {
-      wait_barrier(&ring.w_barrier[landed.stage], landed.parity);
-      landed.advance(args.stages);
+  for (Cursor at(args, number); !at.done(); at.advance(), fill.advance(ring.stages), issued++) {
+    if (ring.windowed && issued >= tier.window) {
+      wait_barrier(ring.full_barrier[landed.stage], landed.parity);
+      landed.advance(ring.stages);
     }
-    load_w(tier, ring, at, fill.stage, octet_bytes);
+    const int octets = at.octets();
+    const uint32_t bytes = octets * at.blocks() * kBlockAtoms * kAtomBytes;
+    const uint8_t* source =
+        tier.base + at.octet * octet_bytes + at.k / kAtomK * octets * kAtomBytes;
+    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
+    ptx::mbarrier_arrive_expect_tx(ring.full_barrier[fill.stage], bytes);
+    ptx::bulk_load(ring.w(fill.stage), source, bytes, ring.full_barrier[fill.stage]);
   }
-  // The ring is full of weights; X is what the kernels before wrote.
-  ptx::wait_for_dependencies();
-  for (int i = 0; i < issued; i++, x_at.advance(), x_fill.advance(args.stages)) {
-    load_x(args, ring, x_at, x_fill.stage);
-  }
-  fill = RingPosition();
-  for (; !at.done(); at.advance(), fill.advance(args.stages)) {
-    if (window < args.stages) {
-      wait_barrier(&ring.w_barrier[landed.stage], landed.parity);
-      landed.advance(args.stages);
+}
+
+// One thread: X is what the kernels before wrote.
+__device__ __forceinline__ void produce_x(const SplitKGemmArgs& args, const Ring& ring,
+                                          int number) {
+  const Barriers landed = ring.windowed ? ring.x_barrier : ring.full_barrier;
+  RingPosition fill;
+  fill.parity = 1;
+  for (Cursor at(args, number); !at.done(); at.advance(), fill.advance(ring.stages)) {
+    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
+    const uint32_t barrier = landed[fill.stage];
+    if (args.x_atoms > 1) {  // what lies behind K comes as zeros
+      ptx::mbarrier_arrive_expect_tx(barrier, args.x_atoms * kXAtomBytes);
+      ptx::tensor_load(ring.x(fill.stage), &args.x, 0, 0, at.k / kAtomK, barrier);
+    } else {
+      const int atoms = at.blocks() * kBlockAtoms;
+      ptx::mbarrier_arrive_expect_tx(barrier, atoms * kXAtomBytes);
+#pragma unroll 1
+      for (int i = 0; i < atoms; i++) {
+        ptx::tensor_load(ring.x(fill.stage) + i * kXAtomBytes, &args.x, at.k + i * kAtomK, 0, 0,
+                         barrier);
+      }
     }
-    wait_barrier(&ring.empty_barrier[fill.stage], fill.parity);
-    load_w(tier, ring, at, fill.stage, octet_bytes);
-    load_x(args, ring, at, fill.stage);
   }
 }
 
 // Sums of one thread, lane 4g + t: of rows g (x, y) and g + 8 (z, w) of each 16 rows of X, with the
 // rows 2t (x, z) and 2t + 1 (y, w) of each octet.
 struct Sums {
-  float4 tile[kRowTiles][kWarpOctets] = {};
+  float4 tile[kWarpRowTiles][kWarpOctets] = {};
 };
 
-// Multiplies 32 k, those of atom `atom` from chunk `chunk` (16 bytes each) on.
-__device__ __forceinline__ void multiply(const Ring& ring, int stage, int atom, int chunk,
-                                         int first_octet, int octets, int octet_stride,
-                                         Sums& sums) {
-  const int lane = threadIdx.x % 32, swizzle = lane % 8;  // the row of an atom or of X, mod 8
-  const uint32_t x = ptx::smem_address(ring.x(stage)) + atom * kXRows * 128;
-  uint32_t a[kRowTiles][2][4];
-  if (X_TILES == 1) {  // rows 8 to 15 of the tile are none
-    uint32_t half[4];
-    ptx::ldmatrix_x4(half, x + swizzle * 128 + (((chunk + lane / 8) ^ swizzle) << 4));
-    a[0][0][0] = half[0], a[0][0][2] = half[1], a[0][1][0] = half[2], a[0][1][2] = half[3];
-    a[0][0][1] = a[0][0][3] = a[0][1][1] = a[0][1][3] = 0;
-  } else {
+// Where a lane's rows of W's octets and of X start, for the first 16 bytes that it reads of them:
+// in the swizzled rows of 128 bytes another 16, 32 or 64 are reached by an exclusive or.
+struct LaneOffsets {
+  uint32_t w, x[kWarpRowTiles];
+
+  // The warp's rows of X start at `first_row`.
+  __device__ __forceinline__ LaneOffsets(int lane, int first_row) {
+    const int row = lane % 8;
+    w = row * 128 + ((lane / 8 ^ row) << 4);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; i++) {
-      // Of an odd number of 8 rows the last are read twice; what they give is never stored.
-      const int row = min(16 * i + lane % 16, kXRows - 8 + swizzle);
-#pragma unroll
-      for (int step = 0; step < 2; step++) {
-        ptx::ldmatrix_x4(a[i][step],
-                         x + row * 128 + (((chunk + 2 * step + lane / 16) ^ swizzle) << 4));
+    for (int i = 0; i < kWarpRowTiles; i++) {
+      if (X_TILES == 1) {  // rows 8 to 15 of the tile are none: four chunks of 8 rows at once
+        x[i] = w;
+      } else {  // of an odd number of 8 rows the last are read twice, and that is never stored
+        const int x_row = min(first_row + 16 * i + lane % 16, kXRows - 8 + row);
+        x[i] = x_row * 128 + ((lane / 16 ^ row) << 4);
       }
     }
   }
-  const uint32_t w = ptx::smem_address(ring.w(stage)) + atom * kAtomBytes + swizzle * 128 +
-                     (((chunk + lane / 8) ^ swizzle) << 4);
-  // Four octets at a time, so that their reads of shared memory overlap; where there are fewer the
-  // last is read again, and what that gives is never stored.
+};
+
+// Multiplies 32 k of the atoms at `w` (of the first of `octets`) and `x` in shared memory: the first
+// half of their 64, or with `half` 64 the second.
+__device__ __forceinline__ void multiply(uint32_t w, uint32_t x, uint32_t half,
+                                         const LaneOffsets& lane, int octets, Sums& sums) {
+  uint32_t a[kWarpRowTiles][2][4];
 #pragma unroll
-  for (int first = 0; first < kWarpOctets; first += 4) {
-    if (first >= octets) break;
-    uint32_t b[4][4];
+  for (int i = 0; i < kWarpRowTiles; i++) {
+    if (X_TILES == 1) {
+      uint32_t rows[4];
+      ptx::ldmatrix_x4(rows, x + (lane.x[i] ^ half));
+      a[i][0][0] = rows[0], a[i][0][2] = rows[1], a[i][1][0] = rows[2], a[i][1][2] = rows[3];
+      a[i][0][1] = a[i][0][3] = a[i][1][1] = a[i][1][3] = 0;
+    } else {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      ptx::ldmatrix_x4(b[j], w + (first_octet + min(first + j, octets - 1)) * octet_stride);
+      for (int step = 0; step < 2; step++) {
+        ptx::ldmatrix_x4(a[i][step], x + (lane.x[i] ^ half ^ 32 * step));
+      }
+    }
+  }
+  // Several octets at a time, so that their reads of shared memory overlap; where there are fewer
+  // the last is read again, and what that gives is never stored.
+  constexpr int kAtOnce = kSplitK ? 4 : 2;
+#pragma unroll
+  for (int first = 0; first < kWarpOctets; first += kAtOnce) {
+    if (first > 0 && first >= octets) break;
+    uint32_t b[kAtOnce][4];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      const int octet = max(0, min(first + j, octets - 1));
+      ptx::ldmatrix_x4(b[j], w + octet * kAtomBytes + (lane.w ^ half));
     }
 #pragma unroll
     for (int step = 0; step < 2; step++) {
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
+      for (int j = 0; j < kAtOnce; j++) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; i++) {
+        for (int i = 0; i < kWarpRowTiles; i++) {
           ptx::mma(sums.tile[i][first + j], a[i][step], b[j][2 * step], b[j][2 * step + 1],
                    Element());
         }
@@ -250,110 +299,124 @@ __device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n, 
   if (pair) convert(args.y[at + 1], second);
 }
 
-// Adds the sums that the consumer warps have of their quarters of k, by way of the stage that all
-// of them have just read, and stores the outputs.
-__device__ __forceinline__ void finish_split_k(const SplitKGemmArgs& args, uint8_t* scratch,
-                                               int first_row, int octets, const Sums& sums) {
-  float4* partial = reinterpret_cast<float4*>(scratch);  // [octets][warps][lanes]
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  ptx::named_barrier_sync(1, kConsumers);
-#pragma unroll
-  for (int j = 0; j < kWarpOctets; j++) {
-    if (j < octets) partial[(j * kConsumerWarps + warp) * 32 + lane] = sums.tile[0][j];
-  }
-  ptx::named_barrier_sync(1, kConsumers);
-  for (int j = warp; j < octets; j += kConsumerWarps) {
-    float4 sum = partial[j * kConsumerWarps * 32 + lane];
-    for (int other = 1; other < kConsumerWarps; other++) {
-      const float4 more = partial[(j * kConsumerWarps + other) * 32 + lane];
-      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-    }
-    const int row = first_row + kOctetRows * j + 2 * (lane % 4);
-    store(args, row, lane / 4, sum.x, sum.y);
-    if (X_TILES > 1) store(args, row, lane / 4 + 8, sum.z, sum.w);
-  }
-  ptx::fence_proxy_async();  // the next copy into this stage comes after these writes
+__device__ __forceinline__ void add(float4& to, const float4& more) {
+  to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
 
-__device__ __forceinline__ void finish(const SplitKGemmArgs& args, int first_row, int octets,
-                                       const Sums& sums) {
-  const int lane = threadIdx.x % 32;
+// What a warp of a team computes of a group: `count` octets from `first` on, and rows of X from
+// `first_column` on.
+struct Share {
+  int most, first, count, first_column;  // most: of any warp
+
+  __device__ __forceinline__ Share(int member, int octets) {
+    most = (octets + kOctetWarps - 1) / kOctetWarps;
+    first = kSplitK ? 0 : min(member / kRowWarps * most, octets);
+    count = min(most, octets - first);
+    first_column = kSplitK ? 0 : member % kRowWarps * kWarpRowTiles * 16;
+  }
+};
+
+// Adds what the two teams have, and for kSplitK what the warps of a team have, by way of a stage
+// that everybody has read, `scratch`; stores the group's outputs, from `first_row` of W on.
+__device__ __forceinline__ void finish(const SplitKGemmArgs& args, float4* scratch, int first_row,
+                                       int octets, const Share& mine, Sums& sums) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int member = warp % kTeamWarps, team = warp / kTeamWarps;
+  auto slot = [&](int tile, int of) { return scratch + (tile * kTeamWarps + of) * 32 + lane; };
+  ptx::named_barrier_sync(1, kConsumers);
+  for (int turn = kTeams - 1; turn >= 0; turn--) {
+    if (team == turn) {
 #pragma unroll
-  for (int j = 0; j < kWarpOctets; j++) {
-    if (j < octets) {
-      const int row = first_row + kOctetRows * j + 2 * (lane % 4);
+      for (int i = 0; i < kWarpRowTiles; i++) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles; i++) {
-        store(args, row, 16 * i + lane / 4, sums.tile[i][j].x, sums.tile[i][j].y);
-        store(args, row, 16 * i + lane / 4 + 8, sums.tile[i][j].z, sums.tile[i][j].w);
+        for (int j = 0; j < kWarpOctets; j++) {
+          if (j < mine.count) {
+            float4* const at = slot(i * mine.most + j, member);
+            if (team == 0) add(sums.tile[i][j], *at);
+            *at = sums.tile[i][j];
+          }
+        }
       }
     }
+    ptx::named_barrier_sync(1, kConsumers);
   }
+  const int tiles = kWarpRowTiles * mine.most * (kSplitK ? 1 : kTeamWarps);
+#pragma unroll 1
+  for (int number = warp; number < tiles; number += kConsumerWarps) {
+    const int tile = kSplitK ? number : number / kTeamWarps;
+    const int of = kSplitK ? 0 : number % kTeamWarps;
+    const Share share(of, octets);
+    const int octet = tile % mine.most;
+    if (octet >= share.count) continue;
+    float4 sum = *slot(tile, of);
+#pragma unroll
+    for (int i = 1; kSplitK && i < kTeamWarps; i++) add(sum, *slot(tile, i));
+    const int row = first_row + kOctetRows * (share.first + octet) + 2 * (lane % 4);
+    const int column = share.first_column + tile / mine.most * 16 + lane / 4;
+    store(args, row, column, sum.x, sum.y);
+    if (X_TILES > 1) store(args, row, column + 8, sum.z, sum.w);
+  }
+  ptx::fence_proxy_async();  // the next copy into the stage comes after these accesses
+  ptx::named_barrier_sync(1, kConsumers);
 }
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring, int number) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int member = warp % kTeamWarps, team = warp / kTeamWarps;
   const int tier_octet = args.tiers[number].first_octet;
-  const int octet_stride = args.stage_k / kAtomK * kAtomBytes;
-  ptx::wait_for_dependencies();  // the residual is read and y is written here
+  const bool alternate = args.stage_blocks == 1;  // a stage is one team's, or else both teams'
+  const LaneOffsets lane(threadIdx.x % 32, Share(member, 0).first_column);
   RingPosition drain;
   for (Cursor at(args, number); !at.done();) {
     const int first_row = (tier_octet + at.octet) * kOctetRows;
     const int octets = at.octets();
-    // With kSplitK all octets are this warp's, else a quarter, rounded up.
-    const int quarter = (octets + kConsumerWarps - 1) / kConsumerWarps;
-    const int mine = kSplitK ? 0 : min(warp * quarter, octets);
-    const int count = kSplitK ? octets : min(quarter, octets - mine);
+    const Share share(member, octets);
     Sums sums;
-    bool more = true;
-    while (more) {
-      const int blocks = at.depth() / kBlockK;
-      wait_barrier(&ring.x_barrier[drain.stage], drain.parity);
-      wait_barrier(&ring.w_barrier[drain.stage], drain.parity);
-      for (int block = 0; block < blocks; block++) {
-        if (kSplitK) {
-          multiply(ring, drain.stage, block * kBlockAtoms + warp / 2, warp % 2 * 4, 0, octets,
-                   octet_stride, sums);
-        } else {
+    for (bool more = true; more; drain.advance(ring.stages)) {
+      const bool ours = !alternate || at.k / kBlockK % kTeams == team;
+      if (ours) {
+        ring.wait_full(drain);
+        const uint32_t w = ring.w(drain.stage) + share.first * kAtomBytes;
+        const uint32_t x = ring.x(drain.stage);
+        const int blocks = at.blocks(), w_atom = octets * kAtomBytes;
 #pragma unroll 1
-          for (int half = 0; half < 2; half++) {
-            multiply(ring, drain.stage, block, 4 * half, mine, count, octet_stride, sums);
+        for (int block = alternate ? 0 : team; block < blocks; block += kTeams) {
+          const int atom = block * kBlockAtoms + (kSplitK ? member / 2 : 0);
+#pragma unroll
+          for (int half = 0; half < (kSplitK ? 1 : 2); half++) {
+            multiply(w + atom * w_atom, x + atom * kXAtomBytes,
+                     64 * (kSplitK ? member % 2 : half), lane, share.count, sums);
           }
         }
       }
       more = !at.advance();
-      if (!more && kSplitK) {
-        finish_split_k(args, ring.w(drain.stage), first_row, octets, sums);
+      if (!more) {
+        float4* scratch = reinterpret_cast<float4*>(smem + drain.stage * ring.stage_bytes);
+        finish(args, scratch, first_row, octets, share, sums);
       }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&ring.empty_barrier[drain.stage]);
-      drain.advance(args.stages);
+      if (ours) ring.release(drain.stage);
     }
-    if (!kSplitK) finish(args, first_row + kOctetRows * mine, count, sums);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kConsumers + 32, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     splitk_gemm(const __grid_constant__ SplitKGemmArgs args) {
   __shared__ uint64_t barriers[3 * kMaxStages];
-  const int w_bytes = args.stage_octets * (args.stage_k / kAtomK) * kAtomBytes;
-  const Ring ring = {barriers, barriers + kMaxStages, barriers + 2 * kMaxStages, w_bytes,
-                     w_bytes + args.stage_k * kXRows * 2};
+  const int tier = tier_of_cta(args);
+  const Ring ring(args, barriers, args.tiers[tier].window);
   if (threadIdx.x == kConsumers) {
     ptx::prefetch_tensor_map(&args.x);
-    for (int i = 0; i < args.stages; i++) {
-      ptx::mbarrier_init(&ring.w_barrier[i], 1);
-      ptx::mbarrier_init(&ring.x_barrier[i], 1);
-      ptx::mbarrier_init(&ring.empty_barrier[i], kConsumerWarps);
-    }
-    ptx::fence_mbarrier_init();
+    ring.initialize(args.stage_blocks);
   }
   __syncthreads();
   ptx::launch_dependents();
-  const int tier = tier_of_cta(args);
+  if (threadIdx.x == kConsumers) produce_w(args, ring, tier);
+  // Every thread waits, also those that read nothing: that this kernel is complete then implies
+  // that those before it are, at any distance.
+  ptx::wait_for_dependencies();
   if (threadIdx.x < kConsumers) {
     consume(args, ring, tier);
-  } else {
-    produce(args, ring, tier);
+  } else if (threadIdx.x == kConsumers + 32) {
+    produce_x(args, ring, tier);
   }
 }

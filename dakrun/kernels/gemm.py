@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 
-from dakrun.kernels.heuristics import GemmConfig
+from dakrun.kernels.heuristics import GemmConfig, block_cols
 from dakrun.kernels.jit import Kernel, kernel
 from dakrun.kernels.packing import ATOM_COLS, PackedTensor, padded_cols
-from dakrun.kernels.tensor_map import tensor_map_2d
+from dakrun.kernels.tensor_map import atoms_map
 
 MAX_TIERS = 9
-THREADS = 160
+THREADS = 320
 SOURCE = "splitk_gemm.cu"
 
 Activation = Literal["none", "relu", "silu_mul"]
@@ -45,8 +45,10 @@ class _Args(ctypes.Structure):
         ("k", ctypes.c_int),
         ("tier_count", ctypes.c_int),
         ("stages", ctypes.c_int),
-        ("stage_k", ctypes.c_int),
+        ("stage_blocks", ctypes.c_int),
         ("stage_octets", ctypes.c_int),
+        ("stage_bytes", ctypes.c_int),
+        ("x_atoms", ctypes.c_int),
         ("activation", ctypes.c_int),
     )
 
@@ -74,8 +76,11 @@ def splitk_gemm(
     _check_operands(x, weight, out, bias, residual, m // 2 if gated else m)
     if gated and (m % 2 or residual is not None):
         raise ValueError("expected an even number of rows and no residual with silu_mul")
-    if n > 8 * config.x_tiles or len(weight.parts) != len(config.tiers):
-        raise ValueError(f"the configuration is not one for {n} rows and {len(weight.parts)} tiers")
+    dealt = [(split.octets, split.group) for split in config.splits]
+    if n > 8 * config.x_tiles or dealt != [(part.octets, part.group) for part in weight.parts]:
+        raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
+    whole = k % ATOM_COLS == 0
+    x_atoms = config.stage_blocks * block_cols(config.x_tiles) // ATOM_COLS if whole else 1
     args = _Args(
         y=out.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
@@ -85,19 +90,21 @@ def splitk_gemm(
         k=padded_cols(k),
         tier_count=len(weight.parts),
         stages=config.stages,
-        stage_k=config.stage_cols,
+        stage_blocks=config.stage_blocks,
         stage_octets=config.stage_octets,
+        stage_bytes=config.stage_bytes,
+        x_atoms=x_atoms,
         activation=ACTIVATIONS.index(activation),
     )
-    box = (8 * config.x_tiles, ATOM_COLS)
-    args.x[:] = tensor_map_2d(x.data_ptr(), x.dtype, (n, k), x.stride(0), box)
+    args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), 8 * config.x_tiles, x_atoms)
     octet = cta = 0
-    for number, (part, share) in enumerate(zip(weight.parts, config.tiers, strict=True)):
+    for number, (part, split) in enumerate(zip(weight.parts, config.splits, strict=True)):
+        window = config.windows[number]
         args.tiers[number] = _Tier(
-            part.data.data_ptr(), octet, cta, share.cta_octets, share.group_octets, share.window
+            part.data.data_ptr(), octet, cta, split.cta_octets, split.group, window
         )
-        octet += part.octets
-        cta += share.ctas
+        octet += split.octets
+        cta += split.ctas
     args.tiers[len(weight.parts)] = _Tier(first_octet=octet, first_cta=cta)
     _kernel(weight.dtype, config.x_tiles, torch.cuda.current_device()).launch(
         cta, THREADS, args, shared_bytes=config.stages * config.stage_bytes, overlap=overlap

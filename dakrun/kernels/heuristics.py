@@ -7,12 +7,14 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dakrun.kernels.packing import ATOM_COLS, BLOCK_COLS, OCTET_ROWS, octet_count, padded_cols
+from dakrun.kernels.packing import ATOM_COLS, MAX_GROUP, OCTET_ROWS, padded_cols
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch
 X_TILES = (1, 2, 3, 4, 6, 8)
 MAX_STAGES = 16
+MAX_BLOCKS = 8  # of a stage
+MIN_BUSY = 0.85  # of a tier's SMs: those saturate HBM as well as all, and larger groups read less X
 STAGES = 6  # that are aimed at: more make for small copies, fewer for a jerky ring
 # What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
 # driver's, and 1 KiB is for barriers.
@@ -31,35 +33,33 @@ class TierAccess:
 
 
 @dataclass(frozen=True)
-class TierShare:
-    """A tier's part of a launch: its CTAs, the octets of each and of each group, its window.
+class Split:
+    """How a tier's octets are dealt out: `cta_octets` to each of `ctas`, in groups of `group`.
 
-    `window` are the stages of W that a CTA may have in flight.
+    The last CTA and the last group may have fewer.
     """
 
+    octets: int
     ctas: int
     cta_octets: int
-    group_octets: int
-    window: int
+    group: int
 
 
 @dataclass(frozen=True)
 class GemmConfig:
     """How a skinny GEMM is launched. No choice here changes a bit of the result but `x_tiles`.
 
-    `x_tiles` are tiles of 8 rows of X; a stage holds `stage_octets` x `stage_cols` of W.
+    `x_tiles` are tiles of 8 rows of X; a stage holds `stage_blocks` blocks of columns of
+    `stage_octets` of W; `windows` are the stages of W that a CTA of each tier may have in flight.
     """
 
     x_tiles: int
     stages: int
-    stage_cols: int
+    stage_blocks: int
     stage_octets: int
-    tiers: tuple[TierShare, ...]
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of a stage: W and the same columns of X."""
-        return 2 * self.stage_cols * OCTET_ROWS * (self.stage_octets + self.x_tiles)
+    stage_bytes: int
+    splits: tuple[Split, ...]
+    windows: tuple[int, ...]
 
 
 def tiles_for(n: int) -> int:
@@ -69,70 +69,83 @@ def tiles_for(n: int) -> int:
     return X_TILES[bisect.bisect_left(X_TILES, ceil_div(n, 8))]
 
 
-def max_group(x_tiles: int) -> int:
-    """Octets that a CTA can compute together: what its registers hold the sums of."""
-    return 8 if x_tiles <= 2 else 16
+def split_octets(
+    octets: Sequence[int], tiers: Sequence[TierAccess], *, sms: int, aligned: bool = True
+) -> tuple[Split, ...]:
+    """Deal `octets` per tier (the local one first) to the `sms` of a GPU, one CTA each.
 
-
-def gemm_config(
-    shape: tuple[int, int],
-    n: int,
-    octets: Sequence[int],
-    tiers: Sequence[TierAccess],
-    *,
-    sms: int,
-    aligned: bool = True,
-) -> GemmConfig:
-    """Choose for W of `shape` [M, K], `octets` of it per tier (the local one first), X of `n` rows.
-
-    `sms` are the GPU's. With `aligned` every CTA of a tier gets the same number of octets, but for
-    the last; otherwise the tier's CTAs are as many as can be, and their loads uneven.
+    Remote tiers get the SMs that they are read by, the local one the rest. With `aligned` all CTAs
+    of a tier end together: they have equally many octets, as large groups as leave MIN_BUSY of the
+    SMs with work. Otherwise every SM gets work, in whole groups of MAX_GROUP.
     """
-    if sum(octets) != octet_count(shape[0]) or len(octets) != len(tiers):
-        raise ValueError(f"expected {octet_count(shape[0])} octets, got {octets}")
-    x_tiles = tiles_for(n)
     remote = [
         min(sms if tier.sms is None else tier.sms, count)
         for tier, count in zip(tiers[1:], octets[1:], strict=True)
     ]
     ctas = [min(max(1, sms - sum(remote)), octets[0]), *remote]
-    loads = [ceil_div(count, of) if of else 0 for count, of in zip(octets, ctas, strict=True)]
-    ctas = [ceil_div(count, load) if load else 0 for count, load in zip(octets, loads, strict=True)]
-    groups = [even_group(load, max_group(x_tiles)) for load in loads]
-    stage_octets = max(groups)
-    stage_cols = choose_stage_cols(stage_octets, x_tiles, padded_cols(shape[1]))
-    bytes_w = 2 * OCTET_ROWS * stage_cols * stage_octets
-    stage = bytes_w + 2 * stage_cols * 8 * x_tiles
-    stages = min(MAX_STAGES, SHARED_BYTES // stage)
+    deal = _even_split if aligned else _full_groups
+    return tuple(deal(count, of) for count, of in zip(octets, ctas, strict=True))
+
+
+def _even_split(octets: int, ctas: int) -> Split:
+    if not octets:
+        return Split(0, 0, 1, 1)
+    least = ceil_div(octets, ctas)
+    loads = {group: ceil_div(least, group) * group for group in range(MAX_GROUP, 0, -1)}
+    busy = [group for group, load in loads.items() if ceil_div(octets, load) >= MIN_BUSY * ctas]
+    group = busy[0] if busy else min(loads, key=lambda group: loads[group])
+    return Split(octets, ceil_div(octets, loads[group]), loads[group], group)
+
+
+def _full_groups(octets: int, ctas: int) -> Split:
+    if not octets:
+        return Split(0, 0, 1, 1)
+    load = ceil_div(ceil_div(octets, MAX_GROUP), ctas) * MAX_GROUP
+    return Split(octets, ceil_div(octets, load), load, MAX_GROUP)
+
+
+def gemm_config(
+    cols: int, n: int, splits: Sequence[Split], tiers: Sequence[TierAccess]
+) -> GemmConfig:
+    """Choose for a W of `cols` columns dealt out as `splits` to `tiers`, and an X of `n` rows."""
+    x_tiles = tiles_for(n)
+    stage_octets = max(split.group for split in splits)
+    block_bytes = 2 * OCTET_ROWS * block_cols(x_tiles) * (stage_octets + x_tiles)
+    blocks = choose_stage_blocks(block_bytes, padded_cols(cols) // block_cols(x_tiles))
+    stage_bytes = max(blocks * block_bytes, scratch_bytes(stage_octets, x_tiles))
+    stages = min(MAX_STAGES, SHARED_BYTES // stage_bytes)
+    if blocks == 1:
+        stages = stages // 2 * 2
+    bytes_w = 2 * OCTET_ROWS * block_cols(x_tiles) * blocks * stage_octets
+    windows = [
+        stages
+        if tier.window_bytes is None or not split.ctas
+        else max(1, min(stages, tier.window_bytes // (bytes_w * split.ctas)))
+        for tier, split in zip(tiers, splits, strict=True)
+    ]
     return GemmConfig(
-        x_tiles,
-        stages,
-        stage_cols,
-        stage_octets,
-        tuple(
-            TierShare(
-                count,
-                load,
-                group,
-                stages
-                if tier.window_bytes is None or not count
-                else max(1, min(stages, tier.window_bytes // (bytes_w * count))),
-            )
-            for tier, count, load, group in zip(tiers, ctas, loads, groups, strict=True)
-        ),
+        x_tiles, stages, blocks, stage_octets, stage_bytes, tuple(splits), tuple(windows)
     )
 
 
-def even_group(load: int, most: int) -> int:
-    """The smallest group, `most` octets at most, that takes `load` octets in as few groups."""
-    return ceil_div(load, ceil_div(load, most)) if load else 0
+def scratch_bytes(octets: int, x_tiles: int) -> int:
+    """Bytes in which the warps exchange the sums of a group: finish() of the kernel."""
+    if x_tiles <= 2:
+        return 2048 * octets
+    row_tiles = ceil_div(x_tiles, 2)
+    row_warps = 2 if row_tiles == 4 else 1
+    return 2048 * row_tiles // row_warps * ceil_div(octets, 4 // row_warps)
 
 
-def choose_stage_cols(octets: int, x_tiles: int, cols: int) -> int:
-    """Columns of a stage of `octets` and `x_tiles`: whole blocks, about STAGES of them if possible.
+def block_cols(x_tiles: int) -> int:
+    """Columns that a team of warps takes at a time; for few rows of X they are shared by warps."""
+    return 2 * ATOM_COLS if x_tiles <= 2 else ATOM_COLS
 
-    Consumer warps that share a stage's columns need blocks of 128.
+
+def choose_stage_blocks(block_bytes: int, most: int) -> int:
+    """Blocks of a stage, each of `block_bytes`, `most` being all: so many that STAGES stages fit.
+
+    One, which the teams of warps take in turns, or an even number, which they share.
     """
-    block = BLOCK_COLS if x_tiles <= 2 else ATOM_COLS
-    block_bytes = 2 * OCTET_ROWS * block * (octets + x_tiles)
-    return min(max(1, SHARED_BYTES // STAGES // block_bytes) * block, cols)
+    blocks = min(SHARED_BYTES // STAGES // block_bytes, MAX_BLOCKS, most)
+    return max(1, blocks // 2 * 2)

@@ -7,17 +7,19 @@ import functools
 
 import torch
 
-SWIZZLED_COLS = 64  # 16-bit elements of a swizzled row of 128 bytes
+ATOM_COLS = 64  # 16-bit elements of a swizzled row of 128 bytes
 
 
 @functools.lru_cache(maxsize=4096)
-def tensor_map_2d(
-    address: int, dtype: torch.dtype, shape: tuple[int, int], row_stride: int, box: tuple[int, int]
+def atoms_map(
+    address: int, dtype: torch.dtype, shape: tuple[int, int], box_rows: int, box_atoms: int
 ) -> tuple[int, ...]:
-    """The 16 words of a map of a [rows, cols] matrix of 16-bit elements, 128-byte swizzle.
+    """The 16 words of a map of a contiguous [rows, cols] matrix of 16-bit elements.
 
-    `row_stride` is in elements; `box` is (rows, cols). What a box has beyond the matrix is zero.
-    Raises RuntimeError where the driver refuses: addresses and strides are multiples of 16 bytes.
+    A box is `box_atoms` x `box_rows` x 64 columns with a 128-byte swizzle, out of
+    [cols / 64][rows][64]; where `box_atoms` is 1, columns may be ragged and the map is
+    [1][rows][cols]. What a box has beyond the matrix is zero.
+    Raises RuntimeError where the driver refuses: addresses and rows are multiples of 16 bytes.
     """
     from cuda.bindings import driver
 
@@ -26,15 +28,18 @@ def tensor_map_2d(
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     }[dtype]
-    (rows, cols), (box_rows, box_cols) = shape, box
+    rows, cols = shape
+    size = dtype.itemsize
+    dims = (cols, rows, 1) if box_atoms == 1 else (ATOM_COLS, rows, cols // ATOM_COLS)
+    strides = (cols * size, rows * cols * size if box_atoms == 1 else ATOM_COLS * size)
     status, encoded = driver.cuTensorMapEncodeTiled(
         kind,
-        2,
+        3,
         address,
-        [driver.cuuint64_t(cols), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(row_stride * dtype.itemsize)],
-        [driver.cuuint32_t(box_cols), driver.cuuint32_t(box_rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [driver.cuuint64_t(dim) for dim in dims],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(box) for box in (ATOM_COLS, box_rows, box_atoms)],
+        [driver.cuuint32_t(1)] * 3,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
