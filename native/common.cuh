@@ -34,3 +34,9 @@ struct RingPosition {
     }
   }
 };
+
+// Keeps a value in a register: in tight loops the compiler else reads parameters again and again.
+__device__ __forceinline__ int in_register(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}

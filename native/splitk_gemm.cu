@@ -98,13 +98,12 @@ struct Cursor {
   __device__ __forceinline__ bool done() const { return octet >= end; }
   __device__ __forceinline__ int octets() const { return min(group_octets, end - octet); }
   __device__ __forceinline__ int blocks() const { return min(stage_k, k_end - k) / kBlockK; }
-  // Goes to the next stage; true where another group begins.
-  __device__ __forceinline__ bool advance() {
+  __device__ __forceinline__ void next_group() { octet += group_octets; }
+  __device__ __forceinline__ void next_stage() {
     k += stage_k;
-    if (k < k_end) return false;
+    if (k < k_end) return;
     k = 0;
-    octet += group_octets;
-    return true;
+    next_group();
   }
 };
 
@@ -138,14 +137,6 @@ struct Ring {
   }
   __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
-  __device__ __forceinline__ void wait_full(const RingPosition& at) const {
-    wait_barrier(full_barrier[at.stage], at.parity);
-    if (windowed) wait_barrier(x_barrier[at.stage], at.parity);
-  }
-  __device__ __forceinline__ void release(int stage) const {
-    __syncwarp();
-    if (kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier[stage]);
-  }
 };
 
 // One thread: W does not depend on the kernels before.
@@ -156,7 +147,7 @@ __device__ __forceinline__ void produce_w(const SplitKGemmArgs& args, const Ring
   RingPosition fill, landed;
   fill.parity = 1;  // the phase before an empty barrier's first: all stages start free
   int issued = 0;
-  for (Cursor at(args, number); !at.done(); at.advance(), fill.advance(ring.stages), issued++) {
+  for (Cursor at(args, number); !at.done(); at.next_stage(), fill.advance(ring.stages), issued++) {
     if (ring.windowed && issued >= tier.window) {
       wait_barrier(ring.full_barrier[landed.stage], landed.parity);
       landed.advance(ring.stages);
@@ -177,7 +168,7 @@ __device__ __forceinline__ void produce_x(const SplitKGemmArgs& args, const Ring
   const Barriers landed = ring.windowed ? ring.x_barrier : ring.full_barrier;
   RingPosition fill;
   fill.parity = 1;
-  for (Cursor at(args, number); !at.done(); at.advance(), fill.advance(ring.stages)) {
+  for (Cursor at(args, number); !at.done(); at.next_stage(), fill.advance(ring.stages)) {
     wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
     const uint32_t barrier = landed[fill.stage];
     if (args.x_atoms > 1) {  // what lies behind K comes as zeros
@@ -241,18 +232,16 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t x, uint32_t half,
       }
     }
   }
-  // Several octets at a time, so that their reads of shared memory overlap; where there are fewer
-  // the last is read again, and what that gives is never stored.
-  constexpr int kAtOnce = kSplitK ? 4 : 2;
+  // Several octets at a time, so that their reads of shared memory overlap; where there are fewer,
+  // what lies behind them in the stage is read, and what that gives never stored.
+  constexpr int kAtOnce = kWarpOctets < 4 ? kWarpOctets : 4;
+  w += lane.w ^ half;
 #pragma unroll
   for (int first = 0; first < kWarpOctets; first += kAtOnce) {
     if (first > 0 && first >= octets) break;
     uint32_t b[kAtOnce][4];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; j++) {
-      const int octet = max(0, min(first + j, octets - 1));
-      ptx::ldmatrix_x4(b[j], w + octet * kAtomBytes + (lane.w ^ half));
-    }
+    for (int j = 0; j < kAtOnce; j++) ptx::ldmatrix_x4(b[j], w + (first + j) * kAtomBytes);
 #pragma unroll
     for (int step = 0; step < 2; step++) {
 #pragma unroll
@@ -360,42 +349,98 @@ __device__ __forceinline__ void finish(const SplitKGemmArgs& args, float4* scrat
   ptx::named_barrier_sync(1, kConsumers);
 }
 
+// The stages that a team reads: every other one, `stages` being even, or all.
+struct TeamRing {
+  const uint32_t full_barrier, x_barrier, empty_barrier, w;  // of the first
+  const int turns, step_bytes, step_barriers;
+  const bool windowed;
+  int turn = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ TeamRing(const Ring& ring, int first, int step)
+      : full_barrier(ring.full_barrier[first]),
+        x_barrier(ring.x_barrier[first]),
+        empty_barrier(ring.empty_barrier[first]),
+        w(ring.w(first)),
+        turns(in_register(ring.stages / step)),
+        step_bytes(in_register(step * ring.stage_bytes)),
+        step_barriers(in_register(step * 8)),
+        windowed(ring.windowed) {}
+
+  // The address of the stage, once all of it has landed.
+  __device__ __forceinline__ uint32_t wait() const {
+    wait_barrier(full_barrier + turn * step_barriers, parity);
+    if (windowed) wait_barrier(x_barrier + turn * step_barriers, parity);
+    return w + turn * step_bytes;
+  }
+  // Gives the stage back and goes on to the next.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0) {
+      ptx::mbarrier_arrive(empty_barrier + turn * step_barriers);
+    }
+    if (++turn == turns) {
+      turn = 0;
+      parity ^= 1;
+    }
+  }
+};
+
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring, int number) {
   const int warp = threadIdx.x / 32;
   const int member = warp % kTeamWarps, team = warp / kTeamWarps;
   const int tier_octet = args.tiers[number].first_octet;
   const bool alternate = args.stage_blocks == 1;  // a stage is one team's, or else both teams'
+  const int step = alternate ? kTeams : 1;
+  const int w_bytes = in_register(ring.w_bytes);
+  const int all_blocks = in_register(args.k / kBlockK), stage_blocks = args.stage_blocks;
+  const int stages_of_group = (all_blocks + stage_blocks - 1) / stage_blocks;
   const LaneOffsets lane(threadIdx.x % 32, Share(member, 0).first_column);
-  RingPosition drain;
-  for (Cursor at(args, number); !at.done();) {
-    const int first_row = (tier_octet + at.octet) * kOctetRows;
-    const int octets = at.octets();
+  TeamRing own(ring, alternate ? team : 0, step);
+  int passed = 0;  // stages of the groups before
+  for (Cursor at(args, number); !at.done(); at.next_group(), passed += stages_of_group) {
+    const int octets = in_register(at.octets()), w_atom = octets * kAtomBytes;
     const Share share(member, octets);
+    const int w_offset = share.first * kAtomBytes + (kSplitK ? member / 2 * w_atom : 0);
+    const int x_offset = w_bytes + (kSplitK ? member / 2 * kXAtomBytes : 0);
     Sums sums;
-    for (bool more = true; more; drain.advance(ring.stages)) {
-      const bool ours = !alternate || at.k / kBlockK % kTeams == team;
-      if (ours) {
-        ring.wait_full(drain);
-        const uint32_t w = ring.w(drain.stage) + share.first * kAtomBytes;
-        const uint32_t x = ring.x(drain.stage);
-        const int blocks = at.blocks(), w_atom = octets * kAtomBytes;
+    auto block = [&](uint32_t w, uint32_t x) {
+#pragma unroll(X_TILES == 8 ? 1 : 2)  // more would not fit the registers of two CTAs an SM
+      for (int half = 0; half < (kSplitK ? 1 : 2); half++) {
+        multiply(w, x, 64 * (kSplitK ? member % 2 : half), lane, share.count, sums);
+      }
+    };
+    // The last stage is kept until the sums have been exchanged in it.
+    const int last = stages_of_group - 1;
+    bool keeps = true;
+    if (alternate) {
+      int stage = (passed + team) % kTeams;
+      for (; stage < last; stage += kTeams) {
+        const uint32_t w = own.wait();
+        block(w + w_offset, w + x_offset);
+        own.release();
+      }
+      keeps = stage == last;
+      if (keeps) {
+        const uint32_t w = own.wait();
+        block(w + w_offset, w + x_offset);
+      }
+    } else {
+      for (int stage = 0; stage <= last; stage++) {
+        const uint32_t w = own.wait();
+        const int blocks = min(stage_blocks, all_blocks - stage * stage_blocks);
 #pragma unroll 1
-        for (int block = alternate ? 0 : team; block < blocks; block += kTeams) {
-          const int atom = block * kBlockAtoms + (kSplitK ? member / 2 : 0);
-#pragma unroll
-          for (int half = 0; half < (kSplitK ? 1 : 2); half++) {
-            multiply(w + atom * w_atom, x + atom * kXAtomBytes,
-                     64 * (kSplitK ? member % 2 : half), lane, share.count, sums);
-          }
+        for (int i = team; i < blocks; i += kTeams) {
+          const int atom = i * kBlockAtoms;
+          block(w + w_offset + atom * w_atom, w + x_offset + atom * kXAtomBytes);
         }
+        if (stage < last) own.release();
       }
-      more = !at.advance();
-      if (!more) {
-        float4* scratch = reinterpret_cast<float4*>(smem + drain.stage * ring.stage_bytes);
-        finish(args, scratch, first_row, octets, share, sums);
-      }
-      if (ours) ring.release(drain.stage);
     }
+    const int kept = (passed + last) % ring.stages;
+    finish(args, reinterpret_cast<float4*>(smem + kept * ring.stage_bytes),
+           (tier_octet + at.octet) * kOctetRows, octets, share, sums);
+    if (keeps) own.release();
   }
 }
 

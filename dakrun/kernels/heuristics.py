@@ -112,7 +112,11 @@ def gemm_config(
     stage_octets = max(split.group for split in splits)
     block_bytes = 2 * OCTET_ROWS * block_cols(x_tiles) * (stage_octets + x_tiles)
     blocks = choose_stage_blocks(block_bytes, padded_cols(cols) // block_cols(x_tiles))
-    stage_bytes = max(blocks * block_bytes, scratch_bytes(stage_octets, x_tiles))
+    stage_bytes = max(
+        blocks * block_bytes,
+        scratch_bytes(stage_octets, x_tiles),
+        read_bytes(stage_octets, blocks * block_cols(x_tiles) // ATOM_COLS),
+    )
     stages = min(MAX_STAGES, SHARED_BYTES // stage_bytes)
     if blocks == 1:
         stages = stages // 2 * 2
@@ -135,6 +139,11 @@ def scratch_bytes(octets: int, x_tiles: int) -> int:
     row_tiles = ceil_div(x_tiles, 2)
     row_warps = 2 if row_tiles == 4 else 1
     return 2048 * row_tiles // row_warps * ceil_div(octets, 4 // row_warps)
+
+
+def read_bytes(octets: int, atoms: int) -> int:
+    """Bytes of a stage up to where its warps read, which take four octets at a time."""
+    return 1024 * ((atoms - 1) * octets + ceil_div(octets, 4) * 4)
 
 
 def block_cols(x_tiles: int) -> int:
