@@ -21,6 +21,7 @@ from dakrun.options import (
     profile_option,
     resolve_model,
     resolve_profile,
+    resolve_run_profile,
     sampling_options,
     workload_options,
 )
@@ -36,6 +37,11 @@ def stdout_console() -> "Console":
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def tell(text: str) -> None:
+    """A line on stderr."""
+    click.echo(text, err=True)
 
 
 @click.group("dakrun", cls=ErrorLines, context_settings={"help_option_names": ["-h", "--help"]})
@@ -82,6 +88,7 @@ def plan(
     from dakrun.plan.batch_size import choose_batch_size
     from dakrun.plan.overview import overview
     from dakrun.plan.planner import make_plan
+    from dakrun.probe import told
 
     room = max_model_len or prompt_len + max_tokens
     if room < prompt_len + max_tokens:
@@ -104,6 +111,8 @@ def plan(
 
         plot_plan(decision, Path(plot))
     shown = overview(decision)
+    if profile == "auto":
+        tell(told(hardware))
     if as_json:
         from dakrun.plan.present import overview_dict
 
@@ -164,6 +173,7 @@ def generate(
     from dakrun.generate import generate as run
     from dakrun.llm import LLM
     from dakrun.plan.batch_size import MAX_BATCH_SIZE
+    from dakrun.probe import told
     from dakrun.report import render as render_report
 
     writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
@@ -173,7 +183,7 @@ def generate(
             model,
             dtype=dtype,
             device=device,
-            profile=profile,
+            profile=resolve_run_profile(profile, device, tell),
             batch_size=batch_size or "auto",
             max_batch_size=count_rows(source, MAX_BATCH_SIZE),
             max_model_len=max_model_len,
@@ -182,6 +192,8 @@ def generate(
             needs_tokenizer=reader.needs_tokenizer(),
         ) as llm,
     ):
+        if profile == "auto":
+            tell(told(llm.profile))
         stderr = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
         start = time.perf_counter()
         with writer:
@@ -191,9 +203,7 @@ def generate(
     if report_path:
         write_report(report, Path(report_path))
     render_report(report, stderr)
-    click.echo(
-        f"{counts.done} rows done, {counts.failed} failed, {counts.skipped} skipped", err=True
-    )
+    tell(f"{counts.done} rows done, {counts.failed} failed, {counts.skipped} skipped")
     return EXIT_FAILED if counts.failed else 0
 
 
@@ -211,12 +221,9 @@ def convert(*, source: Path, target: Path, shard_size: int) -> None:
     """
     from dakrun.convert import convert as run
 
-    def note(text: str) -> None:
-        if sys.stderr.isatty():
-            click.echo(text, err=True)
-
+    note = tell if sys.stderr.isatty() else lambda _: None
     result = run(source.expanduser(), target.expanduser(), shard_bytes=shard_size, note=note)
-    click.echo(result.summary(), err=True)
+    tell(result.summary())
 
 
 @main.command()
@@ -238,8 +245,10 @@ def doctor(*, as_json: bool) -> int:
 
 @main.command()
 @click.option("-o", "--output", metavar="FILE.toml", help="Where to write it; else in the cache.")
-@click.option("--quick", is_flag=True, help="A few seconds instead of most of a minute.")
-@click.option("--name", help="Name of the profile; default: that of the file, or measured-cpu.")
+@click.option(
+    "--quick", is_flag=True, help="Some seconds; else half a minute, or more with peer GPUs."
+)
+@click.option("--name", help="Name of the profile; default: that of the file or device.")
 @click.option(
     "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
     help="What to measure.",
@@ -250,10 +259,12 @@ def profile(
 ) -> None:
     """Measure this machine for the planner.
 
-    Writes a hardware profile for --profile. Without -o it is kept in the cache folder, where
-    --profile auto finds it.
+    Writes a hardware profile for --profile: of torch's current GPU, host memory and the peer GPUs
+    that it can read, or of the CPU. Without -o it is kept in the cache folder, where --profile auto
+    finds it.
     """
     from dakrun import probe
+    from dakrun.probe.table import render
 
     kind = probe.measured_device(device)
     path = probe.target(output, name, kind)
@@ -261,13 +272,13 @@ def profile(
         from dakrun.picture import check_target
 
         check_target(Path(plot))
-    click.echo("measuring for " + ("some seconds" if quick else "most of a minute"), err=True)
+    tell(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
     result = probe.measure(name or path.stem, kind, quick=quick)
     probe.save(result.profile, path)
-    probe.render(result, stdout_console())
-    click.echo(f"written to {path}" + ("" if output else "; --profile auto uses it"), err=True)
+    render(result, stdout_console())
+    tell(f"written to {path}" + ("" if output else "; --profile auto uses it"))
     if plot:
-        from dakrun.probe_plot import draw
+        from dakrun.probe.plot import draw
 
         draw(result.profile, Path(plot))
 

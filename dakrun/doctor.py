@@ -22,6 +22,7 @@ from dakrun.machine_checks import (
     gpu,
     host_memory,
     numa,
+    nvlink,
     page_locking,
     pcie,
     peers,
@@ -172,7 +173,7 @@ def cache(gpus: Sequence[Gpu]) -> Check:
 
 CHECKS: tuple[Callable[..., Check | list[Check]], ...] = (
     python, torch, packages, gpu, driver, direct_transport, cupy, nvrtc, cuda_headers,
-    host_memory, page_locking, numa, pcie, peers, profile, cache,
+    host_memory, page_locking, numa, pcie, nvlink, peers, profile, cache,
 )  # fmt: skip
 
 

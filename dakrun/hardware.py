@@ -179,19 +179,19 @@ def kept_profiles_dir() -> Path:
     return cache_dir() / "profiles"
 
 
-def find_profile(*, device: Literal["cuda", "cpu"]) -> HardwareProfile:
-    """The profile that suits this machine's first NVIDIA GPU, or its CPU, best.
+def find_profile(*, device: Literal["cuda", "cpu"], name: str | None = None) -> HardwareProfile:
+    """The profile that suits this machine's CPU, or its GPU called `name`, best.
 
-    A kept one of the same device comes before the shipped ones, the newest first. Of those, the
+    Without a name that is the first GPU that the driver lists in /proc, so that planning needs no
+    CUDA library. A kept profile of the same device comes before the shipped ones. Of those, the
     one with the closest device name is taken, measured before spec sheet, then the one with the
-    fewest remote tiers. Reads /proc, so that planning needs no CUDA library.
+    fewest remote tiers.
     Raises UsageError where the GPU has no profile.
     """
-    name = cpu_name() if device == "cpu" else next(iter(gpu_names()), "")
-    files = sorted(kept_profiles_dir().glob("*.toml"), key=lambda path: path.stat().st_mtime_ns)
-    for kept in (load_profile(str(path)) for path in reversed(files)):
-        if kept.device == device and name and kept.device_name == name:
-            return kept
+    name = _device_name(device) if name is None else name
+    kept = kept_profile(device=device, name=name)
+    if kept is not None:
+        return kept
     if device == "cpu":
         return load_profile("cpu")
     shipped = [load_profile(profile) for profile in shipped_profiles()]
@@ -200,8 +200,21 @@ def find_profile(*, device: Literal["cuda", "cpu"]) -> HardwareProfile:
         return min(fitting, key=_preference)
     raise UsageError(
         f"no profile for {name or 'a GPU (there is none here)'}",
-        hint="name one with --profile: " + ", ".join(shipped_profiles()),
+        hint="run dakrun profile, or name one with --profile: " + ", ".join(shipped_profiles()),
     )
+
+
+def kept_profile(*, device: Literal["cuda", "cpu"], name: str) -> HardwareProfile | None:
+    """The newest profile that `dakrun profile` kept of the device called `name`, if any."""
+    files = sorted(kept_profiles_dir().glob("*.toml"), key=lambda path: path.stat().st_mtime_ns)
+    for kept in (load_profile(str(path)) for path in reversed(files)):
+        if kept.device == device and name and kept.device_name == name:
+            return kept
+    return None
+
+
+def _device_name(device: Literal["cuda", "cpu"]) -> str:
+    return cpu_name() if device == "cpu" else next(iter(gpu_names()), "")
 
 
 def _preference(profile: HardwareProfile) -> tuple[int, bool, int, str]:

@@ -40,6 +40,8 @@ class LLM:
     `batch_size` "auto" takes the batch with the most predicted tokens per second, up to
     `max_batch_size`; `max_model_len` (tokens of prompt and completion together) defaults to the
     model's positions, at most 4,096; `expected_tokens` is how long completions are planned to be.
+    `profile` "auto" takes the one that `dakrun profile` kept of this device, or else a shipped one:
+    unlike the command `generate`, an LLM never stops to measure.
     A checkpoint without tokenizer takes and gives token ids, unless `needs_tokenizer`.
     Raises UsageError for what cannot be meant and CannotRun for what this machine cannot do.
     """
@@ -221,4 +223,6 @@ def _profile(profile: str | HardwareProfile, device: torch.device) -> HardwarePr
         return profile
     if profile != "auto":
         return load_profile(profile)
-    return find_profile(device="cpu" if device.type == "cpu" else "cuda")
+    if device.type == "cpu":
+        return find_profile(device="cpu")
+    return find_profile(device="cuda", name=torch.cuda.get_device_name(device))

@@ -5,6 +5,7 @@ Reads /proc, /sys, the driver and torch.cuda; knows nothing of packages or of wh
 
 import ctypes
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from dakrun.units import format_bytes
 ROOT = Path("/")
 MIN_DRIVER = 580  # of CUDA 13
 TMA_CAPABILITY = (9, 0)
+NVLINK_GENERATIONS = {20: 1, 25.781: 2, 25: 3, 26.562: 4, 50: 5, 53.125: 5}  # by GB/s each way
 PCIE_GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 
 
@@ -171,6 +173,21 @@ def pcie(gpus: Sequence[Gpu], root: Path = ROOT) -> list[Check]:
     return checks
 
 
+def nvlink(gpus: Sequence[Gpu]) -> list[Check]:
+    """The links that each GPU has to others, where it has any."""
+    checks = []
+    for g in gpus:
+        status = _said_by("nvidia-smi", "nvlink", "--status", "-i", g.address)
+        rates = [float(rate) for rate in re.findall(r"Link\s+\d+:\s*([\d.]+)\s*GB/s", status)]
+        if rates:
+            nearest = min(NVLINK_GENERATIONS, key=lambda known: abs(known - rates[0]))
+            known = abs(nearest - rates[0]) < 0.2
+            generation = f"NVLink {NVLINK_GENERATIONS[nearest]}" if known else "NVLink"
+            finding = f"{generation}, {len(rates)} links of {rates[0]:g} GB/s each way"
+            checks.append(Check(f"nvlink gpu {g.index}", "ok", finding))
+    return checks
+
+
 def peers(gpus: Sequence[Gpu]) -> list[Check]:
     """Which GPUs can read each other's memory."""
     if len(gpus) < 2:
@@ -211,6 +228,15 @@ def _link(speed: str, width: str) -> str:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
+
+
+def _said_by(*command: str) -> str:
+    """What `command` prints, or nothing where it is missing, fails or hangs."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return ""
+    return run.stdout if run.returncode == 0 else ""
 
 
 def _read(path: Path) -> str:

@@ -5,7 +5,7 @@ Knows click and how users write values; the commands are in cli.py.
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -109,7 +109,8 @@ profile_option = click.option(
     default="auto",
     show_default=True,
     metavar="auto|NAME|FILE",
-    help="Hardware to plan for: a shipped profile, a .toml file, or this machine.",
+    help="Hardware to plan for: a shipped profile, a .toml file, or this machine, which generate "
+    "measures where no profile of its GPU is kept.",
 )
 
 _policy_options = _together(
@@ -205,6 +206,18 @@ def resolve_profile(name: str) -> "HardwareProfile":
     if name != "auto":
         return load_profile(name)
     return find_profile(device="cuda" if gpu_names() else "cpu")
+
+
+def resolve_run_profile(
+    name: str, device: Literal["auto", "cuda", "cpu"], note: Callable[[str], None]
+) -> "HardwareProfile":
+    """The profile that --profile asks for on --device; auto may measure, and tells `note` so."""
+    from dakrun import probe
+    from dakrun.hardware import load_profile
+
+    if name != "auto":
+        return load_profile(name)
+    return probe.kept_or_measured(probe.measured_device(device), note)
 
 
 sampling_options = _together(

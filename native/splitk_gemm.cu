@@ -52,12 +52,15 @@ extern __shared__ __align__(1024) uint8_t smem[];
 
 enum Activation : int { kNone = 0, kRelu = 1, kSiluMul = 2 };
 
+// Of its octets a tier's CTAs take groups in turn: CTA c the groups c, c + CTAs, ... What they take
+// at a time, a wave, is stored by steps of k, each step by groups, so that CTAs side by side read
+// memory side by side. A group's step is [atoms along k][octets], 1 KiB each.
 struct Tier {
-  const uint8_t* base;  // [groups][atoms along k][octets of the group], 1 KiB each
-  int first_octet;      // octets of this tier: to the next tier's first
+  const uint8_t* base;
+  int first_octet;  // octets of this tier: to the next tier's first
   int first_cta;
-  int cta_octets;    // of each CTA, but for the last: whole groups
   int group_octets;  // at most kMaxOctets; the tier's last group may have fewer
+  int step_k;        // a multiple of 128
   int window;        // stages of W that a CTA may have in flight
 };
 
@@ -85,20 +88,21 @@ __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
 
 // The stages of a CTA, one after the other: a group of octets, all its k, the next group.
 struct Cursor {
-  int stage_k, k_end, group_octets, end;  // end: behind the CTA's last octet, within its tier
+  int stage_k, k_end, group_octets, wave_octets, tier_octets;
   int octet, k = 0;
 
   __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number)
       : stage_k(args.stage_blocks * kBlockK), k_end(args.k) {
-    const Tier& tier = args.tiers[number];
+    const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
     group_octets = tier.group_octets;
-    octet = (static_cast<int>(blockIdx.x) - tier.first_cta) * tier.cta_octets;
-    end = min(octet + tier.cta_octets, args.tiers[number + 1].first_octet - tier.first_octet);
+    wave_octets = (next.first_cta - tier.first_cta) * group_octets;
+    tier_octets = next.first_octet - tier.first_octet;
+    octet = (static_cast<int>(blockIdx.x) - tier.first_cta) * group_octets;
   }
-  __device__ __forceinline__ bool done() const { return octet >= end; }
-  __device__ __forceinline__ int octets() const { return min(group_octets, end - octet); }
+  __device__ __forceinline__ bool done() const { return octet >= tier_octets; }
+  __device__ __forceinline__ int octets() const { return min(group_octets, tier_octets - octet); }
   __device__ __forceinline__ int blocks() const { return min(stage_k, k_end - k) / kBlockK; }
-  __device__ __forceinline__ void next_group() { octet += group_octets; }
+  __device__ __forceinline__ void next_group() { octet += wave_octets; }
   __device__ __forceinline__ void next_stage() {
     k += stage_k;
     if (k < k_end) return;
@@ -143,7 +147,8 @@ struct Ring {
 __device__ __forceinline__ void produce_w(const SplitKGemmArgs& args, const Ring& ring,
                                           int number) {
   const Tier tier = args.tiers[number];
-  const int64_t octet_bytes = static_cast<int64_t>(args.k / kAtomK) * kAtomBytes;
+  const int first = (static_cast<int>(blockIdx.x) - tier.first_cta) * tier.group_octets;
+  const int step_k = in_register(tier.step_k);
   RingPosition fill, landed;
   fill.parity = 1;  // the phase before an empty barrier's first: all stages start free
   int issued = 0;
@@ -154,11 +159,15 @@ __device__ __forceinline__ void produce_w(const SplitKGemmArgs& args, const Ring
     }
     const int octets = at.octets();
     const uint32_t bytes = octets * at.blocks() * kBlockAtoms * kAtomBytes;
-    const uint8_t* source =
-        tier.base + at.octet * octet_bytes + at.k / kAtomK * octets * kAtomBytes;
+    const int wave = at.octet - first, in_wave = min(at.wave_octets, at.tier_octets - wave);
+    const int step = at.k / step_k * step_k, depth = min(step_k, at.k_end - step);
+    const int64_t atoms = static_cast<int64_t>(wave) * (at.k_end / kAtomK) +
+                          in_wave * (step / kAtomK) + first * (depth / kAtomK) +
+                          octets * ((at.k - step) / kAtomK);
     wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
     ptx::mbarrier_arrive_expect_tx(ring.full_barrier[fill.stage], bytes);
-    ptx::bulk_load(ring.w(fill.stage), source, bytes, ring.full_barrier[fill.stage]);
+    ptx::bulk_load(ring.w(fill.stage), tier.base + atoms * kAtomBytes, bytes,
+                   ring.full_barrier[fill.stage]);
   }
 }
 

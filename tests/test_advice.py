@@ -76,10 +76,12 @@ def advice_for(command: str) -> dict[str, Any]:
 
 
 def test_capacity_that_forces_bytes_over_a_slow_link() -> None:
-    advice = advice_for(COMMANDS[1])
+    shown = plan_json(*COMMANDS[1].split())
+    advice, missing = shown["advice"], shown["required_ratio"]
+    assert missing == pytest.approx(0.312, abs=0.005)
     assert advice["limited_by"] == ["host"]
     assert "the link to host memory" in advice["sentence"]
-    assert "31.2% of the bytes do not fit in HBM" in advice["sentence"]
+    assert f"{missing:.1%} of the bytes do not fit in HBM" in advice["sentence"]
     assert advice["alternatives"][0]["kind"] == "hbm_budget"
     budgets = [a["change"] for a in advice["alternatives"] if a["kind"] == "hbm_budget"]
     assert "--hbm-budget 44.00GiB" in budgets, "a tenth more is tried, too"

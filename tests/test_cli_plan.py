@@ -26,10 +26,10 @@ def run(*args: str, **environment: str) -> Result:
     return CliRunner(env=env).invoke(cli.main, list(args))
 
 
-def plan_json(*args: str) -> dict[str, Any]:
+def plan_json(*args: str, said: str = "") -> dict[str, Any]:
     result = run(*PLAN, "--json", *args)
     assert result.exit_code == 0, result.stderr
-    assert result.stderr == ""
+    assert result.stderr.startswith(said) if said else result.stderr == ""
     shown: dict[str, Any] = json.loads(result.stdout)
     return shown
 
@@ -147,11 +147,13 @@ def test_options_reach_the_planner() -> None:
 
 def test_auto_batch_size_and_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "gpu_names", list)
-    shown = plan_json("--profile", "auto", "--model", "opt-125m", "--batch-size", "auto")
+    small = ("--profile", "auto", "--model", "opt-125m", "--batch-size", "auto")
+    shown = plan_json(*small, said="profile cpu of CPU: not measured")
     assert shown["profile"]["name"] == "cpu"
     assert shown["workload"]["batch_size"] > 1
     monkeypatch.setattr(hardware, "gpu_names", lambda: ["NVIDIA H200"])
-    assert plan_json("--profile", "auto")["profile"]["name"] == "h200-pcie5"
+    said = "profile h200-pcie5 of NVIDIA H200: measured "
+    assert plan_json("--profile", "auto", said=said)["profile"]["name"] == "h200-pcie5"
 
 
 def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:

@@ -4,28 +4,67 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.congestion import KEEPS, Point, choose_window, fixed_cost
+from dakrun.hardware import load_profile, shipped_profiles
+from dakrun.probe.congestion import (
+    KEEPS,
+    Point,
+    arithmetic_rates,
+    choose_window,
+    fixed_cost,
+)
 
 KIB = 1024
 
-# Host and HBM rates measured side by side on an H200, GB/s.
-H200 = [
-    Point(4, 64 * KIB, 23.7, 4623),
-    Point(8, 256 * KIB, 51.4, 4613),
-    Point(4, 256 * KIB, 51.0, 4610),
-    Point(16, 512 * KIB, 51.4, 4610),
-    Point(8, 1024 * KIB, 51.4, 4428),
-    Point(16, 2048 * KIB, 51.3, 3236),
-]
+# Host and HBM rates measured side by side on an H200, GB/s; alone 51.53 and 4741.
+H200 = {
+    (sms, kib): Point(sms, kib * KIB, host, hbm)
+    for sms, kib, host, hbm in (
+        (1, 64, 18.40, 4737), (4, 64, 22.23, 4737), (32, 64, 32.05, 4746),
+        (2, 128, 35.30, 4743), (4, 128, 35.21, 4736), (8, 128, 41.70, 4743),
+        (16, 128, 49.23, 4742), (32, 128, 50.94, 4746), (64, 128, 51.03, 4760),
+        (2, 256, 51.27, 4742), (4, 256, 48.74, 4736), (8, 256, 51.39, 4744),
+        (16, 256, 51.43, 4741), (32, 256, 51.43, 4743), (64, 256, 51.42, 4739),
+        (4, 512, 51.42, 4720), (8, 512, 51.41, 4725), (16, 512, 51.43, 4674),
+        (8, 1024, 51.41, 4403), (16, 1024, 51.41, 4352), (32, 1024, 51.41, 4361),
+        (16, 2048, 51.38, 2849), (32, 2048, 51.38, 2880), (64, 4096, 51.27, 100),
+    )
+}  # fmt: skip
+
+
+def chosen(*left_out: tuple[int, int]) -> tuple[int, int]:
+    """(SMs, KiB) of the window chosen of H200, with some points left out."""
+    points = [point for key, point in H200.items() if key not in left_out]
+    found = choose_window(points, 51.53, 4741)
+    return found.sms, found.in_flight // KIB
 
 
 def test_the_smallest_window_and_then_the_fewest_sms_are_chosen() -> None:
-    assert choose_window(H200, 51.4, 4612) == Point(4, 256 * KIB, 51.0, 4610)
-    assert choose_window(H200[:2] + H200[3:], 51.4, 4612) == H200[1]
+    assert chosen() == (8, 256)
+    assert chosen((8, 256)) == (16, 256)
+    assert chosen((8, 256), (16, 256)) == (8, 512)
+
+
+def test_windows_that_kernels_cannot_use_are_not_chosen() -> None:
+    for key in ((64, 128), (2, 256)):  # 2 KiB an SM, 128 KiB an SM
+        assert not H200[key].usable
+        assert choose_window([H200[key], H200[8, 256]], 51.53, 4741) == H200[8, 256]
+    unusable = [point for point in H200.values() if not point.usable]
+    assert choose_window(unusable, 51.53, 4741) == H200[64, 128], "where there is no other"
 
 
 def test_without_a_good_point_the_least_bad_one_is_chosen() -> None:
-    assert choose_window([H200[0], H200[4], H200[5]], 51.4, 4612) == H200[4]
+    points = [H200[4, 64], H200[16, 1024], H200[32, 2048]]
+    assert choose_window(points, 51.53, 4741) == H200[16, 1024]
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_the_window_of_a_shipped_profile_is_the_one_chosen(name: str) -> None:
+    profile = load_profile(name)
+    for tier in profile.remote:
+        if sweep := profile.sweeps.get(f"{tier.name} congestion"):
+            points = [Point(int(n), int(size), a, b) for n, size, a, b, _ in sweep.rows]
+            found = choose_window(points, tier.direct_bytes_per_s, profile.hbm_bytes_per_s)
+            assert (found.sms, found.in_flight) == (tier.sms, tier.window_bytes)
 
 
 rates = st.floats(1, 100)
@@ -38,12 +77,13 @@ points = st.lists(
 def test_no_smaller_window_would_have_done(
     found: list[Point], link_rate: float, hbm_rate: float
 ) -> None:
-    chosen = choose_window(found, link_rate, hbm_rate)
+    best = choose_window(found, link_rate, hbm_rate)
+    usable = [p for p in found if p.usable] or found
     good = [
-        p for p in found if p.remote_rate >= KEEPS * link_rate and p.hbm_rate >= KEEPS * hbm_rate
+        p for p in usable if p.remote_rate / link_rate >= KEEPS and p.hbm_rate / hbm_rate >= KEEPS
     ]
-    assert chosen in (good or found)
-    assert all((chosen.in_flight, chosen.sms) <= (p.in_flight, p.sms) for p in good)
+    assert best in (good or usable)
+    assert all((best.in_flight, best.sms) <= (p.in_flight, p.sms) for p in good)
 
 
 @given(
@@ -73,6 +113,24 @@ def test_a_fitted_cost_is_possible(found: list[tuple[float, float]]) -> None:
     seconds = [noise * size / 4.7e12 + 1e-6 for size, noise in found]
     fixed, efficiency = fixed_cost(sizes, seconds, 4.7e12)
     assert fixed >= 0 and 0 < efficiency <= 1 + 1e-12
+
+
+# cuBLAS in float16 on an H200, TFLOP/s by N: up to 128 rows take as long as reading the weight.
+MATMUL = [
+    (8, 29.79),
+    (16, 63.65),
+    (32, 126.7),
+    (64, 250.4),
+    (128, 472.6),
+    (256, 693.1),
+    (512, 758.4),
+]
+
+
+def test_rates_that_reading_decides_are_no_rates_of_arithmetic() -> None:
+    assert arithmetic_rates(MATMUL) == ((256, 693.1), (512, 758.4))
+    assert arithmetic_rates(MATMUL[:4]) == (MATMUL[3],)
+    assert arithmetic_rates([(8, 1.0), (64, 1.0)]) == ((64, 1.0),)
 
 
 def test_one_size_is_too_few() -> None:

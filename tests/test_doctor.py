@@ -240,6 +240,35 @@ def test_pcie(
     assert machine_checks.pcie([], tmp_path) == []
 
 
+NVLINK = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n" + "".join(
+    f"\t Link {i}: 26.562 GB/s\n" for i in range(18)
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "finding"),
+    [
+        (NVLINK, "NVLink 4, 18 links of 26.562 GB/s each way"),
+        (NVLINK.replace("26.562", "25"), "NVLink 3, 18 links of 25 GB/s each way"),
+        (NVLINK.replace("26.562", "99"), "NVLink, 18 links of 99 GB/s each way"),
+        ("GPU 0: NVIDIA H200\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n", "NVLink 4, 1 link"),
+        ("GPU 0: NVIDIA H200\n\t Link 0: <inactive>\n", ""),
+        ("Unable to retrieve NVLink information as all links are inActive\n", ""),
+        ("", ""),
+    ],
+)
+def test_nvlink(said: str, finding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "_said_by", lambda *command: said)
+    found = [check.finding for check in machine_checks.nvlink([H200])]
+    assert len(found) == bool(finding) and all(text.startswith(finding) for text in found)
+
+
+def test_a_command_that_says_nothing() -> None:
+    assert machine_checks._said_by("no-such-command") == ""
+    assert machine_checks._said_by("false") == ""
+    assert machine_checks._said_by("echo", "hello") == "hello\n"
+
+
 def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -18,9 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Top to bottom; a part (a module or subpackage of dakrun) imports from its own layer and below.
 LAYERS = (
     ("cli", "options", "error_lines", "__main__"),
-    ("bench", "report", "plot", "probe_plot", "picture", "doctor", "machine_checks", "demo",
-     "convert", "llm", "generate"),
-    ("engine", "probe", "heat_map", "probe_cpu"),
+    ("bench", "report", "plot", "doctor", "demo", "convert", "llm", "generate"),
+    ("engine", "probe", "machine_checks", "picture"),
     ("models", "nn"),
     ("kernels", "checkpoint", "bins"),
     ("memory", "host_memory", "device_memory", "host_limits", "plan"),
@@ -43,7 +42,8 @@ LIGHT_PARTS |= {"host_limits", "errors", "units", "resources", "__init__"}
 HEAVY = {"torch", "transformers", "cupy"}
 
 # Only these touch CuPy or the driver.
-DRIVER_MODULES = {"dakrun.kernels.jit", "dakrun.host_memory", "dakrun.device_memory"}
+DRIVER_MODULES = {"dakrun.kernels.jit", "dakrun.kernels.nvrtc", "dakrun.kernels.tensor_map"}
+DRIVER_MODULES |= {"dakrun.host_memory", "dakrun.device_memory"}
 DRIVER = {"cupy", "cupyx", "cupy_backends", "cuda"}
 
 
@@ -140,7 +140,7 @@ def test_imports_run_downward(module: str) -> None:
         ("dakrun.plan.ops", "import torch.nn as nn", "without torch"),
         ("dakrun.hardware", "from transformers import AutoConfig", "without transformers"),
         ("dakrun.plan.ops", "import cupy", "only dakrun.device_memory and"),
-        ("dakrun.kernels.gemm", "from cuda.bindings import nvrtc", "dakrun.kernels.jit may"),
+        ("dakrun.kernels.gemm", "from cuda.bindings import nvrtc", "dakrun.kernels.tensor_map may"),
         ("dakrun.__init__", "from dakrun.llm import LLM", "`__init__` is below `llm`"),
         ("dakrun.__init__", "def f():\n    import dakrun.llm", "`__init__` is below `llm`"),
         ("dakrun.units", "if TYPE_CHECKING:\n    import dakrun.llm", "`units` is below `llm`"),
@@ -162,6 +162,8 @@ def test_a_violation_is_found(module: str, source: str, message: str) -> None:
         ("dakrun.kernels.jit", "import cupy\nfrom cuda.bindings import nvrtc"),
         ("dakrun.host_memory", "import torch, cupy\nfrom dakrun.errors import CannotRun"),
         ("dakrun.checkpoint", "from dakrun.plan.planner import Plan"),
+        ("dakrun.kernels.nvrtc", "from cuda.bindings import nvrtc"),
+        ("dakrun.probe.gpu", "from dakrun import machine_checks, memory"),
         ("dakrun.__init__", "if TYPE_CHECKING:\n    from dakrun.llm import LLM"),
     ],
 )
@@ -177,8 +179,8 @@ def loaded_by(*modules: str) -> list[str]:
     return run.stdout.split()
 
 
-def test_cli_imports_late() -> None:
-    assert loaded_by("dakrun.cli") == []
+def test_cli_and_probe_import_late() -> None:
+    assert loaded_by("dakrun.cli", "dakrun.probe", "dakrun.probe.table") == []
 
 
 def test_light_parts_stay_light_through_what_they_import() -> None:

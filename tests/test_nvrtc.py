@@ -1,30 +1,44 @@
 """Kernels compile for every architecture without a GPU; the cubin cache; what failures say."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from dakrun.kernels import jit, nvrtc
+from dakrun.kernels import gemm, jit, nvrtc
+from dakrun.kernels.heuristics import X_TILES
 from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
 from dakrun.resources import resource_dir
 
 SOURCES = sorted(path.name for path in resource_dir("native").glob("*.cu"))
+GEMMS = [
+    gemm.defines(dtype, tiles) for dtype in (torch.float16, torch.bfloat16) for tiles in X_TILES
+]
+VARIANTS = [
+    (source, defines)
+    for source in SOURCES
+    for defines in (GEMMS if source == gemm.SOURCE else [{}])
+]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "defines"), VARIANTS)
 def test_every_kernel_compiles_without_spills_or_warnings(
-    source: str, arch: str, kernel_reports: list[str]
+    source: str, defines: dict[str, int], arch: str, kernel_reports: list[str]
 ) -> None:
-    compiled = compile_cubin(source, arch)
+    compiled = compile_cubin(source, arch, defines)
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.kernels, compiled.log
     for kernel in compiled.kernels:
         kernel_reports.append(
-            f"{source:<22} {arch:<8} {kernel.name:<28} {kernel.registers:>3} registers "
+            f"{source:<22} {arch:<8} {kernel.name:<16} {kernel.registers:>3} registers "
             f"{kernel.shared_bytes:>6} B static shared memory"
+            + "".join(f"  {name}={value}" for name, value in defines.items())
         )
         assert not kernel.spills, kernel
     assert compiled.warnings == ()
@@ -105,6 +119,45 @@ def test_racing_for_a_cubin_leaves_one_whole_file(native: Path) -> None:
     assert len(paths) == 6 and len(set(paths)) == 1
     assert paths[0].read_bytes() == compile_cubin("k.cu", "sm_90a", {"FACTOR": 2}).cubin
     assert [path.name for path in paths[0].parent.iterdir()] == [paths[0].name]
+
+
+def test_processes_racing_for_a_cubin_publish_it_whole(tmp_path: Path) -> None:
+    code = (
+        "from dakrun.kernels.jit import cached_cubin\n"
+        "print(cached_cubin('bandwidth.cu', 'sm_90a'))\n"
+    )
+    env = {**os.environ, "DAKRUN_CACHE_DIR": str(tmp_path)}
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = {racer.communicate(timeout=120)[0] for racer in racers}
+    assert [racer.returncode for racer in racers] == [0, 0]
+    (path,) = (Path(line.strip()) for line in said)
+    assert path.read_bytes() == compile_cubin("bandwidth.cu", "sm_90a").cubin
+    assert list((tmp_path / "cubins").iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a")]
+)
+def test_architectures(
+    capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert jit.architecture(0) == arch
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 3)])
+def test_a_gpu_without_kernels(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    with pytest.raises(nvrtc.CannotRun) as caught:
+        jit.architecture(0)
+    assert str(caught.value) == "NVIDIA X has compute capability {}.{}".format(*capability)
+    assert "9.0 (H100, H200, GH200)" in caught.value.hint
 
 
 def test_a_cache_that_cannot_be_written(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:

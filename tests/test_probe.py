@@ -1,17 +1,24 @@
-"""`dakrun profile`: what it writes on tiny sizes, where, and what it refuses. No timing asserts."""
+"""`dakrun profile`: what it writes on tiny sizes, where, and what it refuses; what --profile auto
+takes. No timing asserts."""
 
 import dataclasses
+import datetime
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.console import Console
 
-from dakrun import cli, hardware, probe, probe_cpu
+from dakrun import cli, hardware, probe
+from dakrun.demo import MODEL, task
 from dakrun.errors import CannotRun
-from dakrun.hardware import cpu_name, find_profile, load_profile
-from dakrun.measurement import Measurement
-from dakrun.probe_cpu import Sizes, measure_cpu
+from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
+from dakrun.probe import cpu
+from dakrun.probe.cpu import Sizes, measure_cpu
+from dakrun.probe.measurement import Measurement
+from dakrun.probe.table import facts, render
 
 TINY = Sizes(
     buffer_bytes=2**18, caches=0, weight_size=16, batch_sizes=(1, 8, 64), seconds=0.0, runs=3
@@ -22,9 +29,8 @@ TINY = Sizes(
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, and tiny sizes."""
     monkeypatch.setattr(hardware, "gpu_names", list)
-    monkeypatch.setattr(probe, "gpu_names", list)
-    monkeypatch.setattr(probe_cpu, "FULL", TINY)
-    monkeypatch.setattr(probe_cpu, "QUICK", dataclasses.replace(TINY, batch_sizes=(8,)))
+    monkeypatch.setattr(cpu, "FULL", TINY)
+    monkeypatch.setattr(cpu, "QUICK", dataclasses.replace(TINY, batch_sizes=(8,)))
 
 
 def run(*args: str) -> Result:
@@ -105,7 +111,7 @@ def test_a_gpu_that_is_not_there() -> None:
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_cpu, "available_host_memory", lambda: 3 * 2**18 - 1)
+    monkeypatch.setattr(cpu, "available_host_memory", lambda: 3 * 2**18 - 1)
     with pytest.raises(CannotRun, match=r"takes 768.00 KiB of it"):
         measure_cpu("x", TINY)
 
@@ -117,3 +123,146 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_have_units(value: float, unit: str, text: str) -> None:
     found = Measurement(what="x", value=value, unit=unit, spread=0.2, runs=3)
     assert found.text == text and not found.steady
+
+
+CARD = "NVIDIA H100 PCIe"  # no shipped profile is of it
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[str, bool]]]:
+    """Puts a GPU into this machine; gives what is measured of it: (name, whether quickly)."""
+
+    def put(name: str) -> list[tuple[str, bool]]:
+        measured: list[tuple[str, bool]] = []
+
+        def measure(name_of: str, device: str, *, quick: bool = False) -> probe.Probe:
+            assert device == "cuda"
+            measured.append((name_of, quick))
+            found = dataclasses.replace(
+                load_profile("h200-pcie5"), name=name_of, device_name=name,
+                provenance=dataclasses.replace(
+                    load_profile("h200-pcie5").provenance, date=datetime.date.today().isoformat()
+                ),
+            )  # fmt: skip
+            return probe.Probe(found, ())
+
+        monkeypatch.setattr(hardware, "gpu_names", lambda: [name])
+        monkeypatch.setattr(probe, "device_name", lambda device: name)
+        monkeypatch.setattr(probe, "measure", measure)
+        return measured
+
+    return put
+
+
+Card = Callable[[str], list[tuple[str, bool]]]
+
+
+@pytest.mark.parametrize("name", [CARD, "NVIDIA H200"])
+def test_a_gpu_without_a_kept_profile_is_measured_once(
+    card: Card, empty_cache: Path, name: str
+) -> None:
+    measured, said = card(name), list[str]()
+    found = probe.kept_or_measured("cuda", said.append)
+    stem = "measured-" + name.lower().replace(" ", "-")
+    assert found.name == stem and measured == [(stem, True)]
+    assert said[0] == f"no profile of this {name} is kept: measuring it, once, for some seconds"
+    assert said[1].startswith(f"kept as {empty_cache / 'profiles' / stem}.toml")
+    assert probe.kept_or_measured("cuda", said.append) == found
+    assert len(said) == 2 and len(measured) == 1
+    assert find_profile(device="cuda") == found, "plan takes it, too"
+
+
+def test_a_gpu_that_cannot_be_measured(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise CannotRun("CuPy is not installed", hint="install it")
+
+    said: list[str] = []
+    card("NVIDIA H200")
+    monkeypatch.setattr(probe, "measure", fails)
+    assert probe.kept_or_measured("cuda", said.append).name == "h200-pcie5"
+    assert said[-1] == "not measured: CuPy is not installed"
+    card(CARD)
+    monkeypatch.setattr(probe, "measure", fails)
+    with pytest.raises(CannotRun, match="CuPy is not installed"):
+        probe.kept_or_measured("cuda", said.append)
+
+
+def test_a_measured_profile_that_cannot_be_kept(card: Card, empty_cache: Path) -> None:
+    measured, said = card(CARD), list[str]()
+    (empty_cache / "profiles").write_text("in the way")
+    assert probe.kept_or_measured("cuda", said.append).device_name == CARD
+    assert said[-1].startswith("not kept: ") and len(measured) == 1
+
+
+def test_a_cpu_is_not_measured_unasked(card: Card) -> None:
+    measured, said = card(cpu_name()), list[str]()
+    assert probe.kept_or_measured("cpu", said.append).name == "cpu"
+    assert not measured and not said
+
+
+def test_plan_does_not_measure(card: Card) -> None:
+    measured = card("NVIDIA H200")
+    plan = run("plan", "--model", "opt-125m", "--batch-size", "8")
+    assert plan.exit_code == 0 and not measured
+    (line,) = plan.stderr.splitlines()
+    assert line.startswith("profile h200-pcie5 of NVIDIA H200: measured ")
+    assert line.endswith(" on another machine; dakrun profile measures this machine")
+
+
+def test_generate_says_what_it_took(tmp_path: Path) -> None:
+    prompts = tmp_path / "p.txt"
+    prompts.write_text(task.prompt(3, 4) + "\n", encoding="utf-8")
+    arguments = ("--model", str(MODEL), "-i", str(prompts), "--device", "cpu")
+    result = run("generate", *arguments, "-o", str(tmp_path / "a.jsonl"))
+    assert result.exit_code == 0
+    assert result.stderr.startswith("profile cpu of CPU: not measured, round numbers; ")
+    named = run("generate", *arguments, "-o", str(tmp_path / "b.jsonl"), "--profile", "cpu")
+    assert named.exit_code == 0 and "profile cpu of" not in named.stderr
+
+
+def dated(name: str, days: int) -> HardwareProfile:
+    profile = load_profile("h200-pcie5")
+    date = datetime.date.today() - datetime.timedelta(days=days)
+    provenance = dataclasses.replace(profile.provenance, date=date.isoformat())
+    return dataclasses.replace(profile, name=name, provenance=provenance)
+
+
+@pytest.mark.parametrize(
+    ("days", "age"), [(-1, "today"), (0, "today"), (1, "1 day ago"), (40, "40 days ago")]
+)
+def test_how_old_a_profile_is(days: int, age: str) -> None:
+    assert probe.told(dated("mine", days)) == f"profile mine of NVIDIA H200: measured {age}"
+    shipped = probe.told(dated("h200-pcie5", days))
+    assert f"measured {age} on another machine; dakrun profile" in shipped
+    assert "not measured, from a data sheet" in probe.told(load_profile("gh200"))
+
+
+def test_a_date_that_is_none() -> None:
+    profile = dated("mine", 0)
+    provenance = dataclasses.replace(profile.provenance, date="last winter")
+    told = probe.told(dataclasses.replace(profile, provenance=provenance))
+    assert told == "profile mine of NVIDIA H200: measured last winter"
+
+
+def test_the_sizes_of_the_machine() -> None:
+    profile = load_profile("h200-pcie5")
+    more = {**profile.facts, "nvlink": "NVLink 4, 18 links of 26.562 GB/s each way"}
+    found = dict(facts(dataclasses.replace(profile, facts=more)))
+    assert (found["SMs"], found["HBM"], found["L2"]) == ("132", "139.80 GiB", "60.00 MiB")
+    assert found["shared memory of an SM"] == "228.00 KiB"
+    assert found["host memory that can be page-locked"] == "124.95 GiB"
+    assert found["PCIe"] == "PCIe 5.0 x16" and found["NVLink"].startswith("NVLink 4, 18 links")
+    assert {"NUMA", "torch", "CUDA"} <= set(found)
+    assert "NVLink" not in dict(facts(profile))
+    assert facts(load_profile("cpu")) == [("device", "CPU")]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_legend_fits_the_console(width: int, tmp_path: Path) -> None:
+    figures = (Measurement(what="linear", value=0.9, unit="", spread=0.01, runs=3),)
+    with (tmp_path / "out").open("w", encoding="utf-8") as file:
+        render(probe.Probe(load_profile("cpu"), figures), Console(file=file, width=width))
+    lines = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert "spread: distance of the quartiles over the median; efficiency: the least time" in text

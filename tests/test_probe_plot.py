@@ -13,7 +13,8 @@ from test_plot import png_size
 from dakrun import cli, probe
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, Sweep, load_profile
-from dakrun.probe_plot import best_by_doubling, chains, curves, draw
+from dakrun.probe.plot import best_by_doubling, chains, curves, draw
+from dakrun.probe.table import render
 
 KIB, MIB = 2**10, 2**20
 SMS = 132
@@ -147,9 +148,7 @@ def test_chains() -> None:
 def test_the_heat_maps_follow_the_table(encoding: str, tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     with path.open("w", encoding=encoding) as file:
-        probe.render(
-            probe.Probe(a_measured_gpu("host", "peer:1"), ()), Console(file=file, width=120)
-        )
+        render(probe.Probe(a_measured_gpu("host", "peer:1"), ()), Console(file=file, width=120))
     lines = path.read_text(encoding=encoding).splitlines()
     starts = [i for i, line in enumerate(lines) if "and HBM read together" in line]
     assert max(map(len, lines[starts[0] :])) <= 100
@@ -162,7 +161,7 @@ def test_the_heat_maps_follow_the_table(encoding: str, tmp_path: Path) -> None:
 
 
 def test_a_profile_without_sweeps_has_no_heat_map(capsys: pytest.CaptureFixture[str]) -> None:
-    probe.render(probe.Probe(load_profile("cpu"), ()), Console(width=120))
+    render(probe.Probe(load_profile("cpu"), ()), Console(width=120))
     assert "read together" not in capsys.readouterr().out
 
 

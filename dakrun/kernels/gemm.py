@@ -27,8 +27,8 @@ class _Tier(ctypes.Structure):
         ("base", ctypes.c_uint64),
         ("first_octet", ctypes.c_int),
         ("first_cta", ctypes.c_int),
-        ("cta_octets", ctypes.c_int),
         ("group_octets", ctypes.c_int),
+        ("step_k", ctypes.c_int),
         ("window", ctypes.c_int),
     )
 
@@ -76,8 +76,7 @@ def splitk_gemm(
     _check_operands(x, weight, out, bias, residual, m // 2 if gated else m)
     if gated and (m % 2 or residual is not None):
         raise ValueError("expected an even number of rows and no residual with silu_mul")
-    dealt = [(split.octets, split.group) for split in config.splits]
-    if n > 8 * config.x_tiles or dealt != [(part.octets, part.group) for part in weight.parts]:
+    if n > 8 * config.x_tiles or config.splits != tuple(part.split for part in weight.parts):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
     whole = k % ATOM_COLS == 0
     x_atoms = config.stage_blocks * block_cols(config.x_tiles) // ATOM_COLS if whole else 1
@@ -101,7 +100,7 @@ def splitk_gemm(
     for number, (part, split) in enumerate(zip(weight.parts, config.splits, strict=True)):
         window = config.windows[number]
         args.tiers[number] = _Tier(
-            part.data.data_ptr(), octet, cta, split.cta_octets, split.group, window
+            part.data.data_ptr(), octet, cta, split.group, split.step_cols, window
         )
         octet += split.octets
         cta += split.ctas

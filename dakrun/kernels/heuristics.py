@@ -7,15 +7,22 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dakrun.kernels.packing import ATOM_COLS, MAX_GROUP, OCTET_ROWS, padded_cols
+from dakrun.kernels.packing import (
+    ATOM_COLS,
+    MAX_GROUP,
+    OCTET_ROWS,
+    PADDED_COLS,
+    Split,
+    padded_cols,
+)
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch
 X_TILES = (1, 2, 3, 4, 6, 8)
 MAX_STAGES = 16
-MAX_BLOCKS = 8  # of a stage
-MIN_BUSY = 0.85  # of a tier's SMs: those saturate HBM as well as all, and larger groups read less X
-STAGES = 6  # that are aimed at: more make for small copies, fewer for a jerky ring
+STEP_BYTES = 16 * 1024  # of a group that lie together
+SHARE_OF_X = 0.25
+STAGES = 5  # at least, where smaller ones can be had
 # What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
 # driver's, and 1 KiB is for barriers.
 SHARED_BYTES = 112 * 1024
@@ -30,19 +37,6 @@ class TierAccess:
 
     sms: int | None = None
     window_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a tier's octets are dealt out: `cta_octets` to each of `ctas`, in groups of `group`.
-
-    The last CTA and the last group may have fewer.
-    """
-
-    octets: int
-    ctas: int
-    cta_octets: int
-    group: int
 
 
 @dataclass(frozen=True)
@@ -74,34 +68,38 @@ def split_octets(
 ) -> tuple[Split, ...]:
     """Deal `octets` per tier (the local one first) to the `sms` of a GPU, one CTA each.
 
-    Remote tiers get the SMs that they are read by, the local one the rest. With `aligned` all CTAs
-    of a tier end together: they have equally many octets, as large groups as leave MIN_BUSY of the
-    SMs with work. Otherwise every SM gets work, in whole groups of MAX_GROUP.
+    Remote tiers get the SMs that they are read by, the local one the rest. With `aligned` the size
+    of a tier's groups is chosen for even waves, else it is MAX_GROUP.
     """
     remote = [
         min(sms if tier.sms is None else tier.sms, count)
         for tier, count in zip(tiers[1:], octets[1:], strict=True)
     ]
     ctas = [min(max(1, sms - sum(remote)), octets[0]), *remote]
-    deal = _even_split if aligned else _full_groups
-    return tuple(deal(count, of) for count, of in zip(octets, ctas, strict=True))
+    return tuple(
+        _split(count, of, even_group(count, of) if aligned else MAX_GROUP)
+        for count, of in zip(octets, ctas, strict=True)
+    )
 
 
-def _even_split(octets: int, ctas: int) -> Split:
-    if not octets:
-        return Split(0, 0, 1, 1)
-    least = ceil_div(octets, ctas)
-    loads = {group: ceil_div(least, group) * group for group in range(MAX_GROUP, 0, -1)}
-    busy = [group for group, load in loads.items() if ceil_div(octets, load) >= MIN_BUSY * ctas]
-    group = busy[0] if busy else min(loads, key=lambda group: loads[group])
-    return Split(octets, ceil_div(octets, loads[group]), loads[group], group)
+def even_group(octets: int, ctas: int) -> int:
+    """The group with which the busiest of `ctas` has least to do.
+
+    That is its octets, and for each group of them an X to read, which counts like SHARE_OF_X of an
+    octet.
+    """
+
+    def work(group: int) -> float:
+        groups = ceil_div(ceil_div(octets, group), ctas)
+        return groups * (group + SHARE_OF_X)
+
+    return min(range(MAX_GROUP, 0, -1), key=work) if octets else 1
 
 
-def _full_groups(octets: int, ctas: int) -> Split:
-    if not octets:
-        return Split(0, 0, 1, 1)
-    load = ceil_div(ceil_div(octets, MAX_GROUP), ctas) * MAX_GROUP
-    return Split(octets, ceil_div(octets, load), load, MAX_GROUP)
+def _split(octets: int, ctas: int, group: int) -> Split:
+    """Steps of about STEP_BYTES: short ones make for many copies, long ones for a jerky ring."""
+    steps = max(1, STEP_BYTES // (2 * OCTET_ROWS * PADDED_COLS * group))
+    return Split(octets, min(ctas, ceil_div(octets, group)), group, PADDED_COLS * steps)
 
 
 def gemm_config(
@@ -109,18 +107,19 @@ def gemm_config(
 ) -> GemmConfig:
     """Choose for a W of `cols` columns dealt out as `splits` to `tiers`, and an X of `n` rows."""
     x_tiles = tiles_for(n)
-    stage_octets = max(split.group for split in splits)
-    block_bytes = 2 * OCTET_ROWS * block_cols(x_tiles) * (stage_octets + x_tiles)
-    blocks = choose_stage_blocks(block_bytes, padded_cols(cols) // block_cols(x_tiles))
-    stage_bytes = max(
-        blocks * block_bytes,
-        scratch_bytes(stage_octets, x_tiles),
-        read_bytes(stage_octets, blocks * block_cols(x_tiles) // ATOM_COLS),
+    stage_octets = max((split.group for split in splits if split.octets), default=1)
+    step = min(split.step_cols for split in splits if split.octets)
+    block = block_cols(x_tiles)
+    most = min(step, padded_cols(cols)) // block
+    options = [
+        n for n in (1, 2, 4, 8) if n <= most and all(s.step_cols % (n * block) == 0 for s in splits)
+    ]
+    blocks = max(
+        (n for n in options if _stages(stage_octets, x_tiles, n) >= STAGES), default=options[0]
     )
-    stages = min(MAX_STAGES, SHARED_BYTES // stage_bytes)
-    if blocks == 1:
-        stages = stages // 2 * 2
-    bytes_w = 2 * OCTET_ROWS * block_cols(x_tiles) * blocks * stage_octets
+    stage_bytes = stage_size(stage_octets, x_tiles, blocks)
+    stages = _stages(stage_octets, x_tiles, blocks)
+    bytes_w = 2 * OCTET_ROWS * block * blocks * stage_octets
     windows = [
         stages
         if tier.window_bytes is None or not split.ctas
@@ -130,6 +129,22 @@ def gemm_config(
     return GemmConfig(
         x_tiles, stages, blocks, stage_octets, stage_bytes, tuple(splits), tuple(windows)
     )
+
+
+def stage_size(octets: int, x_tiles: int, blocks: int) -> int:
+    """Bytes of a stage: W and X, or more where the exchange of sums or the reads need it."""
+    cols = blocks * block_cols(x_tiles)
+    return max(
+        2 * OCTET_ROWS * cols * (octets + x_tiles),
+        scratch_bytes(octets, x_tiles),
+        read_bytes(octets, cols // ATOM_COLS),
+    )
+
+
+def _stages(octets: int, x_tiles: int, blocks: int) -> int:
+    """Stages that fit; teams that take them in turns need an even number."""
+    stages = min(MAX_STAGES, SHARED_BYTES // stage_size(octets, x_tiles, blocks))
+    return stages // 2 * 2 if blocks == 1 else stages
 
 
 def scratch_bytes(octets: int, x_tiles: int) -> int:
@@ -149,12 +164,3 @@ def read_bytes(octets: int, atoms: int) -> int:
 def block_cols(x_tiles: int) -> int:
     """Columns that a team of warps takes at a time; for few rows of X they are shared by warps."""
     return 2 * ATOM_COLS if x_tiles <= 2 else ATOM_COLS
-
-
-def choose_stage_blocks(block_bytes: int, most: int) -> int:
-    """Blocks of a stage, each of `block_bytes`, `most` being all: so many that STAGES stages fit.
-
-    One, which the teams of warps take in turns, or an even number, which they share.
-    """
-    blocks = min(SHARED_BYTES // STAGES // block_bytes, MAX_BLOCKS, most)
-    return max(1, blocks // 2 * 2)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.hardware import HardwareProfile, Sweep
-from dakrun.heat_map import Grid, grids, short_bytes
 from dakrun.picture import (
     BLUE,
     GREEN,
@@ -27,6 +26,7 @@ from dakrun.picture import (
     roofs,
     save,
 )
+from dakrun.probe.heat_map import Grid, grids, short_bytes
 from dakrun.units import format_decimal
 
 COLUMNS = 2  # of panels

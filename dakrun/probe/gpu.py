@@ -1,6 +1,6 @@
 """Measures a GPU and its remote tiers the way the kernels use them, and makes the profile.
 
-The sweeps are gpu_sweeps.py's, the costs gpu_costs.py's; files and tables are probe.py's.
+The sweeps are in sweeps.py, the costs of ops in costs.py; files are __init__.py's.
 """
 
 import datetime
@@ -11,14 +11,15 @@ import torch
 
 from dakrun import memory
 from dakrun.config import Dtype
-from dakrun.congestion import Point, choose_window, fixed_cost
-from dakrun.errors import CannotRun
-from dakrun.gpu_costs import chain_sweep, launch_seconds, matmul_rates
-from dakrun.gpu_sweeps import (
+from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, Provenance, RemoteTier, Sweep
+from dakrun.machine_checks import numa, nvlink, pcie, visible_gpus
+from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, fixed_cost
+from dakrun.probe.costs import chain_sweep, launch_seconds, matmul_rates
+from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
+from dakrun.probe.measurement import STEADY, Log, Measurement, spread
+from dakrun.probe.sweeps import (
     Bench,
     Buffer,
-    Effort,
-    Ring,
     amplification_sweep,
     congestion_sweep,
     copy_rates,
@@ -26,12 +27,9 @@ from dakrun.gpu_sweeps import (
     hbm_sweep,
     l2_sweep,
     multicast_sweep,
-    ring_for,
+    rounded,
     staging_rates,
 )
-from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, Provenance, RemoteTier, Sweep
-from dakrun.machine_checks import numa, pcie, visible_gpus
-from dakrun.measurement import STEADY, Log, Measurement
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
@@ -45,12 +43,20 @@ ATTENTION_EFFICIENCY = 0.93
 def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
     """Measure torch's current GPU, host memory and peer GPUs for a profile called `name`.
 
-    Raises CannotRun where there is no memory for the buffers.
+    Raises CannotRun where there is no memory for the buffers, or no kernel for the GPU.
     """
+    found = _measure(name, effort)
+    torch.cuda.empty_cache()  # a run that follows has as much memory as this one had
+    return found
+
+
+def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
     device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
     host_memory = memory.available_host_memory()
-    with memory.allocate_tiers(_buffer_sizes(effort, free, host_memory), device) as tiers:
+    peers = _peers(device.index, effort.peer_bytes)
+    sizes = buffer_sizes(effort, free, host_memory, peers)
+    with memory.allocate_tiers(sizes, device) as tiers:
         buffers = {
             tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
             for tier, memories in tiers.items()
@@ -67,12 +73,12 @@ def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measu
         op_seconds, efficiency = probe.costs()
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
         buffers.clear()
-    remote, groups = _grouped(remote, together)
+    remote, groups = grouped(remote, together)
     measurements = tuple(probe.log.measurements)
     return HardwareProfile(
         name=name,
         description=_description(remote),
-        provenance=_provenance(measurements),
+        provenance=provenance(measurements),
         device="cuda",
         device_name=torch.cuda.get_device_name(device),
         sms=sms,
@@ -181,38 +187,30 @@ class _Probe:
             self.log.add(what, "s", launch_seconds(self.bench, overlap=overlap))
         rows = [(size, op_s) for size, overlap, op_s, *_ in chain.rows if overlap]
         sizes, seconds = zip(*rows, strict=True)
-        return fixed_cost(sizes, seconds, self.hbm_rate)
+        fixed, efficiency = fixed_cost(sizes, seconds, self.hbm_rate)
+        return float(f"{fixed:.4g}"), float(f"{efficiency:.4g}")
 
     def compute_rate(self, dtype: Dtype) -> ComputeRate:
-        """FLOP/s by batch size; the peak is the best of them."""
-        points = []
+        """FLOP/s by batch size, where arithmetic decides; the peak is the best of all."""
+        points, rows = [], []
         for n in self.bench.effort.batch_sizes:
             rates = matmul_rates(self.bench, getattr(torch, dtype), n)
             points.append((n, self.log.add(f"matmul {dtype} N={n}", "FLOP/s", rates)))
-        return ComputeRate(peak=max(rate for _, rate in points), measured=tuple(points))
+            rows.append((*points[-1], spread(rates)))
+        self.sweeps[f"matmul {dtype}"] = rounded(("n", "flops_per_s", "spread"), rows)
+        peak = max(rate for _, rate in points)
+        return ComputeRate(peak=peak, measured=arithmetic_rates(points))
 
 
-def _buffer_sizes(effort: Effort, free: int, host_memory: int) -> dict[str, int]:
-    """Bytes of the buffers by tier."""
-    this = torch.cuda.current_device()
-    peers = [
+def _peers(device: int, nbytes: int) -> list[int]:
+    """The other GPUs whose memory `device` can read, and that have `nbytes` of it free."""
+    return [
         gpu
         for gpu in range(torch.cuda.device_count())
-        if gpu != this and torch.cuda.can_device_access_peer(this, gpu)
+        if gpu != device
+        and torch.cuda.can_device_access_peer(device, gpu)
+        and torch.cuda.mem_get_info(gpu)[0] >= nbytes
     ]
-    sizes = {
-        LOCAL: min(effort.hbm_bytes, free // 2),
-        "host": min(effort.host_bytes, host_memory // 4),
-        **{f"peer:{gpu}": effort.peer_bytes for gpu in peers},
-    }
-    for tier, size in sizes.items():
-        if size < 2**28:
-            raise CannotRun(
-                f"measuring takes {format_bytes(2**28)} of {tier} memory at least, "
-                f"{format_bytes(size)} can be had",
-                hint="end what else uses it, or plan with a shipped profile",
-            )
-    return {tier: size // 2**20 * 2**20 for tier, size in sizes.items()}
 
 
 def _fill(buffer: torch.Tensor) -> None:
@@ -229,7 +227,7 @@ def _capacity(tier: str, host_memory: int) -> int:
     return int(torch.cuda.mem_get_info(int(tier.removeprefix("peer:")))[1])
 
 
-def _grouped(
+def grouped(
     remote: Sequence[RemoteTier], together: float | None
 ) -> tuple[list[RemoteTier], dict[str, float]]:
     """Peers in one link group where they do not reach the sum of their rates together."""
@@ -248,7 +246,8 @@ def _description(remote: Sequence[RemoteTier]) -> str:
     return text + (f", {len(peers)} peer GPU{'s' if len(peers) > 1 else ''}" if peers else "")
 
 
-def _provenance(measurements: Sequence[Measurement]) -> Provenance:
+def provenance(measurements: Sequence[Measurement]) -> Provenance:
+    """When and how it was measured, and how far the figures spread."""
     unsteady = [m for m in measurements if not m.steady]
     worst = max(measurements, key=lambda m: m.spread)
     return Provenance(
@@ -272,6 +271,7 @@ def _facts(device: torch.device, host_memory: int) -> dict[str, int | str]:
         "host_memory_bytes": host_memory,
         "numa": numa(gpus).finding,
         "pcie": "; ".join(check.finding for check in pcie(gpus)),
+        **({"nvlink": links[0].finding} if (links := nvlink(gpus)) else {}),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
     }

@@ -1,6 +1,6 @@
 """A congestion sweep as a grid of total rates, and that grid as lines of text.
 
-Pure functions; nothing depends on colour. What drawing needs besides is in probe_plot.py.
+Pure functions; nothing depends on colour. What drawing needs besides is in plot.py.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Measures a CPU: how fast its memory is read and copied, how fast it multiplies matrices, and what
 an op costs besides.
 
-Knows torch's default threads and the reference kernels; files and tables are probe.py's.
+Knows torch's default threads and the reference kernels; files are __init__.py's.
 """
 
 import datetime
@@ -19,8 +19,8 @@ from dakrun.config import Dtype
 from dakrun.errors import CannotRun
 from dakrun.hardware import ComputeRate, HardwareProfile, Provenance, RemoteTier, cpu_name
 from dakrun.kernels import reference
-from dakrun.measurement import STEADY, Log, Measurement
 from dakrun.memory import Part, PartitionedTensor, available_host_memory
+from dakrun.probe.measurement import STEADY, Log, Measurement
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dakrun.gpu_sweeps import KIB, Bench, rounded
 from dakrun.hardware import Sweep
 from dakrun.kernels.bandwidth import read_once
-from dakrun.measurement import spread, steadier
+from dakrun.probe.effort import KIB
+from dakrun.probe.measurement import spread, steadier
+from dakrun.probe.sweeps import Bench, rounded
 
 CHAIN_OPS = 128  # at most
 

@@ -12,60 +12,8 @@ import torch
 
 from dakrun.hardware import Sweep
 from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_window
-from dakrun.measurement import spread, steadier
-
-KIB, MIB = 2**10, 2**20
-
-Ring = tuple[int, int]  # bytes of a chunk, stages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How much to measure: bytes of the buffers, seconds of a reading, readings of a figure.
-
-    `windows` are bytes in flight and `sms` numbers of SMs of the congestion grid.
-    """
-
-    hbm_bytes: int
-    host_bytes: int
-    peer_bytes: int
-    seconds: float
-    runs: int
-    hbm_rings: tuple[Ring, ...]
-    remote_rings: tuple[Ring, ...]
-    windows: tuple[int, ...]
-    sms: tuple[int, ...]
-    op_bytes: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-
-
-FULL = Effort(
-    hbm_bytes=8 * 2**30,
-    host_bytes=4 * 2**30,
-    peer_bytes=4 * 2**30,
-    seconds=0.02,
-    runs=5,
-    hbm_rings=((4 * KIB, 8), (8 * KIB, 8), (16 * KIB, 4), (16 * KIB, 8), (16 * KIB, 12),
-               (32 * KIB, 6)),
-    remote_rings=((2 * KIB, 2), (4 * KIB, 4), (8 * KIB, 4), (8 * KIB, 8), (16 * KIB, 8)),
-    windows=tuple(2**i for i in range(15, 24)),
-    sms=(1, 2, 4, 8, 16, 32, 64),
-    op_bytes=tuple(n * MIB for n in (4, 8, 32, 64, 128, 256, 512)),
-    batch_sizes=tuple(2**i for i in range(3, 13)),
-)  # fmt: skip
-QUICK = Effort(
-    hbm_bytes=2 * 2**30,
-    host_bytes=2**29,
-    peer_bytes=2**30,
-    seconds=0.006,
-    runs=3,
-    hbm_rings=((16 * KIB, 8), (16 * KIB, 12), (32 * KIB, 6)),
-    remote_rings=((8 * KIB, 4), (16 * KIB, 8)),
-    windows=tuple(2**i for i in range(17, 23)),
-    sms=(2, 4, 8, 16, 32),
-    op_bytes=tuple(n * MIB for n in (8, 32, 128)),
-    batch_sizes=(8, 64, 512, 2048),
-)
+from dakrun.probe.effort import KIB, MIB, QUICK, Effort, Ring, ring_for
+from dakrun.probe.measurement import spread, steadier
 
 
 @dataclass(frozen=True)
@@ -110,13 +58,6 @@ class Bench:
         return self.readings(reader)[0]
 
 
-def ring_for(per_cta: int) -> Ring | None:
-    """A ring that keeps `per_cta` bytes, a power of two, in flight; None where none can."""
-    chunk = min(max(per_cta // 4, KIB), 16 * KIB)
-    stages = per_cta // chunk
-    return (chunk, stages) if 2 <= stages <= 8 else None
-
-
 def hbm_sweep(bench: Bench) -> Sweep:
     """HBM alone by number of CTAs (one an SM), chunk and stages."""
     counts = (bench.sms,) if bench.effort is QUICK else (bench.sms, bench.sms * 9 // 10, 64)
@@ -129,7 +70,7 @@ def hbm_sweep(bench: Bench) -> Sweep:
 
 
 def l2_sweep(bench: Bench) -> Sweep:
-    """Reads of sets from 1 MiB, which L2 keeps, to some that it does not."""
+    """Reads of sets from 4 MiB, which L2 keeps, to some that it does not."""
     sizes = [(n * MIB,) for n in (4, 16, 24, 32, 64, 256)]
     return _sweep(
         ("set_bytes", "bytes_per_s"),

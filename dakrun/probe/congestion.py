@@ -1,4 +1,4 @@
-"""What a profile keeps of its sweeps: the congestion window, and an op's fixed cost.
+"""What a profile keeps of its sweeps: the congestion window, an op's fixed cost, compute rates.
 
 Pure functions of measured points; the paper's congestion window is arXiv 2604.26074, section 5.
 """
@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KEEPS = 0.99  # share of its own rate that a tier must keep while the other is read, too
+# Bytes of a remote tier that an SM of a kernel can have in flight: a stage is the least, and the
+# ring of a kernel that leaves half of an SM to the next one's holds no more.
+PER_SM = (16 * 1024, 64 * 1024)
+GROWS = 1.25  # times longer than the shortest: a matrix product that takes this is not all reading
 
 
 @dataclass(frozen=True)
@@ -22,21 +26,29 @@ class Point:
     remote_rate: float
     hbm_rate: float
 
+    @property
+    def usable(self) -> bool:
+        """Whether kernels can read like this: so many bytes in flight on each of so many SMs."""
+        return PER_SM[0] <= self.in_flight / self.sms <= PER_SM[1]
+
 
 def choose_window(points: Sequence[Point], link_rate: float, hbm_rate: float) -> Point:
     """The smallest window, then the fewest SMs, at which neither tier slows the other.
 
-    Both must keep KEEPS of the rate that they have alone. Where no point does, the one whose worse
-    tier keeps most.
+    Both must keep KEEPS of the rate that they have alone. Only usable points count, where there
+    are any: crumbs on half of the SMs fill a link with the fewest bytes in flight (on an H200 64
+    SMs x 2 KiB reach 99.0%, 16 x 8 KiB 95.5%), but a kernel moves whole stages, and needs those SMs
+    to read HBM. Where no point keeps enough, the one whose worse tier keeps most is taken.
     """
 
     def kept(point: Point) -> float:
         return min(point.remote_rate / link_rate, point.hbm_rate / hbm_rate)
 
-    good = [point for point in points if kept(point) >= KEEPS]
+    usable = [point for point in points if point.usable] or points
+    good = [point for point in usable if kept(point) >= KEEPS]
     if good:
         return min(good, key=lambda point: (point.in_flight, point.sms))
-    return max(points, key=kept)
+    return max(usable, key=kept)
 
 
 def fixed_cost(
@@ -59,3 +71,15 @@ def fixed_cost(
     if fixed == 0:
         slope = max(sum(u) / uu, 1 / rate)
     return fixed, 1 / (slope * rate)
+
+
+def arithmetic_rates(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Of (N, FLOP/s) of a weight times N rows, N ascending, those that arithmetic decides.
+
+    The product of a small batch takes as long as its weight takes to be read, from L2 too, whatever
+    N is; a plan counts bytes by themselves. Kept are those that take GROWS times the shortest or
+    longer, the last one at least: smaller batches then count with the rate of the first kept.
+    """
+    shortest = min(n / rate for n, rate in points)
+    kept = tuple((n, rate) for n, rate in points if n / rate >= GROWS * shortest)
+    return kept or (points[-1],)

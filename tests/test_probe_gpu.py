@@ -1,0 +1,220 @@
+"""Measuring a GPU: its pure parts, what becomes of sweeps, and on a GPU the measuring itself."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_measured_h200 import shows_what_the_method_rests_on
+
+from dakrun.errors import CannotRun
+from dakrun.hardware import HardwareProfile, RemoteTier, load_profile
+from dakrun.kernels.bandwidth import MAX_SOURCES, Reader, read_multicast, read_once, read_window
+from dakrun.probe import gpu
+from dakrun.probe.congestion import PER_SM
+from dakrun.probe.effort import FULL, KIB, MIB, QUICK, Effort, buffer_sizes, ring_for
+from dakrun.probe.measurement import Measurement
+from dakrun.probe.sweeps import Bench, Buffer
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("per_cta", "ring"),
+    [
+        (1 * KIB, None),
+        (2 * KIB, (1 * KIB, 2)),
+        (8 * KIB, (2 * KIB, 4)),
+        (64 * KIB, (16 * KIB, 4)),
+        (128 * KIB, (16 * KIB, 8)),
+        (256 * KIB, None),
+    ],
+)
+def test_rings(per_cta: int, ring: tuple[int, int] | None) -> None:
+    assert ring_for(per_cta) == ring
+    assert ring is None or ring[0] * ring[1] == per_cta
+
+
+@pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
+def test_the_grid_has_windows_for_kernels(effort: Effort) -> None:
+    grid = [(n, w) for n in effort.sms for w in effort.windows if ring_for(w // n)]
+    usable = {w for n, w in grid if PER_SM[0] <= w // n <= PER_SM[1]}
+    assert usable >= {128 * KIB, 256 * KIB, 512 * KIB, MIB}
+    assert any(w >= 2 * MIB for _, w in grid)
+
+
+def test_buffers() -> None:
+    wanted = {"hbm": FULL.hbm_bytes, "host": FULL.host_bytes, "peer:2": FULL.peer_bytes}
+    assert buffer_sizes(FULL, 140 * GIB, 128 * GIB, [2]) == wanted
+    less = buffer_sizes(FULL, 3 * GIB + 5, 2 * GIB + 5, [])
+    assert less == {"hbm": 3 * GIB // 2, "host": GIB // 2}
+    with pytest.raises(CannotRun, match=r"256.00 MiB of hbm memory at least, 128.00 MiB can"):
+        buffer_sizes(QUICK, GIB // 4, 128 * GIB, [])
+    with pytest.raises(CannotRun, match="of host memory at least"):
+        buffer_sizes(QUICK, 140 * GIB, GIB // 2, [])
+
+
+def remote(name: str, rate: float) -> RemoteTier:
+    return RemoteTier(
+        name=name, capacity_bytes=GIB, direct_bytes_per_s=rate, staged_bytes_per_s=rate,
+        window_bytes=MIB, sms=16,
+    )  # fmt: skip
+
+
+def test_peers_that_share_a_link_form_a_group() -> None:
+    tiers = [remote("host", 5e10), remote("peer:1", 4e11), remote("peer:2", 4e11)]
+    assert gpu.grouped(tiers, None) == (tiers, {})
+    assert gpu.grouped(tiers, 7.9e11) == (tiers, {})
+    found, groups = gpu.grouped(tiers, 4.1e11)
+    assert groups == {"peers": 4.1e11}
+    assert [tier.group for tier in found] == ["", "peers", "peers"]
+
+
+def test_where_the_figures_come_from() -> None:
+    figures = [
+        Measurement(what=what, value=1.0, unit="B/s", spread=spread, runs=5)
+        for what, spread in (("HBM read", 0.01), ("host read", 0.08), ("host copy", 0.002))
+    ]
+    found = gpu.provenance(figures)
+    assert (found.kind, found.date) == ("measured", datetime.date.today().isoformat())
+    assert "1 of 3 figures spread by more than 5%, most of all host read (8%)" in found.source
+
+
+class StillBench(Bench):
+    """Readers that all run at the rate of their tier, without a GPU."""
+
+    def readings(self, *readers: Reader) -> list[list[float]]:
+        here = self.hbm.tensor.data_ptr()
+        return [[4.741e12 if r.address == here else 5.153e10] * 3 for r in readers]
+
+
+def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = load_profile("h200-pcie5")
+    for kind in ("hbm", "l2", "direct", "congestion", "amplification", "multicast"):
+        sweep = measured.sweeps[kind if kind in ("hbm", "l2") else f"host {kind}"]
+        monkeypatch.setattr(gpu, f"{kind}_sweep", lambda *_, sweep=sweep: sweep)
+    monkeypatch.setattr(gpu, "copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10])
+    monkeypatch.setattr(gpu, "staging_rates", lambda *_: ([5.2e10] * 3, [4.4e12] * 3))
+    hbm, host = (Buffer(torch.empty(64 * MIB, dtype=torch.uint8)) for _ in range(2))
+    probe = gpu._Probe(StillBench(132, hbm, FULL))
+    assert probe.ring == (32 * KIB, 6), "the ring that reads HBM fastest on all SMs"
+    tier = probe.remote_tier("host", host, GIB)
+    assert tier == RemoteTier(
+        name="host", capacity_bytes=GIB, direct_bytes_per_s=5.153e10,
+        staged_bytes_per_s=5.2e10,  # while HBM is read, as a run reads it
+        window_bytes=256 * KIB, sms=8,
+    )  # fmt: skip
+    said = {m.what: m.value for m in probe.log.measurements}
+    assert said["host read, window of 256.00 KiB on 8 SMs"] == 5.153e10
+    assert said["HBM read beside host, window of 256.00 KiB on 8 SMs"] == 4.741e12
+    assert said["host to HBM, copy engine"] == 5.55e10
+    assert said["host, multicast to 8"] == measured.sweeps["host multicast"].rows[-1][2]
+    assert probe.peers_together({"host": host, "peer:1": host}) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ctas": 0},
+        {"sharers": 5},
+        {"sharers": 0},
+        {"chunk": 8},
+        {"chunk": 24},
+        {"stages": 0},
+        {"stages": 65, "chunk": 16},
+        {"stages": 15, "chunk": 16 * KIB},
+        {"bytes": 4 * 4096 - 1},
+    ],
+)
+def test_bad_readers(values: dict[str, int]) -> None:
+    good = {"address": 0, "bytes": MIB, "ctas": 4, "chunk": 4096, "stages": 4}
+    assert Reader(**good).in_flight == 64 * KIB
+    with pytest.raises(ValueError, match=r"expected|do not fit"):
+        Reader(**{**good, **values})
+
+
+def test_bad_readings() -> None:
+    reader = Reader(address=0, bytes=MIB, ctas=1, chunk=4096, stages=4)
+    for readers in ([], [reader] * (MAX_SOURCES + 1)):
+        with pytest.raises(ValueError, match=f"expected 1 to {MAX_SOURCES} readers"):
+            read_window(readers, 0.001)
+    with pytest.raises(ValueError, match="bytes at least"):
+        read_multicast(0, MIB, clusters=65, size=2, chunk=16 * KIB, stages=4, chunks=8)
+    sink = torch.zeros(4, dtype=torch.int32)
+    for nbytes, ctas in ((4097, 4), (4096, 5)):
+        with pytest.raises(ValueError, match="expected whole chunks"):
+            read_once(0, nbytes, ctas=ctas, chunk=4096, stages=2, sink=sink, overlap=False)
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder for all tests of this file."""
+    return tmp_path_factory.mktemp("cubins")
+
+
+@pytest.fixture
+def kept(cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DAKRUN_CACHE_DIR", str(cubins))
+
+
+@pytest.mark.gpu
+def test_a_quick_profile(kept: None) -> None:
+    before = torch.cuda.mem_get_info()[0]
+    profile, measurements = gpu.measure_gpu("quick", QUICK)
+    assert HardwareProfile.from_toml(profile.to_toml(), source="quick") == profile
+    assert (profile.device, profile.device_name) == ("cuda", torch.cuda.get_device_name())
+    shows_what_the_method_rests_on(profile)
+    assert 0 <= profile.op_seconds < 5e-6 and 0.8 < profile.linear_efficiency <= 1
+    assert set(profile.compute) == {"float16", "bfloat16", "float32"}
+    assert profile.facts["l2_bytes"] > 0 and "numa" in profile.facts
+    assert all(m.value > 0 and m.runs >= 3 for m in measurements)
+    assert torch.cuda.mem_get_info()[0] > before - 600 * MIB, "the buffers are given back"
+
+
+@pytest.mark.gpu
+def test_readers_side_by_side(kept: None) -> None:
+    data = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    reader = Reader(address=data.data_ptr(), bytes=data.numel(), ctas=3, chunk=4096, stages=5)
+    shared = Reader(
+        address=data.data_ptr(), bytes=data.numel(), ctas=4, chunk=48, stages=64, sharers=3
+    )
+    assert all(rate > 0 for rate in read_window([reader, shared], 0.001))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunks", [0, 1, 6, 7, 8, 23])
+def test_a_launch_reads_every_chunk_once(kept: None, overlap: bool, chunks: int) -> None:
+    chunk, ctas, stages = 4096, 3, 2
+    data = torch.randint(0, 2**16, (23, chunk // 4), dtype=torch.int32, device="cuda")
+    sinks = [torch.full((ctas,), -1, dtype=torch.int32, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()  # an overlapping launch reads before it waits for the kernel ahead
+    for sink in sinks:
+        read_once(
+            data.data_ptr(), chunks * chunk, ctas=ctas, chunk=chunk, stages=stages, sink=sink,
+            overlap=overlap,
+        )  # fmt: skip
+    firsts = data[:chunks, 0].tolist()
+    for sink in sinks:
+        assert sink.tolist() == [sum(firsts[cta::ctas]) for cta in range(ctas)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 3, 4, 9])
+def test_a_launch_in_clusters(kept: None, size: int, chunks: int) -> None:
+    data = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+    read: dict[str, Any] = {"clusters": 3, "chunk": 16 * KIB, "stages": 3, "chunks": chunks}
+    assert read_multicast(data.data_ptr(), data.numel(), size=size, **read) > 0
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_launch_that_the_driver_refuses(kept: None) -> None:
+    data = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RuntimeError, match=r"launch of read_multicast failed: .*cluster 32"):
+        read_multicast(
+            data.data_ptr(), data.numel(), clusters=1, size=32, chunk=4096, stages=2, chunks=1
+        )
+    assert torch.ones(3, device="cuda").sum() == 3
