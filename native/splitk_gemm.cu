@@ -243,7 +243,7 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t x, uint32_t half,
   }
   // Several octets at a time, so that their reads of shared memory overlap; where there are fewer,
   // what lies behind them in the stage is read, and what that gives never stored.
-  constexpr int kAtOnce = kWarpOctets < 4 ? kWarpOctets : 4;
+  constexpr int kAtOnce = X_TILES == 8 ? 2 : kWarpOctets < 4 ? kWarpOctets : 4;
   w += lane.w ^ half;
 #pragma unroll
   for (int first = 0; first < kWarpOctets; first += kAtOnce) {
@@ -414,7 +414,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     const int x_offset = w_bytes + (kSplitK ? member / 2 * kXAtomBytes : 0);
     Sums sums;
     auto block = [&](uint32_t w, uint32_t x) {
-#pragma unroll(X_TILES == 8 ? 1 : 2)  // more would not fit the registers of two CTAs an SM
+#pragma unroll(X_TILES >= 6 ? 1 : 2)  // more would not fit the registers of two CTAs an SM
       for (int half = 0; half < (kSplitK ? 1 : 2); half++) {
         multiply(w, x, 64 * (kSplitK ? member % 2 : half), lane, share.count, sums);
       }
