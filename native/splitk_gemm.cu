@@ -456,6 +456,11 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     splitk_gemm(const __grid_constant__ SplitKGemmArgs args) {
   __shared__ uint64_t barriers[3 * kMaxStages];
+  if (blockIdx.x >= args.tiers[args.tier_count].first_cta) {  // it only fills an SM
+    ptx::launch_dependents();
+    ptx::wait_for_dependencies();
+    return;
+  }
   const int tier = tier_of_cta(args);
   const Ring ring(args, barriers, args.tiers[tier].window);
   if (threadIdx.x == kConsumers) {

@@ -106,7 +106,11 @@ def splitk_gemm(
         cta += split.ctas
     args.tiers[len(weight.parts)] = _Tier(first_octet=octet, first_cta=cta)
     _kernel(weight.dtype, config.x_tiles, torch.cuda.current_device()).launch(
-        cta, THREADS, args, shared_bytes=config.stages * config.stage_bytes, overlap=overlap
+        max(cta, config.sms),
+        THREADS,
+        args,
+        shared_bytes=config.stages * config.stage_bytes,
+        overlap=overlap,
     )
     return out
 

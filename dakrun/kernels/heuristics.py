@@ -45,8 +45,11 @@ class GemmConfig:
 
     `x_tiles` are tiles of 8 rows of X; a stage holds `stage_blocks` blocks of columns of
     `stage_octets` of W; `windows` are the stages of W that a CTA of each tier may have in flight.
+    Where the splits have fewer CTAs than `sms`, others without work fill up the SMs: else two of
+    the next launch might come to share one.
     """
 
+    sms: int
     x_tiles: int
     stages: int
     stage_blocks: int
@@ -103,9 +106,12 @@ def _split(octets: int, ctas: int, group: int) -> Split:
 
 
 def gemm_config(
-    cols: int, n: int, splits: Sequence[Split], tiers: Sequence[TierAccess]
+    cols: int, n: int, splits: Sequence[Split], tiers: Sequence[TierAccess], *, sms: int
 ) -> GemmConfig:
-    """Choose for a W of `cols` columns dealt out as `splits` to `tiers`, and an X of `n` rows."""
+    """Choose for a W of `cols` columns dealt out as `splits` to `tiers`, and an X of `n` rows.
+
+    `sms` are those of the GPU.
+    """
     x_tiles = tiles_for(n)
     stage_octets = max((split.group for split in splits if split.octets), default=1)
     step = min(split.step_cols for split in splits if split.octets)
@@ -127,7 +133,7 @@ def gemm_config(
         for tier, split in zip(tiers, splits, strict=True)
     ]
     return GemmConfig(
-        x_tiles, stages, blocks, stage_octets, stage_bytes, tuple(splits), tuple(windows)
+        sms, x_tiles, stages, blocks, stage_octets, stage_bytes, tuple(splits), tuple(windows)
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from dakrun.hardware import Sweep
 from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_window
+from dakrun.kernels.copy_engine import copy
 from dakrun.probe.effort import KIB, MIB, QUICK, Effort, Ring, ring_for
 from dakrun.probe.measurement import spread, steadier
 
@@ -154,7 +155,7 @@ def copy_seconds(to: torch.Tensor, of: torch.Tensor) -> float:
     """Seconds of one asynchronous copy."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    to.copy_(of, non_blocking=True)
+    copy(to, of)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e-3
@@ -173,7 +174,7 @@ def staging_rates(
         with torch.cuda.stream(stream):
             start.record()
             for _ in range(rounds):
-                to.copy_(of, non_blocking=True)
+                copy(to, of)
             end.record()
         copying = rounds * of.numel() / alone
         window = Window([bench.hbm.reader(bench.sms, hbm_ring)], 0.9 * copying)
