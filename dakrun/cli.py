@@ -4,6 +4,7 @@ Everything but click is imported when a command needs it, so that --help and pla
 """
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dakrun import __version__
+from dakrun.bench.options import bench_options
 from dakrun.error_lines import ErrorLines
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 from dakrun.options import (
     Size,
+    device_option,
+    length_options,
     model_options,
     policy_options,
     profile_option,
@@ -53,14 +57,7 @@ def main() -> None:
 @main.command()
 @model_options
 @workload_options
-@click.option(
-    "--prompt-len", type=click.IntRange(min=1), default=32, show_default=True, metavar="N",
-    help="Tokens of a prompt.",
-)  # fmt: skip
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, metavar="N",
-    help="Tokens of a completion.",
-)  # fmt: skip
+@length_options
 @profile_option
 @policy_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with units in the key names.")
@@ -129,10 +126,7 @@ def plan(
 @click.option("-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results.")
 @sampling_options
 @workload_options
-@click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
-    help="Where to compute.",
-)  # fmt: skip
+@device_option("Where to compute.")
 @profile_option
 @policy_options
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
@@ -192,11 +186,11 @@ def generate(
             needs_tokenizer=reader.needs_tokenizer(),
         ) as llm,
     ):
-        if profile == "auto":
-            tell(told(llm.profile))
         stderr = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
         start = time.perf_counter()
         with writer:
+            if profile == "auto":
+                tell(told(llm.profile))
             counts = run(llm, reader, writer, stderr if sys.stderr.isatty() else None)
         report = llm.report(time.perf_counter() - start)
     report["rows"] = {"done": counts.done, "failed": counts.failed, "skipped": counts.skipped}
@@ -249,10 +243,7 @@ def doctor(*, as_json: bool) -> int:
     "--quick", is_flag=True, help="Some seconds; else half a minute, or more with peer GPUs."
 )
 @click.option("--name", help="Name of the profile; default: that of the file or device.")
-@click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
-    help="What to measure.",
-)  # fmt: skip
+@device_option("What to measure.")
 @click.option("--plot", metavar="FILE.png", help="Draw what was measured, and the roofline.")
 def profile(
     *, output: str | None, quick: bool, name: str | None, device: Any, plot: str | None
@@ -281,6 +272,40 @@ def profile(
         from dakrun.probe.plot import draw
 
         draw(result.profile, Path(plot))
+
+
+@main.command()
+@bench_options
+@profile_option
+def bench(
+    *, kernel: str, profile: str, form: str | None, output: Path | None, **asked: Any
+) -> None:
+    """Measure a kernel beside what memory allows, the profile predicts and torch does.
+
+    gemm: X W^T for few rows of X, a part of W in a remote tier; cuBLAS has all of W in HBM.
+    """
+    from dakrun.bench.gemm_sweep import gemm_sweep
+    from dakrun.bench.output import as_text, check_target, render, write
+
+    sweep = gemm_sweep(**asked)
+    if output:
+        check_target(output)
+
+    from dakrun.bench.gemm import check_gemm, measure_gemm
+    from dakrun.probe import told
+
+    check_gemm(sweep)
+    hardware = resolve_run_profile(profile, "cuda", tell)
+    if profile == "auto":
+        tell(told(hardware))
+    command = shlex.join(["dakrun", *sys.argv[1:]])
+    record = measure_gemm(sweep, hardware, command=command, note=tell)
+    if output:
+        write(record, output)
+    if form:
+        click.echo(as_text(record, form), nl=False)
+    else:
+        render(record, stdout_console())
 
 
 @main.command()

@@ -104,6 +104,32 @@ workload_options = _together(
     ),
 )
 
+length_options = _together(
+    click.option(
+        "--prompt-len",
+        type=click.IntRange(min=1),
+        default=32,
+        show_default=True,
+        metavar="N",
+        help="Tokens of a prompt.",
+    ),
+    click.option(
+        "--max-tokens",
+        type=click.IntRange(min=1),
+        default=32,
+        show_default=True,
+        metavar="N",
+        help="Tokens of a completion.",
+    ),
+)
+
+
+def device_option(what: str) -> Callable[[Any], Any]:
+    """The option --device, with `what` as its help."""
+    devices = click.Choice(["auto", "cuda", "cpu"])
+    return click.option("--device", type=devices, default="auto", show_default=True, help=what)
+
+
 profile_option = click.option(
     "--profile",
     default="auto",

@@ -125,21 +125,22 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t ad
                : "memory");
 }
 
-__device__ __forceinline__ void mma(float4& sum, const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                    __half) {
+// Rows 0 to 7 of the sums are in `low`, 8 to 15 in `high`.
+__device__ __forceinline__ void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1, __half) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum.x), "+f"(sum.y), "+f"(sum.z), "+f"(sum.w)
+      : "+f"(low.x), "+f"(low.y), "+f"(high.x), "+f"(high.y)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void mma(float4& sum, const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                    __nv_bfloat16) {
+__device__ __forceinline__ void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1, __nv_bfloat16) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum.x), "+f"(sum.y), "+f"(sum.z), "+f"(sum.w)
+      : "+f"(low.x), "+f"(low.y), "+f"(high.x), "+f"(high.y)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 

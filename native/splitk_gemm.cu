@@ -5,24 +5,21 @@
 // the order of a sum's terms depends on K alone: neither tiers nor the number of CTAs change a bit
 // of Y.
 //
-// Every CTA serves one tier. One warp keeps copies of W in flight into a ring of stages, one warp
-// copies of X, and two teams of four warps multiply: the one takes the even blocks of k, the other
-// the odd ones, so that the latency of a step hides behind the other team's work. Within a team each
-// warp takes a quarter of the block's k for N <= 16, some octets and rows of X for more.
+// Every CTA serves one tier. One thread keeps copies of W and X in flight into a ring of stages, and
+// eight warps multiply, in two teams of four: the one takes the even blocks of k, the other the odd
+// ones, so that the latency of a step hides behind the other team's work. Within a team the warps
+// share a block's k for few rows of X, its octets and rows of X for many.
 
 #include "common.cuh"
 
 constexpr int kMaxTiers = 9;
 constexpr int kMaxStages = 16;
-constexpr int kTeamWarps = 4;
-constexpr int kTeams = 2;
-constexpr int kConsumerWarps = kTeams * kTeamWarps;
+constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
-constexpr int kThreads = kConsumers + 64;
+constexpr int kThreads = kConsumers + 32;
 constexpr int kOctetRows = 8;
 constexpr int kAtomK = 64;
 constexpr int kAtomBytes = kOctetRows * kAtomK * 2;
-constexpr int kMaxOctets = 8;  // of a group
 
 // One cubin per dtype and N: -DBFLOAT16 is 0 or 1, N <= 8 * X_TILES.
 #if BFLOAT16
@@ -32,14 +29,20 @@ using Element = __half;
 #endif
 constexpr int kXRows = 8 * X_TILES;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
-constexpr int kRowTiles = (X_TILES + 1) / 2;  // of 16 rows of X, the height of an mma
-constexpr bool kSplitK = kRowTiles == 1;      // the warps of a team share k, or else rows
-constexpr int kBlockK = kSplitK ? 128 : 64;   // what a team takes at a time
-constexpr int kBlockAtoms = kBlockK / kAtomK;
-constexpr int kRowWarps = kRowTiles == 4 ? 2 : 1;
-constexpr int kOctetWarps = kSplitK ? 1 : kTeamWarps / kRowWarps;
-constexpr int kWarpRowTiles = kRowTiles / kRowWarps;
+constexpr int kTeams = 2;
+constexpr int kKWarps = X_TILES <= 2 ? 4 : X_TILES == 4 ? 2 : 1;  // of a team, that share k,
+constexpr int kOctetWarps = X_TILES <= 2 ? 1 : 2;                 // octets,
+constexpr int kRowWarps = X_TILES == 8 ? 2 : 1;                   // and rows of X
+constexpr int kTeamWarps = kKWarps * kOctetWarps * kRowWarps;
+static_assert(kTeams * kTeamWarps == kConsumerWarps, "every warp has its share");
+constexpr int kMaxOctets = 8;  // of a group
+constexpr bool kTakesOdd = X_TILES < 8;  // numbers of stages of one block; else it would spill
 constexpr int kWarpOctets = kMaxOctets / kOctetWarps;
+constexpr int kWarpTiles = X_TILES / kRowWarps;  // of 8 rows of X
+constexpr int kWarpK = X_TILES <= 2 ? 32 : 64;   // of an atom
+constexpr int kBlockK = kKWarps * kWarpK;        // what a team takes at a time
+constexpr int kBlockAtoms = kBlockK / kAtomK;
+constexpr int kTileBytes = 256;  // sums of a warp: an octet by 8 rows of X
 
 // The race checker takes no account of __syncwarp(), so under it every lane arrives for itself.
 #if RACECHECK
@@ -47,6 +50,10 @@ constexpr int kArrivalsOfWarp = 32;
 #else
 constexpr int kArrivalsOfWarp = 1;
 #endif
+
+__device__ __forceinline__ bool arrives_for_warp() {
+  return kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0;
+}
 
 extern __shared__ __align__(1024) uint8_t smem[];
 
@@ -72,11 +79,11 @@ struct SplitKGemmArgs {
   Element* y;                 // [N, M]; [N, M / 2] with kSiluMul, see there
   int m, n, k;                // k counts the padding, a multiple of 128
   int tier_count;
-  int stages;
-  int stage_blocks;  // of kBlockK: an even number, or 1, and then `stages` is even
+  int stages;        // see kTakesOdd
+  int stage_blocks;  // of kBlockK; a multiple of 2, or 1
   int stage_octets;  // that a stage has room for
-  int stage_bytes;   // of W and X, or of what finish() needs if that is more
-  int x_atoms;       // of 64 k that a copy of X brings; 1: the map is [1][N][K], K being ragged
+  int stage_bytes;   // of W and X
+  int x_atoms;       // that a copy of X brings; 1: the map is [1][N][K], K being ragged
   int activation;
 };
 
@@ -137,128 +144,118 @@ struct Ring {
       ptx::mbarrier_init(empty_barrier[i],
                          (stage_blocks == 1 ? kTeamWarps : kConsumerWarps) * kArrivalsOfWarp);
     }
-    ptx::fence_mbarrier_init();
   }
   __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
+  __device__ __forceinline__ uint32_t end() const { return w(stages); }
 };
 
-// One thread: W does not depend on the kernels before.
-__device__ __forceinline__ void produce_w(const SplitKGemmArgs& args, const Ring& ring,
-                                          int number) {
-  const Tier tier = args.tiers[number];
-  const int first = (static_cast<int>(blockIdx.x) - tier.first_cta) * tier.group_octets;
-  const int step_k = in_register(tier.step_k);
-  RingPosition fill, landed;
-  fill.parity = 1;  // the phase before an empty barrier's first: all stages start free
-  int issued = 0;
-  for (Cursor at(args, number); !at.done(); at.next_stage(), fill.advance(ring.stages), issued++) {
-    if (ring.windowed && issued >= tier.window) {
-      wait_barrier(ring.full_barrier[landed.stage], landed.parity);
-      landed.advance(ring.stages);
-    }
-    const int octets = at.octets();
-    const uint32_t bytes = octets * at.blocks() * kBlockAtoms * kAtomBytes;
-    const int wave = at.octet - first, in_wave = min(at.wave_octets, at.tier_octets - wave);
-    const int step = at.k / step_k * step_k, depth = min(step_k, at.k_end - step);
-    const int64_t atoms = static_cast<int64_t>(wave) * (at.k_end / kAtomK) +
-                          in_wave * (step / kAtomK) + first * (depth / kAtomK) +
-                          octets * ((at.k - step) / kAtomK);
-    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
-    ptx::mbarrier_arrive_expect_tx(ring.full_barrier[fill.stage], bytes);
-    ptx::bulk_load(ring.w(fill.stage), tier.base + atoms * kAtomBytes, bytes,
-                   ring.full_barrier[fill.stage]);
-  }
-}
+// One thread's work: the copies into the ring.
+struct Producer {
+  const SplitKGemmArgs& args;
+  const Ring& ring;
+  const Tier tier;
+  const int first;  // octet of a wave that is the CTA's first
+  const int window;
+  Cursor w, x;
+  RingPosition fill_w, fill_x, landed;
 
-// One thread: X is what the kernels before wrote.
-__device__ __forceinline__ void produce_x(const SplitKGemmArgs& args, const Ring& ring,
-                                          int number) {
-  const Barriers landed = ring.windowed ? ring.x_barrier : ring.full_barrier;
-  RingPosition fill;
-  fill.parity = 1;
-  for (Cursor at(args, number); !at.done(); at.next_stage(), fill.advance(ring.stages)) {
-    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
-    const uint32_t barrier = landed[fill.stage];
+  __device__ __forceinline__ Producer(const SplitKGemmArgs& args, const Ring& ring, int number)
+      : args(args),
+        ring(ring),
+        tier(args.tiers[number]),
+        first((static_cast<int>(blockIdx.x) - tier.first_cta) * tier.group_octets),
+        window(min(tier.window, ring.stages)),
+        w(args, number),
+        x(args, number) {}
+
+  // The first stages of W, which do not depend on the kernels before.
+  __device__ __forceinline__ void fill() {
+    for (int issued = 0; issued < window && !w.done(); issued++) load_w();
+  }
+
+  // All else; X is what the kernels before wrote.
+  __device__ __forceinline__ void run() {
+    for (int issued = 0; issued < window && !x.done(); issued++) load_x();
+    for (int issued = window; !x.done(); issued++) {
+      if (ring.windowed) {
+        wait_barrier(ring.full_barrier[landed.stage], landed.parity);
+        landed.advance(ring.stages);
+      }
+      if (issued >= ring.stages) {
+        wait_barrier(ring.empty_barrier[fill_w.stage], fill_w.parity ^ 1);
+      }
+      load_w();
+      load_x();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_w() {
+    const int octets = w.octets();
+    const uint32_t bytes = octets * w.blocks() * kBlockAtoms * kAtomBytes;
+    const int wave = w.octet - first, in_wave = min(w.wave_octets, w.tier_octets - wave);
+    const int step = w.k / tier.step_k * tier.step_k, depth = min(tier.step_k, args.k - step);
+    const int64_t atoms = static_cast<int64_t>(wave) * (args.k / kAtomK) +
+                          in_wave * (step / kAtomK) + first * (depth / kAtomK) +
+                          octets * ((w.k - step) / kAtomK);
+    const uint32_t barrier = ring.full_barrier[fill_w.stage];
+    ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+    ptx::bulk_load(ring.w(fill_w.stage), tier.base + atoms * kAtomBytes, bytes, barrier);
+    w.next_stage();
+    fill_w.advance(ring.stages);
+  }
+
+  __device__ __forceinline__ void load_x() {
+    const uint32_t barrier = (ring.windowed ? ring.x_barrier : ring.full_barrier)[fill_x.stage];
+    const uint32_t to = ring.x(fill_x.stage);
     if (args.x_atoms > 1) {  // what lies behind K comes as zeros
       ptx::mbarrier_arrive_expect_tx(barrier, args.x_atoms * kXAtomBytes);
-      ptx::tensor_load(ring.x(fill.stage), &args.x, 0, 0, at.k / kAtomK, barrier);
+      ptx::tensor_load(to, &args.x, 0, 0, x.k / kAtomK, barrier);
     } else {
-      const int atoms = at.blocks() * kBlockAtoms;
+      const int atoms = x.blocks() * kBlockAtoms;
       ptx::mbarrier_arrive_expect_tx(barrier, atoms * kXAtomBytes);
 #pragma unroll 1
       for (int i = 0; i < atoms; i++) {
-        ptx::tensor_load(ring.x(fill.stage) + i * kXAtomBytes, &args.x, at.k + i * kAtomK, 0, 0,
-                         barrier);
+        ptx::tensor_load(to + i * kXAtomBytes, &args.x, x.k + i * kAtomK, 0, 0, barrier);
       }
     }
+    x.next_stage();
+    fill_x.advance(ring.stages);
   }
-}
+};
 
-// Sums of one thread, lane 4g + t: of rows g (x, y) and g + 8 (z, w) of each 16 rows of X, with the
-// rows 2t (x, z) and 2t + 1 (y, w) of each octet.
+// Sums of one thread, lane 4g + t: of row g of an octet with the rows 2t (x) and 2t + 1 (y) of 8
+// rows of X.
 struct Sums {
-  float4 tile[kWarpRowTiles][kWarpOctets] = {};
+  float2 tile[kWarpOctets][kWarpTiles] = {};
 };
 
-// Where a lane's rows of W's octets and of X start, for the first 16 bytes that it reads of them:
-// in the swizzled rows of 128 bytes another 16, 32 or 64 are reached by an exclusive or.
-struct LaneOffsets {
-  uint32_t w, x[kWarpRowTiles];
-
-  // The warp's rows of X start at `first_row`.
-  __device__ __forceinline__ LaneOffsets(int lane, int first_row) {
-    const int row = lane % 8;
-    w = row * 128 + ((lane / 8 ^ row) << 4);
+// Multiplies kWarpK of an atom's k. `w` and `x` are where the lane's row of the warp's first two
+// octets and of its first rows of X starts in shared memory, with the first 16 bytes that it reads of
+// them: in swizzled rows of 128 bytes the others are reached by an exclusive or. Octets go by twos,
+// the 16 rows of an mma; where there is but one, what lies behind it in the stage is read, and what
+// that gives never stored.
+__device__ __forceinline__ void multiply(uint32_t w, uint32_t x, int octets, Sums& sums) {
 #pragma unroll
-    for (int i = 0; i < kWarpRowTiles; i++) {
-      if (X_TILES == 1) {  // rows 8 to 15 of the tile are none: four chunks of 8 rows at once
-        x[i] = w;
-      } else {  // of an odd number of 8 rows the last are read twice, and that is never stored
-        const int x_row = min(first_row + 16 * i + lane % 16, kXRows - 8 + row);
-        x[i] = x_row * 128 + ((lane / 16 ^ row) << 4);
-      }
-    }
-  }
-};
-
-// Multiplies 32 k of the atoms at `w` (of the first of `octets`) and `x` in shared memory: the first
-// half of their 64, or with `half` 64 the second.
-__device__ __forceinline__ void multiply(uint32_t w, uint32_t x, uint32_t half,
-                                         const LaneOffsets& lane, int octets, Sums& sums) {
-  uint32_t a[kWarpRowTiles][2][4];
+  for (int half = 0; half < kWarpK; half += 32) {
+    uint32_t b[kWarpTiles][4];
 #pragma unroll
-  for (int i = 0; i < kWarpRowTiles; i++) {
-    if (X_TILES == 1) {
-      uint32_t rows[4];
-      ptx::ldmatrix_x4(rows, x + (lane.x[i] ^ half));
-      a[i][0][0] = rows[0], a[i][0][2] = rows[1], a[i][1][0] = rows[2], a[i][1][2] = rows[3];
-      a[i][0][1] = a[i][0][3] = a[i][1][1] = a[i][1][3] = 0;
-    } else {
+    for (int i = 0; i < kWarpTiles; i++) ptx::ldmatrix_x4(b[i], (x ^ 2 * half) + i * 8 * 128);
+#pragma unroll
+    for (int j = 0; j < kWarpOctets; j += 2) {
+      if (j > 0 && j >= octets) break;
+      uint32_t a[2][4];
 #pragma unroll
       for (int step = 0; step < 2; step++) {
-        ptx::ldmatrix_x4(a[i][step], x + (lane.x[i] ^ half ^ 32 * step));
+        ptx::ldmatrix_x4(a[step], (w ^ (2 * half + 32 * step)) + j * kAtomBytes);
       }
-    }
-  }
-  // Several octets at a time, so that their reads of shared memory overlap; where there are fewer,
-  // what lies behind them in the stage is read, and what that gives never stored.
-  constexpr int kAtOnce = X_TILES == 8 ? 2 : kWarpOctets < 4 ? kWarpOctets : 4;
-  w += lane.w ^ half;
 #pragma unroll
-  for (int first = 0; first < kWarpOctets; first += kAtOnce) {
-    if (first > 0 && first >= octets) break;
-    uint32_t b[kAtOnce][4];
+      for (int step = 0; step < 2; step++) {
 #pragma unroll
-    for (int j = 0; j < kAtOnce; j++) ptx::ldmatrix_x4(b[j], w + (first + j) * kAtomBytes);
-#pragma unroll
-    for (int step = 0; step < 2; step++) {
-#pragma unroll
-      for (int j = 0; j < kAtOnce; j++) {
-#pragma unroll
-        for (int i = 0; i < kWarpRowTiles; i++) {
-          ptx::mma(sums.tile[i][first + j], a[i][step], b[j][2 * step], b[j][2 * step + 1],
-                   Element());
+        for (int i = 0; i < kWarpTiles; i++) {
+          ptx::mma(sums.tile[j][i], sums.tile[j + 1][i], a[step], b[i][2 * step],
+                   b[i][2 * step + 1], Element());
         }
       }
     }
@@ -272,210 +269,223 @@ __device__ __forceinline__ void convert(__nv_bfloat16& to, float value) {
   to = __float2bfloat16_rn(value);
 }
 
-// Two neighbouring outputs, of rows `m` and m + 1 of W, m being even, and row `n` of X. With
-// kSiluMul even rows are gates and the odd ones what they multiply: silu(gate) * up.
-__device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n, float first,
-                                      float second) {
-  if (m >= args.m || n >= args.n) return;
-  const bool pair = m + 1 < args.m;
-  if (args.bias) {
-    first += to_float(args.bias[m]);
-    if (pair) second += to_float(args.bias[m + 1]);
+// Two neighbouring elements at once where their address allows it, or else each by itself, the
+// second one where it exists.
+struct __align__(4) Pair {
+  Element first, second;
+};
+
+__device__ __forceinline__ Pair load_pair(const Element* from, bool both, bool aligned) {
+  if (aligned) return *reinterpret_cast<const Pair*>(from);
+  Pair pair = {from[0], from[0]};
+  if (both) pair.second = from[1];
+  return pair;
+}
+
+// What the epilogue adds to two neighbouring outputs, of rows `m` and m + 1 of W, m being even, and
+// row `n` of X.
+struct Addends {
+  Pair bias, residual;
+
+  __device__ __forceinline__ Addends(const SplitKGemmArgs& args, int m, int n) {
+    if (m >= args.m || n >= args.n) return;
+    const bool aligned = args.m % 2 == 0, both = m + 1 < args.m;
+    if (args.bias) bias = load_pair(args.bias + m, both, aligned);
+    if (args.residual) {
+      residual = load_pair(args.residual + static_cast<int64_t>(n) * args.m + m, both, aligned);
+    }
   }
+};
+
+// Stores the two outputs. With kSiluMul even rows of W are gates and the odd ones what they
+// multiply: silu(gate) * up.
+__device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n,
+                                      const Addends& addends, float first, float second) {
+  if (m >= args.m || n >= args.n) return;
+  if (args.bias) first += to_float(addends.bias.first), second += to_float(addends.bias.second);
   if (args.activation == kSiluMul) {
     convert(args.y[static_cast<int64_t>(n) * (args.m / 2) + m / 2],
             __fdividef(first, 1.0f + __expf(-first)) * second);
     return;
   }
-  const int64_t at = static_cast<int64_t>(n) * args.m + m;
   if (args.activation == kRelu) first = fmaxf(first, 0.0f), second = fmaxf(second, 0.0f);
   if (args.residual) {
-    first += to_float(args.residual[at]);
-    if (pair) second += to_float(args.residual[at + 1]);
+    first += to_float(addends.residual.first), second += to_float(addends.residual.second);
   }
-  convert(args.y[at], first);
-  if (pair) convert(args.y[at + 1], second);
+  Element* const y = args.y + static_cast<int64_t>(n) * args.m + m;
+  Pair pair;
+  convert(pair.first, first), convert(pair.second, second);
+  if (args.m % 2 == 0) {
+    *reinterpret_cast<Pair*>(y) = pair;
+  } else {
+    y[0] = pair.first;
+    if (m + 1 < args.m) y[1] = pair.second;
+  }
 }
 
-__device__ __forceinline__ void add(float4& to, const float4& more) {
-  to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
-}
-
-// What a warp of a team computes of a group: `count` octets from `first` on, and rows of X from
-// `first_column` on.
+// What a warp computes of a group: some k of its team's blocks, `count` octets from `first` on, and
+// rows of X from `first_row` on.
 struct Share {
-  int most, first, count, first_column;  // most: of any warp
+  int k, first, count, first_row;
 
-  __device__ __forceinline__ Share(int member, int octets) {
-    most = (octets + kOctetWarps - 1) / kOctetWarps;
-    first = kSplitK ? 0 : min(member / kRowWarps * most, octets);
+  __device__ __forceinline__ Share(int warp, int octets) {
+    const int member = warp % kTeamWarps;
+    const int most = (octets + kOctetWarps - 1) / kOctetWarps;
+    k = member % kKWarps;
+    first = min(member / kKWarps % kOctetWarps * most, octets);
     count = min(most, octets - first);
-    first_column = kSplitK ? 0 : member % kRowWarps * kWarpRowTiles * 16;
+    first_row = member / (kKWarps * kOctetWarps) * kWarpTiles * 8;
   }
 };
 
-// Adds what the two teams have, and for kSplitK what the warps of a team have, by way of a stage
-// that everybody has read, `scratch`; stores the group's outputs, from `first_row` of W on.
-__device__ __forceinline__ void finish(const SplitKGemmArgs& args, float4* scratch, int first_row,
-                                       int octets, const Share& mine, Sums& sums) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int member = warp % kTeamWarps, team = warp / kTeamWarps;
-  auto slot = [&](int tile, int of) { return scratch + (tile * kTeamWarps + of) * 32 + lane; };
-  ptx::named_barrier_sync(1, kConsumers);
-  for (int turn = kTeams - 1; turn >= 0; turn--) {
-    if (team == turn) {
+// Adds up the sums of the warps that share k, in a fixed order, by way of `scratch`, and stores the
+// outputs of a group, from `first_row` of W on. Goes by rounds of some octets of every warp; in each
+// all warps write, and then each adds up and stores some tiles.
+struct Exchange {
+  static constexpr int kPartials = kTeams * kKWarps;
+  static constexpr int kRoundOctets = X_TILES == 1 ? 8 : 4 / kOctetWarps;  // of a warp
+  static constexpr int kTiles = kOctetWarps * kRoundOctets * X_TILES;
+  static_assert(kPartials * kTiles * kTileBytes == 16 * 1024, "heuristics.py: EXCHANGE_BYTES");
+
+  uint8_t* const scratch;  // [kTiles][kPartials][32 lanes]
+
+  __device__ __forceinline__ void finish(const SplitKGemmArgs& args, int first_row, int octets,
+                                         const Share& share, const Sums& sums) const {
+    const int warp = threadIdx.x / 32, most = (octets + kOctetWarps - 1) / kOctetWarps;
+    const int partial = warp / kTeamWarps * kKWarps + share.k;
+    const int owner = warp % kTeamWarps / kKWarps;
 #pragma unroll
-      for (int i = 0; i < kWarpRowTiles; i++) {
+    for (int round = 0; round < kWarpOctets; round += kRoundOctets) {
+      if (round > 0 && round >= most) break;
 #pragma unroll
-        for (int j = 0; j < kWarpOctets; j++) {
-          if (j < mine.count) {
-            float4* const at = slot(i * mine.most + j, member);
-            if (team == 0) add(sums.tile[i][j], *at);
-            *at = sums.tile[i][j];
-          }
+      for (int j = 0; j < kRoundOctets; j++) {
+#pragma unroll
+        for (int i = 0; i < kWarpTiles; i++) {
+          const int tile = (owner * kRoundOctets + j) * kWarpTiles + i;
+          if (round + j < share.count) at(tile, partial) = sums.tile[round + j][i];
         }
       }
+      sum(args, first_row, octets, most, round);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float2& at(int tile, int partial) const {
+    const int number = (tile * kPartials + partial) * 32 + threadIdx.x % 32;
+    return reinterpret_cast<float2*>(scratch)[number];
+  }
+
+  __device__ __forceinline__ void sum(const SplitKGemmArgs& args, int first_row, int octets,
+                                      int most, int round) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const bool odd = g % 2;
+    ptx::named_barrier_sync(1, kConsumers);
+#pragma unroll 1
+    for (int tile = warp; tile < kTiles; tile += kConsumerWarps) {
+      const int owner = tile / (kRoundOctets * kWarpTiles);
+      const int j = round + tile / kWarpTiles % kRoundOctets;
+      const int octet = owner % kOctetWarps * most + j;
+      if (j >= most || octet >= octets) continue;
+      // Neighbouring rows make pairs: even lanes store those of row 2t of X, odd ones of 2t + 1.
+      const int row = first_row + kOctetRows * octet + g - odd;
+      const int column = (owner / kOctetWarps * kWarpTiles + tile % kWarpTiles) * 8 + 2 * t + odd;
+      const Addends addends(args, row, column);
+      float2 total = at(tile, 0);
+#pragma unroll
+      for (int partial = 1; partial < kPartials; partial++) {
+        const float2 more = at(tile, partial);
+        total.x += more.x, total.y += more.y;
+      }
+      const float other = __shfl_xor_sync(0xffffffff, odd ? total.x : total.y, 4);
+      store(args, row, column, addends, odd ? other : total.x, odd ? total.y : other);
     }
     ptx::named_barrier_sync(1, kConsumers);
-  }
-  const int tiles = kWarpRowTiles * mine.most * (kSplitK ? 1 : kTeamWarps);
-#pragma unroll 1
-  for (int number = warp; number < tiles; number += kConsumerWarps) {
-    const int tile = kSplitK ? number : number / kTeamWarps;
-    const int of = kSplitK ? 0 : number % kTeamWarps;
-    const Share share(of, octets);
-    const int octet = tile % mine.most;
-    if (octet >= share.count) continue;
-    float4 sum = *slot(tile, of);
-#pragma unroll
-    for (int i = 1; kSplitK && i < kTeamWarps; i++) add(sum, *slot(tile, i));
-    const int row = first_row + kOctetRows * (share.first + octet) + 2 * (lane % 4);
-    const int column = share.first_column + tile / mine.most * 16 + lane / 4;
-    store(args, row, column, sum.x, sum.y);
-    if (X_TILES > 1) store(args, row, column + 8, sum.z, sum.w);
-  }
-  ptx::fence_proxy_async();  // the next copy into the stage comes after these accesses
-  ptx::named_barrier_sync(1, kConsumers);
-}
-
-// The stages that a team reads: every other one, `stages` being even, or all.
-struct TeamRing {
-  const uint32_t full_barrier, x_barrier, empty_barrier, w;  // of the first
-  const int turns, step_bytes, step_barriers;
-  const bool windowed;
-  int turn = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ TeamRing(const Ring& ring, int first, int step)
-      : full_barrier(ring.full_barrier[first]),
-        x_barrier(ring.x_barrier[first]),
-        empty_barrier(ring.empty_barrier[first]),
-        w(ring.w(first)),
-        turns(in_register(ring.stages / step)),
-        step_bytes(in_register(step * ring.stage_bytes)),
-        step_barriers(in_register(step * 8)),
-        windowed(ring.windowed) {}
-
-  // The address of the stage, once all of it has landed.
-  __device__ __forceinline__ uint32_t wait() const {
-    wait_barrier(full_barrier + turn * step_barriers, parity);
-    if (windowed) wait_barrier(x_barrier + turn * step_barriers, parity);
-    return w + turn * step_bytes;
-  }
-  // Gives the stage back and goes on to the next.
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0) {
-      ptx::mbarrier_arrive(empty_barrier + turn * step_barriers);
-    }
-    if (++turn == turns) {
-      turn = 0;
-      parity ^= 1;
-    }
   }
 };
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring, int number) {
-  const int warp = threadIdx.x / 32;
-  const int member = warp % kTeamWarps, team = warp / kTeamWarps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / kTeamWarps;
   const int tier_octet = args.tiers[number].first_octet;
-  const bool alternate = args.stage_blocks == 1;  // a stage is one team's, or else both teams'
-  const int step = alternate ? kTeams : 1;
-  const int w_bytes = in_register(ring.w_bytes);
-  const int all_blocks = in_register(args.k / kBlockK), stage_blocks = args.stage_blocks;
-  const int stages_of_group = (all_blocks + stage_blocks - 1) / stage_blocks;
-  const LaneOffsets lane(threadIdx.x % 32, Share(member, 0).first_column);
-  TeamRing own(ring, alternate ? team : 0, step);
+  const int stages = in_register(ring.stages), stage_blocks = in_register(args.stage_blocks);
+  const int stage_bytes = in_register(ring.stage_bytes);
+  const int blocks_of_group = in_register(args.k / kBlockK);
+  const int stages_of_group = in_register((blocks_of_group + stage_blocks - 1) / stage_blocks);
+  // A stage of one block is one team's, a longer one both teams'.
+  const int step = in_register(stage_blocks == 1 ? kTeams : 1);
+  const int first_block = in_register(stage_blocks == 1 ? 0 : team);
+  const int first_stage = stage_blocks == 1 ? team : 0;
+  const uint32_t full_barrier = in_register(ring.full_barrier.first);
+  const bool windowed = in_register(ring.windowed), arrives = in_register(arrives_for_warp());
+  // Lanes of ldmatrix: of W the second eight read the second octet, and the second sixteen the next
+  // 8 k; of X every eight read 8 k more. A warp's k lie in an atom of their own, or in half of one.
+  const Share fixed(warp, 0);
+  const int row = lane % 8, half = fixed.k * kWarpK % kAtomK * 2, atom = fixed.k * kWarpK / kAtomK;
+  const uint32_t lane_w = row * 128 + (((lane / 16 ^ row) << 4) ^ half) + lane / 8 % 2 * kAtomBytes;
+  const uint32_t lane_x = (fixed.first_row + row) * 128 + (((lane / 8 ^ row) << 4) ^ half);
+  const uint32_t first_x = in_register(ring.first + ring.w_bytes + atom * kXAtomBytes + lane_x);
+  const Exchange exchange{smem + stages * stage_bytes};
   int passed = 0;  // stages of the groups before
   for (Cursor at(args, number); !at.done(); at.next_group(), passed += stages_of_group) {
-    const int octets = in_register(at.octets()), w_atom = octets * kAtomBytes;
-    const Share share(member, octets);
-    const int w_offset = share.first * kAtomBytes + (kSplitK ? member / 2 * w_atom : 0);
-    const int x_offset = w_bytes + (kSplitK ? member / 2 * kXAtomBytes : 0);
+    const int octets = at.octets();
+    const Share share(warp, octets);
+    const int w_block = in_register(octets * kBlockAtoms * kAtomBytes);
+    const uint32_t first_w =
+        in_register(ring.first + (atom * octets + share.first) * kAtomBytes + lane_w);
     Sums sums;
-    auto block = [&](uint32_t w, uint32_t x) {
-#pragma unroll(X_TILES >= 6 ? 1 : 2)  // more would not fit the registers of two CTAs an SM
-      for (int half = 0; half < (kSplitK ? 1 : 2); half++) {
-        multiply(w, x, 64 * (kSplitK ? member % 2 : half), lane, share.count, sums);
-      }
-    };
-    // The last stage is kept until the sums have been exchanged in it.
-    const int last = stages_of_group - 1;
-    bool keeps = true;
-    if (alternate) {
-      int stage = (passed + team) % kTeams;
-      for (; stage < last; stage += kTeams) {
-        const uint32_t w = own.wait();
-        block(w + w_offset, w + x_offset);
-        own.release();
-      }
-      keeps = stage == last;
-      if (keeps) {
-        const uint32_t w = own.wait();
-        block(w + w_offset, w + x_offset);
-      }
-    } else {
-      for (int stage = 0; stage <= last; stage++) {
-        const uint32_t w = own.wait();
-        const int blocks = min(stage_blocks, all_blocks - stage * stage_blocks);
+    int slot = (passed + first_stage) % stages;
+    uint32_t parity = (passed + first_stage) / stages & 1;
 #pragma unroll 1
-        for (int i = team; i < blocks; i += kTeams) {
-          const int atom = i * kBlockAtoms;
-          block(w + w_offset + atom * w_atom, w + x_offset + atom * kXAtomBytes);
-        }
-        if (stage < last) own.release();
+    for (int stage = first_stage; stage < stages_of_group; stage += step) {
+      const uint32_t barrier = full_barrier + 8 * slot, offset = slot * stage_bytes;
+      // Of an odd number of stages each is the teams' in turns. A team may come to one whose bytes for
+      // the other have not landed, and a parity cannot tell the phase after them from that before.
+      if (kTakesOdd && step == kTeams && stages % kTeams) wait_barrier(barrier, parity ^ 1);
+      wait_barrier(barrier, parity);
+      if (windowed) wait_barrier(barrier + 8 * kMaxStages, parity);
+      const int blocks = min(stage_blocks, blocks_of_group - stage * stage_blocks);
+#pragma unroll 1
+      for (int i = first_block; i < blocks; i += kTeams) {
+        multiply(first_w + offset + i * w_block, first_x + offset + i * kBlockAtoms * kXAtomBytes,
+                 share.count, sums);
       }
+      __syncwarp();
+      if (arrives) ptx::mbarrier_arrive(barrier + 2 * 8 * kMaxStages);
+      slot += step;
+      if (slot >= stages) slot -= stages, parity ^= 1;
     }
-    const int kept = (passed + last) % ring.stages;
-    finish(args, reinterpret_cast<float4*>(smem + kept * ring.stage_bytes),
-           (tier_octet + at.octet) * kOctetRows, octets, share, sums);
-    if (keeps) own.release();
+    exchange.finish(args, (tier_octet + at.octet) * kOctetRows, octets, share, sums);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+// Two CTAs to an SM, that of this op and that of the next; elsewhere the largest N would spill.
+#if X_TILES == 8 && __CUDA_ARCH__ != 900
+constexpr int kCtasOfSm = 1;
+#else
+constexpr int kCtasOfSm = 2;
+#endif
+
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
     splitk_gemm(const __grid_constant__ SplitKGemmArgs args) {
   __shared__ uint64_t barriers[3 * kMaxStages];
-  if (blockIdx.x >= args.tiers[args.tier_count].first_cta) {  // it only fills an SM
-    ptx::launch_dependents();
-    ptx::wait_for_dependencies();
-    return;
-  }
   const int tier = tier_of_cta(args);
+  const bool idle = blockIdx.x >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
   const Ring ring(args, barriers, args.tiers[tier].window);
   if (threadIdx.x == kConsumers) {
     ptx::prefetch_tensor_map(&args.x);
     ring.initialize(args.stage_blocks);
+    ptx::fence_mbarrier_init();
   }
   __syncthreads();
   ptx::launch_dependents();
-  if (threadIdx.x == kConsumers) produce_w(args, ring, tier);
   // Every thread waits, also those that read nothing: that this kernel is complete then implies
   // that those before it are, at any distance.
-  ptx::wait_for_dependencies();
-  if (threadIdx.x < kConsumers) {
-    consume(args, ring, tier);
-  } else if (threadIdx.x == kConsumers + 32) {
-    produce_x(args, ring, tier);
+  if (threadIdx.x == kConsumers && !idle) {
+    Producer producer(args, ring, tier);
+    producer.fill();
+    ptx::wait_for_dependencies();
+    producer.run();
+  } else {
+    ptx::wait_for_dependencies();
+    if (threadIdx.x < kConsumers && !idle) consume(args, ring, tier);
   }
 }

@@ -73,7 +73,8 @@ def test_the_example_in_the_readme(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    examples = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (example,) = (text for text in examples if "LLM(" in text)
     (name,) = re.findall(r'LLM\("(.*?)"', example)
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).symlink_to(model)

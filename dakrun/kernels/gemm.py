@@ -15,7 +15,7 @@ from dakrun.kernels.packing import ATOM_COLS, PackedTensor, padded_cols
 from dakrun.kernels.tensor_map import atoms_map
 
 MAX_TIERS = 9
-THREADS = 320
+THREADS = 288
 SOURCE = "splitk_gemm.cu"
 
 Activation = Literal["none", "relu", "silu_mul"]
@@ -106,11 +106,7 @@ def splitk_gemm(
         cta += split.ctas
     args.tiers[len(weight.parts)] = _Tier(first_octet=octet, first_cta=cta)
     _kernel(weight.dtype, config.x_tiles, torch.cuda.current_device()).launch(
-        max(cta, config.sms),
-        THREADS,
-        args,
-        shared_bytes=config.stages * config.stage_bytes,
-        overlap=overlap,
+        config.ctas, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap
     )
     return out
 
@@ -141,8 +137,12 @@ def _check_operands(
             )
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             raise ValueError(f"expected {name} to be contiguous and aligned to 16 bytes")
-    if not x.is_cuda or k % 8:
-        raise ValueError(f"expected x on a GPU with columns in eights, got {k} on {x.device}")
+    if not x.is_cuda or x.device.index != torch.cuda.current_device() or k % 8:
+        raise ValueError(
+            f"expected x on the current GPU with columns in eights, got {k} on {x.device}"
+        )
+    if len(weight.parts) > MAX_TIERS or any(part.data.data_ptr() % 128 for part in weight.parts):
+        raise ValueError(f"expected at most {MAX_TIERS} tiers, aligned to 128 bytes")
 
 
 def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:

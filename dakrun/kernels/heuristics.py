@@ -18,11 +18,13 @@ from dakrun.kernels.packing import (
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch
-X_TILES = (1, 2, 3, 4, 6, 8)
+X_TILES = (1, 2, 4, 8)
 MAX_STAGES = 16
 STEP_BYTES = 16 * 1024  # of a group that lie together
-SHARE_OF_X = 0.25
-STAGES = 5  # at least, where smaller ones can be had
+COPY_BYTES = 12 * 1024  # of W for a stage, at least, where that leaves
+STAGES = 3  # or more; a copy takes time to issue, however small it is
+EXCHANGE_BYTES = 16 * 1024  # by which warps hand each other sums: Exchange of the kernel
+SHARE_OF_X = 0.25  # what reading X for a group costs, in octets
 # What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
 # driver's, and 1 KiB is for barriers.
 SHARED_BYTES = 112 * 1024
@@ -44,17 +46,18 @@ class GemmConfig:
     """How a skinny GEMM is launched. No choice here changes a bit of the result but `x_tiles`.
 
     `x_tiles` are tiles of 8 rows of X; a stage holds `stage_blocks` blocks of columns of
-    `stage_octets` of W; `windows` are the stages of W that a CTA of each tier may have in flight.
-    Where the splits have fewer CTAs than `sms`, others without work fill up the SMs: else two of
-    the next launch might come to share one.
+    `stage_octets` of W, and of X; `windows` are the stages of W that a CTA of each tier may have in
+    flight. Where the splits have fewer CTAs than there are SMs, others without work make it `ctas`:
+    else two of the next launch might come to share an SM.
     """
 
-    sms: int
+    ctas: int
     x_tiles: int
     stages: int
     stage_blocks: int
     stage_octets: int
     stage_bytes: int
+    shared_bytes: int
     splits: tuple[Split, ...]
     windows: tuple[int, ...]
 
@@ -88,8 +91,7 @@ def split_octets(
 def even_group(octets: int, ctas: int) -> int:
     """The group with which the busiest of `ctas` has least to do.
 
-    That is its octets, and for each group of them an X to read, which counts like SHARE_OF_X of an
-    octet.
+    That is its octets, and for each group of them an X to read.
     """
 
     def work(group: int) -> float:
@@ -113,60 +115,65 @@ def gemm_config(
     `sms` are those of the GPU.
     """
     x_tiles = tiles_for(n)
-    stage_octets = max((split.group for split in splits if split.octets), default=1)
-    step = min(split.step_cols for split in splits if split.octets)
-    block = block_cols(x_tiles)
-    most = min(step, padded_cols(cols)) // block
+    used = [split for split in splits if split.octets]
+    octets = max(split.group for split in used)
+    most = min(padded_cols(cols), *(split.step_cols for split in used)) // block_cols(x_tiles)
     options = [
-        n for n in (1, 2, 4, 8) if n <= most and all(s.step_cols % (n * block) == 0 for s in splits)
+        blocks
+        for blocks in (1, 2, 4, 8)
+        if blocks <= most
+        and all(split.step_cols % (blocks * block_cols(x_tiles)) == 0 for split in used)
+        and (blocks == 1 or _stages(octets, x_tiles, blocks) >= STAGES)
     ]
-    blocks = max(
-        (n for n in options if _stages(stage_octets, x_tiles, n) >= STAGES), default=options[0]
-    )
-    stage_bytes = stage_size(stage_octets, x_tiles, blocks)
-    stages = _stages(stage_octets, x_tiles, blocks)
-    bytes_w = 2 * OCTET_ROWS * block * blocks * stage_octets
+    copies = [2 * OCTET_ROWS * block_cols(x_tiles) * blocks * octets for blocks in options]
+    blocks = options[min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)]
+    return launch(octets, x_tiles, blocks, splits, tiers, sms=sms)
+
+
+def launch(
+    octets: int,
+    x_tiles: int,
+    blocks: int,
+    splits: Sequence[Split],
+    tiers: Sequence[TierAccess],
+    *,
+    sms: int,
+) -> GemmConfig:
+    """With stages of `blocks` blocks of up to `octets`: as many as fit, or as the window allows."""
+    stages = _stages(octets, x_tiles, blocks)
+    bytes_w = 2 * OCTET_ROWS * block_cols(x_tiles) * blocks * octets
     windows = [
         stages
         if tier.window_bytes is None or not split.ctas
         else max(1, min(stages, tier.window_bytes // (bytes_w * split.ctas)))
         for tier, split in zip(tiers, splits, strict=True)
     ]
+    stage_bytes = stage_size(octets, x_tiles, blocks)
     return GemmConfig(
-        sms, x_tiles, stages, blocks, stage_octets, stage_bytes, tuple(splits), tuple(windows)
+        ctas=max(sms, sum(split.ctas for split in splits)),
+        x_tiles=x_tiles,
+        stages=stages,
+        stage_blocks=blocks,
+        stage_octets=octets,
+        stage_bytes=stage_bytes,
+        shared_bytes=stages * stage_bytes + EXCHANGE_BYTES,
+        splits=tuple(splits),
+        windows=tuple(windows),
     )
 
 
 def stage_size(octets: int, x_tiles: int, blocks: int) -> int:
-    """Bytes of a stage: W and X, or more where the exchange of sums or the reads need it."""
-    cols = blocks * block_cols(x_tiles)
-    return max(
-        2 * OCTET_ROWS * cols * (octets + x_tiles),
-        scratch_bytes(octets, x_tiles),
-        read_bytes(octets, cols // ATOM_COLS),
-    )
-
-
-def _stages(octets: int, x_tiles: int, blocks: int) -> int:
-    """Stages that fit; teams that take them in turns need an even number."""
-    stages = min(MAX_STAGES, SHARED_BYTES // stage_size(octets, x_tiles, blocks))
-    return stages // 2 * 2 if blocks == 1 else stages
-
-
-def scratch_bytes(octets: int, x_tiles: int) -> int:
-    """Bytes in which the warps exchange the sums of a group: finish() of the kernel."""
-    if x_tiles <= 2:
-        return 2048 * octets
-    row_tiles = ceil_div(x_tiles, 2)
-    row_warps = 2 if row_tiles == 4 else 1
-    return 2048 * row_tiles // row_warps * ceil_div(octets, 4 // row_warps)
-
-
-def read_bytes(octets: int, atoms: int) -> int:
-    """Bytes of a stage up to where its warps read, which take four octets at a time."""
-    return 1024 * ((atoms - 1) * octets + ceil_div(octets, 4) * 4)
+    """Bytes of a stage: W and X."""
+    return 2 * OCTET_ROWS * block_cols(x_tiles) * blocks * (octets + x_tiles)
 
 
 def block_cols(x_tiles: int) -> int:
     """Columns that a team of warps takes at a time; for few rows of X they are shared by warps."""
-    return 2 * ATOM_COLS if x_tiles <= 2 else ATOM_COLS
+    return ATOM_COLS if x_tiles == 8 else 2 * ATOM_COLS
+
+
+def _stages(octets: int, x_tiles: int, blocks: int) -> int:
+    """Stages that fit beside what the exchange of sums needs."""
+    room = SHARED_BYTES - EXCHANGE_BYTES
+    stages = min(MAX_STAGES, room // stage_size(octets, x_tiles, blocks))
+    return stages // 2 * 2 if x_tiles == 8 and blocks == 1 else stages  # kTakesOdd of the kernel

@@ -26,9 +26,9 @@ CHUNK = 8  # elements of 16 bytes
 
 @dataclass(frozen=True)
 class Split:
-    """How a tier's octets are dealt to `ctas`: in turn, in groups of `group`, the last maybe fewer.
+    """How a tier's octets are dealt to `ctas`: in turn, in groups, the last maybe smaller.
 
-    A step is `step_cols` columns, a multiple of 128, of a group.
+    A step is `step_cols` columns, a multiple of 128, of a group of `group` octets.
     """
 
     octets: int
@@ -111,7 +111,9 @@ def pack(weight: torch.Tensor, split: Split) -> torch.Tensor:
     `weight` is of a 16-bit dtype on any device; its M is a multiple of 8, but for the last rows.
     """
     if weight.dtype not in DTYPES or weight.dim() != 2:
-        raise ValueError(f"expected a float16 or bfloat16 matrix, got {weight.dtype}")
+        raise ValueError(
+            f"expected a float16 or bfloat16 matrix, got {weight.dtype} {list(weight.shape)}"
+        )
     rows, cols = weight.shape
     octets, width = octet_count(rows), padded_cols(cols)
     if octets != split.octets:

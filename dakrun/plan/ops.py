@@ -71,18 +71,9 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
 
     def linear(name: str, rows: int, cols: int, *, in_layer: bool = True) -> Op:
-        return Op(
-            name=name,
-            category="linear",
-            layers=model.num_layers if in_layer else 1,
-            in_layer=in_layer,
-            shape=(rows, cols),
-            batch_size=n,
-            element_bytes=size,
-            resident_bytes=rows * cols * size,
-            read_bytes=rows * cols * size,
-            flops=2.0 * n * rows * cols,
-            units=ItemGrid(rows, cols).count,
+        layers = model.num_layers if in_layer else 1
+        return linear_op(
+            name, (rows, cols), n=n, element_bytes=size, layers=layers, in_layer=in_layer
         )
 
     hidden, embed = model.hidden_size, model.embed_size
@@ -107,6 +98,33 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
         ops.append(linear("project_out", embed, hidden, in_layer=False))
     ops.append(linear("lm_head", model.vocab_size, embed, in_layer=False))
     return tuple(ops)
+
+
+def linear_op(
+    name: str,
+    shape: tuple[int, int],
+    *,
+    n: int,
+    element_bytes: int,
+    layers: int = 1,
+    in_layer: bool = False,
+) -> Op:
+    """The product of `n` rows and a weight of `shape`, [M, K]."""
+    rows, cols = shape
+    nbytes = rows * cols * element_bytes
+    return Op(
+        name=name,
+        category="linear",
+        layers=layers,
+        in_layer=in_layer,
+        shape=shape,
+        batch_size=n,
+        element_bytes=element_bytes,
+        resident_bytes=nbytes,
+        read_bytes=nbytes,
+        flops=2.0 * n * rows * cols,
+        units=ItemGrid(rows, cols).count,
+    )
 
 
 def weight_bytes(ops: tuple[Op, ...]) -> int:

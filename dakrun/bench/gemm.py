@@ -1,0 +1,231 @@
+"""SplitK_GEMM beside its ceilings and cuBLAS: `dakrun bench --kernel gemm`.
+
+The ceilings come first, in the same process: bulk copies of random bytes into shared memory, from
+HBM by all SMs and from the remote tier by the profile's SMs within its window, medians of five.
+Then a CUDA graph is made for every case: a chain of launches of one shape with programmatic
+dependent launch, each of which reads what the one before wrote (two buffers in turn) and a weight
+of its own. There are eight weights at least, of more than 2 GiB in all, so L2 does not help. A time
+is the graph's over its launches: the median of seven replays, after as many to warm up. Weights are
+random: packing is a permutation, so random values are packed ones, too. Remote parts lie in
+page-locked host memory or in a peer GPU's.
+
+cuBLAS does the same with torch.mm and dense weights, all of them in HBM whatever the ratio. The
+ablations take the window off (stages as deep as shared memory allows) and the alignment (groups of
+octets as large as can be, though waves are then uneven).
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.effort import FULL, Effort
+from dakrun.bench.gemm_cases import GemmCase, buffer_bytes, forecast, remote_octets
+from dakrun.bench.gemm_rows import GemmRow, gemm_columns
+from dakrun.bench.gemm_sweep import GemmSweep
+from dakrun.bench.header import head
+from dakrun.bench.output import Record
+from dakrun.bench.tiers import fill, measure_ceilings, random_weights, take, whole
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config, split_octets
+from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes, octet_count
+from dakrun.memory import ALIGNMENT, aligned
+from dakrun.probe.costs import graph_seconds
+from dakrun.units import format_bytes, format_seconds
+
+# Puts launch `number` of a chain, from x [N, K] to out [N, M], on the current stream.
+Launch = Callable[[int, torch.Tensor, torch.Tensor], object]
+
+
+def check_gemm(sweep: GemmSweep) -> None:
+    """Raise UsageError where the kernel takes no such rows, CannotRun where there is no GPU."""
+    if (most := max(sweep.rows)) > MAX_ROWS:
+        raise UsageError(
+            f"{most} rows of X are more than the kernel takes", hint=f"use -n {MAX_ROWS} or less"
+        )
+    if not torch.cuda.is_available():
+        raise CannotRun("a benchmark needs a CUDA GPU; none can be used", hint="see: dakrun doctor")
+
+
+def measure_gemm(
+    sweep: GemmSweep,
+    profile: HardwareProfile,
+    *,
+    effort: Effort = FULL,
+    command: str,
+    note: Callable[[str], None],
+) -> Record:
+    """Measure all cases of `sweep` on torch's current GPU; `note` is told of each.
+
+    `profile` predicts, and says how the remote tier is read; `command` is kept in the record.
+    Raises CannotRun where there is no memory for it, or no kernel for the GPU.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    remote = sweep.remote_tier(profile)
+    ceilings = measure_ceilings(remote, effort, device)
+    cases = list(gemm_cases(sweep, ceilings.turning_point, effort, tiers=len(ceilings.rates)))
+    sizes = dict(zip(ceilings.rates, buffer_bytes(cases, ALIGNMENT), strict=True))
+    note(f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of weights")
+    with take(sizes, device) as tiers:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        chains = Chains(whole(tiers), getattr(torch, sweep.dtype), sms, effort.replays)
+        rows = _Bench(sweep, profile, ceilings, chains, note).rows(cases)
+        chains.buffers.clear()  # else they keep the memory
+    return Record(
+        head=head("gemm", sweep.dtype, ceilings, profile, command),
+        columns=gemm_columns(sweep),
+        rows=tuple(row.figures(ablations=sweep.ablations) for row in rows),
+    )
+
+
+def gemm_cases(
+    sweep: GemmSweep, turning_point: float, effort: Effort, *, tiers: int
+) -> Iterator[GemmCase]:
+    """The cases by shape, rows of X and ratio, with octets in each of one or two `tiers`."""
+    for shape, n, asked in itertools.product(sweep.shapes, sweep.rows, sweep.ratios):
+        octets, size = octet_count(shape.rows), octet_bytes(shape.cols)
+        far = remote_octets(octets, asked, turning_point)
+        yield GemmCase(
+            shape=shape,
+            n=n,
+            asked=asked,
+            octets=(octets - far, far)[:tiers],
+            octet_bytes=size,
+            launches=effort.launches(octets * size),
+        )
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """The measuring of a sweep's cases, of which `note` is told."""
+
+    sweep: GemmSweep
+    profile: HardwareProfile
+    ceilings: Ceilings
+    chains: "Chains"
+    note: Callable[[str], None]
+
+    def rows(self, cases: Sequence[GemmCase]) -> list[GemmRow]:
+        """All cases; cuBLAS is measured once for those that differ in their ratio alone."""
+        rows: list[GemmRow] = []
+        for (shape, n), group in itertools.groupby(cases, key=lambda case: (case.shape, case.n)):
+            alike = list(group)
+            if not rows or rows[-1].case.shape != shape:
+                self.chains.fill(shape.cols)
+            cublas_s = statistics.median(self.chains.cublas(alike[0]))
+            for case in alike:
+                row = self._row(case, cublas_s)
+                self.note(
+                    f"{shape} N={n} {case.ratio:.2%} remote: {format_seconds(row.time_s)}, "
+                    f"{row.bound_s / row.time_s:.1%} of the ceiling"
+                )
+                rows.append(row)
+        return rows
+
+    def _row(self, case: GemmCase, cublas_s: float) -> GemmRow:
+        remote = tuple(self.chains.buffers)[1:]
+        expected = forecast(case, self.sweep.dtype, self.profile, remote)
+        access = [TierAccess()] + [
+            TierAccess(sms, self.profile.tier(name).window_bytes)
+            for name, sms in zip(remote, expected.sms[1:], strict=True)
+        ]
+        row = GemmRow(
+            case=case,
+            samples_s=self.chains.splitk(case, access),
+            bound_s=self.ceilings.seconds(case.tier_bytes),
+            predicted_s=expected.seconds,
+            cublas_s=cublas_s,
+        )
+        return self._ablated(row, access) if self.sweep.ablations else row
+
+    def _ablated(self, row: GemmRow, access: Sequence[TierAccess]) -> GemmRow:
+        """The row with its case measured without windows, where it has any, and alignment."""
+        window_off_s = None
+        if row.case.ratio:
+            deep = [replace(tier, window_bytes=None) for tier in access]
+            window_off_s = statistics.median(self.chains.splitk(row.case, deep))
+        uneven = self.chains.splitk(row.case, access, aligned=False)
+        alignment_off_s = statistics.median(uneven)
+        return replace(row, window_off_s=window_off_s, alignment_off_s=alignment_off_s)
+
+
+class Chains:
+    """Chains of launches over the weights in `buffers`: uint8, 1-D, by tier, HBM first.
+
+    Times are seconds of one launch, replay by replay.
+    """
+
+    def __init__(
+        self, buffers: dict[str, torch.Tensor], dtype: torch.dtype, sms: int, replays: int
+    ) -> None:
+        self.buffers = buffers
+        self._dtype, self._sms, self._replays = dtype, sms, replays
+
+    def fill(self, cols: int) -> None:
+        """Put random weights of `cols` columns into all buffers."""
+        block = random_weights(self._dtype, cols, self.buffers[LOCAL].device)
+        for buffer in self.buffers.values():
+            fill(buffer, block)
+
+    def splitk(
+        self, case: GemmCase, access: Sequence[TierAccess], *, aligned: bool = True
+    ) -> list[float]:
+        """SplitK_GEMM with the case's octets in each tier, read as `access` says."""
+        shape = (case.shape.rows, case.shape.cols)
+        splits = split_octets(case.octets, access, sms=self._sms, aligned=aligned)
+        config = gemm_config(shape[1], case.n, splits, access, sms=self._sms)
+        weights = [
+            PackedTensor(
+                shape,
+                self._dtype,
+                tuple(
+                    PackedPart(tier, split, buffer[number * size : (number + 1) * size])
+                    for (tier, buffer), split, size in zip(
+                        self.buffers.items(), splits, case.tier_bytes, strict=True
+                    )
+                ),
+            )
+            for number in range(case.launches)
+        ]
+
+        def launch(number: int, x: torch.Tensor, out: torch.Tensor) -> None:
+            splitk_gemm(x, weights[number], config, out, overlap=True)
+
+        return self._seconds(case, launch)
+
+    def cublas(self, case: GemmCase) -> list[float]:
+        """cuBLAS with the case's weight dense and all in HBM."""
+        rows, cols = case.shape.rows, case.shape.cols
+        size = rows * cols * self._dtype.itemsize
+        starts = range(0, case.launches * aligned(size), aligned(size))
+        local = self.buffers[LOCAL]
+        weights = [local[at : at + size].view(self._dtype).view(rows, cols).t() for at in starts]
+
+        def launch(number: int, x: torch.Tensor, out: torch.Tensor) -> None:
+            torch.mm(x, weights[number], out=out)
+
+        return self._seconds(case, launch)
+
+    def _seconds(self, case: GemmCase, launch: Launch) -> list[float]:
+        """Seconds of a launch in each replay of the chain, each reading what the last one wrote.
+
+        Where the output is the smaller, the rest of the next input stays what it was at first.
+        """
+        n, rows, cols = case.n, case.shape.rows, case.shape.cols
+        device = self.buffers[LOCAL].device
+        ends = [
+            torch.randn(n * max(rows, cols), dtype=self._dtype, device=device) for _ in range(2)
+        ]
+        xs = [end[: n * cols].view(n, cols) for end in ends]
+        outs = [end[: n * rows].view(n, rows) for end in ends]
+
+        def chain() -> None:
+            for number in range(case.launches):
+                launch(number, xs[number % 2], outs[(number + 1) % 2])
+
+        return [seconds / case.launches for seconds in graph_seconds(chain, self._replays)]

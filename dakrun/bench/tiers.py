@@ -1,0 +1,99 @@
+"""Memory for a benchmark: taken, filled with random data, and the rates at which it is read.
+
+Knows tiers and bytes, not kernels under test.
+"""
+
+import statistics
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from dakrun.bench.ceilings import HBM_RING, Ceilings, link_ring
+from dakrun.bench.effort import Effort
+from dakrun.device_memory import check_free, check_peer, device_index, peer_index
+from dakrun.errors import CannotRun
+from dakrun.hardware import LOCAL, RemoteTier
+from dakrun.kernels.bandwidth import Reader, read_window
+from dakrun.kernels.copy_engine import copy
+from dakrun.memory import HOST, Tiers, allocate_tiers, available_host_memory
+from dakrun.probe.measurement import steadier
+from dakrun.probe.sweeps import Buffer
+from dakrun.units import format_bytes
+
+BLOCK_BYTES = 2**26  # of different values, repeated all over a buffer
+HINT = "choose smaller shapes or ratios, or end what else uses that memory"
+
+
+def measure_ceilings(remote: RemoteTier | None, effort: Effort, device: torch.device) -> Ceilings:
+    """What HBM delivers to all SMs, and `remote` to its SMs within its window, of random bytes."""
+    sizes = {LOCAL: effort.hbm_bytes} | ({remote.name: effort.remote_bytes} if remote else {})
+    with take(sizes, device) as tiers:
+        return Ceilings(_rates(whole(tiers), remote, effort, device))
+
+
+def _rates(
+    buffers: Mapping[str, torch.Tensor],
+    remote: RemoteTier | None,
+    effort: Effort,
+    device: torch.device,
+) -> dict[str, float]:
+    """Bytes/s of each tier: the median of its readings."""
+    block = torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, device=device)
+    for buffer in buffers.values():
+        fill(buffer, block)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    readers = {LOCAL: Buffer(buffers[LOCAL]).reader(sms, HBM_RING)}
+    if remote is not None:
+        there = Buffer(buffers[remote.name])
+        readers[remote.name] = there.reader(min(remote.sms, sms), link_ring(remote))
+
+    def readings(reader: Reader) -> list[float]:
+        return [read_window([reader], effort.seconds)[0] for _ in range(effort.readings)]
+
+    return {
+        name: statistics.median(steadier(partial(readings, reader)))
+        for name, reader in readers.items()
+    }
+
+
+def take(sizes: Mapping[str, int], device: torch.device) -> Tiers:
+    """Tiers of `sizes` bytes, to be closed by the caller; CannotRun where they cannot be had."""
+    check = partial(check_free, what="the benchmark", hint=HINT)
+    for name, size in sizes.items():
+        if name == LOCAL:
+            check(size, device_index(device))
+        elif name != HOST:
+            check_peer(peer_index(name), device_index(device))
+            check(size, peer_index(name))
+        elif size > (available := available_host_memory()):
+            raise CannotRun(
+                f"the benchmark needs {format_bytes(size)} of host memory, "
+                f"{format_bytes(available)} are available",
+                hint=HINT,
+            )
+    return allocate_tiers(sizes, device)
+
+
+def whole(tiers: Tiers) -> dict[str, torch.Tensor]:
+    """All bytes of each tier as one tensor: uint8, 1-D."""
+    return {name: tier.allocate((tier.capacity,), torch.uint8) for name, tier in tiers.items()}
+
+
+def fill(buffer: torch.Tensor, block: torch.Tensor) -> None:
+    """Repeat `block`, which lies in HBM, all over `buffer`: both uint8, 1-D.
+
+    Done when it returns: launches that overlap may read what is in `buffer` before their turn.
+    """
+    for part in buffer.split(block.numel()):
+        copy(part, block[: part.numel()])
+    torch.cuda.synchronize()
+
+
+def random_weights(dtype: torch.dtype, cols: int, device: torch.device) -> torch.Tensor:
+    """A block of weights of `cols` columns, as bytes.
+
+    Scaled by 1 / sqrt(cols), so that products of products neither vanish nor overflow.
+    """
+    values = torch.randn(BLOCK_BYTES // dtype.itemsize, device=device)
+    return values.mul_(cols**-0.5).to(dtype).view(torch.uint8)

@@ -1,0 +1,130 @@
+"""The weight of one matrix in two tiers: where its rows lie, its memory, how it is written.
+
+Packed for SplitK_GEMM where that can be, else in items. Knows tensors and tiers, no modules.
+"""
+
+import functools
+import math
+from dataclasses import replace
+
+import torch
+
+from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
+from dakrun.kernels.heuristics import TierAccess, split_octets
+from dakrun.kernels.packing import (
+    CHUNK,
+    DTYPES,
+    OCTET_ROWS,
+    PackedPart,
+    PackedTensor,
+    octet_bytes,
+    octet_count,
+    pack,
+)
+from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
+from dakrun.plan.items import ItemGrid
+
+TieredWeight = PackedTensor | PartitionedTensor
+
+
+def has_kernel(like: torch.Tensor, cols: int) -> bool:
+    """Whether SplitK_GEMM takes a weight of `cols` columns, of the dtype and device of `like`."""
+    return like.is_cuda and like.dtype in DTYPES and cols % CHUNK == 0
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """SMs of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def profiled_access(
+    profile: HardwareProfile | str | None, remote: str, device: torch.device
+) -> TierAccess:
+    """How a profile has the tier `remote` be read.
+
+    The profile may be given by name or file; None is the one that `dakrun profile` kept of the GPU
+    `device`, else a shipped one. Raises UsageError where there is none, or none with that tier.
+    """
+    if profile is None:
+        profile = find_profile(device="cuda", name=torch.cuda.get_device_name(device))
+    elif isinstance(profile, str):
+        profile = load_profile(profile)
+    tier = profile.tier(remote)
+    return TierAccess(tier.sms, tier.window_bytes)
+
+
+def allocate(
+    shape: tuple[int, int], like: torch.Tensor, ratio: float, remote: str, access: TierAccess
+) -> tuple[Tiers, TieredWeight]:
+    """Tiers of just the size of a weight [M, K], and that weight, of no particular values.
+
+    It is of the dtype of `like`, for the device of `like`, and has its last rows, `ratio` of it, in
+    the tier `remote`, which the GPU reads as `access` says. Raises CannotRun where this machine
+    does not give the memory.
+    """
+    if has_kernel(like, shape[1]):
+        return _packed(shape, like, ratio, remote, access)
+    return _itemized(shape, like, ratio, remote)
+
+
+def remote_share(weight: TieredWeight) -> float:
+    """The share of a weight's bytes that lies outside the local tier."""
+    sizes = [part.data.nbytes for part in weight.parts]
+    here = sum(part.data.nbytes for part in weight.parts if part.tier == LOCAL)
+    return 1 - here / sum(sizes)
+
+
+def fill(weight: TieredWeight, dense: torch.Tensor, device: torch.device) -> None:
+    """Write `dense` [M, K], of any dtype and device, into a weight for `device`."""
+    if isinstance(weight, PartitionedTensor):
+        for part in weight.parts:
+            part.data.copy_(dense[part.rows, part.cols])
+        return
+    row = 0
+    for packed in weight.parts:
+        split, at = packed.split, 0
+        while split.octets:  # wave after wave, as they lie: packing takes memory, too
+            wave = replace(split, octets=min(split.wave, split.octets))
+            rows = dense[row : row + OCTET_ROWS * wave.octets]
+            data = pack(rows.to(device, weight.dtype).contiguous(), wave)
+            packed.data[at : at + len(data)].copy_(data)
+            split = replace(split, octets=split.octets - wave.octets)
+            row, at = row + len(rows), at + len(data)
+    if device.type == "cuda":  # an overlapping launch does not wait for these copies
+        torch.cuda.synchronize(device)
+
+
+def _packed(
+    shape: tuple[int, int], like: torch.Tensor, ratio: float, remote: str, access: TierAccess
+) -> tuple[Tiers, PackedTensor]:
+    """Tiers of just the size of a packed weight, and that weight."""
+    there = math.floor(ratio * octet_count(shape[0]) + 0.5)
+    octets, reads = (octet_count(shape[0]) - there, there), (TierAccess(), access)
+    splits = split_octets(octets, reads, sms=sm_count(like.device))
+    sizes = [split.octets * octet_bytes(shape[1]) for split in splits]
+    tiers = allocate_tiers(dict(zip((LOCAL, remote), sizes, strict=True)), like.device)
+    parts = [
+        PackedPart(tier.name, split, tier.allocate((size,), torch.uint8))
+        for tier, split, size in zip(tiers.values(), splits, sizes, strict=True)
+    ]
+    return tiers, PackedTensor(shape, like.dtype, tuple(parts))
+
+
+def _itemized(
+    shape: tuple[int, int], like: torch.Tensor, ratio: float, remote: str
+) -> tuple[Tiers, PartitionedTensor]:
+    """Tiers of just the size of a weight in items, and that weight."""
+    grid = ItemGrid(*shape)
+    there = math.floor(ratio * grid.count + 0.5)
+    here = grid.count - there
+    sizes = {
+        tier: sum(
+            aligned((rows.stop - rows.start) * (cols.stop - cols.start) * like.dtype.itemsize)
+            for rows, cols in grid.rectangles(first, last)
+        )
+        for tier, first, last in ((LOCAL, 0, here), (remote, here, grid.count))
+    }
+    tiers = allocate_tiers(sizes, like.device)
+    placement = ((LOCAL, here), (remote, there))
+    return tiers, PartitionedTensor.empty(shape, like.dtype, placement, tiers)

@@ -1,0 +1,106 @@
+"""A packed weight over the tiers of a GPU, random operands amid NaN, and comparison bit for bit."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dakrun.device_memory import enable_peer_access
+from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
+from dakrun.kernels.packing import PackedPart, PackedTensor, octet_count, pack
+
+GUARD = 64  # elements
+TIERS = ("hbm", "host", "peer")
+ACCESS = (TierAccess(), TierAccess(sms=8, window_bytes=256 * 1024), TierAccess(sms=16))
+
+
+def all_sms() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+def guarded(values: torch.Tensor) -> torch.Tensor:
+    """The values on the GPU with NaN before and behind them."""
+    size = values.numel()
+    room = torch.full((size + 2 * GUARD,), math.nan, dtype=values.dtype, device="cuda")
+    inside = room[GUARD : GUARD + size].view(values.shape)
+    return inside.copy_(values)
+
+
+def poisoned(n: int, m: int, dtype: torch.dtype) -> torch.Tensor:
+    return guarded(torch.full((n, m), math.nan, dtype=dtype, device="cuda"))
+
+
+def written(out: torch.Tensor) -> bool:
+    """Whether all of an output that was poisoned is numbers, and what surrounds it is as it was."""
+    room = out.as_strided((out.numel() + 2 * GUARD,), (1,), 0)
+    return int(room.isnan().sum()) == 2 * GUARD and not bool(out.isnan().any())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@functools.cache
+def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Random numbers, the same for the same arguments."""
+    seed = sum(7919**place * size for place, size in enumerate(shape))
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    values = scale * torch.randn(shape, generator=generator, device="cuda")
+    return guarded(values.to(dtype))
+
+
+def weight_of(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    return normal(m, k, dtype=dtype, scale=k**-0.5)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A packed weight and how its tiers are read."""
+
+    weight: PackedTensor
+    access: tuple[TierAccess, ...]
+    sms: int
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+        splits = [part.split for part in self.weight.parts]
+        config = gemm_config(x.shape[1], x.shape[0], splits, self.access, sms=self.sms)
+        return splitk_gemm(x, self.weight, config, out, **options)
+
+
+@functools.cache
+def linear(
+    m: int,
+    k: int,
+    dtype: torch.dtype,
+    octets: tuple[int, ...] = (),
+    *,
+    access: tuple[TierAccess, ...] = ACCESS,
+    sms: int = 0,
+    aligned: bool = True,
+) -> Linear:
+    """The weight with `octets` in HBM, page-locked memory and a peer's, or else all in HBM."""
+    dense, octets = weight_of(m, k, dtype), octets or (octet_count(m),)
+    access, sms = access[: len(octets)], sms or all_sms()
+    splits = split_octets(octets, access, sms=sms, aligned=aligned)
+    parts, first = [], 0
+    for tier, split in zip(TIERS[: len(splits)], splits, strict=True):
+        data = pack(dense[8 * first : 8 * (first + split.octets)], split)
+        parts.append(PackedPart(tier, split, moved(data, tier)))
+        first += split.octets
+    return Linear(PackedTensor((m, k), dtype, tuple(parts)), access, sms)
+
+
+def moved(data: torch.Tensor, tier: str) -> torch.Tensor:
+    """The bytes in their tier; where no peer can be read, page-locked memory stands in for it."""
+    if tier == "hbm" or not data.numel():
+        return data
+    here = torch.cuda.current_device()
+    others = [i for i in range(torch.cuda.device_count()) if i != here]
+    peers = [i for i in others if torch.cuda.can_device_access_peer(here, i)]
+    if tier == "host" or not peers:
+        return data.cpu().pin_memory()
+    enable_peer_access(peers[0], here)
+    return data.to(torch.device("cuda", peers[0]))

@@ -1,0 +1,530 @@
+"""`dakrun bench --kernel gemm`: what it measures, what follows from it, how it is shown, what it
+refuses; and a tiny sweep, on a GPU and with kernels that stand in for a GPU's.
+"""
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dakrun import cli
+from dakrun.bench import effort, gemm, tiers
+from dakrun.bench.ceilings import Ceilings, link_ring
+from dakrun.bench.effort import FULL, MAX_LAUNCHES, Effort
+from dakrun.bench.gemm_cases import GemmCase, buffer_bytes, forecast, remote_octets
+from dakrun.bench.gemm_rows import GemmRow, gemm_columns
+from dakrun.bench.gemm_sweep import (
+    DEFAULT_SHAPES,
+    TURNING_POINT,
+    GemmSweep,
+    Shape,
+    gemm_sweep,
+    parse_ratio,
+    parse_shape,
+)
+from dakrun.bench.output import Record, as_text, check_target, render, write
+from dakrun.config import Workload
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
+from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.heuristics import MAX_ROWS, TierAccess
+from dakrun.kernels.packing import CHUNK, PackedTensor, octet_bytes, octet_count
+from dakrun.known_models import known_model
+from dakrun.memory import allocate_tiers
+from dakrun.plan.planner import Policy, make_plan
+
+MIB = effort.MIB
+PROFILE = load_profile("h200-pcie5")
+TINY = Effort(
+    hbm_bytes=256 * MIB, remote_bytes=64 * MIB, seconds=0.002, readings=3,
+    chain_bytes=64 * MIB, least_launches=3, replays=3,
+)  # fmt: skip
+
+
+def sweep(**asked: Any) -> GemmSweep:
+    """What the command line's defaults and `asked` ask for."""
+    defaults = {
+        "shapes": (), "model": None, "rows": (1, 8, 16), "ratios": ("0",), "remote": "host",
+        "dtype": "float16", "ablations": False,
+    }  # fmt: skip
+    return gemm_sweep(**{**defaults, **asked})
+
+
+def case(octets: tuple[int, ...] = (96, 32), **changes: Any) -> GemmCase:
+    rows = 8 * sum(octets)
+    values = {
+        "shape": Shape(rows, 1024), "n": 8, "asked": 0.25, "octets": octets,
+        "octet_bytes": 16 * 1024, "launches": 10,
+    }  # fmt: skip
+    return GemmCase(**{**values, **changes})
+
+
+def record(rows: int = 2, **asked: Any) -> Record:
+    wanted = sweep(shapes=("1024x1024",), **asked)
+    found = GemmRow(
+        case=case(), samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6,
+        cublas_s=5e-6, alignment_off_s=2.5e-6,
+    )  # fmt: skip
+    head = {
+        "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
+        "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
+        "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
+        "command": "dakrun bench --kernel gemm -n 8",
+    }  # fmt: skip
+    figures = found.figures(ablations=wanted.ablations)
+    return Record(head=head, columns=gemm_columns(wanted), rows=(figures,) * rows)
+
+
+def run(*args: str) -> Result:
+    command = ["bench", "--kernel", "gemm", *args]
+    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(cli.main, command)
+
+
+@pytest.mark.parametrize("text", ["28672x7168", " 28672X7168 ", "028672x7168"])
+def test_shapes(text: str) -> None:
+    assert parse_shape(text) == Shape(28672, 7168)
+    assert str(parse_shape(text)) == "28672x7168"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        *((text, "is not a shape MxK", "--shape 28672x7168")
+          for text in ("", "7168", "7168x", "x7168", "7168*7168", "-1x8", "1.5x8", "8x8x8", "٣x8")),
+        ("0x8", "a weight of 0x8 is empty", "at least 1"),
+        ("8x0", "a weight of 8x0 is empty", "at least 1"),
+        ("4096x4100", "takes columns in eights", "4096x4104"),
+    ],
+)  # fmt: skip
+def test_malformed_shapes(text: str, said: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=said) as problem:
+        parse_shape(text)
+    assert hint in problem.value.hint
+
+
+def test_pure_parts_start_without_torch() -> None:
+    pure = ("ceilings", "effort", "gemm_cases", "gemm_rows", "gemm_sweep", "options", "output")
+    code = f"import sys, {', '.join(f'dakrun.bench.{name}' for name in pure)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "numpy", "rich", "transformers"} & set(done.stdout.split())
+
+
+def test_shapes_are_those_that_the_kernel_takes() -> None:
+    assert CHUNK == 8, "Shape refuses other columns than multiples of this"
+
+
+def test_ratios() -> None:
+    assert [parse_ratio(text) for text in ("0", "0.05", "1", TURNING_POINT)] == [
+        *(0.0, 0.05, 1.0), TURNING_POINT,
+    ]  # fmt: skip
+    for text in ("-0.1", "1.01", "nan", "inf", "5%", "", "turning point"):
+        with pytest.raises(UsageError, match="is not a remote share") as problem:
+            parse_ratio(text)
+        assert "turning-point" in problem.value.hint
+
+
+def test_a_sweep() -> None:
+    assert sweep().shapes == DEFAULT_SHAPES
+    assert all(text in gemm_help() for text in map(str, DEFAULT_SHAPES))
+    some = sweep(shapes=("16x8", "8x16", "16x8"), rows=(8, 1, 8), ratios=("0", "0.0", "0.5"))
+    assert some.shapes == (Shape(16, 8), Shape(8, 16))
+    assert some.rows == (8, 1) and some.ratios == (0.0, 0.5)
+
+
+def gemm_help() -> str:
+    return " ".join(run("--help").stdout.split())
+
+
+def test_the_shapes_of_a_model() -> None:
+    assert sweep(model="opt-30b").shapes == (
+        Shape(21504, 7168, ("qkv",)), Shape(7168, 7168, ("o",)), Shape(28672, 7168, ("fc1",)),
+        Shape(7168, 28672, ("fc2",)), Shape(50272, 7168, ("lm_head",)),
+    )  # fmt: skip
+    llama = sweep(model="llama-3-8b", shapes=("4096x4096",)).shapes
+    assert llama == (
+        Shape(4096, 4096, ("o",)), Shape(6144, 4096, ("qkv",)), Shape(28672, 4096, ("gate_up",)),
+        Shape(4096, 14336, ("down",)), Shape(128256, 4096, ("lm_head",)),
+    )  # fmt: skip
+    alike = {shape.ops for shape in sweep(model="opt-350m").shapes}
+    assert ("project_in",) in alike and ("lm_head",) in alike
+
+
+def test_the_remote_tier() -> None:
+    peers = load_profile("h200-nvlink-peer")
+    assert sweep(ratios=("0",)).remote_tier(PROFILE) is None
+    for ratio in ("0.1", TURNING_POINT):
+        assert sweep(ratios=("0", ratio)).remote_tier(PROFILE) == PROFILE.tier("host")
+    for remote in ("peer", "peer:1"):
+        found = sweep(ratios=("1",), remote=remote).remote_tier(peers)
+        assert found == peers.tier("peer:1")
+    for remote in ("peer", "peer:3", "host,peer"):
+        with pytest.raises(UsageError, match="no remote tier"):
+            sweep(ratios=("1",), remote=remote).remote_tier(PROFILE)
+    with pytest.raises(UsageError, match="is of a CPU"):
+        sweep().remote_tier(load_profile("cpu"))
+
+
+@given(st.integers(1, 20_000), st.floats(0, 1), st.floats(0, 1))
+def test_octets_per_tier(octets: int, ratio: float, turning_point: float) -> None:
+    near = remote_octets(octets, ratio, turning_point)
+    assert 0 <= near <= octets and abs(near - octets * ratio) <= 0.5 + 1e-6
+    below = remote_octets(octets, TURNING_POINT, turning_point)
+    assert octets * turning_point - 1 <= below <= octets * turning_point
+
+
+def test_at_the_turning_point_the_remote_tier_is_not_waited_for() -> None:
+    ceilings = Ceilings({LOCAL: 4.741e12, "host": 5.14e10})
+    assert ceilings.turning_point == pytest.approx(5.14e10 / (5.14e10 + 4.741e12))
+    far = remote_octets(896, TURNING_POINT, ceilings.turning_point)
+    assert far == 9
+    sizes = (896 - far) * 114_688, far * 114_688
+    assert ceilings.seconds(sizes) == sizes[0] / 4.741e12
+    assert ceilings.seconds((sizes[0] - 114_688, sizes[1] + 114_688)) > ceilings.seconds(sizes)
+    assert Ceilings({LOCAL: 4e12}).turning_point == 0
+    assert Ceilings({LOCAL: 4e12}).seconds((4 * 10**12,)) == 1
+
+
+@pytest.mark.parametrize("name", ["h200-pcie5", "h200-nvlink-peer", "gh200", "b200"])
+def test_the_ring_of_a_window(name: str) -> None:
+    for tier in load_profile(name).remote:
+        chunk, stages = link_ring(tier)
+        assert tier.window_bytes // 2 < chunk * stages * tier.sms <= tier.window_bytes
+
+
+@given(st.integers(1, 2**26), st.integers(1, 200))
+def test_any_window_has_a_ring(window: int, sms: int) -> None:
+    tier = RemoteTier(
+        name="host", capacity_bytes=1, direct_bytes_per_s=1.0, staged_bytes_per_s=1.0,
+        window_bytes=window, sms=sms,
+    )  # fmt: skip
+    chunk, stages = link_ring(tier)
+    assert chunk % 16 == 0 and stages >= 2 and chunk * stages <= 128 * 1024
+
+
+def test_launches_of_a_chain() -> None:
+    assert FULL.launches(2**31) == FULL.launches(2**40) == FULL.least_launches == 8
+    assert FULL.launches(2**25) * 2**25 > FULL.chain_bytes >= 2**31
+    assert FULL.launches(128) == MAX_LAUNCHES
+
+
+def test_a_case() -> None:
+    some = case((96, 32))
+    assert some.ratio == 0.25 and some.weight_bytes == 128 * 16 * 1024
+    assert some.tier_bytes == (96 * 16 * 1024, 32 * 16 * 1024)
+    # cuBLAS has all of each weight in HBM, aligned.
+    sizes = buffer_bytes([some, case((128, 0)), case((0, 128))], 256)
+    assert sizes == [10 * (128 * 16 * 1024 + 256), 10 * 128 * 16 * 1024]
+    assert buffer_bytes([case((128,))], 256) == sizes[:1]
+    assert all(size % 256 == 0 for size in buffer_bytes([case((3, 1), octet_bytes=2000)], 256))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize(("model", "n"), [("opt-30b", 8), ("llama-3-8b", 64)])
+def test_predictions_are_the_plans(model: str, n: int, ratio: float) -> None:
+    config = known_model(model)
+    assert config is not None
+    workload = Workload(batch_size=n, prompt_len=32, new_tokens=32, max_model_len=64)
+    policy = Policy(
+        offload_ratio=ratio, kv_offload_ratio=0.0, strategy="uniform", transport="direct"
+    )
+    plan = make_plan(config, workload, PROFILE, policy)
+    for op in plan.weights():
+        if op.op.category != "linear":
+            continue
+        (counts,) = set(op.placement)
+        held = tuple(op.op.tier_bytes(counts))
+        same = case(held, shape=Shape(*op.op.shape), n=n)
+        found = forecast(same, config.dtype, PROFILE, ("host",))  # type: ignore[arg-type]
+        assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
+        assert found.sms == op.sms
+
+
+def test_a_prediction_without_remote_tiers() -> None:
+    here = forecast(case((128,)), "float16", PROFILE, ())
+    assert here.sms == (PROFILE.sms,)
+    assert here.seconds == forecast(case((128, 0)), "float16", PROFILE, ("host",)).seconds
+
+
+def test_a_row() -> None:
+    row = record().rows[0]
+    assert row["shape"] == "1024x1024" and row["ratio"] == row["asked_ratio"] == 0.25
+    assert row["time_s"] == 2e-6 and row["bytes_per_s"] == 128 * 16 * 1024 / 2e-6
+    ratios = row["bound_over_time"], row["speedup"], row["spread"]
+    assert ratios == pytest.approx((0.75, 2.5, 0.5))
+    assert "alignment_off_s" not in row
+    ablated = record(ablations=True).rows[0]
+    assert ablated["alignment_off_s"] == 2.5e-6 and ablated["window_off_s"] is None
+
+
+def test_keys_carry_units() -> None:
+    plain = {"shape", "ops", "n", "asked_ratio", "ratio", "launches", "spread", "bound_over_time"}
+    row = record(ablations=True).rows[0]
+    assert all(key.endswith(("_s", "_bytes")) for key in row.keys() - plain - {"speedup"})
+    for columns in (gemm_columns(sweep()), gemm_columns(sweep(model="opt-30b", ablations=True))):
+        assert {column.key for column in columns} <= row.keys()
+
+
+def test_csv() -> None:
+    head, _, table = as_text(record(ablations=True), "csv").partition("\n")
+    assert head.startswith("# NVIDIA H200, 2026-11-21") and head.endswith("gemm -n 8")
+    rows = list(csv.DictReader(io.StringIO(table)))
+    assert len(rows) == 2 and float(rows[1]["time_s"]) == 2e-6
+    assert rows[0]["window_off_s"] == "" and rows[0]["shape"] == "1024x1024"
+
+
+def test_json() -> None:
+    shown = json.loads(as_text(record(ablations=True), "json"))
+    assert shown["schema"] == 1 and shown["ceilings_bytes_per_s"]["hbm"] == 4.7e12
+    assert shown["command"] == "dakrun bench --kernel gemm -n 8"
+    assert [row["time_s"] for row in shown["rows"]] == [2e-6, 2e-6]
+    assert shown["rows"][0]["window_off_s"] is None
+
+
+def test_markdown() -> None:
+    head, empty, *table, last = as_text(record(ablations=True), "md").split("\n")
+    assert empty == last == "" and len(table) == 4
+    assert "ceilings: hbm 4,700.0 GB/s, host 51.4 GB/s (turning point 1.08%)" in head
+    assert head.endswith("`dakrun bench --kernel gemm -n 8`")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert len({len(row) for row in cells}) == 1
+    assert cells[0][:4] == ["shape", "N", "remote", "time us"]
+    assert cells[2] == [
+        *("1024x1024", "8", "25.00%", "2.00", "50.0%", "1,049", "75.0%", "1.90", "5.00", "2.50"),
+        *("-", "2.50"),
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_table(width: int) -> None:
+    out = io.StringIO()
+    shown = record(ablations=True, model="opt-30b")
+    long = {**shown.rows[0], "shape": "128256x16384", "ops": "gate_up"}
+    render(dataclasses.replace(shown, rows=(long,)), Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("NVIDIA H200") and "…" not in out.getvalue()
+    if width == 120:
+        (row,) = (line.split() for line in lines if line.startswith("128256x16384"))
+        assert row[1:4] == ["gate_up", "8", "25.00%"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.md"])
+def test_files(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    check_target(path)
+    write(record(), path)
+    assert path.read_text(encoding="utf-8") == as_text(record(), path.suffix[1:])
+
+
+def test_bad_targets(tmp_path: Path) -> None:
+    for path, said in (
+        (tmp_path / "a.txt", "written as .csv, .json or .md"),
+        (tmp_path / "csv", "written as .csv"),
+        (tmp_path / "no" / "a.csv", "no such folder"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            check_target(path)
+    (tmp_path / "b.md").mkdir()
+    with pytest.raises(UsageError, match="is a folder"):
+        check_target(tmp_path / "b.md")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said", "hint"),
+    [
+        (("--shape", "7168"), 2, "'7168' is not a shape MxK", "--shape 28672x7168"),
+        (("--shape", "8x9"), 2, "takes columns in eights", "8x16"),
+        (("--ratio", "2"), 2, "'2' is not a remote share", "--ratio 0.1"),
+        (("-n", "0"), 2, "0 is not in the range", "dakrun bench --help"),
+        (("-n", "8", "-n", "65"), 2, "65 rows of X are more", f"-n {MAX_ROWS}"),
+        (("--model", "opt-30"), 2, "no such model directory or known name", "opt-30b"),
+        (("--dtype", "float32"), 2, "'float32' is not one of", "--help"),
+        (("-o", "a.txt"), 2, "a.txt: a benchmark is written as", "-o a.csv"),
+        ((), 3, "needs a CUDA GPU", "dakrun doctor"),
+    ],
+)
+def test_errors(
+    args: tuple[str, ...], code: int, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run(*args)
+    assert result.exit_code == code and result.stdout == ""
+    error, advice = result.stderr.splitlines()
+    assert error.startswith("error: ") and said in error
+    assert advice.startswith("hint: ") and hint in advice
+
+
+def test_the_kernel_must_be_named() -> None:
+    result = CliRunner().invoke(cli.main, ["bench"])
+    assert result.exit_code == 2 and "--kernel" in result.stderr
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measured(found: GemmSweep, profile: HardwareProfile, **rest: Any) -> Record:
+        assert (found.rows, found.ratios) == ((8,), (0.0, TURNING_POINT))
+        assert profile == PROFILE and rest["command"].startswith("dakrun ")
+        return record()
+
+    monkeypatch.setattr(gemm, "check_gemm", lambda _: None)
+    monkeypatch.setattr(gemm, "measure_gemm", measured)
+    asked = ("-n", "8", "--ratio", "0", "--ratio", TURNING_POINT, "--profile", PROFILE.name)
+    target = tmp_path / "a.md"
+    shown = run(*asked, "-o", str(target))
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout.startswith("NVIDIA H200") and "cuBLAS" in shown.stdout
+    assert target.read_text(encoding="utf-8") == as_text(record(), "md")
+    assert run(*asked, "--csv").stdout == as_text(record(), "csv")
+    assert run(*asked, "--json").stdout == as_text(record(), "json")
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies, launches and graphs that a CPU does."""
+
+    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+        launch()
+        return [1e-3] * runs
+
+    def multiply(
+        x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, *, overlap: bool
+    ) -> None:
+        assert overlap and config.splits == tuple(part.split for part in weight.parts)
+        out.copy_(x.float() @ weight.dense().float().T)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tiers, "copy", lambda to, of: to.copy_(of))
+    monkeypatch.setattr(tiers, "BLOCK_BYTES", 2**16)
+    monkeypatch.setattr(gemm, "graph_seconds", seconds)
+    monkeypatch.setattr(gemm, "splitk_gemm", multiply)
+
+
+@pytest.mark.parametrize("octets", [(13,), (13, 0), (10, 3), (0, 13)])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_chains_read_every_weight(cpu: None, octets: tuple[int, ...], aligned: bool) -> None:
+    # Padded in both directions, so that packed and dense weights differ in size.
+    some = case(octets, shape=Shape(100, 200), n=3, octet_bytes=octet_bytes(200), launches=4)
+    assert octet_count(100) == 13
+    sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
+    with allocate_tiers(sizes, torch.device("cpu")) as memories:
+        buffers = tiers.whole(memories)
+        chains = gemm.Chains(buffers, torch.float16, 132, replays=3)
+        chains.fill(200)
+        weights = [buffer.view(torch.float16).float() for buffer in buffers.values()]
+        assert all(w.std() == pytest.approx(200**-0.5, rel=0.05) for w in weights if len(w))
+        access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(octets)]
+        assert chains.splitk(some, access, aligned=aligned) == [1e-3 / 4] * 3
+        assert chains.cublas(some) == [1e-3 / 4] * 3
+
+
+def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
+    some = case((2,), shape=Shape(16, 16), n=2, octet_bytes=octet_bytes(16), launches=5)
+    buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
+    chains = gemm.Chains({LOCAL: buffer}, torch.float16, 132, replays=3)
+    ends: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    chains._seconds(some, lambda number, x, out: ends.append((number, x, out)))
+    assert [number for number, *_ in ends] == [0, 1, 2, 3, 4]
+    for (_, x, out), (_, after, _) in itertools.pairwise(ends):
+        assert out.data_ptr() == after.data_ptr() != x.data_ptr()
+
+
+def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {LOCAL: 4e12, "host": 1e12}
+    monkeypatch.setattr(gemm, "measure_ceilings", lambda *_: Ceilings(rates))
+    monkeypatch.setattr(gemm, "take", lambda sizes, _: allocate_tiers(sizes, torch.device("cpu")))
+    monkeypatch.setattr(gemm, "head", lambda *values: {"command": values[-1]})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties",
+        lambda _: type("Properties", (), {"multi_processor_count": 132}),
+    )  # fmt: skip
+    wanted = sweep(
+        shapes=("160x64", "64x160"), rows=(1, 8), ratios=("0", TURNING_POINT, "1"), ablations=True
+    )
+    said: list[str] = []
+    found = gemm.measure_gemm(
+        wanted, PROFILE, effort=dataclasses.replace(TINY, chain_bytes=1), command="it",
+        note=said.append,
+    )  # fmt: skip
+    assert found.head["command"] == "it" and len(said) == 1 + 12
+    assert [(row["shape"], row["n"], row["ratio"]) for row in found.rows] == [
+        *(("160x64", n, ratio) for n in (1, 8) for ratio in (0, 0.2, 1)),
+        *(("64x160", n, ratio) for n in (1, 8) for ratio in (0, 0.125, 1)),
+    ]
+    for row in found.rows:
+        assert row["time_s"] == row["cublas_s"] == row["alignment_off_s"] == 1e-3 / 3
+        assert (row["window_off_s"] is None) == (row["ratio"] == 0)
+        assert row["launches"] == 3 and row["predicted_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [({LOCAL: 2**40}, "the benchmark needs 1.00 TiB of GPU 0"), ({"host": 2**60}, "host memory")],
+)
+def test_too_little_memory(
+    sizes: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("memory_reserved", "memory_allocated", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**37, 2**37))
+    with pytest.raises(CannotRun, match=said) as problem:
+        tiers.take(sizes, torch.device("cuda", 0))
+    assert "smaller shapes" in problem.value.hint
+
+
+@pytest.mark.gpu
+def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = sweep(
+        shapes=("2048x1024", "1000x520"), rows=(1, 16), ratios=("0", "0.5", TURNING_POINT),
+        ablations=True, dtype="bfloat16",
+    )  # fmt: skip
+    taken = torch.cuda.memory_allocated()
+    found = gemm.measure_gemm(wanted, PROFILE, effort=TINY, command="it", note=print)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 13
+    assert found.head["device"] == torch.cuda.get_device_name()
+    assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
+    for row in found.rows:
+        times = [row[key] for key in ("time_s", "cublas_s", "alignment_off_s", "predicted_s")]
+        assert all(math.isfinite(time) and time > 0 for time in times)
+        assert (row["window_off_s"] is None) == (row["ratio"] == 0)
+        assert row["bytes_per_s"] * row["time_s"] == pytest.approx(row["weight_bytes"])
+        assert 0 < row["bound_over_time"] < 2, "ceilings and times measure the same thing"
+        assert row["launches"] * row["weight_bytes"] > TINY.chain_bytes
+    assert json.loads(as_text(found, "json"))["rows"] == list(found.rows)
+    assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"
+
+
+@pytest.mark.gpu
+def test_activations_stay_finite() -> None:
+    some = case((32, 32), shape=Shape(512, 512), octet_bytes=octet_bytes(512), launches=100)
+    sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=True))
+    ends: list[torch.Tensor] = []
+    with tiers.take(sizes, torch.device("cuda", torch.cuda.current_device())) as memories:
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        chains = gemm.Chains(tiers.whole(memories), torch.float16, sms, replays=3)
+        chains.fill(512)
+        patch = pytest.MonkeyPatch()
+        with patch.context() as patched:
+
+            def keeping(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+                ends[:] = [x]
+                return splitk_gemm(x, *rest, **options)
+
+            patched.setattr(gemm, "splitk_gemm", keeping)
+            chains.splitk(some, [TierAccess(), TierAccess(8, 256 * 1024)])
+        torch.cuda.synchronize()
+        assert torch.isfinite(ends[0]).all() and 1e-3 < ends[0].float().std() < 1e3

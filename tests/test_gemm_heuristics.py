@@ -1,0 +1,204 @@
+"""How SplitK_GEMM is run, as laws over shapes and tiers; operands that it refuses without a GPU."""
+
+import bisect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun.config import Workload
+from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.heuristics import (
+    MAX_ROWS,
+    SHARED_BYTES,
+    X_TILES,
+    TierAccess,
+    gemm_config,
+    split_octets,
+    tiles_for,
+)
+from dakrun.kernels.packing import (
+    MAX_GROUP,
+    PADDED_COLS,
+    PackedPart,
+    PackedTensor,
+    Split,
+    octet_count,
+    pack,
+)
+from dakrun.known_models import known_model, known_names
+from dakrun.plan.ops import decode_ops
+from dakrun.units import ceil_div
+
+KIB = 1024
+ATOM_BYTES = 1024
+SMS = 132
+HOST = TierAccess(sms=8, window_bytes=256 * KIB)
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> tuple[list[int], list[TierAccess], int]:
+    """Octets per tier, how the tiers are read, and a GPU's SMs."""
+    counts = st.integers(0, 20) | st.integers(0, 4000)
+    octets = draw(st.lists(counts, min_size=1, max_size=4).filter(any))
+    windows = st.none() | st.integers(1, 1 << 22)
+    access = st.builds(TierAccess, st.none() | st.integers(1, 40), windows)
+    remote = draw(st.lists(access, min_size=len(octets) - 1, max_size=len(octets) - 1))
+    return octets, [TierAccess(), *remote], draw(st.integers(1, 200))
+
+
+@given(deals(), st.booleans())
+def test_every_octet_is_dealt_once(
+    deal: tuple[list[int], list[TierAccess], int], aligned: bool
+) -> None:
+    octets, tiers, sms = deal
+    splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
+    assert [split.octets for split in splits] == octets
+    for split in splits:
+        every = range(split.octets)
+        groups = [every[first : first + split.group] for first in every[:: split.group]]
+        dealt = [groups[cta :: split.ctas] for cta in range(split.ctas)]
+        assert all(dealt), "none is without work"
+        taken = [octet for own in dealt for group in own for octet in group]
+        assert sorted(taken) == list(every)
+        assert 1 <= split.group <= MAX_GROUP and split.step_cols % PADDED_COLS == 0
+        assert aligned or not split.octets or split.group == MAX_GROUP
+
+
+@given(deals(), st.booleans())
+def test_tiers_keep_to_their_sms(
+    deal: tuple[list[int], list[TierAccess], int], aligned: bool
+) -> None:
+    octets, tiers, sms = deal
+    splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
+    local, *remote = [split.ctas for split in splits]
+    assert bool(local) == bool(octets[0])
+    for count, tier, octets_of_tier in zip(remote, tiers[1:], octets[1:], strict=True):
+        assert count <= (sms if tier.sms is None else tier.sms)
+        assert bool(count) == bool(octets_of_tier)
+    wanted = sum(
+        min(octets_of_tier, sms if tier.sms is None else tier.sms)
+        for tier, octets_of_tier in zip(tiers[1:], octets[1:], strict=True)
+        if octets_of_tier
+    )
+    if wanted + bool(octets[0]) <= sms:
+        assert local + sum(remote) <= sms
+
+
+@given(deals())
+def test_even_groups_give_the_busiest_no_more(
+    deal: tuple[list[int], list[TierAccess], int],
+) -> None:
+    """As whole groups count: a last group that is smaller is no part of the choice."""
+    octets, tiers, sms = deal
+    even, full = (split_octets(octets, tiers, sms=sms, aligned=flag) for flag in (True, False))
+    for own, other in zip(even, full, strict=True):
+        busiest, without = (
+            split.octets and split.group * ceil_div(ceil_div(split.octets, split.group), count)
+            for split, count in ((own, own.ctas), (other, other.ctas))
+        )
+        assert busiest <= without
+
+
+@given(deals(), st.integers(1, 40_000), st.integers(1, MAX_ROWS), st.booleans())
+def test_shared_memory_suffices(
+    deal: tuple[list[int], list[TierAccess], int], cols: int, n: int, aligned: bool
+) -> None:
+    octets, tiers, sms = deal
+    splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
+    config = gemm_config(cols, n, splits, tiers, sms=sms)
+    assert config.splits == splits
+    assert 0 < config.shared_bytes <= SHARED_BYTES
+    assert len(config.windows) == len(tiers) and min(config.windows) >= 1
+
+
+@given(
+    st.integers(1, 4000), st.integers(0, 4000), st.integers(1, 64), st.integers(1, 40_000),
+    st.integers(1, MAX_ROWS), st.integers(1, 1 << 23), st.booleans(),
+)  # fmt: skip
+def test_windows_bound_what_is_in_flight(
+    remote: int, local: int, limit: int, cols: int, n: int, window: int, aligned: bool
+) -> None:
+    octets = (local, remote)
+    tiers = (TierAccess(), TierAccess(sms=limit))
+    splits = split_octets(octets, tiers, sms=SMS, aligned=aligned)
+
+    def stages(window_bytes: int | None) -> int:
+        access = (tiers[0], TierAccess(limit, window_bytes))
+        return gemm_config(cols, n, splits, access, sms=SMS).windows[1]
+
+    most, count = stages(None), splits[1].ctas
+    assert most >= 2, "a ring"
+    two = bisect.bisect_left(range(2 * SHARED_BYTES * count), 2, key=stages)
+    stage = two // (2 * count)
+    assert two == 2 * count * stage and stage % ATOM_BYTES == 0
+    assert splits[1].group * ATOM_BYTES <= stage <= SHARED_BYTES // most
+    assert stages(window) == max(1, min(most, window // (count * stage)))
+
+
+def test_tiles() -> None:
+    for n in range(1, MAX_ROWS + 1):
+        assert tiles_for(n) == min(tiles for tiles in X_TILES if 8 * tiles >= n)
+
+
+@pytest.mark.parametrize("n", [-1, 0, MAX_ROWS + 1])
+def test_rows_beyond_a_launch(n: int) -> None:
+    with pytest.raises(ValueError, match=f"expected 1 to {MAX_ROWS} rows, got {n}$"):
+        tiles_for(n)
+    with pytest.raises(ValueError, match=f"expected 1 to {MAX_ROWS} rows, got {n}$"):
+        gemm_config(128, n, [Split(1, 1, 1, 128)], [TierAccess()], sms=SMS)
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_known_models(name: str) -> None:
+    model = known_model(name)
+    assert model is not None
+    work = Workload(batch_size=8, prompt_len=8, new_tokens=8, max_model_len=16)
+    shapes = {op.shape for op in decode_ops(model, work) if op.category == "linear"}
+    for rows, cols in shapes:
+        count = octet_count(rows)
+        for remote in (0, 1, count // 10, count):
+            tiers = (TierAccess(), HOST)
+            splits = split_octets((count - remote, remote), tiers, sms=SMS)
+            for n in range(1, MAX_ROWS + 1):
+                config = gemm_config(cols, n, splits, tiers, sms=SMS)
+                assert config.splits == splits and config.shared_bytes <= SHARED_BYTES
+
+
+def changed(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    """An operand [..., K] that does not do."""
+    rows, cols = tensor.shape
+    return {
+        "shape": torch.zeros(rows, cols + 8, dtype=tensor.dtype),
+        "dtype": tensor.bfloat16(),
+        "device": tensor.to("meta"),
+        "stride": torch.zeros(rows, 2 * cols, dtype=tensor.dtype)[:, ::2],
+        "alignment": torch.zeros(rows * cols + 1, dtype=tensor.dtype)[1:].view(rows, cols),
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "device", "stride", "alignment"])
+@pytest.mark.parametrize("name", ["x", "out", "bias", "residual"])
+def test_operands_that_do_not_fit(name: str, how: str) -> None:
+    split = Split(3, 1, 2, 128)
+    data = pack(torch.zeros(24, 40, dtype=torch.float16), split)
+    weight = PackedTensor((24, 40), torch.float16, (PackedPart("hbm", split, data),))
+    config = gemm_config(40, 5, [split], [TierAccess()], sms=SMS)
+    operands: dict[str, Any] = {
+        key: torch.zeros(shape, dtype=torch.float16)
+        for key, shape in {"x": (5, 40), "out": (5, 24), "bias": (24,), "residual": (5, 24)}.items()
+    }
+    with pytest.raises(ValueError, match=r"expected x on the current GPU .* on cpu"):
+        splitk_gemm(weight=weight, config=config, **operands)
+    bad = changed(operands[name].view(-1, operands[name].shape[-1]), how)
+    operands[name] = bad.squeeze(0) if name == "bias" else bad
+    if how in ("stride", "alignment"):
+        message = f"expected {name} to be contiguous and aligned to 16 bytes"
+    elif (name, how) == ("x", "device"):
+        message = r"expected out as \[5, 24\] of torch.float16 on meta, got .* on cpu"
+    else:
+        message = rf"expected {name} as .* of torch.float16 on cpu, got \[.*\] of torch.* on"
+    with pytest.raises(ValueError, match=message):
+        splitk_gemm(weight=weight, config=config, **operands)

@@ -1,0 +1,187 @@
+"""Packed matrices: what `pack` lays out comes back, byte for byte as the module documents it."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun.kernels.packing import (
+    DTYPES,
+    MAX_GROUP,
+    OCTET_ROWS,
+    PADDED_COLS,
+    PackedPart,
+    PackedTensor,
+    Split,
+    octet_bytes,
+    octet_count,
+    pack,
+    padded_cols,
+)
+
+ATOM_BYTES = 1024
+
+
+def random_bits(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bits, also those of NaN."""
+    bits = torch.randint(-(2**15), 2**15, (rows, cols), dtype=torch.int16)
+    return bits.view(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def packed(weight: torch.Tensor, splits: list[Split]) -> PackedTensor:
+    """`weight` with its octets in as many tiers as there are splits."""
+    ends = itertools.accumulate(OCTET_ROWS * split.octets for split in splits)
+    parts = [
+        PackedPart(f"tier {i}", split, pack(weight[end - OCTET_ROWS * split.octets : end], split))
+        for i, (split, end) in enumerate(zip(splits, ends, strict=True))
+    ]
+    rows, cols = weight.shape
+    return PackedTensor((rows, cols), weight.dtype, tuple(parts))
+
+
+@st.composite
+def ways_to_split(draw: st.DrawFn, octets: int) -> Split:
+    dealt_to, group = draw(st.integers(1, 9)), draw(st.integers(1, MAX_GROUP))
+    return Split(octets, dealt_to, group, PADDED_COLS * draw(st.integers(1, 9)))
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[torch.Tensor, list[Split]]:
+    rows, cols = draw(st.integers(1, 400)), draw(st.integers(1, 900))
+    octets = octet_count(rows)
+    cuts = sorted(draw(st.lists(st.integers(0, octets), max_size=3)))
+    counts = [end - start for start, end in itertools.pairwise([0, *cuts, octets])]
+    weight = random_bits(rows, cols, draw(st.sampled_from(DTYPES)))
+    return weight, [draw(ways_to_split(count)) for count in counts]
+
+
+@given(matrices())
+def test_what_is_packed_comes_back(matrix: tuple[torch.Tensor, list[Split]]) -> None:
+    weight, splits = matrix
+    tensor = packed(weight, splits)
+    assert same_bits(tensor.dense(), weight) and tensor.dense().is_contiguous()
+    stored = octet_count(weight.shape[0]) * octet_bytes(weight.shape[1])
+    assert sum(part.data.numel() for part in tensor.parts) == stored
+
+
+def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
+    """Where the module's docstring puts an element, in bytes."""
+    octet, row = divmod(row, 8)
+    atoms_along = padded_cols(cols) // 64
+    wave = octet // split.wave * split.wave
+    wave_octets = min(split.wave, split.octets - wave)
+    group = octet // split.group * split.group
+    group_octets = min(split.group, split.octets - group)
+    step_atoms = split.step_cols // 64
+    step = col // 64 // step_atoms * step_atoms
+    depth = min(step_atoms, atoms_along - step)
+    before = wave * atoms_along + wave_octets * step + (group - wave) * depth
+    atom = before + (col // 64 - step) * group_octets + (octet - group)
+    chunk = col % 64 // 8
+    return atom * ATOM_BYTES + row * 128 + (chunk ^ row) * 16 + col % 8 * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "cols", "dealt_to", "group", "step_cols"),
+    [
+        (8, 64, 1, 1, 128),
+        (13, 130, 2, 1, 128),
+        (72, 500, 2, 3, 256),
+        (200, 640, 3, 4, 384),
+        (150, 200, 1, MAX_GROUP, 1024),
+    ],
+)
+def test_the_layout_is_the_documented_one(
+    rows: int, cols: int, dealt_to: int, group: int, step_cols: int, dtype: torch.dtype
+) -> None:
+    weight = random_bits(rows, cols, dtype)
+    split = Split(octet_count(rows), dealt_to, group, step_cols)
+    expected = torch.zeros(split.octets * octet_bytes(cols) // 2, dtype=torch.int16)
+    for row, values in enumerate(weight.view(torch.int16)):
+        expected[[slow_offset(row, col, cols, split) // 2 for col in range(cols)]] = values
+    assert torch.equal(pack(weight, split), expected.view(torch.uint8))
+
+
+def test_an_atom() -> None:
+    weight = torch.arange(8 * 128, dtype=torch.int16).view(8, 128).view(torch.float16)
+    atoms = pack(weight, Split(1, 1, 1, 128)).view(torch.int16).view(2, 8, 8, 8)
+    for atom, row, place in itertools.product(range(2), range(8), range(8)):
+        chunk = place ^ row
+        first = 128 * row + 64 * atom + 8 * chunk
+        assert atoms[atom, row, place].tolist() == list(range(first, first + 8))
+
+
+def test_padding_is_zero() -> None:
+    ones = torch.ones(9, 65, dtype=torch.bfloat16)
+    data = pack(ones, Split(2, 1, 2, 128)).view(torch.bfloat16)
+    assert data.numel() == 16 * 128 and data.sum() == 9 * 65
+
+
+def test_strides_do_not_matter() -> None:
+    whole = random_bits(256, 300, torch.float16)
+    split = Split(16, 2, 4, 128)
+    for view in (whole[:128, :128], whole[::2, 1:129], whole[:128, :128].t(), whole.t()[:128]):
+        assert torch.equal(pack(view, split), pack(view.contiguous(), split))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"group": 0}, f"expected groups of 1 to {MAX_GROUP} and steps of 128s, got Split"),
+        ({"group": MAX_GROUP + 1}, f"expected groups of 1 to {MAX_GROUP}"),
+        ({"step_cols": 64}, "steps of 128s, got .*step_cols=64"),
+        ({"step_cols": 0}, "steps of 128s, got .*step_cols=0"),
+        ({"step_cols": -128}, "steps of 128s, got .*step_cols=-128"),
+        ({"dealt_to": 0}, "expected a .* at least, got Split"),
+    ],
+)
+def test_bad_splits(values: dict[str, int], message: str) -> None:
+    good = {"octets": 3, "dealt_to": 2, "group": 2, "step_cols": 256}
+    with pytest.raises(ValueError, match=message):
+        Split(*{**good, **values}.values())
+    assert Split(0, 0, 1, 128).wave == 1, "a tier may have none"
+
+
+def test_bad_weights() -> None:
+    split = Split(2, 1, 2, 128)
+    for weight in (torch.zeros(16, 64), torch.zeros(16, 64, dtype=torch.int16)):
+        with pytest.raises(
+            ValueError, match=f"expected a float16 or bfloat16 matrix, got {weight.dtype}"
+        ):
+            pack(weight, split)
+    with pytest.raises(ValueError, match="expected a float16 or bfloat16 matrix"):
+        pack(torch.zeros(1024, dtype=torch.float16), split)
+    for rows in (0, 8, 17):
+        with pytest.raises(ValueError, match=f"expected 2 octets, got {octet_count(rows)}"):
+            pack(torch.zeros(rows, 64, dtype=torch.float16), split)
+
+
+def test_bad_parts() -> None:
+    split = Split(2, 1, 2, 128)
+    data = pack(torch.zeros(16, 100, dtype=torch.float16), split)
+
+    def tensor(
+        data: torch.Tensor,
+        shape: tuple[int, int] = (16, 100),
+        dtype: torch.dtype = torch.float16,
+    ) -> PackedTensor:
+        return PackedTensor(shape, dtype, (PackedPart("host", split, data),))
+
+    assert tensor(data).dense().shape == (16, 100)
+    with pytest.raises(ValueError, match=r"expected float16 or bfloat16, got torch\.float32"):
+        tensor(data, dtype=torch.float32)
+    for bad in (data[1:], data.view(2, 2048), data.view(torch.int16)):
+        with pytest.raises(ValueError, match=r"expected 4096 bytes in host, got \[.*\] of torch"):
+            tensor(bad)
+    with pytest.raises(ValueError, match="expected 8192 bytes in host"):
+        tensor(data, shape=(16, 129))
+    for rows in (8, 17):
+        with pytest.raises(ValueError, match=rf"2 octets are placed of a matrix of \({rows}, 100"):
+            tensor(data, shape=(rows, 100))
