@@ -36,7 +36,6 @@ constexpr int kRowWarps = X_TILES == 8 ? 2 : 1;                   // and rows of
 constexpr int kTeamWarps = kKWarps * kOctetWarps * kRowWarps;
 static_assert(kTeams * kTeamWarps == kConsumerWarps, "every warp has its share");
 constexpr int kMaxOctets = 8;  // of a group
-constexpr bool kTakesOdd = X_TILES < 8;  // numbers of stages of one block; else it would spill
 constexpr int kWarpOctets = kMaxOctets / kOctetWarps;
 constexpr int kWarpTiles = X_TILES / kRowWarps;  // of 8 rows of X
 constexpr int kWarpK = X_TILES <= 2 ? 32 : 64;   // of an atom
@@ -79,8 +78,8 @@ struct SplitKGemmArgs {
   Element* y;                 // [N, M]; [N, M / 2] with kSiluMul, see there
   int m, n, k;                // k counts the padding, a multiple of 128
   int tier_count;
-  int stages;        // see kTakesOdd
-  int stage_blocks;  // of kBlockK; a multiple of 2, or 1
+  int stages;
+  int stage_blocks;  // of kBlockK: an even number, or 1, and then `stages` is even
   int stage_octets;  // that a stage has room for
   int stage_bytes;   // of W and X
   int x_atoms;       // that a copy of X brings; 1: the map is [1][N][K], K being ragged
@@ -437,9 +436,6 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
 #pragma unroll 1
     for (int stage = first_stage; stage < stages_of_group; stage += step) {
       const uint32_t barrier = full_barrier + 8 * slot, offset = slot * stage_bytes;
-      // Of an odd number of stages each is the teams' in turns. A team may come to one whose bytes for
-      // the other have not landed, and a parity cannot tell the phase after them from that before.
-      if (kTakesOdd && step == kTeams && stages % kTeams) wait_barrier(barrier, parity ^ 1);
       wait_barrier(barrier, parity);
       if (windowed) wait_barrier(barrier + 8 * kMaxStages, parity);
       const int blocks = min(stage_blocks, blocks_of_group - stage * stage_blocks);

@@ -112,6 +112,8 @@ def test_shared_memory_suffices(
     assert config.splits == splits
     assert 0 < config.shared_bytes <= SHARED_BYTES
     assert len(config.windows) == len(tiers) and min(config.windows) >= 1
+    assert config.stages >= 2
+    assert config.stage_blocks % 2 == 0 or config.stages % 2 == 0, "the teams take them in turns"
 
 
 @given(

@@ -173,7 +173,11 @@ def block_cols(x_tiles: int) -> int:
 
 
 def _stages(octets: int, x_tiles: int, blocks: int) -> int:
-    """Stages that fit beside what the exchange of sums needs."""
+    """Stages that fit beside what the exchange of sums needs.
+
+    Teams of warps that take stages of one block in turns need an even number: a team that came to a
+    stage whose bytes for the other have yet to land would take their phase for its own.
+    """
     room = SHARED_BYTES - EXCHANGE_BYTES
     stages = min(MAX_STAGES, room // stage_size(octets, x_tiles, blocks))
-    return stages // 2 * 2 if x_tiles == 8 and blocks == 1 else stages  # kTakesOdd of the kernel
+    return stages // 2 * 2 if blocks == 1 else stages
