@@ -189,14 +189,14 @@ def generate(
         stderr = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
         start = time.perf_counter()
         with writer:
-            if profile == "auto":
-                tell(told(llm.profile))
             counts = run(llm, reader, writer, stderr if sys.stderr.isatty() else None)
         report = llm.report(time.perf_counter() - start)
     report["rows"] = {"done": counts.done, "failed": counts.failed, "skipped": counts.skipped}
     if report_path:
         write_report(report, Path(report_path))
     render_report(report, stderr)
+    if profile == "auto":
+        tell(told(llm.profile))
     tell(f"{counts.done} rows done, {counts.failed} failed, {counts.skipped} skipped")
     return EXIT_FAILED if counts.failed else 0
 

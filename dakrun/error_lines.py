@@ -16,6 +16,7 @@ from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
 
 _FREE_SPACE = "free some disk space, then run it again"
 _PERMISSIONS = "check its permissions, or name another place"
+_MEMORY = "free some memory, or lower --batch-size or --max-model-len"
 _REMEDIES = {
     errno.EACCES: _PERMISSIONS,
     errno.EPERM: _PERMISSIONS,
@@ -28,7 +29,7 @@ _REMEDIES = {
     errno.EDQUOT: _FREE_SPACE,
     errno.EFBIG: "name a place that takes larger files, or raise the limit: ulimit -f",
     errno.EMFILE: "raise the number of open files: ulimit -n",
-    errno.ENOMEM: "free some memory, then run it again",
+    errno.ENOMEM: _MEMORY,
 }
 _NO_REMEDY = "check the file, its permissions and the disk; DAKRUN_DEBUG=1 shows where it happened"
 
@@ -68,6 +69,9 @@ class ErrorLines(click.Group):
         except OSError as problem:
             code = EXIT_CANNOT_RUN
             _report(problem, _what_failed(problem), _REMEDIES.get(problem.errno or 0, _NO_REMEDY))
+        except MemoryError as problem:
+            code = EXIT_CANNOT_RUN
+            _report(problem, f"memory ran out{f': {problem}' if str(problem) else ''}", _MEMORY)
         except Exception as problem:
             code = EXIT_FAILED
             what = f"internal: {type(problem).__name__}: {problem}"

@@ -20,7 +20,7 @@ from dakrun.engine.request import Completion, Request
 from dakrun.engine.rows import BadRow, PromptRules
 from dakrun.engine.tokenizer import Tokenizer
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import HardwareProfile, find_profile, load_profile
+from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.host_limits import available_host_memory
 from dakrun.models.layers import Decoder
@@ -140,7 +140,15 @@ class LLM:
         stats = self.engine.stats
         if wall_s is None:
             wall_s = stats.prefill_s + sum(stats.step_s)
-        return make_report(self.plan, stats, self.engine.decoder.op_seconds, self.load_s, wall_s)
+        on_gpu = self.device.type == "cuda"
+        return make_report(
+            self.plan,
+            stats,
+            self.engine.decoder.op_seconds,
+            device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
+            load_s=self.load_s,
+            wall_s=wall_s,
+        )
 
     def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         try:

@@ -24,9 +24,15 @@ SCHEMA = 1
 
 
 def make_report(
-    plan: Plan, stats: EngineStats, op_seconds: Mapping[str, float], load_s: float, wall_s: float
+    plan: Plan,
+    stats: EngineStats,
+    op_seconds: Mapping[str, float],
+    *,
+    device: str,
+    load_s: float,
+    wall_s: float,
 ) -> dict[str, Any]:
-    """The run's report as JSON-ready data (schema 1).
+    """The run's report as JSON-ready data (schema 1); `device` is the name of what computed.
 
     EB is the model's weight bytes over the mean decode step time (arXiv 2604.26074); EB total
     counts the weight and KV bytes that the steps really read. Figures that a run without a
@@ -89,7 +95,7 @@ def make_report(
             "safetensors": version("safetensors"),
         },
         "machine": {
-            "device": plan.profile.device_name if plan.profile.device == "cuda" else _cpu_name(),
+            "device": device,
             "threads": torch.get_num_threads(),
             "system": platform.platform(),
         },
@@ -163,11 +169,3 @@ def _seconds(value: float | None) -> str:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value / 1e9:.2f} GB/s"
-
-
-def _cpu_name() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()

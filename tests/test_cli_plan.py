@@ -236,10 +236,12 @@ def test_internal_errors_are_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         (OSError(errno.EIO, "Input/output error", "a"), "a: Input/output error", "DAKRUN_DEBUG=1"),
         (OSError("only words"), "only words", "DAKRUN_DEBUG=1"),
         (TimeoutError(), "TimeoutError", "DAKRUN_DEBUG=1"),
+        (MemoryError(), "memory ran out", "--batch-size"),
+        (MemoryError("tier hbm"), "memory ran out: tier hbm", "--batch-size"),
     ],
 )
 def test_errors_of_the_system_name_the_file(
-    monkeypatch: pytest.MonkeyPatch, problem: OSError, said: str, advice: str
+    monkeypatch: pytest.MonkeyPatch, problem: Exception, said: str, advice: str
 ) -> None:
     failing(monkeypatch, problem)
     result = run(*PLAN)
