@@ -377,11 +377,12 @@ def test_the_kernel_must_be_named() -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measured(found: GemmSweep, profile: HardwareProfile, **rest: Any) -> Record:
         assert (found.rows, found.ratios) == ((8,), (0.0, TURNING_POINT))
-        assert profile == PROFILE and rest["command"].startswith("dakrun ")
+        assert profile == PROFILE and rest["command"] == "dakrun bench -n 8"
         return record()
 
     monkeypatch.setattr(gemm, "check_gemm", lambda _: None)
     monkeypatch.setattr(gemm, "measure_gemm", measured)
+    monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "-n", "8"])
     asked = ("-n", "8", "--ratio", "0", "--ratio", TURNING_POINT, "--profile", PROFILE.name)
     target = tmp_path / "a.md"
     shown = run(*asked, "-o", str(target))
