@@ -32,10 +32,12 @@ extern "C" __global__ void __launch_bounds__(32)
   const Barriers full_barrier = {ptx::smem_address(barriers)};
   const uint32_t ring = ptx::smem_address(smem);
   int id = blockIdx.x, number = 0;
-  while (id >= args.sources[number].ctas) id -= args.sources[number++].ctas;
+  while (id >= args.sources[number].ctas)
+    id -= args.sources[number++].ctas;
   const Source source = args.sources[number];
 
-  for (int i = 0; i < source.stages; i++) ptx::mbarrier_init(full_barrier[i], 1);
+  for (int i = 0; i < source.stages; i++)
+    ptx::mbarrier_init(full_barrier[i], 1);
   ptx::fence_mbarrier_init();
   ptx::fence_proxy_async();
 
@@ -52,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(32)
 
   const uint64_t start = ptx::globaltimer();
   uint64_t end = start, read = 0;
-  for (int stage = 0; stage < source.stages; stage++) load(stage);
+  for (int stage = 0; stage < source.stages; stage++)
+    load(stage);
   RingPosition at;
   while (true) {
     wait_barrier(full_barrier[at.stage], at.parity);
@@ -62,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(32)
     load(at.stage);
     at.advance(source.stages);
   }
-  for (int i = 1; i < source.stages; i++) {  // a CTA may not exit while copies into it are on their way
+  for (int i = 1; i < source.stages;
+       i++) {  // a CTA may not exit while copies into it are on their way
     at.advance(source.stages);
     wait_barrier(full_barrier[at.stage], at.parity);
   }
@@ -108,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(32)
       ptx::mbarrier_arrive_cluster(empty_barrier[stage], 0);
     };
     const int ahead = min(args.stages, args.chunks);
-    for (int stage = 0; stage < ahead; stage++) offer(stage);
+    for (int stage = 0; stage < ahead; stage++)
+      offer(stage);
     RingPosition fill, drain;
     for (int done = 0, issued = 0; done < args.chunks; done++) {
       for (; rank == 0 && issued < min(args.chunks, done + args.stages); issued++) {

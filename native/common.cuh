@@ -35,8 +35,8 @@ struct RingPosition {
   }
 };
 
-// Keeps a value of a lane in a register: in tight loops the compiler else reads parameters and special
-// registers again and again. All lanes of the warp take part.
+// Keeps a value of a lane in a register: in tight loops the compiler else reads parameters and
+// special registers again and again. All lanes of the warp take part.
 __device__ __forceinline__ uint32_t in_register(uint32_t value) {
   return __shfl_sync(0xffffffff, value, threadIdx.x % 32);
 }

@@ -1,6 +1,6 @@
-// PTX instructions that CUDA C++ has no word for, one a function (PTX ISA 8.x, sections 9.7.9 to 9.7.13).
-// Shared memory is addressed by 32 bits, as the instructions do it: smem_address() makes an address,
-// once, as that costs more than the arithmetic on it.
+// PTX instructions that CUDA C++ has no word for, one a function (PTX ISA 8.x, sections 9.7.9
+// to 9.7.13). Shared memory is addressed by 32 bits, as the instructions do it: smem_address()
+// makes an address, once, as that costs more than the arithmetic on it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,9 +32,7 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // mbarriers
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier),
-               "r"(arrivals)
-               : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
@@ -42,9 +40,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   barrier),
-               "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
@@ -64,8 +60,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(
-          barrier),
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -102,8 +97,8 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const 
 }
 
 // A box of a 3-D tensor map at element (x, y, z); `map` is a kernel parameter or in global memory.
-__device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMap* map, int x, int y,
-                                            int z, uint32_t barrier) {
+__device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMap* map, int x,
+                                            int y, int z, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(destination),

@@ -5,10 +5,10 @@
 // the order of a sum's terms depends on K alone: neither tiers nor the number of CTAs change a bit
 // of Y.
 //
-// Every CTA serves one tier. One thread keeps copies of W and X in flight into a ring of stages, and
-// eight warps multiply, in two teams of four: the one takes the even blocks of k, the other the odd
-// ones, so that the latency of a step hides behind the other team's work. Within a team the warps
-// share a block's k for few rows of X, its octets and rows of X for many.
+// Every CTA serves one tier. One thread keeps copies of W and X in flight into a ring of stages,
+// and eight warps multiply, in two teams of four: the one takes the even blocks of k, the other the
+// odd ones, so that the latency of a step hides behind the other team's work. Within a team the
+// warps share a block's k for few rows of X, its octets and rows of X for many.
 
 #include "common.cuh"
 
@@ -88,7 +88,8 @@ struct SplitKGemmArgs {
 
 __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
   int tier = 0;
-  while (tier + 1 < args.tier_count && blockIdx.x >= args.tiers[tier + 1].first_cta) tier++;
+  while (tier + 1 < args.tier_count && blockIdx.x >= args.tiers[tier + 1].first_cta)
+    tier++;
   return tier;
 }
 
@@ -170,12 +171,14 @@ struct Producer {
 
   // The first stages of W, which do not depend on the kernels before.
   __device__ __forceinline__ void fill() {
-    for (int issued = 0; issued < window && !w.done(); issued++) load_w();
+    for (int issued = 0; issued < window && !w.done(); issued++)
+      load_w();
   }
 
   // All else; X is what the kernels before wrote.
   __device__ __forceinline__ void run() {
-    for (int issued = 0; issued < window && !x.done(); issued++) load_x();
+    for (int issued = 0; issued < window && !x.done(); issued++)
+      load_x();
     for (int issued = window; !x.done(); issued++) {
       if (ring.windowed) {
         wait_barrier(ring.full_barrier[landed.stage], landed.parity);
@@ -231,16 +234,17 @@ struct Sums {
 };
 
 // Multiplies kWarpK of an atom's k. `w` and `x` are where the lane's row of the warp's first two
-// octets and of its first rows of X starts in shared memory, with the first 16 bytes that it reads of
-// them: in swizzled rows of 128 bytes the others are reached by an exclusive or. Octets go by twos,
-// the 16 rows of an mma; where there is but one, what lies behind it in the stage is read, and what
-// that gives never stored.
+// octets and of its first rows of X starts in shared memory, with the first 16 bytes that it reads
+// of them: in swizzled rows of 128 bytes the others are reached by an exclusive or. Octets go by
+// twos, the 16 rows of an mma; where there is but one, what lies behind it in the stage is read,
+// and what that gives never stored.
 __device__ __forceinline__ void multiply(uint32_t w, uint32_t x, int octets, Sums& sums) {
 #pragma unroll
   for (int half = 0; half < kWarpK; half += 32) {
     uint32_t b[kWarpTiles][4];
 #pragma unroll
-    for (int i = 0; i < kWarpTiles; i++) ptx::ldmatrix_x4(b[i], (x ^ 2 * half) + i * 8 * 128);
+    for (int i = 0; i < kWarpTiles; i++)
+      ptx::ldmatrix_x4(b[i], (x ^ 2 * half) + i * 8 * 128);
 #pragma unroll
     for (int j = 0; j < kWarpOctets; j += 2) {
       if (j > 0 && j >= octets) break;
@@ -261,9 +265,15 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t x, int octets, Sum
   }
 }
 
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ void convert(__half& to, float value) { to = __float2half_rn(value); }
+__device__ __forceinline__ float to_float(__half value) {
+  return __half2float(value);
+}
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+__device__ __forceinline__ void convert(__half& to, float value) {
+  to = __float2half_rn(value);
+}
 __device__ __forceinline__ void convert(__nv_bfloat16& to, float value) {
   to = __float2bfloat16_rn(value);
 }
@@ -338,8 +348,8 @@ struct Share {
 };
 
 // Adds up the sums of the warps that share k, in a fixed order, by way of `scratch`, and stores the
-// outputs of a group, from `first_row` of W on. Goes by rounds of some octets of every warp; in each
-// all warps write, and then each adds up and stores some tiles.
+// outputs of a group, from `first_row` of W on. Goes by rounds of some octets of every warp; in
+// each all warps write, and then each adds up and stores some tiles.
 struct Exchange {
   static constexpr int kPartials = kTeams * kKWarps;
   static constexpr int kRoundOctets = X_TILES == 1 ? 8 : 4 / kOctetWarps;  // of a warp

@@ -1,0 +1,100 @@
+"""Kernels on the CPU: native/*.cu compiled by g++ against emulator/ptx.cuh, launched like on a GPU.
+
+What runs is the kernel's own source and its Python wrapper; only the instructions are stand-ins.
+"""
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dakrun.kernels import gemm
+from dakrun.resources import resource_dir
+
+EMULATOR = Path(__file__).parent / "emulator"
+ENTRY = """
+#include "{source}"
+
+extern "C" void launch(const void* args, int size, int grid, int block, int shared, uint32_t seed,
+                       char* problem) {{
+  {struct} own;
+  static_assert(sizeof own % 64 == 0);
+  std::memcpy(&own, args, size);
+  for (int i = 0; i < grid && !*problem; i++) {{
+    blockIdx.x = i;
+    const std::string found =
+        emulator::run(block, shared, seed + i, [&own] {{ {name}(own); }});
+    std::strncpy(problem, found.c_str(), 255);
+  }}
+}}
+"""
+
+
+class EmulatedKernel:
+    """A kernel of `source` with `struct` for its arguments, built in `folder` with `defines`."""
+
+    def __init__(
+        self, source: str, name: str, struct: str, defines: dict[str, int], folder: Path
+    ) -> None:
+        for path in resource_dir("native").iterdir():
+            if path.suffix in (".cu", ".cuh") and path.name != "ptx.cuh":
+                (folder / path.name).write_text(_for_the_host(path.read_text("utf-8")), "utf-8")
+        entry = folder / "entry.cpp"
+        entry.write_text(ENTRY.format(source=source, struct=struct, name=name), "utf-8")
+        library = folder / "kernel.so"
+        macros = [f"-D{key}={value}" for key, value in defines.items()]
+        command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", *macros]
+        subprocess.run([*command, "-o", library, entry], check=True)
+        self._launch = ctypes.CDLL(str(library)).launch
+        self.seed = 0
+
+    def launch(
+        self,
+        grid: int,
+        block: int,
+        args: ctypes.Structure,
+        *,
+        shared_bytes: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        """As kernels.jit.Kernel; AssertionError for what no interleaving may do."""
+        del overlap  # there is nothing before it that could still run
+        problem = ctypes.create_string_buffer(256)
+        self._launch(
+            ctypes.byref(args), ctypes.sizeof(args), grid, block, shared_bytes,
+            ctypes.c_uint32(self.seed), problem,
+        )  # fmt: skip
+        assert not problem.value, problem.value.decode()
+
+
+def atoms_map(
+    address: int, dtype: torch.dtype, shape: tuple[int, int], box_rows: int, box_atoms: int
+) -> tuple[int, ...]:
+    """The emulator's own form of tensor_map.atoms_map."""
+    del dtype  # of 16 bits, whichever
+    return (address, *shape, box_rows, box_atoms, *[0] * 11)
+
+
+def splitk_gemm_kernel(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
+    """A stand-in for gemm._kernel that builds what it is asked for, once."""
+    built: dict[tuple[torch.dtype, int], EmulatedKernel] = {}
+
+    def kernel(dtype: torch.dtype, x_tiles: int, device: int) -> EmulatedKernel:
+        del device
+        if (dtype, x_tiles) not in built:
+            built[dtype, x_tiles] = EmulatedKernel(
+                gemm.SOURCE, "splitk_gemm", "SplitKGemmArgs", gemm.defines(dtype, x_tiles), folder()
+            )
+        return built[dtype, x_tiles]
+
+    return kernel
+
+
+def _for_the_host(source: str) -> str:
+    """Shared memory is one CTA's at a time: the dynamic block, and arrays of fixed size."""
+    dynamic = "extern __shared__ __align__(1024) uint8_t smem[];"
+    return source.replace(dynamic, "#define smem (emulator::cta->memory.data())").replace(
+        "  __shared__ ", "  static "
+    )

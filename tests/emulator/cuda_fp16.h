@@ -1,0 +1,92 @@
+// What the kernels use of CUDA C++, for a host compiler: words, vectors, 16-bit floats.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __align__(n) alignas(n)
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __CUDA_ARCH__ 900
+
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct Index {
+  uint32_t x;
+};
+
+// The half nearest to a float, ties to even, as a float: `mantissa` bits, `least` the exponent of
+// the smallest normal number, `most` that of the first power of two that is too large.
+inline float nearest(float value, int mantissa, int least, int most) {
+  if (!std::isfinite(value) || value == 0) return value;
+  int exponent;
+  std::frexp(value, &exponent);
+  const int unit = std::max(exponent - 1, least) - mantissa;
+  const float rounded = std::ldexp(std::nearbyint(std::ldexp(value, -unit)), unit);
+  return std::fabs(rounded) >= std::ldexp(1.0f, most) ? std::copysign(INFINITY, value) : rounded;
+}
+
+struct __half {
+  uint16_t bits;
+};
+
+inline float __half2float(__half half) {
+  const int exponent = half.bits >> 10 & 31, fraction = half.bits & 1023;
+  float value = std::ldexp(static_cast<float>(exponent ? fraction | 1024 : fraction),
+                           std::max(exponent, 1) - 25);
+  if (exponent == 31) value = fraction ? NAN : INFINITY;
+  return half.bits >> 15 ? -value : value;
+}
+
+inline __half __float2half_rn(float value) {
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  if (std::isnan(value)) return {0x7fff};
+  const float size = std::fabs(nearest(value, 10, -14, 16));
+  if (std::isinf(size)) return {static_cast<uint16_t>(sign | 0x7c00)};
+  if (size < std::ldexp(1.0f, -14)) {
+    return {static_cast<uint16_t>(sign | static_cast<uint16_t>(std::ldexp(size, 24)))};
+  }
+  int exponent;
+  const float fraction = std::frexp(size, &exponent);  // from a half up to one
+  const auto digits = static_cast<uint16_t>(std::ldexp(fraction, 11)) & 1023;
+  return {static_cast<uint16_t>(sign | (exponent + 14) << 10 | digits)};
+}
+
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+
+inline float __bfloat162float(__nv_bfloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+inline __nv_bfloat16 __float2bfloat16_rn(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) return {0x7fff};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+inline float __expf(float x) {
+  return std::exp(x);
+}
+inline float __fdividef(float x, float y) {
+  return x / y;
+}
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+using std::fmaxf;

@@ -1,0 +1,177 @@
+"""SplitK_GEMM's own source on the CPU, in many interleavings of its threads and copies."""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from emulated import EmulatedKernel, atoms_map, splitk_gemm_kernel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from dakrun.kernels import gemm
+from dakrun.kernels.gemm import Activation, splitk_gemm
+from dakrun.kernels.heuristics import (
+    EXCHANGE_BYTES,
+    GemmConfig,
+    TierAccess,
+    gemm_config,
+    launch,
+    split_octets,
+)
+from dakrun.kernels.packing import PackedPart, PackedTensor, octet_count, pack
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+SMS = 3
+ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=32 * 1024))
+Build = Callable[[torch.dtype, int, int], EmulatedKernel]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    return splitk_gemm_kernel(lambda: tmp_path_factory.mktemp("kernel"))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_kernel", build)
+    monkeypatch.setattr(gemm, "atoms_map", atoms_map)
+    monkeypatch.setattr(gemm, "_check_operands", lambda *_: None)  # which asks for a GPU
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (scale * torch.randn(shape, generator=generator)).to(dtype)
+
+
+def packed(
+    weight: torch.Tensor, octets: Sequence[int], access: Sequence[TierAccess], *, aligned: bool
+) -> PackedTensor:
+    splits = split_octets(octets, access, sms=SMS, aligned=aligned)
+    parts, row = [], 0
+    for tier, split in zip(("hbm", "host"), splits, strict=False):
+        data = pack(weight[row : row + 8 * split.octets], split)
+        parts.append(PackedPart(tier, split, data))
+        row += 8 * split.octets
+    return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
+
+
+def run(
+    weight: torch.Tensor,
+    n: int,
+    octets: Sequence[int] = (),
+    access: Sequence[TierAccess] = ACCESS,
+    *,
+    aligned: bool = True,
+    activation: Activation = "none",
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Y of random x, which depends on the shapes alone."""
+    m, k = weight.shape
+    octets = octets or (octet_count(m),)
+    access = access[: len(octets)]
+    matrix = packed(weight, octets, access, aligned=aligned)
+    splits = [part.split for part in matrix.parts]
+    config = gemm_config(k, n, splits, access, sms=SMS)
+    x = normal(n, k, dtype=weight.dtype)
+    out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
+    return splitk_gemm(x, matrix, config, out, bias=bias, residual=residual, activation=activation)
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("n", [1, 3, 7, 8, 13, 16, 24, 33, 64])
+@pytest.mark.parametrize(("m", "k"), [(8, 8), (203, 1000), (130, 2120)])
+def test_it_is_exact(m: int, k: int, n: int) -> None:
+    weight, bias, residual = normal(m, k, scale=k**-0.5), normal(m), normal(n, m)
+    exact = F.linear(normal(n, k).double(), weight.double(), bias.double()) + residual.double()
+    assert error(run(weight, n, bias=bias, residual=residual), exact) < 5e-4
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu_mul"])
+@pytest.mark.parametrize(("n", "dtype"), [(8, torch.float16), (13, torch.bfloat16)])
+def test_epilogues(activation: Activation, n: int, dtype: torch.dtype) -> None:
+    m, k = 90, 520
+    weight, bias = normal(m, k, dtype=dtype, scale=k**-0.5), normal(m, dtype=dtype)
+    exact = F.linear(normal(n, k, dtype=dtype).double(), weight.double(), bias.double())
+    if activation == "silu_mul":
+        exact = F.silu(exact[:, ::2]) * exact[:, 1::2]
+    found = run(weight, n, activation=activation, bias=bias)
+    assert error(found, exact.relu() if activation == "relu" else exact) < 5e-3
+
+
+@pytest.mark.parametrize("n", [8, 13, 24, 64])
+def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
+    weight = normal(203, 1416, scale=0.03)
+    tiles = gemm_config(8, n, split_octets((1,), ACCESS[:1], sms=1), ACCESS[:1], sms=1).x_tiles
+    kernel, wanted = build(weight.dtype, tiles, 0), run(weight, n)
+    assert not wanted.isnan().any()
+    windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
+    for seed, (octets, access, aligned) in enumerate(
+        [
+            ((26,), ACCESS, True), ((25, 1), ACCESS, True), ((13, 13), ACCESS, False),
+            ((0, 26), ACCESS, True), ((26,), ACCESS, False), ((20, 6), windows, True),
+        ]
+    ):  # fmt: skip
+        kernel.seed = 1000 * seed
+        assert torch.equal(run(weight, n, octets, access, aligned=aligned), wanted), octets
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 60), st.integers(1, 90), st.integers(1, 64), st.booleans(),
+    st.sampled_from([None, 1, 40_000]), st.integers(0, 2**31),
+)  # fmt: skip
+def test_any_shape(
+    m: int, eights: int, n: int, remote: bool, window: int | None, seed: int
+) -> None:
+    weight, count = normal(m, 8 * eights, scale=0.1), octet_count(m)
+    octets = (count - count // 2, count // 2) if remote and count > 1 else (count,)
+    access = (TierAccess(), TierAccess(1, window))
+    gemm._kernel(weight.dtype, 1, 0).seed = seed
+    exact = normal(n, 8 * eights).double() @ weight.double().T
+    assert error(run(weight, n, octets, access), exact) < 1e-3
+
+
+def outcome(config: GemmConfig, kernel: EmulatedKernel, seed: int) -> str:
+    weight = normal(64, 1280, scale=0.03)
+    data = pack(weight, config.splits[0])
+    matrix = PackedTensor((64, 1280), weight.dtype, (PackedPart("hbm", config.splits[0], data),))
+    x, out = normal(8, 1280), torch.full((8, 64), math.nan, dtype=weight.dtype)
+    kernel.seed = seed
+    try:
+        splitk_gemm(x, matrix, config, out)
+    except AssertionError as problem:
+        return str(problem)
+    return "right" if error(out, x.double() @ weight.double().T) < 1e-3 else "wrong"
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_teams_that_take_stages_in_turns_need_an_even_number(stages: int, build: Build) -> None:
+    """What a GPU ends with a launch failure, or hangs in, an interleaving in twelve shows here."""
+    splits = split_octets((8,), ACCESS[:1], sms=1)
+    config = launch(8, 1, 1, splits, ACCESS[:1], sms=1)
+    config = dataclasses.replace(
+        config,
+        stages=stages,
+        windows=(stages,),
+        shared_bytes=stages * config.stage_bytes + EXCHANGE_BYTES,
+    )
+    found = {outcome(config, build(torch.float16, 1, 0), 50 * seed) for seed in range(12)}
+    assert found == {"right"} if stages % 2 == 0 else found - {"right"}
+
+
+def test_shared_memory_that_is_too_small_is_found(build: Build) -> None:
+    splits = split_octets((8,), ACCESS[:1], sms=1)
+    config = launch(8, 1, 1, splits, ACCESS[:1], sms=1)
+    kernel = build(torch.float16, 1, 0)
+    for less, problem in ((4096, "behind the shared memory"), (30_000, "shared memory at")):
+        short = dataclasses.replace(config, shared_bytes=config.shared_bytes - less)
+        assert problem in outcome(short, kernel, 0)
