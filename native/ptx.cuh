@@ -120,6 +120,21 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t ad
                : "memory");
 }
 
+// The same of transposed matrices.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+
+// An 8x8 matrix of 16-bit elements that lies in a warp's registers, transposed.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
+  return transposed;
+}
+
 // Rows 0 to 7 of the sums are in `low`, 8 to 15 in `high`.
 __device__ __forceinline__ void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1, __half) {

@@ -11,6 +11,7 @@
 // warps share a block's k for few rows of X, its octets and rows of X for many.
 
 #include "common.cuh"
+#include "element.cuh"
 
 constexpr int kMaxTiers = 9;
 constexpr int kMaxStages = 16;
@@ -22,11 +23,6 @@ constexpr int kAtomK = 64;
 constexpr int kAtomBytes = kOctetRows * kAtomK * 2;
 
 // One cubin per dtype and N: -DBFLOAT16 is 0 or 1, N <= 8 * X_TILES.
-#if BFLOAT16
-using Element = __nv_bfloat16;
-#else
-using Element = __half;
-#endif
 constexpr int kXRows = 8 * X_TILES;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 constexpr int kTeams = 2;
@@ -265,25 +261,8 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t x, int octets, Sum
   }
 }
 
-__device__ __forceinline__ float to_float(__half value) {
-  return __half2float(value);
-}
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) {
-  return __bfloat162float(value);
-}
-__device__ __forceinline__ void convert(__half& to, float value) {
-  to = __float2half_rn(value);
-}
-__device__ __forceinline__ void convert(__nv_bfloat16& to, float value) {
-  to = __float2bfloat16_rn(value);
-}
-
-// Two neighbouring elements at once where their address allows it, or else each by itself, the
+// Two neighbouring elements, at once where their address allows it, or else each by itself, the
 // second one where it exists.
-struct __align__(4) Pair {
-  Element first, second;
-};
-
 __device__ __forceinline__ Pair load_pair(const Element* from, bool both, bool aligned) {
   if (aligned) return *reinterpret_cast<const Pair*>(from);
   Pair pair = {from[0], from[0]};

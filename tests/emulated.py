@@ -7,10 +7,10 @@ import ctypes
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dakrun.kernels import gemm
 from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -20,7 +20,6 @@ ENTRY = """
 extern "C" void launch(const void* args, int size, int grid, int block, int shared, uint32_t seed,
                        char* problem) {{
   {struct} own;
-  static_assert(sizeof own % 64 == 0);
   std::memcpy(&own, args, size);
   for (int i = 0; i < grid && !*problem; i++) {{
     blockIdx.x = i;
@@ -77,17 +76,25 @@ def atoms_map(
     return (address, *shape, box_rows, box_atoms, *[0] * 11)
 
 
-def splitk_gemm_kernel(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
-    """A stand-in for gemm._kernel that builds what it is asked for, once."""
-    built: dict[tuple[torch.dtype, int], EmulatedKernel] = {}
+def kernels(
+    source: str,
+    name: str,
+    struct: str,
+    defines: Callable[..., dict[str, int]],
+    folder: Callable[[], Path],
+) -> Callable[..., EmulatedKernel]:
+    """A stand-in for the `_kernel` of a wrapper, which builds what it is asked for, once.
 
-    def kernel(dtype: torch.dtype, x_tiles: int, device: int) -> EmulatedKernel:
-        del device
-        if (dtype, x_tiles) not in built:
-            built[dtype, x_tiles] = EmulatedKernel(
-                gemm.SOURCE, "splitk_gemm", "SplitKGemmArgs", gemm.defines(dtype, x_tiles), folder()
-            )
-        return built[dtype, x_tiles]
+    That is asked by what `defines` takes, and a device; `folder` gives a new folder each time.
+    """
+    built: dict[tuple[tuple[str, int], ...], EmulatedKernel] = {}
+
+    def kernel(*variant: Any) -> EmulatedKernel:
+        macros = defines(*variant[:-1])
+        key = tuple(macros.items())
+        if key not in built:
+            built[key] = EmulatedKernel(source, name, struct, macros, folder())
+        return built[key]
 
     return kernel
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from emulated import EmulatedKernel, atoms_map, splitk_gemm_kernel
+from emulated import EmulatedKernel, atoms_map, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -32,7 +32,10 @@ Build = Callable[[torch.dtype, int, int], EmulatedKernel]
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    return splitk_gemm_kernel(lambda: tmp_path_factory.mktemp("kernel"))
+    return kernels(
+        gemm.SOURCE, "splitk_gemm", "SplitKGemmArgs", gemm.defines,
+        lambda: tmp_path_factory.mktemp("kernel"),
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dakrun.kernels import gemm, jit, nvrtc
+from dakrun.kernels import attention, gemm, jit, nvrtc
 from dakrun.kernels.heuristics import X_TILES
+from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
 from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
 from dakrun.resources import resource_dir
 
@@ -19,11 +20,14 @@ SOURCES = sorted(path.name for path in resource_dir("native").glob("*.cu"))
 GEMMS = [
     gemm.defines(dtype, tiles) for dtype in (torch.float16, torch.bfloat16) for tiles in X_TILES
 ]
-VARIANTS = [
-    (source, defines)
-    for source in SOURCES
-    for defines in (GEMMS if source == gemm.SOURCE else [{}])
+ATTENTIONS = [
+    attention.defines(dtype, head_dim, group)
+    for dtype in DTYPES
+    for head_dim in HEAD_DIMS
+    for group in (8, 16)
 ]
+OF_SOURCE = {gemm.SOURCE: GEMMS, attention.SOURCE: ATTENTIONS}
+VARIANTS = [(source, defines) for source in SOURCES for defines in OF_SOURCE.get(source, [{}])]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

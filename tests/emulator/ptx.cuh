@@ -210,6 +210,14 @@ struct ThreadIndex {
 };
 inline ThreadIndex threadIdx;
 
+inline void __threadfence() {}
+
+inline int atomicAdd(int* to, int value) {
+  const int before = *to;
+  *to += value;
+  return before;
+}
+
 inline void __syncwarp() {
   emulator::together<int, int>(0, [](const int* const*, int* const*) {});
 }
@@ -312,21 +320,45 @@ inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y
   });
 }
 
-inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
+// What the lanes have of four 8x8 matrices whose rows they give the addresses of.
+inline void load_matrices(uint32_t (&fragment)[4], uint32_t address, bool transposed) {
   struct Taken {
-    uint32_t words[4];
+    uint16_t elements[4][2];
   };
   const Taken taken = emulator::together<uint32_t, Taken>(
-      address, [](const uint32_t* const* given, Taken* const* lanes) {
-        for (int lane = 0; lane < emulator::kWarp; lane++) {
-          for (int matrix = 0; matrix < 4; matrix++) {
-            const uint32_t row = *given[8 * matrix + lane / 4];
-            if (row % 16) emulator::fail("a row of a matrix is not aligned to 16 bytes");
-            std::memcpy(&lanes[lane]->words[matrix], emulator::at(row, 16) + lane % 4 * 4, 4);
-          }
+      address, [transposed](const uint32_t* const* given, Taken* const* lanes) {
+        for (int number = 0; number < 4 * emulator::kWarp * 2; number++) {
+          const int matrix = number / 64, lane = number / 2 % 32, i = number % 2;
+          const int row = transposed ? lane % 4 * 2 + i : lane / 4;
+          const int col = transposed ? lane / 4 : lane % 4 * 2 + i;
+          const uint32_t from = *given[8 * matrix + row];
+          if (from % 16) emulator::fail("a row of a matrix is not aligned to 16 bytes");
+          std::memcpy(&lanes[lane]->elements[matrix][i], emulator::at(from, 16) + 2 * col, 2);
         }
       });
-  std::memcpy(fragment, taken.words, sizeof fragment);
+  std::memcpy(fragment, taken.elements, sizeof fragment);
+}
+
+inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
+  load_matrices(fragment, address, false);
+}
+
+inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
+  load_matrices(fragment, address, true);
+}
+
+inline uint32_t movmatrix_trans(uint32_t fragment) {
+  return emulator::together<uint32_t, uint32_t>(
+      fragment, [](const uint32_t* const* given, uint32_t* const* taken) {
+        for (int lane = 0; lane < emulator::kWarp; lane++) {
+          uint16_t pair[2];
+          for (int i = 0; i < 2; i++) {
+            const int row = lane % 4 * 2 + i, col = lane / 4;
+            pair[i] = static_cast<uint16_t>(*given[4 * row + col / 2] >> 16 * (col % 2));
+          }
+          std::memcpy(taken[lane], pair, 4);
+        }
+      });
 }
 
 inline float to_float(uint16_t bits, __half) {

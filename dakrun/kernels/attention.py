@@ -1,0 +1,257 @@
+"""SplitK_FlashAttn: decode attention over slots in several tiers; wraps splitk_flash_attn.cu.
+
+Knows operands and how tiers are read, no models and no plans. How it is launched is chosen here,
+purely: chunks depend on what a slot has room for, so no bit depends on tiers, batches or SMs.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dakrun.kernels.heuristics import MAX_STAGES, SHARED_BYTES, TierAccess
+from dakrun.kernels.jit import Kernel, kernel
+from dakrun.kernels.kv_blocks import BLOCK, DTYPES, KVShape
+from dakrun.units import ceil_div
+
+MAX_TIERS = 9
+MAX_GROUP = 16  # query heads of a KV head
+THREADS = 160
+WARPS = 4
+MERGE_HEADS = 4
+SOURCE = "splitk_flash_attn.cu"
+CHUNK_BLOCKS = 4  # of an item at least: fewer would make for more merging than reading
+MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of them
+
+
+class _Tier(ctypes.Structure):
+    _fields_ = (
+        ("first_slot", ctypes.c_int),
+        ("first_cta", ctypes.c_int),
+        ("window", ctypes.c_int),
+    )
+
+
+class _Args(ctypes.Structure):
+    _fields_ = (
+        ("tiers", _Tier * (MAX_TIERS + 1)),
+        *((name, ctypes.c_uint64) for name in ("caches", "lengths", "q", "k", "v", "rotations")),
+        *((name, ctypes.c_uint64) for name in ("out", "partials", "arrivals")),
+        ("stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("tier_count", "kv_heads", "group", "slot_blocks")),
+        *((name, ctypes.c_int) for name in ("chunk_blocks", "max_chunks", "stages")),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier."""
+
+    shape: KVShape
+    slots: tuple[int, ...]
+    ctas: tuple[int, ...]
+    windows: tuple[int, ...]
+    stages: int
+    chunk_blocks: int
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks of the longest slot."""
+        return ceil_div(self.shape.blocks, self.chunk_blocks)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.stages * block_bytes(self.shape) + merge_bytes(self.shape)
+
+
+def block_bytes(shape: KVShape) -> int:
+    """Bytes of a block, keys and values, of one KV head."""
+    return shape.slot_bytes // (shape.kv_heads * shape.blocks)
+
+
+def merge_bytes(shape: KVShape) -> int:
+    """Bytes by which the warps bring their states together: Merge of the kernel."""
+    return WARPS * MERGE_HEADS * (4 * shape.head_dim + 8) + 16
+
+
+def attention_config(
+    shape: KVShape, slots: Sequence[int], tiers: Sequence[TierAccess], *, sms: int
+) -> AttentionConfig:
+    """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
+
+    Remote tiers get the SMs that they are read by, the local one the rest, one CTA each.
+    """
+    remote = [
+        min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
+        for tier, count in zip(tiers[1:], slots[1:], strict=True)
+    ]
+    local = max(1, sms - sum(remote)) if slots[0] else 0
+    ctas = (local, *remote)
+    stages = min(MAX_STAGES, (SHARED_BYTES - merge_bytes(shape)) // block_bytes(shape))
+    windows = tuple(
+        stages
+        if tier.window_bytes is None or not count
+        else max(1, min(stages, tier.window_bytes // (block_bytes(shape) * count)))
+        for tier, count in zip(tiers, ctas, strict=True)
+    )
+    chunk = max(CHUNK_BLOCKS, ceil_div(shape.blocks, MOST_CHUNKS))
+    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, chunk)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where the parts of chunks meet: one for all launches of a stream.
+
+    `partials` is float32 [slots, Hkv, chunks, group, D + 2], `arrivals` int32 [slots, Hkv], zero
+    between launches.
+    """
+
+    partials: torch.Tensor
+    arrivals: torch.Tensor
+
+    @classmethod
+    def empty(cls, config: AttentionConfig, group: int, device: torch.device) -> "Workspace":
+        """For launches of `config` with `group` query heads for each KV head."""
+        heads = (sum(config.slots), config.shape.kv_heads)
+        size = (*heads, config.max_chunks, group, config.shape.head_dim + 2)
+        return cls(
+            torch.empty(size, dtype=torch.float32, device=device),
+            torch.zeros(heads, dtype=torch.int32, device=device),
+        )
+
+
+def splitk_flash_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    caches: torch.Tensor,
+    lengths: torch.Tensor,
+    config: AttentionConfig,
+    workspace: Workspace,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    rotations: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """out [B, Hq * D]: each slot's new token attends to its cache and itself, and is appended.
+
+    q is [B, Hq, D], k and v are [B, Hkv, D], of a 16-bit dtype, their rows equally far apart;
+    `caches` int64 [B] has the addresses of the slots (kv_blocks.py), which are in the order of the
+    tiers, and `lengths` int32 [B] the positions that they hold, or a negative number for a slot
+    without a request, whose output stays as it is. Scores are q k^T times `scale`. With
+    `rotations`, float32 [positions, D / 2, 2] of cosines and sines, q and k are first rotated to
+    their positions (RoPE, halves as in Llama). With `overlap` the launch may start while the kernel
+    before it ends.
+    Raises ValueError where an operand does not fit the others.
+    """
+    _check_operands(q, k, v, caches, lengths, config, workspace, out, rotations)
+    _check_gpu(q)
+    kv_heads, dim = k.shape[1:]
+    group = q.shape[1] // kv_heads
+    args = _Args(
+        caches=caches.data_ptr(),
+        lengths=lengths.data_ptr(),
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        rotations=0 if rotations is None else rotations.data_ptr(),
+        out=out.data_ptr(),
+        partials=workspace.partials.data_ptr(),
+        arrivals=workspace.arrivals.data_ptr(),
+        stride=q.stride(0),
+        tier_count=len(config.slots),
+        kv_heads=kv_heads,
+        group=group,
+        slot_blocks=config.shape.blocks,
+        chunk_blocks=config.chunk_blocks,
+        max_chunks=config.max_chunks,
+        stages=config.stages,
+        scale=scale * math.log2(math.e),
+    )
+    slot = cta = 0
+    for number, count in enumerate(config.slots):
+        args.tiers[number] = _Tier(slot, cta, config.windows[number])
+        slot += count
+        cta += config.ctas[number]
+    args.tiers[len(config.slots)] = _Tier(slot, cta)
+    _kernel(q.dtype, dim, group, torch.cuda.current_device()).launch(
+        cta, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap
+    )
+    return out
+
+
+def _check_operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    caches: torch.Tensor,
+    lengths: torch.Tensor,
+    config: AttentionConfig,
+    workspace: Workspace,
+    out: torch.Tensor,
+    rotations: torch.Tensor | None,
+) -> None:
+    slots, shape = sum(config.slots), config.shape
+    heads, dim, device = shape.kv_heads, shape.head_dim, q.device
+    if q.dtype not in DTYPES or q.dim() != 3 or q.shape[1] % heads:
+        raise ValueError(f"expected q as [B, Hq, {dim}] in 16 bits, got {list(q.shape)}, {q.dtype}")
+    group = q.shape[1] // heads
+    wanted = {
+        "q": (q, (slots, heads * group, dim), q.dtype),
+        "k": (k, (slots, heads, dim), q.dtype),
+        "v": (v, (slots, heads, dim), q.dtype),
+        "out": (out, (slots, heads * group * dim), q.dtype),
+        "caches": (caches, (slots,), torch.int64),
+        "lengths": (lengths, (slots,), torch.int32),
+    }
+    for name, (tensor, size, dtype) in wanted.items():
+        if tensor.shape != size or tensor.dtype != dtype or tensor.device != device:
+            raise ValueError(
+                f"expected {name} as {list(size)} of {dtype} on {device}, got "
+                f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            )
+    if len({tensor.stride(0) for tensor in (q, k, v)}) > 1 or not all(
+        tensor[0].is_contiguous() for tensor in (q, k, v)
+    ):
+        raise ValueError("expected rows of q, k and v that are contiguous and equally far apart")
+    if not out.is_contiguous() or not 1 <= group <= MAX_GROUP or len(config.slots) > MAX_TIERS:
+        raise ValueError(
+            f"expected a contiguous output, 1 to {MAX_GROUP} query heads for a KV head and at most "
+            f"{MAX_TIERS} tiers, got {group} and {len(config.slots)}"
+        )
+    if rotations is not None and (
+        rotations.shape[1:] != (dim // 2, 2)
+        or len(rotations) < shape.blocks * BLOCK
+        or rotations.dtype != torch.float32
+        or not rotations.is_contiguous()
+    ):
+        raise ValueError(f"expected rotations for {shape}, got {list(rotations.shape)}")
+    size = (slots, heads, config.max_chunks, group, dim + 2)
+    if workspace.partials.shape != size or workspace.arrivals.shape != (slots, heads):
+        raise ValueError(f"expected a workspace of {list(size)}")
+
+
+def _check_gpu(q: torch.Tensor) -> None:
+    if not q.is_cuda or q.device.index != torch.cuda.current_device():
+        raise ValueError(f"expected q on the current GPU, got {q.device}")
+
+
+def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:
+    """The macros of one variant of the kernel."""
+    return {
+        "BFLOAT16": int(dtype == torch.bfloat16),
+        "HEAD_DIM": head_dim,
+        "GROUP_TILES": ceil_div(group, 8),
+    }
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, head_dim: int, group: int, device: int) -> Kernel:
+    del device  # a kernel is loaded on one
+    return kernel(SOURCE, "splitk_flash_attn", defines(dtype, head_dim, group))

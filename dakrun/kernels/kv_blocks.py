@@ -1,0 +1,71 @@
+"""The packed form of a slot's keys and values, which SplitK_FlashAttn reads.
+
+A slot is [KV heads][blocks of 64 positions][keys, values], and a block's keys, as its values, are
+[head_dim / 8][64 positions][8 dimensions] of 16-bit elements, so that any 8 x 8 of them that a
+matrix load asks for are 128 bytes in a row. A block is the least that is copied.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dakrun.units import ceil_div
+
+BLOCK = 64  # positions
+CHUNK = 8  # dimensions
+HEAD_DIMS = (64, 80, 96, 128)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a slot has room for: `positions`, in whole blocks, of `kv_heads` of `head_dim`."""
+
+    kv_heads: int
+    head_dim: int
+    positions: int
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in HEAD_DIMS or self.kv_heads < 1 or self.positions < 1:
+            raise ValueError(f"expected heads of {HEAD_DIMS}, a head and a position, got {self}")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of each KV head."""
+        return ceil_div(self.positions, BLOCK)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: keys and values of 16 bits."""
+        return self.kv_heads * self.blocks * 2 * self.head_dim * BLOCK * 2
+
+
+def pack(keys: torch.Tensor, values: torch.Tensor, shape: KVShape) -> torch.Tensor:
+    """Keys and values [Hkv, P, D], P up to the shape's positions, as a slot's bytes (uint8, 1-D).
+
+    Positions that are not given are zero.
+    """
+    if keys.shape != values.shape or keys.dtype not in DTYPES or keys.dtype != values.dtype:
+        raise ValueError(
+            f"expected keys and values of one shape in 16 bits, got {list(keys.shape)} of "
+            f"{keys.dtype} and {list(values.shape)} of {values.dtype}"
+        )
+    heads, positions, dim = keys.shape
+    room = shape.blocks * BLOCK
+    if (heads, dim) != (shape.kv_heads, shape.head_dim) or positions > room:
+        raise ValueError(f"expected keys that fit {shape}, got {list(keys.shape)}")
+    both = torch.nn.functional.pad(torch.stack((keys, values), 1), (0, 0, 0, room - positions))
+    blocks = both.view(heads, 2, shape.blocks, BLOCK, dim // CHUNK, CHUNK)
+    return blocks.permute(0, 2, 1, 4, 3, 5).contiguous().view(torch.uint8).flatten()
+
+
+def unpack(
+    slot: torch.Tensor, dtype: torch.dtype, shape: KVShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [Hkv, positions, D] of a slot's bytes."""
+    if slot.dtype != torch.uint8 or slot.shape != (shape.slot_bytes,):
+        raise ValueError(f"expected {shape.slot_bytes} bytes, got {list(slot.shape)}")
+    chunks = shape.head_dim // CHUNK
+    blocks = slot.view(dtype).view(shape.kv_heads, shape.blocks, 2, chunks, BLOCK, CHUNK)
+    both = blocks.permute(2, 0, 1, 4, 3, 5).reshape(2, shape.kv_heads, -1, shape.head_dim)
+    return both[0, :, : shape.positions], both[1, :, : shape.positions]

@@ -1,0 +1,130 @@
+"""SplitK_FlashAttn's own source on the CPU, in many interleavings of its threads and copies."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from attended import Case
+from emulated import EmulatedKernel, kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dakrun.kernels import attention
+from dakrun.kernels.kv_blocks import unpack
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+SMS = 5
+Build = Callable[[torch.dtype, int, int, int], EmulatedKernel]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    return kernels(
+        attention.SOURCE, "splitk_flash_attn", "SplitKFlashAttnArgs", attention.defines,
+        lambda: tmp_path_factory.mktemp("kernel"),
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_kernel", build)
+    monkeypatch.setattr(attention, "_check_gpu", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def allowed(dtype: torch.dtype) -> float:
+    return 1e-3 if dtype == torch.float16 else 8e-3
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "group", "dim", "dtype"),
+    [
+        ((5,), 1, 1, 64, torch.float16),
+        ((63, 64, 65, 0, -1, 200), 2, 4, 128, torch.float16),
+        ((15, 16, 31, 47, 48, 127), 3, 1, 64, torch.float16),
+        ((130, 700), 2, 3, 80, torch.bfloat16),
+        ((300, -1, -1, 20), 2, 5, 96, torch.float16),
+        ((70, 129), 1, 16, 64, torch.float16),
+    ],
+)
+def test_it_is_exact(
+    lengths: tuple[int, ...], kv_heads: int, group: int, dim: int, dtype: torch.dtype, rope: bool
+) -> None:
+    case = Case(lengths, kv_heads, group, dim, dtype, rope)
+    slots = case.slots()
+    out = case.run(case.config(sms=SMS), slots)
+    case.check(out, slots, allowed(dtype))
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_no_bit_depends_on_tiers_sms_or_batches(group: int, build: Build) -> None:
+    case = Case((300, 64, 511, 7), 2, group, 64, rope=True)
+    wanted = case.run(case.config(sms=SMS), case.slots())
+    for seed, (tiers, sms) in enumerate([((4,), 1), ((4,), 40), ((2, 2), 7), ((0, 4), 3)]):
+        build(case.dtype, case.dim, group, 0).seed = 1000 * seed
+        assert torch.equal(case.run(case.config(tiers, sms=sms), case.slots()), wanted), tiers
+    for number, length in enumerate(case.lengths):
+        alone = Case((length,), 2, group, 64, rope=True, positions=512)
+        alone.q, alone.k, alone.v = (x[number : number + 1] for x in (case.q, case.k, case.v))
+        alone.cached = case.cached[number : number + 1]
+        assert torch.equal(alone.run(alone.config(sms=2), alone.slots())[0], wanted[number])
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 100])
+def test_chunks_add_up(chunk_blocks: int) -> None:
+    case = Case((640, 63, 64, 330), 2, 4, 64)
+    config = dataclasses.replace(case.config((3, 1), sms=SMS), chunk_blocks=chunk_blocks)
+    slots = case.slots()
+    case.check(case.run(config, slots), slots, 1e-3)
+
+
+def test_steps_follow_each_other() -> None:
+    """Each reads what the ones before have appended, over the end of a block."""
+    case = Case((60, 125), 2, 2, 64, rope=True, positions=160)
+    slots = case.slots()
+    for _ in range(8):
+        case.check(case.run(case.config(sms=SMS), slots), slots, 1e-3)
+        kept = [unpack(slot, case.dtype, case.room) for slot in slots]
+        case.cached = [
+            (keys[:, : length + 1].clone(), values[:, : length + 1].clone())
+            for length, (keys, values) in zip(case.lengths, kept, strict=True)
+        ]
+        case.lengths = [length + 1 for length in case.lengths]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(-1, 400), min_size=1, max_size=70).filter(lambda n: max(n) >= 0),
+    st.integers(1, 3), st.integers(1, 6), st.integers(0, 70), st.integers(1, 12),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_any_lengths(
+    lengths: Sequence[int], kv_heads: int, group: int, remote: int, sms: int, seed: int
+) -> None:
+    case = Case(lengths, kv_heads, group, 64)
+    attention._kernel(case.dtype, case.dim, group, 0).seed = seed
+    tiers = (len(lengths) - min(remote, len(lengths)), min(remote, len(lengths)))
+    slots = case.slots()
+    case.check(case.run(case.config(tiers, sms=sms), slots), slots, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("q", lambda t: t.float(), r"in 16 bits, got .* torch.float32"),
+        ("q", lambda t: t[:, :3], r"expected q as \[B, Hq, 64\]"),
+        ("k", lambda t: t[:1], r"expected k as \[2, 2, 64\]"),
+        ("v", lambda t: t.contiguous(), "equally far apart"),
+    ],
+)
+def test_operands_that_do_not_fit(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    case = Case((5, 6), 2, 2, 64)
+    setattr(case, name, change(getattr(case, name)))
+    with pytest.raises(ValueError, match=message):
+        splitted = case.config(sms=SMS)
+        case.run(splitted, case.slots())

@@ -1,0 +1,83 @@
+"""SplitK_FlashAttn on a GPU: as exact as on the CPU, the same bits in a graph and from any tier."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from attended import Case
+
+from dakrun.kernels.attention import AttentionConfig, Workspace, splitk_flash_attn
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (1055, 1, 64, -1, 63, 2048, 700)
+
+
+def all_sms() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+def on_the_gpu(group: int, dim: int, dtype: torch.dtype, *, rope: bool, kv_heads: int = 4) -> Case:
+    return Case(LENGTHS, kv_heads, group, dim, dtype, rope, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_it_is_exact(dim: int, group: int, dtype: torch.dtype) -> None:
+    for rope in (False, True):
+        case = on_the_gpu(group, dim, dtype, rope=rope)
+        slots = case.slots()
+        out = case.run(case.config(sms=all_sms()), slots)
+        case.check(out, slots, 1e-3 if dtype == torch.float16 else 8e-3)
+
+
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_no_bit_depends_on_tiers_or_sms(group: int) -> None:
+    case = on_the_gpu(group, 128, torch.float16, rope=True)
+    wanted = case.run(case.config(sms=all_sms()), case.slots())
+    for local, sms in ((7, 20), (4, all_sms()), (0, all_sms()), (6, 50)):
+        slots: Sequence[torch.Tensor] = case.slots()
+        slots = [*slots[:local], *(slot.cpu().pin_memory() for slot in slots[local:])]
+        out = case.run(case.config((local, len(slots) - local), sms=sms), slots)
+        assert torch.equal(out.view(torch.int16), wanted.view(torch.int16)), (local, sms)
+        case.check(out, slots, 1e-3)
+
+
+def launch(case: Case, config: AttentionConfig, slots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Ten overlapping launches on one workspace, each of which writes what it has read."""
+    workspace = Workspace.empty(config, case.group, case.device)
+    caches = torch.tensor([slot.data_ptr() for slot in slots], device=case.device)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=case.device)
+    out = torch.zeros(len(slots), case.q.shape[1] * case.dim, dtype=case.dtype, device=case.device)
+    scale = case.dim**-0.5
+
+    def chain() -> None:
+        for _ in range(10):
+            splitk_flash_attn(
+                case.q, case.k, case.v, caches, lengths, config, workspace, out, scale=scale,
+                rotations=case.turns, overlap=True,
+            )  # fmt: skip
+
+    torch.cuda.synchronize()
+    chain()
+    eager = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        live = [number for number, length in enumerate(case.lengths) if length >= 0]
+        assert torch.equal(out[live].view(torch.int16), eager[live].view(torch.int16))
+    assert not workspace.arrivals.any()
+    return eager
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_graph_of_overlapping_launches(group: int) -> None:
+    case = on_the_gpu(group, 128, torch.float16, rope=True)
+    config = case.config(sms=all_sms())
+    alone = case.run(config, case.slots())
+    found = launch(case, config, case.slots())
+    live = [number for number, length in enumerate(case.lengths) if length >= 0]
+    assert torch.equal(found[live].view(torch.int16), alone[live].view(torch.int16))

@@ -1,0 +1,66 @@
+"""The packed form of slots: back and forth, byte by byte, and what does not fit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun.kernels.attention import attention_config, block_bytes
+from dakrun.kernels.heuristics import SHARED_BYTES, TierAccess
+from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, pack, unpack
+
+
+@given(st.integers(1, 5), st.sampled_from(HEAD_DIMS), st.integers(1, 200), st.integers(0, 200))
+def test_a_slot_is_read_back(heads: int, dim: int, positions: int, filled: int) -> None:
+    shape, filled = KVShape(heads, dim, positions), min(filled, positions)
+    keys, values = torch.randn(2, heads, filled, dim).to(torch.bfloat16)
+    slot = pack(keys, values, shape)
+    assert slot.numel() == shape.slot_bytes == heads * shape.blocks * block_bytes(shape)
+    for part, found in zip((keys, values), unpack(slot, torch.bfloat16, shape), strict=True):
+        assert found.shape == (heads, positions, dim)
+        assert torch.equal(found[:, :filled], part) and not found[:, filled:].any()
+
+
+def test_where_an_element_lies() -> None:
+    shape = KVShape(kv_heads=3, head_dim=80, positions=130)
+    keys, values = torch.randn(2, 3, 130, 80).half()
+    elements = pack(keys, values, shape).view(torch.float16)
+    for head, position, dim in ((0, 0, 0), (2, 129, 79), (1, 64, 9), (1, 63, 72)):
+        block = (head * shape.blocks + position // BLOCK) * 2 * 80 * BLOCK
+        within = dim // 8 * BLOCK * 8 + position % BLOCK * 8 + dim % 8
+        assert elements[block + within] == keys[head, position, dim]
+        assert elements[block + 80 * BLOCK + within] == values[head, position, dim]
+
+
+def test_what_does_not_fit() -> None:
+    shape, keys = KVShape(2, 64, 64), torch.zeros(2, 64, 64).half()
+    for bad in ((keys.float(), keys), (keys, keys[:, :3]), (keys.bfloat16(), keys)):
+        with pytest.raises(ValueError, match="of one shape in 16 bits"):
+            pack(*bad, shape)
+    for bad in (keys[:1], torch.zeros(2, 65, 64).half()):
+        with pytest.raises(ValueError, match="expected keys that fit"):
+            pack(bad, bad, shape)
+    with pytest.raises(ValueError, match="expected 32768 bytes"):
+        unpack(torch.zeros(5, dtype=torch.uint8), torch.float16, shape)
+    with pytest.raises(ValueError, match="expected heads of"):
+        KVShape(1, 72, 64)
+
+
+@given(
+    st.sampled_from(HEAD_DIMS), st.integers(1, 64), st.integers(1, 200_000),
+    st.integers(0, 300), st.integers(0, 300), st.integers(1, 1 << 22), st.integers(1, 200),
+)  # fmt: skip
+def test_how_it_is_launched(
+    dim: int, heads: int, positions: int, local: int, remote: int, window: int, sms: int
+) -> None:
+    shape = KVShape(heads, dim, positions)
+    tiers = (TierAccess(), TierAccess(sms=8, window_bytes=window))
+    config = attention_config(shape, (local, remote), tiers, sms=sms)
+    assert config.stages >= 2 and config.shared_bytes <= SHARED_BYTES
+    assert bool(config.ctas[0]) == bool(local) and bool(config.ctas[1]) == bool(remote)
+    assert config.ctas[1] <= min(8, sms * 8, remote * heads)
+    in_flight = config.ctas[1] * config.windows[1] * block_bytes(shape)
+    assert config.windows[1] == 1 or in_flight <= window
+    assert config.max_chunks <= 128
+    alone = attention_config(shape, (1,), tiers[:1], sms=132)
+    assert alone.chunk_blocks == config.chunk_blocks, "chunks depend on what a slot has room for"
