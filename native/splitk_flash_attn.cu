@@ -9,8 +9,8 @@
 // the B operands, so that the tensor cores read them once for a group.
 //
 // What is computed at a time, an item, is a chunk of blocks of one KV head of one slot. Chunks
-// depend on the length alone, and their results are added up in order, so neither tiers nor batches
-// nor CTAs change a bit. A tier's CTAs share its items so that each reads as many blocks.
+// depend on what a cache has room for, and their results are added up in order, so neither tiers nor
+// batches nor CTAs change a bit. A tier's CTAs share its items so that each reads as many blocks.
 
 #include "common.cuh"
 #include "element.cuh"

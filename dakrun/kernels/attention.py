@@ -147,7 +147,8 @@ def splitk_flash_attn(
     without a request, whose output stays as it is. Scores are q k^T times `scale`. With
     `rotations`, float32 [positions, D / 2, 2] of cosines and sines, q and k are first rotated to
     their positions (RoPE, halves as in Llama). With `overlap` the launch may start while the kernel
-    before it ends.
+    before it ends: it then reads `caches`, `lengths` and what is cached, which no kernel that is
+    still running may write.
     Raises ValueError where an operand does not fit the others.
     """
     _check_operands(q, k, v, caches, lengths, config, workspace, out, rotations)
