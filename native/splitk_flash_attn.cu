@@ -9,8 +9,9 @@
 // the B operands, so that the tensor cores read them once for a group.
 //
 // What is computed at a time, an item, is a chunk of blocks of one KV head of one slot. Chunks
-// depend on what a cache has room for, and their results are added up in order, so neither tiers nor
-// batches nor CTAs change a bit. A tier's CTAs share its items so that each reads as many blocks.
+// depend on what a cache has room for, and their results are added up in order, so neither tiers
+// nor batches nor CTAs change a bit. A tier's CTAs share its items so that each reads as many
+// blocks.
 
 #include "common.cuh"
 #include "element.cuh"
@@ -338,31 +339,27 @@ __device__ __forceinline__ void patch(const SplitKFlashAttnArgs& args, const Ite
                                       uint8_t* rows, int row) {
   const int lane = threadIdx.x % 32, position = args.lengths[items.slot];
   const int64_t at = items.slot * args.stride + static_cast<int64_t>(items.head) * HEAD_DIM;
-  if (lane < kChunks) {
-    constexpr int kHalf = kChunks / 2;
-    const bool upper = lane >= kHalf;
-    const Element* const own = args.k + at + 8 * lane;
-    const Element* const other = upper ? own - 8 * kHalf : own + 8 * kHalf;
-    const float2* const rotations = rotations_of(args, items.slot);
-    Element k[8], v[8];
+  const float2* const rotations = rotations_of(args, items.slot);
+  uint8_t* const block = items.block(items.block_count() - 1) + position % kBlock * 16;
+  auto put = [&](int dim, float key) {
+    const int offset = dim / 8 * kChunkBytes + dim % 8 * 2;
+    Element rounded;
+    convert(rounded, key);
+    uint8_t* const both[] = {rows + row * 16 + offset, block + offset};
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      float first = to_float(upper ? other[i] : own[i]),
-            second = to_float(upper ? own[i] : other[i]);
-      if (rotations) rotate(rotations, 8 * (lane % kHalf) + i, first, second);
-      convert(k[i], upper ? second : first);
-      v[i] = args.v[at + 8 * lane + i];
+    for (int i = 0; i < 2; i++) {
+      *reinterpret_cast<Element*>(both[i]) = rounded;
+      *reinterpret_cast<Element*>(both[i] + kHalfBytes) = args.v[at + dim];
     }
-    auto write = [&](uint8_t* block, int to) {
-      uint8_t* const chunk = block + lane * kChunkBytes + to * 16;
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        reinterpret_cast<Element*>(chunk)[i] = k[i];
-        reinterpret_cast<Element*>(chunk + kHalfBytes)[i] = v[i];
-      }
-    };
-    write(rows, row);
-    write(items.block(items.block_count() - 1), position % kBlock);
+  };
+#pragma unroll 1
+  for (int dim = lane; dim < HEAD_DIM / 2; dim += 32) {
+    float first = to_float(args.k[at + dim]), second = to_float(args.k[at + dim + HEAD_DIM / 2]);
+    if (rotations) rotate(rotations, dim, first, second);
+    put(dim, first);
+    put(dim + HEAD_DIM / 2, second);
+  }
+  if (lane < kChunks) {
     auto* const values = reinterpret_cast<float4*>(rows + kHalfBytes + lane * kChunkBytes);
     for (int behind = row + 1; behind < kWarpRows; behind++) {
       values[behind] = {0.0f, 0.0f, 0.0f, 0.0f};
