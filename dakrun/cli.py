@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dakrun import __version__
-from dakrun.bench.options import bench_options
+from dakrun.bench.options import bench_options, own_options
 from dakrun.error_lines import ErrorLines
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 from dakrun.options import (
@@ -283,23 +283,22 @@ def bench(
     """Measure a kernel beside what memory allows, the profile predicts and torch does.
 
     gemm: X W^T for few rows of X, a part of W in a remote tier; cuBLAS has all of W in HBM.
+
+    attention: a new token for each slot, some slots in a remote tier; torch's SDPA has all in HBM.
     """
-    from dakrun.bench.gemm_sweep import gemm_sweep
     from dakrun.bench.output import as_text, check_target, render, write
-
-    sweep = gemm_sweep(**asked)
-    if output:
-        check_target(output)
-
-    from dakrun.bench.gemm import check_gemm, measure_gemm
+    from dakrun.bench.run import asked_sweep, check, measure
     from dakrun.probe import told
 
-    check_gemm(sweep)
+    sweep = asked_sweep(kernel, own_options(kernel, asked))
+    if output:
+        check_target(output)
+    check(sweep)
     hardware = resolve_run_profile(profile, "cuda", tell)
     if profile == "auto":
         tell(told(hardware))
     command = shlex.join(["dakrun", *sys.argv[1:]])
-    record = measure_gemm(sweep, hardware, command=command, note=tell)
+    record = measure(sweep, hardware, command=command, note=tell)
     if output:
         write(record, output)
     if form:

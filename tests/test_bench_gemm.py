@@ -23,20 +23,21 @@ from rich.console import Console
 
 from dakrun import cli
 from dakrun.bench import effort, gemm, tiers
+from dakrun.bench import run as bench_run
+from dakrun.bench.cases import Forecast, buffer_bytes, forecast, remote_units
 from dakrun.bench.ceilings import Ceilings, link_ring
 from dakrun.bench.effort import FULL, MAX_LAUNCHES, Effort
-from dakrun.bench.gemm_cases import GemmCase, buffer_bytes, forecast, remote_octets
+from dakrun.bench.gemm_cases import GemmCase
 from dakrun.bench.gemm_rows import GemmRow, gemm_columns
 from dakrun.bench.gemm_sweep import (
     DEFAULT_SHAPES,
-    TURNING_POINT,
     GemmSweep,
     Shape,
     gemm_sweep,
-    parse_ratio,
     parse_shape,
 )
 from dakrun.bench.output import Record, as_text, check_target, render, write
+from dakrun.bench.sweep import TURNING_POINT, parse_ratio
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
@@ -67,8 +68,8 @@ def sweep(**asked: Any) -> GemmSweep:
 def case(octets: tuple[int, ...] = (96, 32), **changes: Any) -> GemmCase:
     rows = 8 * sum(octets)
     values = {
-        "shape": Shape(rows, 1024), "n": 8, "asked": 0.25, "octets": octets,
-        "octet_bytes": 16 * 1024, "launches": 10,
+        "shape": Shape(rows, 1024), "n": 8, "asked": 0.25, "units": octets,
+        "unit_bytes": 16 * 1024, "launches": 10,
     }  # fmt: skip
     return GemmCase(**{**values, **changes})
 
@@ -77,7 +78,7 @@ def record(rows: int = 2, **asked: Any) -> Record:
     wanted = sweep(shapes=("1024x1024",), **asked)
     found = GemmRow(
         case=case(), samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6,
-        cublas_s=5e-6, alignment_off_s=2.5e-6,
+        rival_s=5e-6, alignment_off_s=2.5e-6,
     )  # fmt: skip
     head = {
         "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
@@ -117,7 +118,10 @@ def test_malformed_shapes(text: str, said: str, hint: str) -> None:
 
 
 def test_pure_parts_start_without_torch() -> None:
-    pure = ("ceilings", "effort", "gemm_cases", "gemm_rows", "gemm_sweep", "options", "output")
+    pure = (
+        *("ceilings", "effort", "gemm_cases", "gemm_rows", "gemm_sweep", "attention_rows"),
+        *("options", "output", "run"),
+    )
     code = f"import sys, {', '.join(f'dakrun.bench.{name}' for name in pure)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -181,16 +185,16 @@ def test_the_remote_tier() -> None:
 
 @given(st.integers(1, 20_000), st.floats(0, 1), st.floats(0, 1))
 def test_octets_per_tier(octets: int, ratio: float, turning_point: float) -> None:
-    near = remote_octets(octets, ratio, turning_point)
+    near = remote_units(octets, ratio, turning_point)
     assert 0 <= near <= octets and abs(near - octets * ratio) <= 0.5 + 1e-6
-    below = remote_octets(octets, TURNING_POINT, turning_point)
+    below = remote_units(octets, TURNING_POINT, turning_point)
     assert octets * turning_point - 1 <= below <= octets * turning_point
 
 
 def test_at_the_turning_point_the_remote_tier_is_not_waited_for() -> None:
     ceilings = Ceilings({LOCAL: 4.741e12, "host": 5.14e10})
     assert ceilings.turning_point == pytest.approx(5.14e10 / (5.14e10 + 4.741e12))
-    far = remote_octets(896, TURNING_POINT, ceilings.turning_point)
+    far = remote_units(896, TURNING_POINT, ceilings.turning_point)
     assert far == 9
     sizes = (896 - far) * 114_688, far * 114_688
     assert ceilings.seconds(sizes) == sizes[0] / 4.741e12
@@ -224,13 +228,17 @@ def test_launches_of_a_chain() -> None:
 
 def test_a_case() -> None:
     some = case((96, 32))
-    assert some.ratio == 0.25 and some.weight_bytes == 128 * 16 * 1024
+    assert some.ratio == 0.25 and some.read_bytes == 128 * 16 * 1024
     assert some.tier_bytes == (96 * 16 * 1024, 32 * 16 * 1024)
     # cuBLAS has all of each weight in HBM, aligned.
     sizes = buffer_bytes([some, case((128, 0)), case((0, 128))], 256)
     assert sizes == [10 * (128 * 16 * 1024 + 256), 10 * 128 * 16 * 1024]
     assert buffer_bytes([case((128,))], 256) == sizes[:1]
-    assert all(size % 256 == 0 for size in buffer_bytes([case((3, 1), octet_bytes=2000)], 256))
+    assert all(size % 256 == 0 for size in buffer_bytes([case((3, 1), unit_bytes=2000)], 256))
+
+
+def predicted(some: GemmCase, remote: tuple[str, ...], dtype: Any = "float16") -> Forecast:
+    return forecast(some, some.op(dtype), dtype, PROFILE, remote)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
@@ -249,15 +257,15 @@ def test_predictions_are_the_plans(model: str, n: int, ratio: float) -> None:
         (counts,) = set(op.placement)
         held = tuple(op.op.tier_bytes(counts))
         same = case(held, shape=Shape(*op.op.shape), n=n)
-        found = forecast(same, config.dtype, PROFILE, ("host",))  # type: ignore[arg-type]
+        found = predicted(same, ("host",), config.dtype)
         assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
         assert found.sms == op.sms
 
 
 def test_a_prediction_without_remote_tiers() -> None:
-    here = forecast(case((128,)), "float16", PROFILE, ())
+    here = predicted(case((128,)), ())
     assert here.sms == (PROFILE.sms,)
-    assert here.seconds == forecast(case((128, 0)), "float16", PROFILE, ("host",)).seconds
+    assert here.seconds == predicted(case((128, 0)), ("host",)).seconds
 
 
 def test_a_row() -> None:
@@ -380,7 +388,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert profile == PROFILE and rest["command"] == "dakrun bench -n 8"
         return record()
 
-    monkeypatch.setattr(gemm, "check_gemm", lambda _: None)
+    monkeypatch.setattr(bench_run, "check", lambda _: None)
     monkeypatch.setattr(gemm, "measure_gemm", measured)
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "-n", "8"])
     asked = ("-n", "8", "--ratio", "0", "--ratio", TURNING_POINT, "--profile", PROFILE.name)
@@ -418,7 +426,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 def test_chains_read_every_weight(cpu: None, octets: tuple[int, ...], aligned: bool) -> None:
     # Padded in both directions, so that packed and dense weights differ in size.
-    some = case(octets, shape=Shape(100, 200), n=3, octet_bytes=octet_bytes(200), launches=4)
+    some = case(octets, shape=Shape(100, 200), n=3, unit_bytes=octet_bytes(200), launches=4)
     assert octet_count(100) == 13
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with allocate_tiers(sizes, torch.device("cpu")) as memories:
@@ -433,7 +441,7 @@ def test_chains_read_every_weight(cpu: None, octets: tuple[int, ...], aligned: b
 
 
 def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
-    some = case((2,), shape=Shape(16, 16), n=2, octet_bytes=octet_bytes(16), launches=5)
+    some = case((2,), shape=Shape(16, 16), n=2, unit_bytes=octet_bytes(16), launches=5)
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
     chains = gemm.Chains({LOCAL: buffer}, torch.float16, 132, replays=3)
     ends: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -511,7 +519,7 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.gpu
 def test_activations_stay_finite() -> None:
-    some = case((32, 32), shape=Shape(512, 512), octet_bytes=octet_bytes(512), launches=100)
+    some = case((32, 32), shape=Shape(512, 512), unit_bytes=octet_bytes(512), launches=100)
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=True))
     ends: list[torch.Tensor] = []
     with tiers.take(sizes, torch.device("cuda", torch.cuda.current_device())) as memories:

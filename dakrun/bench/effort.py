@@ -6,7 +6,7 @@ Pure choices; needs no GPU.
 from dataclasses import dataclass
 
 MIB, GIB = 2**20, 2**30
-MAX_LAUNCHES = 16_384  # of a chain: of tiny weights there are no more
+MAX_LAUNCHES = 16_384  # of a chain: of tiny operands there are no more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class Effort:
     """How much to measure with.
 
     For the ceilings `hbm_bytes` and `remote_bytes` of random data are read, for `seconds` and
-    `readings` times. A chain of launches reads a weight in each, different ones of more than
+    `readings` times. A chain of launches reads an operand in each, different ones of more than
     `chain_bytes` in all and `least_launches` at least; it is replayed `replays` times.
     """
 
@@ -26,9 +26,9 @@ class Effort:
     least_launches: int
     replays: int
 
-    def launches(self, weight_bytes: int) -> int:
-        """Launches of a chain whose weights have `weight_bytes` each."""
-        wanted = max(self.least_launches, self.chain_bytes // weight_bytes + 1)
+    def launches(self, operand_bytes: int) -> int:
+        """Launches of a chain whose operands have `operand_bytes` each."""
+        wanted = max(self.least_launches, self.chain_bytes // operand_bytes + 1)
         return min(wanted, MAX_LAUNCHES)
 
 

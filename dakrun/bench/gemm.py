@@ -21,35 +21,41 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dakrun.bench.cases import buffer_bytes, forecast, units_by_tier
 from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.effort import FULL, Effort
-from dakrun.bench.gemm_cases import GemmCase, buffer_bytes, forecast, remote_octets
+from dakrun.bench.gemm_cases import GemmCase
 from dakrun.bench.gemm_rows import GemmRow, gemm_columns
 from dakrun.bench.gemm_sweep import GemmSweep
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
-from dakrun.bench.tiers import fill, measure_ceilings, random_weights, take, whole
-from dakrun.errors import CannotRun, UsageError
+from dakrun.bench.tiers import (
+    fill,
+    measure_ceilings,
+    random_block,
+    take,
+    tier_access,
+    whole,
+)
+from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config, split_octets
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes, octet_count
 from dakrun.memory import ALIGNMENT, aligned
 from dakrun.probe.costs import graph_seconds
-from dakrun.units import format_bytes, format_seconds
+from dakrun.units import format_bytes
 
 # Puts launch `number` of a chain, from x [N, K] to out [N, M], on the current stream.
 Launch = Callable[[int, torch.Tensor, torch.Tensor], object]
 
 
-def check_gemm(sweep: GemmSweep) -> None:
-    """Raise UsageError where the kernel takes no such rows, CannotRun where there is no GPU."""
+def check_rows(sweep: GemmSweep) -> None:
+    """Raise UsageError where the kernel takes no such rows."""
     if (most := max(sweep.rows)) > MAX_ROWS:
         raise UsageError(
             f"{most} rows of X are more than the kernel takes", hint=f"use -n {MAX_ROWS} or less"
         )
-    if not torch.cuda.is_available():
-        raise CannotRun("a benchmark needs a CUDA GPU; none can be used", hint="see: dakrun doctor")
 
 
 def measure_gemm(
@@ -89,13 +95,12 @@ def gemm_cases(
     """The cases by shape, rows of X and ratio, with octets in each of one or two `tiers`."""
     for shape, n, asked in itertools.product(sweep.shapes, sweep.rows, sweep.ratios):
         octets, size = octet_count(shape.rows), octet_bytes(shape.cols)
-        far = remote_octets(octets, asked, turning_point)
         yield GemmCase(
             shape=shape,
             n=n,
             asked=asked,
-            octets=(octets - far, far)[:tiers],
-            octet_bytes=size,
+            units=units_by_tier(octets, asked, turning_point, tiers=tiers),
+            unit_bytes=size,
             launches=effort.launches(octets * size),
         )
 
@@ -120,26 +125,21 @@ class _Bench:
             cublas_s = statistics.median(self.chains.cublas(alike[0]))
             for case in alike:
                 row = self._row(case, cublas_s)
-                self.note(
-                    f"{shape} N={n} {case.ratio:.2%} remote: {format_seconds(row.time_s)}, "
-                    f"{row.bound_s / row.time_s:.1%} of the ceiling"
-                )
+                self.note(f"{shape} N={n} {row.summary}")
                 rows.append(row)
         return rows
 
     def _row(self, case: GemmCase, cublas_s: float) -> GemmRow:
         remote = tuple(self.chains.buffers)[1:]
-        expected = forecast(case, self.sweep.dtype, self.profile, remote)
-        access = [TierAccess()] + [
-            TierAccess(sms, self.profile.tier(name).window_bytes)
-            for name, sms in zip(remote, expected.sms[1:], strict=True)
-        ]
+        dtype = self.sweep.dtype
+        expected = forecast(case, case.op(dtype), dtype, self.profile, remote)
+        access = tier_access(self.profile, remote, expected.sms)
         row = GemmRow(
             case=case,
             samples_s=self.chains.splitk(case, access),
             bound_s=self.ceilings.seconds(case.tier_bytes),
             predicted_s=expected.seconds,
-            cublas_s=cublas_s,
+            rival_s=cublas_s,
         )
         return self._ablated(row, access) if self.sweep.ablations else row
 
@@ -168,7 +168,8 @@ class Chains:
 
     def fill(self, cols: int) -> None:
         """Put random weights of `cols` columns into all buffers."""
-        block = random_weights(self._dtype, cols, self.buffers[LOCAL].device)
+        # So scaled, products of products neither vanish nor overflow.
+        block = random_block(self._dtype, self.buffers[LOCAL].device, scale=cols**-0.5)
         for buffer in self.buffers.values():
             fill(buffer, block)
 
@@ -177,7 +178,7 @@ class Chains:
     ) -> list[float]:
         """SplitK_GEMM with the case's octets in each tier, read as `access` says."""
         shape = (case.shape.rows, case.shape.cols)
-        splits = split_octets(case.octets, access, sms=self._sms, aligned=aligned)
+        splits = split_octets(case.units, access, sms=self._sms, aligned=aligned)
         config = gemm_config(shape[1], case.n, splits, access, sms=self._sms)
         weights = [
             PackedTensor(

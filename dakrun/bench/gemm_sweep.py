@@ -6,20 +6,14 @@ Knows how users write them; needs no GPU and no torch.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from dakrun.bench.sweep import BenchDtype, Sweep, parse_ratios
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import UsageError
-from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.hub import model_config
 from dakrun.plan.ops import decode_ops
-from dakrun.plan.policy import Policy
 
 COLS_STEP = 8  # 16 bytes, by which the tensor memory accelerator addresses rows of X
-TURNING_POINT: Literal["turning-point"] = "turning-point"
-
-Ratio = float | Literal["turning-point"]
-GemmDtype = Literal["float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -49,33 +43,15 @@ DEFAULT_SHAPES = (Shape(4096, 4096), Shape(7168, 7168), Shape(28672, 7168), Shap
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmSweep:
+class GemmSweep(Sweep):
     """Every shape with every number of rows of X and every remote share.
 
-    `remote` is the tier that holds the share, as a profile names it. With `ablations` every case is
-    also measured with the window off and with the alignment off.
+    With `ablations` every case is also measured with the window off and with the alignment off.
     """
 
     shapes: tuple[Shape, ...]
     rows: tuple[int, ...]
-    ratios: tuple[Ratio, ...]
-    remote: str
-    dtype: GemmDtype
     ablations: bool
-
-    def remote_tier(self, profile: HardwareProfile) -> RemoteTier | None:
-        """The remote tier in `profile`; None where every share is 0.
-
-        Raises UsageError where the profile has no such tier, or is of no GPU.
-        """
-        if profile.device != "cuda":
-            raise UsageError(
-                f"profile {profile.name} is of a CPU", hint="name that of a GPU, or --profile auto"
-            )
-        if not any(self.ratios):
-            return None
-        (name,) = Policy(remote=(self.remote,)).remote_tiers(profile)
-        return profile.tier(name)
 
 
 def gemm_sweep(
@@ -85,7 +61,7 @@ def gemm_sweep(
     rows: Sequence[int],
     ratios: Iterable[str],
     remote: str,
-    dtype: GemmDtype,
+    dtype: BenchDtype,
     ablations: bool,
 ) -> GemmSweep:
     """What the command line asks for: its shapes and the model's, or else DEFAULT_SHAPES.
@@ -98,7 +74,7 @@ def gemm_sweep(
     return GemmSweep(
         shapes=merged(named) or DEFAULT_SHAPES,
         rows=tuple(dict.fromkeys(rows)),
-        ratios=tuple(dict.fromkeys(map(parse_ratio, ratios))),
+        ratios=parse_ratios(ratios),
         remote=remote,
         dtype=dtype,
         ablations=ablations,
@@ -114,22 +90,6 @@ def parse_shape(text: str) -> Shape:
             hint="write the rows and columns of a weight, as in --shape 28672x7168",
         )
     return Shape(int(match[1]), int(match[2]))
-
-
-def parse_ratio(text: str) -> Ratio:
-    """The remote share in a text such as "0.1" or "turning-point"; UsageError for anything else."""
-    if text == TURNING_POINT:
-        return TURNING_POINT
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = -1.0
-    if not 0 <= ratio <= 1:
-        raise UsageError(
-            f"{text!r} is not a remote share",
-            hint=f"write a number from 0 to 1, or {TURNING_POINT}, as in --ratio 0.1",
-        )
-    return ratio
 
 
 def model_shapes(model: ModelConfig) -> list[Shape]:

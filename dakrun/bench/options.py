@@ -1,6 +1,6 @@
 """The command line options of `dakrun bench`: what to measure, and in which form to show it.
 
-Knows click; what the values mean is in gemm_sweep.py.
+Knows click; what the values mean is in sweep.py, gemm_sweep.py and attention_sweep.py.
 """
 
 import functools
@@ -9,10 +9,18 @@ from typing import Any
 
 import click
 
+from dakrun.errors import UsageError
+
+# The options that only one kernel has.
+OWN = {
+    "gemm": ("shapes", "model", "rows", "ablations"),
+    "attention": ("cases", "head_dim"),
+}
+
 _OPTIONS = (
     click.option(
         "--kernel",
-        type=click.Choice(["gemm"]),
+        type=click.Choice(list(OWN)),
         required=True,
         help="What to measure.",
     ),
@@ -21,13 +29,13 @@ _OPTIONS = (
         "shapes",
         multiple=True,
         metavar="MxK",
-        help="Rows and columns of a weight; repeatable. Default: 4096x4096, and 7168x7168, "
+        help="gemm: rows and columns of a weight; repeatable. Default: 4096x4096, and 7168x7168, "
         "28672x7168 and 7168x28672 as in OPT-30B.",
     ),
     click.option(
         "--model",
         metavar="DIR|HUB_ID|NAME",
-        help="The weights of all of a model's linear ops, lm_head included.",
+        help="gemm: the weights of all of a model's linear ops, lm_head included.",
     ),
     click.option(
         "-n",
@@ -37,7 +45,7 @@ _OPTIONS = (
         default=(1, 8, 16),
         show_default=True,
         metavar="N",
-        help="Rows of X, the batch; repeatable.",
+        help="gemm: rows of X, the batch; repeatable.",
     ),
     click.option(
         "--ratio",
@@ -46,8 +54,8 @@ _OPTIONS = (
         default=("0",),
         show_default=True,
         metavar="0..1|turning-point",
-        help="Share of a weight in the remote tier; repeatable. At the turning point HBM and the "
-        "remote tier take the same time.",
+        help="Share of a weight, or of the slots, in the remote tier; repeatable. At the turning "
+        "point HBM and the remote tier take the same time.",
     ),
     click.option(
         "--remote",
@@ -61,12 +69,27 @@ _OPTIONS = (
         type=click.Choice(["float16", "bfloat16"]),
         default="float16",
         show_default=True,
-        help="Of weights and activations.",
+        help="Of weights or KV, and of activations.",
     ),
     click.option(
         "--ablations",
         is_flag=True,
-        help="Measure without the congestion window and without wave alignment, too.",
+        help="gemm: measure without the congestion window and without wave alignment, too.",
+    ),
+    click.option(
+        "--case",
+        "cases",
+        multiple=True,
+        metavar="BATCH:HEADS/KV_HEADS:LENGTH",
+        help="attention: slots, query heads, KV heads, and positions with the new token; "
+        "repeatable. Default: ten cases from 8:56/56:64 to 1:32/8:131072.",
+    ),
+    click.option(
+        "--head-dim",
+        type=click.Choice(["64", "80", "96", "128"]),
+        default="128",
+        show_default=True,
+        help="attention: dimensions of a head.",
     ),
     click.option("--csv", "form", flag_value="csv", help="Print CSV, with units in the keys."),
     click.option("--json", "form", flag_value="json", help="Print JSON, with units in the keys."),
@@ -81,5 +104,24 @@ _OPTIONS = (
 
 
 def bench_options(command: Any) -> Any:
-    """Adds the options; the command gets the sweep's under the names of gemm_sweep()."""
+    """Adds the options; own_options() picks those of a sweep."""
     return functools.reduce(lambda decorated, add: add(decorated), reversed(_OPTIONS), command)
+
+
+def own_options(kernel: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Of `asked`, by parameter name, what the sweep of `kernel` takes, in a running command.
+
+    Raises UsageError where an option is given that only another kernel has.
+    """
+    context = click.get_current_context()
+    flags = {param.name: param.opts[-1] for param in context.command.params}
+    own = ", ".join(flags[name] for name in OWN[kernel])
+    for other, names in OWN.items():
+        for name in () if other == kernel else names:
+            if context.get_parameter_source(name) != click.core.ParameterSource.DEFAULT:
+                raise UsageError(
+                    f"{flags[name]} is an option of --kernel {other}, not {kernel}",
+                    hint=f"leave it out; --kernel {kernel} alone has {own}",
+                )
+    foreign = {name for names in OWN.values() for name in names} - set(OWN[kernel])
+    return {name: value for name, value in asked.items() if name not in foreign}

@@ -1,10 +1,10 @@
 """Memory for a benchmark: taken, filled with random data, and the rates at which it is read.
 
-Knows tiers and bytes, not kernels under test.
+Knows tiers and bytes and how they are read, not the kernels under test.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,16 +13,23 @@ from dakrun.bench.ceilings import HBM_RING, Ceilings, link_ring
 from dakrun.bench.effort import Effort
 from dakrun.device_memory import check_free, check_peer, device_index, peer_index
 from dakrun.errors import CannotRun
-from dakrun.hardware import LOCAL, RemoteTier
+from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
 from dakrun.kernels.bandwidth import Reader, read_window
 from dakrun.kernels.copy_engine import copy
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.memory import HOST, Tiers, allocate_tiers, available_host_memory
 from dakrun.probe.measurement import steadier
 from dakrun.probe.sweeps import Buffer
 from dakrun.units import format_bytes
 
 BLOCK_BYTES = 2**26  # of different values, repeated all over a buffer
-HINT = "choose smaller shapes or ratios, or end what else uses that memory"
+HINT = "choose smaller shapes, cases or ratios, or end what else uses that memory"
+
+
+def check_gpu() -> None:
+    """Raise CannotRun where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise CannotRun("a benchmark needs a CUDA GPU; none can be used", hint="see: dakrun doctor")
 
 
 def measure_ceilings(remote: RemoteTier | None, effort: Effort, device: torch.device) -> Ceilings:
@@ -90,10 +97,17 @@ def fill(buffer: torch.Tensor, block: torch.Tensor) -> None:
     torch.cuda.synchronize()
 
 
-def random_weights(dtype: torch.dtype, cols: int, device: torch.device) -> torch.Tensor:
-    """A block of weights of `cols` columns, as bytes.
-
-    Scaled by 1 / sqrt(cols), so that products of products neither vanish nor overflow.
-    """
+def random_block(dtype: torch.dtype, device: torch.device, *, scale: float = 1.0) -> torch.Tensor:
+    """A block of normal values times `scale`, as bytes."""
     values = torch.randn(BLOCK_BYTES // dtype.itemsize, device=device)
-    return values.mul_(cols**-0.5).to(dtype).view(torch.uint8)
+    return values.mul_(scale).to(dtype).view(torch.uint8)
+
+
+def tier_access(
+    profile: HardwareProfile, remote: Sequence[str], sms: Sequence[int]
+) -> list[TierAccess]:
+    """How a kernel reads the local tier and the `remote` ones: by `sms` of each, in its window."""
+    return [TierAccess()] + [
+        TierAccess(count, profile.tier(name).window_bytes)
+        for name, count in zip(remote, sms[1:], strict=True)
+    ]

@@ -84,7 +84,16 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
         ops.append(linear("project_in", hidden, embed, in_layer=False))
     ops += [
         linear("qkv", model.q_size + 2 * model.kv_size, hidden),
-        _attention(model, workload, size),
+        attention_op(
+            (model.num_heads, model.num_kv_heads),
+            model.head_dim,
+            n=n,
+            length=workload.mean_kv_len,
+            positions=kv_positions(workload),
+            element_bytes=size,
+            layers=model.num_layers,
+            in_layer=True,
+        ),
         linear("o", hidden, model.q_size),
     ]
     if model.family == "llama":
@@ -127,6 +136,37 @@ def linear_op(
     )
 
 
+def attention_op(
+    heads: tuple[int, int],
+    head_dim: int,
+    *,
+    n: int,
+    length: float,
+    positions: int,
+    element_bytes: int,
+    layers: int = 1,
+    in_layer: bool = False,
+) -> Op:
+    """Attention of `n` new tokens, each to `length` of the `positions` that its slot has room for.
+
+    `heads` are query and key-value heads.
+    """
+    position_bytes = 2 * heads[1] * head_dim * element_bytes
+    return Op(
+        name="attention",
+        category="attention",
+        layers=layers,
+        in_layer=in_layer,
+        shape=heads,
+        batch_size=n,
+        element_bytes=element_bytes,
+        resident_bytes=n * positions * position_bytes,
+        read_bytes=n * length * position_bytes,
+        flops=4.0 * n * length * heads[0] * head_dim,
+        units=n,
+    )
+
+
 def weight_bytes(ops: tuple[Op, ...]) -> int:
     """Bytes of all matrices of the model, the embedding table included."""
     return sum(op.layers * op.resident_bytes for op in ops if op.category != "attention")
@@ -165,22 +205,4 @@ def _embedding(model: ModelConfig, n: int, size: int) -> Op:
         read_bytes=n * model.embed_size * size,
         flops=0.0,
         units=ItemGrid(model.vocab_size, model.embed_size).count,
-    )
-
-
-def _attention(model: ModelConfig, workload: Workload, size: int) -> Op:
-    n, length = workload.batch_size, workload.mean_kv_len
-    position_bytes = 2 * model.kv_size * size
-    return Op(
-        name="attention",
-        category="attention",
-        layers=model.num_layers,
-        in_layer=True,
-        shape=(model.num_heads, model.num_kv_heads),
-        batch_size=n,
-        element_bytes=size,
-        resident_bytes=n * kv_positions(workload) * position_bytes,
-        read_bytes=n * length * position_bytes,
-        flops=4.0 * n * length * model.q_size,
-        units=n,
     )

@@ -1,0 +1,188 @@
+"""SplitK_FlashAttn beside its ceilings and torch: `dakrun bench --kernel attention`.
+
+The ceilings come first, in the same process, as in gemm.py. Then a CUDA graph is made for every
+case: a chain of launches with programmatic dependent launch, each of which reads a set of slots of
+its own, as the layers of a model do. There are four sets at least, of more than 2 GiB in all, so L2
+does not help. A time is the graph's over its launches: the median of seven replays, after as many
+to warm up. Keys and values are random: packing is a permutation, so random values are packed ones,
+too. Every slot holds one position less than its length, and the new token is the last.
+
+torch's scaled_dot_product_attention does the same with keys and values [B, Hkv, L, D], contiguous,
+all of them in HBM whatever the ratio and with the new token among them, which it need not append.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from dakrun.bench.attention_cases import AttentionCase, attention_cases
+from dakrun.bench.attention_rows import AttentionRow, attention_columns
+from dakrun.bench.attention_sweep import AttentionSweep
+from dakrun.bench.cases import buffer_bytes, forecast
+from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.effort import FULL, Effort
+from dakrun.bench.header import head
+from dakrun.bench.output import Record
+from dakrun.bench.tiers import (
+    fill,
+    measure_ceilings,
+    random_block,
+    take,
+    tier_access,
+    whole,
+)
+from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.kernels.attention import Workspace, attention_config, splitk_flash_attn
+from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.kv_blocks import KVShape
+from dakrun.memory import ALIGNMENT, aligned
+from dakrun.probe.costs import graph_seconds
+from dakrun.units import format_bytes
+
+EFFORT = replace(FULL, least_launches=4)
+
+
+def measure_attention(
+    sweep: AttentionSweep,
+    profile: HardwareProfile,
+    *,
+    effort: Effort = EFFORT,
+    command: str,
+    note: Callable[[str], None],
+) -> Record:
+    """Measure all cases of `sweep` on torch's current GPU; `note` is told of each.
+
+    `profile` predicts, and says how the remote tier is read; `command` is kept in the record.
+    Raises CannotRun where there is no memory for it, or no kernel for the GPU.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    ceilings = measure_ceilings(sweep.remote_tier(profile), effort, device)
+    tiers = len(ceilings.rates)
+    cases = list(attention_cases(sweep, ceilings.turning_point, effort, tiers=tiers))
+    sizes = dict(zip(ceilings.rates, buffer_bytes(cases, ALIGNMENT), strict=True))
+    note(f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of KV")
+    with take(sizes, device) as memories:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        chains = Chains(whole(memories), getattr(torch, sweep.dtype), sms, effort.replays)
+        chains.fill()
+        rows = []
+        for row in _rows(sweep, cases, profile, ceilings, chains):
+            note(f"{row.case.slots} {row.summary}")
+            rows.append(row.figures())
+        chains.buffers.clear()  # else they keep the memory
+    return Record(
+        head=head("attention", sweep.dtype, ceilings, profile, command),
+        columns=attention_columns(),
+        rows=tuple(rows),
+    )
+
+
+def _rows(
+    sweep: AttentionSweep,
+    cases: Sequence[AttentionCase],
+    profile: HardwareProfile,
+    ceilings: Ceilings,
+    chains: "Chains",
+) -> Iterator[AttentionRow]:
+    """All cases; torch is measured once for those that differ in their ratio alone."""
+    remote = tuple(ceilings.rates)[1:]
+    for _, group in itertools.groupby(cases, key=lambda case: case.slots):
+        alike = list(group)
+        sdpa_s = statistics.median(chains.sdpa(alike[0]))
+        for case in alike:
+            expected = forecast(case, case.op(sweep.dtype), sweep.dtype, profile, remote)
+            access = tier_access(profile, remote, expected.sms)
+            yield AttentionRow(
+                case=case,
+                samples_s=chains.splitk(case, access),
+                bound_s=ceilings.seconds(case.tier_bytes),
+                predicted_s=expected.seconds,
+                rival_s=sdpa_s,
+            )
+
+
+class Chains:
+    """Chains of launches over the slots in `buffers`: uint8, 1-D, by tier, HBM first.
+
+    Times are seconds of one launch, replay by replay.
+    """
+
+    def __init__(
+        self, buffers: dict[str, torch.Tensor], dtype: torch.dtype, sms: int, replays: int
+    ) -> None:
+        self.buffers = buffers
+        self._dtype, self._sms, self._replays = dtype, sms, replays
+        self._device = buffers[LOCAL].device
+
+    def fill(self) -> None:
+        """Put random keys and values into all buffers."""
+        block = random_block(self._dtype, self._device)
+        for buffer in self.buffers.values():
+            fill(buffer, block)
+
+    def splitk(self, case: AttentionCase, access: Sequence[TierAccess]) -> list[float]:
+        """SplitK_FlashAttn with the case's slots in each tier, read as `access` says."""
+        slots, dim = case.slots, case.head_dim
+        shape = KVShape(slots.kv_heads, dim, slots.length)
+        config = attention_config(shape, case.units, access, sms=self._sms)
+        workspace = Workspace.empty(config, slots.heads // slots.kv_heads, self._device)
+        caches = self._addresses(case)
+        lengths = torch.full(
+            (slots.batch,), slots.length - 1, dtype=torch.int32, device=self._device
+        )
+        parts = (slots.heads, slots.kv_heads, slots.kv_heads)
+        q, k, v = self._normal(slots.batch, sum(parts), dim).split(parts, dim=1)
+        out = torch.empty(slots.batch, slots.heads * dim, dtype=self._dtype, device=self._device)
+
+        def launch(number: int) -> None:
+            splitk_flash_attn(
+                q, k, v, caches[number], lengths, config, workspace, out,
+                scale=dim**-0.5, overlap=True,
+            )  # fmt: skip
+
+        return self._seconds(case, launch)
+
+    def sdpa(self, case: AttentionCase) -> list[float]:
+        """torch with the case's keys and values contiguous and all in HBM."""
+        slots, dim = case.slots, case.head_dim
+        size = (slots.batch, slots.kv_heads, slots.length, dim)
+        nbytes = torch.Size(size).numel() * self._dtype.itemsize
+        local = self.buffers[LOCAL]
+        starts = range(0, 2 * case.launches * aligned(nbytes), aligned(nbytes))
+        parts = [local[at : at + nbytes].view(self._dtype).view(size) for at in starts]
+        keys, values = parts[0::2], parts[1::2]
+        q = self._normal(slots.batch, slots.heads, 1, dim)
+        gqa = slots.heads != slots.kv_heads
+
+        def launch(number: int) -> None:
+            torch.nn.functional.scaled_dot_product_attention(
+                q, keys[number], values[number], enable_gqa=gqa
+            )
+
+        return self._seconds(case, launch)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=self._dtype, device=self._device)
+
+    def _addresses(self, case: AttentionCase) -> torch.Tensor:
+        """Where the slots of each launch lie, in the order of the tiers: int64 [launches, B]."""
+        numbers = (torch.arange(case.launches * count) for count in case.units)
+        starts = [
+            buffer.data_ptr() + case.unit_bytes * number.view(case.launches, count)
+            for buffer, number, count in zip(
+                self.buffers.values(), numbers, case.units, strict=True
+            )
+        ]
+        return torch.cat(starts, dim=1).to(self._device)
+
+    def _seconds(self, case: AttentionCase, launch: Callable[[int], None]) -> list[float]:
+        """Seconds of a launch in each replay of the chain."""
+
+        def chain() -> None:
+            for number in range(case.launches):
+                launch(number)
+
+        return [seconds / case.launches for seconds in graph_seconds(chain, self._replays)]

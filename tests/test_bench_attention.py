@@ -1,0 +1,403 @@
+"""`dakrun bench --kernel attention`: what it measures, what follows from it, what it refuses; and a
+tiny sweep, on a GPU and with kernels that stand in for a GPU's. What it shares with gemm is tested
+in test_bench_gemm.py.
+"""
+
+import ctypes
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun import cli
+from dakrun.bench import attention, attention_sweep, options, tiers
+from dakrun.bench import run as bench_run
+from dakrun.bench.attention_cases import AttentionCase, attention_cases, slot_bytes
+from dakrun.bench.attention_rows import AttentionRow, attention_columns
+from dakrun.bench.attention_sweep import DEFAULT_SLOTS, AttentionSweep, Slots, parse_slots
+from dakrun.bench.cases import buffer_bytes, forecast
+from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.effort import FULL, MIB, Effort
+from dakrun.bench.output import Record, as_text
+from dakrun.bench.sweep import TURNING_POINT
+from dakrun.config import Workload
+from dakrun.errors import UsageError
+from dakrun.hardware import LOCAL, HardwareProfile, load_profile
+from dakrun.kernels import attention as kernel
+from dakrun.kernels import kv_blocks
+from dakrun.kernels.heuristics import TierAccess
+from dakrun.known_models import known_model
+from dakrun.memory import allocate_tiers
+from dakrun.plan.ops import KV_BLOCK
+from dakrun.plan.planner import Policy, make_plan
+
+PROFILE = load_profile("h200-pcie5")
+TINY = Effort(
+    hbm_bytes=256 * MIB, remote_bytes=64 * MIB, seconds=0.002, readings=3,
+    chain_bytes=64 * MIB, least_launches=4, replays=3,
+)  # fmt: skip
+
+
+def sweep(**asked: Any) -> AttentionSweep:
+    """What the command line's defaults and `asked` ask for."""
+    defaults = {
+        "cases": (), "head_dim": "128", "ratios": ("0",), "remote": "host", "dtype": "float16",
+    }  # fmt: skip
+    return attention_sweep.attention_sweep(**{**defaults, **asked})
+
+
+def case(text: str = "4:8/2:100", units: tuple[int, ...] = (3, 1), **changes: Any) -> AttentionCase:
+    slots = parse_slots(text)
+    values = {
+        "slots": slots, "head_dim": 64, "asked": 0.25, "units": units,
+        "unit_bytes": slot_bytes(slots, 64, "float16"), "launches": 5,
+    }  # fmt: skip
+    return AttentionCase(**{**values, **changes})
+
+
+def record() -> Record:
+    found = AttentionRow(
+        case=case(), samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6, rival_s=5e-6
+    )
+    head = {
+        "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
+        "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
+        "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
+        "command": "dakrun bench --kernel attention",
+    }  # fmt: skip
+    return Record(head=head, columns=attention_columns(), rows=(found.figures(),))
+
+
+def run(*args: str, kernel: str = "attention") -> Result:
+    command = ["bench", "--kernel", kernel, *args]
+    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(cli.main, command)
+
+
+@pytest.mark.parametrize("text", ["64:32/8:2048", " 64:32/8:2048 ", "064:32/08:2048"])
+def test_slots(text: str) -> None:
+    assert parse_slots(text) == Slots(64, 32, 8, 2048)
+    assert str(parse_slots(text)) == "64:32/8:2048"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        *((text, "is not a case BATCH:HEADS/KV_HEADS:LENGTH", "--case 64:32/8:2048")
+          for text in ("", "64", "64:32:2048", "64:32/8", "64:32/8:", "-1:8/8:64", "1:8/8:6.4",
+                       "1:8/8:64:64", "٣:8/8:64", "1x8/8x64")),
+        *((text, f"a case of {text} is empty", "at least 1")
+          for text in ("0:8/8:64", "1:0/8:64", "1:8/0:64", "1:8/8:0")),
+        ("1:9/2:64", "9 query heads for 2 KV heads", "1 to 16 for each"),
+        ("1:2/4:64", "2 query heads for 4 KV heads", "1 to 16 for each"),
+        ("1:34/2:64", "34 query heads for 2 KV heads", "1 to 16 for each"),
+    ],
+)  # fmt: skip
+def test_malformed_slots(text: str, said: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=said) as problem:
+        parse_slots(text)
+    assert hint in problem.value.hint
+
+
+def test_slots_are_those_that_the_kernel_takes() -> None:
+    assert attention_sweep.MAX_GROUP == kernel.MAX_GROUP
+    assert attention_sweep.HEAD_DIMS == kv_blocks.HEAD_DIMS and KV_BLOCK == kv_blocks.BLOCK
+    for dim in attention_sweep.HEAD_DIMS:
+        assert sweep(head_dim=str(dim)).head_dim == dim
+        assert f"{dim}" in run("--help").stdout
+
+
+def test_a_sweep() -> None:
+    wanted = (
+        "8:56/56:1056 128:56/56:544 512:32/32:512 64:32/8:2048 64:32/8:8192 16:64/8:8192 "
+        "1:32/8:131072 2:64/8:65536 512:32/32:64 8:56/56:64"
+    )
+    assert " ".join(map(str, sweep().slots)) == wanted
+    some = sweep(cases=("2:8/8:64", "1:8/8:64", "02:8/8:64"), ratios=("0", "0.0", "0.5"))
+    assert some.slots == (Slots(2, 8, 8, 64), Slots(1, 8, 8, 64)) and some.ratios == (0.0, 0.5)
+
+
+@given(
+    st.integers(1, 64), st.integers(1, 8), st.integers(1, 5000),
+    st.sampled_from(attention_sweep.HEAD_DIMS),
+)  # fmt: skip
+def test_bytes_read_are_those_of_blocks(batch: int, heads: int, length: int, dim: int) -> None:
+    slots = Slots(batch, heads, heads, length)
+    shape = kv_blocks.KVShape(heads, dim, length)
+    # The kernel reads length // 64 + 1 blocks of a slot with `length` cached positions.
+    read = heads * ((length - 1) // 64 + 1) * kernel.block_bytes(shape)
+    assert slot_bytes(slots, dim, "float16") == slot_bytes(slots, dim, "bfloat16") == read
+    assert read == shape.slot_bytes
+
+
+def test_bytes_of_a_case() -> None:
+    # 2 KV heads of 2 blocks: keys and values of 64 positions of 64 dimensions of 2 bytes.
+    size = 2 * 2 * 2 * 64 * 64 * 2
+    some = case()
+    assert some.tier_bytes == (3 * size, size) and some.read_bytes == 4 * size
+    assert some.ratio == 0.25
+    assert buffer_bytes([some, case(units=(0, 4))], 256) == [5 * (4 * size + 256), 5 * 4 * size]
+
+
+@pytest.mark.parametrize("slots", DEFAULT_SLOTS)
+@pytest.mark.parametrize("dim", attention_sweep.HEAD_DIMS)
+def test_sets_of_a_case(slots: Slots, dim: int) -> None:
+    wanted = sweep(cases=(str(slots),), head_dim=str(dim))
+    (some,) = attention_cases(wanted, 0.0, attention.EFFORT, tiers=1)
+    assert some.launches >= 4 and some.launches * some.read_bytes > 2 * 2**30
+    assert some.launches == 4 or (some.launches - 1) * some.read_bytes <= 2 * 2**30
+    assert some.units == (slots.batch,) and attention.EFFORT.replays == FULL.replays == 7
+
+
+def test_slots_per_tier() -> None:
+    wanted = sweep(cases=("10:8/8:64",), ratios=("0", "0.25", TURNING_POINT, "1"))
+    found = attention_cases(wanted, 0.19, TINY, tiers=2)
+    assert [some.units for some in found] == [(10, 0), (7, 3), (9, 1), (0, 10)]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("model", ["opt-30b", "llama-3-8b"])
+def test_predictions_are_the_plans(model: str, ratio: float) -> None:
+    config = known_model(model)
+    assert config is not None
+    workload = Workload(batch_size=8, prompt_len=1000, new_tokens=48, max_model_len=1048)
+    policy = Policy(
+        offload_ratio=0.0, kv_offload_ratio=ratio, strategy="uniform", transport="direct"
+    )
+    op = make_plan(config, workload, PROFILE, policy).op("attention")
+    (counts,) = set(op.placement)
+    heads = f"{config.num_heads}/{config.num_kv_heads}"
+    dtype: Any = config.dtype
+    same = case(f"8:{heads}:1024", tuple(counts), head_dim=config.head_dim)
+    found = forecast(same, same.op(dtype), dtype, PROFILE, ("host",))
+    assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
+    assert found.sms == op.sms
+
+
+def test_a_row() -> None:
+    (row,) = record().rows
+    assert (row["case"], row["batch"], row["heads"], row["kv_heads"]) == ("4:8/2:100", 4, 8, 2)
+    assert row["time_s"] == 2e-6 and row["bytes_per_s"] == case().read_bytes / 2e-6
+    assert row["kv_bytes"] == case().read_bytes and row["ratio"] == 0.25
+    ratios = row["bound_over_time"], row["speedup"], row["spread"]
+    assert ratios == pytest.approx((0.75, 2.5, 0.5))
+    assert {column.key for column in attention_columns()} <= row.keys()
+
+
+def test_forms() -> None:
+    *_, titles, _, cells = as_text(record(), "md").rstrip().splitlines()
+    assert [text.strip() for text in titles.strip("|").split("|")] == [
+        *("case", "remote", "time us", "spread", "GB/s", "of ceiling", "predicted us", "SDPA us"),
+        "speed-up",
+    ]
+    assert cells.startswith("| 4:8/2:100 | 25.00% | 2.00 | 50.0% | ")
+    (row,) = json.loads(as_text(record(), "json"))["rows"]
+    assert row["sdpa_s"] == 5e-6 and row["head_dim"] == 64
+    assert "4:8/2:100" in as_text(record(), "csv")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said", "hint"),
+    [
+        (("--case", "64"), 2, "'64' is not a case", "--case 64:32/8:2048"),
+        (("--case", "1:9/2:64"), 2, "9 query heads for 2 KV heads", "1 to 16"),
+        (("--ratio", "2"), 2, "'2' is not a remote share", "--ratio 0.1"),
+        (("--head-dim", "72"), 2, "'72' is not one of", "--help"),
+        (("--dtype", "float32"), 2, "'float32' is not one of", "--help"),
+        (("-o", "a.txt"), 2, "a.txt: a benchmark is written as", "-o a.csv"),
+        *((args, 2, f"{args[0]} is an option of --kernel gemm, not attention", "--head-dim")
+          for args in (("--shape", "8x8"), ("--model", "opt-30b"), ("--rows", "8"),
+                       ("--ablations",))),
+        (("-n", "8"), 2, "--rows is an option of --kernel gemm", "--case, --head-dim"),
+        ((), 3, "needs a CUDA GPU", "dakrun doctor"),
+    ],
+)  # fmt: skip
+def test_errors(
+    args: tuple[str, ...], code: int, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(run(*args), code, said, hint)
+
+
+@pytest.mark.parametrize("args", [("--case", "1:8/8:64"), ("--head-dim", "128")])
+def test_options_of_the_other_kernel(args: tuple[str, ...]) -> None:
+    said = f"{args[0]} is an option of --kernel attention, not gemm"
+    refused(run(*args, kernel="gemm"), 2, said, "--shape, --model, --rows, --ablations")
+
+
+def refused(result: Result, code: int, said: str, hint: str) -> None:
+    assert result.exit_code == code and result.stdout == ""
+    error, advice = result.stderr.splitlines()
+    assert error.startswith("error: ") and said in error
+    assert advice.startswith("hint: ") and hint in advice
+
+
+def test_every_kernel_has_options_of_its_own() -> None:
+    names = {param.name for param in cli.bench.params}
+    assert all(set(own) <= names for own in options.OWN.values())
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measured(found: AttentionSweep, profile: HardwareProfile, **rest: Any) -> Record:
+        assert found == sweep(cases=("64:32/8:2048",), head_dim="80", ratios=("0.5",))
+        assert profile == PROFILE and rest["command"] == "dakrun bench"
+        return record()
+
+    monkeypatch.setattr(bench_run, "check", lambda _: None)
+    monkeypatch.setattr(attention, "measure_attention", measured)
+    monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench"])
+    asked = ("--case", "64:32/8:2048", "--head-dim", "80", "--ratio", "0.5")
+    target = tmp_path / "a.md"
+    shown = run(*asked, "--profile", PROFILE.name, "-o", str(target))
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout.startswith("NVIDIA H200") and "SDPA" in shown.stdout
+    assert target.read_text(encoding="utf-8") == as_text(record(), "md")
+    assert run(*asked, "--profile", PROFILE.name, "--csv").stdout == as_text(record(), "csv")
+
+
+Launched = list[list[int]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Copies, launches and graphs that a CPU does; the addresses of the slots of each launch."""
+    found: Launched = []
+
+    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+        launch()
+        return [1e-3] * runs
+
+    def attend(*operands: Any, scale: float, overlap: bool) -> None:
+        kernel._check_operands(*operands, None)
+        q, _, _, caches, lengths, config, *_ = operands
+        assert overlap and scale == q.shape[2] ** -0.5
+        assert set(lengths.tolist()) == {config.shape.positions - 1}
+        for address in caches.tolist():
+            held = (ctypes.c_uint8 * config.shape.slot_bytes).from_address(address)
+            slot = torch.frombuffer(held, dtype=torch.uint8)
+            for part in kv_blocks.unpack(slot, q.dtype, config.shape):
+                assert part.float().std() == pytest.approx(1, rel=0.2)
+        found.append(caches.tolist())
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tiers, "copy", lambda to, of: to.copy_(of))
+    monkeypatch.setattr(tiers, "BLOCK_BYTES", 2**16)
+    monkeypatch.setattr(attention, "graph_seconds", seconds)
+    monkeypatch.setattr(attention, "splitk_flash_attn", attend)
+    return found
+
+
+@pytest.mark.parametrize("units", [(4,), (4, 0), (3, 1), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_chains_read_every_slot(
+    launched: Launched, units: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    some = case(units=units)
+    sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
+    with allocate_tiers(sizes, torch.device("cpu")) as memories:
+        buffers = tiers.whole(memories)
+        chains = attention.Chains(buffers, dtype, 132, replays=3)
+        chains.fill()
+        access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(units)]
+        assert chains.splitk(some, access) == [1e-3 / 5] * 3
+        # A slot is read once; those of a tier lie side by side from where its buffer begins.
+        held = [
+            range(start := buffer.data_ptr(), start + 5 * nbytes, some.unit_bytes)
+            for buffer, nbytes in zip(buffers.values(), some.tier_bytes, strict=True)
+        ]
+        assert sorted(itertools.chain(*launched)) == sorted(itertools.chain(*held))
+        for addresses in launched:
+            in_tiers = [sum(address in part for address in addresses) for part in held]
+            assert in_tiers == list(units)
+        assert chains.sdpa(some) == [1e-3 / 5] * 3
+        assert len(launched) == 5
+
+
+@pytest.mark.parametrize("heads", ["8/2", "2/2"])
+def test_what_torch_reads(launched: Launched, heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, read = torch.nn.functional.scaled_dot_product_attention, []
+
+    def sdpa(q: torch.Tensor, *parts: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
+        for part in parts:
+            assert part.shape == (4, 2, 100, 64) and part.is_contiguous()
+            read.append((part.data_ptr(), part.data_ptr() + part.nbytes))
+        out = real(q, *parts, enable_gqa=enable_gqa)
+        assert out.shape == q.shape and torch.isfinite(out).all()
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    some = case(f"4:{heads}:100", (4,))
+    buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
+    chains = attention.Chains({LOCAL: buffer}, torch.float16, 132, replays=3)
+    chains.fill()
+    chains.sdpa(some)
+    ends = sorted(read)
+    assert len(ends) == 2 * some.launches
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    assert ends[-1][1] <= buffer.data_ptr() + buffer.numel()
+
+
+def test_a_sweep_without_a_gpu(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {LOCAL: 4e12, "host": 1e12}
+    taken: list[Sequence[str]] = []
+
+    def take(sizes: dict[str, int], _: torch.device) -> Any:
+        taken.append(list(sizes))
+        return allocate_tiers(sizes, torch.device("cpu"))
+
+    monkeypatch.setattr(attention, "measure_ceilings", lambda *_: Ceilings(rates))
+    monkeypatch.setattr(attention, "take", take)
+    monkeypatch.setattr(attention, "head", lambda *values: {"command": values[-1]})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties",
+        lambda _: type("Properties", (), {"multi_processor_count": 132}),
+    )  # fmt: skip
+    wanted = sweep(
+        cases=("5:8/2:65", "2:4/4:1"), head_dim="80", ratios=("0", TURNING_POINT, "1"),
+        dtype="bfloat16",
+    )  # fmt: skip
+    said: list[str] = []
+    found = attention.measure_attention(
+        wanted, PROFILE, effort=dataclasses.replace(TINY, chain_bytes=1), command="it",
+        note=said.append,
+    )  # fmt: skip
+    assert found.head["command"] == "it" and taken == [[LOCAL, "host"]]
+    assert said[0].startswith("measuring 6 cases") and said[1].startswith("5:8/2:65 0.00% remote")
+    assert [(row["case"], row["ratio"]) for row in found.rows] == [
+        *(("5:8/2:65", ratio) for ratio in (0, 0.2, 1)),
+        *(("2:4/4:1", ratio) for ratio in (0, 0, 1)),
+    ]
+    for row in found.rows:
+        assert row["time_s"] == row["sdpa_s"] == 1e-3 / 4
+        assert row["launches"] == 4 and row["predicted_s"] > 0
+    assert len(launched) == 6 * 4
+
+
+@pytest.mark.gpu
+def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = sweep(
+        cases=("3:8/8:100", "4:32/8:2048"), ratios=("0", "0.5", TURNING_POINT), dtype="bfloat16"
+    )
+    taken = torch.cuda.memory_allocated()
+    found = attention.measure_attention(wanted, PROFILE, effort=TINY, command="it", note=print)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 7
+    assert found.head["device"] == torch.cuda.get_device_name()
+    assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
+    for row in found.rows:
+        times = [row[key] for key in ("time_s", "sdpa_s", "predicted_s")]
+        assert all(math.isfinite(time) and time > 0 for time in times)
+        assert row["bytes_per_s"] * row["time_s"] == pytest.approx(row["kv_bytes"])
+        assert 0 < row["bound_over_time"] < 2, "ceilings and times measure the same thing"
+        assert row["launches"] * row["kv_bytes"] > TINY.chain_bytes
+    assert json.loads(as_text(found, "json"))["rows"] == list(found.rows)
+    assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"
