@@ -1,0 +1,146 @@
+// What SplitK_FlashAttn works on: its arguments, and the items of a CTA.
+#pragma once
+
+#include "common.cuh"
+#include "element.cuh"
+
+constexpr int kMaxTiers = 9;
+constexpr int kMaxStages = 16;
+constexpr int kWarps = 4;
+constexpr int kConsumers = 32 * kWarps;
+constexpr int kThreads = kConsumers + 32;
+constexpr int kBlock = 64;                  // positions
+constexpr int kWarpRows = kBlock / kWarps;  // 16, the height of an mma
+constexpr int kChunkBytes = kBlock * 16;    // 8 dimensions of a block's keys or values
+constexpr int kChunks = HEAD_DIM / 8;
+constexpr int kHalfBytes = kChunks * kChunkBytes;  // keys, or values, of a block
+constexpr int kBlockBytes = 2 * kHalfBytes;
+constexpr int kSteps = HEAD_DIM / 16;
+
+// One cubin per dtype, head size and size of the groups: BFLOAT16, HEAD_DIM, GROUP_TILES.
+constexpr int kMergeHeads = 4;   // whose sums the warps bring together at a time
+constexpr float kNone = -1e30f;  // less than any score, and no infinity: less itself it is zero
+
+extern __shared__ __align__(1024) uint8_t smem[];
+
+struct Tier {
+  int first_slot;  // slots are ordered by tiers
+  int first_cta;
+  int window;  // stages that a CTA may have in flight
+};
+
+struct SplitKFlashAttnArgs {
+  Tier tiers[kMaxTiers + 1];  // one more, for the ends
+  const uint64_t* caches;     // [slots]: the address of each slot's cache
+  const int* lengths;  // [slots]: positions cached before the new one; negative: an empty slot
+  const Element* q;    // [slots][kv_heads * group][HEAD_DIM], rows `stride` apart
+  const Element* k;    // [slots][kv_heads][HEAD_DIM], likewise: the new token's
+  const Element* v;
+  const float2* rotations;  // [positions][HEAD_DIM / 2] (cos, sin), or null
+  Element* out;             // [slots][kv_heads * group][HEAD_DIM]
+  float* partials;          // [slots][kv_heads][max_chunks][group][HEAD_DIM + 2]
+  int* arrivals;            // [slots][kv_heads]: zero before and after
+  int64_t stride;
+  int tier_count, kv_heads, group;
+  int slot_blocks;   // that a cache has room for, of each KV head
+  int chunk_blocks;  // of an item
+  int max_chunks;
+  int stages;
+  float scale;  // of the scores, times log2(e)
+};
+
+__device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int slot) {
+  const int length = args.lengths[slot];
+  return length < 0 ? 0 : length / kBlock + 1;
+}
+
+// The items of a CTA, one after the other: chunk by chunk, head by head, slot by slot.
+struct Items {
+  const SplitKFlashAttnArgs& args;
+  int slot, head = 0, chunk = 0, blocks = 0;  // of the slot
+  int64_t left;                               // blocks up to where the next CTA's items start
+
+  // All lanes of a warp. An item is the CTA's in whose even share of the tier's blocks it starts.
+  __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int number)
+      : args(args), slot(args.tiers[number].first_slot) {
+    const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int first = tier.first_slot; first < next.first_slot; first += 32) {
+      total += first + lane < next.first_slot ? blocks_of(args, first + lane) : 0;
+    }
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2)
+      total += __shfl_xor_sync(0xffffffff, total, far);
+    const int64_t all = static_cast<int64_t>(total) * args.kv_heads;
+    const int ctas = next.first_cta - tier.first_cta;
+    const int cta = static_cast<int>(blockIdx.x) - tier.first_cta;
+    int64_t start = all * cta / ctas;
+    left = all * (cta + 1) / ctas - start;
+    // The first slot that ends behind `start`, 32 slots at a time.
+    while (slot < next.first_slot) {
+      int sum = slot + lane < next.first_slot ? blocks_of(args, slot + lane) : 0;
+#pragma unroll
+      for (int far = 1; far < 32; far *= 2) {
+        const int before = __shfl_sync(0xffffffff, sum, lane < far ? lane : lane - far);
+        if (lane >= far) sum += before;
+      }
+      int behind = 0;  // slots of these that end at `start` or before
+      int64_t passed = 0;
+#pragma unroll 1
+      for (int other = 0; other < 32; other++) {
+        const int64_t ends =
+            static_cast<int64_t>(__shfl_sync(0xffffffff, sum, other)) * args.kv_heads;
+        if (ends <= start) behind = other + 1, passed = ends;
+      }
+      slot += behind;
+      start -= passed;
+      if (behind < 32) break;
+    }
+    if (slot >= next.first_slot) {
+      left = 0;
+      return;
+    }
+    blocks = blocks_of(args, slot);
+    if (blocks == 0) {
+      left = 0;
+      return;
+    }
+    head = static_cast<int>(start / blocks);
+    const int within = static_cast<int>(start % blocks);
+    chunk = (within + args.chunk_blocks - 1) / args.chunk_blocks;
+    left -= min(chunk * args.chunk_blocks, blocks) - within;
+    settle();
+  }
+
+  __device__ __forceinline__ bool done() const { return left <= 0; }
+  __device__ __forceinline__ int first_block() const { return chunk * args.chunk_blocks; }
+  __device__ __forceinline__ int block_count() const {
+    return min(args.chunk_blocks, blocks - first_block());
+  }
+  __device__ __forceinline__ int chunk_count() const {
+    return (blocks + args.chunk_blocks - 1) / args.chunk_blocks;
+  }
+  __device__ __forceinline__ uint8_t* block(int number) const {
+    const int64_t at = static_cast<int64_t>(head) * args.slot_blocks + first_block() + number;
+    return reinterpret_cast<uint8_t*>(args.caches[slot]) + at * kBlockBytes;
+  }
+  __device__ __forceinline__ void next() {
+    left -= block_count();
+    chunk++;
+    settle();
+  }
+
+ private:
+  // On to the next head or slot where this one has no more chunks; `left` bounds the slots.
+  __device__ __forceinline__ void settle() {
+    while (left > 0 && first_block() >= blocks) {
+      chunk = 0;
+      if (++head < args.kv_heads) continue;
+      head = 0;
+      blocks = blocks_of(args, ++slot);
+      while (blocks == 0)
+        blocks = blocks_of(args, ++slot);
+    }
+  }
+};
