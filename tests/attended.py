@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.kernels.attention import (
-    AttentionConfig,
-    Workspace,
-    attention_config,
-    splitk_flash_attn,
-)
+from dakrun.kernels.attention import Workspace, splitk_flash_attn
+from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import BLOCK, KVShape, pack, unpack
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from attended import Case
 
-from dakrun.kernels.attention import AttentionConfig, Workspace, splitk_flash_attn
+from dakrun.kernels.attention import Workspace, splitk_flash_attn
+from dakrun.kernels.attention_heuristics import AttentionConfig
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1055, 1, 64, -1, 63, 2048, 700)

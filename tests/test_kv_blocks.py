@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.kernels.attention import attention_config, block_bytes
+from dakrun.kernels.attention_heuristics import attention_config, block_bytes
 from dakrun.kernels.heuristics import SHARED_BYTES, TierAccess
 from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, pack, unpack
 

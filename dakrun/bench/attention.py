@@ -35,7 +35,8 @@ from dakrun.bench.tiers import (
     whole,
 )
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.attention import Workspace, attention_config, splitk_flash_attn
+from dakrun.kernels.attention import Workspace, splitk_flash_attn
+from dakrun.kernels.attention_heuristics import attention_config
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import KVShape
 from dakrun.memory import ALIGNMENT, aligned

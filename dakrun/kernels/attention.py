@@ -1,30 +1,24 @@
 """SplitK_FlashAttn: decode attention over slots in several tiers; wraps splitk_flash_attn.cu.
 
-Knows operands and how tiers are read, no models and no plans. How it is launched is chosen here,
-purely: chunks depend on what a slot has room for, so no bit depends on tiers, batches or SMs.
+Knows operands and a configuration, no models and no plans.
 """
 
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dakrun.kernels.heuristics import MAX_STAGES, SHARED_BYTES, TierAccess
+from dakrun.kernels.attention_heuristics import AttentionConfig
 from dakrun.kernels.jit import Kernel, kernel
-from dakrun.kernels.kv_blocks import BLOCK, DTYPES, KVShape
+from dakrun.kernels.kv_blocks import BLOCK, DTYPES
 from dakrun.units import ceil_div
 
 MAX_TIERS = 9
 MAX_GROUP = 16  # query heads of a KV head
 THREADS = 160
-WARPS = 4
-MERGE_HEADS = 4
 SOURCE = "splitk_flash_attn.cu"
-CHUNK_BLOCKS = 4  # of an item at least: fewer would make for more merging than reading
-MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of them
 
 
 class _Tier(ctypes.Structure):
@@ -45,62 +39,6 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("chunk_blocks", "max_chunks", "stages")),
         ("scale", ctypes.c_float),
     )
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier."""
-
-    shape: KVShape
-    slots: tuple[int, ...]
-    ctas: tuple[int, ...]
-    windows: tuple[int, ...]
-    stages: int
-    chunk_blocks: int
-
-    @property
-    def max_chunks(self) -> int:
-        """Chunks of the longest slot."""
-        return ceil_div(self.shape.blocks, self.chunk_blocks)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA."""
-        return self.stages * block_bytes(self.shape) + merge_bytes(self.shape)
-
-
-def block_bytes(shape: KVShape) -> int:
-    """Bytes of a block, keys and values, of one KV head."""
-    return shape.slot_bytes // (shape.kv_heads * shape.blocks)
-
-
-def merge_bytes(shape: KVShape) -> int:
-    """Bytes by which the warps bring their states together: Merge of the kernel."""
-    return WARPS * MERGE_HEADS * (4 * shape.head_dim + 8) + 16
-
-
-def attention_config(
-    shape: KVShape, slots: Sequence[int], tiers: Sequence[TierAccess], *, sms: int
-) -> AttentionConfig:
-    """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
-
-    Remote tiers get the SMs that they are read by, the local one the rest, one CTA each.
-    """
-    remote = [
-        min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
-        for tier, count in zip(tiers[1:], slots[1:], strict=True)
-    ]
-    local = max(1, sms - sum(remote)) if slots[0] else 0
-    ctas = (local, *remote)
-    stages = min(MAX_STAGES, (SHARED_BYTES - merge_bytes(shape)) // block_bytes(shape))
-    windows = tuple(
-        stages
-        if tier.window_bytes is None or not count
-        else max(1, min(stages, tier.window_bytes // (block_bytes(shape) * count)))
-        for tier, count in zip(tiers, ctas, strict=True)
-    )
-    chunk = max(CHUNK_BLOCKS, ceil_div(shape.blocks, MOST_CHUNKS))
-    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, chunk)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""How SplitK_FlashAttn is run: pure choices from slots per tier and a few figures of the machine.
+
+Needs no GPU. Chunks depend on what a slot has room for, so no bit of a result depends on tiers,
+batches or SMs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dakrun.kernels.heuristics import MAX_STAGES, SHARED_BYTES, TierAccess
+from dakrun.kernels.kv_blocks import KVShape
+from dakrun.units import ceil_div
+
+WARPS = 4
+MERGE_HEADS = 4
+CHUNK_BLOCKS = 4  # of an item at least: fewer would make for more merging than reading
+MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of them
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier."""
+
+    shape: KVShape
+    slots: tuple[int, ...]
+    ctas: tuple[int, ...]
+    windows: tuple[int, ...]
+    stages: int
+    chunk_blocks: int
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks of the longest slot."""
+        return ceil_div(self.shape.blocks, self.chunk_blocks)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.stages * block_bytes(self.shape) + merge_bytes(self.shape)
+
+
+def block_bytes(shape: KVShape) -> int:
+    """Bytes of a block, keys and values, of one KV head."""
+    return shape.slot_bytes // (shape.kv_heads * shape.blocks)
+
+
+def merge_bytes(shape: KVShape) -> int:
+    """Bytes by which the warps bring their states together: Merge of the kernel."""
+    return WARPS * MERGE_HEADS * (4 * shape.head_dim + 8) + 16
+
+
+def attention_config(
+    shape: KVShape, slots: Sequence[int], tiers: Sequence[TierAccess], *, sms: int
+) -> AttentionConfig:
+    """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
+
+    Remote tiers get the SMs that they are read by, the local one the rest, one CTA each.
+    """
+    remote = [
+        min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
+        for tier, count in zip(tiers[1:], slots[1:], strict=True)
+    ]
+    local = max(1, sms - sum(remote)) if slots[0] else 0
+    ctas = (local, *remote)
+    stages = min(MAX_STAGES, (SHARED_BYTES - merge_bytes(shape)) // block_bytes(shape))
+    windows = tuple(
+        stages
+        if tier.window_bytes is None or not count
+        else max(1, min(stages, tier.window_bytes // (block_bytes(shape) * count)))
+        for tier, count in zip(tiers, ctas, strict=True)
+    )
+    chunk = max(CHUNK_BLOCKS, ceil_div(shape.blocks, MOST_CHUNKS))
+    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, chunk)
