@@ -6,8 +6,8 @@ import torch
 def copy(to: torch.Tensor, of: torch.Tensor) -> None:
     """Start copying `of` into `to`: contiguous tensors of as many bytes, in any two tiers.
 
-    It is the current GPU that copies, from a peer's memory, too; torch has the peer do that, in the
-    order of its default stream, which holds up everything else. Host memory must be page-locked.
+    It is the current GPU that copies, also from a peer's memory, where torch would have the peer do
+    it. Host memory must be page-locked.
     Raises ValueError where the tensors are not alike.
     """
     from cupy.cuda import runtime
