@@ -173,7 +173,7 @@ class SplitKGEMM(nn.Module):
         with torch.cuda.device_of(x):
             for some, out in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
                 if len(some):
-                    config = _config(self.in_features, len(some), splits, reads, sms=sms)
+                    config = _config(len(some), splits, reads, sms=sms)
                     splitk_gemm(some, weight, config, out, bias=self.bias, overlap=self.overlap)
         return y
 

@@ -1,4 +1,4 @@
-// How SplitK_GEMM's sums come together and become outputs: bias, activation, residual.
+// How SplitK_GEMM's sums become outputs: bias, activation, residual.
 #pragma once
 
 #include "splitk_gemm.cuh"
@@ -12,39 +12,21 @@ __device__ __forceinline__ Pair load_pair(const Element* from, bool both, bool a
   return pair;
 }
 
-// What the epilogue adds to two neighbouring outputs, of rows `m` and m + 1 of W, m being even, and
-// row `n` of X.
-struct Addends {
-  Pair bias, residual;
-
-  __device__ __forceinline__ Addends(const SplitKGemmArgs& args, int m, int n) {
-    if (m >= args.m || n >= args.n) return;
-    const bool aligned = args.m % 2 == 0, both = m + 1 < args.m;
-    if (args.bias) bias = load_pair(args.bias + m, both, aligned);
-    if (args.residual) {
-      residual = load_pair(args.residual + static_cast<int64_t>(n) * args.m + m, both, aligned);
-    }
-  }
-};
-
-// Stores the two outputs. With kSiluMul even rows of W are gates and the odd ones what they
-// multiply: silu(gate) * up.
-__device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n,
-                                      const Addends& addends, float first, float second) {
-  if (m >= args.m || n >= args.n) return;
-  if (args.bias) first += to_float(addends.bias.first), second += to_float(addends.bias.second);
+// Stores two outputs of row `n` of X, those of rows `m` and m + 1 of W. With kSiluMul even rows of
+// W are gates and the odd ones what they multiply: silu(gate) * up.
+__device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n, float2 sums,
+                                      Pair bias, Pair residual) {
+  if (args.bias) sums.x += to_float(bias.first), sums.y += to_float(bias.second);
   if (args.activation == kSiluMul) {
     convert(args.y[static_cast<int64_t>(n) * (args.m / 2) + m / 2],
-            __fdividef(first, 1.0f + __expf(-first)) * second);
+            __fdividef(sums.x, 1.0f + __expf(-sums.x)) * sums.y);
     return;
   }
-  if (args.activation == kRelu) first = fmaxf(first, 0.0f), second = fmaxf(second, 0.0f);
-  if (args.residual) {
-    first += to_float(addends.residual.first), second += to_float(addends.residual.second);
-  }
+  if (args.activation == kRelu) sums.x = fmaxf(sums.x, 0.0f), sums.y = fmaxf(sums.y, 0.0f);
+  if (args.residual) sums.x += to_float(residual.first), sums.y += to_float(residual.second);
   Element* const y = args.y + static_cast<int64_t>(n) * args.m + m;
   Pair pair;
-  convert(pair.first, first), convert(pair.second, second);
+  convert(pair.first, sums.x), convert(pair.second, sums.y);
   if (args.m % 2 == 0) {
     *reinterpret_cast<Pair*>(y) = pair;
   } else {
@@ -53,67 +35,64 @@ __device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n,
   }
 }
 
-// Adds up the sums of the warps that share k, in a fixed order, by way of `scratch`, and stores the
-// outputs of a group, from `first_row` of W on. Goes by rounds of some octets of every warp; in
-// each all warps write, and then each adds up and stores some tiles.
-struct Exchange {
-  static constexpr int kPartials = kTeams * kKWarps;
-  static constexpr int kRoundOctets = X_TILES == 1 ? 8 : 4 / kOctetWarps;  // of a warp
-  static constexpr int kTiles = kOctetWarps * kRoundOctets * X_TILES;
-  static_assert(kPartials * kTiles * kTileBytes == 16 * 1024, "heuristics.py: EXCHANGE_BYTES");
+// The outputs of a thread, by twos: neighbouring rows of W make pairs, of which even lanes have
+// those of row 2t of X, odd ones of 2t + 1. What is added to the sums is read ahead of them, but for
+// residuals that there are no registers for.
+struct Outputs {
+  static constexpr bool kAhead = X_TILES <= 4;
 
-  uint8_t* const scratch;  // [kTiles][kPartials][32 lanes]
+  const SplitKGemmArgs& args;
+  const int m, n;  // of the first; others are 8 further
+  const int octets;
+  Pair bias[2], residual[kAhead ? 2 * X_TILES : 1];
 
-  __device__ __forceinline__ void finish(const SplitKGemmArgs& args, int first_row, int octets,
-                                         const Share& share, const Sums& sums) const {
-    const int warp = threadIdx.x / 32, most = (octets + kOctetWarps - 1) / kOctetWarps;
-    const int partial = warp / kTeamWarps * kKWarps + share.k;
-    const int owner = warp % kTeamWarps / kKWarps;
+  // Of the warp's two octets, from row `first_row` of W on, `octets` exist.
+  __device__ __forceinline__ Outputs(const SplitKGemmArgs& args, int first_row, int octets)
+      : args(args),
+        m(first_row + threadIdx.x % 32 / 8 * 2),
+        n(threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2),
+        octets(octets) {
 #pragma unroll
-    for (int round = 0; round < kWarpOctets; round += kRoundOctets) {
-      if (round > 0 && round >= most) break;
+    for (int j = 0; j < 2; j++) {
+      if (j >= octets || row(j) >= args.m) continue;
+      if (args.bias) bias[j] = load(args.bias, j);
+      if (!kAhead || args.residual == nullptr) continue;
 #pragma unroll
-      for (int j = 0; j < kRoundOctets; j++) {
-#pragma unroll
-        for (int i = 0; i < kWarpTiles; i++) {
-          const int tile = (owner * kRoundOctets + j) * kWarpTiles + i;
-          if (round + j < share.count) at(tile, partial) = sums.tile[round + j][i];
-        }
+      for (int i = 0; i < X_TILES; i++) {
+        if (column(i) < args.n) residual[2 * i + j] = load(args.residual + offset(i), j);
       }
-      sum(args, first_row, octets, most, round);
+    }
+  }
+
+  __device__ __forceinline__ void put(const Sums& sums) const {
+    const bool odd = threadIdx.x / 4 % 2;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (j >= octets) break;
+#pragma unroll
+      for (int i = 0; i < X_TILES; i++) {
+        const float2 own = sums.tile[2 * i + j];
+        const float other = __shfl_xor_sync(0xffffffff, odd ? own.x : own.y, 4);
+        if (row(j) >= args.m || column(i) >= args.n) continue;
+        Pair more;
+        if (kAhead) {
+          more = residual[2 * i + j];
+        } else if (args.residual) {
+          more = load(args.residual + offset(i), j);
+        }
+        const float2 pair = odd ? float2{other, own.y} : float2{own.x, other};
+        store(args, row(j), column(i), pair, bias[j], more);
+      }
     }
   }
 
  private:
-  __device__ __forceinline__ float2& at(int tile, int partial) const {
-    const int number = (tile * kPartials + partial) * 32 + threadIdx.x % 32;
-    return reinterpret_cast<float2*>(scratch)[number];
+  __device__ __forceinline__ int row(int j) const { return m + kOctetRows * j; }
+  __device__ __forceinline__ int column(int i) const { return n + 8 * i; }
+  __device__ __forceinline__ int64_t offset(int i) const {
+    return static_cast<int64_t>(column(i)) * args.m;
   }
-
-  __device__ __forceinline__ void sum(const SplitKGemmArgs& args, int first_row, int octets,
-                                      int most, int round) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const bool odd = g % 2;
-    ptx::named_barrier_sync(1, kConsumers);
-#pragma unroll 1
-    for (int tile = warp; tile < kTiles; tile += kConsumerWarps) {
-      const int owner = tile / (kRoundOctets * kWarpTiles);
-      const int j = round + tile / kWarpTiles % kRoundOctets;
-      const int octet = owner % kOctetWarps * most + j;
-      if (j >= most || octet >= octets) continue;
-      // Neighbouring rows make pairs: even lanes store those of row 2t of X, odd ones of 2t + 1.
-      const int row = first_row + kOctetRows * octet + g - odd;
-      const int column = (owner / kOctetWarps * kWarpTiles + tile % kWarpTiles) * 8 + 2 * t + odd;
-      const Addends addends(args, row, column);
-      float2 total = at(tile, 0);
-#pragma unroll
-      for (int partial = 1; partial < kPartials; partial++) {
-        const float2 more = at(tile, partial);
-        total.x += more.x, total.y += more.y;
-      }
-      const float other = __shfl_xor_sync(0xffffffff, odd ? total.x : total.y, 4);
-      store(args, row, column, addends, odd ? other : total.x, odd ? total.y : other);
-    }
-    ptx::named_barrier_sync(1, kConsumers);
+  __device__ __forceinline__ Pair load(const Element* from, int j) const {
+    return load_pair(from + row(j), row(j) + 1 < args.m, args.m % 2 == 0);
   }
 };

@@ -159,6 +159,11 @@ __device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Counts as so many threads of it without waiting: those of the warp.
+__device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // Clusters
 
 __device__ __forceinline__ uint32_t cluster_size() {

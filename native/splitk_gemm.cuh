@@ -1,5 +1,4 @@
-// What SplitK_GEMM works on: its arguments, how its warps share a block, the stages of a CTA, the
-// sums of a thread and the share of a warp.
+// What SplitK_GEMM works on: its arguments, the stages of a CTA, and the sums of a thread.
 #pragma once
 
 #include "common.cuh"
@@ -7,29 +6,18 @@
 
 constexpr int kMaxTiers = 9;
 constexpr int kMaxStages = 16;
-constexpr int kConsumerWarps = 8;
-constexpr int kConsumers = 32 * kConsumerWarps;
+constexpr int kWarpgroups = 2;  // of consumers
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = kWarpgroups * kWarpgroup;
 constexpr int kThreads = kConsumers + 32;
 constexpr int kOctetRows = 8;
 constexpr int kAtomK = 64;
 constexpr int kAtomBytes = kOctetRows * kAtomK * 2;
+constexpr int kTileOctets = 8;  // what a warpgroup multiplies at a time, 2 a warp
 
 // One cubin per dtype and N: -DBFLOAT16 is 0 or 1, N <= 8 * X_TILES.
 constexpr int kXRows = 8 * X_TILES;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
-constexpr int kTeams = 2;
-constexpr int kKWarps = X_TILES <= 2 ? 4 : X_TILES == 4 ? 2 : 1;  // of a team, that share k,
-constexpr int kOctetWarps = X_TILES <= 2 ? 1 : 2;                 // octets,
-constexpr int kRowWarps = X_TILES == 8 ? 2 : 1;                   // and rows of X
-constexpr int kTeamWarps = kKWarps * kOctetWarps * kRowWarps;
-static_assert(kTeams * kTeamWarps == kConsumerWarps, "every warp has its share");
-constexpr int kMaxOctets = 8;  // of a group
-constexpr int kWarpOctets = kMaxOctets / kOctetWarps;
-constexpr int kWarpTiles = X_TILES / kRowWarps;  // of 8 rows of X
-constexpr int kWarpK = X_TILES <= 2 ? 32 : 64;   // of an atom
-constexpr int kBlockK = kKWarps * kWarpK;        // what a team takes at a time
-constexpr int kBlockAtoms = kBlockK / kAtomK;
-constexpr int kTileBytes = 256;  // sums of a warp: an octet by 8 rows of X
 
 // The race checker takes no account of __syncwarp(), so under it every lane arrives for itself.
 #if RACECHECK
@@ -37,10 +25,6 @@ constexpr int kArrivalsOfWarp = 32;
 #else
 constexpr int kArrivalsOfWarp = 1;
 #endif
-
-__device__ __forceinline__ bool arrives_for_warp() {
-  return kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0;
-}
 
 extern __shared__ __align__(1024) uint8_t smem[];
 
@@ -53,9 +37,11 @@ struct Tier {
   const uint8_t* base;
   int first_octet;  // octets of this tier: to the next tier's first
   int first_cta;
-  int group_octets;  // at most kMaxOctets; the tier's last group may have fewer
-  int step_k;        // a multiple of 128
-  int window;        // stages of W that a CTA may have in flight
+  int group_octets;  // at most kWarpgroups * kTileOctets; the tier's last group may have fewer
+  int step_k;        // a multiple of what a stage has
+  int stage_atoms;   // along k, of a multiple of x_atoms
+  int stages;        // 2 or more: one is free when the next is read
+  int window;  // stages of W that a CTA may have in flight
 };
 
 struct SplitKGemmArgs {
@@ -64,13 +50,9 @@ struct SplitKGemmArgs {
   const Element* bias;        // [M], or null
   const Element* residual;    // [N, M], or null; not with kSiluMul
   Element* y;                 // [N, M]; [N, M / 2] with kSiluMul, see there
-  int m, n, k;                // k counts the padding, a multiple of 128
+  int m, n, k;                // k counts the padding, a multiple of 64
   int tier_count;
-  int stages;
-  int stage_blocks;  // of kBlockK: an even number, or 1, and then `stages` is even
-  int stage_octets;  // that a stage has room for
-  int stage_bytes;   // of W and X
-  int x_atoms;       // that a copy of X brings; 1: the map is [1][N][K], K being ragged
+  int x_atoms;  // that a copy of X brings; if it is 1, the map is [1][N][K], and K may be ragged
   int activation;
 };
 
@@ -86,17 +68,18 @@ struct Cursor {
   int stage_k, k_end, group_octets, wave_octets, tier_octets;
   int octet, k = 0;
 
-  __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number)
-      : stage_k(args.stage_blocks * kBlockK), k_end(args.k) {
+  __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number) : k_end(args.k) {
     const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
+    stage_k = tier.stage_atoms * kAtomK;
     group_octets = tier.group_octets;
     wave_octets = (next.first_cta - tier.first_cta) * group_octets;
     tier_octets = next.first_octet - tier.first_octet;
     octet = (static_cast<int>(blockIdx.x) - tier.first_cta) * group_octets;
   }
   __device__ __forceinline__ bool done() const { return octet >= tier_octets; }
+  __device__ __forceinline__ bool last_group() const { return octet + wave_octets >= tier_octets; }
   __device__ __forceinline__ int octets() const { return min(group_octets, tier_octets - octet); }
-  __device__ __forceinline__ int blocks() const { return min(stage_k, k_end - k) / kBlockK; }
+  __device__ __forceinline__ int atoms() const { return min(stage_k, k_end - k) / kAtomK; }
   __device__ __forceinline__ void next_group() { octet += wave_octets; }
   __device__ __forceinline__ void next_stage() {
     k += stage_k;
@@ -106,23 +89,8 @@ struct Cursor {
   }
 };
 
-// Sums of one thread, lane 4g + t: of row g of an octet with the rows 2t (x) and 2t + 1 (y) of 8
-// rows of X.
+// Sums of one thread, lane 4g + t of warp w: for rows 8i to 8i + 7 of X, of rows 2t (x) and 2t + 1
+// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1].
 struct Sums {
-  float2 tile[kWarpOctets][kWarpTiles] = {};
-};
-
-// What a warp computes of a group: some k of its team's blocks, `count` octets from `first` on, and
-// rows of X from `first_row` on.
-struct Share {
-  int k, first, count, first_row;
-
-  __device__ __forceinline__ Share(int warp, int octets) {
-    const int member = warp % kTeamWarps;
-    const int most = (octets + kOctetWarps - 1) / kOctetWarps;
-    k = member % kKWarps;
-    first = min(member / kKWarps % kOctetWarps * most, octets);
-    count = min(most, octets - first);
-    first_row = member / (kKWarps * kOctetWarps) * kWarpTiles * 8;
-  }
+  float2 tile[2 * X_TILES] = {};
 };

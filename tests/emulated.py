@@ -38,7 +38,7 @@ class EmulatedKernel:
         self, source: str, name: str, struct: str, defines: dict[str, int], folder: Path
     ) -> None:
         for path in resource_dir("native").iterdir():
-            if path.suffix in (".cu", ".cuh") and path.name != "ptx.cuh":
+            if path.suffix in (".cu", ".cuh") and not (EMULATOR / path.name).exists():
                 (folder / path.name).write_text(_for_the_host(path.read_text("utf-8")), "utf-8")
         entry = folder / "entry.cpp"
         entry.write_text(ENTRY.format(source=source, struct=struct, name=name), "utf-8")

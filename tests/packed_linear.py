@@ -66,7 +66,7 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
         splits = [part.split for part in self.weight.parts]
-        config = gemm_config(x.shape[1], x.shape[0], splits, self.access, sms=self.sms)
+        config = gemm_config(x.shape[0], splits, self.access, sms=self.sms)
         return splitk_gemm(x, self.weight, config, out, **options)
 
 

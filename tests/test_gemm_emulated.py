@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from dakrun.kernels import gemm
 from dakrun.kernels.gemm import Activation, splitk_gemm
 from dakrun.kernels.heuristics import (
-    EXCHANGE_BYTES,
     GemmConfig,
+    Ring,
     TierAccess,
     gemm_config,
-    launch,
+    ring_bytes,
     split_octets,
+    tiles_for,
 )
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_count, pack
 
@@ -30,10 +31,13 @@ ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=32 * 1024))
 Build = Callable[[torch.dtype, int, int], EmulatedKernel]
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+@pytest.fixture(scope="module", params=[1, 0], ids=["wgmma", "mma"])
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
+        return {**gemm.defines(dtype, x_tiles), "WGMMA": request.param}
+
     return kernels(
-        gemm.SOURCE, "splitk_gemm", "SplitKGemmArgs", gemm.defines,
+        gemm.SOURCE, "splitk_gemm", "SplitKGemmArgs", defines,
         lambda: tmp_path_factory.mktemp("kernel"),
     )  # fmt: skip
 
@@ -80,7 +84,7 @@ def run(
     access = access[: len(octets)]
     matrix = packed(weight, octets, access, aligned=aligned)
     splits = [part.split for part in matrix.parts]
-    config = gemm_config(k, n, splits, access, sms=SMS)
+    config = gemm_config(n, splits, access, sms=SMS)
     x = normal(n, k, dtype=weight.dtype)
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
     return splitk_gemm(x, matrix, config, out, bias=bias, residual=residual, activation=activation)
@@ -113,8 +117,7 @@ def test_epilogues(activation: Activation, n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [8, 13, 24, 64])
 def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     weight = normal(203, 1416, scale=0.03)
-    tiles = gemm_config(8, n, split_octets((1,), ACCESS[:1], sms=1), ACCESS[:1], sms=1).x_tiles
-    kernel, wanted = build(weight.dtype, tiles, 0), run(weight, n)
+    kernel, wanted = build(weight.dtype, tiles_for(n), 0), run(weight, n)
     assert not wanted.isnan().any()
     windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
     for seed, (octets, access, aligned) in enumerate(
@@ -156,25 +159,25 @@ def outcome(config: GemmConfig, kernel: EmulatedKernel, seed: int) -> str:
     return "right" if error(out, x.double() @ weight.double().T) < 1e-3 else "wrong"
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 5])
-def test_teams_that_take_stages_in_turns_need_an_even_number(stages: int, build: Build) -> None:
-    """What a GPU ends with a launch failure, or hangs in, an interleaving in twelve shows here."""
+def alone(ring: Ring) -> GemmConfig:
+    """Of a single CTA with a ring of its own."""
     splits = split_octets((8,), ACCESS[:1], sms=1)
-    config = launch(8, 1, 1, splits, ACCESS[:1], sms=1)
-    config = dataclasses.replace(
-        config,
-        stages=stages,
-        windows=(stages,),
-        shared_bytes=stages * config.stage_bytes + EXCHANGE_BYTES,
-    )
-    found = {outcome(config, build(torch.float16, 1, 0), 50 * seed) for seed in range(12)}
-    assert found == {"right"} if stages % 2 == 0 else found - {"right"}
+    config = gemm_config(8, splits, ACCESS[:1], sms=1)
+    size = ring_bytes(splits[0], ring, config.x_tiles)
+    return dataclasses.replace(config, rings=(ring,), shared_bytes=size)
+
+
+@pytest.mark.parametrize("atoms", [1, 2])
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
+    for window in range(1, stages + 1):
+        config = alone(Ring(atoms, stages, window))
+        for seed in range(4):
+            assert outcome(config, build(torch.float16, 1, 0), 50 * seed) == "right"
 
 
 def test_shared_memory_that_is_too_small_is_found(build: Build) -> None:
-    splits = split_octets((8,), ACCESS[:1], sms=1)
-    config = launch(8, 1, 1, splits, ACCESS[:1], sms=1)
+    config = alone(Ring(2, 5, 5))
     kernel = build(torch.float16, 1, 0)
-    for less, problem in ((4096, "behind the shared memory"), (30_000, "shared memory at")):
-        short = dataclasses.replace(config, shared_bytes=config.shared_bytes - less)
-        assert problem in outcome(short, kernel, 0)
+    short = dataclasses.replace(config, shared_bytes=config.shared_bytes - 4096)
+    assert "shared memory at" in outcome(short, kernel, 0)

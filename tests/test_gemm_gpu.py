@@ -90,7 +90,7 @@ def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int, sm
 @pytest.mark.parametrize("m", [24, 40, 72])
 @pytest.mark.parametrize("n", [8, 64])
 def test_rings_of_any_number_of_turns(n: int, m: int, window: int | None) -> None:
-    """On one SM, or one cluster, that takes few and many stages for a group of octets."""
+    """On one SM that takes few and many stages for a group of octets."""
     for k in [64 * i for i in range(1, 50)] + [4096, 8200]:
         run = linear(m, k, torch.float16, access=(TierAccess(window_bytes=window),), sms=1)
         check(run, n, m, k, torch.float16, ("none", False, False))
@@ -240,6 +240,6 @@ def test_what_does_not_fit_is_refused(m: int, k: int, change: dict[str, Any], me
         rows, cols, device = (*given[name], "cuda")[:3]
         given[name] = torch.zeros(rows, cols, dtype=torch.float16, device=device)
     splits = split_octets((octet_count(m),), ACCESS[:1], sms=given["config"])
-    given["config"] = gemm_config(k, 8, splits, ACCESS[:1], sms=given["config"])
+    given["config"] = gemm_config(8, splits, ACCESS[:1], sms=given["config"])
     with pytest.raises(ValueError, match=message):
         splitk_gemm(weight=run.weight, **given)

@@ -1,6 +1,5 @@
 """How SplitK_GEMM is run, as laws over shapes and tiers; operands that it refuses without a GPU."""
 
-import bisect
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from dakrun.kernels.heuristics import (
 )
 from dakrun.kernels.packing import (
     MAX_GROUP,
-    PADDED_COLS,
+    ATOM_COLS,
     PackedPart,
     PackedTensor,
     Split,
@@ -63,7 +62,7 @@ def test_every_octet_is_dealt_once(
         assert all(dealt), "none is without work"
         taken = [octet for own in dealt for group in own for octet in group]
         assert sorted(taken) == list(every)
-        assert 1 <= split.group <= MAX_GROUP and split.step_cols % PADDED_COLS == 0
+        assert 1 <= split.group <= MAX_GROUP and split.step_cols % ATOM_COLS == 0
         assert aligned or not split.octets or split.group == MAX_GROUP
 
 
@@ -102,42 +101,43 @@ def test_even_groups_give_the_busiest_no_more(
         assert busiest <= without
 
 
-@given(deals(), st.integers(1, 40_000), st.integers(1, MAX_ROWS), st.booleans())
+@given(deals(), st.integers(1, MAX_ROWS), st.booleans())
 def test_shared_memory_suffices(
-    deal: tuple[list[int], list[TierAccess], int], cols: int, n: int, aligned: bool
+    deal: tuple[list[int], list[TierAccess], int], n: int, aligned: bool
 ) -> None:
     octets, tiers, sms = deal
     splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
-    config = gemm_config(cols, n, splits, tiers, sms=sms)
-    assert config.splits == splits
+    config = gemm_config(n, splits, tiers, sms=sms)
+    assert config.splits == splits and len(config.rings) == len(tiers)
     assert 0 < config.shared_bytes <= SHARED_BYTES
-    assert len(config.windows) == len(tiers) and min(config.windows) >= 1
-    assert config.stages >= 2
-    assert config.stage_blocks % 2 == 0 or config.stages % 2 == 0, "the teams take them in turns"
+    for split, ring in zip(splits, config.rings, strict=True):
+        assert 1 <= ring.window <= ring.stages and ring.stages >= 2
+        assert split.step_cols % (ring.atoms * ATOM_COLS) == 0
+        stage = ATOM_BYTES * ring.atoms * (split.group + config.x_tiles)
+        last_w = (ring.stages - 1) * stage + (ring.atoms - 1) * split.group * ATOM_BYTES
+        read = ceil_div(split.group, 8) * 8 * ATOM_BYTES  # by whole tiles
+        if split.octets:
+            assert max(ring.stages * stage, last_w + read) <= config.shared_bytes
 
 
 @given(
-    st.integers(1, 4000), st.integers(0, 4000), st.integers(1, 64), st.integers(1, 40_000),
-    st.integers(1, MAX_ROWS), st.integers(1, 1 << 23), st.booleans(),
+    st.integers(1, 4000), st.integers(0, 4000), st.integers(1, 64), st.integers(1, MAX_ROWS),
+    st.integers(1, 1 << 23), st.booleans(),
 )  # fmt: skip
 def test_windows_bound_what_is_in_flight(
-    remote: int, local: int, limit: int, cols: int, n: int, window: int, aligned: bool
+    remote: int, local: int, limit: int, n: int, window: int, aligned: bool
 ) -> None:
-    octets = (local, remote)
     tiers = (TierAccess(), TierAccess(sms=limit))
-    splits = split_octets(octets, tiers, sms=SMS, aligned=aligned)
-
-    def stages(window_bytes: int | None) -> int:
-        access = (tiers[0], TierAccess(limit, window_bytes))
-        return gemm_config(cols, n, splits, access, sms=SMS).windows[1]
-
-    most, count = stages(None), splits[1].ctas
-    assert most >= 2, "a ring"
-    two = bisect.bisect_left(range(2 * SHARED_BYTES * count), 2, key=stages)
-    stage = two // (2 * count)
-    assert two == 2 * count * stage and stage % ATOM_BYTES == 0
-    assert splits[1].group * ATOM_BYTES <= stage <= SHARED_BYTES // most
-    assert stages(window) == max(1, min(most, window // (count * stage)))
+    splits = split_octets((local, remote), tiers, sms=SMS, aligned=aligned)
+    free = gemm_config(n, splits, tiers, sms=SMS).rings[1]
+    assert free.window == free.stages
+    access = (tiers[0], TierAccess(limit, window))
+    bound = gemm_config(n, splits, access, sms=SMS).rings[1]
+    assert (bound.stages, bound.atoms) == (free.stages, free.atoms)
+    copy = bound.atoms * splits[1].group * ATOM_BYTES
+    assert bound.window == 1 or bound.window * copy * splits[1].ctas <= window
+    more = (bound.window + 1) * copy * splits[1].ctas
+    assert bound.window == bound.stages or more > window
 
 
 def test_tiles() -> None:
@@ -150,7 +150,7 @@ def test_rows_beyond_a_launch(n: int) -> None:
     with pytest.raises(ValueError, match=f"expected 1 to {MAX_ROWS} rows, got {n}$"):
         tiles_for(n)
     with pytest.raises(ValueError, match=f"expected 1 to {MAX_ROWS} rows, got {n}$"):
-        gemm_config(128, n, [Split(1, 1, 1, 128)], [TierAccess()], sms=SMS)
+        gemm_config(n, [Split(1, 1, 1, 128)], [TierAccess()], sms=SMS)
 
 
 @pytest.mark.parametrize("name", known_names())
@@ -159,13 +159,13 @@ def test_known_models(name: str) -> None:
     assert model is not None
     work = Workload(batch_size=8, prompt_len=8, new_tokens=8, max_model_len=16)
     shapes = {op.shape for op in decode_ops(model, work) if op.category == "linear"}
-    for rows, cols in shapes:
+    for rows, _ in shapes:
         count = octet_count(rows)
         for remote in (0, 1, count // 10, count):
             tiers = (TierAccess(), HOST)
             splits = split_octets((count - remote, remote), tiers, sms=SMS)
             for n in range(1, MAX_ROWS + 1):
-                config = gemm_config(cols, n, splits, tiers, sms=SMS)
+                config = gemm_config(n, splits, tiers, sms=SMS)
                 assert config.splits == splits and config.shared_bytes <= SHARED_BYTES
 
 
@@ -187,7 +187,7 @@ def test_operands_that_do_not_fit(name: str, how: str) -> None:
     split = Split(3, 1, 2, 128)
     data = pack(torch.zeros(24, 40, dtype=torch.float16), split)
     weight = PackedTensor((24, 40), torch.float16, (PackedPart("hbm", split, data),))
-    config = gemm_config(40, 5, [split], [TierAccess()], sms=SMS)
+    config = gemm_config(5, [split], [TierAccess()], sms=SMS)
     operands: dict[str, Any] = {
         key: torch.zeros(shape, dtype=torch.float16)
         for key, shape in {"x": (5, 40), "out": (5, 24), "bias": (24,), "residual": (5, 24)}.items()

@@ -11,7 +11,7 @@ from dakrun.kernels.packing import (
     DTYPES,
     MAX_GROUP,
     OCTET_ROWS,
-    PADDED_COLS,
+    ATOM_COLS,
     PackedPart,
     PackedTensor,
     Split,
@@ -48,7 +48,7 @@ def packed(weight: torch.Tensor, splits: list[Split]) -> PackedTensor:
 @st.composite
 def ways_to_split(draw: st.DrawFn, octets: int) -> Split:
     dealt_to, group = draw(st.integers(1, 9)), draw(st.integers(1, MAX_GROUP))
-    return Split(octets, dealt_to, group, PADDED_COLS * draw(st.integers(1, 9)))
+    return Split(octets, dealt_to, group, ATOM_COLS * draw(st.integers(1, 9)))
 
 
 @st.composite
@@ -92,7 +92,7 @@ def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
     ("rows", "cols", "dealt_to", "group", "step_cols"),
     [
         (8, 64, 1, 1, 128),
-        (13, 130, 2, 1, 128),
+        (13, 130, 2, 1, 64),
         (72, 500, 2, 3, 256),
         (200, 640, 3, 4, 384),
         (150, 200, 1, MAX_GROUP, 1024),
@@ -134,11 +134,11 @@ def test_strides_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"group": 0}, f"expected groups of 1 to {MAX_GROUP} and steps of 128s, got Split"),
+        ({"group": 0}, f"expected groups of 1 to {MAX_GROUP} and steps of 64s, got Split"),
         ({"group": MAX_GROUP + 1}, f"expected groups of 1 to {MAX_GROUP}"),
-        ({"step_cols": 64}, "steps of 128s, got .*step_cols=64"),
-        ({"step_cols": 0}, "steps of 128s, got .*step_cols=0"),
-        ({"step_cols": -128}, "steps of 128s, got .*step_cols=-128"),
+        ({"step_cols": 96}, "steps of 64s, got .*step_cols=96"),
+        ({"step_cols": 0}, "steps of 64s, got .*step_cols=0"),
+        ({"step_cols": -128}, "steps of 64s, got .*step_cols=-128"),
         ({"dealt_to": 0}, "expected a .* at least, got Split"),
     ],
 )
@@ -180,7 +180,7 @@ def test_bad_parts() -> None:
     for bad in (data[1:], data.view(2, 2048), data.view(torch.int16)):
         with pytest.raises(ValueError, match=r"expected 4096 bytes in host, got \[.*\] of torch"):
             tensor(bad)
-    with pytest.raises(ValueError, match="expected 8192 bytes in host"):
+    with pytest.raises(ValueError, match="expected 6144 bytes in host"):
         tensor(data, shape=(16, 129))
     for rows in (8, 17):
         with pytest.raises(ValueError, match=rf"2 octets are placed of a matrix of \({rows}, 100"):

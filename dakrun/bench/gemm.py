@@ -179,7 +179,7 @@ class Chains:
         """SplitK_GEMM with the case's octets in each tier, read as `access` says."""
         shape = (case.shape.rows, case.shape.cols)
         splits = split_octets(case.units, access, sms=self._sms, aligned=aligned)
-        config = gemm_config(shape[1], case.n, splits, access, sms=self._sms)
+        config = gemm_config(case.n, splits, access, sms=self._sms)
         weights = [
             PackedTensor(
                 shape,

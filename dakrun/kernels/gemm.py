@@ -5,11 +5,12 @@ Knows operands and a configuration, no models and no plans.
 
 import ctypes
 import functools
+import math
 from typing import Literal
 
 import torch
 
-from dakrun.kernels.heuristics import GemmConfig, block_cols
+from dakrun.kernels.heuristics import GemmConfig
 from dakrun.kernels.jit import Kernel, kernel
 from dakrun.kernels.packing import ATOM_COLS, PackedTensor, padded_cols
 from dakrun.kernels.tensor_map import atoms_map
@@ -29,6 +30,8 @@ class _Tier(ctypes.Structure):
         ("first_cta", ctypes.c_int),
         ("group_octets", ctypes.c_int),
         ("step_k", ctypes.c_int),
+        ("stage_atoms", ctypes.c_int),
+        ("stages", ctypes.c_int),
         ("window", ctypes.c_int),
     )
 
@@ -44,10 +47,6 @@ class _Args(ctypes.Structure):
         ("n", ctypes.c_int),
         ("k", ctypes.c_int),
         ("tier_count", ctypes.c_int),
-        ("stages", ctypes.c_int),
-        ("stage_blocks", ctypes.c_int),
-        ("stage_octets", ctypes.c_int),
-        ("stage_bytes", ctypes.c_int),
         ("x_atoms", ctypes.c_int),
         ("activation", ctypes.c_int),
     )
@@ -78,8 +77,9 @@ def splitk_gemm(
         raise ValueError("expected an even number of rows and no residual with silu_mul")
     if n > 8 * config.x_tiles or config.splits != tuple(part.split for part in weight.parts):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
-    whole = k % ATOM_COLS == 0
-    x_atoms = config.stage_blocks * block_cols(config.x_tiles) // ATOM_COLS if whole else 1
+    used = zip(config.splits, config.rings, strict=True)
+    common = math.gcd(*(ring.atoms for split, ring in used if split.octets))
+    x_atoms = 1 if k % ATOM_COLS else common
     args = _Args(
         y=out.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
@@ -88,19 +88,22 @@ def splitk_gemm(
         n=n,
         k=padded_cols(k),
         tier_count=len(weight.parts),
-        stages=config.stages,
-        stage_blocks=config.stage_blocks,
-        stage_octets=config.stage_octets,
-        stage_bytes=config.stage_bytes,
         x_atoms=x_atoms,
         activation=ACTIVATIONS.index(activation),
     )
     args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), 8 * config.x_tiles, x_atoms)
     octet = cta = 0
-    for number, (part, split) in enumerate(zip(weight.parts, config.splits, strict=True)):
-        window = config.windows[number]
+    tiers = zip(weight.parts, config.splits, config.rings, strict=True)
+    for number, (part, split, ring) in enumerate(tiers):
         args.tiers[number] = _Tier(
-            part.data.data_ptr(), octet, cta, split.group, split.step_cols, window
+            part.data.data_ptr(),
+            octet,
+            cta,
+            split.group,
+            split.step_cols,
+            ring.atoms,
+            ring.stages,
+            ring.window,
         )
         octet += split.octets
         cta += split.ctas

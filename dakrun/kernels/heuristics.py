@@ -7,23 +7,17 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dakrun.kernels.packing import (
-    ATOM_COLS,
-    MAX_GROUP,
-    OCTET_ROWS,
-    PADDED_COLS,
-    Split,
-    padded_cols,
-)
+from dakrun.kernels.packing import ATOM_COLS, MAX_GROUP, OCTET_ROWS, Split
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch
 X_TILES = (1, 2, 4, 8)
 MAX_STAGES = 16
-STEP_BYTES = 16 * 1024  # of a group that lie together
+ATOM_BYTES = 2 * OCTET_ROWS * ATOM_COLS
+TILE_OCTETS = 8  # that a warpgroup multiplies at a time
+STEP_BYTES = 16 * 1024  # of a group that lie together, at most
 COPY_BYTES = 12 * 1024  # of W for a stage, at least, where that leaves
 STAGES = 3  # or more; a copy takes time to issue, however small it is
-EXCHANGE_BYTES = 16 * 1024  # by which warps hand each other sums: Exchange of the kernel
 SHARE_OF_X = 0.25  # what reading X for a group costs, in octets
 # What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
 # driver's, and 1 KiB is for barriers.
@@ -42,24 +36,31 @@ class TierAccess:
 
 
 @dataclass(frozen=True)
+class Ring:
+    """What a CTA of a tier keeps in shared memory: stages of W, and of X.
+
+    A stage is `atoms` of 64 columns of a group; `window` are the stages of W that may be in flight.
+    """
+
+    atoms: int
+    stages: int
+    window: int
+
+
+@dataclass(frozen=True)
 class GemmConfig:
     """How a skinny GEMM is launched. No choice here changes a bit of the result but `x_tiles`.
 
-    `x_tiles` are tiles of 8 rows of X; a stage holds `stage_blocks` blocks of columns of
-    `stage_octets` of W, and of X; `windows` are the stages of W that a CTA of each tier may have in
-    flight. Where the splits have fewer CTAs than there are SMs, others without work make it `ctas`:
-    else two of the next launch might come to share an SM.
+    `x_tiles` are tiles of 8 rows of X; each tier has a split and a ring. Where the splits have
+    fewer CTAs than there are SMs, others without work make it `ctas`: else two of the next launch
+    might come to share an SM.
     """
 
     ctas: int
     x_tiles: int
-    stages: int
-    stage_blocks: int
-    stage_octets: int
-    stage_bytes: int
     shared_bytes: int
     splits: tuple[Split, ...]
-    windows: tuple[int, ...]
+    rings: tuple[Ring, ...]
 
 
 def tiles_for(n: int) -> int:
@@ -102,82 +103,56 @@ def even_group(octets: int, ctas: int) -> int:
 
 
 def _split(octets: int, ctas: int, group: int) -> Split:
-    """Steps of about STEP_BYTES: short ones make for many copies, long ones for a jerky ring."""
-    steps = max(1, STEP_BYTES // (2 * OCTET_ROWS * PADDED_COLS * group))
-    return Split(octets, min(ctas, ceil_div(octets, group)), group, PADDED_COLS * steps)
+    """Steps of up to STEP_BYTES: short ones make for many copies, long ones for a jerky ring."""
+    atoms = max(1, STEP_BYTES // (ATOM_BYTES * group))
+    return Split(octets, min(ctas, ceil_div(octets, group)), group, ATOM_COLS * atoms)
 
 
 def gemm_config(
-    cols: int, n: int, splits: Sequence[Split], tiers: Sequence[TierAccess], *, sms: int
+    n: int, splits: Sequence[Split], tiers: Sequence[TierAccess], *, sms: int
 ) -> GemmConfig:
-    """Choose for a W of `cols` columns dealt out as `splits` to `tiers`, and an X of `n` rows.
+    """Choose for a W that is dealt out as `splits` to `tiers`, and an X of `n` rows.
 
     `sms` are those of the GPU.
     """
     x_tiles = tiles_for(n)
-    used = [split for split in splits if split.octets]
-    octets = max(split.group for split in used)
-    most = min(padded_cols(cols), *(split.step_cols for split in used)) // block_cols(x_tiles)
-    options = [
-        blocks
-        for blocks in (1, 2, 4, 8)
-        if blocks <= most
-        and all(split.step_cols % (blocks * block_cols(x_tiles)) == 0 for split in used)
-        and (blocks == 1 or _stages(octets, x_tiles, blocks) >= STAGES)
-    ]
-    copies = [2 * OCTET_ROWS * block_cols(x_tiles) * blocks * octets for blocks in options]
-    blocks = options[min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)]
-    return launch(octets, x_tiles, blocks, splits, tiers, sms=sms)
-
-
-def launch(
-    octets: int,
-    x_tiles: int,
-    blocks: int,
-    splits: Sequence[Split],
-    tiers: Sequence[TierAccess],
-    *,
-    sms: int,
-) -> GemmConfig:
-    """With stages of `blocks` blocks of up to `octets`: as many as fit, or as the window allows."""
-    stages = _stages(octets, x_tiles, blocks)
-    bytes_w = 2 * OCTET_ROWS * block_cols(x_tiles) * blocks * octets
-    windows = [
-        stages
-        if tier.window_bytes is None or not split.ctas
-        else max(1, min(stages, tier.window_bytes // (bytes_w * split.ctas)))
-        for tier, split in zip(tiers, splits, strict=True)
-    ]
-    stage_bytes = stage_size(octets, x_tiles, blocks)
+    rings = [ring(split, tier, x_tiles) for split, tier in zip(splits, tiers, strict=True)]
     return GemmConfig(
         ctas=max(sms, sum(split.ctas for split in splits)),
         x_tiles=x_tiles,
-        stages=stages,
-        stage_blocks=blocks,
-        stage_octets=octets,
-        stage_bytes=stage_bytes,
-        shared_bytes=stages * stage_bytes + EXCHANGE_BYTES,
+        shared_bytes=max(
+            ring_bytes(split, ring, x_tiles)
+            for split, ring in zip(splits, rings, strict=True)
+            if split.octets
+        ),
         splits=tuple(splits),
-        windows=tuple(windows),
+        rings=tuple(rings),
     )
 
 
-def stage_size(octets: int, x_tiles: int, blocks: int) -> int:
-    """Bytes of a stage: W and X."""
-    return 2 * OCTET_ROWS * block_cols(x_tiles) * blocks * (octets + x_tiles)
+def ring(split: Split, tier: TierAccess, x_tiles: int) -> Ring:
+    """Stages that make copies large enough, where that leaves some: as many as there is room for."""
+    step = split.step_cols // ATOM_COLS
+    options = [
+        atoms
+        for atoms in range(1, step + 1)
+        if step % atoms == 0 and (atoms == 1 or _stages(split.group, atoms, x_tiles) >= STAGES)
+    ]
+    copies = [ATOM_BYTES * atoms * split.group for atoms in options]
+    chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
+    stages, window = _stages(split.group, options[chosen], x_tiles), tier.window_bytes
+    if window is not None and split.ctas:
+        window //= copies[chosen] * split.ctas
+    return Ring(options[chosen], stages, stages if window is None else max(1, min(stages, window)))
 
 
-def block_cols(x_tiles: int) -> int:
-    """Columns that a team of warps takes at a time; for few rows of X they are shared by warps."""
-    return ATOM_COLS if x_tiles == 8 else 2 * ATOM_COLS
+def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
+    """Shared memory of a CTA: the stages, and what is read behind the last group's octets."""
+    stage = ATOM_BYTES * ring.atoms * (split.group + x_tiles)
+    behind = ATOM_BYTES * (-split.group % TILE_OCTETS - ring.atoms * x_tiles)
+    return ring.stages * stage + max(0, behind)
 
 
-def _stages(octets: int, x_tiles: int, blocks: int) -> int:
-    """Stages that fit beside what the exchange of sums needs.
-
-    Teams of warps that take stages of one block in turns need an even number: a team that came to a
-    stage whose bytes for the other have yet to land would take their phase for its own.
-    """
-    room = SHARED_BYTES - EXCHANGE_BYTES
-    stages = min(MAX_STAGES, room // stage_size(octets, x_tiles, blocks))
-    return stages // 2 * 2 if blocks == 1 else stages
+def _stages(group: int, atoms: int, x_tiles: int) -> int:
+    room = SHARED_BYTES - ATOM_BYTES * max(0, -group % TILE_OCTETS - atoms * x_tiles)
+    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (group + x_tiles)))

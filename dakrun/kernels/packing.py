@@ -1,12 +1,12 @@
 """The packed form of a matrix, which the GPU's kernels read: octets, groups, waves, atoms.
 
 An octet is 8 rows and, like the plan's item, lies in one tier. A tier's octets are dealt to its
-CTAs in groups of up to 8, those that a CTA computes together: CTA c takes the groups c, c + CTAs,
+CTAs in groups of up to 16, those that a CTA computes together: CTA c takes the groups c, c + CTAs,
 ... What the CTAs take at a time, a wave, is stored as [steps of columns][groups][atoms along the
 columns][octets], so that CTAs side by side read memory side by side. An atom is 8 rows x 64 columns
 of 16-bit elements, 1 KiB: rows of 128 bytes whose 16-byte chunks are swizzled, chunk c of row r at
 c ^ r, as TMA's 128-byte swizzle would put them. Rows are padded with zeros to whole octets, columns
-to multiples of 128.
+to multiples of 64.
 """
 
 import math
@@ -18,8 +18,7 @@ from dakrun.units import ceil_div
 
 OCTET_ROWS = 8
 ATOM_COLS = 64
-PADDED_COLS = 128
-MAX_GROUP = 8  # octets
+MAX_GROUP = 16  # octets
 DTYPES = (torch.float16, torch.bfloat16)
 CHUNK = 8  # elements of 16 bytes
 
@@ -28,7 +27,7 @@ CHUNK = 8  # elements of 16 bytes
 class Split:
     """How a tier's octets are dealt to `ctas`: in turn, in groups, the last maybe smaller.
 
-    A step is `step_cols` columns, a multiple of 128, of a group of `group` octets.
+    A step is `step_cols` columns, a multiple of 64, of a group of `group` octets.
     """
 
     octets: int
@@ -37,8 +36,8 @@ class Split:
     step_cols: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.group <= MAX_GROUP or self.step_cols % PADDED_COLS or self.step_cols < 1:
-            raise ValueError(f"expected groups of 1 to {MAX_GROUP} and steps of 128s, got {self}")
+        if not 1 <= self.group <= MAX_GROUP or self.step_cols % ATOM_COLS or self.step_cols < 1:
+            raise ValueError(f"expected groups of 1 to {MAX_GROUP} and steps of 64s, got {self}")
         if self.octets and self.ctas < 1:
             raise ValueError(f"expected a CTA at least, got {self}")
 
@@ -97,7 +96,7 @@ def octet_count(rows: int) -> int:
 
 def padded_cols(cols: int) -> int:
     """Columns that are stored of `cols`."""
-    return ceil_div(cols, PADDED_COLS) * PADDED_COLS
+    return ceil_div(cols, ATOM_COLS) * ATOM_COLS
 
 
 def octet_bytes(cols: int) -> int:

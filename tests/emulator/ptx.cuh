@@ -9,6 +9,7 @@
 
 #include <ucontext.h>
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -38,6 +39,8 @@ struct Fiber {
   std::function<bool()> ready;  // whether what it waits for has come
   uint32_t thread;
   bool done = false, waited_for_dependencies = false;
+  std::vector<std::function<void()>> products;  // of wgmma, and those committed, group by group
+  std::deque<std::vector<std::function<void()>>> groups;
 };
 
 struct Barrier {
@@ -139,6 +142,9 @@ inline void enter() {
     body();
   } catch (const std::exception& problem) {
     fail(problem.what());
+  }
+  if (cta->running->products.size() + cta->running->groups.size()) {
+    fail("products are under way at the end");
   }
   cta->running->done = true;
   swapcontext(&cta->running->context, &cta->scheduler);
@@ -410,15 +416,18 @@ void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0, uint32_
   high = {taken.sums[2], taken.sums[3]};
 }
 
-inline void named_barrier_sync(int number, int threads) {
+inline void named_barrier_arrive(int number, int threads) {
   auto& [arrived, phase] = cta->named[number];
+  if (++arrived < threads) return;
+  arrived = 0;
+  phase++;
+}
+
+inline void named_barrier_sync(int number, int threads) {
+  const int& phase = cta->named[number].second;
   const int mine = phase;
-  if (++arrived == threads) {
-    arrived = 0;
-    phase++;
-    return;
-  }
-  emulator::wait([&phase = phase, mine] { return phase != mine; });
+  named_barrier_arrive(number, threads);
+  emulator::wait([&phase, mine] { return phase != mine; });
 }
 
 }  // namespace ptx

@@ -1,0 +1,74 @@
+// Warpgroup matrix multiplication of sm_90a (PTX ISA 8.x, section 9.7.15): four warps multiply 64
+// rows of A and some of B, both in shared memory, while they go on; sums are in registers.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace ptx {
+
+// Of a matrix in rows of 128 bytes along k, swizzled, that lie one behind the other, 8 of them in a
+// multiple of 1 KiB; 16 more k are 2 more.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
+  return kSwizzle128 | kEightRows | (address & 0x3ffff) >> 4;
+}
+
+// Before the first product into registers that were written otherwise.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until at most one of what was committed is under way.
+__device__ __forceinline__ void wgmma_wait_but_one() {
+  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
+// Until none is, which the sums must not be read before.
+template <int size>
+__device__ __forceinline__ void wgmma_wait(float2 (&sums)[size]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < size; i++)
+    asm volatile("" : "+f"(sums[i].x), "+f"(sums[i].y)::"memory");
+}
+
+// sums += A B^T for 64 rows of A, 8, 16, 32 or 64 rows of B, and 16 k. Lane 4g + t of warp w has,
+// for rows 8i to 8i + 7 of B, row 16 w + g of A in sums[2i] and row 16 w + g + 8 in sums[2i + 1],
+// each with rows 2t and 2t + 1 of these.
+#define WGMMA_SUMS(i) \
+  "+f"(sums[2 * (i)].x), "+f"(sums[2 * (i)].y), "+f"(sums[2 * (i) + 1].x), "+f"(sums[2 * (i) + 1].y)
+#define WGMMA_2_SUMS(i) WGMMA_SUMS(i), WGMMA_SUMS(i + 1)
+#define WGMMA_4_SUMS(i) WGMMA_2_SUMS(i), WGMMA_2_SUMS(i + 2)
+#define WGMMA_ASM(rows, type, registers, a_register, b_register, ...)                           \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" rows \
+               "k16.f32." type "." type " {" registers "}, %" a_register ", %" b_register       \
+               ", p, 1, 1, 0, 0;\n}"                                                            \
+               : __VA_ARGS__                                                                    \
+               : "l"(a), "l"(b))
+#define WGMMA_4 "%0, %1, %2, %3"
+#define WGMMA_8 WGMMA_4 ", %4, %5, %6, %7"
+#define WGMMA_16 WGMMA_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_32                                                                      \
+  WGMMA_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+           "%30, %31"
+#define WGMMA(type, Element)                                                                     \
+  __device__ __forceinline__ void wgmma(float2(&sums)[2], uint64_t a, uint64_t b, Element) {     \
+    WGMMA_ASM("8", type, WGMMA_4, "4", "5", WGMMA_SUMS(0));                                      \
+  }                                                                                              \
+  __device__ __forceinline__ void wgmma(float2(&sums)[4], uint64_t a, uint64_t b, Element) {     \
+    WGMMA_ASM("16", type, WGMMA_8, "8", "9", WGMMA_2_SUMS(0));                                   \
+  }                                                                                              \
+  __device__ __forceinline__ void wgmma(float2(&sums)[8], uint64_t a, uint64_t b, Element) {     \
+    WGMMA_ASM("32", type, WGMMA_16, "16", "17", WGMMA_4_SUMS(0));                                \
+  }                                                                                              \
+  __device__ __forceinline__ void wgmma(float2(&sums)[16], uint64_t a, uint64_t b, Element) {    \
+    WGMMA_ASM("64", type, WGMMA_32, "32", "33", WGMMA_4_SUMS(0), WGMMA_4_SUMS(4));               \
+  }
+WGMMA("f16", __half)
+WGMMA("bf16", __nv_bfloat16)
+
+}  // namespace ptx
