@@ -5,8 +5,8 @@
 // the order of a sum's terms depends on K alone: neither tiers nor the number of CTAs change a bit
 // of Y.
 //
-// Every CTA serves one tier. One thread keeps copies of W and X in flight into a ring of stages,
-// and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so that X is
+// Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
+// those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so that X is
 // read once for both; smaller ones they take in turns, one storing while the other multiplies.
 
 #include "gemm_epilogue.cuh"
@@ -48,80 +48,91 @@ struct Ring {
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
 };
 
-// One thread's work: the copies into the ring.
-struct Producer {
-  const SplitKGemmArgs& args;
-  const Ring& ring;
+// Where the W of a CTA's stages lies. One thread goes through it, an instruction after the other,
+// so what a stage costs counts: no division, no multiplication that can be an addition.
+struct Source {
   const Tier tier;
-  const int first;  // octet of a wave that is the CTA's first
-  const int window;
-  Cursor w, x;
-  RingPosition fill_w, fill_x, landed;
+  const int k_end, first;  // atoms along k; octet of a wave that is the CTA's first
+  Cursor at;
+  const uint8_t *step, *from;  // the next step of the wave; the stage
+  int octets, in_wave, left;   // of the group; of the wave; atoms of the step
 
-  __device__ __forceinline__ Producer(const SplitKGemmArgs& args, const Ring& ring, int number)
-      : args(args),
-        ring(ring),
-        tier(args.tiers[number]),
+  __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number)
+      : tier(args.tiers[number]),
+        k_end(args.k / kAtomK),
         first((static_cast<int>(blockIdx.x) - tier.first_cta) * tier.group_octets),
-        window(min(tier.window, ring.stages)),
-        w(args, number),
-        x(args, number) {}
-
-  // The first stages of W, which do not depend on the kernels before.
-  __device__ __forceinline__ void fill() {
-    for (int issued = 0; issued < window && !w.done(); issued++)
-      load_w();
+        at(args, number) {
+    begin_group();
   }
-
-  // All else; X is what the kernels before wrote.
-  __device__ __forceinline__ void run() {
-    for (int issued = 0; issued < window && !x.done(); issued++)
-      load_x();
-    for (int issued = window; !x.done(); issued++) {
-      if (ring.windowed) {
-        wait_barrier(ring.full_barrier[landed.stage], landed.parity);
-        landed.advance(ring.stages);
-      }
-      if (issued >= ring.stages) {
-        wait_barrier(ring.empty_barrier[fill_w.stage], fill_w.parity ^ 1);
-      }
-      load_w();
-      load_x();
+  __device__ __forceinline__ bool done() const { return at.done(); }
+  __device__ __forceinline__ uint32_t bytes() const {
+    return octets * min(at.stage_atoms, left) * kAtomBytes;
+  }
+  __device__ __forceinline__ void next() {
+    from += bytes();
+    left -= at.stage_atoms;
+    at.next_stage();
+    if (at.k == 0) {
+      begin_group();
+    } else if (left <= 0) {
+      begin_step();
     }
   }
 
  private:
-  __device__ __forceinline__ void load_w() {
-    const int octets = w.octets();
-    const uint32_t bytes = octets * w.atoms() * kAtomBytes;
-    const int wave = w.octet - first, in_wave = min(w.wave_octets, w.tier_octets - wave);
-    const int step = w.k / tier.step_k * tier.step_k, depth = min(tier.step_k, args.k - step);
-    const int64_t atoms = static_cast<int64_t>(wave) * (args.k / kAtomK) +
-                          in_wave * (step / kAtomK) + first * (depth / kAtomK) +
-                          octets * ((w.k - step) / kAtomK);
-    const uint32_t barrier = ring.full_barrier[fill_w.stage];
-    ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-    ptx::bulk_load(ring.w(fill_w.stage), tier.base + atoms * kAtomBytes, bytes, barrier);
-    w.next_stage();
-    fill_w.advance(ring.stages);
+  __device__ __forceinline__ void begin_group() {
+    const int wave = at.octet - first;
+    octets = at.octets();
+    in_wave = min(at.wave_octets, at.tier_octets - wave);
+    step = tier.base + static_cast<int64_t>(wave) * k_end * kAtomBytes;
+    begin_step();
   }
-
-  // Whole boxes: what lies behind K comes as zeros.
-  __device__ __forceinline__ void load_x() {
-    const uint32_t barrier = (ring.windowed ? ring.x_barrier : ring.full_barrier)[fill_x.stage];
-    const uint32_t to = ring.x(fill_x.stage), box = args.x_atoms * kXAtomBytes;
-    const int boxes = (x.atoms() + args.x_atoms - 1) / args.x_atoms;
-    const bool flat = args.x_atoms == 1;  // the map
-    ptx::mbarrier_arrive_expect_tx(barrier, boxes * box);
-#pragma unroll 1
-    for (int i = 0; i < boxes; i++) {
-      const int atom = x.k / kAtomK + i * args.x_atoms;
-      ptx::tensor_load(to + i * box, &args.x, flat ? atom * kAtomK : 0, 0, flat ? 0 : atom, barrier);
-    }
-    x.next_stage();
-    fill_x.advance(ring.stages);
+  __device__ __forceinline__ void begin_step() {
+    left = min(tier.step_atoms, k_end - at.k);
+    from = step + static_cast<int64_t>(first) * left * kAtomBytes;
+    step += static_cast<int64_t>(in_wave) * left * kAtomBytes;
   }
 };
+
+// One thread: keeps copies of W in flight. The first ones do not depend on the kernels before.
+__device__ __forceinline__ void load_w(const SplitKGemmArgs& args, const Ring& ring, int number) {
+  const int window = args.tiers[number].window;
+  RingPosition fill, landed;
+  fill.parity = 1;  // the phase before an empty barrier's first: all stages start free
+  int issued = 0;
+  for (Source w(args, number); !w.done(); w.next(), issued++) {
+    if (ring.windowed && issued >= window) {
+      wait_barrier(ring.full_barrier[landed.stage], landed.parity);
+      landed.advance(ring.stages);
+    }
+    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
+    const uint32_t barrier = ring.full_barrier[fill.stage];
+    ptx::mbarrier_arrive_expect_tx(barrier, w.bytes());
+    ptx::bulk_load(ring.w(fill.stage), w.from, w.bytes(), barrier);
+    fill.advance(ring.stages);
+  }
+}
+
+// One thread: brings X, which the kernels before wrote, in whole boxes: what lies behind K comes as
+// zeros.
+__device__ __forceinline__ void load_x(const SplitKGemmArgs& args, const Ring& ring, int number) {
+  const uint32_t box = args.x_atoms * kXAtomBytes;
+  const int boxes = args.tiers[number].stage_atoms / args.x_atoms;
+  const bool flat = args.x_atoms == 1;  // the map
+  RingPosition fill;
+  fill.parity = 1;
+  for (Cursor at(args, number); !at.done(); at.next_stage()) {
+    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
+    const uint32_t barrier = (ring.windowed ? ring.x_barrier : ring.full_barrier)[fill.stage];
+    uint32_t to = ring.x(fill.stage);
+    ptx::mbarrier_arrive_expect_tx(barrier, boxes * box);
+#pragma unroll 1
+    for (int i = 0, atom = at.k; i < boxes; i++, atom += args.x_atoms, to += box) {
+      ptx::tensor_load(to, &args.x, flat ? atom * kAtomK : 0, 0, flat ? 0 : atom, barrier);
+    }
+    fill.advance(ring.stages);
+  }
+}
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring, int number,
                                         int warp) {
@@ -193,12 +204,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   if (warp < kConsumers / 32) {
     ptx::wait_for_dependencies();
     if (!idle) consume(args, ring, tier, warp);
-  } else if (threadIdx.x == kConsumers && !idle) {
-    Producer producer(args, ring, tier);
-    producer.fill();
+  } else if (warp == kConsumers / 32) {
+    if (threadIdx.x % 32 == 0 && !idle) load_w(args, ring, tier);
     ptx::wait_for_dependencies();
-    producer.run();
   } else {
     ptx::wait_for_dependencies();
+    if (threadIdx.x % 32 == 0 && !idle) load_x(args, ring, tier);
   }
 }

@@ -9,7 +9,7 @@ constexpr int kMaxStages = 16;
 constexpr int kWarpgroups = 2;  // of consumers
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = kWarpgroups * kWarpgroup;
-constexpr int kThreads = kConsumers + 32;
+constexpr int kThreads = kConsumers + 2 * 32;  // and two warps of which a thread each copies
 constexpr int kOctetRows = 8;
 constexpr int kAtomK = 64;
 constexpr int kAtomBytes = kOctetRows * kAtomK * 2;
@@ -38,8 +38,8 @@ struct Tier {
   int first_octet;  // octets of this tier: to the next tier's first
   int first_cta;
   int group_octets;  // at most kWarpgroups * kTileOctets; the tier's last group may have fewer
-  int step_k;        // a multiple of what a stage has
-  int stage_atoms;   // along k, of a multiple of x_atoms
+  int step_atoms;    // a multiple of what a stage has
+  int stage_atoms;   // a multiple of x_atoms
   int stages;        // 2 or more: one is free when the next is read
   int window;  // stages of W that a CTA may have in flight
 };
@@ -63,14 +63,16 @@ __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
   return tier;
 }
 
-// The stages of a CTA, one after the other: a group of octets, all its k, the next group.
+// The stages of a CTA, one after the other: a group of octets, all its k, the next group. Counts
+// atoms along k.
 struct Cursor {
-  int stage_k, k_end, group_octets, wave_octets, tier_octets;
+  int stage_atoms, k_end, group_octets, wave_octets, tier_octets;
   int octet, k = 0;
 
-  __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number) : k_end(args.k) {
+  __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number)
+      : k_end(args.k / kAtomK) {
     const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
-    stage_k = tier.stage_atoms * kAtomK;
+    stage_atoms = tier.stage_atoms;
     group_octets = tier.group_octets;
     wave_octets = (next.first_cta - tier.first_cta) * group_octets;
     tier_octets = next.first_octet - tier.first_octet;
@@ -79,10 +81,10 @@ struct Cursor {
   __device__ __forceinline__ bool done() const { return octet >= tier_octets; }
   __device__ __forceinline__ bool last_group() const { return octet + wave_octets >= tier_octets; }
   __device__ __forceinline__ int octets() const { return min(group_octets, tier_octets - octet); }
-  __device__ __forceinline__ int atoms() const { return min(stage_k, k_end - k) / kAtomK; }
+  __device__ __forceinline__ int atoms() const { return min(stage_atoms, k_end - k); }
   __device__ __forceinline__ void next_group() { octet += wave_octets; }
   __device__ __forceinline__ void next_stage() {
-    k += stage_k;
+    k += stage_atoms;
     if (k < k_end) return;
     k = 0;
     next_group();

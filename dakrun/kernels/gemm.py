@@ -16,7 +16,7 @@ from dakrun.kernels.packing import ATOM_COLS, PackedTensor, padded_cols
 from dakrun.kernels.tensor_map import atoms_map
 
 MAX_TIERS = 9
-THREADS = 288
+THREADS = 320
 SOURCE = "splitk_gemm.cu"
 
 Activation = Literal["none", "relu", "silu_mul"]
@@ -29,7 +29,7 @@ class _Tier(ctypes.Structure):
         ("first_octet", ctypes.c_int),
         ("first_cta", ctypes.c_int),
         ("group_octets", ctypes.c_int),
-        ("step_k", ctypes.c_int),
+        ("step_atoms", ctypes.c_int),
         ("stage_atoms", ctypes.c_int),
         ("stages", ctypes.c_int),
         ("window", ctypes.c_int),
@@ -100,7 +100,7 @@ def splitk_gemm(
             octet,
             cta,
             split.group,
-            split.step_cols,
+            split.step_cols // ATOM_COLS,
             ring.atoms,
             ring.stages,
             ring.window,
