@@ -26,23 +26,27 @@ struct Ring {
   bool split;  // the warpgroups share groups
 
   __device__ __forceinline__ Ring(const Tier& tier, uint64_t* barriers)
-      : full_barrier{ptx::smem_address(barriers)},
+      : full_barrier{in_register(ptx::smem_address(barriers))},
         x_barrier{full_barrier[kMaxStages]},
         empty_barrier{full_barrier[2 * kMaxStages]},
-        first(ptx::smem_address(smem)),
+        first(in_register(ptx::smem_address(smem))),
         stages(tier.stages),
         w_bytes(tier.group_octets * tier.stage_atoms * kAtomBytes),
         stage_bytes(w_bytes + tier.stage_atoms * kXAtomBytes),
         windowed(tier.window < tier.stages),
         split(tier.group_octets > kTileOctets) {}
 
+  // A warp.
   __device__ __forceinline__ void initialize() const {
-    for (int i = 0; i < stages; i++) {
+    const int i = threadIdx.x % 32;
+    if (i < stages) {
       ptx::mbarrier_init(full_barrier[i], windowed ? 1 : 2);
       ptx::mbarrier_init(x_barrier[i], 1);
       ptx::mbarrier_init(empty_barrier[i],
                          (split ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp);
     }
+    ptx::fence_mbarrier_init();
+    __syncwarp();
   }
   __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
@@ -89,8 +93,8 @@ struct Source {
   }
   __device__ __forceinline__ void begin_step() {
     left = min(tier.step_atoms, k_end - at.k);
-    from = step + static_cast<int64_t>(first) * left * kAtomBytes;
-    step += static_cast<int64_t>(in_wave) * left * kAtomBytes;
+    from = step + static_cast<uint32_t>(first * left * kAtomBytes);  // a wave's step is below 2 GiB
+    step += static_cast<uint32_t>(in_wave * left * kAtomBytes);
   }
 };
 
@@ -192,23 +196,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   const bool idle = blockIdx.x >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const Ring ring(args.tiers[tier], barriers);
-  if (threadIdx.x == kConsumers) {
-    ptx::prefetch_tensor_map(&args.x);
+  // Every thread waits for the kernels before, also those that read nothing of theirs: that this
+  // kernel is complete then implies that those before it are, at any distance.
+  if (warp == kConsumers / 32) {
     ring.initialize();
-    ptx::fence_mbarrier_init();
+    ptx::named_barrier_arrive(0, kThreads);
+    ptx::launch_dependents();
+    if (ptx::elect_one() && !idle) load_w(args, ring, tier);
+    ptx::wait_for_dependencies();
+    return;
   }
-  __syncthreads();
-  ptx::launch_dependents();
-  // Every thread waits, also those that read nothing: that this kernel is complete then implies
-  // that those before it are, at any distance.
+  if (warp > kConsumers / 32) ptx::prefetch_tensor_map(&args.x);
+  ptx::named_barrier_sync(0, kThreads);
+  ptx::wait_for_dependencies();
+  if (idle) return;
   if (warp < kConsumers / 32) {
-    ptx::wait_for_dependencies();
-    if (!idle) consume(args, ring, tier, warp);
-  } else if (warp == kConsumers / 32) {
-    if (threadIdx.x % 32 == 0 && !idle) load_w(args, ring, tier);
-    ptx::wait_for_dependencies();
-  } else {
-    ptx::wait_for_dependencies();
-    if (threadIdx.x % 32 == 0 && !idle) load_x(args, ring, tier);
+    consume(args, ring, tier, warp);
+  } else if (ptx::elect_one()) {
+    load_x(args, ring, tier);
   }
 }

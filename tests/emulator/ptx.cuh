@@ -260,6 +260,11 @@ inline uint32_t smem_address(const void* pointer) {
   return emulator::kStatic + static_cast<uint32_t>(bytes - cta->fixed);
 }
 
+inline bool elect_one() {
+  __syncwarp();
+  return cta->running->thread % emulator::kWarp == 0;
+}
+
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   const int count = static_cast<int>(arrivals);
   cta->barriers[barrier] = {count, count};
