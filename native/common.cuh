@@ -27,9 +27,22 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
+  __device__ __forceinline__ RingPosition() {}
+  __device__ __forceinline__ RingPosition(int passed, int stages)
+      : stage(passed % stages), parity(passed / stages & 1) {}
+
   __device__ __forceinline__ void advance(int stages) {
     if (++stage == stages) {
       stage = 0;
+      parity ^= 1;
+    }
+  }
+  // As far as from the beginning to `by`.
+  __device__ __forceinline__ void advance(const RingPosition& by, int stages) {
+    stage += by.stage;
+    parity ^= by.parity;
+    if (stage >= stages) {
+      stage -= stages;
       parity ^= 1;
     }
   }

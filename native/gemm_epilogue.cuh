@@ -71,7 +71,7 @@ struct Outputs {
       if (j >= octets) break;
 #pragma unroll
       for (int i = 0; i < X_TILES; i++) {
-        const float2 own = sums.tile[2 * i + j];
+        const float2 own = sums.total(2 * i + j);
         const float other = __shfl_xor_sync(0xffffffff, odd ? own.x : own.y, 4);
         if (row(j) >= args.m || column(i) >= args.n) continue;
         Pair more;

@@ -24,7 +24,7 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x
 
 #pragma unroll
     for (int step = 0; step < kAtomK / 16; step++)
-      ptx::wgmma(sums.tile, a + 2 * step, b + 2 * step, Element());
+      ptx::wgmma(sums.tile[step % Sums::kSets], a + 2 * step, b + 2 * step, Element());
     ptx::wgmma_commit();
     a += w_atom >> 4, b += kXAtomBytes >> 4;
   } while (--atoms > 0);
@@ -63,8 +63,9 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x
         ptx::ldmatrix_x4(b, (x ^ 64 * half) + tile * 8 * 128);
 #pragma unroll
         for (int step = 0; step < 2; step++) {
-          ptx::mma(sums.tile[2 * tile], sums.tile[2 * tile + 1], a[step], b[2 * step],
-                   b[2 * step + 1], Element());
+          float2(&set)[2 * X_TILES] = sums.tile[(2 * half + step) % Sums::kSets];
+          ptx::mma(set[2 * tile], set[2 * tile + 1], a[step], b[2 * step], b[2 * step + 1],
+                   Element());
         }
       }
     }

@@ -36,17 +36,15 @@ struct Ring {
         windowed(tier.window < tier.stages),
         split(tier.group_octets > kTileOctets) {}
 
-  // A warp.
+  // One thread.
   __device__ __forceinline__ void initialize() const {
-    const int i = threadIdx.x % 32;
-    if (i < stages) {
+    const int readers = (split ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp;
+    for (int i = 0; i < stages; i++) {
       ptx::mbarrier_init(full_barrier[i], windowed ? 1 : 2);
-      ptx::mbarrier_init(x_barrier[i], 1);
-      ptx::mbarrier_init(empty_barrier[i],
-                         (split ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp);
+      ptx::mbarrier_init(empty_barrier[i], readers);
+      if (windowed) ptx::mbarrier_init(x_barrier[i], 1);
     }
     ptx::fence_mbarrier_init();
-    __syncwarp();
   }
   __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
@@ -121,11 +119,14 @@ __device__ __forceinline__ void load_w(const SplitKGemmArgs& args, const Ring& r
 // zeros.
 __device__ __forceinline__ void load_x(const SplitKGemmArgs& args, const Ring& ring, int number) {
   const uint32_t box = args.x_atoms * kXAtomBytes;
-  const int boxes = args.tiers[number].stage_atoms / args.x_atoms;
+  const int boxes = args.tiers[number].x_boxes;
   const bool flat = args.x_atoms == 1;  // the map
   RingPosition fill;
   fill.parity = 1;
-  for (Cursor at(args, number); !at.done(); at.next_stage()) {
+  ptx::prefetch_tensor_map(&args.x);
+  Cursor at(args, number);
+  ptx::wait_for_dependencies();
+  for (; !at.done(); at.next_stage()) {
     wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
     const uint32_t barrier = (ring.windowed ? ring.x_barrier : ring.full_barrier)[fill.stage];
     uint32_t to = ring.x(fill.stage);
@@ -147,18 +148,22 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
   const Tier& tier = args.tiers[number];
   const int tier_octet = tier.first_octet, stage_atoms = tier.stage_atoms;
   const int atoms_of_group = args.k / kAtomK;
-  const int stages_of_group = (atoms_of_group + stage_atoms - 1) / stage_atoms;
   const bool arrives = kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0;
-  int turn = 0;
-  for (Cursor at(args, number); !at.done(); at.next_group(), turn++) {
-    if (!ring.split && turn % kWarpgroups != warpgroup) continue;
+  // Where a group of the other warpgroup leaves the ring.
+  const RingPosition others(tier.group_stages, ring.stages);
+  RingPosition stage;
+  Cursor at(args, number);
+  ptx::wait_for_dependencies();
+  for (int turn = 0; !at.done(); at.next_group(), turn++) {
+    if (!ring.split && turn % kWarpgroups != warpgroup) {
+      stage.advance(others, ring.stages);
+      continue;
+    }
     const int octets = at.octets();
     const Outputs outputs(args, (tier_octet + at.octet + warp_octet) * kOctetRows,
                           octets - warp_octet);
     if (!ring.split && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
     Sums sums;
-    const int passed = turn * stages_of_group;
-    RingPosition stage{passed % ring.stages, passed / ring.stages % 2u};
     uint32_t before = 0;  // the barrier of the stage before, to be freed
 #pragma unroll 1
     for (int left = atoms_of_group; left > 0; left -= stage_atoms) {
@@ -199,20 +204,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance.
   if (warp == kConsumers / 32) {
-    ring.initialize();
+    const bool copies = ptx::elect_one();
+    if (copies) ring.initialize();
+    __syncwarp();
     ptx::named_barrier_arrive(0, kThreads);
     ptx::launch_dependents();
-    if (ptx::elect_one() && !idle) load_w(args, ring, tier);
+    if (copies && !idle) load_w(args, ring, tier);
     ptx::wait_for_dependencies();
     return;
   }
-  if (warp > kConsumers / 32) ptx::prefetch_tensor_map(&args.x);
   ptx::named_barrier_sync(0, kThreads);
-  ptx::wait_for_dependencies();
-  if (idle) return;
-  if (warp < kConsumers / 32) {
+  if (idle) {
+    ptx::wait_for_dependencies();
+  } else if (warp < kConsumers / 32) {
     consume(args, ring, tier, warp);
   } else if (ptx::elect_one()) {
     load_x(args, ring, tier);
+  } else {
+    ptx::wait_for_dependencies();
   }
 }

@@ -16,6 +16,9 @@ constexpr int kAtomBytes = kOctetRows * kAtomK * 2;
 constexpr int kTileOctets = 8;  // what a warpgroup multiplies at a time, 2 a warp
 
 // One cubin per dtype and N: -DBFLOAT16 is 0 or 1, N <= 8 * X_TILES.
+#ifndef SETS
+#define SETS (X_TILES == 1 ? 4 : X_TILES == 2 ? 2 : 1)
+#endif
 constexpr int kXRows = 8 * X_TILES;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 
@@ -41,7 +44,9 @@ struct Tier {
   int step_atoms;    // a multiple of what a stage has
   int stage_atoms;   // a multiple of x_atoms
   int stages;        // 2 or more: one is free when the next is read
-  int window;  // stages of W that a CTA may have in flight
+  int window;        // stages of W that a CTA may have in flight
+  int x_boxes;       // copies of X for a stage
+  int group_stages;  // that a whole group takes
 };
 
 struct SplitKGemmArgs {
@@ -92,7 +97,19 @@ struct Cursor {
 };
 
 // Sums of one thread, lane 4g + t of warp w: for rows 8i to 8i + 7 of X, of rows 2t (x) and 2t + 1
-// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1].
+// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1]. For few rows
+// of X there are several sets of them, which products go to in turns: one that adds to what another
+// one adds to waits for it.
 struct Sums {
-  float2 tile[2 * X_TILES] = {};
+  static constexpr int kSets = SETS;
+
+  float2 tile[kSets][2 * X_TILES] = {};
+
+  __device__ __forceinline__ float2 total(int number) const {
+    float2 all = tile[0][number];
+#pragma unroll
+    for (int set = 1; set < kSets; set++)
+      all.x += tile[set][number].x, all.y += tile[set][number].y;
+    return all;
+  }
 };

@@ -28,12 +28,15 @@ __device__ __forceinline__ void wgmma_wait_but_one() {
 }
 
 // Until none is, which the sums must not be read before.
-template <int size>
-__device__ __forceinline__ void wgmma_wait(float2 (&sums)[size]) {
+template <int sets, int size>
+__device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < size; i++)
-    asm volatile("" : "+f"(sums[i].x), "+f"(sums[i].y)::"memory");
+  for (int set = 0; set < sets; set++) {
+#pragma unroll
+    for (int i = 0; i < size; i++)
+      asm volatile("" : "+f"(sums[set][i].x), "+f"(sums[set][i].y)::"memory");
+  }
 }
 
 // sums += A B^T for 64 rows of A, 8, 16, 32 or 64 rows of B, and 16 k. Lane 4g + t of warp w has,

@@ -14,6 +14,7 @@ from dakrun.kernels.heuristics import GemmConfig
 from dakrun.kernels.jit import Kernel, kernel
 from dakrun.kernels.packing import ATOM_COLS, PackedTensor, padded_cols
 from dakrun.kernels.tensor_map import atoms_map
+from dakrun.units import ceil_div
 
 MAX_TIERS = 9
 THREADS = 320
@@ -33,6 +34,8 @@ class _Tier(ctypes.Structure):
         ("stage_atoms", ctypes.c_int),
         ("stages", ctypes.c_int),
         ("window", ctypes.c_int),
+        ("x_boxes", ctypes.c_int),
+        ("group_stages", ctypes.c_int),
     )
 
 
@@ -77,6 +80,7 @@ def splitk_gemm(
         raise ValueError("expected an even number of rows and no residual with silu_mul")
     if n > 8 * config.x_tiles or config.splits != tuple(part.split for part in weight.parts):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
+    atoms = padded_cols(k) // ATOM_COLS
     used = zip(config.splits, config.rings, strict=True)
     common = math.gcd(*(ring.atoms for split, ring in used if split.octets))
     x_atoms = 1 if k % ATOM_COLS else common
@@ -86,7 +90,7 @@ def splitk_gemm(
         residual=0 if residual is None else residual.data_ptr(),
         m=m,
         n=n,
-        k=padded_cols(k),
+        k=atoms * ATOM_COLS,
         tier_count=len(weight.parts),
         x_atoms=x_atoms,
         activation=ACTIVATIONS.index(activation),
@@ -104,6 +108,8 @@ def splitk_gemm(
             ring.atoms,
             ring.stages,
             ring.window,
+            ring.atoms // x_atoms,
+            ceil_div(atoms, ring.atoms),
         )
         octet += split.octets
         cta += split.ctas

@@ -17,8 +17,9 @@ ATOM_BYTES = 2 * OCTET_ROWS * ATOM_COLS
 TILE_OCTETS = 8  # that a warpgroup multiplies at a time
 STEP_BYTES = 16 * 1024  # of a group that lie together, at most
 COPY_BYTES = 12 * 1024  # of W for a stage, at least, where that leaves
-STAGES = 3  # or more; a copy takes time to issue, however small it is
+STAGES = 5  # or more; a copy takes time to issue, however small it is
 SHARE_OF_X = 0.25  # what reading X for a group costs, in octets
+TAIL = 0.05  # what storing a CTA's last group costs, in that group
 # What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
 # driver's, and 1 KiB is for barriers.
 SHARED_BYTES = 112 * 1024
@@ -92,12 +93,13 @@ def split_octets(
 def even_group(octets: int, ctas: int) -> int:
     """The group with which the busiest of `ctas` has least to do.
 
-    That is its octets, and for each group of them an X to read.
+    That is its octets, for each group of them an X to read, and the last group's outputs, whose
+    storing nothing hides.
     """
 
     def work(group: int) -> float:
         groups = ceil_div(ceil_div(octets, group), ctas)
-        return groups * (group + SHARE_OF_X)
+        return groups * (group + SHARE_OF_X) + TAIL * group
 
     return min(range(MAX_GROUP, 0, -1), key=work) if octets else 1
 

@@ -33,8 +33,8 @@ inline void wgmma_wait_but_one() {
   wait_for_all_but(1);
 }
 
-template <int size>
-void wgmma_wait(float2 (&)[size]) {
+template <class Sums>
+void wgmma_wait(const Sums&) {
   wait_for_all_but(0);
 }
 
