@@ -14,20 +14,31 @@
 #if WGMMA
 #include "wgmma.cuh"
 
-// Starts on `atoms` of W, `w_atom` bytes apart from `w` on, and of X from `x` on.
+// `atoms` of W, `w_atom` apart, and of X, given by their descriptors.
+template <int atoms>
+__device__ __forceinline__ void multiply(uint64_t w, uint32_t w_atom, uint64_t x, Sums& sums) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < atoms; i++) {
+#pragma unroll
+    for (int step = 0; step < kAtomK / 16; step++) {
+      ptx::wgmma(sums.tile[step % Sums::kSets], w + i * w_atom + 2 * step,
+                 x + i * (kXAtomBytes >> 4) + 2 * step, Element());
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+// Starts on `atoms` of W, `w_atom` bytes apart from `w` on, and of X from `x` on. By twos: what has
+// to be done before and after products costs as much as they do.
 __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x, int atoms,
                                          Sums& sums) {
   uint64_t a = ptx::matrix_descriptor(w), b = ptx::matrix_descriptor(x);
+  w_atom >>= 4;
 #pragma unroll 1
-  do {
-    ptx::wgmma_fence();
-
-#pragma unroll
-    for (int step = 0; step < kAtomK / 16; step++)
-      ptx::wgmma(sums.tile[step % Sums::kSets], a + 2 * step, b + 2 * step, Element());
-    ptx::wgmma_commit();
-    a += w_atom >> 4, b += kXAtomBytes >> 4;
-  } while (--atoms > 0);
+  for (; atoms >= 2; atoms -= 2, a += 2 * w_atom, b += 2 * (kXAtomBytes >> 4))
+    multiply<2>(a, w_atom, b, sums);
+  if (atoms == 1) multiply<1>(a, w_atom, b, sums);
 }
 
 // Until nothing is read any more but by what was started last.

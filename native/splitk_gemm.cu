@@ -36,13 +36,19 @@ struct Ring {
         windowed(tier.window < tier.stages),
         split(tier.group_octets > kTileOctets) {}
 
-  // One thread.
-  __device__ __forceinline__ void initialize() const {
-    const int readers = (split ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp;
-    for (int i = 0; i < stages; i++) {
+  // By the thread that copies W, and that which copies X. All that there could be: loops are slower.
+  __device__ __forceinline__ void initialize_w() const {
+#pragma unroll
+    for (int i = 0; i < kMaxStages; i++)
       ptx::mbarrier_init(full_barrier[i], windowed ? 1 : 2);
+    ptx::fence_mbarrier_init();
+  }
+  __device__ __forceinline__ void initialize_x() const {
+    const int readers = (split ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp;
+#pragma unroll
+    for (int i = 0; i < kMaxStages; i++) {
       ptx::mbarrier_init(empty_barrier[i], readers);
-      if (windowed) ptx::mbarrier_init(x_barrier[i], 1);
+      ptx::mbarrier_init(x_barrier[i], 1);
     }
     ptx::fence_mbarrier_init();
   }
@@ -96,34 +102,51 @@ struct Source {
   }
 };
 
-// One thread: keeps copies of W in flight. The first ones do not depend on the kernels before.
-__device__ __forceinline__ void load_w(const SplitKGemmArgs& args, const Ring& ring, int number) {
-  const int window = args.tiers[number].window;
-  RingPosition fill, landed;
-  fill.parity = 1;  // the phase before an empty barrier's first: all stages start free
+// Keeps copies of W in flight. The first ones do not depend on the kernels before, and come before
+// all else: how soon a launch starts to read is what counts between the end of one and the next.
+struct Producer {
+  const Ring& ring;
+  Source w;
+  RingPosition fill;
   int issued = 0;
-  for (Source w(args, number); !w.done(); w.next(), issued++) {
-    if (ring.windowed && issued >= window) {
-      wait_barrier(ring.full_barrier[landed.stage], landed.parity);
-      landed.advance(ring.stages);
+
+  __device__ __forceinline__ Producer(const SplitKGemmArgs& args, const Ring& ring, int number)
+      : ring(ring), w(args, number) {}
+
+  __device__ __forceinline__ void fill_ring(int window) {
+    for (; issued < window && !w.done(); issued++)
+      load();
+  }
+
+  __device__ __forceinline__ void run() {
+    RingPosition landed;
+    for (; !w.done(); issued++) {
+      if (ring.windowed) {
+        wait_barrier(ring.full_barrier[landed.stage], landed.parity);
+        landed.advance(ring.stages);
+      }
+      if (issued >= ring.stages) wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+      load();
     }
-    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
+  }
+
+ private:
+  __device__ __forceinline__ void load() {
     const uint32_t barrier = ring.full_barrier[fill.stage];
     ptx::mbarrier_arrive_expect_tx(barrier, w.bytes());
     ptx::bulk_load(ring.w(fill.stage), w.from, w.bytes(), barrier);
+    w.next();
     fill.advance(ring.stages);
   }
-}
+};
 
-// One thread: brings X, which the kernels before wrote, in whole boxes: what lies behind K comes as
-// zeros.
+// Brings X, which the kernels before wrote, in whole boxes: what lies behind K comes as zeros.
 __device__ __forceinline__ void load_x(const SplitKGemmArgs& args, const Ring& ring, int number) {
   const uint32_t box = args.x_atoms * kXAtomBytes;
   const int boxes = args.tiers[number].x_boxes;
   const bool flat = args.x_atoms == 1;  // the map
   RingPosition fill;
   fill.parity = 1;
-  ptx::prefetch_tensor_map(&args.x);
   Cursor at(args, number);
   ptx::wait_for_dependencies();
   for (; !at.done(); at.next_stage()) {
@@ -197,30 +220,42 @@ constexpr int kCtasOfSm = 2;
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
     splitk_gemm(const __grid_constant__ SplitKGemmArgs args) {
   __shared__ uint64_t barriers[3 * kMaxStages];
-  const int tier = tier_of_cta(args);
-  const bool idle = blockIdx.x >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
+  ptx::launch_dependents();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
-  const Ring ring(args.tiers[tier], barriers);
+  const int number = tier_of_cta(args);
+  const bool idle = blockIdx.x >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
+  const Tier& tier = args.tiers[number];
+  const Ring ring(tier, barriers);
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance.
-  if (warp == kConsumers / 32) {
-    const bool copies = ptx::elect_one();
-    if (copies) ring.initialize();
-    __syncwarp();
-    ptx::named_barrier_arrive(0, kThreads);
-    ptx::launch_dependents();
-    if (copies && !idle) load_w(args, ring, tier);
-    ptx::wait_for_dependencies();
-    return;
-  }
-  ptx::named_barrier_sync(0, kThreads);
   if (idle) {
     ptx::wait_for_dependencies();
-  } else if (warp < kConsumers / 32) {
-    consume(args, ring, tier, warp);
-  } else if (ptx::elect_one()) {
-    load_x(args, ring, tier);
-  } else {
+  } else if (warp == kConsumers / 32) {
+    Producer producer(args, ring, number);
+    const bool copies = ptx::elect_one();
+    if (copies) {
+      ring.initialize_w();
+      producer.fill_ring(min(tier.window, tier.stages));
+    }
+    __syncwarp();
+    ptx::named_barrier_sync(0, kThreads);
+    if (copies) producer.run();
     ptx::wait_for_dependencies();
+  } else if (warp > kConsumers / 32) {
+    const bool copies = ptx::elect_one();
+    if (copies) {
+      ptx::prefetch_tensor_map(&args.x);
+      ring.initialize_x();
+    }
+    __syncwarp();
+    ptx::named_barrier_sync(0, kThreads);
+    if (copies) {
+      load_x(args, ring, number);
+    } else {
+      ptx::wait_for_dependencies();
+    }
+  } else {
+    ptx::named_barrier_sync(0, kThreads);
+    consume(args, ring, number, warp);
   }
 }

@@ -49,16 +49,17 @@ struct Tier {
   int group_stages;  // that a whole group takes
 };
 
+// What a CTA needs first lies together, as every line of it is fetched anew at each launch.
 struct SplitKGemmArgs {
-  TensorMap x;                // [K / 64][N][64], box of x_atoms x kXRows x 64, 128-byte swizzle
-  Tier tiers[kMaxTiers + 1];  // one more, for the ends
-  const Element* bias;        // [M], or null
-  const Element* residual;    // [N, M], or null; not with kSiluMul
-  Element* y;                 // [N, M]; [N, M / 2] with kSiluMul, see there
-  int m, n, k;                // k counts the padding, a multiple of 64
+  TensorMap x;  // [K / 64][N][64], box of x_atoms x kXRows x 64, 128-byte swizzle
   int tier_count;
+  int m, n, k;  // k counts the padding, a multiple of 64
   int x_atoms;  // that a copy of X brings; if it is 1, the map is [1][N][K], and K may be ragged
   int activation;
+  const Element* bias;        // [M], or null
+  Tier tiers[kMaxTiers + 1];  // one more, for the ends
+  const Element* residual;    // [N, M], or null; not with kSiluMul
+  Element* y;                 // [N, M]; [N, M / 2] with kSiluMul, see there
 };
 
 __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {

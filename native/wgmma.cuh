@@ -10,7 +10,7 @@ namespace ptx {
 // multiple of 1 KiB; 16 more k are 2 more.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
-  return kSwizzle128 | kEightRows | (address & 0x3ffff) >> 4;
+  return kSwizzle128 | kEightRows | address >> 4;  // there are no more than 256 KiB
 }
 
 // Before the first product into registers that were written otherwise.

@@ -42,16 +42,16 @@ class _Tier(ctypes.Structure):
 class _Args(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_uint64 * 16),
-        ("tiers", _Tier * (MAX_TIERS + 1)),
-        ("bias", ctypes.c_uint64),
-        ("residual", ctypes.c_uint64),
-        ("y", ctypes.c_uint64),
+        ("tier_count", ctypes.c_int),
         ("m", ctypes.c_int),
         ("n", ctypes.c_int),
         ("k", ctypes.c_int),
-        ("tier_count", ctypes.c_int),
         ("x_atoms", ctypes.c_int),
         ("activation", ctypes.c_int),
+        ("bias", ctypes.c_uint64),
+        ("tiers", _Tier * (MAX_TIERS + 1)),
+        ("residual", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
     )
 
 
