@@ -36,8 +36,8 @@ __device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n, 
 }
 
 // The outputs of a thread, by twos: neighbouring rows of W make pairs, of which even lanes have
-// those of row 2t of X, odd ones of 2t + 1. What is added to the sums is read ahead of them, but for
-// residuals that there are no registers for.
+// those of row 2t of X, odd ones of 2t + 1. What is added to the sums is read ahead of them, but
+// for residuals that there are no registers for.
 struct Outputs {
   static constexpr bool kAhead = X_TILES <= 4;
 

@@ -26,9 +26,8 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
 // True in one thread of a warp, all of which come here; the compiler then knows it is one.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
-  asm volatile(
-      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
-      : "=r"(elected));
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(elected));
   return elected;
 }
 

@@ -6,8 +6,9 @@
 // of Y.
 //
 // Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
-// those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so that X is
-// read once for both; smaller ones they take in turns, one storing while the other multiplies.
+// those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so
+// that X is read once for both; smaller ones they take in turns, one storing while the other
+// multiplies.
 
 #include "gemm_epilogue.cuh"
 #include "gemm_multiply.cuh"
@@ -36,7 +37,8 @@ struct Ring {
         windowed(tier.window < tier.stages),
         split(tier.group_octets > kTileOctets) {}
 
-  // By the thread that copies W, and that which copies X. All that there could be: loops are slower.
+  // By the thread that copies W, and that which copies X. All that there could be: loops are
+  // slower.
   __device__ __forceinline__ void initialize_w() const {
 #pragma unroll
     for (int i = 0; i < kMaxStages; i++)

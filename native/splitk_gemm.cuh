@@ -98,9 +98,9 @@ struct Cursor {
 };
 
 // Sums of one thread, lane 4g + t of warp w: for rows 8i to 8i + 7 of X, of rows 2t (x) and 2t + 1
-// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1]. For few rows
-// of X there are several sets of them, which products go to in turns: one that adds to what another
-// one adds to waits for it.
+// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1]. For few
+// rows of X there are several sets of them, which products go to in turns: one that adds to what
+// another one adds to waits for it.
 struct Sums {
   static constexpr int kSets = SETS;
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dakrun import cli
-from dakrun.bench import effort, gemm, tiers
+from dakrun.bench import chain, effort, gemm, tiers
 from dakrun.bench import run as bench_run
 from dakrun.bench.cases import Forecast, buffer_bytes, forecast, remote_units
 from dakrun.bench.ceilings import Ceilings, link_ring
@@ -406,8 +406,9 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies, launches and graphs that a CPU does."""
 
     def seconds(launch: Callable[[], None], runs: int) -> list[float]:
-        launch()
-        return [1e-3] * runs
+        if runs > 1:  # not to find out how long a chain is to be
+            launch()
+        return [1e-2] * runs
 
     def multiply(
         x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, *, overlap: bool
@@ -418,8 +419,23 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(tiers, "copy", lambda to, of: to.copy_(of))
     monkeypatch.setattr(tiers, "BLOCK_BYTES", 2**16)
-    monkeypatch.setattr(gemm, "graph_seconds", seconds)
+    monkeypatch.setattr(chain, "graph_seconds", seconds)
     monkeypatch.setattr(gemm, "splitk_gemm", multiply)
+
+
+@pytest.mark.parametrize(("once", "rounds"), [(1e-2, 1), (4e-3, 1), (1e-3, 4), (3e-3, 2)])
+def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+        seen.clear()
+        launch()
+        return [once * len(seen) / 3] * runs
+
+    monkeypatch.setattr(chain, "graph_seconds", seconds)
+    found = chain.launch_seconds(lambda *asked: seen.append(asked), 3, replays=5)
+    assert found == pytest.approx([once / 3] * 5)
+    assert seen == [(number, number % 3) for number in range(3 * rounds)]
 
 
 @pytest.mark.parametrize("octets", [(13,), (13, 0), (10, 3), (0, 13)])
@@ -436,8 +452,8 @@ def test_chains_read_every_weight(cpu: None, octets: tuple[int, ...], aligned: b
         weights = [buffer.view(torch.float16).float() for buffer in buffers.values()]
         assert all(w.std() == pytest.approx(200**-0.5, rel=0.05) for w in weights if len(w))
         access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(octets)]
-        assert chains.splitk(some, access, aligned=aligned) == [1e-3 / 4] * 3
-        assert chains.cublas(some) == [1e-3 / 4] * 3
+        assert chains.splitk(some, access, aligned=aligned) == [1e-2 / 4] * 3
+        assert chains.cublas(some) == [1e-2 / 4] * 3
 
 
 def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
@@ -475,7 +491,7 @@ def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> No
         *(("64x160", n, ratio) for n in (1, 8) for ratio in (0, 0.125, 1)),
     ]
     for row in found.rows:
-        assert row["time_s"] == row["cublas_s"] == row["alignment_off_s"] == 1e-3 / 3
+        assert row["time_s"] == row["cublas_s"] == row["alignment_off_s"] == 1e-2 / 3
         assert (row["window_off_s"] is None) == (row["ratio"] == 0)
         assert row["launches"] == 3 and row["predicted_s"] > 0
 

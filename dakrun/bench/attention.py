@@ -3,8 +3,8 @@
 The ceilings come first, in the same process, as in gemm.py. Then a CUDA graph is made for every
 case: a chain of launches with programmatic dependent launch, each of which reads a set of slots of
 its own, as the layers of a model do. There are four sets at least, of more than 2 GiB in all, so L2
-does not help. A time is the graph's over its launches: the median of seven replays, after as many
-to warm up. Keys and values are random: packing is a permutation, so random values are packed ones,
+does not help; the chain goes through them as often as takes 4 ms. A time is the graph's over its
+launches: the median of seven replays, after as many to warm up. Keys and values are random: packing is a permutation, so random values are packed ones,
 too. Every slot holds one position less than its length, and the new token is the last.
 
 torch's scaled_dot_product_attention does the same with keys and values [B, Hkv, L, D], contiguous,
@@ -23,6 +23,7 @@ from dakrun.bench.attention_rows import AttentionRow, attention_columns
 from dakrun.bench.attention_sweep import AttentionSweep
 from dakrun.bench.cases import buffer_bytes, forecast
 from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.chain import launch_seconds
 from dakrun.bench.effort import FULL, Effort
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
@@ -40,7 +41,6 @@ from dakrun.kernels.attention_heuristics import attention_config
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import KVShape
 from dakrun.memory import ALIGNMENT, aligned
-from dakrun.probe.costs import graph_seconds
 from dakrun.units import format_bytes
 
 EFFORT = replace(FULL, least_launches=4)
@@ -138,13 +138,13 @@ class Chains:
         q, k, v = self._normal(slots.batch, sum(parts), dim).split(parts, dim=1)
         out = torch.empty(slots.batch, slots.heads * dim, dtype=self._dtype, device=self._device)
 
-        def launch(number: int) -> None:
+        def launch(_: int, operand: int) -> None:
             splitk_flash_attn(
-                q, k, v, caches[number], lengths, config, workspace, out,
+                q, k, v, caches[operand], lengths, config, workspace, out,
                 scale=dim**-0.5, overlap=True,
             )  # fmt: skip
 
-        return self._seconds(case, launch)
+        return launch_seconds(launch, case.launches, replays=self._replays)
 
     def sdpa(self, case: AttentionCase) -> list[float]:
         """torch with the case's keys and values contiguous and all in HBM."""
@@ -158,12 +158,12 @@ class Chains:
         q = self._normal(slots.batch, slots.heads, 1, dim)
         gqa = slots.heads != slots.kv_heads
 
-        def launch(number: int) -> None:
+        def launch(_: int, operand: int) -> None:
             torch.nn.functional.scaled_dot_product_attention(
-                q, keys[number], values[number], enable_gqa=gqa
+                q, keys[operand], values[operand], enable_gqa=gqa
             )
 
-        return self._seconds(case, launch)
+        return launch_seconds(launch, case.launches, replays=self._replays)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self._dtype, device=self._device)
@@ -178,12 +178,3 @@ class Chains:
             )
         ]
         return torch.cat(starts, dim=1).to(self._device)
-
-    def _seconds(self, case: AttentionCase, launch: Callable[[int], None]) -> list[float]:
-        """Seconds of a launch in each replay of the chain."""
-
-        def chain() -> None:
-            for number in range(case.launches):
-                launch(number)
-
-        return [seconds / case.launches for seconds in graph_seconds(chain, self._replays)]

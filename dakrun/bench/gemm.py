@@ -4,10 +4,10 @@ The ceilings come first, in the same process: bulk copies of random bytes into s
 HBM by all SMs and from the remote tier by the profile's SMs within its window, medians of five.
 Then a CUDA graph is made for every case: a chain of launches of one shape with programmatic
 dependent launch, each of which reads what the one before wrote (two buffers in turn) and a weight
-of its own. There are eight weights at least, of more than 2 GiB in all, so L2 does not help. A time
-is the graph's over its launches: the median of seven replays, after as many to warm up. Weights are
-random: packing is a permutation, so random values are packed ones, too. Remote parts lie in
-page-locked host memory or in a peer GPU's.
+of its own. There are eight weights at least, of more than 2 GiB in all, so L2 does not help; the
+chain goes through them as often as takes 4 ms. A time is the graph's over its launches: the median
+of seven replays, after as many to warm up. Weights are random: packing is a permutation, so random
+values are packed ones, too. Remote parts lie in page-locked host memory or in a peer GPU's.
 
 cuBLAS does the same with torch.mm and dense weights, all of them in HBM whatever the ratio. The
 ablations take the window off (stages as deep as shared memory allows) and the alignment (groups of
@@ -23,6 +23,7 @@ import torch
 
 from dakrun.bench.cases import buffer_bytes, forecast, units_by_tier
 from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.chain import launch_seconds
 from dakrun.bench.effort import FULL, Effort
 from dakrun.bench.gemm_cases import GemmCase
 from dakrun.bench.gemm_rows import GemmRow, gemm_columns
@@ -43,10 +44,9 @@ from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config, split_octets
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes, octet_count
 from dakrun.memory import ALIGNMENT, aligned
-from dakrun.probe.costs import graph_seconds
 from dakrun.units import format_bytes
 
-# Puts launch `number` of a chain, from x [N, K] to out [N, M], on the current stream.
+# Puts a launch with one of the weights, from x [N, K] to out [N, M], on the current stream.
 Launch = Callable[[int, torch.Tensor, torch.Tensor], object]
 
 
@@ -194,8 +194,8 @@ class Chains:
             for number in range(case.launches)
         ]
 
-        def launch(number: int, x: torch.Tensor, out: torch.Tensor) -> None:
-            splitk_gemm(x, weights[number], config, out, overlap=True)
+        def launch(operand: int, x: torch.Tensor, out: torch.Tensor) -> None:
+            splitk_gemm(x, weights[operand], config, out, overlap=True)
 
         return self._seconds(case, launch)
 
@@ -207,8 +207,8 @@ class Chains:
         local = self.buffers[LOCAL]
         weights = [local[at : at + size].view(self._dtype).view(rows, cols).t() for at in starts]
 
-        def launch(number: int, x: torch.Tensor, out: torch.Tensor) -> None:
-            torch.mm(x, weights[number], out=out)
+        def launch(operand: int, x: torch.Tensor, out: torch.Tensor) -> None:
+            torch.mm(x, weights[operand], out=out)
 
         return self._seconds(case, launch)
 
@@ -225,8 +225,7 @@ class Chains:
         xs = [end[: n * cols].view(n, cols) for end in ends]
         outs = [end[: n * rows].view(n, rows) for end in ends]
 
-        def chain() -> None:
-            for number in range(case.launches):
-                launch(number, xs[number % 2], outs[(number + 1) % 2])
+        def step(number: int, operand: int) -> None:
+            launch(operand, xs[number % 2], outs[(number + 1) % 2])
 
-        return [seconds / case.launches for seconds in graph_seconds(chain, self._replays)]
+        return launch_seconds(step, case.launches, replays=self._replays)
