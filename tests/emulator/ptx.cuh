@@ -1,12 +1,10 @@
 // native/ptx.cuh for a host compiler: one CTA at a time, its threads as fibers.
 //
-// A fiber runs until it waits: for the rest of its warp, a barrier, or bytes.
-// Which one goes on, and which copy lands, is drawn at random from a seed, so
-// that other seeds are other interleavings, and copies overtake each other.
-// What no interleaving may do ends the run with a message: waiting for ever,
-// more arrivals than a barrier counts, copies that land after the end, or
-// outside of shared memory. What a copy will overwrite is NaN from when it
-// starts.
+// A fiber runs until it waits: for the rest of its warp, a barrier, or bytes. Which one goes on,
+// and which copy lands, is drawn at random from a seed, so that other seeds are other
+// interleavings, and copies overtake each other. What no interleaving may do ends the run with a
+// message: waiting for ever, more arrivals than a barrier counts, copies that land after the end,
+// or outside of shared memory. What a copy will overwrite is NaN from when it starts.
 #pragma once
 
 #include <ucontext.h>
@@ -23,28 +21,25 @@
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 
-struct alignas(64) TensorMap { // as tests/emulator.py writes it
+struct alignas(64) TensorMap {  // as tests/emulator.py writes it
   uint64_t address, rows, cols, box_rows, box_atoms;
   uint64_t unused[11];
 };
 
 namespace emulator {
 
-constexpr uint32_t kStatic =
-    1 << 20; // where shared arrays of fixed size have their addresses
-constexpr size_t kGuard =
-    64 * 1024; // bytes behind shared memory that nobody may write
+constexpr uint32_t kStatic = 1 << 20;  // where shared arrays of fixed size have their addresses
+constexpr size_t kGuard = 64 * 1024;   // bytes behind shared memory that nobody may write
 constexpr int kWarp = 32;
 constexpr int kBoxDepth = 64;
 
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
-  std::function<bool()> ready; // whether what it waits for has come
+  std::function<bool()> ready;  // whether what it waits for has come
   uint32_t thread;
   bool done = false, waited_for_dependencies = false;
-  std::vector<std::function<void()>>
-      products; // of wgmma, and those committed, group by group
+  std::vector<std::function<void()>> products;  // of wgmma, and those committed, group by group
   std::deque<std::vector<std::function<void()>>> groups;
 };
 
@@ -54,57 +49,54 @@ struct Barrier {
 };
 
 struct Copy {
-  int turns; // until it lands; of all fibers
+  int turns;  // until it lands; of all fibers
   std::function<void()> land;
 };
 
 // Lanes of a warp that have come to an instruction that all take part in.
 struct Meeting {
   int arrived = 0, left = 0;
-  const void *given[kWarp];
-  void *taken[kWarp];
+  const void* given[kWarp];
+  void* taken[kWarp];
 };
 
 struct Cta {
   std::vector<uint8_t> memory;
   size_t shared = 0;
   std::vector<Fiber> fibers;
-  Fiber *running = nullptr;
+  Fiber* running = nullptr;
   ucontext_t scheduler;
   std::map<uint32_t, Barrier> barriers;
-  std::map<int, std::pair<int, int>> named; // arrived, phase
+  std::map<int, std::pair<int, int>> named;  // arrived, phase
   std::vector<Copy> copies;
   std::vector<Meeting> meetings;
   std::mt19937 random;
   std::string problem;
-  const uint8_t *fixed = nullptr;
+  const uint8_t* fixed = nullptr;
 };
 
-inline Cta *cta;
+inline Cta* cta;
 
-inline void fail(const std::string &problem) {
-  if (cta->problem.empty())
-    cta->problem = problem;
+inline void fail(const std::string& problem) {
+  if (cta->problem.empty()) cta->problem = problem;
 }
 
 inline void wait(std::function<bool()> ready) {
-  if (ready() && cta->random() % 4)
-    return;
-  Fiber *const self = cta->running;
+  if (ready() && cta->random() % 4) return;
+  Fiber* const self = cta->running;
   self->ready = std::move(ready);
   swapcontext(&self->context, &cta->scheduler);
 }
 
-inline uint8_t *at(uint32_t address, size_t bytes) {
+inline uint8_t* at(uint32_t address, size_t bytes) {
   if (address + bytes > cta->shared) {
     throw std::out_of_range("shared memory at " + std::to_string(address));
   }
   return cta->memory.data() + address;
 }
 
-inline void settle(Barrier &barrier) {
-  if (barrier.pending < 0)
-    fail("a barrier has more arrivals than it counts");
+inline void settle(Barrier& barrier) {
+  if (barrier.pending < 0) fail("a barrier has more arrivals than it counts");
   if (barrier.pending == 0 && barrier.bytes == 0) {
     barrier.phase++;
     barrier.pending = barrier.arrivals;
@@ -113,18 +105,16 @@ inline void settle(Barrier &barrier) {
 
 // The whole warp comes here; the last lane computes for all of them.
 template <class Given, class Taken, class Function>
-Taken together(const Given &given, Function compute) {
+Taken together(const Given& given, Function compute) {
   const uint32_t thread = cta->running->thread;
-  Meeting &meeting = cta->meetings[thread / kWarp];
+  Meeting& meeting = cta->meetings[thread / kWarp];
   Taken taken;
-  wait([&meeting] {
-    return meeting.left == 0;
-  }); // all have left the meeting before
+  wait([&meeting] { return meeting.left == 0; });  // all have left the meeting before
   meeting.given[thread % kWarp] = &given;
   meeting.taken[thread % kWarp] = &taken;
   if (++meeting.arrived == kWarp) {
-    compute(reinterpret_cast<const Given *const *>(meeting.given),
-            reinterpret_cast<Taken *const *>(meeting.taken));
+    compute(reinterpret_cast<const Given* const*>(meeting.given),
+            reinterpret_cast<Taken* const*>(meeting.taken));
     meeting.left = kWarp;
     meeting.arrived = 0;
   } else {
@@ -135,13 +125,11 @@ Taken together(const Given &given, Function compute) {
 }
 
 inline void copy(uint32_t barrier, uint32_t bytes, std::function<void()> land) {
-  if (cta->barriers.count(barrier) == 0)
-    fail("a copy names no barrier");
-  const int turns = cta->random() % 8 ? cta->random() % 8
-                                      : cta->random() % 2000; // some are slow
+  if (cta->barriers.count(barrier) == 0) fail("a copy names no barrier");
+  const int turns = cta->random() % 8 ? cta->random() % 8 : cta->random() % 2000;  // some are slow
   cta->copies.push_back({turns, [=] {
                            land();
-                           Barrier &found = cta->barriers[barrier];
+                           Barrier& found = cta->barriers[barrier];
                            found.bytes -= bytes;
                            settle(found);
                          }});
@@ -152,7 +140,7 @@ inline thread_local std::function<void()> body;
 inline void enter() {
   try {
     body();
-  } catch (const std::exception &problem) {
+  } catch (const std::exception& problem) {
     fail(problem.what());
   }
   if (cta->running->products.size() + cta->running->groups.size()) {
@@ -162,10 +150,8 @@ inline void enter() {
   swapcontext(&cta->running->context, &cta->scheduler);
 }
 
-// Runs `kernel` in `threads` fibers with `shared` bytes of shared memory; what
-// went wrong, or "".
-inline std::string run(int threads, size_t shared, uint32_t seed,
-                       std::function<void()> kernel) {
+// Runs `kernel` in `threads` fibers with `shared` bytes of shared memory; what went wrong, or "".
+inline std::string run(int threads, size_t shared, uint32_t seed, std::function<void()> kernel) {
   Cta block;
   cta = &block;
   block.shared = shared;
@@ -175,7 +161,7 @@ inline std::string run(int threads, size_t shared, uint32_t seed,
   block.fibers.resize(threads);
   body = std::move(kernel);
   for (int i = 0; i < threads; i++) {
-    Fiber &fiber = block.fibers[i];
+    Fiber& fiber = block.fibers[i];
     fiber.thread = i;
     fiber.stack.resize(64 * 1024);
     fiber.ready = [] { return true; };
@@ -189,9 +175,8 @@ inline std::string run(int threads, size_t shared, uint32_t seed,
     bool moved = false;
     const uint32_t first = block.random() % threads;
     for (int i = 0; i < threads && block.problem.empty(); i++) {
-      Fiber &fiber = block.fibers[(first + i) % threads];
-      if (fiber.done || !fiber.ready() || block.random() % 8 == 0)
-        continue;
+      Fiber& fiber = block.fibers[(first + i) % threads];
+      if (fiber.done || !fiber.ready() || block.random() % 8 == 0) continue;
       moved = true;
       block.running = &fiber;
       swapcontext(&block.scheduler, &fiber.context);
@@ -207,23 +192,20 @@ inline std::string run(int threads, size_t shared, uint32_t seed,
       landing.land();
     }
     if (!moved && block.copies.empty()) {
-      bool stuck = true; // nobody can go on, unless it was left out by chance
-      for (const Fiber &fiber : block.fibers)
+      bool stuck = true;  // nobody can go on, unless it was left out by chance
+      for (const Fiber& fiber : block.fibers)
         stuck &= fiber.done || !fiber.ready();
-      if (stuck)
-        fail("all threads wait for ever");
+      if (stuck) fail("all threads wait for ever");
     }
   }
-  if (block.problem.empty() && !block.copies.empty())
-    fail("copies are under way at the end");
+  if (block.problem.empty() && !block.copies.empty()) fail("copies are under way at the end");
   for (size_t i = shared; i < block.memory.size(); i++) {
-    if (block.memory[i] != 0xff)
-      fail("memory behind the shared memory is written");
+    if (block.memory[i] != 0xff) fail("memory behind the shared memory is written");
   }
   return block.problem;
 }
 
-} // namespace emulator
+}  // namespace emulator
 
 // Words of CUDA C++ that name the running thread and its CTA.
 inline Index blockIdx;
@@ -236,46 +218,45 @@ inline ThreadIndex threadIdx;
 
 inline void __threadfence() {}
 
-inline int atomicAdd(int *to, int value) {
+inline int atomicAdd(int* to, int value) {
   const int before = *to;
   *to += value;
   return before;
 }
 
 inline void __syncwarp() {
-  emulator::together<int, int>(0, [](const int *const *, int *const *) {});
+  emulator::together<int, int>(0, [](const int* const*, int* const*) {});
 }
 
-template <class T> T __shfl_sync(uint32_t, T value, int lane) {
+template <class T>
+T __shfl_sync(uint32_t, T value, int lane) {
   struct Given {
     T value;
     int lane;
   };
-  return emulator::together<Given, T>(
-      {value, lane}, [](const Given *const *given, T *const *taken) {
-        for (int i = 0; i < emulator::kWarp; i++) {
-          *taken[i] = given[given[i]->lane]->value;
-        }
-      });
+  return emulator::together<Given, T>({value, lane},
+                                      [](const Given* const* given, T* const* taken) {
+                                        for (int i = 0; i < emulator::kWarp; i++) {
+                                          *taken[i] = given[given[i]->lane]->value;
+                                        }
+                                      });
 }
 
-template <class T> T __shfl_xor_sync(uint32_t all, T value, int mask) {
-  return __shfl_sync(all, value,
-                     static_cast<int>(threadIdx.x % emulator::kWarp) ^ mask);
+template <class T>
+T __shfl_xor_sync(uint32_t all, T value, int mask) {
+  return __shfl_sync(all, value, static_cast<int>(threadIdx.x % emulator::kWarp) ^ mask);
 }
 
 namespace ptx {
 
 using emulator::cta;
 
-inline uint32_t smem_address(const void *pointer) {
-  const auto *const bytes = static_cast<const uint8_t *>(pointer);
-  if (bytes >= cta->memory.data() &&
-      bytes <= cta->memory.data() + cta->memory.size()) {
+inline uint32_t smem_address(const void* pointer) {
+  const auto* const bytes = static_cast<const uint8_t*>(pointer);
+  if (bytes >= cta->memory.data() && bytes <= cta->memory.data() + cta->memory.size()) {
     return static_cast<uint32_t>(bytes - cta->memory.data());
   }
-  if (cta->fixed == nullptr)
-    cta->fixed = bytes;
+  if (cta->fixed == nullptr) cta->fixed = bytes;
   return emulator::kStatic + static_cast<uint32_t>(bytes - cta->fixed);
 }
 
@@ -290,97 +271,80 @@ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
 }
 
 inline void mbarrier_arrive(uint32_t barrier) {
-  emulator::Barrier &found = cta->barriers.at(barrier);
+  emulator::Barrier& found = cta->barriers.at(barrier);
   found.pending--;
   emulator::settle(found);
 }
 
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
-  emulator::Barrier &found = cta->barriers.at(barrier);
+  emulator::Barrier& found = cta->barriers.at(barrier);
   found.bytes += bytes;
   found.pending--;
   emulator::settle(found);
 }
 
 inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
-  const emulator::Barrier &found = cta->barriers.at(barrier);
-  emulator::wait([&found, parity] {
-    return static_cast<uint32_t>(found.phase & 1) != parity;
-  });
+  const emulator::Barrier& found = cta->barriers.at(barrier);
+  emulator::wait([&found, parity] { return static_cast<uint32_t>(found.phase & 1) != parity; });
   return true;
 }
 
 inline void fence_mbarrier_init() {}
 inline void fence_proxy_async() {}
-inline void prefetch_tensor_map(const TensorMap *) {}
+inline void prefetch_tensor_map(const TensorMap*) {}
 inline void launch_dependents() {}
 inline void wait_for_dependencies() {
   cta->running->waited_for_dependencies = true;
 }
 
-inline void bulk_load(uint32_t destination, const void *source, uint32_t bytes,
-                      uint32_t barrier) {
-  if (destination % 16 || reinterpret_cast<uintptr_t>(source) % 16 ||
-      bytes % 16 || bytes == 0) {
+inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  if (destination % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16 || bytes == 0) {
     emulator::fail("a bulk copy is not of multiples of 16 bytes");
   }
-  uint8_t *const to = emulator::at(destination, bytes);
+  uint8_t* const to = emulator::at(destination, bytes);
   std::memset(to, 0xff, bytes);
   emulator::copy(barrier, bytes, [=] { std::memcpy(to, source, bytes); });
 }
 
 // With the swizzle of 128 bytes; what a box has beyond the matrix is zero.
-inline void tensor_load(uint32_t destination, const TensorMap *map, int x,
-                        int y, int z, uint32_t barrier) {
-  if (!cta->running->waited_for_dependencies)
-    emulator::fail("X is read before it is complete");
-  if (destination % 1024)
-    emulator::fail("a swizzled box is not aligned to 1 KiB");
+inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y, int z,
+                        uint32_t barrier) {
+  if (!cta->running->waited_for_dependencies) emulator::fail("X is read before it is complete");
+  if (destination % 1024) emulator::fail("a swizzled box is not aligned to 1 KiB");
   const TensorMap box = *map;
-  const uint32_t bytes =
-      static_cast<uint32_t>(box.box_atoms * box.box_rows) * 128;
-  uint8_t *const to = emulator::at(destination, bytes);
+  const uint32_t bytes = static_cast<uint32_t>(box.box_atoms * box.box_rows) * 128;
+  uint8_t* const to = emulator::at(destination, bytes);
   std::memset(to, 0xff, bytes);
   emulator::copy(barrier, bytes, [=] {
-    const auto *const elements =
-        reinterpret_cast<const uint16_t *>(box.address);
+    const auto* const elements = reinterpret_cast<const uint16_t*>(box.address);
     for (uint64_t atom = 0; atom < box.box_atoms; atom++) {
       for (uint64_t row = 0; row < box.box_rows; row++) {
         for (uint64_t i = 0; i < emulator::kBoxDepth; i++) {
-          const uint64_t col = (z + atom) * emulator::kBoxDepth + x + i,
-                         of = y + row;
-          const uint16_t value = of < box.rows && col < box.cols
-                                     ? elements[of * box.cols + col]
-                                     : 0;
+          const uint64_t col = (z + atom) * emulator::kBoxDepth + x + i, of = y + row;
+          const uint16_t value =
+              of < box.rows && col < box.cols ? elements[of * box.cols + col] : 0;
           const uint64_t chunk = i / 8 ^ row % 8;
-          std::memcpy(to + (atom * box.box_rows + row) * 128 + chunk * 16 +
-                          i % 8 * 2,
-                      &value, 2);
+          std::memcpy(to + (atom * box.box_rows + row) * 128 + chunk * 16 + i % 8 * 2, &value, 2);
         }
       }
     }
   });
 }
 
-// What the lanes have of four 8x8 matrices whose rows they give the addresses
-// of.
-inline void load_matrices(uint32_t (&fragment)[4], uint32_t address,
-                          bool transposed) {
+// What the lanes have of four 8x8 matrices whose rows they give the addresses of.
+inline void load_matrices(uint32_t (&fragment)[4], uint32_t address, bool transposed) {
   struct Taken {
     uint16_t elements[4][2];
   };
   const Taken taken = emulator::together<uint32_t, Taken>(
-      address, [transposed](const uint32_t *const *given, Taken *const *lanes) {
+      address, [transposed](const uint32_t* const* given, Taken* const* lanes) {
         for (int number = 0; number < 4 * emulator::kWarp * 2; number++) {
-          const int matrix = number / 64, lane = number / 2 % 32,
-                    i = number % 2;
+          const int matrix = number / 64, lane = number / 2 % 32, i = number % 2;
           const int row = transposed ? lane % 4 * 2 + i : lane / 4;
           const int col = transposed ? lane / 4 : lane % 4 * 2 + i;
           const uint32_t from = *given[8 * matrix + row];
-          if (from % 16)
-            emulator::fail("a row of a matrix is not aligned to 16 bytes");
-          std::memcpy(&lanes[lane]->elements[matrix][i],
-                      emulator::at(from, 16) + 2 * col, 2);
+          if (from % 16) emulator::fail("a row of a matrix is not aligned to 16 bytes");
+          std::memcpy(&lanes[lane]->elements[matrix][i], emulator::at(from, 16) + 2 * col, 2);
         }
       });
   std::memcpy(fragment, taken.elements, sizeof fragment);
@@ -396,28 +360,28 @@ inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
 
 inline uint32_t movmatrix_trans(uint32_t fragment) {
   return emulator::together<uint32_t, uint32_t>(
-      fragment, [](const uint32_t *const *given, uint32_t *const *taken) {
+      fragment, [](const uint32_t* const* given, uint32_t* const* taken) {
         for (int lane = 0; lane < emulator::kWarp; lane++) {
           uint16_t pair[2];
           for (int i = 0; i < 2; i++) {
             const int row = lane % 4 * 2 + i, col = lane / 4;
-            pair[i] = static_cast<uint16_t>(*given[4 * row + col / 2] >>
-                                            16 * (col % 2));
+            pair[i] = static_cast<uint16_t>(*given[4 * row + col / 2] >> 16 * (col % 2));
           }
           std::memcpy(taken[lane], pair, 4);
         }
       });
 }
 
-inline float to_float(uint16_t bits, __half) { return __half2float({bits}); }
+inline float to_float(uint16_t bits, __half) {
+  return __half2float({bits});
+}
 inline float to_float(uint16_t bits, __nv_bfloat16) {
   return __bfloat162float({bits});
 }
 
 // Rows 0 to 7 of the sums are in `low`, 8 to 15 in `high`.
 template <class Element>
-void mma(float2 &low, float2 &high, const uint32_t (&a)[4], uint32_t b0,
-         uint32_t b1, Element) {
+void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Element) {
   struct Given {
     float sums[4];
     uint32_t a[4], b[2];
@@ -425,10 +389,9 @@ void mma(float2 &low, float2 &high, const uint32_t (&a)[4], uint32_t b0,
   struct Taken {
     float sums[4];
   };
-  const Given own = {
-      {low.x, low.y, high.x, high.y}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
-  const Taken taken = emulator::together<Given, Taken>(
-      own, [](const Given *const *given, Taken *const *lanes) {
+  const Given own = {{low.x, low.y, high.x, high.y}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const Taken taken =
+      emulator::together<Given, Taken>(own, [](const Given* const* given, Taken* const* lanes) {
         float w[16][16], x[16][8];
         auto half = [](uint32_t word, int upper) {
           return to_float(static_cast<uint16_t>(word >> 16 * upper), Element());
@@ -437,8 +400,7 @@ void mma(float2 &low, float2 &high, const uint32_t (&a)[4], uint32_t b0,
           const int g = lane / 4, t = lane % 4;
           for (int i = 0; i < 2; i++) {
             for (int part = 0; part < 4; part++) {
-              w[g + part % 2 * 8][2 * t + i + part / 2 * 8] =
-                  half(given[lane]->a[part], i);
+              w[g + part % 2 * 8][2 * t + i + part / 2 * 8] = half(given[lane]->a[part], i);
             }
             for (int part = 0; part < 2; part++) {
               x[2 * t + i + part * 8][g] = half(given[lane]->b[part], i);
@@ -460,21 +422,20 @@ void mma(float2 &low, float2 &high, const uint32_t (&a)[4], uint32_t b0,
 }
 
 inline void named_barrier_arrive(int number, int threads) {
-  auto &[arrived, phase] = cta->named[number];
-  if (++arrived < threads)
-    return;
+  auto& [arrived, phase] = cta->named[number];
+  if (++arrived < threads) return;
   arrived = 0;
   phase++;
 }
 
 inline void named_barrier_sync(int number, int threads) {
-  const int &phase = cta->named[number].second;
+  const int& phase = cta->named[number].second;
   const int mine = phase;
   named_barrier_arrive(number, threads);
   emulator::wait([&phase, mine] { return phase != mine; });
 }
 
-} // namespace ptx
+}  // namespace ptx
 
 inline void __syncthreads() {
   ptx::named_barrier_sync(0, static_cast<int>(emulator::cta->fibers.size()));
