@@ -232,32 +232,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   // kernel is complete then implies that those before it are, at any distance.
   if (idle) {
     ptx::wait_for_dependencies();
-  } else if (warp == kConsumers / 32) {
-    Producer producer(args, ring, number);
-    const bool copies = ptx::elect_one();
-    if (copies) {
-      ring.initialize_w();
-      producer.fill_ring(min(tier.window, tier.stages));
-    }
-    __syncwarp();
-    ptx::named_barrier_sync(0, kThreads);
+    return;
+  }
+  const bool copies = warp >= kConsumers / 32 && ptx::elect_one();
+  Producer producer(args, ring, number);
+  if (copies && warp == kConsumers / 32) {
+    ring.initialize_w();
+    producer.fill_ring(min(tier.window, tier.stages));
+  } else if (copies) {
+    ptx::prefetch_tensor_map(&args.x);
+    ring.initialize_x();
+  }
+  __syncthreads();
+  if (warp < kConsumers / 32) {
+    consume(args, ring, number, warp);
+  } else if (copies && warp > kConsumers / 32) {
+    load_x(args, ring, number);
+  } else {
     if (copies) producer.run();
     ptx::wait_for_dependencies();
-  } else if (warp > kConsumers / 32) {
-    const bool copies = ptx::elect_one();
-    if (copies) {
-      ptx::prefetch_tensor_map(&args.x);
-      ring.initialize_x();
-    }
-    __syncwarp();
-    ptx::named_barrier_sync(0, kThreads);
-    if (copies) {
-      load_x(args, ring, number);
-    } else {
-      ptx::wait_for_dependencies();
-    }
-  } else {
-    ptx::named_barrier_sync(0, kThreads);
-    consume(args, ring, number, warp);
   }
 }

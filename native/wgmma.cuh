@@ -55,10 +55,10 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
 #define WGMMA_4 "%0, %1, %2, %3"
 #define WGMMA_8 WGMMA_4 ", %4, %5, %6, %7"
 #define WGMMA_16 WGMMA_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define WGMMA_32                                                                 \
-  WGMMA_16                                                                       \
-      ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-      "%30, %31"
+#define WGMMA_32                                                             \
+  WGMMA_16                                                                   \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+  "%30, %31"
 #define WGMMA(type, Element)                                                                  \
   __device__ __forceinline__ void wgmma(float2(&sums)[2], uint64_t a, uint64_t b, Element) {  \
     WGMMA_ASM("8", type, WGMMA_4, "4", "5", WGMMA_SUMS(0));                                   \

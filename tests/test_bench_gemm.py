@@ -406,7 +406,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies, launches and graphs that a CPU does."""
 
     def seconds(launch: Callable[[], None], runs: int) -> list[float]:
-        if runs > 1:  # not to find out how long a chain is to be
+        if runs > 2:  # not to find out how long a chain is to be
             launch()
         return [1e-2] * runs
 

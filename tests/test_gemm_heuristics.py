@@ -19,8 +19,8 @@ from dakrun.kernels.heuristics import (
     tiles_for,
 )
 from dakrun.kernels.packing import (
-    MAX_GROUP,
     ATOM_COLS,
+    MAX_GROUP,
     PackedPart,
     PackedTensor,
     Split,

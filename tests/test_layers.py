@@ -20,7 +20,7 @@ LAYERS = (
     ("cli", "options", "error_lines", "__main__"),
     ("bench", "report", "plot", "doctor", "demo", "convert", "llm", "generate"),
     ("engine", "probe", "machine_checks", "picture"),
-    ("models", "nn", "tiered_weight"),
+    ("models", "nn"),
     ("kernels", "checkpoint", "bins"),
     ("memory", "host_memory", "device_memory", "host_limits", "plan"),
     ("hardware", "hardware_parts", "config", "hf_config", "known_models", "hub"),

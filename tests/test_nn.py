@@ -13,13 +13,11 @@ from tiny_tokenizer import make_tokenizer_files
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-import dakrun.nn
-from dakrun import tiered_weight
 from dakrun.errors import CannotRun, UsageError
 from dakrun.kernels.heuristics import GemmConfig, TierAccess
 from dakrun.kernels.packing import DTYPES, PackedTensor, octet_bytes, octet_count
 from dakrun.memory import PartitionedTensor
-from dakrun.nn import SplitKGEMM, replace_linears
+from dakrun.nn import SplitKGEMM, gemm, replace_linears, tiered_weight
 
 ROOT = Path(__file__).resolve().parent.parent
 RATIOS = (0.0, 0.1, 1.0)
@@ -222,8 +220,8 @@ def kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GemmConf
     def has_kernel(like: torch.Tensor, cols: int) -> bool:
         return like.dtype in DTYPES and cols % 8 == 0
 
-    monkeypatch.setattr(dakrun.nn, "splitk_gemm", stand_in)
-    for module in (dakrun.nn, tiered_weight):
+    monkeypatch.setattr(gemm, "splitk_gemm", stand_in)
+    for module in (gemm, tiered_weight):
         monkeypatch.setattr(module, "has_kernel", has_kernel)
         monkeypatch.setattr(module, "sm_count", lambda device: 132)
     yield launched
@@ -443,7 +441,7 @@ def test_a_transformers_model_in_a_graph() -> None:
 def test_the_example_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    (example,) = (text for text in examples if "dakrun.nn" in text)
+    (example,) = (text for text in examples if "replace_linears" in text)
     (name,) = set(re.findall(r'from_pretrained\("(.*?)"', example))
     folder = make_tokenizer_files(tmp_path / name)
     tiny_llama().half().save_pretrained(folder)

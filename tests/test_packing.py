@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.kernels.packing import (
+    ATOM_COLS,
     DTYPES,
     MAX_GROUP,
     OCTET_ROWS,
-    ATOM_COLS,
     PackedPart,
     PackedTensor,
     Split,

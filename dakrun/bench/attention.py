@@ -4,8 +4,9 @@ The ceilings come first, in the same process, as in gemm.py. Then a CUDA graph i
 case: a chain of launches with programmatic dependent launch, each of which reads a set of slots of
 its own, as the layers of a model do. There are four sets at least, of more than 2 GiB in all, so L2
 does not help; the chain goes through them as often as takes 4 ms. A time is the graph's over its
-launches: the median of seven replays, after as many to warm up. Keys and values are random: packing is a permutation, so random values are packed ones,
-too. Every slot holds one position less than its length, and the new token is the last.
+launches: the median of seven replays, after as many to warm up. Keys and values are random: packing
+is a permutation, so random values are packed ones, too. Every slot holds one position less than its
+length, and the new token is the last.
 
 torch's scaled_dot_product_attention does the same with keys and values [B, Hkv, L, D], contiguous,
 all of them in HBM whatever the ratio and with the new token among them, which it need not append.

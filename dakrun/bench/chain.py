@@ -28,6 +28,6 @@ def launch_seconds(
 
         return launches
 
-    once = statistics.median(graph_seconds(chain(1), 1))
+    once = statistics.median(graph_seconds(chain(1), 2))
     rounds = math.ceil(LEAST_SECONDS / once)
     return [seconds / (rounds * operands) for seconds in graph_seconds(chain(rounds), replays)]

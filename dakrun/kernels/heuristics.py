@@ -133,7 +133,7 @@ def gemm_config(
 
 
 def ring(split: Split, tier: TierAccess, x_tiles: int) -> Ring:
-    """Stages that make copies large enough, where that leaves some: as many as there is room for."""
+    """Stages with copies that are large enough, where that leaves some; as many as have room."""
     step = split.step_cols // ATOM_COLS
     options = [
         atoms

@@ -3,13 +3,11 @@
 Packed for SplitK_GEMM where that can be, else in items. Knows tensors and tiers, no modules.
 """
 
-import functools
-import math
 from dataclasses import replace
 
 import torch
 
-from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
+from dakrun.hardware import LOCAL
 from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.packing import (
     CHUNK,
@@ -22,6 +20,7 @@ from dakrun.kernels.packing import (
     pack,
 )
 from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
+from dakrun.nn.remote_tier import remote_count, sm_count
 from dakrun.plan.items import ItemGrid
 
 TieredWeight = PackedTensor | PartitionedTensor
@@ -30,28 +29,6 @@ TieredWeight = PackedTensor | PartitionedTensor
 def has_kernel(like: torch.Tensor, cols: int) -> bool:
     """Whether SplitK_GEMM takes a weight of `cols` columns, of the dtype and device of `like`."""
     return like.is_cuda and like.dtype in DTYPES and cols % CHUNK == 0
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """SMs of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def profiled_access(
-    profile: HardwareProfile | str | None, remote: str, device: torch.device
-) -> TierAccess:
-    """How a profile has the tier `remote` be read.
-
-    The profile may be given by name or file; None is the one that `dakrun profile` kept of the GPU
-    `device`, else a shipped one. Raises UsageError where there is none, or none with that tier.
-    """
-    if profile is None:
-        profile = find_profile(device="cuda", name=torch.cuda.get_device_name(device))
-    elif isinstance(profile, str):
-        profile = load_profile(profile)
-    tier = profile.tier(remote)
-    return TierAccess(tier.sms, tier.window_bytes)
 
 
 def allocate(
@@ -99,7 +76,7 @@ def _packed(
     shape: tuple[int, int], like: torch.Tensor, ratio: float, remote: str, access: TierAccess
 ) -> tuple[Tiers, PackedTensor]:
     """Tiers of just the size of a packed weight, and that weight."""
-    there = math.floor(ratio * octet_count(shape[0]) + 0.5)
+    there = remote_count(ratio, octet_count(shape[0]))
     octets, reads = (octet_count(shape[0]) - there, there), (TierAccess(), access)
     splits = split_octets(octets, reads, sms=sm_count(like.device))
     sizes = [split.octets * octet_bytes(shape[1]) for split in splits]
@@ -116,7 +93,7 @@ def _itemized(
 ) -> tuple[Tiers, PartitionedTensor]:
     """Tiers of just the size of a weight in items, and that weight."""
     grid = ItemGrid(*shape)
-    there = math.floor(ratio * grid.count + 0.5)
+    there = remote_count(ratio, grid.count)
     here = grid.count - there
     sizes = {
         tier: sum(

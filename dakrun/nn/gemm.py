@@ -4,7 +4,6 @@ Knows modules, tensors and tiers, no plans: how much lies in the remote tier is 
 """
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -18,15 +17,8 @@ from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config
 from dakrun.kernels.packing import PackedTensor
 from dakrun.memory import HOST
-from dakrun.tiered_weight import (
-    TieredWeight,
-    allocate,
-    fill,
-    has_kernel,
-    profiled_access,
-    remote_share,
-    sm_count,
-)
+from dakrun.nn.remote_tier import check_remote, profiled_access, sm_count
+from dakrun.nn.tiered_weight import TieredWeight, allocate, fill, has_kernel, remote_share
 
 _config = functools.cache(gemm_config)
 
@@ -82,7 +74,8 @@ class SplitKGEMM(nn.Module):
         """
         super().__init__()
         like = torch.empty(0, device=device, dtype=dtype)
-        _check(in_features, out_features, like, ratio, remote)
+        _check(in_features, out_features, like)
+        check_remote(ratio, remote)
         if access is None and has_kernel(like, in_features):
             access = profiled_access(profile, remote, like.device)
         self.in_features, self.out_features = in_features, out_features
@@ -242,14 +235,10 @@ def replace_linears(model: nn.Module, **options: Any) -> dict[str, SplitKGEMM]:
     return replaced
 
 
-def _check(rows: int, cols: int, like: torch.Tensor, ratio: float, remote: str) -> None:
+def _check(rows: int, cols: int, like: torch.Tensor) -> None:
     if rows < 1 or cols < 1:
         raise ValueError(f"expected a feature in and out at least, got {rows} and {cols}")
     if like.device.type not in ("cpu", "cuda"):
         raise ValueError(f"expected a weight on a CPU or a CUDA GPU, got {like.device}")
     if not like.is_floating_point():
         raise ValueError(f"expected a floating-point weight, got {like.dtype}")
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"expected a ratio from 0 to 1, got {ratio}")
-    if not re.fullmatch(r"host|peer:\d+", remote):
-        raise ValueError(f"expected host or peer:N as the remote tier, got {remote!r}")
