@@ -139,7 +139,7 @@ class Chains:
         q, k, v = self._normal(slots.batch, sum(parts), dim).split(parts, dim=1)
         out = torch.empty(slots.batch, slots.heads * dim, dtype=self._dtype, device=self._device)
 
-        def launch(_: int, operand: int) -> None:
+        def launch(operand: int) -> None:
             splitk_flash_attn(
                 q, k, v, caches[operand], lengths, config, workspace, out,
                 scale=dim**-0.5, overlap=True,
@@ -159,7 +159,7 @@ class Chains:
         q = self._normal(slots.batch, slots.heads, 1, dim)
         gqa = slots.heads != slots.kv_heads
 
-        def launch(_: int, operand: int) -> None:
+        def launch(operand: int) -> None:
             torch.nn.functional.scaled_dot_product_attention(
                 q, keys[operand], values[operand], enable_gqa=gqa
             )

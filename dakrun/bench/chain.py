@@ -12,19 +12,17 @@ from dakrun.probe.costs import graph_seconds
 LEAST_SECONDS = 4e-3  # of a graph: where it begins and ends then counts for about 0.1%
 
 
-def launch_seconds(
-    launch: Callable[[int, int], object], operands: int, *, replays: int
-) -> list[float]:
+def launch_seconds(launch: Callable[[int], object], operands: int, *, replays: int) -> list[float]:
     """Seconds of a launch in each replay of a chain of them.
 
-    `launch(number, operand)` puts launch `number` of the chain on the current stream, with one of
-    `operands` in turn. All have their turns, as often as it takes for LEAST_SECONDS.
+    `launch(operand)` puts a launch on the current stream, with one of `operands`. All have their
+    turns, as often as it takes for LEAST_SECONDS.
     """
 
     def chain(rounds: int) -> Callable[[], None]:
         def launches() -> None:
             for number in range(rounds * operands):
-                launch(number, number % operands)
+                launch(number % operands)
 
         return launches
 

@@ -215,17 +215,19 @@ class Chains:
     def _seconds(self, case: GemmCase, launch: Launch) -> list[float]:
         """Seconds of a launch in each replay of the chain, each reading what the last one wrote.
 
-        Where the output is the smaller, the rest of the next input stays what it was at first.
+        Only the first weight's launch reads random numbers: else products of so many would vanish
+        or overflow. Where the output is the smaller, the rest of the next input stays as it was.
         """
         n, rows, cols = case.n, case.shape.rows, case.shape.cols
         device = self.buffers[LOCAL].device
-        ends = [
-            torch.randn(n * max(rows, cols), dtype=self._dtype, device=device) for _ in range(2)
-        ]
-        xs = [end[: n * cols].view(n, cols) for end in ends]
+        start, *ends = (
+            torch.randn(n * max(rows, cols), dtype=self._dtype, device=device) for _ in range(3)
+        )
+        xs = [end[: n * cols].view(n, cols) for end in (start, *ends)]
         outs = [end[: n * rows].view(n, rows) for end in ends]
 
-        def step(number: int, operand: int) -> None:
-            launch(operand, xs[number % 2], outs[(number + 1) % 2])
+        def step(operand: int) -> None:
+            x = xs[operand % 2 + 1] if operand else xs[0]
+            launch(operand, x, outs[(operand + 1) % 2])
 
         return launch_seconds(step, case.launches, replays=self._replays)

@@ -105,8 +105,8 @@ def even_group(octets: int, ctas: int) -> int:
 
 
 def _split(octets: int, ctas: int, group: int) -> Split:
-    """Steps of up to STEP_BYTES: short ones make for many copies, long ones for a jerky ring."""
-    atoms = max(1, STEP_BYTES // (ATOM_BYTES * group))
+    """Steps of up to STEP_BYTES, in atoms a power of two, so that stages can be parts of them."""
+    atoms = 1 << (max(1, STEP_BYTES // (ATOM_BYTES * group)).bit_length() - 1)
     return Split(octets, min(ctas, ceil_div(octets, group)), group, ATOM_COLS * atoms)
 
 
