@@ -469,6 +469,9 @@ def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
 
 def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {LOCAL: 4e12, "host": 1e12}
+    compiled: list[tuple[str, dict[str, int]]] = []
+    monkeypatch.setattr(gemm, "architecture", lambda _: "sm_90a")
+    monkeypatch.setattr(gemm, "compile_ahead", lambda some, _: compiled.extend(some))
     monkeypatch.setattr(gemm, "measure_ceilings", lambda *_: Ceilings(rates))
     monkeypatch.setattr(gemm, "take", lambda sizes, _: allocate_tiers(sizes, torch.device("cpu")))
     monkeypatch.setattr(gemm, "head", lambda *values: {"command": values[-1]})

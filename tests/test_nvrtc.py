@@ -108,6 +108,21 @@ def test_a_kept_cubin_is_not_compiled_again(native: Path, monkeypatch: pytest.Mo
     assert jit.cached_cubin("k.cu", "sm_90a", {"FACTOR": 2}) == path
 
 
+def test_compiling_ahead(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (native / "k.cu").write_text(GOOD)
+    variants = [("k.cu", {"FACTOR": factor}) for factor in range(6)]
+    jit.compile_ahead(variants, "sm_90a")
+    monkeypatch.setattr(jit, "compile_cubin", lambda *_: pytest.fail("compiled again"))
+    for source, defines in variants:
+        assert jit.cached_cubin(source, "sm_90a", defines).is_file()
+
+
+def test_what_fails_ahead_is_said(native: Path) -> None:
+    (native / "bad.cu").write_text("__global__ void k() { nonsense; }\n")
+    with pytest.raises(CompileError):
+        jit.compile_ahead([("bad.cu", {})], "sm_90a")
+
+
 def test_racing_for_a_cubin_leaves_one_whole_file(native: Path) -> None:
     (native / "k.cu").write_text(GOOD)
     paths: list[Path] = []

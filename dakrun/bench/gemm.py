@@ -40,8 +40,15 @@ from dakrun.bench.tiers import (
 )
 from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.gemm import splitk_gemm
-from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config, split_octets
+from dakrun.kernels.gemm import SOURCE, defines, splitk_gemm
+from dakrun.kernels.heuristics import (
+    MAX_ROWS,
+    TierAccess,
+    gemm_config,
+    split_octets,
+    tiles_for,
+)
+from dakrun.kernels.jit import architecture, compile_ahead
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes, octet_count
 from dakrun.memory import ALIGNMENT, aligned
 from dakrun.units import format_bytes
@@ -72,6 +79,9 @@ def measure_gemm(
     Raises CannotRun where there is no memory for it, or no kernel for the GPU.
     """
     device = torch.device("cuda", torch.cuda.current_device())
+    dtype = getattr(torch, sweep.dtype)
+    tiles = {tiles_for(n) for n in sweep.rows}
+    compile_ahead(((SOURCE, defines(dtype, some)) for some in tiles), architecture(device.index))
     remote = sweep.remote_tier(profile)
     ceilings = measure_ceilings(remote, effort, device)
     cases = list(gemm_cases(sweep, ceilings.turning_point, effort, tiers=len(ceilings.rates)))
@@ -79,7 +89,7 @@ def measure_gemm(
     note(f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of weights")
     with take(sizes, device) as tiers:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        chains = Chains(whole(tiers), getattr(torch, sweep.dtype), sms, effort.replays)
+        chains = Chains(whole(tiers), dtype, sms, effort.replays)
         rows = _Bench(sweep, profile, ceilings, chains, note).rows(cases)
         chains.buffers.clear()  # else they keep the memory
     return Record(

@@ -8,7 +8,8 @@ import ctypes
 import functools
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,16 @@ def cached_cubin(source: str, arch: str, defines: Mapping[str, int] | None = Non
             f"{folder}: {problem.strerror}", hint="set DAKRUN_CACHE_DIR to a folder to write to"
         ) from None
     return path
+
+
+def compile_ahead(variants: Iterable[tuple[str, Mapping[str, int]]], arch: str) -> None:
+    """Put the cubins of (source, defines) for `arch` into the cache, compiled side by side.
+
+    NVRTC lets other threads run: four compile all kernels in a second where one takes ten.
+    """
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(lambda variant: cached_cubin(variant[0], arch, variant[1]), variants):
+            pass
 
 
 def _publish(path: Path, data: bytes) -> None:
