@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dakrun.kernels.attention_heuristics import attention_config, block_bytes
 from dakrun.kernels.heuristics import SHARED_BYTES, TierAccess
-from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, pack, unpack
+from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, unpack
 
 
 @given(st.integers(1, 5), st.sampled_from(HEAD_DIMS), st.integers(1, 200), st.integers(0, 200))
@@ -30,6 +30,18 @@ def test_where_an_element_lies() -> None:
         within = dim // 8 * BLOCK * 8 + position % BLOCK * 8 + dim % 8
         assert elements[block + within] == keys[head, position, dim]
         assert elements[block + 80 * BLOCK + within] == values[head, position, dim]
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_appending_is_packing_one_more(dim: int) -> None:
+    shape = KVShape(kv_heads=3, head_dim=dim, positions=130)
+    keys, values = torch.randn(2, 3, 130, dim).to(torch.bfloat16)
+    slot = torch.zeros(shape.slot_bytes, dtype=torch.uint8)
+    for position in range(130):
+        append(slot, keys[:, position], values[:, position], position, shape)
+        if position in (0, 63, 64, 129):
+            count = position + 1
+            assert torch.equal(slot, pack(keys[:, :count], values[:, :count], shape))
 
 
 def test_what_does_not_fit() -> None:

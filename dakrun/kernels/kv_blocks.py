@@ -63,9 +63,23 @@ def unpack(
     slot: torch.Tensor, dtype: torch.dtype, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [Hkv, positions, D] of a slot's bytes."""
+    both = _blocks(slot, dtype, shape).permute(2, 0, 1, 4, 3, 5)
+    both = both.reshape(2, shape.kv_heads, -1, shape.head_dim)
+    return both[0, :, : shape.positions], both[1, :, : shape.positions]
+
+
+def append(
+    slot: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position: int, shape: KVShape
+) -> None:
+    """Write the key and value [Hkv, D] of one position into a slot's bytes."""
+    block, row = divmod(position, BLOCK)
+    both = torch.stack((key, value), 1).view(shape.kv_heads, 2, -1, CHUNK)
+    _blocks(slot, key.dtype, shape)[:, block, :, :, row] = both
+
+
+def _blocks(slot: torch.Tensor, dtype: torch.dtype, shape: KVShape) -> torch.Tensor:
+    """A slot's bytes as [Hkv, blocks, keys and values, D / 8, 64, 8]."""
     if slot.dtype != torch.uint8 or slot.shape != (shape.slot_bytes,):
         raise ValueError(f"expected {shape.slot_bytes} bytes, got {list(slot.shape)}")
     chunks = shape.head_dim // CHUNK
-    blocks = slot.view(dtype).view(shape.kv_heads, shape.blocks, 2, chunks, BLOCK, CHUNK)
-    both = blocks.permute(2, 0, 1, 4, 3, 5).reshape(2, shape.kv_heads, -1, shape.head_dim)
-    return both[0, :, : shape.positions], both[1, :, : shape.positions]
+    return slot.view(dtype).view(shape.kv_heads, shape.blocks, 2, chunks, BLOCK, CHUNK)
