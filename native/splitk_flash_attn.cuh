@@ -6,19 +6,17 @@
 
 constexpr int kMaxTiers = 9;
 constexpr int kMaxStages = 16;
-constexpr int kWarps = 4;
-constexpr int kConsumers = 32 * kWarps;
-constexpr int kThreads = kConsumers + 32;
-constexpr int kBlock = 64;                  // positions
-constexpr int kWarpRows = kBlock / kWarps;  // 16, the height of an mma
-constexpr int kChunkBytes = kBlock * 16;    // 8 dimensions of a block's keys or values
+constexpr int kWarps = GROUP_TILES == 1 ? 8 : 4;  // that attend, each to blocks of its own
+constexpr int kThreads = 32 * (kWarps + 1);       // and one that copies
+constexpr int kBlock = 64;                        // positions
+constexpr int kTileRows = 16;                     // the height of an mma
+constexpr int kTiles = kBlock / kTileRows;
+constexpr int kChunkBytes = kBlock * 16;  // 8 dimensions of a block's keys or values
 constexpr int kChunks = HEAD_DIM / 8;
-constexpr int kHalfBytes = kChunks * kChunkBytes;  // keys, or values, of a block
-constexpr int kBlockBytes = 2 * kHalfBytes;
+constexpr int kHalfBytes = kChunks * kChunkBytes;  // keys, or values, of a block: a stage
 constexpr int kSteps = HEAD_DIM / 16;
 
 // One cubin per dtype, head size and size of the groups: BFLOAT16, HEAD_DIM, GROUP_TILES.
-constexpr int kMergeHeads = 4;   // whose sums the warps bring together at a time
 constexpr float kNone = -1e30f;  // less than any score, and no infinity: less itself it is zero
 
 extern __shared__ __align__(1024) uint8_t smem[];
@@ -26,7 +24,7 @@ extern __shared__ __align__(1024) uint8_t smem[];
 struct Tier {
   int first_slot;  // slots are ordered by tiers
   int first_cta;
-  int window;  // stages that a CTA may have in flight
+  int window;  // stages, each half a block, that a CTA may have in flight
 };
 
 struct SplitKFlashAttnArgs {
@@ -58,6 +56,7 @@ __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int sl
 struct Items {
   const SplitKFlashAttnArgs& args;
   int slot, head = 0, chunk = 0, blocks = 0;  // of the slot
+  uint8_t* cache = nullptr;                   // its own
   int64_t left;                               // blocks up to where the next CTA's items start
 
   // All lanes of a warp. An item is the CTA's in whose even share of the tier's blocks it starts.
@@ -101,7 +100,7 @@ struct Items {
       left = 0;
       return;
     }
-    blocks = blocks_of(args, slot);
+    enter();
     if (blocks == 0) {
       left = 0;
       return;
@@ -118,12 +117,10 @@ struct Items {
   __device__ __forceinline__ int block_count() const {
     return min(args.chunk_blocks, blocks - first_block());
   }
-  __device__ __forceinline__ int chunk_count() const {
-    return (blocks + args.chunk_blocks - 1) / args.chunk_blocks;
-  }
-  __device__ __forceinline__ uint8_t* block(int number) const {
-    const int64_t at = static_cast<int64_t>(head) * args.slot_blocks + first_block() + number;
-    return reinterpret_cast<uint8_t*>(args.caches[slot]) + at * kBlockBytes;
+  // The first block of the item.
+  __device__ __forceinline__ uint8_t* address() const {
+    const int64_t at = static_cast<int64_t>(head) * args.slot_blocks + first_block();
+    return cache + at * 2 * kHalfBytes;
   }
   __device__ __forceinline__ void next() {
     left -= block_count();
@@ -138,9 +135,14 @@ struct Items {
       chunk = 0;
       if (++head < args.kv_heads) continue;
       head = 0;
-      blocks = blocks_of(args, ++slot);
-      while (blocks == 0)
-        blocks = blocks_of(args, ++slot);
+      do {
+        slot++;
+        enter();
+      } while (blocks == 0);
     }
+  }
+  __device__ __forceinline__ void enter() {
+    blocks = blocks_of(args, slot);
+    cache = reinterpret_cast<uint8_t*>(args.caches[slot]);
   }
 };

@@ -134,7 +134,7 @@ def test_bytes_read_are_those_of_blocks(batch: int, heads: int, length: int, dim
     slots = Slots(batch, heads, heads, length)
     shape = kv_blocks.KVShape(heads, dim, length)
     # The kernel reads length // 64 + 1 blocks of a slot with `length` cached positions.
-    read = heads * ((length - 1) // 64 + 1) * attention_heuristics.block_bytes(shape)
+    read = heads * ((length - 1) // 64 + 1) * 2 * attention_heuristics.stage_bytes(shape)
     assert slot_bytes(slots, dim, "float16") == slot_bytes(slots, dim, "bfloat16") == read
     assert read == shape.slot_bytes
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.kernels.attention_heuristics import attention_config, block_bytes
+from dakrun.kernels.attention_heuristics import attention_config, stage_bytes
 from dakrun.kernels.heuristics import SHARED_BYTES, TierAccess
 from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, unpack
 
@@ -15,7 +15,7 @@ def test_a_slot_is_read_back(heads: int, dim: int, positions: int, filled: int) 
     shape, filled = KVShape(heads, dim, positions), min(filled, positions)
     keys, values = torch.randn(2, heads, filled, dim).to(torch.bfloat16)
     slot = pack(keys, values, shape)
-    assert slot.numel() == shape.slot_bytes == heads * shape.blocks * block_bytes(shape)
+    assert slot.numel() == shape.slot_bytes == 2 * heads * shape.blocks * stage_bytes(shape)
     for part, found in zip((keys, values), unpack(slot, torch.bfloat16, shape), strict=True):
         assert found.shape == (heads, positions, dim)
         assert torch.equal(found[:, :filled], part) and not found[:, filled:].any()
@@ -71,7 +71,7 @@ def test_how_it_is_launched(
     assert config.stages >= 2 and config.shared_bytes <= SHARED_BYTES
     assert bool(config.ctas[0]) == bool(local) and bool(config.ctas[1]) == bool(remote)
     assert config.ctas[1] <= min(8, sms * 8, remote * heads)
-    in_flight = config.ctas[1] * config.windows[1] * block_bytes(shape)
+    in_flight = config.ctas[1] * config.windows[1] * stage_bytes(shape)
     assert config.windows[1] == 1 or in_flight <= window
     assert config.max_chunks <= 128
     alone = attention_config(shape, (1,), tiers[:1], sms=132)

@@ -17,7 +17,6 @@ from dakrun.units import ceil_div
 
 MAX_TIERS = 9
 MAX_GROUP = 16  # query heads of a KV head
-THREADS = 160
 SOURCE = "splitk_flash_attn.cu"
 
 
@@ -120,7 +119,7 @@ def splitk_flash_attn(
         cta += config.ctas[number]
     args.tiers[len(config.slots)] = _Tier(slot, cta)
     _kernel(q.dtype, dim, group, torch.cuda.current_device()).launch(
-        cta, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap
+        cta, _threads(group), args, shared_bytes=config.shared_bytes, overlap=overlap
     )
     return out
 
@@ -179,6 +178,11 @@ def _check_operands(
 def _check_gpu(q: torch.Tensor) -> None:
     if not q.is_cuda or q.device.index != torch.cuda.current_device():
         raise ValueError(f"expected q on the current GPU, got {q.device}")
+
+
+def _threads(group: int) -> int:
+    """Of a CTA: warps that attend, fewer where each has more heads to keep, and one that copies."""
+    return 32 * ((8 if group <= 8 else 4) + 1)
 
 
 def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:

@@ -11,15 +11,17 @@ from dakrun.kernels.heuristics import MAX_STAGES, SHARED_BYTES, TierAccess
 from dakrun.kernels.kv_blocks import KVShape
 from dakrun.units import ceil_div
 
-WARPS = 4
-MERGE_HEADS = 4
-CHUNK_BLOCKS = 4  # of an item at least: fewer would make for more merging than reading
+CHUNK_BLOCKS = 8  # of an item at least: fewer would make for more merging than reading
+MOST_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
 MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of them
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier."""
+    """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier.
+
+    A stage is the keys, or the values, of a block.
+    """
 
     shape: KVShape
     slots: tuple[int, ...]
@@ -36,17 +38,12 @@ class AttentionConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA."""
-        return self.stages * block_bytes(self.shape) + merge_bytes(self.shape)
+        return self.stages * stage_bytes(self.shape)
 
 
-def block_bytes(shape: KVShape) -> int:
-    """Bytes of a block, keys and values, of one KV head."""
-    return shape.slot_bytes // (shape.kv_heads * shape.blocks)
-
-
-def merge_bytes(shape: KVShape) -> int:
-    """Bytes by which the warps bring their states together: Merge of the kernel."""
-    return WARPS * MERGE_HEADS * (4 * shape.head_dim + 8) + 16
+def stage_bytes(shape: KVShape) -> int:
+    """Bytes of a block's keys, or of its values, of one KV head."""
+    return shape.slot_bytes // (2 * shape.kv_heads * shape.blocks)
 
 
 def attention_config(
@@ -62,12 +59,16 @@ def attention_config(
     ]
     local = max(1, sms - sum(remote)) if slots[0] else 0
     ctas = (local, *remote)
-    stages = min(MAX_STAGES, (SHARED_BYTES - merge_bytes(shape)) // block_bytes(shape))
+    stages = min(MAX_STAGES, SHARED_BYTES // stage_bytes(shape))
     windows = tuple(
         stages
         if tier.window_bytes is None or not count
-        else max(1, min(stages, tier.window_bytes // (block_bytes(shape) * count)))
+        else _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
         for tier, count in zip(tiers, ctas, strict=True)
     )
     chunk = max(CHUNK_BLOCKS, ceil_div(shape.blocks, MOST_CHUNKS))
     return AttentionConfig(shape, tuple(slots), ctas, windows, stages, chunk)
+
+
+def _window(stages: int, wanted: int) -> int:
+    return stages if wanted >= stages else max(1, min(MOST_WINDOW, wanted))
