@@ -47,7 +47,8 @@ class Case:
         heads, tokens = self.kv_heads * self.group, self.prompt + self.steps
         sizes = (heads, self.kv_heads, self.kv_heads)
         qkv = torch.randn(self.layers, BATCH, tokens, sum(sizes), self.dim).transpose(2, 3)
-        self.q, self.k, self.v = qkv.to(self.device, self.dtype).split(sizes, 2)
+        parts = qkv.to(self.device, self.dtype).split(sizes, 2)
+        self.q, self.k, self.v = (part.contiguous() for part in parts)
 
     def cache(self, ratio: float, **options: Any) -> PartitionedKVCache:
         return PartitionedKVCache(
@@ -97,6 +98,8 @@ class Case:
                 )
                 error = (out[layer, b, :, pads:].double() - exact).norm(dim=(0, 2))
                 assert (error <= allowed * exact.norm(dim=(0, 2))).all(), (layer, b)
+                lone = out[layer, b, :, :pads].unflatten(0, (self.kv_heads, self.group))
+                assert (lone == self.v[layer, b, :, None, :pads]).all(), "pads see themselves"
                 kept = unpack(slots[b].to(self.device), self.dtype, cache.shape)
                 assert all(
                     torch.equal(found[:, : tokens - pads], wanted)

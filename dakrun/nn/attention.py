@@ -52,7 +52,7 @@ class SplitKFlashAttn(nn.Module):
         Query head h attends to KV head h // (Hq // Hkv), as with `enable_gqa`; Hq is up to 16 times
         Hkv. All are of the cache's dtype and on its device. Scores are multiplied by `scale`, else
         by D ** -0.5. Layers of the cache take turns from 0 on. In a prefill the first `padding[b]`
-        tokens of slot b are none: they are not kept, and what comes out for them has no meaning.
+        tokens of slot b are none: they are not kept, and see themselves alone.
         Raises ValueError where something does not fit, or has no room.
         """
         _check(query, key, value, cache, padding)
@@ -146,7 +146,7 @@ def _prefill(
         kept -= left_out
         positions = torch.arange(count, device=query.device)
         causal = positions[:, None] >= positions
-        # What is no token attends to itself, so that it has no meaning, but is a number.
+        # With nothing to see, some of torch's kernels would make NaN of it.
         mask = causal & (positions >= left_out[:, None, None, None]) | causal & causal.t()
     out = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale,

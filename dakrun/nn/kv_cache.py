@@ -86,9 +86,9 @@ class PartitionedKVCache:
     def begin(self, layer: int, count: int) -> None:
         """ValueError unless `count` new positions of `layer` can be next.
 
-        One can where there is room for it in every slot, several where all slots are empty. Where a
-        CUDA graph is captured, room is not known: the graph then looks at every replay, and ends
-        the CUDA context, as an index out of bounds would, where there is none.
+        One can where there is room for it in every slot, several where all slots are empty: layer 0
+        waits for the device to say so. A CUDA graph that is captured looks at every replay instead,
+        and where there is no room ends the CUDA context, as torch does for an index out of bounds.
         """
         self.slots_of(layer)  # not closed
         if layer != self._turn:
