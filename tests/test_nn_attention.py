@@ -39,7 +39,7 @@ class Case:
     layers: int = 2
     kv_heads: int = 2
     prompt: int = 60
-    steps: int = 70
+    steps: int = 10
     padding: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -284,7 +284,7 @@ def test_closing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("group", "dim"), [(1, 80), (2, 64), (3, 96), (4, 128), (16, 64)])
 def test_on_a_gpu(group: int, dim: int, dtype: torch.dtype, padding: Sequence[int] | None) -> None:
-    case = Case(group, dim, dtype, "cuda", padding=padding)
+    case = Case(group, dim, dtype, "cuda", steps=70, padding=padding)
     outs = []
     for ratio in RATIOS:
         with case.cache(ratio) as cache:
