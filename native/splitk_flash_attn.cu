@@ -20,30 +20,32 @@
 constexpr int kDepth = 2;  // blocks that a warp may have before it: windows are 4 copies at most
 
 struct Shared {
-  uint64_t k_barriers[kWarps][kDepth];  // a block's keys have landed
-  uint64_t v_barriers[kWarps][kDepth];  // and its values
-  uint64_t empty_barriers[kMaxStages];  // the warp is done with the stage
-  Task tasks[kWarps][kDepth];
+  uint64_t task_barriers[kWarps * kDepth];  // what a block is is known, its copies are under way
+  uint64_t k_barriers[kWarps * kDepth];     // a block's keys have landed
+  uint64_t v_barriers[kWarps * kDepth];     // and its values
+  uint64_t empty_barriers[kMaxStages];      // the warp is done with the stage
+  Task tasks[kWarps * kDepth];
   uint32_t landing[kMaxStages];  // of a copy into a stage: barrier, plus the parity of its phase
 };
 
 struct Ring {
   Shared& shared;
-  Barriers k_barrier, v_barrier, empty_barrier;
+  Barriers task_barrier, k_barrier, v_barrier, empty_barrier;
   uint32_t first;
   int stages;
 
   __device__ __forceinline__ Ring(const SplitKFlashAttnArgs& args, Shared& shared)
       : shared(shared),
-        k_barrier{in_register(ptx::smem_address(shared.k_barriers))},
-        v_barrier{in_register(ptx::smem_address(shared.v_barriers))},
-        empty_barrier{in_register(ptx::smem_address(shared.empty_barriers))},
+        task_barrier{in_register(ptx::smem_address(shared.task_barriers))},
+        k_barrier{task_barrier[kWarps * kDepth]},
+        v_barrier{task_barrier[2 * kWarps * kDepth]},
+        empty_barrier{task_barrier[3 * kWarps * kDepth]},
         first(in_register(ptx::smem_address(smem))),
         stages(args.stages) {}
 
   __device__ __forceinline__ void initialize() const {
-#pragma unroll
     for (int i = 0; i < kWarps * kDepth; i++) {
+      ptx::mbarrier_init(task_barrier[i], 1);
       ptx::mbarrier_init(k_barrier[i], 1);
       ptx::mbarrier_init(v_barrier[i], 1);
     }
@@ -57,23 +59,26 @@ struct Ring {
   }
 };
 
+// The values of a block: the copies that were issued before, and where they went.
+struct Given {
+  int issued = 0;
+  RingPosition at;
+};
+
 // Blocks of items on their way to warps, item by item in turns. Lane w has what warp w is to get.
 // Cached blocks do not depend on the kernels before: what the new token adds to the last block of a
 // slot does not come from the cache.
 struct Producer {
   const Ring& ring;
   const int window;
-  Task task;                  // of the lane's warp: its next block
-  const uint8_t* from;        // where it lies
-  int given = 0;              // blocks so far
-  RingPosition last[kDepth];  // stages of the values of the latest of them
-  int last_issued[kDepth];    // copies before those
-  RingPosition fill;          // of all warps: the next stage
-  int issued = 0;             // copies
+  int slot, head, chunk, number, count = 0;  // the lane's item, and the next of its blocks
+  const uint8_t* from;                       // where that lies
+  int given = 0;                             // blocks so far
+  Given last, before_last;                   // of those
+  RingPosition fill;                         // of all warps: the next stage
+  int issued = 0;                            // copies
 
-  __device__ __forceinline__ Producer(const Ring& ring, int window) : ring(ring), window(window) {
-    task.count = 0;
-  }
+  __device__ __forceinline__ Producer(const Ring& ring, int window) : ring(ring), window(window) {}
 
   // All lanes.
   __device__ __forceinline__ void run(Items items) {
@@ -82,66 +87,64 @@ struct Producer {
       more = false;
 #pragma unroll 1
       for (int warp = 0; warp < kWarps; warp++) {
-        if (__shfl_sync(0xffffffff, task.count, warp) == 0) {
+        if (__shfl_sync(0xffffffff, count, warp) == 0) {
           if (items.done()) continue;
           if (lane == warp) {
-            task = {items.slot, items.head, items.chunk, 0, items.block_count()};
-            from = items.address();
+            slot = items.slot, head = items.head, chunk = items.chunk;
+            number = 0, count = items.block_count(), from = items.address();
           }
           items.next();
         }
         more = true;
-        if (lane == warp) give(warp);
+        RingPosition values = fill;
+        values.advance(ring.stages);
+        if (lane == warp) give(values);
         __syncwarp();
         issued += 2;
-        fill.advance(ring.stages);
+        fill = values;
         fill.advance(ring.stages);
       }
     }
-    if (lane < kWarps) {
-      task.slot = -1;
-      post(lane);
-      ptx::mbarrier_arrive(ring.k_barrier[lane * kDepth + given % kDepth]);
-    }
+    slot = -1;
+    if (lane < kWarps) post(fill);
   }
 
  private:
-  // Waits until the warp is done with the block of `kDepth` before, and tells it of the next.
-  __device__ __forceinline__ void post(int warp) {
-    // Where its stage was filled anew, that was waited for already.
-    if (given >= kDepth && last_issued[given % kDepth] + ring.stages >= issued) {
-      const RingPosition& values = last[given % kDepth];
-      wait_barrier(ring.empty_barrier[values.stage], values.parity);
+  // Tells the warp of the next block, once it is done with that of kDepth before.
+  __device__ __forceinline__ void post(const RingPosition& values) {
+    // Where a stage was filled anew, that was waited for already.
+    if (given >= kDepth && before_last.issued + ring.stages >= issued) {
+      wait_barrier(ring.empty_barrier[before_last.at.stage], before_last.at.parity);
     }
-    ring.shared.tasks[warp][given % kDepth] = task;
+    const int place = threadIdx.x % 32 * kDepth + given % kDepth;
+    ring.shared.tasks[place] = {slot, head, chunk, number, count, fill.stage, values.stage};
+    ptx::mbarrier_arrive(ring.task_barrier[place]);
   }
 
-  __device__ __forceinline__ void give(int warp) {
-    RingPosition keys = fill, values = fill;
-    values.advance(ring.stages);
-    task.k_stage = keys.stage, task.v_stage = values.stage;
-    post(warp);
-    const int number = warp * kDepth + given % kDepth;
+  __device__ __forceinline__ void give(const RingPosition& values) {
+    post(values);
+    const int place = threadIdx.x % 32 * kDepth + given % kDepth;
     const uint32_t parity = given / kDepth % 2;
-    load(keys, from, ring.k_barrier[number], parity, issued);
-    load(values, from + kHalfBytes, ring.v_barrier[number], parity, issued + 1);
-    last[given % kDepth] = values, last_issued[given % kDepth] = issued + 1;
+    load(fill, from, ring.k_barrier[place], parity, issued);
+    load(values, from + kHalfBytes, ring.v_barrier[place], parity, issued + 1);
+    before_last = last;
+    last.issued = issued + 1, last.at = values;
     given++;
     from += 2 * kHalfBytes;
-    if (++task.number == task.count) task.count = 0;
+    if (++number == count) count = 0;
   }
 
   __device__ __forceinline__ void load(const RingPosition& to, const uint8_t* source,
-                                       uint32_t barrier, uint32_t parity, int number) {
+                                       uint32_t barrier, uint32_t parity, int copy) {
     if (window < ring.stages) {
-      if (number >= window) {
-        const int before = (to.stage + ring.stages - window) % ring.stages;
-        const uint32_t landing = ring.shared.landing[before];
+      if (copy >= window) {
+        const int before = to.stage - window;
+        const uint32_t landing = ring.shared.landing[before < 0 ? before + ring.stages : before];
         wait_barrier(landing & ~1u, landing & 1);
       }
       ring.shared.landing[to.stage] = barrier + parity;
     }
-    if (number >= ring.stages) wait_barrier(ring.empty_barrier[to.stage], to.parity ^ 1);
+    if (copy >= ring.stages) wait_barrier(ring.empty_barrier[to.stage], to.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(barrier, kHalfBytes);
     ptx::bulk_load(ring.stage(to.stage), source, kHalfBytes, barrier);
   }
@@ -289,55 +292,55 @@ __device__ __forceinline__ void multiply_values(uint32_t values, int valid, cons
   }
 }
 
-// The new token of a slot, which is the last of the last block of each of its heads.
+// The new token of a slot, which is the last of the last block of each of its heads. A lane has
+// some of its dimensions, keys by the two that are rotated together.
 struct NewToken {
-  const SplitKFlashAttnArgs& args;
-  const Task& task;
-  const int64_t at;  // of its keys and values in the operands
-  uint8_t* cached;   // its first key in the cache
-  const int row;     // of the block
+  static constexpr int kPairs = (HEAD_DIM / 2 + 31) / 32, kValues = (HEAD_DIM + 31) / 32;
 
-  __device__ __forceinline__ NewToken(const SplitKFlashAttnArgs& args, const Task& task)
-      : args(args),
-        task(task),
-        at(task.slot * args.stride + static_cast<int64_t>(task.head) * HEAD_DIM),
-        row(args.lengths[task.slot] % kBlock) {
-    const int block = args.lengths[task.slot] / kBlock;
-    const int64_t number = static_cast<int64_t>(task.head) * args.slot_blocks + block;
+  uint8_t* cached;  // its first key in the cache
+  int row;          // of the block
+  Element keys[kPairs][2], values[kValues];
+
+  __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task) {
+    const int position = args.lengths[task.slot];
+    const int64_t number = static_cast<int64_t>(task.head) * args.slot_blocks + position / kBlock;
+    row = position % kBlock;
     cached =
         reinterpret_cast<uint8_t*>(args.caches[task.slot]) + number * 2 * kHalfBytes + row * 16;
+    const int64_t at = task.slot * args.stride + static_cast<int64_t>(task.head) * HEAD_DIM;
+    const float2* const rotations = rotations_of(args, task.slot);
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      const int dim = min(dimension(i), HEAD_DIM / 2 - 1);
+      float first = to_float(args.k[at + dim]), second = to_float(args.k[at + dim + HEAD_DIM / 2]);
+      if (rotations) rotate(rotations, dim, first, second);
+      convert(keys[i][0], first), convert(keys[i][1], second);
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; i++)
+      values[i] = args.v[at + min(dimension(i), HEAD_DIM - 1)];
   }
 
   // Its keys into the stage and the cache.
-  __device__ __forceinline__ void put_keys(uint8_t* keys) const {
-    const float2* const rotations = rotations_of(args, task.slot);
-#pragma unroll 1
-    for (int dim = threadIdx.x % 32; dim < HEAD_DIM / 2; dim += 32) {
-      float first = to_float(args.k[at + dim]), second = to_float(args.k[at + dim + HEAD_DIM / 2]);
-      if (rotations) rotate(rotations, dim, first, second);
-      Element rounded[2];
-      convert(rounded[0], first), convert(rounded[1], second);
+  __device__ __forceinline__ void put_keys(uint8_t* stage) const {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        *element(keys + row * 16, dim + i * HEAD_DIM / 2) = rounded[i];
-        *element(cached, dim + i * HEAD_DIM / 2) = rounded[i];
-      }
+    for (int i = 0; i < 2 * kPairs; i++) {
+      const int dim = dimension(i / 2) + i % 2 * HEAD_DIM / 2;
+      if (dimension(i / 2) < HEAD_DIM / 2) put(stage, cached, dim, keys[i / 2][i % 2]);
     }
     __syncwarp();
   }
 
   // Its values, and zeros behind them in their tile: a weight of zero times what happens to lie
   // there need not be zero.
-  __device__ __forceinline__ void put_values(uint8_t* values) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int dim = lane; dim < HEAD_DIM; dim += 32) {
-      const Element value = args.v[at + dim];
-      *element(values + row * 16, dim) = value;
-      *element(cached + kHalfBytes, dim) = value;
+  __device__ __forceinline__ void put_values(uint8_t* stage) const {
+#pragma unroll
+    for (int i = 0; i < kValues; i++) {
+      if (dimension(i) < HEAD_DIM) put(stage, cached + kHalfBytes, dimension(i), values[i]);
     }
+    const int lane = threadIdx.x % 32;
     if (lane < kChunks) {
-      auto* const rows = reinterpret_cast<float4*>(values + lane * kChunkBytes);
+      auto* const rows = reinterpret_cast<float4*>(stage + lane * kChunkBytes);
       for (int behind = row + 1; behind % kTileRows; behind++)
         rows[behind] = {0.0f, 0.0f, 0.0f, 0.0f};
     }
@@ -345,8 +348,14 @@ struct NewToken {
   }
 
  private:
-  __device__ __forceinline__ static Element* element(uint8_t* position, int dim) {
-    return reinterpret_cast<Element*>(position + dim / 8 * kChunkBytes) + dim % 8;
+  __device__ __forceinline__ static int dimension(int number) {
+    return threadIdx.x % 32 + 32 * number;
+  }
+  __device__ __forceinline__ void put(uint8_t* stage, uint8_t* position, int dim,
+                                      Element value) const {
+    const int offset = dim / 8 * kChunkBytes + dim % 8 * 2;
+    *reinterpret_cast<Element*>(stage + row * 16 + offset) = value;
+    *reinterpret_cast<Element*>(position + offset) = value;
   }
 };
 
@@ -360,8 +369,8 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
   for (int taken = 0;; taken++) {
     const int number = warp * kDepth + taken % kDepth;
     const uint32_t parity = taken / kDepth % 2;
-    wait_barrier(ring.k_barrier[number], parity);
-    const Task task = ring.shared.tasks[warp][taken % kDepth];
+    wait_barrier(ring.task_barrier[number], parity);
+    const Task task = ring.shared.tasks[number];
     if (task.slot < 0) break;
     if (task.number == 0) {
       queries.load(args, task.slot, task.head);
@@ -370,7 +379,10 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
     }
     const int valid = length - (task.chunk * args.chunk_blocks + task.number) * kBlock;
     const bool has_new = valid <= kBlock;
-    if (has_new) NewToken(args, task).put_keys(smem + task.k_stage * kHalfBytes);
+    NewToken token;
+    if (has_new) token.load(args, task);
+    wait_barrier(ring.k_barrier[number], parity);
+    if (has_new) token.put_keys(smem + task.k_stage * kHalfBytes);
     Scores scores;
     multiply_keys(ring.stage(task.k_stage), queries, scores);
     if (has_new) ptx::fence_proxy_async();  // before the next copy into the stage
@@ -378,12 +390,12 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
     if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[task.k_stage]);
     const Weights weights(scores, valid, args.scale, state);
     wait_barrier(ring.v_barrier[number], parity);
-    if (has_new) NewToken(args, task).put_values(smem + task.v_stage * kHalfBytes);
+    if (has_new) token.put_values(smem + task.v_stage * kHalfBytes);
     multiply_values(ring.stage(task.v_stage), valid, weights, state);
     if (has_new) ptx::fence_proxy_async();
     __syncwarp();
     if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[task.v_stage]);
-    if (task.number + 1 == task.count) finish(args, task, state);
+    if (task.number + 1 == task.count) finish(args, task, length, state);
   }
 }
 

@@ -6,7 +6,7 @@
 
 constexpr int kMaxTiers = 9;
 constexpr int kMaxStages = 16;
-constexpr int kWarps = GROUP_TILES == 1 ? 8 : 4;  // that attend, each to blocks of its own
+constexpr int kWarps = GROUP_TILES == 1 ? 5 : 3;  // that attend, each to blocks of its own
 constexpr int kThreads = 32 * (kWarps + 1);       // and one that copies
 constexpr int kBlock = 64;                        // positions
 constexpr int kTileRows = 16;                     // the height of an mma
@@ -15,6 +15,9 @@ constexpr int kChunkBytes = kBlock * 16;  // 8 dimensions of a block's keys or v
 constexpr int kChunks = HEAD_DIM / 8;
 constexpr int kHalfBytes = kChunks * kChunkBytes;  // keys, or values, of a block: a stage
 constexpr int kSteps = HEAD_DIM / 16;
+
+constexpr int kPart = HEAD_DIM + 4;  // values of a head, largest score, sum of weights
+constexpr int kGroupChunks = 8;      // whose parts come together first
 
 // One cubin per dtype, head size and size of the groups: BFLOAT16, HEAD_DIM, GROUP_TILES.
 constexpr float kNone = -1e30f;  // less than any score, and no infinity: less itself it is zero
@@ -36,8 +39,8 @@ struct SplitKFlashAttnArgs {
   const Element* v;
   const float2* rotations;  // [positions][HEAD_DIM / 2] (cos, sin), or null
   Element* out;             // [slots][kv_heads * group][HEAD_DIM]
-  float* partials;          // [slots][kv_heads][max_chunks][group][HEAD_DIM + 2]
-  int* arrivals;            // [slots][kv_heads]: zero before and after
+  float* partials;          // [slots][kv_heads][max_chunks][group][kPart]
+  int* arrivals;            // [slots][kv_heads][1 + groups of chunks]: zero before and after
   int64_t stride;
   int tier_count, kv_heads, group;
   int slot_blocks;   // that a cache has room for, of each KV head

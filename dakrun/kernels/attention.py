@@ -44,8 +44,8 @@ class _Args(ctypes.Structure):
 class Workspace:
     """Where the parts of chunks meet: one for all launches of a stream.
 
-    `partials` is float32 [slots, Hkv, chunks, group, D + 2], `arrivals` int32 [slots, Hkv], zero
-    between launches.
+    `partials` is float32 [slots, Hkv, chunks, group, D + 4], `arrivals` int32 [slots, Hkv, 1 +
+    groups of 8 chunks], zero between launches.
     """
 
     partials: torch.Tensor
@@ -55,10 +55,10 @@ class Workspace:
     def empty(cls, config: AttentionConfig, group: int, device: torch.device) -> "Workspace":
         """For launches of `config` with `group` query heads for each KV head."""
         heads = (sum(config.slots), config.shape.kv_heads)
-        size = (*heads, config.max_chunks, group, config.shape.head_dim + 2)
+        size = (*heads, config.max_chunks, group, config.shape.head_dim + 4)
         return cls(
             torch.empty(size, dtype=torch.float32, device=device),
-            torch.zeros(heads, dtype=torch.int32, device=device),
+            torch.zeros(*heads, _arrivals(config), dtype=torch.int32, device=device),
         )
 
 
@@ -170,8 +170,9 @@ def _check_operands(
         or not rotations.is_contiguous()
     ):
         raise ValueError(f"expected rotations for {shape}, got {list(rotations.shape)}")
-    size = (slots, heads, config.max_chunks, group, dim + 2)
-    if workspace.partials.shape != size or workspace.arrivals.shape != (slots, heads):
+    size = (slots, heads, config.max_chunks, group, dim + 4)
+    arrivals = (slots, heads, _arrivals(config))
+    if workspace.partials.shape != size or workspace.arrivals.shape != arrivals:
         raise ValueError(f"expected a workspace of {list(size)}")
 
 
@@ -180,9 +181,14 @@ def _check_gpu(q: torch.Tensor) -> None:
         raise ValueError(f"expected q on the current GPU, got {q.device}")
 
 
+def _arrivals(config: AttentionConfig) -> int:
+    """Counters of a KV head: of each group of chunks whose parts come together, and of these."""
+    return 1 + ceil_div(config.max_chunks, 8)
+
+
 def _threads(group: int) -> int:
     """Of a CTA: warps that attend, fewer where each has more heads to keep, and one that copies."""
-    return 32 * ((8 if group <= 8 else 4) + 1)
+    return 32 * ((5 if group <= 8 else 3) + 1)
 
 
 def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:

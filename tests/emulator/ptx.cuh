@@ -331,6 +331,10 @@ inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y
   });
 }
 
+inline float4 load_from_l2(const float4* from) {
+  return *from;
+}
+
 // What the lanes have of four 8x8 matrices whose rows they give the addresses of.
 inline void load_matrices(uint32_t (&fragment)[4], uint32_t address, bool transposed) {
   struct Taken {
