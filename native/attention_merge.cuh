@@ -77,58 +77,78 @@ struct Parts {
     return (chunks + kGroupChunks - 1) / kGroupChunks;
   }
 
-  // Whether the warp is the last of so many to come here.
+  // Whether the warp is the last of so many to come here, the others' parts being there then.
   __device__ __forceinline__ static bool last_of(int* arrivals, int count) {
-    __threadfence();  // its part before its arrival, at the scope of the GPU
     __syncwarp();
-    const int lane = threadIdx.x % 32;
     int before = 0;
-    if (lane == 0) {
-      before = atomicAdd(arrivals, 1);
+    if (threadIdx.x % 32 == 0) {
+      before = ptx::add_in_order(arrivals, 1);
       if (before == count - 1) *arrivals = 0;
     }
-    __threadfence();  // the arrival before the others' parts
     return __shfl_sync(0xffffffff, before, 0) == count - 1;
   }
 
-  // Adds up `count` parts, at most 32, `stride` apart, into outputs or else into the first of them.
+  // Adds up `count` parts, at most 16, `stride` apart, into outputs or else into the first of them.
+  // By some heads at a time, whose loads are then under way together.
   __device__ __forceinline__ void add(float* parts, int64_t stride, int count, bool whole) const {
-    const int lane = threadIdx.x % 32;
+    constexpr int kHeads = 2;
+    const int lane = threadIdx.x % 32, dim = min(4 * lane, HEAD_DIM - 4);
 #pragma unroll 1
-    for (int head = 0; head < args.group; head++, parts += kPart) {
-      float4 total = {kNone, 0.0f, 0.0f, 0.0f};
-      if (lane < count) {
-        total = ptx::load_from_l2(reinterpret_cast<float4*>(parts + lane * stride + HEAD_DIM));
+    for (int first_head = 0; first_head < args.group; first_head += kHeads) {
+      float4 totals[kHeads], value[kHeads] = {};
+      float scale[kHeads], most[kHeads], sum[kHeads];
+      const float* of[kHeads];
+#pragma unroll
+      for (int i = 0; i < kHeads; i++) {
+        of[i] = parts + min(first_head + i, args.group - 1) * kPart;
+        const float* const total = of[i] + min(lane, count - 1) * stride + HEAD_DIM;
+        totals[i] = ptx::load_from_l2(reinterpret_cast<const float4*>(total));
       }
-      float most = total.x;
 #pragma unroll
-      for (int far = 1; far < 32; far *= 2)
-        most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, far));
-      const float weight = exp2f(total.x - most);
-      float sum = total.y * weight;
+      for (int i = 0; i < kHeads; i++) {
+        most[i] = totals[i].x;
 #pragma unroll
-      for (int far = 1; far < 32; far *= 2)
-        sum += __shfl_xor_sync(0xffffffff, sum, far);
-      const float scale = whole ? weight / sum : weight;
-      float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
-      const int dim = min(4 * lane, HEAD_DIM - 4);
-#pragma unroll 8
-      for (int i = 0; i < count; i++) {
-        const float by = __shfl_sync(0xffffffff, scale, i);
-        const float4 more = ptx::load_from_l2(reinterpret_cast<float4*>(parts + i * stride + dim));
-        value.x += by * more.x, value.y += by * more.y;
-        value.z += by * more.z, value.w += by * more.w;
+        for (int far = 1; far < 32; far *= 2)
+          most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffff, most[i], far));
+        const float weight = lane < count ? exp2f(totals[i].x - most[i]) : 0.0f;
+        sum[i] = totals[i].y * weight;
+#pragma unroll
+        for (int far = 1; far < 32; far *= 2)
+          sum[i] += __shfl_xor_sync(0xffffffff, sum[i], far);
+        scale[i] = whole ? weight / sum[i] : weight;
+      }
+#pragma unroll 4
+      for (int part = 0; part < count; part++) {
+#pragma unroll
+        for (int i = 0; i < kHeads; i++) {
+          const float by = __shfl_sync(0xffffffff, scale[i], part);
+          const float4 more =
+              ptx::load_from_l2(reinterpret_cast<const float4*>(of[i] + part * stride + dim));
+          value[i].x += by * more.x, value[i].y += by * more.y;
+          value[i].z += by * more.z, value[i].w += by * more.w;
+        }
       }
       __syncwarp();
-      if (4 * lane >= HEAD_DIM) continue;
-      if (whole) {
-        const int at = head * HEAD_DIM + dim;
-        store(at, value.x), store(at + 1, value.y), store(at + 2, value.z), store(at + 3, value.w);
-        continue;
+#pragma unroll
+      for (int i = 0; i < kHeads; i++) {
+        const int head = first_head + i;
+        if (head < args.group) put(parts, head, value[i], most[i], sum[i], whole);
       }
-      *reinterpret_cast<float4*>(parts + dim) = value;
-      if (lane == 0) *reinterpret_cast<float4*>(parts + HEAD_DIM) = {most, sum, 0.0f, 0.0f};
     }
+  }
+
+  __device__ __forceinline__ void put(float* parts, int head, const float4& value, float most,
+                                      float sum, bool whole) const {
+    const int lane = threadIdx.x % 32, dim = 4 * lane;
+    if (dim >= HEAD_DIM) return;
+    if (whole) {
+      const int at = head * HEAD_DIM + dim;
+      store(at, value.x), store(at + 1, value.y), store(at + 2, value.z), store(at + 3, value.w);
+      return;
+    }
+    float* const part = parts + head * kPart;
+    *reinterpret_cast<float4*>(part + dim) = value;
+    if (lane == 0) *reinterpret_cast<float4*>(part + HEAD_DIM) = {most, sum, 0.0f, 0.0f};
   }
 };
 

@@ -128,6 +128,17 @@ __device__ __forceinline__ float4 load_from_l2(const float4* from) {
   return value;
 }
 
+// Adds to a counter, after all that the thread has written or has seen written, and before all that
+// it reads next.
+__device__ __forceinline__ int add_in_order(int* to, int value) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(to), "r"(value)
+               : "memory");
+  return before;
+}
+
 // Tensor cores
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.

@@ -297,9 +297,10 @@ __device__ __forceinline__ void multiply_values(uint32_t values, int valid, cons
 struct NewToken {
   static constexpr int kPairs = (HEAD_DIM / 2 + 31) / 32, kValues = (HEAD_DIM + 31) / 32;
 
-  uint8_t* cached;  // its first key in the cache
-  int row;          // of the block
-  Element keys[kPairs][2], values[kValues];
+  uint8_t* cached;        // its first key in the cache
+  int row;                // of the block
+  uint32_t keys[kPairs];  // both
+  Element values[kValues];
 
   __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task) {
     const int position = args.lengths[task.slot];
@@ -314,7 +315,7 @@ struct NewToken {
       const int dim = min(dimension(i), HEAD_DIM / 2 - 1);
       float first = to_float(args.k[at + dim]), second = to_float(args.k[at + dim + HEAD_DIM / 2]);
       if (rotations) rotate(rotations, dim, first, second);
-      convert(keys[i][0], first), convert(keys[i][1], second);
+      keys[i] = packed(first, second);
     }
 #pragma unroll
     for (int i = 0; i < kValues; i++)
@@ -324,9 +325,12 @@ struct NewToken {
   // Its keys into the stage and the cache.
   __device__ __forceinline__ void put_keys(uint8_t* stage) const {
 #pragma unroll
-    for (int i = 0; i < 2 * kPairs; i++) {
-      const int dim = dimension(i / 2) + i % 2 * HEAD_DIM / 2;
-      if (dimension(i / 2) < HEAD_DIM / 2) put(stage, cached, dim, keys[i / 2][i % 2]);
+    for (int i = 0; i < kPairs; i++) {
+      const Pair pair = *reinterpret_cast<const Pair*>(&keys[i]);
+      const int dim = dimension(i);
+      if (dim >= HEAD_DIM / 2) continue;
+      put(stage, cached, dim, pair.first);
+      put(stage, cached, dim + HEAD_DIM / 2, pair.second);
     }
     __syncwarp();
   }
@@ -363,7 +367,8 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
   const int warp = threadIdx.x / 32;
   const bool arrives = threadIdx.x % 32 == 0;
   State state;
-  Queries queries;
+  state.reset();
+  Queries queries = {};
   int length = 0;  // of the item's slot, with the new token
 #pragma unroll 1
   for (int taken = 0;; taken++) {
@@ -374,7 +379,6 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
     if (task.slot < 0) break;
     if (task.number == 0) {
       queries.load(args, task.slot, task.head);
-      state.reset();
       length = args.lengths[task.slot] + 1;
     }
     const int valid = length - (task.chunk * args.chunk_blocks + task.number) * kBlock;
@@ -395,7 +399,9 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
     if (has_new) ptx::fence_proxy_async();
     __syncwarp();
     if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[task.v_stage]);
-    if (task.number + 1 == task.count) finish(args, task, length, state);
+    if (task.number + 1 < task.count) continue;
+    finish(args, task, length, state);
+    state.reset(), queries = {};  // which the compiler sees need not be kept meanwhile
   }
 }
 

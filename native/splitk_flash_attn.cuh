@@ -6,7 +6,7 @@
 
 constexpr int kMaxTiers = 9;
 constexpr int kMaxStages = 16;
-constexpr int kWarps = GROUP_TILES == 1 ? 5 : 3;  // that attend, each to blocks of its own
+constexpr int kWarps = GROUP_TILES == 1 ? 7 : 3;  // that attend, each to blocks of its own
 constexpr int kThreads = 32 * (kWarps + 1);       // and one that copies
 constexpr int kBlock = 64;                        // positions
 constexpr int kTileRows = 16;                     // the height of an mma

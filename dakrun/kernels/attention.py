@@ -188,7 +188,7 @@ def _arrivals(config: AttentionConfig) -> int:
 
 def _threads(group: int) -> int:
     """Of a CTA: warps that attend, fewer where each has more heads to keep, and one that copies."""
-    return 32 * ((5 if group <= 8 else 3) + 1)
+    return 32 * ((7 if group <= 8 else 3) + 1)
 
 
 def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:

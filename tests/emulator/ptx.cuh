@@ -331,6 +331,10 @@ inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y
   });
 }
 
+inline int add_in_order(int* to, int value) {
+  return atomicAdd(to, value);
+}
+
 inline float4 load_from_l2(const float4* from) {
   return *from;
 }
