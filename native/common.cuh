@@ -15,6 +15,18 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
   }
 }
 
+// A barrier that a warp arrives at as one, once all its lanes are done, counts so many arrivals.
+// The race checker takes no account of __syncwarp(), so under it every lane arrives for itself.
+#if RACECHECK
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
+
+__device__ __forceinline__ bool arrives_for_warp() {
+  return kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0;
+}
+
 // mbarriers that follow each other in shared memory, by their addresses.
 struct Barriers {
   uint32_t first;

@@ -51,7 +51,7 @@ struct Ring {
     }
 #pragma unroll
     for (int i = 0; i < kMaxStages; i++)
-      ptx::mbarrier_init(empty_barrier[i], 1);
+      ptx::mbarrier_init(empty_barrier[i], kArrivalsOfWarp);
     ptx::fence_mbarrier_init();
   }
   __device__ __forceinline__ uint32_t stage(int number) const {
@@ -365,7 +365,7 @@ struct NewToken {
 
 __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const Ring& ring) {
   const int warp = threadIdx.x / 32;
-  const bool arrives = threadIdx.x % 32 == 0;
+  const bool arrives = arrives_for_warp();
   State state;
   state.reset();
   Queries queries = {};

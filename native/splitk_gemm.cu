@@ -173,7 +173,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
   const Tier& tier = args.tiers[number];
   const int tier_octet = tier.first_octet, stage_atoms = tier.stage_atoms;
   const int atoms_of_group = args.k / kAtomK;
-  const bool arrives = kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0;
+  const bool arrives = arrives_for_warp();
   // Where a group of the other warpgroup leaves the ring.
   const RingPosition others(tier.group_stages, ring.stages);
   RingPosition stage;

@@ -22,13 +22,6 @@ constexpr int kTileOctets = 8;  // what a warpgroup multiplies at a time, 2 a wa
 constexpr int kXRows = 8 * X_TILES;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 
-// The race checker takes no account of __syncwarp(), so under it every lane arrives for itself.
-#if RACECHECK
-constexpr int kArrivalsOfWarp = 32;
-#else
-constexpr int kArrivalsOfWarp = 1;
-#endif
-
 extern __shared__ __align__(1024) uint8_t smem[];
 
 enum Activation : int { kNone = 0, kRelu = 1, kSiluMul = 2 };

@@ -65,7 +65,7 @@ class Case:
     def config(self, tiers: Sequence[int] = (), *, sms: int) -> AttentionConfig:
         """With slots in as many `tiers`, or all in the first."""
         tiers = tiers or (len(self.lengths),)
-        return attention_config(self.shape, tiers, ACCESS[: len(tiers)], sms=sms)
+        return attention_config(self.shape, tiers, ACCESS[: len(tiers)], sms=sms, capacity=8)
 
     def slots(self) -> list[torch.Tensor]:
         """The packed slots, with NaN behind what is cached."""

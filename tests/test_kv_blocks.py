@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.kernels.attention_heuristics import attention_config, stage_bytes
+from dakrun.kernels.attention_heuristics import attention_config, chunk_blocks, stage_bytes
 from dakrun.kernels.heuristics import SHARED_BYTES, TierAccess
 from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, unpack
 
@@ -67,12 +67,20 @@ def test_how_it_is_launched(
 ) -> None:
     shape = KVShape(heads, dim, positions)
     tiers = (TierAccess(), TierAccess(sms=8, window_bytes=window))
-    config = attention_config(shape, (local, remote), tiers, sms=sms)
+    config = attention_config(shape, (local, remote), tiers, sms=sms, capacity=9)
     assert config.stages >= 2 and config.shared_bytes <= SHARED_BYTES
     assert bool(config.ctas[0]) == bool(local) and bool(config.ctas[1]) == bool(remote)
     assert config.ctas[1] <= min(8, sms * 8, remote * heads)
     in_flight = config.ctas[1] * config.windows[1] * stage_bytes(shape)
     assert config.windows[1] == 1 or in_flight <= window
     assert config.max_chunks <= 128
-    alone = attention_config(shape, (1,), tiers[:1], sms=132)
-    assert alone.chunk_blocks == config.chunk_blocks, "chunks depend on what a slot has room for"
+    alone = attention_config(shape, (1,), tiers[:1], sms=132, capacity=9)
+    assert alone.chunk_blocks == config.chunk_blocks, "chunks depend on what there is room for"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "heads", "chunk"),
+    [(32, 512, 32), (17, 448, 32), (2048, 8, 32), (32, 8, 4), (32, 64, 4), (32, 100, 8), (1, 9, 4)],
+)
+def test_chunks_leave_items_for_all(blocks: int, heads: int, chunk: int) -> None:
+    assert chunk_blocks(blocks, heads) == chunk

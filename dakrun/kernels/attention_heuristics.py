@@ -1,7 +1,7 @@
 """How SplitK_FlashAttn is run: pure choices from slots per tier and a few figures of the machine.
 
-Needs no GPU. Chunks depend on what a slot has room for, so no bit of a result depends on tiers,
-batches or SMs.
+Needs no GPU. Chunks depend on what there is room for, so no bit of a result depends on tiers or on
+the slots of a launch.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from dakrun.kernels.heuristics import MAX_STAGES, SHARED_BYTES, TierAccess
 from dakrun.kernels.kv_blocks import KVShape
 from dakrun.units import ceil_div
 
-CHUNK_BLOCKS = 8  # of an item at least: fewer would make for more merging than reading
+CHUNK_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up
+ITEMS = 400  # or more, where chunks can be that short, so that no GPU is left idle
 MOST_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
 MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of them
 
@@ -47,11 +48,18 @@ def stage_bytes(shape: KVShape) -> int:
 
 
 def attention_config(
-    shape: KVShape, slots: Sequence[int], tiers: Sequence[TierAccess], *, sms: int
+    shape: KVShape,
+    slots: Sequence[int],
+    tiers: Sequence[TierAccess],
+    *,
+    sms: int,
+    capacity: int | None = None,
 ) -> AttentionConfig:
     """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
 
-    Remote tiers get the SMs that they are read by, the local one the rest, one CTA each.
+    Remote tiers get the SMs that they are read by, the local one the rest, one CTA each. Results
+    are the same to the bit for equal shapes and `capacity`: the slots that a cache has, if launches
+    are for some of them.
     """
     remote = [
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
@@ -66,8 +74,15 @@ def attention_config(
         else _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
         for tier, count in zip(tiers, ctas, strict=True)
     )
-    chunk = max(CHUNK_BLOCKS, ceil_div(shape.blocks, MOST_CHUNKS))
+    heads = (capacity or sum(slots)) * shape.kv_heads
+    chunk = max(chunk_blocks(shape.blocks, heads), ceil_div(shape.blocks, MOST_CHUNKS))
     return AttentionConfig(shape, tuple(slots), ctas, windows, stages, chunk)
+
+
+def chunk_blocks(blocks: int, heads: int) -> int:
+    """The longest chunks that make ITEMS of `heads` of `blocks`, else the shortest."""
+    enough = (chunk for chunk in CHUNK_BLOCKS if heads * ceil_div(blocks, chunk) >= ITEMS)
+    return next(enough, CHUNK_BLOCKS[-1])
 
 
 def _window(stages: int, wanted: int) -> int:
