@@ -80,8 +80,9 @@ def splitk_flash_attn(
 
     q is [B, Hq, D], k and v are [B, Hkv, D], of a 16-bit dtype, their rows equally far apart;
     `caches` int64 [B] has the addresses of the slots (kv_blocks.py), which are in the order of the
-    tiers, and `lengths` int32 [B] the positions that they hold, or a negative number for a slot
-    without a request, whose output stays as it is. Scores are q k^T times `scale`. With
+    tiers, and `lengths` int32 [B] the positions that they hold, fewer than the shape's in whole
+    blocks (the caller sees to it: they are on the device), or a negative number for a slot without
+    a request, whose output stays as it is. Scores are q k^T times `scale`. With
     `rotations`, float32 [positions, D / 2, 2] of cosines and sines, q and k are first rotated to
     their positions (RoPE, halves as in Llama). With `overlap` the launch may start while the kernel
     before it ends: it then reads `caches`, `lengths` and what is cached, which no kernel that is
