@@ -44,6 +44,7 @@ struct Ring {
         stages(args.stages) {}
 
   __device__ __forceinline__ void initialize() const {
+#pragma unroll
     for (int i = 0; i < kWarps * kDepth; i++) {
       ptx::mbarrier_init(task_barrier[i], 1);
       ptx::mbarrier_init(k_barrier[i], 1);

@@ -68,6 +68,7 @@ struct Items {
     const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
     const int lane = threadIdx.x % 32;
     int total = 0;
+#pragma unroll 4
     for (int first = tier.first_slot; first < next.first_slot; first += 32) {
       total += first + lane < next.first_slot ? blocks_of(args, first + lane) : 0;
     }
@@ -87,14 +88,10 @@ struct Items {
         const int before = __shfl_sync(0xffffffff, sum, lane < far ? lane : lane - far);
         if (lane >= far) sum += before;
       }
-      int behind = 0;  // slots of these that end at `start` or before
-      int64_t passed = 0;
-#pragma unroll 1
-      for (int other = 0; other < 32; other++) {
-        const int64_t ends =
-            static_cast<int64_t>(__shfl_sync(0xffffffff, sum, other)) * args.kv_heads;
-        if (ends <= start) behind = other + 1, passed = ends;
-      }
+      // Slots of these that end at `start` or before.
+      const int64_t ends = static_cast<int64_t>(sum) * args.kv_heads;
+      const int behind = __popc(__ballot_sync(0xffffffff, ends <= start));
+      const int64_t passed = behind ? __shfl_sync(0xffffffff, ends, behind - 1) : 0;
       slot += behind;
       start -= passed;
       if (behind < 32) break;

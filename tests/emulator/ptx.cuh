@@ -242,6 +242,21 @@ T __shfl_sync(uint32_t, T value, int lane) {
                                       });
 }
 
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  return emulator::together<bool, uint32_t>(
+      value, [](const bool* const* given, uint32_t* const* taken) {
+        uint32_t all = 0;
+        for (int i = 0; i < emulator::kWarp; i++)
+          all |= static_cast<uint32_t>(*given[i]) << i;
+        for (int i = 0; i < emulator::kWarp; i++)
+          *taken[i] = all;
+      });
+}
+
+inline int __popc(uint32_t bits) {
+  return __builtin_popcount(bits);
+}
+
 template <class T>
 T __shfl_xor_sync(uint32_t all, T value, int mask) {
   return __shfl_sync(all, value, static_cast<int>(threadIdx.x % emulator::kWarp) ^ mask);
