@@ -1,14 +1,7 @@
 // The softmax state of a warp, and how those of a head's chunks come together.
 #pragma once
 
-#include "splitk_flash_attn.cuh"
-
-// A block of an item and where it lies: what the copying warp tells the one that attends.
-struct Task {
-  int slot, head, chunk;  // of the item; no slot: there is nothing more
-  int number, count;      // of the block, of the item's
-  int k_stage, v_stage;
-};
+#include "attention_producer.cuh"
 
 // A warp's softmax and weighted values over the positions that it has seen. Lane 4g + t has query
 // heads 2t and 2t + 1 of each tile: of the sums of weights its own rows' part, and of the outputs
