@@ -18,6 +18,7 @@ from dakrun.engine.engine import Engine
 from dakrun.engine.kvcache import KVCache
 from dakrun.engine.request import Completion, Request
 from dakrun.engine.rows import BadRow, PromptRules
+from dakrun.engine.runner import TorchRunner
 from dakrun.engine.tokenizer import Tokenizer
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
@@ -84,7 +85,8 @@ class LLM:
             decoder, cache = self._load(directory)
             self.load_s += time.perf_counter()
             decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
-            self._engine = Engine(decoder, cache, self.plan, self.device, decode)
+            runner = TorchRunner(decoder, cache, self.device)
+            self._engine = Engine(runner, self.plan, decode)
         except BaseException:
             self.close()
             raise
@@ -144,7 +146,7 @@ class LLM:
         return make_report(
             self.plan,
             stats,
-            self.engine.decoder.op_seconds,
+            self.engine.runner.op_seconds,
             device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
             load_s=self.load_s,
             wall_s=wall_s,

@@ -1,5 +1,6 @@
 """The engine's loop: refilled slots, ends of requests, seeds, chunked prefill, statistics."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,26 @@ def test_eos_ends_a_request_unless_ignored(path: Path) -> None:
     assert ignoring.finish_reason == "length"
 
 
+def test_steps_may_run_ahead_of_their_tokens(path: Path) -> None:
+    """What is computed of a request after its end goes to nobody."""
+    rows = [
+        *requests(5, temperature=1.0, seed=1),
+        *(replace(r, id=f"short-{r.id}") for r in requests(3, max_tokens=2)),
+    ]
+    results = []
+    for ahead in (1, 2, 3):
+        llm = load(path, batch_size=2, max_model_len=20)
+        llm.engine._eos = frozenset(range(0, tiny_models.VOCAB, 5))
+        llm.engine.runner.ahead = ahead
+        results.append({c.id: c for c in llm.stream(rows)})
+        assert llm.engine.runner.ahead == ahead and not llm.engine.runner._chosen
+    assert {c.finish_reason for c in results[0].values()} == {"stop", "length"}
+    for other in results[1:]:
+        for key, completion in results[0].items():
+            assert other[key].token_ids == completion.token_ids
+            assert other[key].finish_reason == completion.finish_reason
+
+
 def test_a_request_ends_where_its_slot_is_full(path: Path) -> None:
     llm = load(path, max_model_len=20)
     (completion,) = llm.generate([list(range(3, 18))], SamplingParams(max_tokens=100))
@@ -110,9 +131,9 @@ def test_a_slot_keeps_nothing_of_its_last_request(path: Path) -> None:
     """Unused cache positions may hold anything, NaN included."""
     llm = load(path, batch_size=1)
     before = by_id(list(llm.stream(requests(3))))
-    for slot in range(llm.engine.cache.slots):
+    for slot in range(llm.engine.runner.cache.slots):
         for layer in range(llm.config.num_layers):
-            for cached in llm.engine.cache.keys_values(layer, slot):
+            for cached in llm.engine.runner.cache.keys_values(layer, slot):
                 cached.fill_(torch.nan)
     assert by_id(list(llm.stream(requests(3)))) == before
 
@@ -136,7 +157,7 @@ def test_statistics_count_what_was_done(path: Path) -> None:
     assert stats.kv_bytes_read == cached * llm.config.kv_bytes_per_token
     assert len(stats.ttft_s) == len(stats.tpot_s) == 4
     assert all(c.ttft_s > 0 and c.tpot_s > 0 for c in completions)
-    assert set(llm.engine.decoder.op_seconds) == {o.op.name for o in llm.plan.ops}
+    assert set(llm.engine.runner.decoder.op_seconds) == {o.op.name for o in llm.plan.ops}
 
 
 def test_report_has_figures_with_units(path: Path) -> None:

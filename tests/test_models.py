@@ -97,7 +97,7 @@ def test_tokens_do_not_depend_on_the_batch_size(
 @torch.inference_mode()
 def our_logits(llm: LLM, sequences: list[list[int]], prompt_lengths: list[int]) -> torch.Tensor:
     """Logits [B, NEW_TOKENS, V] along given sequences: the prompt prefilled, the rest decoded."""
-    decoder, cache = llm.engine.decoder, llm.engine.cache
+    decoder, cache = llm.engine.runner.decoder, llm.engine.runner.cache
     segments = [Segment(slot, 0, n) for slot, n in enumerate(prompt_lengths)]
     flat = [t for s, n in zip(sequences, prompt_lengths, strict=True) for t in s[:n]]
     hidden = decoder.prefill(torch.tensor(flat), segments, cache)
@@ -158,7 +158,9 @@ def test_swapped_items_give_another_answer(checkpoints: dict[str, Path]) -> None
     llm = load(checkpoints["llama-mha"], offload_ratio=0.37)
     before = greedy(llm)
     remote = [
-        p for p in llm.engine.decoder.weights.matrices["layers.1.down"].parts if p.tier == "host"
+        p
+        for p in llm.engine.runner.decoder.weights.matrices["layers.1.down"].parts
+        if p.tier == "host"
     ]
     remote[-1].data.copy_(remote[-1].data.flip(0))
     assert greedy(llm) != before

@@ -1,22 +1,25 @@
 """The engine: keeps all slots busy with requests until there are none left.
 
-`generate` alternates prefill of new requests and decode steps; a slot that finishes is refilled
-at once. Knows neither files nor checkpoints.
+`generate` alternates prefill of new requests and decode steps, which may be started before the
+tokens of those ahead are known; a slot that finishes is refilled at once. Knows neither files nor
+checkpoints, nor how the runner computes.
 """
 
+import bisect
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from dakrun.engine.kvcache import KVCache
 from dakrun.engine.request import Completion, Request
-from dakrun.engine.sampler import request_seed, sample
+from dakrun.engine.runner import Row, Runner, choose
+from dakrun.engine.sampler import request_seed
 from dakrun.engine.tokenizer import StopStrings
-from dakrun.models.layers import Decoder, Segment
+from dakrun.models.layers import Segment
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
 from dakrun.plan.planner import Plan
 
@@ -40,61 +43,73 @@ class EngineStats:
 
 @dataclass
 class _Running:
-    """A request in its slot. `cached` positions of it are in the KV cache."""
+    """A request in its slot. `cached` positions of it are in the KV cache.
+
+    `coming` tokens are known or being computed, at most `limit`; one that has ended is `ended`.
+    """
 
     request: Request
     slot: int
     started: float
     stop: StopStrings | None
     seed: int
+    limit: int
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
+    coming: int = 1
     first_token: float = 0.0
+    ended: bool = False
 
 
 class Engine:
-    """Runs requests on a decoder whose operands and cache lie where `plan` put them."""
+    """Runs requests on a `runner` whose operands and cache lie where `plan` put them."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache: KVCache,
-        plan: Plan,
-        device: torch.device,
-        detokenize: Detokenize | None,
-    ) -> None:
-        self.decoder, self.cache, self.plan, self.device = decoder, cache, plan, device
+    def __init__(self, runner: Runner, plan: Plan, detokenize: Detokenize | None) -> None:
+        self.runner, self.plan = runner, plan
         self.stats = EngineStats()
         self._detokenize = detokenize
         self._max_len = plan.workload.max_model_len
         self._eos = frozenset(plan.model.eos_token_ids)
+        self._kv_bytes = plan.model.kv_bytes_per_token
+        self._collected = 0.0  # when tokens last came
+        self._steps: deque[tuple[float, list[_Running]]] = deque()  # launched at, with
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions in the order in which they finish; requests are taken as slots free up."""
         waiting = iter(requests)
-        free = list(range(self.cache.slots - 1, -1, -1))
+        order = {slot: number for number, slot in enumerate(self.runner.order)}
+        free = sorted(order, key=order.__getitem__)
         running: list[_Running] = []
         exhausted = False
-        while True:
-            new: list[_Running] = []
-            while free and not exhausted:
-                request = next(waiting, None)
-                if request is None:
-                    exhausted = True
+        try:
+            while True:
+                new: list[_Running] = []
+                while free and not exhausted:
+                    request = next(waiting, None)
+                    if request is None:
+                        exhausted = True
+                    else:
+                        new.append(self._admit(request, free.pop(0)))
+                going = [r for r in running if r.coming < r.limit]
+                if new:
+                    self._prefill(new)
+                    running += new
+                elif going and len(self._steps) < self.runner.ahead:
+                    self._launch(going)
+                elif self._steps:
+                    self._collect()
                 else:
-                    new.append(self._admit(request, free.pop()))
-            if new:
-                self._prefill(new)
-            elif running:
-                self._decode(running)
-            else:
-                return
-            running += new
-            finished = [(r, reason) for r in running if (reason := self._finish_reason(r))]
-            for r, reason in finished:
-                running.remove(r)
-                free.append(r.slot)
-                yield self._complete(r, reason)
+                    return
+                for r in list(running):
+                    if reason := self._finish_reason(r):
+                        r.ended = True
+                        running.remove(r)
+                        bisect.insort(free, r.slot, key=order.__getitem__)
+                        yield self._complete(r, reason)
+        finally:
+            while self._steps:  # what is still being computed is nobody's
+                self._steps.popleft()
+                self.runner.collect()
 
     def _admit(self, request: Request, slot: int) -> _Running:
         length = len(request.prompt_ids)
@@ -105,48 +120,50 @@ class Engine:
             raise ValueError("stop strings need a tokenizer")
         stop = StopStrings(params.stop, self._detokenize) if params.stop else None  # type: ignore[arg-type]
         seed = request_seed(params.seed, request.id)
-        return _Running(request, slot, time.perf_counter(), stop, seed)
+        limit = min(params.max_tokens, self._max_len - length)
+        return _Running(request, slot, time.perf_counter(), stop, seed, limit)
 
-    @torch.inference_mode()
     def _prefill(self, new: Sequence[_Running]) -> None:
         """Cache the prompts of `new`, chunk by chunk, and sample their first tokens."""
         start = time.perf_counter()
         for chunk in _chunks(new):
-            ids = [r.request.prompt_ids[s.start : s.start + s.length] for r, s in chunk]
-            tokens = torch.tensor([t for part in ids for t in part], device=self.device)
-            hidden = self.decoder.prefill(tokens, [s for _, s in chunk], self.cache)
-            ends = torch.tensor([s.length for _, s in chunk]).cumsum(0) - 1
-            done = []
-            for (r, s), end in zip(chunk, ends.tolist(), strict=True):
+            parts = [r.request.prompt_ids[s.start : s.start + s.length] for r, s in chunk]
+            logits = self.runner.prefill([t for part in parts for t in part], [s for _, s in chunk])
+            ends = []
+            for number, (r, s) in enumerate(chunk):
                 r.cached += s.length
                 if r.cached == len(r.request.prompt_ids):
-                    done.append((r, end))
-            if done:
-                last = torch.tensor([end for _, end in done], device=self.device)
-                self._take(self.decoder.logits(hidden[last]), [r for r, _ in done])
+                    ends.append(number)
+            if ends:
+                done = [chunk[number][0] for number in ends]
+                rows = [Row(r.slot, r.cached, 0, r.request.params, r.seed) for r in done]
+                chosen = choose(logits[torch.tensor(ends, device=logits.device)], rows).tolist()
+                self.runner.begin([r.slot for r in done], chosen)
+                self._take(done, chosen)
         self.stats.prefill_s += time.perf_counter() - start
 
-    @torch.inference_mode()
-    def _decode(self, running: Sequence[_Running]) -> None:
-        """One decode step: every running request's newest token goes in, its next comes out."""
-        start = time.perf_counter()
-        tokens = torch.tensor([r.tokens[-1] for r in running], device=self.device)
-        positions = [r.cached for r in running]
-        logits = self.decoder.decode(tokens, positions, [r.slot for r in running], self.cache)
-        for r in running:
+    def _launch(self, going: Sequence[_Running]) -> None:
+        """Start a decode step: every request's newest token goes in, its next will come out."""
+        rows = [Row(r.slot, r.cached, r.coming, r.request.params, r.seed) for r in going]
+        self._steps.append((time.perf_counter(), list(going)))
+        self.runner.launch(rows)
+        self.stats.step_rows += len(rows)
+        self.stats.kv_bytes_read += sum(r.cached for r in going) * self._kv_bytes
+        for r in going:
             r.cached += 1
-        self._take(logits, running)
-        self.stats.step_s.append(time.perf_counter() - start)
-        self.stats.step_rows += len(running)
-        self.stats.kv_bytes_read += sum(positions) * self.plan.model.kv_bytes_per_token
+            r.coming += 1
 
-    def _take(self, logits: torch.Tensor, rows: Sequence[_Running]) -> None:
-        chosen = sample(
-            logits,
-            [r.request.params for r in rows],
-            [r.seed for r in rows],
-            [len(r.tokens) for r in rows],
-        ).tolist()
+    def _collect(self) -> None:
+        """Take the tokens of the oldest step that was started, but those of ended requests."""
+        start, rows = self._steps.popleft()
+        chosen = self.runner.collect()
+        now = time.perf_counter()
+        self.stats.step_s.append(now - max(start, self._collected))
+        self._collected = now
+        kept = [(r, token) for r, token in zip(rows, chosen, strict=True) if not r.ended]
+        self._take([r for r, _ in kept], [token for _, token in kept])
+
+    def _take(self, rows: Sequence[_Running], chosen: Sequence[int]) -> None:
         now = time.perf_counter()
         for r, token in zip(rows, chosen, strict=True):
             r.first_token = r.first_token or now
@@ -158,8 +175,7 @@ class Engine:
             return "stop"
         if r.stop is not None and r.stop.hit(r.tokens):
             return "stop"
-        full = len(r.request.prompt_ids) + len(r.tokens) >= self._max_len
-        return "length" if full or len(r.tokens) >= params.max_tokens else None
+        return "length" if len(r.tokens) == r.limit else None
 
     def _complete(self, r: _Running, reason: Literal["stop", "length"]) -> Completion:
         further = len(r.tokens) - 1

@@ -1,0 +1,113 @@
+"""What the engine asks of whatever computes: prefill, decode steps, and their tokens.
+
+`TorchRunner` is the reference, one step at a time on any device; graph_runner.py has that of the
+GPU's kernels.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dakrun.config import SamplingParams
+from dakrun.engine.kvcache import KVCache
+from dakrun.engine.sampler import sample
+from dakrun.models.layers import Decoder, Segment
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request's part in a decode step.
+
+    Its newest token, number `step` of those generated, enters `slot` at `position`; the next one
+    is drawn as `params` and `seed` say.
+    """
+
+    slot: int
+    position: int
+    step: int
+    params: SamplingParams
+    seed: int
+
+
+class Runner(Protocol):
+    """A model in its tiers, with slots for requests.
+
+    `order` are the slots, those to fill first first. `ahead` steps may be launched before the
+    tokens of the oldest are collected. `op_seconds` is the time of every kind of op over all decode
+    steps, where it was measured.
+    """
+
+    order: Sequence[int]
+    ahead: int
+
+    @property
+    def op_seconds(self) -> Mapping[str, float]:
+        """Seconds by op."""
+        ...
+
+    def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+        """Cache the concatenated tokens of all segments; logits [S, V] after each segment."""
+        ...
+
+    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Give slots their first generated tokens, which the next decode step starts from."""
+        ...
+
+    def launch(self, rows: Sequence[Row]) -> None:
+        """Start a decode step: the newest token of every row goes in, its next one comes out."""
+        ...
+
+    def collect(self) -> list[int]:
+        """The tokens of the oldest step that was launched, in the order of its rows; waits."""
+        ...
+
+
+class TorchRunner:
+    """A decoder in plain torch: a step is done when `launch` returns."""
+
+    ahead = 1
+
+    def __init__(self, decoder: Decoder, cache: KVCache, device: torch.device) -> None:
+        self.order: Sequence[int] = range(cache.slots)
+        self.decoder, self.cache, self._device = decoder, cache, device
+        self._newest: dict[int, int] = {}  # token by slot
+        self._chosen: deque[list[int]] = deque()  # by step
+
+    @property
+    def op_seconds(self) -> Mapping[str, float]:
+        """Seconds by op, on a CPU."""
+        return self.decoder.op_seconds
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+        """Logits [S, V] after the last token of each segment."""
+        ids = torch.tensor(tokens, device=self._device)
+        hidden = self.decoder.prefill(ids, segments, self.cache)
+        ends = torch.tensor([s.length for s in segments], device=self._device).cumsum(0) - 1
+        return self.decoder.logits(hidden[ends])
+
+    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Remember the newest tokens."""
+        self._newest.update(zip(slots, tokens, strict=True))
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[Row]) -> None:
+        """Compute a step."""
+        slots = [row.slot for row in rows]
+        tokens = torch.tensor([self._newest[slot] for slot in slots], device=self._device)
+        positions = [row.position for row in rows]
+        logits = self.decoder.decode(tokens, positions, slots, self.cache)
+        self._chosen.append(choose(logits, rows).tolist())
+        self.begin(slots, self._chosen[-1])
+
+    def collect(self) -> list[int]:
+        """The tokens of the oldest step."""
+        return self._chosen.popleft()
+
+
+def choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """The next token of each row, int64 [n], from logits [n, V]."""
+    return sample(logits, [r.params for r in rows], [r.seed for r in rows], [r.step for r in rows])
