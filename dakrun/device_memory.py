@@ -108,3 +108,27 @@ def enable_peer_access(peer: int, device: int) -> None:
                     f"GPU {device} is not let read the memory of GPU {peer} ({problem})",
                     hint="use --remote host",
                 ) from None
+
+
+class _Pointer:
+    """A tensor's memory under the interface by which CUDA libraries hand arrays on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # keeps the memory
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.numel(),),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def device_view(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor`, contiguous uint8 that `device` can address, as a tensor that its kernels take.
+
+    Page-locked host memory so is read and written over the link where it lies. What is on a GPU
+    already is returned as it is, and so is everything where `device` is a CPU.
+    """
+    if device.type == "cpu" or tensor.is_cuda or not tensor.numel():
+        return tensor
+    return torch.as_tensor(_Pointer(tensor), device=device).view(tensor.shape)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dakrun.kernels.attention_heuristics import attention_config, chunk_blocks, stage_bytes
 from dakrun.kernels.heuristics import SHARED_BYTES, TierAccess
-from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, unpack
+from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, read, unpack, write
 
 
 @given(st.integers(1, 5), st.sampled_from(HEAD_DIMS), st.integers(1, 200), st.integers(0, 200))
@@ -44,6 +44,23 @@ def test_appending_is_packing_one_more(dim: int) -> None:
             assert torch.equal(slot, pack(keys[:, :count], values[:, :count], shape))
 
 
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=4), st.sampled_from(HEAD_DIMS))
+def test_writing_piece_by_piece_is_packing_all(pieces: list[int], dim: int) -> None:
+    total = sum(pieces)
+    shape = KVShape(kv_heads=2, head_dim=dim, positions=total)
+    keys, values = torch.randn(2, 2, total, dim).half()
+    slot, start = torch.zeros(shape.slot_bytes, dtype=torch.uint8), 0
+    for count in pieces:
+        part = slice(start, start + count)
+        write(slot, keys[:, part], values[:, part], start, shape)
+        start += count
+        for given_, found in zip(
+            (keys, values), read(slot, start, torch.float16, shape), strict=True
+        ):
+            assert torch.equal(found, given_[:, :start])
+    assert torch.equal(slot, pack(keys, values, shape))
+
+
 def test_what_does_not_fit() -> None:
     shape, keys = KVShape(2, 64, 64), torch.zeros(2, 64, 64).half()
     for bad in ((keys.float(), keys), (keys, keys[:, :3]), (keys.bfloat16(), keys)):
@@ -54,6 +71,8 @@ def test_what_does_not_fit() -> None:
             pack(bad, bad, shape)
     with pytest.raises(ValueError, match="expected 32768 bytes"):
         unpack(torch.zeros(5, dtype=torch.uint8), torch.float16, shape)
+    with pytest.raises(ValueError, match="expected positions of"):
+        write(torch.zeros(shape.slot_bytes, dtype=torch.uint8), keys, keys, 1, shape)
     with pytest.raises(ValueError, match="expected heads of"):
         KVShape(1, 72, 64)
 

@@ -63,18 +63,43 @@ def unpack(
     slot: torch.Tensor, dtype: torch.dtype, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [Hkv, positions, D] of a slot's bytes."""
-    both = _blocks(slot, dtype, shape).permute(2, 0, 1, 4, 3, 5)
-    both = both.reshape(2, shape.kv_heads, -1, shape.head_dim)
-    return both[0, :, : shape.positions], both[1, :, : shape.positions]
+    return read(slot, shape.positions, dtype, shape)
 
 
 def append(
     slot: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position: int, shape: KVShape
 ) -> None:
     """Write the key and value [Hkv, D] of one position into a slot's bytes."""
-    block, row = divmod(position, BLOCK)
-    both = torch.stack((key, value), 1).view(shape.kv_heads, 2, -1, CHUNK)
-    _blocks(slot, key.dtype, shape)[:, block, :, :, row] = both
+    write(slot, key[:, None], value[:, None], position, shape)
+
+
+def write(
+    slot: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, shape: KVShape
+) -> None:
+    """Write keys and values [Hkv, P, D] of the positions from `start` on into a slot's bytes."""
+    blocks = _blocks(slot, keys.dtype, shape)
+    heads, count, dim = keys.shape
+    if start < 0 or start + count > shape.blocks * BLOCK:
+        raise ValueError(f"expected positions of {shape}, got {start} to {start + count}")
+    both = torch.stack((keys, values), 1).view(heads, 2, count, dim // CHUNK, CHUNK)
+    done = 0
+    while done < count:  # the rest of a block, whole blocks, the first of a block
+        block, row = divmod(start + done, BLOCK)
+        whole = (count - done) // BLOCK if row == 0 else 0
+        taken = whole * BLOCK or min(BLOCK - row, count - done)
+        some = both[:, :, done : done + taken].unflatten(2, (max(1, whole), -1))
+        target = blocks[:, block : block + max(1, whole), :, :, row : row + some.shape[3]]
+        target.copy_(some.permute(0, 2, 1, 4, 3, 5))
+        done += taken
+
+
+def read(
+    slot: torch.Tensor, count: int, dtype: torch.dtype, shape: KVShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [Hkv, count, D] of the first positions of a slot's bytes."""
+    used = _blocks(slot, dtype, shape)[:, : ceil_div(count, BLOCK)].permute(2, 0, 1, 4, 3, 5)
+    both = used.reshape(2, shape.kv_heads, -1, shape.head_dim)
+    return both[0, :, :count], both[1, :, :count]
 
 
 def _blocks(slot: torch.Tensor, dtype: torch.dtype, shape: KVShape) -> torch.Tensor:

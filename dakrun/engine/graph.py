@@ -1,0 +1,41 @@
+"""CUDA graphs of launches that overlap: capture, and proof that they still do.
+
+Knows neither what is launched nor why.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def capture(launches: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of what `launches` launches, with its memory from `pool`."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, pool=pool):
+        launches()
+    graph.instantiate()
+    return graph
+
+
+def edge_kinds(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:
+    """How many edges between its nodes are programmatic, and how many are not.
+
+    Of a programmatic one (programmatic dependent launch) the second kernel may start before the
+    first has ended.
+    """
+    from cuda.bindings import runtime
+
+    handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
+    status, *_, count = runtime.cudaGraphGetEdges(handle, 0)
+    _check(status)
+    status, _, _, edges, count = runtime.cudaGraphGetEdges(handle, count)
+    _check(status)
+    programmatic = runtime.cudaGraphDependencyType.cudaGraphDependencyTypeProgrammatic
+    overlapping = sum(edge.type == programmatic for edge in edges[:count])
+    return overlapping, count - overlapping
+
+
+def _check(status: Any) -> None:
+    if status.value:
+        raise RuntimeError(f"a CUDA graph cannot be looked into: {status.name}")

@@ -1,0 +1,239 @@
+"""OPT and Llama on the GPU's kernels: one forward pass for decode steps and for prompts.
+
+Knows operands as packed tensors and where activations go; attention is the caller's, who has the
+cache. Norms that precede a matrix are folded into it (dakrun.loading), so a product needs no more
+than the scale of its rows.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from dakrun.checkpoint import Manifest, Weights
+from dakrun.config import ModelConfig
+from dakrun.kernels.embed import embed
+from dakrun.kernels.gemm import Activation, Norm, splitk_gemm
+from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config
+from dakrun.kernels.normalize import normalize
+from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
+from dakrun.kernels.unpack import unpack
+from dakrun.models.layers import rope_table
+from dakrun.models.opt import POSITION_OFFSET
+from dakrun.nn.remote_tier import sm_count
+
+KERNEL_ROWS = 256  # of more, cuBLAS computes products, from matrices unpacked piece by piece
+PIECE_BYTES = 64 << 20
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
+_config = functools.cache(gemm_config)
+
+
+class Operands(Protocol):
+    """Where a pass finds its matrices."""
+
+    def fetch(self, name: str) -> PackedTensor:
+        """The matrix `name`, to be read by what is launched from now on until `release`."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Say that all that reads the matrix `name` is launched."""
+        ...
+
+    def overlaps(self, name: str) -> bool:
+        """Whether a launch that reads it may start while the kernel before it ends."""
+        ...
+
+
+class Resident:
+    """Matrices that are read where they lie."""
+
+    def __init__(self, matrices: Mapping[str, PackedTensor]) -> None:
+        self._matrices = matrices
+
+    def fetch(self, name: str) -> PackedTensor:
+        """The matrix itself."""
+        return self._matrices[name]
+
+    def release(self, name: str) -> None:
+        """Nothing to do."""
+
+    def overlaps(self, name: str) -> bool:
+        """Always: no kernel writes it."""
+        del name
+        return True
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a pass over n rows writes: `x` [n, H], and what the ops of a layer hand on."""
+
+    x: torch.Tensor
+    qkv: torch.Tensor
+    heads: torch.Tensor
+    ffn: torch.Tensor
+
+    @classmethod
+    def empty(cls, config: ModelConfig, n: int, like: torch.Tensor) -> "Activations":
+        """For `n` rows, of the dtype and on the device of `like`."""
+        widths = (config.hidden_size, config.q_size + 2 * config.kv_size, config.q_size)
+        return cls(*(like.new_empty(n, width) for width in (*widths, config.ffn_size)))
+
+    def first(self, n: int) -> "Activations":
+        """The first `n` rows."""
+        return Activations(*(getattr(self, field.name)[:n] for field in fields(self)))
+
+
+class KernelDecoder:
+    """A decoder-only model over packed weights, whose tiers are read as `accesses` says by op.
+
+    `positions` is how many there can be of a slot, in whole blocks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        manifest: Manifest,
+        weights: Weights,
+        accesses: Mapping[str, tuple[TierAccess, ...]],
+        positions: int,
+    ) -> None:
+        self.config = config
+        self.resident = weights.resident
+        self.matrices: dict[str, PackedTensor] = {}
+        for name, matrix in weights.matrices.items():
+            assert isinstance(matrix, PackedTensor), f"{name} is not packed"
+            self.matrices[name] = matrix
+        self.scale = config.head_dim**-0.5
+        self._folded, self._accesses = manifest.folded, accesses
+        llama = config.family == "llama"
+        self._norm: Norm = "rms" if llama else "layer"
+        self._eps = config.norm_eps
+        self._ffn_ops = ("gate_up", "down") if llama else ("fc1", "fc2")
+        self._activation: Activation = "silu_mul" if llama else "relu"
+        self.like = next(iter(weights.resident.values()))  # for the dtype and the device
+        self.rotations = None
+        if llama:
+            table = torch.stack(rope_table(config, positions, torch.float32), -1)
+            self.rotations = table.to(self.like.device)  # float32 [positions, D / 2, 2]
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, x: torch.Tensor) -> None:
+        """x [n, H] of tokens int32 [n] at `positions` int32 [n], where negative ones are idle."""
+        table = self.matrices["lm_head" if self.config.tied_embeddings else "embedding"]
+        learned = self.resident.get("positions")
+        if "project_in" in self.matrices:
+            words = x.new_empty(len(x), table.shape[1])
+            embed(tokens, table, words)
+            assert learned is not None, "OPT has learned positions"
+            added = learned[positions.clamp(min=0).long() + POSITION_OFFSET]
+            self.linear(Resident(self.matrices), "project_in", words, x, residual=added)
+        elif learned is None:
+            embed(tokens, table, x, overlap=True)
+        else:
+            embed(
+                tokens, table, x, positions=learned, lengths=positions, offset=POSITION_OFFSET,
+                overlap=True,
+            )  # fmt: skip
+
+    def layers(self, operands: Operands, a: Activations, attend: Attend) -> None:
+        """Take a.x through all layers, in place; `attend(layer, qkv, heads)` fills `heads`."""
+        up, down = self._ffn_ops
+        for i in range(self.config.num_layers):
+            layer = f"layers.{i}"
+            self.linear(operands, f"{layer}.qkv", a.x, a.qkv)
+            attend(i, a.qkv, a.heads)
+            self.linear(operands, f"{layer}.o", a.heads, a.x, residual=a.x)
+            if not self.config.pre_norm:
+                self._normalize(f"{layer}.attention_norm", a.x, a.x)
+            self.linear(operands, f"{layer}.{up}", a.x, a.ffn, activation=self._activation)
+            self.linear(operands, f"{layer}.{down}", a.ffn, a.x, residual=a.x)
+            if not self.config.pre_norm:
+                self._normalize(f"{layer}.ffn_norm", a.x, a.x)
+
+    def logits(self, operands: Operands, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out [n, V] of what the layers left in x [n, H]."""
+        if self.config.final_norm and "lm_head" not in self._folded:
+            name = "norm" if self.config.family == "llama" else "final_norm"
+            x = self._normalize(name, x, torch.empty_like(x))
+        if "project_out" in self.matrices:
+            narrow = x.new_empty(len(x), self.config.embed_size)
+            self.linear(operands, "project_out", x, narrow)
+            x = narrow
+        self.linear(operands, "lm_head", x, out)
+
+    def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q [n, Hq, D], k and v [n, Hkv, D] of a fused projection [n, (Hq + 2 Hkv) * D]."""
+        c = self.config
+        heads = qkv.view(len(qkv), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        return heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+
+    def linear(
+        self,
+        operands: Operands,
+        name: str,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        activation: Activation = "none",
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """out [n, M] = activation(norm(x) W^T + bias) + residual, with the norm that W has folded.
+
+        `out` may be `residual`.
+        """
+        weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
+        norm: Norm = self._norm if name in self._folded else "none"
+        if len(x) > KERNEL_ROWS:
+            self._dense(x, weight, out, norm, bias, activation, residual)
+        else:
+            splits, sms = tuple(part.split for part in weight.parts), sm_count(x.device)
+            accesses = self._accesses[name.split(".")[-1]]
+            for first in range(0, len(x), MAX_ROWS):
+                rows = slice(first, first + MAX_ROWS)
+                config = _config(len(x[rows]), splits, accesses, sms=sms)
+                splitk_gemm(
+                    x[rows], weight, config, out[rows], bias=bias, activation=activation,
+                    residual=None if residual is None else residual[rows], norm=norm,
+                    eps=self._eps, overlap=operands.overlaps(name),
+                )  # fmt: skip
+        operands.release(name)
+
+    def _dense(
+        self,
+        x: torch.Tensor,
+        weight: PackedTensor,
+        out: torch.Tensor,
+        norm: Norm,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        residual: torch.Tensor | None,
+    ) -> None:
+        """`linear` for many rows, with a part of the rows of W at a time."""
+        if norm != "none":
+            x = normalize(x, torch.empty_like(x), norm=norm, eps=self._eps)
+        rows, cols = weight.shape
+        step = max(1, PIECE_BYTES // (cols * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
+        piece = x.new_empty(min(step, rows), cols)
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            unpack(weight, piece[: last - first], first_row=first)
+            y = F.linear(x, piece[: last - first], None if bias is None else bias[first:last])
+            if activation == "silu_mul":
+                out[:, first // 2 : last // 2] = F.silu(y[:, ::2]) * y[:, 1::2]
+                continue
+            if activation == "relu":
+                y.relu_()
+            if residual is not None:
+                y += residual[:, first:last]
+            out[:, first:last] = y
+
+    def _normalize(self, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The norm `name` of the rows of x, for norms that no matrix has folded."""
+        named = name if self._norm == "rms" else f"{name}.weight"
+        return normalize(
+            x, out, norm=self._norm, eps=self._eps, weight=self.resident.get(named),
+            bias=self.resident.get(f"{name}.bias"), overlap=True,
+        )  # fmt: skip
