@@ -108,14 +108,13 @@ class Checkpoint:
                         hint="config.json and the safetensors files do not belong together",
                     )
 
-    def copy(self, name: str, rows: slice, cols: slice | None, out: torch.Tensor) -> None:
-        """Copy tensor[rows, cols] (all columns of a vector) into `out`, converting its dtype."""
+    def copy(self, name: str, rows: slice, out: torch.Tensor) -> None:
+        """Copy tensor[rows] into `out`, converting its dtype."""
         source = self._files[name].get_slice(name)
         step = max(1, COPY_BYTES // max(1, out[:1].numel() * out.element_size()))
         for start in range(rows.start, rows.stop, step):
             stop = min(start + step, rows.stop)
-            piece = source[start:stop] if cols is None else source[start:stop, cols]
-            out[start - rows.start : stop - rows.start].copy_(piece)
+            out[start - rows.start : stop - rows.start].copy_(source[start:stop])
 
 
 def load(
@@ -126,7 +125,7 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Weights:
-    """Allocate and fill every operand; `placements` gives (tier, items) of each matrix.
+    """Allocate and fill every operand; `placements` gives (tier, octets) of each matrix.
 
     Resident tensors go to `device`. Nothing is allocated before the checkpoint was checked.
     """
@@ -138,32 +137,26 @@ def load(
             rows, cols = manifest.shape(name)
             matrices[name] = PartitionedTensor.empty((rows, cols), dtype, placements[name], tiers)
             for part in matrices[name].parts:
-                jobs.append(
-                    readers.submit(_fill, checkpoint, sources, part.rows, part.cols, part.data)
-                )
+                jobs.append(readers.submit(_fill, checkpoint, sources, part.rows, part.data))
         for name, sources in manifest.resident.items():
             shape = manifest.shape(name)
             out = resident[name] = torch.empty(shape, dtype=dtype, device=device)
-            jobs.append(readers.submit(_fill, checkpoint, sources, slice(0, shape[0]), None, out))
+            jobs.append(readers.submit(_fill, checkpoint, sources, slice(0, shape[0]), out))
         for job in jobs:
             job.result()
     return Weights(matrices, resident)
 
 
 def _fill(
-    checkpoint: Checkpoint,
-    sources: Sequence[Source],
-    rows: slice,
-    cols: slice | None,
-    out: torch.Tensor,
+    checkpoint: Checkpoint, sources: Sequence[Source], rows: slice, out: torch.Tensor
 ) -> None:
-    """Copy rows (of the stacked sources) and cols into `out`."""
+    """Copy rows of the stacked sources into `out`."""
     top = 0
     for name, shape in sources:
         start, stop = max(rows.start, top), min(rows.stop, top + shape[0])
         if start < stop:
             target = out[start - rows.start : stop - rows.start]
-            checkpoint.copy(name, slice(start - top, stop - top), cols, target)
+            checkpoint.copy(name, slice(start - top, stop - top), target)
         top += shape[0]
 
 

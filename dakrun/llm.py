@@ -203,7 +203,7 @@ class LLM:
         with Checkpoint(directory) as checkpoint:
             manifest = kind.manifest(self.config, checkpoint.__contains__)
             checkpoint.check(manifest)
-            capacities = memory.tier_capacities(self.plan, dtype)
+            capacities = memory.tier_capacities(self.plan)
             tiers = self._tiers = memory.allocate_tiers(capacities, self.device)
             cache = KVCache(self.plan, tiers, dtype)
             placements = {

@@ -1,4 +1,4 @@
-"""Tiers: the memories that a plan fills, and matrices whose items lie in several of them.
+"""Tiers: the memories that a plan fills, and matrices whose octets lie in several of them.
 
 Host and GPU memory come from host_memory.py and device_memory.py. Knows plans as numbers of units,
 not models.
@@ -21,7 +21,7 @@ from dakrun.hardware import LOCAL
 from dakrun.host_limits import available_host_memory as available_host_memory
 from dakrun.host_limits import check_host_memory
 from dakrun.host_memory import HostBlock, check_page_locking, locked_block
-from dakrun.plan.items import ItemGrid
+from dakrun.octets import first_row, octet_count
 from dakrun.plan.planner import Plan
 
 ALIGNMENT = 256
@@ -82,20 +82,16 @@ class Tiers(dict[str, Tier]):
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle of a matrix in one tier: `data` is [rows, cols], row-major, contiguous."""
+    """Whole rows of a matrix in one tier: `data` is [rows, K], row-major, contiguous."""
 
     tier: str
     rows: slice
-    cols: slice
     data: torch.Tensor
 
 
 @dataclass(frozen=True)
 class PartitionedTensor:
-    """A matrix [M, K] whose items lie in several tiers; each item in exactly one part.
-
-    A part is whole bands, or some items of one band; parts follow the order of the items.
-    """
+    """A matrix [M, K] whose rows lie in several tiers; the parts follow their order."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -109,22 +105,23 @@ class PartitionedTensor:
         placement: Sequence[tuple[str, int]],
         tiers: Mapping[str, Tier],
     ) -> "PartitionedTensor":
-        """Allocate a matrix with `placement` (tier, number of items), in item order."""
-        grid, first, parts = ItemGrid(*shape), 0, []
+        """Allocate a matrix with `placement` (tier, number of octets), in the order of its rows."""
+        (height, cols), first, parts = shape, 0, []
         for tier, count in placement:
-            for rows, cols in grid.rectangles(first, first + count):
-                size = (rows.stop - rows.start, cols.stop - cols.start)
-                parts.append(Part(tier, rows, cols, tiers[tier].allocate(size, dtype)))
+            if count:
+                rows = slice(first_row(first, height), first_row(first + count, height))
+                data = tiers[tier].allocate((rows.stop - rows.start, cols), dtype)
+                parts.append(Part(tier, rows, data))
             first += count
-        if first != grid.count:
-            raise ValueError(f"{first} items placed of a matrix of {grid.count}")
+        if first != octet_count(height):
+            raise ValueError(f"{first} octets placed of a matrix of {octet_count(height)}")
         return cls(shape, dtype, tuple(parts))
 
     def dense(self) -> torch.Tensor:
         """The matrix [M, K] in one piece, on the device of the first part."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.parts[0].data.device)
         for part in self.parts:
-            out[part.rows, part.cols] = part.data.to(out.device)
+            out[part.rows] = part.data.to(out.device)
         return out
 
 
@@ -133,21 +130,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def tier_capacities(plan: Plan, dtype: torch.dtype) -> dict[str, int]:
+def tier_capacities(plan: Plan) -> dict[str, int]:
     """Bytes of each tier that hold the plan's matrices and KV slots, alignment included."""
-    sizes = dict.fromkeys(plan.tiers, 0)
+    attention = plan.op("attention")
+    sizes = [aligned(attention.resident_bytes(number)) for number in range(len(plan.tiers))]
     for op in plan.weights():
-        grid = ItemGrid(*op.op.shape)
         for counts in op.placement:
-            first = 0
-            for tier, count in zip(plan.tiers, counts, strict=True):
-                for rows, cols in grid.rectangles(first, first + count):
-                    elements = (rows.stop - rows.start) * (cols.stop - cols.start)
-                    sizes[tier] += aligned(elements * dtype.itemsize)
-                first += count
-    for number, tier in enumerate(plan.tiers):
-        sizes[tier] += aligned(plan.op("attention").resident_bytes(number))
-    return sizes
+            for number, nbytes in enumerate(op.op.tier_bytes(counts)):
+                sizes[number] += aligned(nbytes)
+    return dict(zip(plan.tiers, sizes, strict=True))
 
 
 def allocate_tiers(capacities: Mapping[str, int], device: torch.device) -> Tiers:

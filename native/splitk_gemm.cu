@@ -1,9 +1,8 @@
 // Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, the rows of W lying in several memory tiers.
 //
-// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, the items, each of which lies in one
-// tier. A CTA computes whole rows, in groups of octets, so no sum is ever split between CTAs, and
-// the order of a sum's terms depends on K alone: neither tiers nor the number of CTAs change a bit
-// of Y.
+// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, each of which lies in one tier. A CTA
+// computes whole rows, in groups of octets, so no sum is ever split between CTAs, and the order of
+// a sum's terms depends on K alone: neither tiers nor the number of CTAs change a bit of Y.
 //
 // Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
 // those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so

@@ -10,7 +10,8 @@ import torch
 from dakrun.device_memory import enable_peer_access
 from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
-from dakrun.kernels.packing import PackedPart, PackedTensor, octet_count, pack
+from dakrun.kernels.packing import PackedPart, PackedTensor, pack
+from dakrun.octets import octet_count
 
 GUARD = 64  # elements
 TIERS = ("hbm", "host", "peer")

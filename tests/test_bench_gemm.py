@@ -43,9 +43,10 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
 from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, TierAccess
-from dakrun.kernels.packing import CHUNK, PackedTensor, octet_bytes, octet_count
+from dakrun.kernels.packing import CHUNK, PackedTensor, octet_bytes
 from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
+from dakrun.octets import octet_count
 from dakrun.plan.planner import Policy, make_plan
 
 MIB = effort.MIB

@@ -23,7 +23,8 @@ from dakrun.kernels.heuristics import (
     split_octets,
     tiles_for,
 )
-from dakrun.kernels.packing import PackedPart, PackedTensor, octet_count, pack
+from dakrun.kernels.packing import PackedPart, PackedTensor, pack
+from dakrun.octets import octet_count
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
-from dakrun.kernels.packing import DTYPES, octet_count
+from dakrun.kernels.packing import DTYPES
+from dakrun.octets import octet_count
 
 pytestmark = pytest.mark.gpu
 KIB = 1024

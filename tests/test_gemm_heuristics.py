@@ -18,16 +18,9 @@ from dakrun.kernels.heuristics import (
     split_octets,
     tiles_for,
 )
-from dakrun.kernels.packing import (
-    ATOM_COLS,
-    MAX_GROUP,
-    PackedPart,
-    PackedTensor,
-    Split,
-    octet_count,
-    pack,
-)
+from dakrun.kernels.packing import ATOM_COLS, MAX_GROUP, PackedPart, PackedTensor, Split, pack
 from dakrun.known_models import known_model, known_names
+from dakrun.octets import octet_count
 from dakrun.plan.ops import decode_ops
 from dakrun.units import ceil_div
 

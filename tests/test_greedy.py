@@ -1,4 +1,4 @@
-"""The planner's mathematics: items cover a matrix, and the greedy equals a linear program."""
+"""The planner's mathematics: octets cover a matrix, and the greedy equals a linear program."""
 
 from dataclasses import dataclass
 
@@ -8,35 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from dakrun.octets import OCTET_ROWS, first_row, octet_count
 from dakrun.plan.greedy import Curve, best_total, greedy_shares, uniform_shares
-from dakrun.plan.items import ITEM_COLS, ITEM_ROWS, ItemGrid
 from dakrun.plan.ops import Op
 from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares
 
 
-@st.composite
-def grids_and_runs(draw: st.DrawFn) -> tuple[ItemGrid, int, int]:
-    grid = ItemGrid(draw(st.integers(1, 5 * ITEM_ROWS)), draw(st.integers(1, 4 * ITEM_COLS)))
-    first = draw(st.integers(0, grid.count))
-    return grid, first, draw(st.integers(first, grid.count))
-
-
-@given(grids_and_runs())
-def test_rectangles_cover_each_element_of_a_run_once(run: tuple[ItemGrid, int, int]) -> None:
-    grid, first, last = run
-    rows, cols = np.arange(grid.rows)[:, None], np.arange(grid.cols)[None, :]
-    item = rows // ITEM_ROWS * grid.segments + cols // ITEM_COLS
-    expected = (item >= first) & (item < last)
-    covered = np.zeros((grid.rows, grid.cols), dtype=np.int8)
-    rectangles = list(grid.rectangles(first, last))
-    for rectangle in rectangles:
-        covered[rectangle] += 1
-    assert item.max() == grid.count - 1
-    assert (covered == expected).all()
-    assert grid.elements(first, last) == expected.sum()
-    assert len(rectangles) <= 3
-    order = [item[rectangle].min() for rectangle in rectangles]
-    assert order == sorted(order)
+@given(st.integers(1, 100), st.data())
+def test_octets_cover_each_row_of_a_run_once(rows: int, data: st.DataObject) -> None:
+    count = octet_count(rows)
+    first = data.draw(st.integers(0, count))
+    last = data.draw(st.integers(first, count))
+    octet = np.arange(rows) // OCTET_ROWS
+    assert octet.max() == count - 1
+    covered = np.arange(first_row(first, rows), first_row(last, rows))
+    assert (covered == np.flatnonzero((octet >= first) & (octet < last))).all()
 
 
 @dataclass(frozen=True)
@@ -154,12 +140,12 @@ def test_what_is_read_least_goes_to_the_remote_tier_first() -> None:
 
 @st.composite
 def matrices(draw: st.DrawFn) -> Op:
-    shape = draw(st.integers(1, 6 * ITEM_ROWS)), draw(st.integers(1, 3 * ITEM_COLS))
+    shape = draw(st.integers(1, 20 * OCTET_ROWS)), draw(st.integers(1, 3000))
     size = 2 * shape[0] * shape[1]
     return Op(
         name="m", category="linear", layers=draw(st.integers(1, 5)), in_layer=True, shape=shape,
         batch_size=1, element_bytes=2, resident_bytes=size, read_bytes=size, flops=0.0,
-        units=ItemGrid(*shape).count,
+        units=octet_count(shape[0]),
     )  # fmt: skip
 
 

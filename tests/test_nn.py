@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.kernels.heuristics import GemmConfig, TierAccess
-from dakrun.kernels.packing import DTYPES, PackedTensor, octet_bytes, octet_count
+from dakrun.kernels.packing import DTYPES, PackedTensor, octet_bytes
 from dakrun.memory import PartitionedTensor
 from dakrun.nn import SplitKGEMM, gemm, replace_linears, tiered_weight
+from dakrun.octets import octet_count
 
 ROOT = Path(__file__).resolve().parent.parent
 RATIOS = (0.0, 0.1, 1.0)
@@ -58,16 +59,16 @@ def test_the_fallback_computes_what_a_linear_does(
     assert not module(wide[:, :cols].requires_grad_()).requires_grad
 
 
-def test_items_lie_where_the_ratio_says() -> None:
-    linear = make_linear(2048, 640)  # 10 bands of 2 items
-    for ratio, remote in ((0, 0), (0.1, 2), (0.12, 2), (0.13, 3), (1, 20)):
+def test_octets_lie_where_the_ratio_says() -> None:
+    linear = make_linear(2048, 156)  # 20 octets, the last of 4 rows
+    for ratio, remote in ((0, 0), (0.1, 12), (0.12, 12), (0.13, 20), (1, 156)):
         module = SplitKGEMM.from_linear(linear, ratio=ratio, remote="peer:3")
         assert isinstance(module.weight, PartitionedTensor)
-        assert module.ratio == pytest.approx(remote / 20)
+        assert module.ratio == pytest.approx(remote / 156)
         there = [part for part in module.weight.parts if part.tier == "peer:3"]
-        assert sum(part.data.numel() for part in there) == remote * 64 * 1024
+        assert sum(part.data.numel() for part in there) == remote * 2048
         assert all(tier.free == 0 for tier in module._tiers.values())
-    assert "in_features=2048, out_features=640, bias=True, ratio=1, remote=peer:3" in str(module)
+    assert "in_features=2048, out_features=156, bias=True, ratio=1, remote=peer:3" in str(module)
 
 
 @pytest.mark.parametrize("bias", [True, False])

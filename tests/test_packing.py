@@ -11,15 +11,14 @@ from dakrun.kernels.packing import (
     ATOM_COLS,
     DTYPES,
     MAX_GROUP,
-    OCTET_ROWS,
     PackedPart,
     PackedTensor,
     Split,
     octet_bytes,
-    octet_count,
     pack,
     padded_cols,
 )
+from dakrun.octets import OCTET_ROWS, octet_count
 
 ATOM_BYTES = 1024
 

@@ -49,8 +49,9 @@ from dakrun.kernels.heuristics import (
     tiles_for,
 )
 from dakrun.kernels.jit import architecture, compile_ahead
-from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes, octet_count
+from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
 from dakrun.memory import ALIGNMENT, aligned
+from dakrun.octets import octet_count
 from dakrun.units import format_bytes
 
 # Puts a launch with one of the weights, from x [N, K] to out [N, M], on the current stream.

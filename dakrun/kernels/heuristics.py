@@ -7,7 +7,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dakrun.kernels.packing import ATOM_COLS, MAX_GROUP, OCTET_ROWS, Split
+from dakrun.kernels.packing import ATOM_COLS, MAX_GROUP, Split
+from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch

@@ -1,12 +1,11 @@
 """The packed form of a matrix, which the GPU's kernels read: octets, groups, waves, atoms.
 
-An octet is 8 rows and, like the plan's item, lies in one tier. A tier's octets are dealt to its
-CTAs in groups of up to 16, those that a CTA computes together: CTA c takes the groups c, c + CTAs,
-... What the CTAs take at a time, a wave, is stored as [steps of columns][groups][atoms along the
-columns][octets], so that CTAs side by side read memory side by side. An atom is 8 rows x 64 columns
-of 16-bit elements, 1 KiB: rows of 128 bytes whose 16-byte chunks are swizzled, chunk c of row r at
-c ^ r, as TMA's 128-byte swizzle would put them. Rows are padded with zeros to whole octets, columns
-to multiples of 64.
+A tier's octets, of 8 rows, are dealt to its CTAs in groups of up to 16, those that a CTA computes
+together: CTA c takes the groups c, c + CTAs, ... What the CTAs take at a time, a wave, is stored as
+[steps of columns][groups][atoms along the columns][octets], so that CTAs side by side read memory
+side by side. An atom is 8 rows x 64 columns of 16-bit elements, 1 KiB: rows of 128 bytes whose
+16-byte chunks are swizzled, chunk c of row r at c ^ r, as TMA's 128-byte swizzle would put them.
+Rows are padded with zeros to whole octets, columns to multiples of 64.
 """
 
 import math
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dakrun.octets import OCTET_ROWS, octet_count
 from dakrun.units import ceil_div
 
-OCTET_ROWS = 8
 ATOM_COLS = 64
 MAX_GROUP = 16  # octets
 DTYPES = (torch.float16, torch.bfloat16)
@@ -87,11 +86,6 @@ class PackedTensor:
             if part.split.octets
         ]
         return torch.cat(parts)[:rows, :cols].contiguous()
-
-
-def octet_count(rows: int) -> int:
-    """Octets of a matrix of `rows`."""
-    return ceil_div(rows, OCTET_ROWS)
 
 
 def padded_cols(cols: int) -> int:

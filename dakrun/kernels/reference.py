@@ -1,6 +1,6 @@
 """The kernels in plain torch, on any device: what the GPU kernels are tested against.
 
-Every item is computed from the tier that holds it, so a misplaced item gives a wrong answer.
+Every row is computed from the tier that holds it, so a misplaced octet gives a wrong answer.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from dakrun.memory import Part, PartitionedTensor
+from dakrun.memory import PartitionedTensor
 
 
 def linear(
@@ -17,8 +17,7 @@ def linear(
     """x [N, K] times weight [M, K] transposed, plus bias [M]: [N, M] in x's dtype, contiguous.
 
     Computed as weight times x transposed: for few rows N the CPU's BLAS then streams the weight at
-    up to twice the speed, and every part writes its own rows of the result. Parts that hold only
-    some of their rows' columns are accumulated in float32.
+    up to twice the speed, and every part writes its own rows of the result.
     """
     rows, cols = weight.shape
     if x.ndim != 2 or x.shape[1] != cols or x.dtype != weight.dtype:
@@ -29,17 +28,8 @@ def linear(
         raise ValueError(f"expected bias [{rows}], got {tuple(bias.shape)}")
     xt = x.t().contiguous()
     out = x.new_empty(rows, x.shape[0])
-    split: dict[tuple[int, int], torch.Tensor] = {}
     for part in weight.parts:
-        data = part.data.to(x.device)
-        if part.cols == slice(0, cols):
-            torch.mm(data, xt, out=out[part.rows])
-        else:
-            partial = data.float() @ xt[part.cols].float()
-            band = (part.rows.start, part.rows.stop)
-            split[band] = split[band] + partial if band in split else partial
-    for (start, stop), total in split.items():
-        out[start:stop] = total
+        torch.mm(part.data.to(x.device), xt, out=out[part.rows])
     if bias is not None:
         out += bias[:, None]
     return out.t().contiguous()
@@ -53,12 +43,9 @@ def gather_rows(table: PartitionedTensor, ids: torch.Tensor) -> torch.Tensor:
     for part in table.parts:
         index = torch.nonzero((ids >= part.rows.start) & (ids < part.rows.stop)).flatten()
         if index.numel():
-            out[index, part.cols] = _select(part, ids[index]).to(ids.device)
+            rows = (ids[index] - part.rows.start).to(part.data.device)
+            out[index] = part.data[rows].to(ids.device)
     return out
-
-
-def _select(part: Part, ids: torch.Tensor) -> torch.Tensor:
-    return part.data[(ids - part.rows.start).to(part.data.device)]
 
 
 def decode_attention(

@@ -28,14 +28,13 @@ class SplitKGEMM(nn.Module):
 
     x is [..., in_features] and y [..., out_features], of W's dtype and on its device. `ratio` is
     the share of W, its last rows, in the tier `remote`: "host", or "peer:N" for the memory of GPU
-    N; as an attribute it is that share as rounded to whole octets or items.
+    N; as an attribute it is that share as rounded to whole octets of 8 rows.
 
-    On a GPU, float16 and bfloat16 with in_features a multiple of 8 are packed in octets of 8 rows,
-    and SplitK_GEMM reads both tiers at once. It takes 64 rows of x at a time, so that for more of
-    them, as in a prefill, W is read anew for every 64. CUDA graphs can capture it once it has run
-    with as many rows, which compiles the kernel. Elsewhere W lies in items of 64 rows x 1,024
-    columns and plain torch computes; on a GPU it then copies the remote items for every call,
-    which no graph can capture.
+    On a GPU, float16 and bfloat16 with in_features a multiple of 8 are packed, and SplitK_GEMM
+    reads both tiers at once. It takes 64 rows of x at a time, so that for more of them, as in a
+    prefill, W is read anew for every 64. CUDA graphs can capture it once it has run with as many
+    rows, which compiles the kernel. Elsewhere W lies row by row and plain torch computes; on a GPU
+    it then copies the remote rows for every call, which no graph can capture.
 
     `access` says with how many SMs, and how many bytes in flight, the remote tier is read. Without
     it `profile` says so: a HardwareProfile, the name or file of one, or None for the one that

@@ -1,6 +1,6 @@
 """The weight of one matrix in two tiers: where its rows lie, its memory, how it is written.
 
-Packed for SplitK_GEMM where that can be, else in items. Knows tensors and tiers, no modules.
+Packed for SplitK_GEMM where that can be, else row by row. Knows tensors and tiers, no modules.
 """
 
 from dataclasses import replace
@@ -9,19 +9,10 @@ import torch
 
 from dakrun.hardware import LOCAL
 from dakrun.kernels.heuristics import TierAccess, split_octets
-from dakrun.kernels.packing import (
-    CHUNK,
-    DTYPES,
-    OCTET_ROWS,
-    PackedPart,
-    PackedTensor,
-    octet_bytes,
-    octet_count,
-    pack,
-)
+from dakrun.kernels.packing import CHUNK, DTYPES, PackedPart, PackedTensor, octet_bytes, pack
 from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
 from dakrun.nn.remote_tier import remote_count, sm_count
-from dakrun.plan.items import ItemGrid
+from dakrun.octets import OCTET_ROWS, first_row, octet_count
 
 TieredWeight = PackedTensor | PartitionedTensor
 
@@ -40,9 +31,11 @@ def allocate(
     the tier `remote`, which the GPU reads as `access` says. Raises CannotRun where this machine
     does not give the memory.
     """
+    there = remote_count(ratio, octet_count(shape[0]))
+    octets = (octet_count(shape[0]) - there, there)
     if has_kernel(like, shape[1]):
-        return _packed(shape, like, ratio, remote, access)
-    return _itemized(shape, like, ratio, remote)
+        return _packed(shape, like, octets, remote, access)
+    return _partitioned(shape, like, octets, remote)
 
 
 def remote_share(weight: TieredWeight) -> float:
@@ -56,7 +49,7 @@ def fill(weight: TieredWeight, dense: torch.Tensor, device: torch.device) -> Non
     """Write `dense` [M, K], of any dtype and device, into a weight for `device`."""
     if isinstance(weight, PartitionedTensor):
         for part in weight.parts:
-            part.data.copy_(dense[part.rows, part.cols])
+            part.data.copy_(dense[part.rows])
         return
     row = 0
     for packed in weight.parts:
@@ -73,12 +66,14 @@ def fill(weight: TieredWeight, dense: torch.Tensor, device: torch.device) -> Non
 
 
 def _packed(
-    shape: tuple[int, int], like: torch.Tensor, ratio: float, remote: str, access: TierAccess
+    shape: tuple[int, int],
+    like: torch.Tensor,
+    octets: tuple[int, int],
+    remote: str,
+    access: TierAccess,
 ) -> tuple[Tiers, PackedTensor]:
     """Tiers of just the size of a packed weight, and that weight."""
-    there = remote_count(ratio, octet_count(shape[0]))
-    octets, reads = (octet_count(shape[0]) - there, there), (TierAccess(), access)
-    splits = split_octets(octets, reads, sms=sm_count(like.device))
+    splits = split_octets(octets, (TierAccess(), access), sms=sm_count(like.device))
     sizes = [split.octets * octet_bytes(shape[1]) for split in splits]
     tiers = allocate_tiers(dict(zip((LOCAL, remote), sizes, strict=True)), like.device)
     parts = [
@@ -88,20 +83,14 @@ def _packed(
     return tiers, PackedTensor(shape, like.dtype, tuple(parts))
 
 
-def _itemized(
-    shape: tuple[int, int], like: torch.Tensor, ratio: float, remote: str
+def _partitioned(
+    shape: tuple[int, int], like: torch.Tensor, octets: tuple[int, int], remote: str
 ) -> tuple[Tiers, PartitionedTensor]:
-    """Tiers of just the size of a weight in items, and that weight."""
-    grid = ItemGrid(*shape)
-    there = remote_count(ratio, grid.count)
-    here = grid.count - there
-    sizes = {
-        tier: sum(
-            aligned((rows.stop - rows.start) * (cols.stop - cols.start) * like.dtype.itemsize)
-            for rows, cols in grid.rectangles(first, last)
-        )
-        for tier, first, last in ((LOCAL, 0, here), (remote, here, grid.count))
-    }
+    """Tiers of just the size of a weight whose rows lie as they are, and that weight."""
+    (rows, cols), (here, there) = shape, octets
+    local = first_row(here, rows)
+    row_bytes = cols * like.dtype.itemsize
+    sizes = {LOCAL: aligned(local * row_bytes), remote: aligned((rows - local) * row_bytes)}
     tiers = allocate_tiers(sizes, like.device)
     placement = ((LOCAL, here), (remote, there))
     return tiers, PartitionedTensor.empty(shape, like.dtype, placement, tiers)

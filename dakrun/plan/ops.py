@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
-from dakrun.plan.items import ItemGrid
+from dakrun.octets import first_row, octet_count
 
 KV_BLOCK = 64
 PREFILL_CHUNK_TOKENS = 2048
@@ -21,7 +21,7 @@ class Op:
 
     All figures are for one layer. `resident_bytes` is what must be kept, `read_bytes` what a
     step reads of it: the same for a weight, more kept than read for a KV cache that is not yet
-    full and for an embedding table. Placement is in `units`: items of a weight, slots of a cache.
+    full and for an embedding table. Placement is in `units`: octets of a weight, slots of a cache.
     """
 
     name: str
@@ -40,7 +40,8 @@ class Op:
         """Resident bytes of the units first ... last - 1."""
         if self.category == "attention":
             return self.resident_bytes // self.units * (last - first)
-        return ItemGrid(*self.shape).elements(first, last) * self.element_bytes
+        rows, cols = self.shape
+        return (first_row(last, rows) - first_row(first, rows)) * cols * self.element_bytes
 
     def tier_bytes(self, counts: Sequence[int]) -> list[int]:
         """Resident bytes of one layer in each tier, given the units per tier in their order."""
@@ -132,7 +133,7 @@ def linear_op(
         resident_bytes=nbytes,
         read_bytes=nbytes,
         flops=2.0 * n * rows * cols,
-        units=ItemGrid(rows, cols).count,
+        units=octet_count(rows),
     )
 
 
@@ -204,5 +205,5 @@ def _embedding(model: ModelConfig, n: int, size: int) -> Op:
         resident_bytes=model.vocab_size * model.embed_size * size,
         read_bytes=n * model.embed_size * size,
         flops=0.0,
-        units=ItemGrid(model.vocab_size, model.embed_size).count,
+        units=octet_count(model.vocab_size),
     )

@@ -1,6 +1,6 @@
 """The planner: model, workload, machine and budgets in; a frozen Plan out.
 
-The loader and the engine obey the Plan; nothing else decides where an item or a slot lies.
+The loader and the engine obey the Plan; nothing else decides where an octet or a slot lies.
 """
 
 import itertools
@@ -26,7 +26,7 @@ STAGING_BUFFERS = 2
 def make_plan(
     model: ModelConfig, workload: Workload, profile: HardwareProfile, policy: Policy
 ) -> Plan:
-    """Choose every op's offload ratio and transport, and round to items and slots.
+    """Choose every op's offload ratio and transport, and round to octets and slots.
 
     Raises CannotRun where the budgets do not hold the model, saying by how much, and UsageError
     where the workload does not suit the model.

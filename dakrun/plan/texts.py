@@ -73,7 +73,7 @@ def choice_legend(plan: Plan) -> str:
     """What the columns of `choice_rows` mean."""
     tiers = "/".join(plan.tiers)
     return (
-        f"ratio: share of the bytes outside {plan.tiers[0]}; units (64x1024 items, or KV slots) "
+        f"ratio: share of the bytes outside {plan.tiers[0]}; units (octets of 8 rows, or KV slots) "
         f"and SMs: {tiers}; window: bytes in flight from {'/'.join(plan.tiers[1:])}; via: how "
         "remote bytes are read; EB: bytes read over predicted time."
     )

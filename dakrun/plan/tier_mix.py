@@ -1,6 +1,6 @@
 """Shares of every op over several remote tiers: the linear program of DESIGN.md's planner.
 
-With one remote tier its optimum is what greedy.py finds without it. Knows no items.
+With one remote tier its optimum is what greedy.py finds without it. Knows no octets.
 """
 
 from collections.abc import Sequence

@@ -227,5 +227,5 @@ def _as_weight(buffer: torch.Tensor) -> torch.Tensor:
 def _whole(data: torch.Tensor) -> PartitionedTensor:
     """`data` [M, K] as a matrix in one part."""
     rows, cols = data.shape
-    part = Part("host", slice(0, rows), slice(0, cols), data)
+    part = Part("host", slice(0, rows), data)
     return PartitionedTensor((rows, cols), data.dtype, (part,))
