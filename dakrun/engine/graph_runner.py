@@ -162,9 +162,11 @@ class GraphRunner:
                 scale=decoder.scale, rotations=decoder.rotations, overlap=True,
             )  # fmt: skip
 
+        self._operands.begin()
         decoder.embed(tokens, lengths, a.x)
         decoder.layers(self._operands, a, attend)
         decoder.logits(self._operands, a.x, logits)
+        self._operands.end()
         select_greedy(logits, tokens, lengths, slots, self._log, overlap=True)
 
     def _attention(self, bucket: Bucket) -> tuple[AttentionConfig, Workspace]:
@@ -185,10 +187,9 @@ class GraphRunner:
 
     def _arrange(self, rows: Sequence[Row], bucket: Bucket) -> list[int]:
         """A slot, or IDLE, for every row of a bucket; where it can be, what is mapped already."""
-        wanted = {row.slot for row in rows}
-        if self._mapped is not None and {s for s in self._mapped if s != IDLE} == wanted:
-            if len(self._mapped) == sum(bucket):
-                return self._mapped
+        wanted, before = {row.slot for row in rows}, self._mapped or []
+        if len(before) == sum(bucket) and {slot for slot in before if slot != IDLE} == wanted:
+            return before
         mapped: list[int] = []
         for tier, room in enumerate(bucket):
             here = sorted(slot for slot in wanted if self._tier(slot) == tier)

@@ -35,6 +35,14 @@ _config = functools.cache(gemm_config)
 class Operands(Protocol):
     """Where a pass finds its matrices."""
 
+    def begin(self) -> None:
+        """Say that a pass begins."""
+        ...
+
+    def end(self) -> None:
+        """Say that all of a pass that uses them is launched."""
+        ...
+
     def fetch(self, name: str) -> PackedTensor:
         """The matrix `name`, to be read by what is launched from now on until `release`."""
         ...
@@ -53,6 +61,12 @@ class Resident:
 
     def __init__(self, matrices: Mapping[str, PackedTensor]) -> None:
         self._matrices = matrices
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def end(self) -> None:
+        """Nothing to do."""
 
     def fetch(self, name: str) -> PackedTensor:
         """The matrix itself."""

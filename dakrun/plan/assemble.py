@@ -59,6 +59,8 @@ def _op_plan(problem: Problem, op: Op, placement: tuple[Counts, ...]) -> OpPlan:
     totals = {t: sum(by[counts] for counts in placement) for t, by in times.items()}
     better: Transport = "staged" if totals["staged"] < totals["direct"] else "direct"
     transport = problem.policy.transport or better
+    if op.category != "linear":  # slots and rows of a table are read where they lie
+        transport = "direct"
     bounds = tuple(times[transport][counts] for counts in placement)
     curve, compute = problem.curves[op.name], problem.compute[op.name]
     sms: tuple[int, ...] = (problem.profile.sms, *(0 for _ in problem.remote))

@@ -1,0 +1,49 @@
+"""Where staged matrices come to lie, and when they may be copied there."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun.engine.staging import Place, places
+
+
+def test_a_ring_of_two() -> None:
+    found = places([60, 60, 60, 30], 120)
+    assert found == [
+        Place(0, 60, 2, early=True),
+        Place(60, 120, 3, early=True),
+        Place(0, 60, 0, early=False),
+        Place(60, 90, 1, early=False),
+    ]
+
+
+def test_what_never_fits_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 8 bytes, got 9"):
+        places([1, 9], 8)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(50, 150))
+def test_nothing_is_copied_over_what_is_still_to_be_read(sizes: list[int], ring: int) -> None:
+    """Two steps after the other, with copies as early as their places allow."""
+    found = places(sizes, ring)
+    count = len(sizes)
+    early = [i for i, place in enumerate(found) if place.early]
+    assert early == list(range(len(early))), "the first ones"
+    held: dict[int, int] = {}  # what byte belongs to which matrix
+
+    def copy(number: int) -> None:
+        held.update(dict.fromkeys(range(found[number].start, found[number].end), number))
+
+    for number in early:
+        copy(number)
+    for _ in range(2):
+        waiting = [*range(len(early), count), *early]
+        for number in range(-1, count):
+            if number >= 0:
+                span = range(found[number].start, found[number].end)
+                assert len(span) == sizes[number] and {held[byte] for byte in span} == {number}
+            while waiting and (
+                found[waiting[0]].after is None or found[waiting[0]].after <= number
+            ):
+                copy(waiting.pop(0))
+        assert not waiting, "the next step finds its first matrices"
