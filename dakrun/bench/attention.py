@@ -10,12 +10,15 @@ length, and the new token is the last.
 
 torch's scaled_dot_product_attention does the same with keys and values [B, Hkv, L, D], contiguous,
 all of them in HBM whatever the ratio and with the new token among them, which it need not append.
+Where slots differ in length it is given a mask, and so reads what no slot needs, too; the bytes
+that count are those of the slots' own positions.
 """
 
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -132,9 +135,7 @@ class Chains:
         config = attention_config(shape, case.units, access, sms=self._sms)
         workspace = Workspace.empty(config, slots.heads // slots.kv_heads, self._device)
         caches = self._addresses(case)
-        lengths = torch.full(
-            (slots.batch,), slots.length - 1, dtype=torch.int32, device=self._device
-        )
+        lengths = torch.tensor(slots.lengths, dtype=torch.int32, device=self._device) - 1
         parts = (slots.heads, slots.kv_heads, slots.kv_heads)
         q, k, v = self._normal(slots.batch, sum(parts), dim).split(parts, dim=1)
         out = torch.empty(slots.batch, slots.heads * dim, dtype=self._dtype, device=self._device)
@@ -156,15 +157,28 @@ class Chains:
         starts = range(0, 2 * case.launches * aligned(nbytes), aligned(nbytes))
         parts = [local[at : at + nbytes].view(self._dtype).view(size) for at in starts]
         keys, values = parts[0::2], parts[1::2]
-        q = self._normal(slots.batch, slots.heads, 1, dim)
-        gqa = slots.heads != slots.kv_heads
+        q, options = self._sdpa_query(case)
 
         def launch(operand: int) -> None:
             torch.nn.functional.scaled_dot_product_attention(
-                q, keys[operand], values[operand], enable_gqa=gqa
+                q, keys[operand], values[operand], **options
             )
 
         return launch_seconds(launch, case.launches, replays=self._replays)
+
+    def _sdpa_query(self, case: AttentionCase) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Queries, and how the lengths are told."""
+        slots, dim = case.slots, case.head_dim
+        group = slots.heads // slots.kv_heads
+        if slots.shortest is None:
+            return self._normal(slots.batch, slots.heads, 1, dim), {"enable_gqa": group > 1}
+        # Not every kernel of torch takes both groups and masks: a group's heads become positions.
+        lengths = torch.tensor(slots.lengths, device=self._device)
+        behind = torch.arange(slots.length, device=self._device) >= lengths[:, None, None, None]
+        size = (slots.batch, 1, group, slots.length)
+        mask = torch.zeros(size, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(behind, -torch.inf)
+        return self._normal(slots.batch, slots.kv_heads, group, dim), {"attn_mask": mask}
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self._dtype, device=self._device)

@@ -3,6 +3,7 @@
 Pure; tables, CSV and JSON are made of these by output.py.
 """
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ class AttentionRow(Row):
     case: AttentionCase
 
     def figures(self) -> dict[str, Any]:
-        """The row under keys with units; bytes are of keys and values in whole blocks."""
+        """The row under keys with units; bytes are of keys and values, in blocks with positions."""
         slots = self.case.slots
         return {
             "case": str(slots),
@@ -26,6 +27,7 @@ class AttentionRow(Row):
             "heads": slots.heads,
             "kv_heads": slots.kv_heads,
             "length": slots.length,
+            "mean_length": statistics.fmean(slots.lengths),
             "head_dim": self.case.head_dim,
             **self.common(operand="kv", rival="sdpa"),
         }
