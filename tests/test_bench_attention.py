@@ -3,13 +3,14 @@ tiny sweep, on a GPU and with kernels that stand in for a GPU's. What it shares 
 in test_bench_gemm.py.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, HardwareProfile, load_profile
 from dakrun.kernels import attention as kernel
 from dakrun.kernels import attention_heuristics, kv_blocks
+from dakrun.kernels.attention_heuristics import AttentionConfig
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
@@ -75,7 +77,7 @@ def record() -> Record:
         "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
         "command": "dakrun bench --kernel attention",
     }  # fmt: skip
-    return Record(head=head, columns=attention_columns(), rows=(found.figures(),))
+    return Record(head=head, columns=attention_columns(sweep()), rows=(found.figures(),))
 
 
 def run(*args: str, kernel: str = "attention") -> Result:
@@ -87,16 +89,26 @@ def run(*args: str, kernel: str = "attention") -> Result:
 def test_slots(text: str) -> None:
     assert parse_slots(text) == Slots(64, 32, 8, 2048)
     assert str(parse_slots(text)) == "64:32/8:2048"
+    assert parse_slots(text).lengths == (2048,) * 64
+
+
+def test_slots_of_different_lengths() -> None:
+    some = parse_slots("64:32/8:1-8192")
+    assert some == Slots(64, 32, 8, 8192, 1) and str(some) == "64:32/8:1-8192"
+    assert len(some.lengths) == 64 and 1 <= min(some.lengths) < max(some.lengths) <= 8192
+    assert some.lengths == parse_slots("64:32/8:1-8192").lengths, "the same each time"
+    assert parse_slots("3:8/8:7-7").lengths == (7, 7, 7)
 
 
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
-        *((text, "is not a case BATCH:HEADS/KV_HEADS:LENGTH", "--case 64:32/8:2048")
+        *((text, r"is not a case BATCH:HEADS/KV_HEADS:\[SHORTEST-\]LENGTH", "--case 64:32/8:2048")
           for text in ("", "64", "64:32:2048", "64:32/8", "64:32/8:", "-1:8/8:64", "1:8/8:6.4",
-                       "1:8/8:64:64", "٣:8/8:64", "1x8/8x64")),
+                       "1:8/8:64:64", "٣:8/8:64", "1x8/8x64", "1:8/8:-64", "1:8/8:1-2-3")),
         *((text, f"a case of {text} is empty", "at least 1")
-          for text in ("0:8/8:64", "1:0/8:64", "1:8/0:64", "1:8/8:0")),
+          for text in ("0:8/8:64", "1:0/8:64", "1:8/0:64", "1:8/8:0", "1:8/8:0-9")),
+        ("1:8/8:9-8", "no length is that long and that short", "1-8192"),
         ("1:9/2:64", "9 query heads for 2 KV heads", "1 to 16 for each"),
         ("1:2/4:64", "2 query heads for 4 KV heads", "1 to 16 for each"),
         ("1:34/2:64", "34 query heads for 2 KV heads", "1 to 16 for each"),
@@ -148,6 +160,18 @@ def test_bytes_of_a_case() -> None:
     assert buffer_bytes([some, case(units=(0, 4))], 256) == [5 * (4 * size + 256), 5 * 4 * size]
 
 
+def test_bytes_of_slots_of_different_lengths() -> None:
+    slots = parse_slots("64:32/8:1-8192")
+    (some,) = attention_cases(sweep(cases=(str(slots),), ratios=("0.25",)), 0.0, TINY, tiers=2)
+    assert some.units == (48, 16) and some.held_bytes == (48 * 2**25, 16 * 2**25)
+    sizes = [slot_bytes(Slots(1, 32, 8, length), 128, "float16") for length in slots.lengths]
+    assert some.tier_bytes == (sum(sizes[:48]), sum(sizes[48:]))
+    assert some.launches == max(4, 64 * MIB // sum(sizes) + 1)
+    assert buffer_bytes([some], 256) == [some.launches * (2**31 + 256), some.launches * 2**29]
+    op = some.op("float16")
+    assert op.read_bytes == sum(slots.lengths) * 8 * 2 * 128 * 2 and op.resident_bytes == 2**31
+
+
 @pytest.mark.parametrize("slots", DEFAULT_SLOTS)
 @pytest.mark.parametrize("dim", attention_sweep.HEAD_DIMS)
 def test_sets_of_a_case(slots: Slots, dim: int) -> None:
@@ -190,7 +214,19 @@ def test_a_row() -> None:
     assert row["kv_bytes"] == case().read_bytes and row["ratio"] == 0.25
     ratios = row["bound_over_time"], row["speedup"], row["spread"]
     assert ratios == pytest.approx((0.75, 2.5, 0.5))
-    assert {column.key for column in attention_columns()} <= row.keys()
+    wide = attention_columns(sweep(ratios=("0.5",)))
+    assert {column.key for column in wide} <= row.keys()
+    assert [column.title for column in wide if column not in record().columns] == ["HBM beside"]
+
+
+def test_a_row_of_two_tiers() -> None:
+    times = {"samples_s": (1e-3, 1e-3), "bound_s": 1e-3, "predicted_s": 1e-3, "rival_s": 1e-3}
+    found = AttentionRow(case=case(), local_alone_s=2e-6, local_beside_s=2.5e-6, **times)
+    assert found.figures()["local_slowdown"] == pytest.approx(0.25)
+    columns = attention_columns(sweep(ratios=("0.5",)))
+    assert Record(head={}, columns=columns, rows=(found.figures(),)).texts()[0][-1] == "+25.0%"
+    alone = AttentionRow(case=case(), **times)
+    assert Record(head={}, columns=columns, rows=(alone.figures(),)).texts()[0][-1] == "-"
 
 
 def test_forms() -> None:
@@ -264,30 +300,30 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert run(*asked, "--profile", PROFILE.name, "--csv").stdout == as_text(record(), "csv")
 
 
-Launched = list[list[int]]
+Launched = list[tuple[list[int], list[int]]]
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """Copies, launches and graphs that a CPU does; the addresses of the slots of each launch."""
+    """Copies, launches and graphs that a CPU does; addresses and lengths of each launch's slots."""
     found: Launched = []
 
-    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+    def seconds(launch: Callable[[], None], runs: int, *, beside: Callable[[], Any]) -> list[float]:
         if runs > 2:  # not to find out how long a chain is to be
-            launch()
+            with beside():
+                launch()
         return [1e-2] * runs
 
     def attend(*operands: Any, scale: float, overlap: bool) -> None:
         kernel._check_operands(*operands, None)
         q, _, _, caches, lengths, config, *_ = operands
         assert overlap and scale == q.shape[2] ** -0.5
-        assert set(lengths.tolist()) == {config.shape.positions - 1}
         for address in caches.tolist():
             held = (ctypes.c_uint8 * config.shape.slot_bytes).from_address(address)
             slot = torch.frombuffer(held, dtype=torch.uint8)
             for part in kv_blocks.unpack(slot, q.dtype, config.shape):
                 assert part.float().std() == pytest.approx(1, rel=0.2)
-        found.append(caches.tolist())
+        found.append((caches.tolist(), lengths.tolist()))
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(tiers, "copy", lambda to, of: to.copy_(of))
@@ -298,11 +334,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 
 @pytest.mark.parametrize("units", [(4,), (4, 0), (3, 1), (0, 4)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("text", "dtype"), [("4:8/2:100", torch.float16), ("4:8/2:1-100", torch.bfloat16)]
+)
 def test_chains_read_every_slot(
-    launched: Launched, units: tuple[int, ...], dtype: torch.dtype
+    launched: Launched, units: tuple[int, ...], text: str, dtype: torch.dtype
 ) -> None:
-    some = case(units=units)
+    some = case(text, units)
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with allocate_tiers(sizes, torch.device("cpu")) as memories:
         buffers = tiers.whole(memories)
@@ -313,30 +351,81 @@ def test_chains_read_every_slot(
         # A slot is read once; those of a tier lie side by side from where its buffer begins.
         held = [
             range(start := buffer.data_ptr(), start + 5 * nbytes, some.unit_bytes)
-            for buffer, nbytes in zip(buffers.values(), some.tier_bytes, strict=True)
+            for buffer, nbytes in zip(buffers.values(), some.held_bytes, strict=True)
         ]
-        assert sorted(itertools.chain(*launched)) == sorted(itertools.chain(*held))
-        for addresses in launched:
+        read = [addresses for addresses, _ in launched]
+        assert sorted(itertools.chain(*read)) == sorted(itertools.chain(*held))
+        for addresses, lengths in launched:
+            assert lengths == [length - 1 for length in some.slots.lengths]
             in_tiers = [sum(address in part for address in addresses) for part in held]
             assert in_tiers == list(units)
         assert chains.sdpa(some) == [1e-2 / 5] * 3
         assert len(launched) == 5
 
 
-@pytest.mark.parametrize("heads", ["8/2", "2/2"])
-def test_what_torch_reads(launched: Launched, heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_in_hbm_alone_and_beside_others(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[AttentionConfig] = []
+    attend = attention.splitk_flash_attn
+
+    def configured(*operands: Any, **options: Any) -> None:
+        configs.append(operands[5])
+        attend(*operands, **options)
+
+    class Background:
+        def __init__(self, launch: chain.Launch, operands: int, *, length: int) -> None:
+            assert operands == 5
+            assert length == 12, "so many of 5 ms outlast four times 4 ms and 5 launches of 2 ms"
+            self.launch = launch
+
+        @contextlib.contextmanager
+        def under_way(self) -> Iterator[None]:
+            self.launch(0)
+            yield
+
+    monkeypatch.setattr(attention, "splitk_flash_attn", configured)
+    monkeypatch.setattr(attention, "Background", Background)
+    some = case("4:8/2:1-100")
+    sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=True))
+    with allocate_tiers(sizes, torch.device("cpu")) as memories:
+        chains = attention.Chains(tiers.whole(memories), torch.float16, 132, replays=3)
+        chains.fill()
+        access = [TierAccess(), TierAccess(2, 64 * 1024)]
+        assert chains.local(some, access, 5e-3) == pytest.approx((2e-3, 2e-3))
+        chains.splitk(some, access)
+    whole = configs[-1]
+    assert whole.ctas == (130, 2)
+    local = dataclasses.replace(whole, slots=(3,), ctas=(130,), windows=whole.windows[:1])
+    remote = dataclasses.replace(whole, slots=(1,), ctas=(2,), windows=whole.windows[1:])
+    by_all = dataclasses.replace(local, ctas=(132,))
+    assert configs == [by_all] * 5 + [remote] + [local] * 5 + [whole] * 5
+    alone, (far,), beside = launched[:5], launched[5:6], launched[6:11]
+    for operand, (addresses, lengths) in enumerate(launched[11:]):
+        assert alone[operand] == beside[operand] == (addresses[:3], lengths[:3])
+        assert operand or far == (addresses[3:], lengths[3:])
+
+
+@pytest.mark.parametrize("text", ["4:8/2:100", "4:2/2:100", "4:8/2:1-100", "4:2/2:50-100"])
+def test_what_torch_reads(launched: Launched, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = case(text, (4,))
     real, read = torch.nn.functional.scaled_dot_product_attention, []
 
-    def sdpa(q: torch.Tensor, *parts: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
+    def sdpa(q: torch.Tensor, *parts: torch.Tensor, **options: Any) -> torch.Tensor:
         for part in parts:
             assert part.shape == (4, 2, 100, 64) and part.is_contiguous()
             read.append((part.data_ptr(), part.data_ptr() + part.nbytes))
-        out = real(q, *parts, enable_gqa=enable_gqa)
-        assert out.shape == q.shape and torch.isfinite(out).all()
+        out = real(q, *parts, **options)
+        assert out.numel() == 4 * some.slots.heads * 64
+        for number, length in enumerate(some.slots.lengths):
+            # Of a slot alone, its query heads in groups: what a mask is to come to.
+            keys, values = (part[number, :, :length] for part in parts)
+            queries = q[number].reshape(2, -1, 64)
+            alone = real(queries, keys, values)
+            torch.testing.assert_close(out[number].view_as(alone), alone, atol=2e-3, rtol=2e-2)
         return out
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
-    some = case(f"4:{heads}:100", (4,))
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
     chains = attention.Chains({LOCAL: buffer}, torch.float16, 132, replays=3)
     chains.fill()
@@ -355,6 +444,7 @@ def test_a_sweep_without_a_gpu(launched: Launched, monkeypatch: pytest.MonkeyPat
         taken.append(list(sizes))
         return allocate_tiers(sizes, torch.device("cpu"))
 
+    monkeypatch.setattr(attention.Chains, "local", lambda *_: (1e-3, 2e-3))
     monkeypatch.setattr(attention, "measure_ceilings", lambda *_: Ceilings(rates))
     monkeypatch.setattr(attention, "take", take)
     monkeypatch.setattr(attention, "head", lambda *values: {"command": values[-1]})
@@ -381,13 +471,23 @@ def test_a_sweep_without_a_gpu(launched: Launched, monkeypatch: pytest.MonkeyPat
     for row in found.rows:
         assert row["time_s"] == row["sdpa_s"] == 1e-2 / 4
         assert row["launches"] == 4 and row["predicted_s"] > 0
+        assert row["local_slowdown"] == (1 if 0 < row["ratio"] < 1 else None)
     assert len(launched) == 6 * 4
+
+
+@pytest.mark.gpu
+def test_a_background_that_ends_too_soon() -> None:
+    x = torch.zeros(1, device="cuda")
+    others = chain.Background(lambda _: x.add_(1), 1, length=3)
+    with pytest.raises(RuntimeError, match="too soon"), others.under_way():
+        torch.cuda.synchronize()
+    assert x.item() == 6
 
 
 @pytest.mark.gpu
 def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = sweep(
-        cases=("3:8/8:100", "4:32/8:2048"), ratios=("0", "0.5", TURNING_POINT), dtype="bfloat16"
+        cases=("3:8/8:100", "4:32/8:1-2048"), ratios=("0", "0.5", TURNING_POINT), dtype="bfloat16"
     )
     taken = torch.cuda.memory_allocated()
     found = attention.measure_attention(wanted, PROFILE, effort=TINY, command="it", note=print)
@@ -400,5 +500,7 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["bytes_per_s"] * row["time_s"] == pytest.approx(row["kv_bytes"])
         assert 0 < row["bound_over_time"] < 2, "ceilings and times measure the same thing"
         assert row["launches"] * row["kv_bytes"] > TINY.chain_bytes
+        slowdown = row["local_slowdown"]
+        assert -0.5 < slowdown < 5 if 0 < row["ratio"] < 1 else slowdown is None
     assert json.loads(as_text(found, "json"))["rows"] == list(found.rows)
     assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"

@@ -406,7 +406,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies, launches and graphs that a CPU does."""
 
-    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+    def seconds(launch: Callable[[], None], runs: int, *, beside: Any) -> list[float]:
         if runs > 2:  # not to find out how long a chain is to be
             launch()
         return [1e-2] * runs
@@ -428,7 +428,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+    def seconds(launch: Callable[[], None], runs: int, *, beside: Any) -> list[float]:
         seen.clear()
         launch()
         return [once * len(seen) / 3] * runs

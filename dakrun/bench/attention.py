@@ -10,12 +10,18 @@ length, and the new token is the last.
 
 torch's scaled_dot_product_attention does the same with keys and values [B, Hkv, L, D], contiguous,
 all of them in HBM whatever the ratio and with the new token among them, which it need not append.
+Where slots differ in length it is given a mask, and so reads what no slot needs, too; the bytes
+that count are those of the slots' own positions.
+
+Where slots lie in both tiers, those in HBM are also timed alone and beside reads of the others.
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,7 +30,7 @@ from dakrun.bench.attention_rows import AttentionRow, attention_columns
 from dakrun.bench.attention_sweep import AttentionSweep
 from dakrun.bench.cases import buffer_bytes, forecast
 from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.chain import launch_seconds
+from dakrun.bench.chain import LEAST_SECONDS, Background, Launch, launch_seconds
 from dakrun.bench.effort import FULL, Effort
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
@@ -38,13 +44,14 @@ from dakrun.bench.tiers import (
 )
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import attention_config
+from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import KVShape
 from dakrun.memory import ALIGNMENT, aligned
 from dakrun.units import format_bytes
 
 EFFORT = replace(FULL, least_launches=4)
+OUTLASTING = 4  # times the chain of HBM slots alone: beside remote reads it may take longer
 
 
 def measure_attention(
@@ -77,7 +84,7 @@ def measure_attention(
         chains.buffers.clear()  # else they keep the memory
     return Record(
         head=head("attention", sweep.dtype, ceilings, profile, command),
-        columns=attention_columns(),
+        columns=attention_columns(sweep),
         rows=tuple(rows),
     )
 
@@ -97,13 +104,18 @@ def _rows(
         for case in alike:
             expected = forecast(case, case.op(sweep.dtype), sweep.dtype, profile, remote)
             access = tier_access(profile, remote, expected.sms)
-            yield AttentionRow(
+            row = AttentionRow(
                 case=case,
                 samples_s=chains.splitk(case, access),
                 bound_s=ceilings.seconds(case.tier_bytes),
                 predicted_s=expected.seconds,
                 rival_s=sdpa_s,
             )
+            if 0 < case.ratio < 1:
+                remote_s = ceilings.seconds((0, *case.tier_bytes[1:]))
+                alone_s, beside_s = chains.local(case, access, remote_s)
+                row = replace(row, local_alone_s=alone_s, local_beside_s=beside_s)
+            yield row
 
 
 class Chains:
@@ -127,17 +139,50 @@ class Chains:
 
     def splitk(self, case: AttentionCase, access: Sequence[TierAccess]) -> list[float]:
         """SplitK_FlashAttn with the case's slots in each tier, read as `access` says."""
-        slots, dim = case.slots, case.head_dim
-        shape = KVShape(slots.kv_heads, dim, slots.length)
-        config = attention_config(shape, case.units, access, sms=self._sms)
-        workspace = Workspace.empty(config, slots.heads // slots.kv_heads, self._device)
-        caches = self._addresses(case)
-        lengths = torch.full(
-            (slots.batch,), slots.length - 1, dtype=torch.int32, device=self._device
+        launch = self._launch(case, self._config(case, access))
+        return launch_seconds(launch, case.launches, replays=self._replays)
+
+    def local(
+        self, case: AttentionCase, access: Sequence[TierAccess], remote_s: float
+    ) -> tuple[float, float]:
+        """The median of the slots in HBM alone, by all SMs; and beside reads of the remote ones.
+
+        A launch ends with its slowest part, so here each part is a launch of its own, by the SMs
+        that it has in the whole; reads of the remote slots, which take `remote_s` at least, follow
+        each other on a second stream for as long as those in HBM are timed.
+        """
+        config = self._config(case, access)
+        near, far = (
+            replace(config, slots=(slots,), ctas=(ctas,), windows=(window,))
+            for slots, ctas, window in zip(config.slots, config.ctas, config.windows, strict=True)
         )
+        alone = self._launch(case, replace(near, ctas=(self._sms,)))
+        alone_s = statistics.median(launch_seconds(alone, case.launches, replays=self._replays))
+        longest = OUTLASTING * (LEAST_SECONDS + case.launches * alone_s)
+        others = Background(
+            self._launch(case, far, first=case.units[0]),
+            case.launches,
+            length=math.ceil(longest / remote_s),
+        )
+        beside = launch_seconds(
+            self._launch(case, near), case.launches, replays=self._replays, beside=others.under_way
+        )
+        return alone_s, statistics.median(beside)
+
+    def _config(self, case: AttentionCase, access: Sequence[TierAccess]) -> AttentionConfig:
+        shape = KVShape(case.slots.kv_heads, case.head_dim, case.slots.length)
+        return attention_config(shape, case.units, access, sms=self._sms)
+
+    def _launch(self, case: AttentionCase, config: AttentionConfig, *, first: int = 0) -> Launch:
+        """Of those slots of the case that `config` is for, from the `first` on."""
+        slots, dim = case.slots, case.head_dim
+        some = slice(first, first + sum(config.slots))
+        workspace = Workspace.empty(config, slots.heads // slots.kv_heads, self._device)
+        caches = self._addresses(case)[:, some]
+        lengths = torch.tensor(slots.lengths[some], dtype=torch.int32, device=self._device) - 1
         parts = (slots.heads, slots.kv_heads, slots.kv_heads)
-        q, k, v = self._normal(slots.batch, sum(parts), dim).split(parts, dim=1)
-        out = torch.empty(slots.batch, slots.heads * dim, dtype=self._dtype, device=self._device)
+        q, k, v = self._normal(len(lengths), sum(parts), dim).split(parts, dim=1)
+        out = torch.empty(len(lengths), slots.heads * dim, dtype=self._dtype, device=self._device)
 
         def launch(operand: int) -> None:
             splitk_flash_attn(
@@ -145,7 +190,7 @@ class Chains:
                 scale=dim**-0.5, overlap=True,
             )  # fmt: skip
 
-        return launch_seconds(launch, case.launches, replays=self._replays)
+        return launch
 
     def sdpa(self, case: AttentionCase) -> list[float]:
         """torch with the case's keys and values contiguous and all in HBM."""
@@ -156,15 +201,28 @@ class Chains:
         starts = range(0, 2 * case.launches * aligned(nbytes), aligned(nbytes))
         parts = [local[at : at + nbytes].view(self._dtype).view(size) for at in starts]
         keys, values = parts[0::2], parts[1::2]
-        q = self._normal(slots.batch, slots.heads, 1, dim)
-        gqa = slots.heads != slots.kv_heads
+        q, options = self._sdpa_query(case)
 
         def launch(operand: int) -> None:
             torch.nn.functional.scaled_dot_product_attention(
-                q, keys[operand], values[operand], enable_gqa=gqa
+                q, keys[operand], values[operand], **options
             )
 
         return launch_seconds(launch, case.launches, replays=self._replays)
+
+    def _sdpa_query(self, case: AttentionCase) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Queries, and how the lengths are told."""
+        slots, dim = case.slots, case.head_dim
+        group = slots.heads // slots.kv_heads
+        if slots.shortest is None:
+            return self._normal(slots.batch, slots.heads, 1, dim), {"enable_gqa": group > 1}
+        # Not every kernel of torch takes both groups and masks: a group's heads become positions.
+        lengths = torch.tensor(slots.lengths, device=self._device)
+        behind = torch.arange(slots.length, device=self._device) >= lengths[:, None, None, None]
+        size = (slots.batch, 1, group, slots.length)
+        mask = torch.zeros(size, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(behind, -torch.inf)
+        return self._normal(slots.batch, slots.kv_heads, group, dim), {"attn_mask": mask}
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self._dtype, device=self._device)

@@ -4,8 +4,9 @@ Pure arithmetic on sizes that the caller gives; needs no GPU and no torch.
 """
 
 import itertools
+import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dakrun.bench.attention_sweep import AttentionSweep, Slots
 from dakrun.bench.cases import Case, units_by_tier
@@ -18,27 +19,36 @@ from dakrun.units import ceil_div
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase(Case):
-    """New tokens attend to `slots`, which are its units, and all full: what is kept is read."""
+    """New tokens attend to `slots`, which are its units, each with room for the longest."""
 
     slots: Slots
     head_dim: int
 
+    @property
+    def tier_bytes(self) -> tuple[int, ...]:
+        """Bytes that a launch reads of each tier: blocks with positions, the new token's too."""
+        block = self.unit_bytes // _blocks(self.slots.length)
+        lengths = iter(self.slots.lengths)
+        return tuple(
+            block * sum(map(_blocks, itertools.islice(lengths, count))) for count in self.units
+        )
+
     def op(self, dtype: BenchDtype) -> Op:
-        """What the planner makes of it, which counts no padding."""
+        """What the planner makes of it, which counts no padding, of slots of the mean length."""
         slots = self.slots
         return attention_op(
             (slots.heads, slots.kv_heads),
             self.head_dim,
             n=slots.batch,
-            length=slots.length,
-            positions=ceil_div(slots.length, KV_BLOCK) * KV_BLOCK,
+            length=statistics.fmean(slots.lengths),
+            positions=_blocks(slots.length) * KV_BLOCK,
             element_bytes=DTYPE_BYTES[dtype],
         )
 
 
 def slot_bytes(slots: Slots, head_dim: int, dtype: BenchDtype) -> int:
-    """Bytes that are read of each slot: whole blocks of keys and values, the new token's too."""
-    blocks = slots.kv_heads * ceil_div(slots.length, KV_BLOCK)
+    """Bytes that each slot has room for: whole blocks of keys and values, the new token's too."""
+    blocks = slots.kv_heads * _blocks(slots.length)
     return blocks * 2 * KV_BLOCK * head_dim * DTYPE_BYTES[dtype]
 
 
@@ -47,12 +57,16 @@ def attention_cases(
 ) -> Iterator[AttentionCase]:
     """The cases by batch and ratio, with slots in each of one or two `tiers`."""
     for slots, asked in itertools.product(sweep.slots, sweep.ratios):
-        size = slot_bytes(slots, sweep.head_dim, sweep.dtype)
-        yield AttentionCase(
+        once = AttentionCase(
             slots=slots,
             head_dim=sweep.head_dim,
             asked=asked,
             units=units_by_tier(slots.batch, asked, turning_point, tiers=tiers),
-            unit_bytes=size,
-            launches=effort.launches(slots.batch * size),
+            unit_bytes=slot_bytes(slots, sweep.head_dim, sweep.dtype),
+            launches=1,
         )
+        yield replace(once, launches=effort.launches(once.read_bytes))
+
+
+def _blocks(length: int) -> int:
+    return ceil_div(length, KV_BLOCK)

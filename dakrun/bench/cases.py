@@ -32,9 +32,14 @@ class Case:
         return sum(self.units[1:]) / sum(self.units)
 
     @property
-    def tier_bytes(self) -> tuple[int, ...]:
-        """Bytes that a launch reads of each tier: as they are stored, padding included."""
+    def held_bytes(self) -> tuple[int, ...]:
+        """Bytes of the operand in each tier: as they are stored, padding included."""
         return tuple(count * self.unit_bytes for count in self.units)
+
+    @property
+    def tier_bytes(self) -> tuple[int, ...]:
+        """Bytes that a launch reads of each tier: all that is there."""
+        return self.held_bytes
 
     @property
     def read_bytes(self) -> int:
@@ -71,13 +76,13 @@ def buffer_bytes(cases: Sequence[Case], alignment: int) -> list[int]:
 
     The local tier also holds them whole, for torch, each operand `alignment` bytes aligned.
     """
-    whole = max(case.launches * (case.read_bytes + alignment) for case in cases)
+    whole = max(case.launches * (sum(case.held_bytes) + alignment) for case in cases)
     sizes = [max(held) for held in zip(*(_held(case) for case in cases), strict=True)]
     return [-(-size // alignment) * alignment for size in (max(whole, sizes[0]), *sizes[1:])]
 
 
 def _held(case: Case) -> list[int]:
-    return [case.launches * nbytes for nbytes in case.tier_bytes]
+    return [case.launches * nbytes for nbytes in case.held_bytes]
 
 
 def forecast(

@@ -80,9 +80,10 @@ _OPTIONS = (
         "--case",
         "cases",
         multiple=True,
-        metavar="BATCH:HEADS/KV_HEADS:LENGTH",
-        help="attention: slots, query heads, KV heads, and positions with the new token; "
-        "repeatable. Default: ten cases from 8:56/56:64 to 1:32/8:131072.",
+        metavar="BATCH:HEADS/KV_HEADS:[SHORTEST-]LENGTH",
+        help="attention: slots, query heads, KV heads, and positions with the new token, as many "
+        "in each slot or between the two; repeatable. Default: ten cases from 8:56/56:64 to "
+        "1:32/8:131072.",
     ),
     click.option(
         "--head-dim",

@@ -5,6 +5,7 @@ Knows buffers, not profiles.
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -48,22 +49,34 @@ def _chain_seconds(bench: Bench, addresses: Sequence[int], size: int, overlap: b
     return [seconds / len(addresses) for seconds in graph_seconds(launch, bench.effort.runs)]
 
 
-def graph_seconds(launch: Callable[[], None], runs: int) -> list[float]:
-    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times."""
+def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of what `launch` puts on the current stream, which it first does once."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
+    return graph
+
+
+def graph_seconds(
+    launch: Callable[[], None],
+    runs: int,
+    *,
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[float]:
+    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times, within `beside`."""
+    graph = captured(launch)
 
     def samples() -> list[float]:
         found = []
         for _ in range(runs):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
+            with beside():
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
             found.append(float(start.elapsed_time(end)) * 1e-3)
         return found
 
