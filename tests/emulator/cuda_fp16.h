@@ -90,3 +90,7 @@ T min(T a, T b) {
   return b < a ? b : a;
 }
 using std::fmaxf;
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
