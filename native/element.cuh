@@ -26,3 +26,8 @@ __device__ __forceinline__ void convert(__half& to, float value) {
 __device__ __forceinline__ void convert(__nv_bfloat16& to, float value) {
   to = __float2bfloat16_rn(value);
 }
+
+// Eight neighbours, likewise.
+struct __align__(16) Chunk {
+  Element of[8];
+};

@@ -226,4 +226,19 @@ __device__ __forceinline__ void wait_for_dependencies() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// The larger ones of two pairs of 16-bit floats; where either is NaN, NaN, always the same without
+// a sign.
+
+__device__ __forceinline__ uint32_t max_nan(uint32_t a, uint32_t b, __half) {
+  uint32_t larger;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+__device__ __forceinline__ uint32_t max_nan(uint32_t a, uint32_t b, __nv_bfloat16) {
+  uint32_t larger;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
 }  // namespace ptx

@@ -4,7 +4,10 @@ prints what the compiler said of the kernels.
 torch is imported only if such tests were collected: the pure tests start without it.
 """
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -32,6 +35,26 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def emulated_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """What stands in for kernels.jit.kernel where there is no GPU; needs g++."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    from emulated import of_name
+
+    return of_name(lambda: tmp_path_factory.mktemp("kernel"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where kernels run: on the CPU, emulated, or on a GPU."""
+    if request.param == "cpu":
+        emulated = request.getfixturevalue("emulated_kernels")
+        monkeypatch.setattr("dakrun.kernels.jit.kernel", emulated)
+        monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
+    return request.param
 
 
 KERNEL_REPORTS = pytest.StashKey[list[str]]()

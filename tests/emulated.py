@@ -4,6 +4,7 @@ What runs is the kernel's own source and its Python wrapper; only the instructio
 """
 
 import ctypes
+import functools
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,23 @@ def kernels(
         if key not in built:
             built[key] = EmulatedKernel(source, name, struct, macros, folder())
         return built[key]
+
+    return kernel
+
+
+def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
+    """A stand-in for kernels.jit.kernel, which builds what it is asked for, once.
+
+    The arguments of the kernel `twice_two` are a struct TwiceTwoArgs.
+    """
+
+    @functools.cache
+    def build(source: str, name: str, macros: tuple[tuple[str, int], ...]) -> EmulatedKernel:
+        struct = name.title().replace("_", "") + "Args"
+        return EmulatedKernel(source, name, struct, dict(macros), folder())
+
+    def kernel(source: str, name: str, defines: dict[str, int] | None = None) -> EmulatedKernel:
+        return build(source, name, tuple((defines or {}).items()))
 
     return kernel
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dakrun.kernels import attention, gemm, jit, nvrtc
+from dakrun.kernels import attention, embed, gemm, jit, normalize, nvrtc, operands, select_greedy
 from dakrun.kernels.heuristics import X_TILES
 from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
 from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
@@ -26,7 +26,12 @@ ATTENTIONS = [
     for head_dim in HEAD_DIMS
     for group in (8, 16)
 ]
-OF_SOURCE = {gemm.SOURCE: GEMMS, attention.SOURCE: ATTENTIONS}
+OF_DTYPE = [operands.defines(dtype) for dtype in DTYPES]
+OF_SOURCE = {
+    gemm.SOURCE: GEMMS,
+    attention.SOURCE: ATTENTIONS,
+    **{wrapper.SOURCE: OF_DTYPE for wrapper in (embed, normalize, select_greedy)},
+}
 VARIANTS = [(source, defines) for source in SOURCES for defines in OF_SOURCE.get(source, [{}])]
 
 

@@ -20,6 +20,9 @@ struct float2 {
 struct float4 {
   float x, y, z, w;
 };
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
 struct Index {
   uint32_t x;
 };
@@ -90,3 +93,10 @@ T min(T a, T b) {
   return b < a ? b : a;
 }
 using std::fmaxf;
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
+inline float rsqrtf(float x) {
+  return 1.0f / std::sqrt(x);
+}

@@ -458,8 +458,28 @@ inline void named_barrier_sync(int number, int threads) {
   emulator::wait([&phase, mine] { return phase != mine; });
 }
 
+template <class Element>
+uint32_t max_nan(uint32_t a, uint32_t b, Element of) {
+  uint32_t larger = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto first = static_cast<uint16_t>(a >> shift), second = static_cast<uint16_t>(b >> shift);
+    const float x = to_float(first, of), y = to_float(second, of);
+    const bool takes_first = x > y || (x == y && !std::signbit(x));
+    const uint32_t bits = std::isnan(x) || std::isnan(y) ? 0x7fff : takes_first ? first : second;
+    larger |= bits << shift;
+  }
+  return larger;
+}
+
 }  // namespace ptx
 
 inline void __syncthreads() {
   ptx::named_barrier_sync(0, static_cast<int>(emulator::cta->fibers.size()));
 }
+
+struct BlockSize {
+  struct {
+    operator uint32_t() const { return static_cast<uint32_t>(emulator::cta->fibers.size()); }
+  } x;
+};
+inline BlockSize blockDim;

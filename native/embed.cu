@@ -1,0 +1,51 @@
+// Rows of a packed embedding table that may lie in several memory tiers, and learned positions.
+//
+// A thread brings a chunk of a row: once it knows the token, all reads are under way at once.
+
+#include "element.cuh"
+#include "packed.cuh"
+
+constexpr int kThreads = 256;
+
+struct EmbedArgs {
+  const int* tokens;         // [n]
+  const int* lengths;        // [n], negative in rows without a request; unused without positions
+  const Element* positions;  // [position_count, cols], or null
+  Element* out;              // [n, cols]
+  int rows, cols;            // of the table; columns in eights
+  int position_count, offset;
+  int row_ctas;        // CTAs of a row of `out`
+  PackedMatrix table;  // [rows, cols]
+};
+
+// The nearest of `count` rows.
+__device__ __forceinline__ int clamped(int row, int count) {
+  return min(max(row, 0), count - 1);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    embed(const __grid_constant__ EmbedArgs args) {
+  ptx::launch_dependents();
+  const int row = blockIdx.x / args.row_ctas;
+  const int number = blockIdx.x % args.row_ctas * kThreads + threadIdx.x;
+  ptx::wait_for_dependencies();
+  if (number >= args.cols / 8) return;
+  const auto chunk_of = [&](auto* matrix, int row) {
+    return matrix + static_cast<int64_t>(row) * args.cols + 8 * number;
+  };
+  const int length = args.positions ? args.lengths[row] : 0;
+  const int token = clamped(args.tokens[row], args.rows);
+  Chunk position;
+  if (args.positions) {
+    const int at = clamped(max(length, 0) + args.offset, args.position_count);
+    position = *reinterpret_cast<const Chunk*>(chunk_of(args.positions, at));
+  }
+  const Octet octet(args.table, token / kOctetRows);
+  Chunk sum = *reinterpret_cast<const Chunk*>(octet.chunk(token % kOctetRows, number));
+  if (args.positions) {
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      convert(sum.of[i], to_float(sum.of[i]) + to_float(position.of[i]));
+  }
+  *reinterpret_cast<Chunk*>(chunk_of(args.out, row)) = sum;
+}

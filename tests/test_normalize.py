@@ -1,0 +1,85 @@
+"""Norms are those of the models: a rounding apart, and as exact as torch's."""
+
+from typing import Any
+
+import pytest
+import torch
+from packed_matrices import normal
+from torch.nn import functional as F
+
+from dakrun.kernels.normalize import MAX_COLS, Norm, normalize
+from dakrun.kernels.packing import DTYPES
+from dakrun.models.layers import rms_norm
+
+EPS = 1e-5
+
+
+def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """By how many numbers of their dtype two tensors of finite ones differ at most."""
+
+    def ordered(values: torch.Tensor) -> torch.Tensor:
+        bits = values.cpu().contiguous().view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return int((ordered(a) - ordered(b)).abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [8, 1000, MAX_COLS])
+def test_rms_norm(cols: int, dtype: torch.dtype, kernel_device: str) -> None:
+    x, weight = (normal(*n, cols, dtype=dtype, device=kernel_device) for n in ((3,), ()))
+    x[1] *= 100
+    x[2] = 0
+    out = torch.full_like(x, torch.nan)
+    assert normalize(x, out, "rms", eps=EPS, weight=weight) is out
+    # A rounding that falls to the other side moves the product by up to two.
+    assert ulps(out, rms_norm(x, weight, EPS)) <= 2
+    normalize(x, out, "rms", eps=EPS)
+    assert ulps(out, rms_norm(x, torch.ones_like(weight), EPS)) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [40, 4096, 8200])
+def test_layer_norm(cols: int, dtype: torch.dtype, kernel_device: str) -> None:
+    x, weight = (normal(*n, cols, dtype=dtype, device=kernel_device) for n in ((4,), ()))
+    bias = weight.flip(0).contiguous()
+    x[1] = 0.01 * x[1] + 30  # a mean far larger than the distances to it
+    x[2] = 7
+    for w, b in ((weight, bias), (weight, None), (None, bias), (None, None)):
+        out = torch.full_like(x, torch.nan)
+        normalize(x, out, "layer", eps=EPS, weight=w, bias=b)
+        wide = [None if vector is None else vector.double() for vector in (w, b)]
+        exact = F.layer_norm(x.double(), (cols,), *wide, EPS)
+        errors = [
+            (found.double() - exact).abs().amax(-1)
+            for found in (out, F.layer_norm(x, (cols,), w, b, EPS))
+        ]
+        assert bool((errors[0] <= 2 * errors[1] + 1e-6).all()), errors
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_in_place(norm: Norm, kernel_device: str) -> None:
+    x = normal(3, 520, dtype=torch.bfloat16, device=kernel_device)
+    wanted = normalize(x, torch.empty_like(x), norm, eps=EPS)
+    assert torch.equal(normalize(x, x, norm, eps=EPS), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 64)}, r"x as \[N, K\] in 16 bits, got \[3, 64\] of torch.float32"),
+        ({"x": torch.zeros(3, 12).half()}, "expected up to 16384 columns, in eights, got 12"),
+        ({"x": torch.zeros(3, 16392).half()}, "in eights, got 16392"),
+        ({"x": torch.zeros(64, 3, 2)[..., 0].half().T}, "x to be contiguous and aligned to 16"),
+        ({"out": torch.zeros(3, 72).half()}, r"expected out as \[3, 64\] of torch.float16"),
+        ({"weight": torch.zeros(64).bfloat16()}, r"expected weight as \[64\] .* torch.bfloat16"),
+        ({"bias": torch.zeros(65).half()[1:]}, "bias to be contiguous and aligned to 16 bytes"),
+        ({"norm": "rms"}, "expected no bias with rms"),
+        ({}, "expected operands on the current GPU, got cpu"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"x": torch.zeros(3, 64).half(), "out": torch.zeros(3, 64).half()}
+    given |= {"norm": "layer", "eps": EPS, "bias": torch.zeros(64).half(), **change}
+    with pytest.raises(ValueError, match=message):
+        normalize(**given)

@@ -1,0 +1,98 @@
+"""Greedy tokens are torch.argmax's, and move their rows on; rows without a request stay."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from packed_matrices import normal
+
+from dakrun.kernels.packing import DTYPES
+from dakrun.kernels.select_greedy import select_greedy
+
+UNTOUCHED = -9
+
+
+def select(logits: torch.Tensor) -> list[int]:
+    """The tokens of rows that all have a request."""
+    n, device = len(logits), logits.device
+    tokens = torch.full((n,), UNTOUCHED, dtype=torch.int32, device=device)
+    lengths = torch.zeros(n, dtype=torch.int32, device=device)
+    slots = torch.arange(n, dtype=torch.int32, device=device)
+    log = torch.full((n, 1), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)
+    assert select_greedy(logits, tokens, lengths, slots, log) is tokens
+    assert lengths.tolist() == [1] * n  # which also waits for a GPU
+    assert log[:, 0].tolist() == tokens.tolist()
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 7, 1001, 33000])
+def test_it_is_argmax(vocabulary: int, dtype: torch.dtype, kernel_device: str) -> None:
+    """Many are equal in bfloat16; rows of odd sizes are not aligned."""
+    logits = normal(3, vocabulary, dtype=dtype, device=kernel_device)
+    assert select(logits) == logits.cpu().argmax(-1).tolist()
+    assert select(-logits.abs()) == (-logits.abs()).cpu().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_of_equals(dtype: torch.dtype, kernel_device: str) -> None:
+    logits = torch.full((5, 9001), -math.inf, dtype=dtype)
+    logits[1, [8191, 8190, 9000, 4500]] = 3.5
+    logits[2, 5:] = -2.0
+    logits[3] = -1e-3
+    logits[3, [17, 8200]] = torch.tensor([-0.0, 0.0], dtype=dtype)
+    logits[4] = 1e-7  # below the normal numbers of float16
+    logits[4, 7000:] = 2e-7
+    assert select(logits.to(kernel_device)) == [0, 4500, 5, 17, 7000]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_not_a_number_is_the_largest(dtype: torch.dtype, kernel_device: str) -> None:
+    logits = normal(4, 9001, dtype=dtype, device="cpu")
+    logits[:, 100] = math.inf
+    bits = logits.view(torch.int16)
+    bits[0, [8999, 300]] = 0x7FFF
+    bits[1, 9000] = -1  # with a sign
+    bits[2, [5000, 5001]] = torch.tensor([-1, 0x7FFF], dtype=torch.int16)
+    bits[3] = 0x7FC1
+    assert select(logits.to(kernel_device)) == [300, 9000, 5000, 0]
+
+
+def test_rows_move_on(kernel_device: str) -> None:
+    """Of slots in any order; of those without a request nothing changes."""
+    logits = normal(4, 512, dtype=torch.float16, device=kernel_device)
+    chosen = logits.argmax(-1).tolist()
+    integers = [[70, 71, 72, 73], [5, -1, 0, 11], [2, 0, 4, 1]]
+    tokens, lengths, slots = torch.tensor(integers, dtype=torch.int32, device=kernel_device)
+    log = torch.full((5, 3), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)
+    wanted = log.clone()
+    for step in range(4):
+        select_greedy(logits, tokens, lengths, slots, log)
+        for row, slot, start in ((0, 2, 5), (2, 4, 0), (3, 1, 11)):
+            wanted[slot, (start + step) % 3] = chosen[row]
+        assert lengths.tolist() == [6 + step, -1, 1 + step, 12 + step]
+        assert tokens.tolist() == [chosen[0], 71, chosen[2], chosen[3]]
+        assert torch.equal(log, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(3, 8)}, r"logits as \[N, V\] in 16 bits, got \[3, 8\] of torch.fl"),
+        ({"logits": torch.zeros(3, 0).half()}, r"logits as \[N, V\] in 16 bits, got \[3, 0\]"),
+        ({"logits": torch.zeros(8, 3).half().T}, "logits to be contiguous and aligned to 16 bytes"),
+        ({"tokens": torch.zeros(3).long()}, r"expected tokens as \[3\] of torch.int32 on cpu, got"),
+        ({"lengths": torch.zeros(4).int()}, r"expected lengths as \[3\] .* got \[4\]"),
+        ({"slots": torch.zeros(6).int()[::2]}, "slots to be contiguous and aligned to 4 bytes"),
+        ({"log": torch.zeros(3).int()}, r"log as \[slots, depth\] of torch.int32, got \[3\]"),
+        ({"log": torch.zeros(3, 0).int()}, r"log as \[slots, depth\] of torch.int32, got \[3, 0\]"),
+        ({"log": torch.zeros(3, 2).long()}, r"log as .* of torch.int32, got \[3, 2\] of torch.int"),
+        ({}, "expected operands on the current GPU, got cpu"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    integers = {name: torch.zeros(3).int() for name in ("tokens", "lengths", "slots")}
+    operands = {"logits": torch.zeros(3, 8).half(), "log": torch.zeros(3, 2).int(), **integers}
+    with pytest.raises(ValueError, match=message):
+        select_greedy(**{**operands, **change})
