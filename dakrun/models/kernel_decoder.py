@@ -227,7 +227,7 @@ class KernelDecoder:
     ) -> None:
         """`linear` for many rows, with a part of the rows of W at a time."""
         if norm != "none":
-            x = normalize(x, torch.empty_like(x), norm=norm, eps=self._eps)
+            x = normalize(x, torch.empty_like(x), norm, eps=self._eps)
         rows, cols = weight.shape
         step = max(1, PIECE_BYTES // (cols * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
         piece = x.new_empty(min(step, rows), cols)
@@ -248,6 +248,6 @@ class KernelDecoder:
         """The norm `name` of the rows of x, for norms that no matrix has folded."""
         named = name if self._norm == "rms" else f"{name}.weight"
         return normalize(
-            x, out, norm=self._norm, eps=self._eps, weight=self.resident.get(named),
+            x, out, self._norm, eps=self._eps, weight=self.resident.get(named),
             bias=self.resident.get(f"{name}.bias"), overlap=True,
         )  # fmt: skip
