@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,7 +110,8 @@ class Engine:
         finally:
             while self._steps:  # what is still being computed is nobody's
                 self._steps.popleft()
-                self.runner.collect()
+                with suppress(RuntimeError):  # of a GPU that has failed
+                    self.runner.collect()
 
     def _admit(self, request: Request, slot: int) -> _Running:
         length = len(request.prompt_ids)
