@@ -147,8 +147,9 @@ class Engine:
     def _launch(self, going: Sequence[_Running]) -> None:
         """Start a decode step: every request's newest token goes in, its next will come out."""
         rows = [Row(r.slot, r.cached, r.coming, r.request.params, r.seed) for r in going]
-        self._steps.append((time.perf_counter(), list(going)))
+        start = time.perf_counter()
         self.runner.launch(rows)
+        self._steps.append((start, list(going)))
         self.stats.step_rows += len(rows)
         self.stats.kv_bytes_read += sum(r.cached for r in going) * self._kv_bytes
         for r in going:
