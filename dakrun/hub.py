@@ -58,7 +58,8 @@ def model_directory(name: str) -> Path:
     if known_model(name) is not None:
         raise UsageError(
             f"{name!r} names an architecture for planning, not a checkpoint",
-            hint=f"give a model directory, or the hub id {hub_id(name)}",
+            hint=f"give a model directory, or the hub id {hub_id(name)}; "
+            "generate --load-format dummy makes random weights",
         )
     _require_hub_id(name)
     from huggingface_hub import snapshot_download

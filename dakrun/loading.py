@@ -15,12 +15,11 @@ from dakrun.checkpoint import Manifest, Request, Source, Weights
 from dakrun.folding import fold, interleaved
 from dakrun.kernels import storage
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.packing import OCTET_ROWS, PackedTensor, octet_bytes
+from dakrun.kernels.packing import PackedTensor, octet_bytes
+from dakrun.kernels.storage import PIECE_ELEMENTS
 from dakrun.memory import PartitionedTensor, Tier, aligned
 from dakrun.plan.plan import Plan
 from dakrun.streaming import reader_count
-
-PIECE_ELEMENTS = 1 << 24  # that are read, folded and packed at a time
 
 
 class Tensors(Protocol):
@@ -169,7 +168,7 @@ def _fill(
     jobs = [
         (name, piece)
         for name, matrix in matrices.items()
-        for piece in storage.pieces(matrix, PIECE_ELEMENTS // (OCTET_ROWS * matrix.shape[1]))
+        for piece in storage.pieces(matrix, PIECE_ELEMENTS)
     ]
     requests = [manifest.request(name, piece.rows) for name, piece in jobs]
     for (name, piece), tensors in zip(jobs, source.stream(requests, device), strict=True):

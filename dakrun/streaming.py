@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,9 +38,9 @@ class Extent:
 
     def rows(self, start: int, stop: int) -> "Extent":
         """The same of the rows start ... stop - 1."""
-        row = Extent(self.path, self.descriptor, 0, self.shape[1:], self.dtype).nbytes
-        shape = (stop - start, *self.shape[1:])
-        return Extent(self.path, self.descriptor, self.offset + start * row, shape, self.dtype)
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        offset, shape = self.offset + start * row_bytes, (stop - start, *self.shape[1:])
+        return replace(self, offset=offset, shape=shape)
 
 
 def reader_count() -> int:

@@ -79,7 +79,7 @@ def test_pieces_of_any_size_make_the_same(
     expected = packed(weight, splits)
     blank = [replace(part, data=torch.full_like(part.data, 0x7F)) for part in expected.parts]
     tensor, rows = PackedTensor(expected.shape, weight.dtype, tuple(blank)), 0
-    for piece in pieces(tensor, limit):
+    for piece in pieces(tensor, limit * OCTET_ROWS * weight.shape[1]):
         octets = octet_count(piece.rows.stop - piece.rows.start)
         assert piece.rows.start == rows and octets <= max(limit, piece.part.split.group)
         write(piece, weight[piece.rows])

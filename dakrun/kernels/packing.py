@@ -138,12 +138,11 @@ def write(weight: torch.Tensor, split: Split, data: torch.Tensor, first: int) ->
     """
     rows, cols = weight.shape
     octets, width = octet_count(rows), padded_cols(cols)
-    if (octets * OCTET_ROWS, width) != (rows, cols):
-        padding = (0, width - cols, 0, octets * OCTET_ROWS - rows)
-        weight = torch.nn.functional.pad(weight, padding)
-    rows_of_atoms = weight.reshape(octets, OCTET_ROWS, width // ATOM_COLS, -1, CHUNK)
-    atoms = _swizzled(rows_of_atoms.permute(2, 0, 1, 3, 4))  # column, octet, row, chunk
-    for stored, of in _alike(data, split, first, atoms.flatten(2).view(torch.int64)):
+    padded = weight.new_zeros(octets * OCTET_ROWS, width)
+    padded[:rows, :cols] = weight
+    words = padded.view(torch.int64).view(octets, OCTET_ROWS, -1, ATOM_COLS // CHUNK, 2)
+    atoms = _swizzled(words.permute(2, 0, 1, 3, 4))  # column, octet, row, chunk
+    for stored, of in _alike(data, split, first, atoms.flatten(2)):
         stored.copy_(of)
 
 
@@ -155,7 +154,7 @@ def _unpack(data: torch.Tensor, cols: int, split: Split) -> torch.Tensor:
         for stored, to in _alike(data, split, first, atoms):
             to.copy_(stored)
         pieces.append(atoms)
-    shape = (columns, split.octets, OCTET_ROWS, ATOM_COLS // CHUNK, -1)
+    shape = (columns, split.octets, OCTET_ROWS, ATOM_COLS // CHUNK, 2)
     atoms = _swizzled(torch.cat(pieces, 1).view(shape))
     return atoms.permute(1, 2, 0, 3, 4).reshape(split.octets * OCTET_ROWS, -1)
 
@@ -194,7 +193,7 @@ def _equal(count: int, size: int) -> list[tuple[int, int, int]]:
 
 
 def _swizzled(atoms: torch.Tensor) -> torch.Tensor:
-    """[..., rows, chunks, elements] with chunk c of row r at c ^ r; its own inverse."""
+    """[..., rows, chunks, words] with chunk c of row r at c ^ r; its own inverse."""
     rows = torch.arange(OCTET_ROWS, device=atoms.device)[:, None]
     moved = torch.arange(ATOM_COLS // CHUNK, device=atoms.device) ^ rows
     return atoms[..., rows, moved, :]

@@ -13,7 +13,9 @@ from dakrun.kernels import packing
 from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.packing import CHUNK, DTYPES, PackedPart, PackedTensor, octet_bytes, stretches
 from dakrun.memory import Tier
-from dakrun.octets import first_row
+from dakrun.octets import OCTET_ROWS, first_row
+
+PIECE_ELEMENTS = 1 << 24  # to write at a time, as packing takes memory, too
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ def allocate(
     return PackedTensor(shape, dtype, tuple(parts))
 
 
-def pieces(weight: PackedTensor, octets: int) -> Iterator[Piece]:
-    """All of a matrix in pieces of up to `octets`, but a group of its tier at least, in order."""
-    height, before = weight.shape[0], 0
+def pieces(weight: PackedTensor, elements: int) -> Iterator[Piece]:
+    """A matrix in pieces of up to `elements`, but a group of octets at least, in their order."""
+    (height, cols), before = weight.shape, 0
     for part in weight.parts:
-        for first, count in stretches(part.split, octets):
+        for first, count in stretches(part.split, elements // (OCTET_ROWS * cols)):
             top = before + first
             yield Piece(part, first, slice(first_row(top, height), first_row(top + count, height)))
         before += part.split.octets

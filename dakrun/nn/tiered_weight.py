@@ -11,9 +11,7 @@ from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import PackedTensor, octet_bytes
 from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
 from dakrun.nn.remote_tier import remote_count, sm_count
-from dakrun.octets import OCTET_ROWS, first_row, octet_count
-
-PIECE_ELEMENTS = 1 << 24  # that are packed at a time, as packing takes memory, too
+from dakrun.octets import first_row, octet_count
 
 TieredWeight = PackedTensor | PartitionedTensor
 
@@ -61,7 +59,7 @@ def fill(weight: TieredWeight, dense: torch.Tensor, device: torch.device) -> Non
         for part in weight.parts:
             part.data.copy_(dense[part.rows])
         return
-    for piece in storage.pieces(weight, PIECE_ELEMENTS // (OCTET_ROWS * dense.shape[1])):
+    for piece in storage.pieces(weight, storage.PIECE_ELEMENTS):
         storage.write(piece, dense[piece.rows].to(device, weight.dtype))
     if device.type == "cuda":  # an overlapping launch does not wait for these copies
         torch.cuda.synchronize(device)
