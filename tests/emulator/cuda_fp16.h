@@ -85,6 +85,9 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
 inline float __expf(float x) {
   return std::exp(x);
 }
+inline float rsqrtf(float x) {
+  return 1 / std::sqrt(x);
+}
 inline float __fdividef(float x, float y) {
   return x / y;
 }
