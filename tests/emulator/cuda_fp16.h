@@ -100,6 +100,3 @@ template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
-inline float rsqrtf(float x) {
-  return 1.0f / std::sqrt(x);
-}
