@@ -15,6 +15,7 @@ from dakrun import hub, memory
 from dakrun.checkpoint import Checkpoint, load
 from dakrun.config import Dtype, SamplingParams, Workload
 from dakrun.engine.engine import Engine
+from dakrun.engine.gpu_errors import gpu_errors
 from dakrun.engine.kvcache import KVCache
 from dakrun.engine.request import Completion, Request
 from dakrun.engine.rows import BadRow, PromptRules
@@ -139,7 +140,8 @@ class LLM:
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions as they finish; requests are only taken when a slot is free."""
-        return self.engine.generate(requests)
+        with gpu_errors():
+            yield from self.engine.generate(requests)
 
     def report(self, wall_s: float | None = None) -> dict[str, Any]:
         """The report of all that was generated so far: see report.make_report.
@@ -153,7 +155,8 @@ class LLM:
         return make_report(
             self.plan,
             stats,
-            self.engine.runner.op_seconds,
+            self.engine.runner.op_seconds(round(self.plan.workload.mean_kv_len)),
+            self.engine.runner.details(),
             device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
             load_s=self.load_s,
             wall_s=wall_s,

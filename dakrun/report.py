@@ -27,12 +27,15 @@ def make_report(
     plan: Plan,
     stats: EngineStats,
     op_seconds: Mapping[str, float],
+    details: Mapping[str, Any],
     *,
     device: str,
     load_s: float,
     wall_s: float,
 ) -> dict[str, Any]:
     """The run's report as JSON-ready data (schema 1); `device` is the name of what computed.
+
+    `op_seconds` are those of a step by op, as measured, `details` what the runner adds.
 
     EB is the model's weight bytes over the mean decode step time (arXiv 2604.26074); EB total
     counts the weight and KV bytes that the steps really read. Figures that a run without a
@@ -72,13 +75,14 @@ def make_report(
             (weights_read * steps + stats.kv_bytes_read) / decode_s if decode_s else None
         ),
         "predicted_step_s": plan.predicted_s,
+        **details,
         "ops": [
             {
                 "name": op.op.name,
                 "layers": op.op.layers,
                 "bound_s": sum(op.bounds_s),
                 "predicted_s": sum(op.predicted_s),
-                "measured_s": op_seconds[op.op.name] / steps if op.op.name in op_seconds else None,
+                "measured_s": op_seconds.get(op.op.name),
             }
             for op in plan.ops
         ],

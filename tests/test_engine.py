@@ -10,7 +10,7 @@ import torch
 from dakrun.config import SamplingParams
 from dakrun.engine import engine as engine_module
 from dakrun.engine.request import Completion, Request
-from dakrun.errors import UsageError
+from dakrun.errors import CannotRun, UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
 
@@ -157,7 +157,7 @@ def test_statistics_count_what_was_done(path: Path) -> None:
     assert stats.kv_bytes_read == cached * llm.config.kv_bytes_per_token
     assert len(stats.ttft_s) == len(stats.tpot_s) == 4
     assert all(c.ttft_s > 0 and c.tpot_s > 0 for c in completions)
-    assert set(llm.engine.runner.decoder.op_seconds) == {o.op.name for o in llm.plan.ops}
+    assert set(llm.engine.runner.op_seconds(8)) == {o.op.name for o in llm.plan.ops}
 
 
 def test_report_has_figures_with_units(path: Path) -> None:
@@ -181,6 +181,36 @@ def test_a_run_without_decode_steps_has_a_report(path: Path) -> None:
     list(llm.stream(requests(1, max_tokens=1)))
     assert llm.report(1.0)["eb_bytes_per_s"] is None
     assert llm.report(1.0)["tpot_s"] is None
+
+
+def test_a_failing_gpu_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(path, batch_size=2)
+    runner = llm.engine.runner
+    launches = runner.launch
+
+    def failing(rows: object) -> None:
+        if runner._steps == 3:
+            raise RuntimeError("CUDA error: an illegal memory access\nand much more")
+        launches(rows)
+
+    monkeypatch.setattr(runner, "launch", failing)
+    rows = [*requests(1, max_tokens=2), *requests(3)[1:]]
+    finished = []
+    with pytest.raises(CannotRun, match=r"^the GPU failed: CUDA error: an illegal memory access$"):
+        for completion in llm.stream(rows):
+            finished.append(completion.id)
+    assert finished == ["r0"]
+
+
+def test_other_errors_stay_what_they_are(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(path)
+
+    def failing(rows: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(llm.engine.runner, "launch", failing)
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(llm.stream(requests(1)))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_not_a_number_is_the_largest(dtype: torch.dtype, kernel_device: str) -> 
 def test_rows_move_on(kernel_device: str) -> None:
     """Of slots in any order; of those without a request nothing changes."""
     logits = normal(4, 512, dtype=torch.float16, device=kernel_device)
-    chosen = logits.argmax(-1).tolist()
+    chosen = logits.cpu().argmax(-1).tolist()
     integers = [[70, 71, 72, 73], [5, -1, 0, 11], [2, 0, 4, 1]]
     tokens, lengths, slots = torch.tensor(integers, dtype=torch.int32, device=kernel_device)
     log = torch.full((5, 3), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,7 +110,8 @@ class Engine:
         finally:
             while self._steps:  # what is still being computed is nobody's
                 self._steps.popleft()
-                self.runner.collect()
+                with suppress(RuntimeError):  # of a GPU that has failed
+                    self.runner.collect()
 
     def _admit(self, request: Request, slot: int) -> _Running:
         length = len(request.prompt_ids)
@@ -145,8 +147,9 @@ class Engine:
     def _launch(self, going: Sequence[_Running]) -> None:
         """Start a decode step: every request's newest token goes in, its next will come out."""
         rows = [Row(r.slot, r.cached, r.coming, r.request.params, r.seed) for r in going]
-        self._steps.append((time.perf_counter(), list(going)))
+        start = time.perf_counter()
         self.runner.launch(rows)
+        self._steps.append((start, list(going)))
         self.stats.step_rows += len(rows)
         self.stats.kv_bytes_read += sum(r.cached for r in going) * self._kv_bytes
         for r in going:

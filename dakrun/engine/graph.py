@@ -3,19 +3,35 @@
 Knows neither what is launched nor why.
 """
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def capture(launches: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+def capture(launches: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     """A graph of what `launches` launches, with its memory from `pool`."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, pool=pool):
         launches()
     graph.instantiate()
     return graph
+
+
+def replay_seconds(launches: Callable[[], object], replays: int = 5) -> float:
+    """Seconds of what `launches` launches, as a graph: the median of some replays."""
+    graph = capture(launches, torch.cuda.graph_pool_handle())
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
 
 
 def edge_kinds(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:

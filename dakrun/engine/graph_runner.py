@@ -3,14 +3,17 @@
 Knows rows and slots; what a step computes is the decoder's, what is sampled the sampler's.
 """
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
 from dakrun.engine.buckets import Bucket, buckets, fill_order, fitting
-from dakrun.engine.graph import capture
+from dakrun.engine.graph import capture, replay_seconds
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Row, choose
@@ -18,7 +21,7 @@ from dakrun.kernels.attention import Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.select_greedy import select_greedy
-from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands
+from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands, Resident
 from dakrun.models.layers import Segment
 from dakrun.nn.remote_tier import sm_count
 
@@ -63,8 +66,8 @@ class GraphRunner:
         """Captures all buckets; `accesses` says how attention reads the tiers."""
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
-        self.gaps_s: list[float] = []  # between replays, on the GPU
-        self._decoder, self._operands, self._cache = decoder, operands, cache
+        self._gaps_s: list[float] = []  # between replays, on the GPU
+        self.decoder, self._operands, self._cache = decoder, operands, cache
         self._accesses = tuple(accesses)
         self._prompts = PromptPass(decoder, cache)
         self._buckets = buckets(cache.counts)
@@ -79,13 +82,17 @@ class GraphRunner:
         self._caches = cache.addresses.clone()  # by row
         self._activations = Activations.empty(decoder.config, batch, decoder.like)
         self._logits = decoder.like.new_empty(batch, decoder.config.vocab_size)
-        self._workspaces: dict[Bucket, tuple[AttentionConfig, Workspace]] = {}
+        self._attention: dict[Bucket, tuple[AttentionConfig, Workspace]] = {}
         self._capture()
 
-    @property
-    def op_seconds(self) -> Mapping[str, float]:
-        """None are measured: all ops of a step are one graph."""
-        return {}
+    def details(self) -> dict[str, Any]:
+        """How often each bucket was replayed, with how many rows of padding, and gaps between."""
+        gaps = statistics.median(self._gaps_s) if self._gaps_s else None
+        buckets = [
+            {"rows": rows, "replays": count, "padding_rows": self.replays.padding[rows]}
+            for rows, count in sorted(self.replays.count.items())
+        ]
+        return {"buckets": buckets, "replay_gap_s": gaps}
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
@@ -110,7 +117,7 @@ class GraphRunner:
             self._map(mapped, rows)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        self._graphs[bucket].replay()
+        self.graphs[bucket].replay()
         sampled = None
         if any(row.params.temperature > 0 for row in rows):
             sampled = self._sample(rows, mapped)
@@ -124,7 +131,7 @@ class GraphRunner:
         step = self._steps.popleft()
         step.end.synchronize()
         if self._last is not None:
-            self.gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
+            self._gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
         self._last = step
         if step.sampled is not None:
             return [int(token) for token in step.sampled]
@@ -140,20 +147,28 @@ class GraphRunner:
 
     def _capture(self) -> None:
         """Capture all buckets, the largest first, in one pool of memory."""
-        self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         for bucket in reversed(self._buckets):
-            self._workspaces[bucket] = self._attention(bucket)
+            self._attention[bucket] = self._attention_of(bucket)
             self._step(bucket)  # compiles kernels, all rows being idle
-            self._graphs[bucket] = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
+            self.graphs[bucket] = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
 
     def _step(self, bucket: Bucket) -> None:
         """Launch a decode step of the rows of a bucket."""
-        n, decoder = sum(bucket), self._decoder
+        self._operands.begin()
+        for _, launch in self._ops(bucket, self._operands):
+            launch()
+        self._operands.end()
+
+    def _ops(
+        self, bucket: Bucket, operands: Operands
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
+        """The launches of a step, under the names of the plan's ops."""
+        n, decoder = sum(bucket), self.decoder
         tokens, slots, lengths = (x[:n] for x in (self._tokens, self._slots, self._lengths))
-        a, logits, (config, workspace) = (
-            self._activations.first(n), self._logits[:n], self._workspaces[bucket],
-        )  # fmt: skip
+        a, logits = self._activations.first(n), self._logits[:n]
+        config, workspace = self._attention[bucket]
 
         def attend(layer: int, qkv: torch.Tensor, heads: torch.Tensor) -> None:
             q, k, v = decoder.heads(qkv)
@@ -162,19 +177,41 @@ class GraphRunner:
                 scale=decoder.scale, rotations=decoder.rotations, overlap=True,
             )  # fmt: skip
 
-        self._operands.begin()
-        decoder.embed(tokens, lengths, a.x)
-        decoder.layers(self._operands, a, attend)
-        decoder.logits(self._operands, a.x, logits)
-        self._operands.end()
-        select_greedy(logits, tokens, lengths, slots, self._log, overlap=True)
+        yield "embedding", partial(decoder.embed, tokens, lengths, a.x)
+        yield from decoder.ops(operands, a, attend)
+        yield "lm_head", partial(decoder.logits, operands, a.x, logits)
+        yield (
+            "sampling",
+            partial(select_greedy, logits, tokens, lengths, slots, self._log, overlap=True),
+        )
 
-    def _attention(self, bucket: Bucket) -> tuple[AttentionConfig, Workspace]:
-        cache, device = self._cache, self._decoder.like.device
+    @torch.inference_mode()
+    def op_seconds(self, length: int) -> dict[str, float]:
+        """Seconds of a full batch's step by op, each op's launches of all layers in one graph.
+
+        Slots are `length` positions long; matrices are read where they lie. No step may be running,
+        and no request: what slots hold is overwritten.
+        """
+        bucket = self._buckets[-1]
+        self._mapped = None
+        self._slots.copy_(self._on_gpu(range(sum(bucket))))
+        self._caches.copy_(self._cache.addresses)
+        launches: dict[str, list[Callable[[], object]]] = defaultdict(list)
+        for name, launch in self._ops(bucket, Resident(self.decoder.matrices)):
+            launches[name].append(launch)
+        found = {}
+        for name, chain in launches.items():
+            self._lengths.fill_(length)
+            found[name] = replay_seconds(lambda chain=chain: [launch() for launch in chain])  # type: ignore[misc]
+        self._lengths.fill_(IDLE)
+        return found
+
+    def _attention_of(self, bucket: Bucket) -> tuple[AttentionConfig, Workspace]:
+        cache, device = self._cache, self.decoder.like.device
         config = attention_config(
             cache.shape, bucket, self._accesses, sms=sm_count(device), capacity=cache.slots
         )
-        model = self._decoder.config
+        model = self.decoder.config
         group = model.num_heads // model.num_kv_heads
         return config, Workspace.empty(config, group, device)
 
@@ -219,4 +256,4 @@ class GraphRunner:
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:
         """int32 on the GPU, without waiting for it."""
         pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=True)
-        return pinned.to(self._decoder.like.device, non_blocking=True)
+        return pinned.to(self.decoder.like.device, non_blocking=True)

@@ -43,7 +43,8 @@ class PromptPass:
                 heads[part] = self._attend(layer, s, q[part], k[part], v[part])
                 first += s.length
 
-        decoder.layers(self._operands, a, attend)
+        for _, launch in decoder.ops(self._operands, a, attend):
+            launch()
         ends = torch.tensor([s.length for s in segments], device=like.device).cumsum(0) - 1
         logits = like.new_empty(len(segments), decoder.config.vocab_size)
         decoder.logits(self._operands, a.x[ends], logits)

@@ -7,7 +7,7 @@ GPU's kernels.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,16 +36,21 @@ class Runner(Protocol):
     """A model in its tiers, with slots for requests.
 
     `order` are the slots, those to fill first first. `ahead` steps may be launched before the
-    tokens of the oldest are collected. `op_seconds` is the time of every kind of op over all decode
-    steps, where it was measured.
+    tokens of the oldest are collected.
     """
 
     order: Sequence[int]
     ahead: int
 
-    @property
-    def op_seconds(self) -> Mapping[str, float]:
-        """Seconds by op."""
+    def op_seconds(self, length: int) -> Mapping[str, float]:
+        """Seconds of a decode step by op, as far as known; of a full batch of such lengths.
+
+        No request may be running.
+        """
+        ...
+
+    def details(self) -> dict[str, Any]:
+        """What else a report says of the run, JSON-ready."""
         ...
 
     def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
@@ -73,13 +78,18 @@ class TorchRunner:
     def __init__(self, decoder: Decoder, cache: KVCache, device: torch.device) -> None:
         self.order: Sequence[int] = range(cache.slots)
         self.decoder, self.cache, self._device = decoder, cache, device
+        self._steps = 0
         self._newest: dict[int, int] = {}  # token by slot
         self._chosen: deque[list[int]] = deque()  # by step
 
-    @property
-    def op_seconds(self) -> Mapping[str, float]:
-        """Seconds by op, on a CPU."""
-        return self.decoder.op_seconds
+    def op_seconds(self, length: int) -> Mapping[str, float]:
+        """Seconds by op, the mean of all steps so far, on a CPU."""
+        del length
+        return {name: total / self._steps for name, total in self.decoder.op_seconds.items()}
+
+    def details(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
@@ -100,6 +110,7 @@ class TorchRunner:
         tokens = torch.tensor([self._newest[slot] for slot in slots], device=self._device)
         positions = [row.position for row in rows]
         logits = self.decoder.decode(tokens, positions, slots, self.cache)
+        self._steps += 1
         self._chosen.append(choose(logits, rows).tolist())
         self.begin(slots, self._chosen[-1])
 

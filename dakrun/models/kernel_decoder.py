@@ -6,8 +6,9 @@ than the scale of its rows.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -152,20 +153,32 @@ class KernelDecoder:
                 overlap=True,
             )  # fmt: skip
 
-    def layers(self, operands: Operands, a: Activations, attend: Attend) -> None:
-        """Take a.x through all layers, in place; `attend(layer, qkv, heads)` fills `heads`."""
+    def ops(
+        self, operands: Operands, a: Activations, attend: Attend
+    ) -> Iterator[tuple[str, Callable[[], None]]]:
+        """What takes a.x through all layers, in place, launch by launch under the op's name.
+
+        `attend(layer, qkv, heads)` fills `heads`. Norms that are not folded go with the op before.
+        """
         up, down = self._ffn_ops
+
+        def added(name: str, x: torch.Tensor, norm: str) -> None:
+            self.linear(operands, name, x, a.x, residual=a.x)
+            if not self.config.pre_norm:
+                self._normalize(norm, a.x, a.x)
+
         for i in range(self.config.num_layers):
-            layer = f"layers.{i}"
-            self.linear(operands, f"{layer}.qkv", a.x, a.qkv)
-            attend(i, a.qkv, a.heads)
-            self.linear(operands, f"{layer}.o", a.heads, a.x, residual=a.x)
-            if not self.config.pre_norm:
-                self._normalize(f"{layer}.attention_norm", a.x, a.x)
-            self.linear(operands, f"{layer}.{up}", a.x, a.ffn, activation=self._activation)
-            self.linear(operands, f"{layer}.{down}", a.ffn, a.x, residual=a.x)
-            if not self.config.pre_norm:
-                self._normalize(f"{layer}.ffn_norm", a.x, a.x)
+            name = f"layers.{i}"
+            yield "qkv", partial(self.linear, operands, f"{name}.qkv", a.x, a.qkv)
+            yield "attention", partial(attend, i, a.qkv, a.heads)
+            yield "o", partial(added, f"{name}.o", a.heads, f"{name}.attention_norm")
+            yield (
+                up,
+                partial(
+                    self.linear, operands, f"{name}.{up}", a.x, a.ffn, activation=self._activation
+                ),
+            )
+            yield down, partial(added, f"{name}.{down}", a.ffn, f"{name}.ffn_norm")
 
     def logits(self, operands: Operands, x: torch.Tensor, out: torch.Tensor) -> None:
         """out [n, V] of what the layers left in x [n, H]."""
@@ -227,7 +240,7 @@ class KernelDecoder:
     ) -> None:
         """`linear` for many rows, with a part of the rows of W at a time."""
         if norm != "none":
-            x = normalize(x, torch.empty_like(x), norm=norm, eps=self._eps)
+            x = normalize(x, torch.empty_like(x), norm, eps=self._eps)
         rows, cols = weight.shape
         step = max(1, PIECE_BYTES // (cols * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
         piece = x.new_empty(min(step, rows), cols)
@@ -248,6 +261,6 @@ class KernelDecoder:
         """The norm `name` of the rows of x, for norms that no matrix has folded."""
         named = name if self._norm == "rms" else f"{name}.weight"
         return normalize(
-            x, out, norm=self._norm, eps=self._eps, weight=self.resident.get(named),
+            x, out, self._norm, eps=self._eps, weight=self.resident.get(named),
             bias=self.resident.get(f"{name}.bias"), overlap=True,
         )  # fmt: skip

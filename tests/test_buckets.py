@@ -1,0 +1,50 @@
+"""Batch buckets: enough of them, spread over the tiers, and always one that fits."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun.engine.buckets import buckets, fill_order, fitting
+
+COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any)
+
+
+def test_sizes() -> None:
+    assert [sum(b) for b in buckets((8,))] == [1, 2, 4, 8]
+    assert [sum(b) for b in buckets((5,))] == [1, 2, 4, 5]
+    assert [sum(b) for b in buckets((200,))] == [1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 192, 200]
+    assert [sum(b) for b in buckets((512,))][-3:] == [384, 448, 512]
+    assert buckets((6, 2)) == [(1, 0), (2, 0), (3, 1), (6, 2)]
+
+
+def test_slots_are_filled_evenly() -> None:
+    assert fill_order((4, 2)) == [0, 4, 1, 2, 5, 3]
+    assert fill_order((3, 0)) == [0, 1, 2]
+
+
+@given(COUNTS)
+def test_all_slots_have_a_turn(counts: list[int]) -> None:
+    assert sorted(fill_order(counts)) == list(range(sum(counts)))
+    options = buckets(counts)
+    assert options[-1] == tuple(counts)
+    assert [sum(b) for b in options] == sorted({sum(b) for b in options})
+
+
+@given(COUNTS, st.data())
+def test_the_smallest_that_fits(counts: list[int], data: st.DataObject) -> None:
+    used = [data.draw(st.integers(0, count)) for count in counts]
+    options = buckets(counts)
+    found = fitting(options, used)
+    assert all(room >= n for room, n in zip(found, used, strict=True))
+    for smaller in options[: options.index(found)]:
+        assert any(room < n for room, n in zip(smaller, used, strict=True))
+
+
+@given(COUNTS)
+def test_slots_filled_in_order_need_no_larger_bucket(counts: list[int]) -> None:
+    order, options = fill_order(counts), buckets(counts)
+    for size in (sum(b) for b in options):
+        used, first = [], 0
+        for count in counts:
+            used.append(sum(first <= slot < first + count for slot in order[:size]))
+            first += count
+        assert sum(fitting(options, used)) == size

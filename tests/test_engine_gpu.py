@@ -1,0 +1,156 @@
+"""The engine on the GPU's kernels, against transformers in float32 and against itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
+
+from dakrun.config import SamplingParams
+from dakrun.engine.graph import edge_kinds
+from dakrun.engine.graph_runner import GraphRunner
+from dakrun.llm import LLM
+from dakrun.plan.planner import Policy
+
+pytestmark = pytest.mark.gpu
+VOCAB = 5003
+NEW = 64
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "opt": OPTConfig(num_attention_heads=32, ffn_dim=8192, init_std=0.04, **COMMON),
+    "opt-like-350m": OPTConfig(
+        num_attention_heads=32, ffn_dim=2048, word_embed_proj_dim=512, do_layer_norm_before=False,
+        init_std=0.04, **COMMON,
+    ),
+    "llama-gqa": LlamaConfig(
+        num_attention_heads=16, num_key_value_heads=4, intermediate_size=5632,
+        initializer_range=0.04, **COMMON,
+    ),
+    "llama-tied": LlamaConfig(
+        num_attention_heads=32, num_key_value_heads=8, intermediate_size=4096,
+        initializer_range=0.04, tie_word_embeddings=True, **COMMON,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    """A checkpoint in float16, and the same in float32 on the GPU; norms and biases at random."""
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
+    for name, parameter in reference.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.1)
+    reference = reference.half()
+    path = tmp_path_factory.mktemp("model")
+    reference.save_pretrained(path)
+    return path, reference.float().cuda().eval()
+
+
+def load(path: Path, batch_size: int, **policy: object) -> LLM:
+    return LLM(
+        path, device="cuda", batch_size=batch_size, max_model_len=320, expected_tokens=NEW,
+        policy=Policy(**policy),
+    )  # fmt: skip
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 200, (count,), generator=generator).tolist()
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def greedy(llm: LLM, given: list[list[int]], tokens: int = NEW) -> list[tuple[int, ...]]:
+    return [c.token_ids for c in llm.generate(given, SamplingParams(max_tokens=tokens))]
+
+
+@torch.no_grad()
+def shortfall(reference: PreTrainedModel, prompt: list[int], tokens: tuple[int, ...]) -> float:
+    """By how much the reference likes some token less than its own choice, in logits' deviations.
+
+    It is given what was generated before.
+    """
+    ids = torch.tensor([[*prompt, *tokens]], device="cuda")
+    logits = reference(ids).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+    return float(((logits.amax(1) - chosen) / logits.std()).max())
+
+
+def test_tokens_are_the_reference_s(model: tuple[Path, PreTrainedModel]) -> None:
+    path, reference = model
+    given = prompts(64)
+    with load(path, 16, offload_ratio=0.2, kv_offload_ratio=0.25) as llm:
+        assert isinstance(llm.engine.runner, GraphRunner)
+        found = greedy(llm, given)
+    worst = max(shortfall(reference, p, t) for p, t in zip(given, found, strict=True))
+    assert worst < 0.02, "beyond what float16 rounds"
+
+
+def test_what_lies_elsewhere_changes_no_bit(model: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = model
+    given = prompts(12)
+    found = []
+    for policy in (
+        {"offload_ratio": 0.0},
+        {"offload_ratio": 0.3, "kv_offload_ratio": 0.5, "transport": "direct"},
+        {"offload_ratio": 0.3, "kv_offload_ratio": 0.0, "transport": "staged"},
+        {"offload_ratio": 1.0, "transport": "direct"},
+        {"offload_ratio": 1.0, "transport": "staged"},
+    ):
+        with load(path, 8, **policy) as llm:
+            found.append(greedy(llm, given))
+    assert all(other == found[0] for other in found[1:])
+
+
+def test_idle_rows_change_no_bit(model: tuple[Path, PreTrainedModel]) -> None:
+    """A request alone, and one in a bucket of which others have ended."""
+    path, _ = model
+    (given,) = prompts(1)
+    with load(path, 8, offload_ratio=0.1) as llm:
+        alone = greedy(llm, [given])[0]
+        params = [SamplingParams(max_tokens=n) for n in (NEW, 3, 5, 9, 20)]
+        assert llm.generate([given] * 5, params)[0].token_ids == alone
+        assert llm.generate([given] * 5, params[::-1])[4].token_ids == alone
+
+
+def test_launches_overlap(model: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = model
+    with load(path, 8, offload_ratio=0.1, transport="direct") as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, GraphRunner)
+        for graph in runner.graphs.values():
+            overlapping, others = edge_kinds(graph)
+            plain = 2 * ("project_in" in runner.decoder.matrices)
+            assert overlapping >= 4 * 5 and others <= 4 * plain
+
+
+def test_samples_do_not_depend_on_the_batch(model: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = model
+    given = prompts(6)
+    params = SamplingParams(max_tokens=24, temperature=1.0, top_k=50, top_p=0.9, seed=3)
+    results = []
+    for batch in (1, 6):
+        with load(path, batch) as llm:
+            results.append([c.token_ids for c in llm.generate(given, params)])
+    assert results[0] == results[1]
+
+
+def test_long_prompts_go_through_cublas(model: tuple[Path, PreTrainedModel]) -> None:
+    """Together they have more rows than go through the kernels, in chunks."""
+    path, reference = model
+    generator = torch.Generator().manual_seed(2)
+    given = torch.randint(3, VOCAB, (12, 250), generator=generator).tolist()
+    with load(path, 12, offload_ratio=0.2) as llm:
+        found = greedy(llm, given, 16)
+    worst = max(shortfall(reference, p, t) for p, t in zip(given, found, strict=True))
+    assert worst < 0.02

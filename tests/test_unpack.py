@@ -1,0 +1,54 @@
+"""What was packed comes back, whole or in pieces, from whichever tiers; nothing else is written."""
+
+import pytest
+import torch
+from packed_matrices import CASES, normal, packed
+
+from dakrun.kernels.packing import DTYPES, Split
+from dakrun.kernels.unpack import unpack
+
+
+def guarded(like: torch.Tensor) -> torch.Tensor:
+    """Rows of NaN in the shape of `like`, and 8 behind them that nobody may write."""
+    return like.new_full((len(like) + 8, like.shape[1]), torch.nan)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols", "splits"), [*CASES, (16, 2120, (Split(2, 1, 2, 512),))])
+def test_all_rows(
+    rows: int, cols: int, splits: tuple[Split, ...], dtype: torch.dtype, kernel_device: str
+) -> None:
+    dense = normal(rows, cols, dtype=dtype, device=kernel_device)
+    room = guarded(dense)
+    assert unpack(packed(dense, splits), room[:rows]).data_ptr() == room.data_ptr()
+    assert torch.equal(room[:rows], dense) and bool(room[rows:].isnan().all())
+
+
+@pytest.mark.parametrize("piece", [8, 64, 104])
+def test_pieces(piece: int, kernel_device: str) -> None:
+    rows, cols, splits = CASES[2]
+    dense = normal(rows, cols, dtype=torch.float16, device=kernel_device)
+    weight = packed(dense, splits)
+    for first in range(0, rows, piece):
+        wanted = dense[first : first + piece]
+        room = guarded(wanted)
+        unpack(weight, room[: len(wanted)], first_row=first)
+        assert torch.equal(room[: len(wanted)], wanted)
+        assert bool(room[len(wanted) :].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "message"),
+    [
+        ((8, 64), 4, "some of 20 rows, from a multiple of 8 on, got 8 from 4 on"),
+        ((8, 64), 16, "got 8 from 16 on"),
+        ((8, 64), -8, "got 8 from -8 on"),
+        ((0, 64), 0, "got 0 from 0 on"),
+        ((8, 72), 0, r"expected out as \[8, 64\] of torch.float16 on cpu, got \[8, 72\]"),
+        ((20, 64), 0, "expected operands on the current GPU, got cpu"),
+    ],
+)
+def test_what_does_not_fit_is_refused(shape: tuple[int, int], first: int, message: str) -> None:
+    weight = packed(torch.zeros(20, 64).half(), (Split(3, 1, 2, 64),))
+    with pytest.raises(ValueError, match=message):
+        unpack(weight, torch.zeros(shape).half(), first_row=first)
