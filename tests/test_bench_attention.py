@@ -75,6 +75,7 @@ def record() -> Record:
         "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
         "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
         "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
+        "ceilings_measured": True, "copied_bytes_per_s": None,
         "command": "dakrun bench --kernel attention",
     }  # fmt: skip
     return Record(head=head, columns=attention_columns(sweep()), rows=(found.figures(),))
@@ -250,9 +251,10 @@ def test_forms() -> None:
         (("--head-dim", "72"), 2, "'72' is not one of", "--help"),
         (("--dtype", "float32"), 2, "'float32' is not one of", "--help"),
         (("-o", "a.txt"), 2, "a.txt: a benchmark is written as", "-o a.csv"),
-        *((args, 2, f"{args[0]} is an option of --kernel gemm, not attention", "--head-dim")
-          for args in (("--shape", "8x8"), ("--model", "opt-30b"), ("--rows", "8"),
-                       ("--ablations",))),
+        *((args, 2, f"{args[0]} is an option of --kernel gemm, not of --kernel attention",
+           "--head-dim") for args in (("--shape", "8x8"), ("--rows", "8"), ("--ablations",))),
+        (("--model", "opt-30b"), 2, "of --kernel gemm and whole models, not of --kernel attention",
+         "leave it out"),
         (("-n", "8"), 2, "--rows is an option of --kernel gemm", "--case, --head-dim"),
         ((), 3, "needs a CUDA GPU", "dakrun doctor"),
     ],
@@ -266,7 +268,7 @@ def test_errors(
 
 @pytest.mark.parametrize("args", [("--case", "1:8/8:64"), ("--head-dim", "128")])
 def test_options_of_the_other_kernel(args: tuple[str, ...]) -> None:
-    said = f"{args[0]} is an option of --kernel attention, not gemm"
+    said = f"{args[0]} is an option of --kernel attention, not of --kernel gemm"
     refused(run(*args, kernel="gemm"), 2, said, "--shape, --model, --rows, --ablations")
 
 

@@ -85,6 +85,7 @@ def record(rows: int = 2, **asked: Any) -> Record:
         "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
         "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
         "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
+        "ceilings_measured": True, "copied_bytes_per_s": None,
         "command": "dakrun bench --kernel gemm -n 8",
     }  # fmt: skip
     figures = found.figures(ablations=wanted.ablations)
@@ -121,7 +122,7 @@ def test_malformed_shapes(text: str, said: str, hint: str) -> None:
 def test_pure_parts_start_without_torch() -> None:
     pure = (
         *("ceilings", "effort", "gemm_cases", "gemm_rows", "gemm_sweep", "attention_rows"),
-        *("options", "output", "run"),
+        *("model_limit", "model_plot", "model_rows", "model_sweep", "options", "output", "run"),
     )
     code = f"import sys, {', '.join(f'dakrun.bench.{name}' for name in pure)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -83,7 +83,7 @@ def measure_attention(
             rows.append(row.figures())
         chains.buffers.clear()  # else they keep the memory
     return Record(
-        head=head("attention", sweep.dtype, ceilings, profile, command),
+        head=head({"kernel": "attention"}, sweep.dtype, ceilings, profile, command),
         columns=attention_columns(sweep),
         rows=tuple(rows),
     )

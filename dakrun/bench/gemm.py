@@ -94,7 +94,7 @@ def measure_gemm(
         rows = _Bench(sweep, profile, ceilings, chains, note).rows(cases)
         chains.buffers.clear()  # else they keep the memory
     return Record(
-        head=head("gemm", sweep.dtype, ceilings, profile, command),
+        head=head({"kernel": "gemm"}, sweep.dtype, ceilings, profile, command),
         columns=gemm_columns(sweep),
         rows=tuple(row.figures(ablations=sweep.ablations) for row in rows),
     )
