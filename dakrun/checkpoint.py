@@ -1,30 +1,33 @@
-"""Safetensors checkpoints, read by slices straight into the tiers that the plan names.
+"""Safetensors checkpoints: which tensors make up a model's operands, and where in files they lie.
 
 Knows files and tensor names, but not what a model computes with them.
 """
 
+import json
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from dakrun.errors import CannotRun, UsageError
+from dakrun.folding import Fold
 from dakrun.hf_config import read_json_object
-from dakrun.memory import PartitionedTensor, Tier
+from dakrun.kernels.packing import PackedTensor
+from dakrun.memory import PartitionedTensor
+from dakrun.streaming import Extent, read, stream
 
 INDEX = "model.safetensors.index.json"
-FLOATS = ("F16", "BF16", "F32", "F64")  # as safetensors calls them
+DTYPES = {  # by safetensors' names
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+HEADER_SIZE_BYTES = 8
 COPY_BYTES = 8 << 20
-MAX_READERS = 8
 
 Source = tuple[str, tuple[int, ...]]
-Placement = Sequence[tuple[str, int]]
+Request = Sequence[tuple[Source, slice]]
 
 
 @dataclass(frozen=True)
@@ -33,22 +36,41 @@ class Manifest:
 
     `matrices` are placed by the plan, `resident` tensors (norms, biases, positions) stay local;
     an operand made of several (tensor name, shape) sources stacks them along dimension 0.
+
+    Where matrices are packed, a norm is `folded` into some, under names of `resident`, and the
+    sources of `interleaved` ones, and of their biases, take turns row by row.
     """
 
     matrices: Mapping[str, tuple[Source, ...]]
     resident: Mapping[str, tuple[Source, ...]]
+    folded: Mapping[str, Fold] = field(default_factory=dict)
+    interleaved: frozenset[str] = frozenset()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of an operand once its sources are stacked."""
-        sources = self.matrices[name] if name in self.matrices else self.resident[name]
-        return (sum(shape[0] for _, shape in sources), *sources[0][1][1:])
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Shape of a matrix, all its sources together."""
+        shapes = [shape for _, shape in self.matrices[name]]
+        return sum(shape[0] for shape in shapes), shapes[0][1]
+
+    def request(self, matrix: str, rows: slice) -> Request:
+        """The rows of the sources that make up rows of a packed matrix, whole octets."""
+        sources = self.matrices[matrix]
+        if matrix in self.interleaved:
+            turn = len(sources)
+            return [(source, slice(rows.start // turn, rows.stop // turn)) for source in sources]
+        found, top = [], 0
+        for source in sources:
+            start, stop = max(rows.start, top), min(rows.stop, top + source[1][0])
+            if start < stop:
+                found.append((source, slice(start - top, stop - top)))
+            top += source[1][0]
+        return found
 
 
 @dataclass(frozen=True)
 class Weights:
     """A model's operands where they were loaded to, under the manifest's names."""
 
-    matrices: Mapping[str, PartitionedTensor]
+    matrices: Mapping[str, PackedTensor | PartitionedTensor]
     resident: Mapping[str, torch.Tensor]
 
 
@@ -57,107 +79,98 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._descriptors: list[int] = []
+        self._tensors: dict[str, tuple[str, Extent | None]] = {}  # with the stored type's name
         try:
             for path in _weight_files(directory):
-                file = self._stack.enter_context(_open(path))
-                self._files |= dict.fromkeys(file.keys(), file)
+                self._tensors |= self._open(path)
         except BaseException:
-            self._stack.close()
+            self._close()
             raise
 
     def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self._close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the tensor `name`."""
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def stored_dtype(self, name: str) -> str:
-        """The type that the tensor `name` is stored in, as safetensors calls it: F16, I8, ..."""
-        return str(self._files[name].get_slice(name).get_dtype())
+        return name in self._tensors
 
     def check(self, manifest: Manifest) -> None:
         """CannotRun unless every tensor of `manifest` is here with its shape, in a float type."""
         for sources in (*manifest.matrices.values(), *manifest.resident.values()):
             for name, shape in sources:
-                if name not in self._files:
+                if name not in self._tensors:
                     raise CannotRun(
                         f"{self.directory}: tensor {name} is missing",
                         hint="config.json and the safetensors files do not belong together, "
                         "or a file was not copied",
                     )
-                if (stored := self.stored_dtype(name)) not in FLOATS:
+                stored, extent = self._tensors[name]
+                if extent is None:
                     raise CannotRun(
                         f"{self.directory}: tensor {name} is stored as {stored}, not as floats "
                         "of 16 bits or more",
                         hint="use the checkpoint that it was made from: float16, bfloat16 or "
                         "float32",
                     )
-                if self.shape(name) != shape:
+                if extent.shape != shape:
                     raise CannotRun(
-                        f"{self.directory}: tensor {name} is {_by(self.shape(name))}, "
+                        f"{self.directory}: tensor {name} is {_by(extent.shape)}, "
                         f"config.json says {_by(shape)}",
                         hint="config.json and the safetensors files do not belong together",
                     )
 
-    def copy(self, name: str, rows: slice, out: torch.Tensor) -> None:
-        """Copy tensor[rows] into `out`, converting its dtype."""
-        source = self._files[name].get_slice(name)
-        step = max(1, COPY_BYTES // max(1, out[:1].numel() * out.element_size()))
-        for start in range(rows.start, rows.stop, step):
-            stop = min(start + step, rows.stop)
-            out[start - rows.start : stop - rows.start].copy_(source[start:stop])
+    def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
+        """Copy rows of a tensor into `out`, contiguous, converting its dtype."""
+        extent = self._extent(source, rows)
+        if out.dtype == extent.dtype and out.device.type == "cpu":
+            read(extent, out)
+            return
+        count = len(out)
+        step = max(1, COPY_BYTES * count // extent.nbytes)
+        for start in range(0, count, step):
+            some = extent.rows(start, min(start + step, count))
+            piece = torch.empty(some.shape, dtype=some.dtype)
+            read(some, piece)
+            out[start : start + step].copy_(piece)
 
+    def stream(
+        self, requests: Sequence[Request], device: torch.device
+    ) -> Iterator[list[torch.Tensor]]:
+        """What is asked for in each request, as stored, on `device`: see streaming.stream."""
+        return stream([[self._extent(*rows) for rows in each] for each in requests], device)
 
-def load(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
-    placements: Mapping[str, Placement],
-    tiers: Mapping[str, Tier],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Weights:
-    """Allocate and fill every operand; `placements` gives (tier, octets) of each matrix.
+    def _extent(self, source: Source, rows: slice) -> Extent:
+        extent = self._tensors[source[0]][1]
+        assert extent is not None, "check() came first"
+        return extent.rows(rows.start, rows.stop)
 
-    Resident tensors go to `device`. Nothing is allocated before the checkpoint was checked.
-    """
-    checkpoint.check(manifest)
-    matrices, resident = {}, {}
-    with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1)) as readers:
-        jobs = []
-        for name, sources in manifest.matrices.items():
-            rows, cols = manifest.shape(name)
-            matrices[name] = PartitionedTensor.empty((rows, cols), dtype, placements[name], tiers)
-            for part in matrices[name].parts:
-                jobs.append(readers.submit(_fill, checkpoint, sources, part.rows, part.data))
-        for name, sources in manifest.resident.items():
-            shape = manifest.shape(name)
-            out = resident[name] = torch.empty(shape, dtype=dtype, device=device)
-            jobs.append(readers.submit(_fill, checkpoint, sources, slice(0, shape[0]), out))
-        for job in jobs:
-            job.result()
-    return Weights(matrices, resident)
+    def _open(self, path: Path) -> dict[str, tuple[str, Extent | None]]:
+        """The tensors of one file; CannotRun where it is none that is whole."""
+        try:
+            with safe_open(path, framework="pt"):  # checks all of the header
+                descriptor = os.open(path, os.O_RDONLY)
+        except (SafetensorError, OSError) as problem:
+            raise CannotRun(
+                f"{path}: not a whole safetensors file ({problem})", hint="copy the file anew"
+            ) from None
+        self._descriptors.append(descriptor)
+        size = int.from_bytes(os.pread(descriptor, HEADER_SIZE_BYTES, 0), "little")
+        header = json.loads(os.pread(descriptor, size, HEADER_SIZE_BYTES))
+        header.pop("__metadata__", None)
+        tensors: dict[str, tuple[str, Extent | None]] = {}
+        for name, entry in header.items():
+            offset = HEADER_SIZE_BYTES + size + entry["data_offsets"][0]
+            dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+            extent = None if dtype is None else Extent(str(path), descriptor, offset, shape, dtype)
+            tensors[name] = (entry["dtype"], extent)
+        return tensors
 
-
-def _fill(
-    checkpoint: Checkpoint, sources: Sequence[Source], rows: slice, out: torch.Tensor
-) -> None:
-    """Copy rows of the stacked sources into `out`."""
-    top = 0
-    for name, shape in sources:
-        start, stop = max(rows.start, top), min(rows.stop, top + shape[0])
-        if start < stop:
-            target = out[start - rows.start : stop - rows.start]
-            checkpoint.copy(name, slice(start - top, stop - top), target)
-        top += shape[0]
+    def _close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -185,15 +198,6 @@ def _weight_files(directory: Path) -> list[Path]:
     raise CannotRun(
         f"{directory}: has no safetensors files", hint="copy the checkpoint's *.safetensors"
     )
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as problem:
-        raise CannotRun(
-            f"{path}: not a whole safetensors file ({problem})", hint="copy the file anew"
-        ) from None
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -20,6 +20,7 @@ from dakrun.options import (
     Size,
     device_option,
     length_options,
+    load_format_option,
     model_options,
     policy_options,
     profile_option,
@@ -129,6 +130,7 @@ def plan(
 @device_option("Where to compute.")
 @profile_option
 @policy_options
+@load_format_option
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
@@ -143,6 +145,7 @@ def generate(
     device: Any,
     profile: str,
     policy: Any,
+    load_format: Any,
     report_path: str | None,
     resume: bool,
     overwrite: bool,
@@ -184,6 +187,7 @@ def generate(
             expected_tokens=params.max_tokens,
             policy=policy,
             needs_tokenizer=reader.needs_tokenizer(),
+            load_format=load_format,
         ) as llm,
     ):
         stderr = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)

@@ -5,6 +5,7 @@ Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +13,9 @@ from typing import Any, Literal
 import torch
 
 from dakrun import hub, memory
-from dakrun.checkpoint import Checkpoint, load
-from dakrun.config import Dtype, SamplingParams, Workload
+from dakrun.checkpoint import Checkpoint
+from dakrun.config import Dtype, ModelConfig, SamplingParams, Workload
+from dakrun.dummy import Dummy
 from dakrun.engine.engine import Engine
 from dakrun.engine.gpu_errors import gpu_errors
 from dakrun.engine.kvcache import KVCache
@@ -25,6 +27,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.host_limits import available_host_memory
+from dakrun.loading import load, tier_capacities
 from dakrun.models.layers import Decoder
 from dakrun.models.llama import Llama
 from dakrun.models.opt import Opt
@@ -33,6 +36,7 @@ from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.report import make_report
 
 DEFAULT_MAX_MODEL_LEN = 4096
+LoadFormat = Literal["auto", "dummy"]
 DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
 
@@ -46,6 +50,7 @@ class LLM:
     `profile` "auto" takes the one that `dakrun profile` kept of this device, or else a shipped one:
     unlike the command `generate`, an LLM never stops to measure.
     A checkpoint without tokenizer takes and gives token ids, unless `needs_tokenizer`.
+    `load_format` "dummy" makes random weights, for which a config.json will do, or a known name.
     Raises UsageError for what cannot be meant and CannotRun for what this machine cannot do.
     """
 
@@ -63,11 +68,9 @@ class LLM:
         expected_prompt: int | None = None,
         policy: Policy | None = None,
         needs_tokenizer: bool = False,
+        load_format: LoadFormat = "auto",
     ) -> None:
-        directory = hub.model_directory(str(model))
-        self.config = read_model_config(directory)
-        if not Path(model).is_dir():  # a hub id: its folder is named after a commit
-            self.config = replace(self.config, name=str(model))
+        self.config, directory = _model(str(model), load_format)
         if dtype != "auto":
             self.config = self.config.with_dtype(dtype)
         self.device = _device(device)
@@ -90,7 +93,7 @@ class LLM:
         self._engine: Engine | None = None
         self.load_s = -time.perf_counter()
         try:
-            decoder, cache = self._load(directory)
+            decoder, cache = self._load(None if load_format == "dummy" else directory)
             self.load_s += time.perf_counter()
             decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
             runner = TorchRunner(decoder, cache, self.device)
@@ -209,21 +212,31 @@ class LLM:
             return host, host
         return torch.cuda.mem_get_info(self.device)[0] + self.profile.context_bytes, host
 
-    def _load(self, directory: Path) -> tuple[Decoder, KVCache]:
+    def _load(self, directory: Path | None) -> tuple[Decoder, KVCache]:
+        """What decodes, with the weights of the checkpoint in `directory`, or random ones."""
         kind, dtype = DECODERS[self.config.family], getattr(torch, self.config.dtype)
-        with Checkpoint(directory) as checkpoint:
-            manifest = kind.manifest(self.config, checkpoint.__contains__)
-            checkpoint.check(manifest)
-            capacities = memory.tier_capacities(self.plan)
+        with Checkpoint(directory) if directory else nullcontext(Dummy()) as source:
+            manifest = kind.manifest(self.config, source.__contains__)
+            source.check(manifest)
+            capacities = tier_capacities(self.plan, packed=False)
             tiers = self._tiers = memory.allocate_tiers(capacities, self.device)
             cache = KVCache(self.plan, tiers, dtype)
-            placements = {
-                op.op.layer_name(layer): self.plan.placement(op.op.name, layer)
-                for op in self.plan.weights()
-                for layer in range(op.op.layers)
-            }
-            weights = load(checkpoint, manifest, placements, tiers, dtype, self.device)
+            weights = load(source, manifest, self.plan, tiers, self.device)
         return kind(self.config, weights, self.plan.workload.max_model_len), cache
+
+
+def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:
+    """The architecture, and the folder that has the checkpoint, or for random weights may be."""
+    folder = Path(name).expanduser()
+    if load_format == "dummy":
+        config = hub.model_config(name)
+        random = replace(config, name=f"{config.name} with random weights")
+        return random, folder if folder.is_dir() else None
+    directory = hub.model_directory(name)
+    config = read_model_config(directory)
+    if not folder.is_dir():  # a hub id: its folder is named after a commit
+        config = replace(config, name=name)
+    return config, directory
 
 
 def _device(name: str) -> torch.device:
@@ -235,7 +248,14 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def _tokenizer(directory: Path, *, needed: bool) -> Tokenizer | None:
+def _tokenizer(directory: Path | None, *, needed: bool) -> Tokenizer | None:
+    if directory is None:
+        if needed:
+            raise UsageError(
+                "random weights of a model that is no folder come without a tokenizer",
+                hint="give prompts as prompt_token_ids, or a folder with config.json and tokenizer",
+            )
+        return None
     return Tokenizer.load(directory) if needed or Tokenizer.is_in(directory) else None
 
 

@@ -1,7 +1,6 @@
 """Tiers: the memories that a plan fills, and matrices whose octets lie in several of them.
 
-Host and GPU memory come from host_memory.py and device_memory.py. Knows plans as numbers of units,
-not models.
+Host and GPU memory come from host_memory.py and device_memory.py. Knows no plans and no models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from dakrun.host_limits import available_host_memory as available_host_memory
 from dakrun.host_limits import check_host_memory
 from dakrun.host_memory import HostBlock, check_page_locking, locked_block
 from dakrun.octets import first_row, octet_count
-from dakrun.plan.planner import Plan
 
 ALIGNMENT = 256
 HOST = "host"
@@ -128,17 +126,6 @@ class PartitionedTensor:
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to what an allocation occupies."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def tier_capacities(plan: Plan) -> dict[str, int]:
-    """Bytes of each tier that hold the plan's matrices and KV slots, alignment included."""
-    attention = plan.op("attention")
-    sizes = [aligned(attention.resident_bytes(number)) for number in range(len(plan.tiers))]
-    for op in plan.weights():
-        for counts in op.placement:
-            for number, nbytes in enumerate(op.op.tier_bytes(counts)):
-                sizes[number] += aligned(nbytes)
-    return dict(zip(plan.tiers, sizes, strict=True))
 
 
 def allocate_tiers(capacities: Mapping[str, int], device: torch.device) -> Tiers:

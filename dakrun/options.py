@@ -139,6 +139,14 @@ profile_option = click.option(
     "measures where no profile of its GPU is kept.",
 )
 
+load_format_option = click.option(
+    "--load-format",
+    type=click.Choice(["auto", "dummy"]),
+    default="auto",
+    show_default=True,
+    help="dummy: random weights, for which a config.json will do, or a known name.",
+)
+
 _policy_options = _together(
     click.option("--hbm-budget", type=Size(), help="GPU memory to use, like 20GiB."),
     click.option("--host-budget", type=Size(), help="Host memory to use, like 100GiB."),

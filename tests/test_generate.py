@@ -219,3 +219,20 @@ def test_demo_answers_at_least_95_percent() -> None:
     assert result.exit_code == 0, result.output
     assert int(result.stdout.split(" of 200 sums are right")[0].split()[-1]) >= 190
     assert "TPOT" in result.stdout
+
+
+def test_random_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((MODEL / "config.json").read_bytes())
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"id": "a", "prompt_token_ids": [5, 6, 7]}\n', encoding="utf-8")
+    options = ("--load-format", "dummy", "--max-tokens", 4, "--ignore-eos")
+    result = run(*base(prompts, out, *options, model=tmp_path))
+    assert result.exit_code == 0, result.stderr
+    assert len(rows(out)["a"]["token_ids"]) == 4 and "with random weights" in result.stderr
+
+
+def test_a_known_name_has_random_weights_but_no_tokenizer(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    result = run(*base(prompts, out, "--load-format", "dummy", model=Path("opt-125m")))
+    assert result.exit_code == 2
+    assert "come without a tokenizer" in result.stderr and "prompt_token_ids" in result.stderr

@@ -21,7 +21,7 @@ LAYERS = (
     ("bench", "report", "plot", "doctor", "demo", "convert", "llm", "generate"),
     ("engine", "probe", "machine_checks", "picture"),
     ("models", "nn"),
-    ("kernels", "checkpoint", "bins"),
+    ("kernels", "checkpoint", "loading", "dummy", "streaming", "folding", "bins"),
     ("memory", "host_memory", "device_memory", "host_limits", "plan"),
     ("hardware", "hardware_parts", "config", "hf_config", "known_models", "hub"),
     ("errors", "octets", "units", "resources", "interrupt", "__init__"),

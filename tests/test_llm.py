@@ -56,3 +56,13 @@ def test_a_failed_load_gives_the_memory_back(
         LLM(path, device="cpu", batch_size=2, policy=POLICY)
     assert len(blocks) == 2
     assert all(block._mapping is None and block.tensor.numel() == 0 for block in blocks)
+
+
+def test_random_weights_need_no_more_than_a_config(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    tokens = []
+    for policy in (POLICY, Policy(offload_ratio=0.0)):
+        with LLM(tmp_path, device="cpu", batch_size=2, policy=policy, load_format="dummy") as llm:
+            tokens.append([row.token_ids for row in llm.generate([[5, 6, 7], [8]])])
+            assert llm.report()["model"]["name"] == f"{tmp_path.name} with random weights"
+    assert tokens[0] == tokens[1] and len(tokens[0][0]) == 128

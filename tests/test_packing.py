@@ -1,6 +1,7 @@
 """Packed matrices: what `pack` lays out comes back, byte for byte as the module documents it."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dakrun.kernels.packing import (
     pack,
     padded_cols,
 )
+from dakrun.kernels.storage import pieces, write
 from dakrun.octets import OCTET_ROWS, octet_count
 
 ATOM_BYTES = 1024
@@ -67,6 +69,24 @@ def test_what_is_packed_comes_back(matrix: tuple[torch.Tensor, list[Split]]) -> 
     assert same_bits(tensor.dense(), weight) and tensor.dense().is_contiguous()
     stored = octet_count(weight.shape[0]) * octet_bytes(weight.shape[1])
     assert sum(part.data.numel() for part in tensor.parts) == stored
+
+
+@given(matrices(), st.integers(1, 60))
+def test_pieces_of_any_size_make_the_same(
+    matrix: tuple[torch.Tensor, list[Split]], limit: int
+) -> None:
+    weight, splits = matrix
+    expected = packed(weight, splits)
+    blank = [replace(part, data=torch.full_like(part.data, 0x7F)) for part in expected.parts]
+    tensor, rows = PackedTensor(expected.shape, weight.dtype, tuple(blank)), 0
+    for piece in pieces(tensor, limit):
+        octets = octet_count(piece.rows.stop - piece.rows.start)
+        assert piece.rows.start == rows and octets <= max(limit, piece.part.split.group)
+        write(piece, weight[piece.rows])
+        rows = piece.rows.stop
+    assert rows == len(weight)
+    for part, whole in zip(tensor.parts, expected.parts, strict=True):
+        assert torch.equal(part.data, whole.data)
 
 
 def slow_offset(row: int, col: int, cols: int, split: Split) -> int:

@@ -8,7 +8,7 @@ side by side. An atom is 8 rows x 64 columns of 16-bit elements, 1 KiB: rows of 
 Rows are padded with zeros to whole octets, columns to multiples of 64.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ ATOM_COLS = 64
 MAX_GROUP = 16  # octets
 DTYPES = (torch.float16, torch.bfloat16)
 CHUNK = 8  # elements of 16 bytes
+_ATOM = OCTET_ROWS * ATOM_COLS // 4  # words of 8 bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class PackedTensor:
         """The matrix [M, K] in one piece."""
         rows, cols = self.shape
         parts = [
-            _unpack(part.data.to(device).view(self.dtype), cols, part.split)
+            _unpack(part.data.to(device), cols, part.split).view(self.dtype)
             for part in self.parts
             if part.split.octets
         ]
@@ -107,43 +108,89 @@ def pack(weight: torch.Tensor, split: Split) -> torch.Tensor:
         raise ValueError(
             f"expected a float16 or bfloat16 matrix, got {weight.dtype} {list(weight.shape)}"
         )
+    if octet_count(len(weight)) != split.octets:
+        raise ValueError(f"expected {split.octets} octets, got {octet_count(len(weight))}")
+    data = weight.new_empty(split.octets * octet_bytes(weight.shape[1]), dtype=torch.uint8)
+    for first, count in stretches(split, split.octets):
+        write(weight[OCTET_ROWS * first : OCTET_ROWS * (first + count)], split, data, first)
+    return data
+
+
+def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
+    """A tier's octets as (first, count) of pieces that `write` takes, of up to `limit` octets.
+
+    A piece is whole waves where that many are not too many, else groups of one wave, one at least.
+    """
+    limit, first = max(1, limit // split.group) * split.group, 0
+    while first < split.octets:
+        left, skipped = split.octets - first, first % split.wave
+        count = min(limit, left, split.wave - skipped)
+        if count == split.wave:
+            count = min(limit, left) // split.wave * split.wave
+        yield first, count
+        first += count
+
+
+def write(weight: torch.Tensor, split: Split, data: torch.Tensor, first: int) -> None:
+    """Pack a piece of a tier's rows, one of `stretches`, into the tier's bytes `data`.
+
+    `weight` [M, K] is of a 16-bit dtype, its rows those of the octets from `first` on.
+    """
     rows, cols = weight.shape
     octets, width = octet_count(rows), padded_cols(cols)
-    if octets != split.octets:
-        raise ValueError(f"expected {split.octets} octets, got {octets}")
-    if not rows:
-        return torch.empty(0, dtype=torch.uint8, device=weight.device)
-    padded = torch.nn.functional.pad(weight, (0, width - cols, 0, octets * OCTET_ROWS - rows))
-    atoms = padded.view(octets, OCTET_ROWS, width // ATOM_COLS, ATOM_COLS // CHUNK, CHUNK)
-    atoms = _swizzled(atoms.permute(2, 0, 1, 3, 4))  # column, octet, row, chunk
-    blocks = [
-        group.flatten()
-        for wave in atoms.split(split.wave, dim=1)
-        for step in wave.split(split.step_cols // ATOM_COLS, dim=0)
-        for group in step.split(split.group, dim=1)
-    ]
-    return torch.cat(blocks).view(torch.uint8)
+    if (octets * OCTET_ROWS, width) != (rows, cols):
+        padding = (0, width - cols, 0, octets * OCTET_ROWS - rows)
+        weight = torch.nn.functional.pad(weight, padding)
+    rows_of_atoms = weight.reshape(octets, OCTET_ROWS, width // ATOM_COLS, -1, CHUNK)
+    atoms = _swizzled(rows_of_atoms.permute(2, 0, 1, 3, 4))  # column, octet, row, chunk
+    for stored, of in _alike(data, split, first, atoms.flatten(2).view(torch.int64)):
+        stored.copy_(of)
 
 
 def _unpack(data: torch.Tensor, cols: int, split: Split) -> torch.Tensor:
-    """The padded rows [octets * 8, padded_cols(cols)] of one tier."""
-    width, at, rows = padded_cols(cols), 0, []
-    step_atoms = split.step_cols // ATOM_COLS
-    for first in range(0, split.octets, split.wave):
-        wave = min(split.wave, split.octets - first)
-        steps = []
-        for column in range(0, width // ATOM_COLS, step_atoms):
-            depth = min(step_atoms, width // ATOM_COLS - column)
-            groups = []
-            for octet in range(0, wave, split.group):
-                shape = (depth, min(split.group, wave - octet), OCTET_ROWS, ATOM_COLS)
-                size = math.prod(shape)
-                groups.append(data[at : at + size].view(*shape[:3], ATOM_COLS // CHUNK, CHUNK))
-                at += size
-            steps.append(torch.cat(groups, dim=1))
-        atoms = _swizzled(torch.cat(steps))
-        rows.append(atoms.permute(1, 2, 0, 3, 4).reshape(-1, width))
-    return torch.cat(rows)
+    """The padded rows [octets * 8, padded_cols(cols)] of one tier; `data` are its bytes."""
+    columns, pieces = padded_cols(cols) // ATOM_COLS, []
+    for first, count in stretches(split, split.octets):
+        atoms = data.new_empty((columns, count, _ATOM), dtype=torch.int64)
+        for stored, to in _alike(data, split, first, atoms):
+            to.copy_(stored)
+        pieces.append(atoms)
+    shape = (columns, split.octets, OCTET_ROWS, ATOM_COLS // CHUNK, -1)
+    atoms = _swizzled(torch.cat(pieces, 1).view(shape))
+    return atoms.permute(1, 2, 0, 3, 4).reshape(split.octets * OCTET_ROWS, -1)
+
+
+def _alike(
+    data: torch.Tensor, split: Split, first: int, atoms: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of views, one of a tier's bytes and one of the atoms that are stored there.
+
+    `atoms` [columns, octets, 128] of int64 are of one of `stretches`, from octet `first` on. Views
+    are [waves, steps, groups, columns of a step, octets of a group, 128], sizes being alike in one.
+    """
+    columns, octets = atoms.shape[:2]
+    skipped, waves = first % split.wave, max(1, octets // split.wave)
+    wave, here = min(split.wave, split.octets - first + skipped), octets // waves
+    words = data.view(torch.int64)[(first - skipped) * columns * _ATOM :]
+    words = words[: waves * wave * columns * _ATOM].view(waves, -1)
+    atoms = atoms.view(columns, waves, here, _ATOM)
+    for column, steps, depth in _equal(columns, split.step_cols // ATOM_COLS):
+        step = words[:, column * wave * _ATOM : (column + steps * depth) * wave * _ATOM]
+        step = step.view(waves, steps, -1)
+        some = atoms[column : column + steps * depth]
+        for octet, groups, size in _equal(here, split.group):
+            start, end = skipped + octet, skipped + octet + groups * size
+            stored = step[..., start * depth * _ATOM : end * depth * _ATOM]
+            of = some[:, :, octet : octet + groups * size]
+            of = of.view(steps, depth, waves, groups, size, _ATOM).permute(2, 0, 3, 1, 4, 5)
+            yield stored.view(waves, steps, groups, depth, size, _ATOM), of
+
+
+def _equal(count: int, size: int) -> list[tuple[int, int, int]]:
+    """`count` things in runs of pieces of one size: (first, pieces, size), the last one smaller."""
+    whole, rest = divmod(count, size)
+    runs = ((0, whole, size), (whole * size, 1, rest))
+    return [(first, pieces, each) for first, pieces, each in runs if pieces * each]
 
 
 def _swizzled(atoms: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from dakrun.checkpoint import Manifest, Source, Weights
 from dakrun.config import ModelConfig
 from dakrun.kernels import reference
+from dakrun.memory import PartitionedTensor
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -108,16 +109,14 @@ class Decoder(ABC):
         """Apply the matrix of `op`, with its bias where the model has one."""
         name = op if layer is None else f"layers.{layer}.{op}"
         start = time.perf_counter()
-        y = reference.linear(
-            x, self.weights.matrices[name], self.weights.resident.get(f"{name}.bias")
-        )
+        y = reference.linear(x, self._matrix(name), self.weights.resident.get(f"{name}.bias"))
         self._record(op, start)
         return y
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows [N, E] of the embedding table, which is the lm_head's matrix where they are tied."""
         name = "lm_head" if self.config.tied_embeddings else "embedding"
-        return reference.gather_rows(self.weights.matrices[name], tokens)
+        return reference.gather_rows(self._matrix(name), tokens)
 
     def attention(self, qkv: torch.Tensor, attend: Attend, rope: KeysValues | None) -> torch.Tensor:
         """Attention [N, Hq * D] of a fused projection [N, (Hq + 2 Hkv) * D]."""
@@ -130,6 +129,11 @@ class Decoder(ABC):
         out = attend(q.contiguous(), k, v)
         self._record("attention", start)
         return out
+
+    def _matrix(self, name: str) -> PartitionedTensor:
+        matrix = self.weights.matrices[name]
+        assert isinstance(matrix, PartitionedTensor), f"{name} is packed"
+        return matrix
 
     def _record(self, op: str, start: float) -> None:
         if self._timed:

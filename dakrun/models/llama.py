@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from dakrun.checkpoint import Manifest, Source, Weights
 from dakrun.config import ModelConfig
+from dakrun.folding import Fold
 from dakrun.models.layers import Decoder, rms_norm, rope_table, stacked, vectors
 
 
@@ -21,12 +22,16 @@ class Llama(Decoder):
 
     @staticmethod
     def manifest(config: ModelConfig, has: Callable[[str], bool]) -> Manifest:
-        """Hugging Face names: q, k and v stacked as `qkv`, gate and up as `gate_up`."""
+        """Hugging Face names: q, k and v stacked as `qkv`, gate and up as `gate_up`.
+
+        A norm folds into the matrix behind it, but not the last into an embedding table.
+        """
         c = config
         hidden, ffn, q, kv = c.hidden_size, c.ffn_size, c.q_size, c.kv_size
         embedding = stacked(("model.embed_tokens.weight", c.vocab_size), cols=hidden)
         matrices: dict[str, tuple[Source, ...]] = {}
         resident = {"norm": vectors(("model.norm.weight", hidden))}
+        folded = {} if c.tied_embeddings else {"lm_head": Fold("rms", "norm")}
         if c.tied_embeddings:
             matrices["lm_head"] = embedding
         else:
@@ -49,9 +54,11 @@ class Llama(Decoder):
                     resident[f"{name}.{op}.bias"] = vectors(
                         *((f"{n}.bias", rows) for n, rows in names)
                     )
-            for norm in ("input_layernorm", "post_attention_layernorm"):
+            for norm, op in (("input_layernorm", "qkv"), ("post_attention_layernorm", "gate_up")):
                 resident[f"{name}.{norm}"] = vectors((f"{hf}.{norm}.weight", hidden))
-        return Manifest(matrices, resident)
+                folded[f"{name}.{op}"] = Fold("rms", f"{name}.{norm}")
+        interleaved = frozenset(f"layers.{i}.gate_up" for i in range(c.num_layers))
+        return Manifest(matrices, resident, folded, interleaved)
 
     def _hidden(
         self,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from dakrun.checkpoint import Manifest, Source, Weights
 from dakrun.config import ModelConfig
+from dakrun.folding import Fold
 from dakrun.models.layers import Decoder, layer_norm, stacked, vectors
 
 POSITION_OFFSET = 2
@@ -20,7 +21,10 @@ class Opt(Decoder):
 
     @staticmethod
     def manifest(config: ModelConfig, has: Callable[[str], bool]) -> Manifest:
-        """Hugging Face names, with or without the leading "model."; q, k, v stacked as `qkv`."""
+        """Hugging Face names, with or without the leading "model."; q, k, v stacked as `qkv`.
+
+        A norm ahead of a matrix folds into it, but not the last into an embedding table.
+        """
         c = config
         hidden, ffn = c.hidden_size, c.ffn_size
         bare = "decoder.embed_tokens.weight"
@@ -64,7 +68,14 @@ class Opt(Decoder):
             for name, hf in norms.items():
                 resident[f"{name}.weight"] = vectors((f"{hf}.weight", hidden))
                 resident[f"{name}.bias"] = vectors((f"{hf}.bias", hidden))
-        return Manifest(matrices, resident)
+        folded = {}
+        if c.pre_norm:
+            for i in range(c.num_layers):
+                folded[f"layers.{i}.qkv"] = _fold(c, f"layers.{i}.attention_norm")
+                folded[f"layers.{i}.fc1"] = _fold(c, f"layers.{i}.ffn_norm")
+            if c.final_norm and not c.tied_embeddings and c.embed_size == hidden:
+                folded["lm_head"] = _fold(c, "final_norm")
+        return Manifest(matrices, resident, folded)
 
     def _hidden(
         self,
@@ -93,3 +104,7 @@ class Opt(Decoder):
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         vector = self.weights.resident
         return layer_norm(x, vector.get(f"{name}.weight"), vector.get(f"{name}.bias"))
+
+
+def _fold(config: ModelConfig, norm: str) -> Fold:
+    return Fold("layer", f"{norm}.weight", f"{norm}.bias") if config.norm_affine else Fold("layer")

@@ -3,23 +3,24 @@
 Packed for SplitK_GEMM where that can be, else row by row. Knows tensors and tiers, no modules.
 """
 
-from dataclasses import replace
-
 import torch
 
 from dakrun.hardware import LOCAL
-from dakrun.kernels.heuristics import TierAccess, split_octets
-from dakrun.kernels.packing import CHUNK, DTYPES, PackedPart, PackedTensor, octet_bytes, pack
+from dakrun.kernels import storage
+from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.packing import PackedTensor, octet_bytes
 from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
 from dakrun.nn.remote_tier import remote_count, sm_count
 from dakrun.octets import OCTET_ROWS, first_row, octet_count
+
+PIECE_ELEMENTS = 1 << 24  # that are packed at a time, as packing takes memory, too
 
 TieredWeight = PackedTensor | PartitionedTensor
 
 
 def has_kernel(like: torch.Tensor, cols: int) -> bool:
     """Whether SplitK_GEMM takes a weight of `cols` columns, of the dtype and device of `like`."""
-    return like.is_cuda and like.dtype in DTYPES and cols % CHUNK == 0
+    return like.is_cuda and storage.can_pack(like.dtype, cols)
 
 
 def allocate(
@@ -31,11 +32,20 @@ def allocate(
     the tier `remote`, which the GPU reads as `access` says. Raises CannotRun where this machine
     does not give the memory.
     """
-    there = remote_count(ratio, octet_count(shape[0]))
-    octets = (octet_count(shape[0]) - there, there)
-    if has_kernel(like, shape[1]):
-        return _packed(shape, like, octets, remote, access)
-    return _partitioned(shape, like, octets, remote)
+    (rows, cols), count = shape, octet_count(shape[0])
+    there = remote_count(ratio, count)
+    here, packed = count - there, has_kernel(like, cols)
+    if packed:
+        sizes = [octets * octet_bytes(cols) for octets in (here, there)]
+    else:
+        local = first_row(here, rows)
+        sizes = [aligned(n * cols * like.dtype.itemsize) for n in (local, rows - local)]
+    tiers = allocate_tiers(dict(zip((LOCAL, remote), sizes, strict=True)), like.device)
+    placement = ((LOCAL, here), (remote, there))
+    if not packed:
+        return tiers, PartitionedTensor.empty(shape, like.dtype, placement, tiers)
+    accesses, sms = (TierAccess(), access), sm_count(like.device)
+    return tiers, storage.allocate(shape, like.dtype, placement, accesses, tiers, sms=sms)
 
 
 def remote_share(weight: TieredWeight) -> float:
@@ -51,46 +61,7 @@ def fill(weight: TieredWeight, dense: torch.Tensor, device: torch.device) -> Non
         for part in weight.parts:
             part.data.copy_(dense[part.rows])
         return
-    row = 0
-    for packed in weight.parts:
-        split, at = packed.split, 0
-        while split.octets:  # wave after wave, as they lie: packing takes memory, too
-            wave = replace(split, octets=min(split.wave, split.octets))
-            rows = dense[row : row + OCTET_ROWS * wave.octets]
-            data = pack(rows.to(device, weight.dtype).contiguous(), wave)
-            packed.data[at : at + len(data)].copy_(data)
-            split = replace(split, octets=split.octets - wave.octets)
-            row, at = row + len(rows), at + len(data)
+    for piece in storage.pieces(weight, PIECE_ELEMENTS // (OCTET_ROWS * dense.shape[1])):
+        storage.write(piece, dense[piece.rows].to(device, weight.dtype))
     if device.type == "cuda":  # an overlapping launch does not wait for these copies
         torch.cuda.synchronize(device)
-
-
-def _packed(
-    shape: tuple[int, int],
-    like: torch.Tensor,
-    octets: tuple[int, int],
-    remote: str,
-    access: TierAccess,
-) -> tuple[Tiers, PackedTensor]:
-    """Tiers of just the size of a packed weight, and that weight."""
-    splits = split_octets(octets, (TierAccess(), access), sms=sm_count(like.device))
-    sizes = [split.octets * octet_bytes(shape[1]) for split in splits]
-    tiers = allocate_tiers(dict(zip((LOCAL, remote), sizes, strict=True)), like.device)
-    parts = [
-        PackedPart(tier.name, split, tier.allocate((size,), torch.uint8))
-        for tier, split, size in zip(tiers.values(), splits, sizes, strict=True)
-    ]
-    return tiers, PackedTensor(shape, like.dtype, tuple(parts))
-
-
-def _partitioned(
-    shape: tuple[int, int], like: torch.Tensor, octets: tuple[int, int], remote: str
-) -> tuple[Tiers, PartitionedTensor]:
-    """Tiers of just the size of a weight whose rows lie as they are, and that weight."""
-    (rows, cols), (here, there) = shape, octets
-    local = first_row(here, rows)
-    row_bytes = cols * like.dtype.itemsize
-    sizes = {LOCAL: aligned(local * row_bytes), remote: aligned((rows - local) * row_bytes)}
-    tiers = allocate_tiers(sizes, like.device)
-    placement = ((LOCAL, here), (remote, there))
-    return tiers, PartitionedTensor.empty(shape, like.dtype, placement, tiers)

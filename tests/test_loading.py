@@ -1,0 +1,344 @@
+"""Weights in their tiers as the GPU's kernels read them: packed, norms folded in, gates in turn.
+
+Expected values are float64 arithmetic on the tensors of the file. All of it runs on a CPU, too.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from dakrun import loading, streaming
+from dakrun.checkpoint import Checkpoint, Manifest, Weights
+from dakrun.config import ModelConfig, Workload
+from dakrun.dummy import Dummy
+from dakrun.engine.accesses import tier_accesses
+from dakrun.errors import CannotRun
+from dakrun.folding import Fold
+from dakrun.hardware import load_profile
+from dakrun.kernels.packing import DTYPES, PackedTensor
+from dakrun.known_models import known_model
+from dakrun.loading import Packing, can_pack, load, tier_capacities
+from dakrun.memory import allocate_tiers
+from dakrun.models.llama import Llama
+from dakrun.models.opt import Opt
+from dakrun.plan.planner import Plan, Policy, make_plan
+
+CPU = torch.device("cpu")
+SMS = 5
+_COMMON = {
+    "vocab_size": 331, "hidden_size": 136, "ffn_size": 392, "num_layers": 2, "num_heads": 4,
+    "max_positions": 64, "embed_size": 136,
+}  # fmt: skip
+_OPT = _COMMON | {"family": "opt", "num_kv_heads": 4, "head_dim": 34}
+CONFIGS = {
+    "llama": ModelConfig(
+        name="llama", family="llama", num_kv_heads=2, head_dim=24, tied_embeddings=False,
+        attention_bias=True, mlp_bias=True, **_COMMON,
+    ),
+    "llama-tied": ModelConfig(
+        name="llama-tied", family="llama", num_kv_heads=4, head_dim=24, tied_embeddings=True,
+        **_COMMON,
+    ),
+    "opt": ModelConfig(
+        name="opt", tied_embeddings=True, attention_bias=True,
+        mlp_bias=True, **_OPT,
+    ),
+    "opt-no-bias": ModelConfig(
+        name="opt-no-bias", tied_embeddings=False, **_OPT
+    ),
+    "opt-no-affine": ModelConfig(
+        name="opt-no-affine", tied_embeddings=False,
+        norm_affine=False, **_OPT,
+    ),
+    "opt-post-norm": ModelConfig(
+        name="opt-post-norm", tied_embeddings=True, pre_norm=False,
+        final_norm=False, **(_OPT | {"embed_size": 72}),
+    ),
+}  # fmt: skip
+NAMES = list(CONFIGS)
+
+
+def manifest_of(name: str) -> Manifest:
+    kind = Llama if CONFIGS[name].family == "llama" else Opt
+    return kind.manifest(CONFIGS[name], lambda tensor: tensor.startswith("model."))
+
+
+def plan_of(name: str, dtype: torch.dtype = torch.float16, policy: Policy | None = None) -> Plan:
+    config = CONFIGS[name].with_dtype(str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+    workload = Workload(batch_size=2, prompt_len=8, new_tokens=8, max_model_len=16)
+    profile = load_profile("h200-nvlink-peer")
+    return make_plan(config, workload, profile, policy or Policy(offload_ratio=0.4))
+
+
+def tensors_of(name: str, *dtypes: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random tensors of a checkpoint, of the given dtypes in turn; weights of norms are near 1."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    manifest, found = manifest_of(name), {}
+    turns = itertools.cycle(dtypes)
+    for source, shape in itertools.chain(*manifest.matrices.values(), *manifest.resident.values()):
+        values = torch.randn(shape, generator=generator) / 8
+        if len(shape) == 1 and source.endswith("weight"):
+            values += 1
+        found[source] = values.to(next(turns))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a matrix is many pieces, in more requests than there are buffers."""
+    monkeypatch.setattr(loading, "PIECE_ELEMENTS", 40 * 136)
+    monkeypatch.setattr(streaming, "SLICE_BYTES", 1000)
+
+
+def packed(
+    name: str, plan: Plan, source: Checkpoint | Dummy, device: torch.device = CPU
+) -> Weights:
+    """Loaded into memory that just holds it."""
+    tiers = allocate_tiers(tier_capacities(plan, packed=True), device)
+    packing = Packing(tier_accesses(plan), SMS)
+    weights = load(source, manifest_of(name), plan, tiers, device, packing=packing)
+    for number, tier in enumerate(tiers.values()):
+        kv = plan.op("attention").resident_bytes(number)
+        assert kv <= tier.free < kv + 256
+    return weights
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def save(name: str, directory: Path, *dtypes: torch.dtype) -> dict[str, torch.Tensor]:
+    """Write a checkpoint of two files; its tensors in float64."""
+    tensors = tensors_of(name, *dtypes)
+    for number in range(2):
+        some = {key: tensors[key] for key in list(tensors)[number::2]}
+        save_file(some, directory / f"model-{number}.safetensors")
+    return {key: tensor.double() for key, tensor in tensors.items()}
+
+
+def stacked(manifest: Manifest, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    sources = manifest.matrices.get(name) or manifest.resident[name]
+    parts = [tensors[source] for source, _ in sources]
+    if name.removesuffix(".bias") in manifest.interleaved:
+        out = parts[0].new_empty(2 * len(parts[0]), *parts[0].shape[1:])
+        out[0::2], out[1::2] = parts
+        return out
+    return torch.cat(parts)
+
+
+def assert_rounded(got: torch.Tensor, exact: torch.Tensor) -> None:
+    """Rounded once: by half a unit in the last place, and float32's error before that."""
+    half = torch.finfo(got.dtype).eps / 2
+    error = (got.double() - exact).abs()
+    assert (error <= (half + 2e-6) * exact.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_matrices_biases_and_norms(name: str, dtype: torch.dtype, directory: Path) -> None:
+    stored = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
+    tensors, manifest = save(name, directory, *stored), manifest_of(name)
+    with Checkpoint(directory) as source:
+        weights = packed(name, plan_of(name, dtype), source)
+    biases = {f"{matrix}.bias" for matrix in manifest.matrices}
+    for vector in set(manifest.resident) - biases:
+        assert torch.equal(weights.resident[vector], stacked(manifest, vector, tensors).to(dtype))
+    for matrix, got in weights.matrices.items():
+        assert isinstance(got, PackedTensor) and [part.tier for part in got.parts] == [
+            "hbm",
+            "host",
+        ]
+        exact, fold = stacked(manifest, matrix, tensors), manifest.folded.get(matrix, Fold("rms"))
+        bias = None
+        if f"{matrix}.bias" in manifest.resident:
+            bias = stacked(manifest, f"{matrix}.bias", tensors)
+        if fold.bias:
+            bias = exact @ stacked(manifest, fold.bias, tensors) + (0 if bias is None else bias)
+        if fold.weight:
+            exact = exact * stacked(manifest, fold.weight, tensors)
+        if fold.kind == "layer":
+            exact = exact - exact.mean(1, keepdim=True)
+        assert_rounded(got.dense(), exact)
+        assert (bias is None) == (f"{matrix}.bias" not in weights.resident)
+        if bias is not None:
+            assert_rounded(weights.resident[f"{matrix}.bias"], bias)
+
+
+def test_what_is_folded() -> None:
+    both = {f"layers.{i}.{op}" for i in range(2) for op in ("qkv", "gate_up")}
+    opt = {f"layers.{i}.{op}" for i in range(2) for op in ("qkv", "fc1")}
+    folded = {name: set(manifest_of(name).folded) for name in NAMES}
+    assert folded == {
+        "llama": {*both, "lm_head"},
+        "llama-tied": both,
+        "opt": opt,
+        "opt-no-bias": {*opt, "lm_head"},
+        "opt-no-affine": {*opt, "lm_head"},
+        "opt-post-norm": set(),
+    }
+    assert manifest_of("opt").folded["layers.1.fc1"] == Fold(
+        "layer", "layers.1.ffn_norm.weight", "layers.1.ffn_norm.bias"
+    )
+    assert manifest_of("opt-no-affine").folded["lm_head"] == Fold("layer")
+    assert manifest_of("llama").folded["layers.0.gate_up"] == Fold(
+        "rms", "layers.0.post_attention_layernorm"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "opt-no-bias", "opt-no-affine"])
+def test_a_folded_norm_only_scales_rows(name: str, directory: Path) -> None:
+    tensors, manifest = save(name, directory, torch.float32), manifest_of(name)
+    with Checkpoint(directory) as source:
+        weights = packed(name, plan_of(name), source)
+    x = torch.randn(5, 136, dtype=torch.float64) + 0.5
+    for matrix, fold in manifest.folded.items():
+        weight, *vectors = (
+            name and stacked(manifest, name, tensors) for name in (matrix, fold.weight, fold.bias)
+        )
+        if fold.kind == "rms":
+            normed, scale = F.rms_norm(x, (136,), vectors[0], 1e-5), x.pow(2).mean(1)
+        else:
+            normed, scale = F.layer_norm(x, (136,), *vectors), x.var(1, correction=0)
+        bias = f"{matrix}.bias"
+        plain = stacked(manifest, bias, tensors) if bias in manifest.resident else 0
+        got = x @ weights.matrices[matrix].dense().double().T * (scale + 1e-5).rsqrt()[:, None]
+        got += weights.resident[bias].double() if bias in weights.resident else 0
+        torch.testing.assert_close(got, normed @ weight.T + plain, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(offload_ratio=0.0),
+        Policy(offload_ratio=1.0),
+        Policy(offload_ratio=0.7, remote=("host", "peer:1")),
+    ],
+)
+def test_tiers_may_be_empty_or_several(policy: Policy, directory: Path) -> None:
+    save("llama", directory, torch.float16)
+    with Checkpoint(directory) as source:
+        here = packed("llama", plan_of("llama"), source)
+        there = packed("llama", plan_of("llama", policy=policy), source)
+    counts = {name: [part.split.octets for part in m.parts] for name, m in there.matrices.items()}
+    assert len({len(octets) for octets in counts.values()}) == 1
+    assert all(octets[0] == 0 for octets in counts.values()) == (policy.offload_ratio == 1.0)
+    assert all(sum(octets[1:]) == 0 for octets in counts.values()) == (policy.offload_ratio == 0.0)
+    for name, matrix in there.matrices.items():
+        assert torch.equal(matrix.dense(), here.matrices[name].dense())
+
+
+def test_what_can_be_packed() -> None:
+    assert can_pack(plan_of("llama")) and can_pack(plan_of("opt-post-norm", torch.bfloat16))
+    assert not can_pack(plan_of("llama", torch.float32))
+    odd = replace(CONFIGS["llama"], ffn_size=390)
+    plan = replace(plan_of("llama"), ops=make_plan(odd, plan_of("llama").workload,
+                   load_profile("gh200"), Policy()).ops)  # fmt: skip
+    assert not can_pack(plan)
+
+
+def test_capacities_are_what_the_plan_says() -> None:
+    model = known_model("opt-350m")
+    assert model is not None
+    workload = Workload(batch_size=4, prompt_len=32, new_tokens=32, max_model_len=100)
+    policy = Policy(offload_ratio=0.3, kv_offload_ratio=0.5)
+    plan = make_plan(model, workload, load_profile("gh200"), policy)
+    for is_packed in (False, True):
+        sizes = tier_capacities(plan, packed=is_packed)
+        for number, name in enumerate(plan.tiers):
+            memory = plan.memory(number)
+            planned = memory["weights"] + memory["kv"]
+            assert planned <= sizes[name] < planned + 256 * 1000
+
+
+def test_a_file_that_shrinks_while_it_is_read(directory: Path) -> None:
+    save("llama", directory, torch.float16)
+    plan = plan_of("llama")
+    with Checkpoint(directory) as source:
+        path = directory / "model-0.safetensors"
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size // 2)
+        with pytest.raises(CannotRun, match=r"model-0\.safetensors: ends too early"):
+            packed("llama", plan, source)
+        with pytest.raises(CannotRun, match="ends too early"):
+            tiers = allocate_tiers(tier_capacities(plan, packed=False), CPU)
+            load(source, manifest_of("llama"), plan, tiers, CPU)
+
+
+def test_a_file_that_cannot_be_read(directory: Path) -> None:
+    extent = streaming.Extent("gone", 10_000, 0, (4,), torch.float32)
+    with pytest.raises(CannotRun, match=r"gone: cannot be read \(Bad file descriptor\)"):
+        streaming.read(extent, torch.empty(4))
+
+
+def test_streams_are_in_order_and_let_go_of_memory(directory: Path) -> None:
+    values = torch.arange(100_000, dtype=torch.int32).view(torch.float32).view(1000, 100)
+    save_file({"t": values}, directory / "model.safetensors")
+
+    def requests() -> Iterator[list[tuple[tuple[str, tuple[int, ...]], slice]]]:
+        for start in range(0, 980, 30):
+            source = ("t", (1000, 100))
+            yield [(source, slice(start, start + 20)), (source, slice(5, 6))]
+
+    with Checkpoint(directory) as source:
+        asked = list(requests())
+        for request, tensors in zip(asked, source.stream(asked, CPU), strict=True):
+            for (_, rows), tensor in zip(request, tensors, strict=True):
+                assert torch.equal(tensor.view(torch.int32), values[rows].view(torch.int32))
+        stream = source.stream(asked, CPU)
+        next(stream)
+        stream.close()
+        assert list(source.stream([], CPU)) == []
+
+
+def test_dummy_weights_are_the_same_in_any_plan() -> None:
+    everywhere = Policy(offload_ratio=0.7, remote=("host", "peer:1"))
+    a = packed("opt-post-norm", plan_of("opt-post-norm"), Dummy())
+    b = packed("opt-post-norm", plan_of("opt-post-norm", policy=everywhere), Dummy())
+    plan = plan_of("opt-post-norm")
+    tiers = allocate_tiers(tier_capacities(plan, packed=False), CPU)
+    c = load(Dummy(), manifest_of("opt-post-norm"), plan, tiers, CPU)
+    for name, matrix in a.matrices.items():
+        assert torch.equal(matrix.dense(), b.matrices[name].dense())
+        assert torch.equal(matrix.dense(), c.matrices[name].dense())
+    for name, vector in a.resident.items():
+        assert torch.equal(vector, c.resident[name])
+        if name != "positions":
+            assert (vector == (0 if name.endswith("bias") else 1)).all()
+
+
+def test_dummy_weights_are_normal() -> None:
+    rows = torch.empty(400, 1000)
+    Dummy().copy(("m.weight", (1000, 1000)), slice(100, 500), rows)
+    assert rows.mean().abs() < 2e-4 and rows.std().item() == pytest.approx(0.02, rel=0.01)
+    scaled = (rows / 0.02).flatten()
+    assert scaled.pow(4).mean().item() == pytest.approx(3, rel=0.05)
+    assert rows.isfinite().all() and len(rows.unique()) > 0.9 * rows.numel()
+    correlation = torch.corrcoef(rows[:50])
+    assert (correlation - torch.eye(50)).abs().max() < 0.2
+    other = torch.empty(400, 1000)
+    Dummy().copy(("n.weight", (1000, 1000)), slice(100, 500), other)
+    assert torch.corrcoef(torch.stack([rows.flatten(), other.flatten()]))[0, 1].abs() < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_packs_what_a_cpu_does(name: str, directory: Path) -> None:
+    save(name, directory, torch.float16, torch.float32)
+    device, plan = torch.device("cuda", torch.cuda.current_device()), plan_of(name, torch.bfloat16)
+    for source in (Checkpoint(directory), Dummy()):
+        here, there = packed(name, plan, source), packed(name, plan, source, device)
+        for key, matrix in there.matrices.items():
+            assert [part.data.is_cuda for part in matrix.parts] == [True, False]
+            exact = here.matrices[key].dense()
+            torch.testing.assert_close(matrix.dense(), exact, rtol=2**-7, atol=1e-5)
+            if key not in manifest_of(name).folded and isinstance(source, Checkpoint):
+                assert torch.equal(matrix.dense(), exact)
+        for key, vector in there.resident.items():
+            torch.testing.assert_close(vector.cpu(), here.resident[key], rtol=2**-7, atol=1e-5)
