@@ -42,7 +42,8 @@ class LLM:
 
     `batch_size` "auto" takes the batch with the most predicted tokens per second, up to
     `max_batch_size`; `max_model_len` (tokens of prompt and completion together) defaults to the
-    model's positions, at most 4,096; `expected_tokens` is how long completions are planned to be.
+    model's positions, at most 4,096; `expected_tokens` is how long completions are planned to be,
+    `expected_prompt` how long prompts (default: half of what completions leave).
     `profile` "auto" takes the one that `dakrun profile` kept of this device, or else a shipped one:
     unlike the command `generate`, an LLM never stops to measure.
     A checkpoint without tokenizer takes and gives token ids, unless `needs_tokenizer`.
@@ -61,6 +62,7 @@ class LLM:
         max_batch_size: int = 512,
         max_model_len: int | None = None,
         expected_tokens: int = 128,
+        expected_prompt: int | None = None,
         policy: Policy | None = None,
         needs_tokenizer: bool = False,
         load_format: LoadFormat = "auto",
@@ -71,7 +73,12 @@ class LLM:
         self.device = _device(device)
         self.profile = _profile(profile, self.device)
         self.plan = self._make_plan(
-            batch_size, max_batch_size, max_model_len, expected_tokens, policy or Policy()
+            batch_size,
+            max_batch_size,
+            max_model_len,
+            expected_tokens,
+            expected_prompt,
+            policy or Policy(),
         )
         self.rules = PromptRules(
             vocab_size=self.config.vocab_size,
@@ -171,6 +178,7 @@ class LLM:
         max_batch_size: int,
         max_model_len: int | None,
         expected_tokens: int,
+        expected_prompt: int | None,
         policy: Policy,
     ) -> Plan:
         config = self.config
@@ -178,7 +186,7 @@ class LLM:
         new_tokens = min(expected_tokens, max(1, length - 1))
         workload = Workload(
             batch_size=1 if batch_size == "auto" else batch_size,
-            prompt_len=max(1, (length - new_tokens) // 2),
+            prompt_len=expected_prompt or max(1, (length - new_tokens) // 2),
             new_tokens=new_tokens,
             max_model_len=length,
         )

@@ -233,9 +233,10 @@ def test_forms() -> None:
         (("--head-dim", "72"), 2, "'72' is not one of", "--help"),
         (("--dtype", "float32"), 2, "'float32' is not one of", "--help"),
         (("-o", "a.txt"), 2, "a.txt: a benchmark is written as", "-o a.csv"),
-        *((args, 2, f"{args[0]} is an option of --kernel gemm, not attention", "--head-dim")
-          for args in (("--shape", "8x8"), ("--model", "opt-30b"), ("--rows", "8"),
-                       ("--ablations",))),
+        *((args, 2, f"{args[0]} is an option of --kernel gemm, not of --kernel attention",
+           "--head-dim") for args in (("--shape", "8x8"), ("--rows", "8"), ("--ablations",))),
+        (("--model", "opt-30b"), 2, "of --kernel gemm and whole models, not of --kernel attention",
+         "leave it out"),
         (("-n", "8"), 2, "--rows is an option of --kernel gemm", "--case, --head-dim"),
         ((), 3, "needs a CUDA GPU", "dakrun doctor"),
     ],
@@ -249,7 +250,7 @@ def test_errors(
 
 @pytest.mark.parametrize("args", [("--case", "1:8/8:64"), ("--head-dim", "128")])
 def test_options_of_the_other_kernel(args: tuple[str, ...]) -> None:
-    said = f"{args[0]} is an option of --kernel attention, not gemm"
+    said = f"{args[0]} is an option of --kernel attention, not of --kernel gemm"
     refused(run("gemm", *args), 2, said, "--shape, --model, --rows, --ablations")
 
 

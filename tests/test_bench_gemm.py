@@ -104,7 +104,7 @@ def test_malformed_shapes(text: str, said: str, hint: str) -> None:
 def test_pure_parts_start_without_torch() -> None:
     pure = (
         *("ceilings", "effort", "gemm_cases", "gemm_rows", "gemm_sweep", "attention_rows"),
-        *("options", "output", "run"),
+        *("model_limit", "model_plot", "model_rows", "model_sweep", "options", "output", "run"),
     )
     code = f"import sys, {', '.join(f'dakrun.bench.{name}' for name in pure)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

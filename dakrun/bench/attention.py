@@ -72,7 +72,7 @@ def measure_attention(
             note(f"{row.case.slots} {row.summary}")
             rows.append(row.figures())
     return Record(
-        head=head("attention", sweep.dtype, ceilings, profile, command),
+        head=head({"kernel": "attention"}, sweep.dtype, ceilings, profile, command),
         columns=attention_columns(sweep),
         rows=tuple(rows),
     )

@@ -83,7 +83,7 @@ def measure_gemm(
         chains = Chains(buffers, dtype, sms, effort.replays)
         rows = _Bench(sweep, profile, ceilings, chains, note).rows(cases)
     return Record(
-        head=head("gemm", sweep.dtype, ceilings, profile, command),
+        head=head({"kernel": "gemm"}, sweep.dtype, ceilings, profile, command),
         columns=gemm_columns(sweep),
         rows=tuple(row.figures(ablations=sweep.ablations) for row in rows),
     )

@@ -21,7 +21,7 @@ from dakrun.kernels.copy_engine import copy
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.memory import ALIGNMENT, HOST, Tiers, allocate_tiers, available_host_memory
 from dakrun.probe.measurement import steadier
-from dakrun.probe.sweeps import Buffer
+from dakrun.probe.sweeps import Buffer, copy_seconds
 from dakrun.units import format_bytes
 
 BLOCK_BYTES = 2**26  # of different values, repeated all over a buffer
@@ -34,11 +34,31 @@ def check_gpu() -> None:
         raise CannotRun("a benchmark needs a CUDA GPU; none can be used", hint="see: dakrun doctor")
 
 
-def measure_ceilings(remote: RemoteTier | None, effort: Effort, device: torch.device) -> Ceilings:
-    """What HBM delivers to all SMs, and `remote` to its SMs within its window, of random bytes."""
+def measure_ceilings(
+    remote: RemoteTier | None, effort: Effort, device: torch.device, *, copies: bool = False
+) -> Ceilings:
+    """What HBM delivers to all SMs, and `remote` to its SMs within its window, of random bytes.
+
+    With `copies` also what the copy engine brings of `remote`.
+    """
     sizes = {LOCAL: effort.hbm_bytes} | ({remote.name: effort.remote_bytes} if remote else {})
     with take(sizes, device) as tiers:
-        return Ceilings(_rates(whole(tiers), remote, effort, device))
+        buffers = whole(tiers)
+        rates = _rates(buffers, remote, effort, device)
+        if remote is None or not copies:
+            return Ceilings(rates)
+        return Ceilings(rates, _copied(buffers[LOCAL], buffers[remote.name], effort))
+
+
+def _copied(local: torch.Tensor, remote: torch.Tensor, effort: Effort) -> float:
+    """Bytes/s of the copy engine: the median of its copies."""
+    nbytes = min(local.numel(), remote.numel())
+    to, of = local[:nbytes], remote[:nbytes]
+
+    def readings() -> list[float]:
+        return [nbytes / copy_seconds(to, of) for _ in range(effort.readings)]
+
+    return statistics.median(steadier(readings))
 
 
 def _rates(
