@@ -149,8 +149,7 @@ struct Parts {
 __device__ __forceinline__ void finish(const SplitKFlashAttnArgs& args, const Task& task,
                                        int length, const State& state) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int blocks = (length + kBlock - 1) / kBlock;
-  const int chunks = (blocks + args.chunk_blocks - 1) / args.chunk_blocks;
+  const int chunks = chunks_of(args, (length + kBlock - 1) / kBlock);
   const Parts parts(args, task.slot * args.kv_heads + task.head, chunks);
 #pragma unroll
   for (int tile = 0; tile < GROUP_TILES; tile++) {

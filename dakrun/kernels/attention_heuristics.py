@@ -21,7 +21,8 @@ MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of th
 class AttentionConfig:
     """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier.
 
-    A stage is the keys, or the values, of a block.
+    A stage is the keys, or the values, of a block. A slot is cut into as few chunks as have at most
+    `chunk_blocks`, all as long but the last.
     """
 
     shape: KVShape
