@@ -85,7 +85,8 @@ struct Producer {
           if (items.done()) continue;
           if (lane == warp) {
             slot = items.slot, head = items.head, chunk = items.chunk;
-            first = items.first_block(), number = 0, count = items.block_count(), from = items.address();
+            first = items.first_block(), number = 0, count = items.block_count(),
+            from = items.address();
           }
           items.next();
         }

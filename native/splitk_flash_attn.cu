@@ -11,8 +11,8 @@
 // What a warp computes, an item, is a chunk of blocks of one KV head of one slot; the warps of a
 // CTA are at different items, so that one's loads and stores hide behind the others' work. Chunks
 // depend on what a cache has room for and a slot's length, and their results are added up in order,
-// so neither tiers nor batches nor CTAs change a bit. A tier's CTAs share its items so that each reads as many
-// blocks.
+// so neither tiers nor batches nor CTAs change a bit. A tier's CTAs share its items so that each
+// reads as many blocks.
 
 #include "attention_merge.cuh"
 #include "attention_operands.cuh"
