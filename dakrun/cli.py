@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dakrun import __version__
-from dakrun.bench.options import bench_options, own_options
+from dakrun.bench.options import MODEL, bench_options, own_options
 from dakrun.error_lines import ErrorLines
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 from dakrun.options import (
@@ -282,29 +282,46 @@ def profile(
 @bench_options
 @profile_option
 def bench(
-    *, kernel: str, profile: str, form: str | None, output: Path | None, **asked: Any
+    *,
+    kernel: str | None,
+    profile: str,
+    form: str | None,
+    output: Path | None,
+    plot: Path | None,
+    **asked: Any,
 ) -> None:
-    """Measure a kernel beside what memory allows, the profile predicts and torch does.
+    """Measure a model or a kernel beside what memory allows and the profile predicts.
+
+    --model alone: decode steps of batches of requests, a part of all weights in a remote tier;
+    without a GPU on the CPU.
 
     gemm: X W^T for few rows of X, a part of W in a remote tier; cuBLAS has all of W in HBM.
 
     attention: a new token for each slot, some slots in a remote tier; torch's SDPA has all in HBM.
     """
+    from dakrun import picture
     from dakrun.bench.output import as_text, check_target, render, write
     from dakrun.bench.run import asked_sweep, check, measure
     from dakrun.probe import told
 
-    sweep = asked_sweep(kernel, own_options(kernel, asked))
+    subject = kernel or MODEL
+    sweep = asked_sweep(subject, own_options(subject, asked))
     if output:
         check_target(output)
+    if plot:
+        picture.check_target(plot)
     check(sweep)
-    hardware = resolve_run_profile(profile, "cuda", tell)
+    hardware = resolve_run_profile(profile, "cuda" if kernel else "auto", tell)
     if profile == "auto":
         tell(told(hardware))
     command = shlex.join(["dakrun", *sys.argv[1:]])
-    record = measure(sweep, hardware, command=command, note=tell)
-    if output:
-        write(record, output)
+    for record in measure(sweep, hardware, command=command, note=tell):
+        if output:
+            write(record, output)
+    if plot:
+        from dakrun.bench.model_plot import draw
+
+        draw(record, plot)
     if form:
         click.echo(as_text(record, form), nl=False)
     else:

@@ -16,28 +16,25 @@ from dakrun import hub, memory
 from dakrun.checkpoint import Checkpoint
 from dakrun.config import Dtype, ModelConfig, SamplingParams, Workload
 from dakrun.dummy import Dummy
+from dakrun.engine.build import graph_runner, manifest_of, torch_runner
 from dakrun.engine.engine import Engine
 from dakrun.engine.gpu_errors import gpu_errors
-from dakrun.engine.kvcache import KVCache
+from dakrun.engine.kernel_support import runs_on_kernels
 from dakrun.engine.request import Completion, Request
 from dakrun.engine.rows import BadRow, PromptRules
-from dakrun.engine.runner import TorchRunner
+from dakrun.engine.runner import Runner
 from dakrun.engine.tokenizer import Tokenizer
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.host_limits import available_host_memory
-from dakrun.loading import load, tier_capacities
-from dakrun.models.layers import Decoder
-from dakrun.models.llama import Llama
-from dakrun.models.opt import Opt
+from dakrun.loading import tier_capacities
 from dakrun.plan.batch_size import choose_batch_size
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.report import make_report
 
 DEFAULT_MAX_MODEL_LEN = 4096
 LoadFormat = Literal["auto", "dummy"]
-DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
 
 class LLM:
@@ -45,7 +42,8 @@ class LLM:
 
     `batch_size` "auto" takes the batch with the most predicted tokens per second, up to
     `max_batch_size`; `max_model_len` (tokens of prompt and completion together) defaults to the
-    model's positions, at most 4,096; `expected_tokens` is how long completions are planned to be.
+    model's positions, at most 4,096; `expected_tokens` is how long completions are planned to be,
+    `expected_prompt` how long prompts (default: half of what completions leave).
     `profile` "auto" takes the one that `dakrun profile` kept of this device, or else a shipped one:
     unlike the command `generate`, an LLM never stops to measure.
     A checkpoint without tokenizer takes and gives token ids, unless `needs_tokenizer`.
@@ -64,6 +62,7 @@ class LLM:
         max_batch_size: int = 512,
         max_model_len: int | None = None,
         expected_tokens: int = 128,
+        expected_prompt: int | None = None,
         policy: Policy | None = None,
         needs_tokenizer: bool = False,
         load_format: LoadFormat = "auto",
@@ -74,7 +73,12 @@ class LLM:
         self.device = _device(device)
         self.profile = _profile(profile, self.device)
         self.plan = self._make_plan(
-            batch_size, max_batch_size, max_model_len, expected_tokens, policy or Policy()
+            batch_size,
+            max_batch_size,
+            max_model_len,
+            expected_tokens,
+            expected_prompt,
+            policy or Policy(),
         )
         self.rules = PromptRules(
             vocab_size=self.config.vocab_size,
@@ -86,10 +90,10 @@ class LLM:
         self._engine: Engine | None = None
         self.load_s = -time.perf_counter()
         try:
-            decoder, cache = self._load(None if load_format == "dummy" else directory)
+            with gpu_errors():
+                runner = self._load(None if load_format == "dummy" else directory)
             self.load_s += time.perf_counter()
             decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
-            runner = TorchRunner(decoder, cache, self.device)
             self._engine = Engine(runner, self.plan, decode)
         except BaseException:
             self.close()
@@ -174,6 +178,7 @@ class LLM:
         max_batch_size: int,
         max_model_len: int | None,
         expected_tokens: int,
+        expected_prompt: int | None,
         policy: Policy,
     ) -> Plan:
         config = self.config
@@ -181,7 +186,7 @@ class LLM:
         new_tokens = min(expected_tokens, max(1, length - 1))
         workload = Workload(
             batch_size=1 if batch_size == "auto" else batch_size,
-            prompt_len=max(1, (length - new_tokens) // 2),
+            prompt_len=expected_prompt or max(1, (length - new_tokens) // 2),
             new_tokens=new_tokens,
             max_model_len=length,
         )
@@ -204,17 +209,16 @@ class LLM:
             return host, host
         return torch.cuda.mem_get_info(self.device)[0] + self.profile.context_bytes, host
 
-    def _load(self, directory: Path | None) -> tuple[Decoder, KVCache]:
-        """What decodes, with the weights of the checkpoint in `directory`, or random ones."""
-        kind, dtype = DECODERS[self.config.family], getattr(torch, self.config.dtype)
+    def _load(self, directory: Path | None) -> Runner:
+        """What computes, with the weights of the checkpoint in `directory`, or random ones."""
+        packed = runs_on_kernels(self.plan, self.device)
         with Checkpoint(directory) if directory else nullcontext(Dummy()) as source:
-            manifest = kind.manifest(self.config, source.__contains__)
+            manifest = manifest_of(self.config, source)
             source.check(manifest)
-            capacities = tier_capacities(self.plan, packed=False)
-            tiers = self._tiers = memory.allocate_tiers(capacities, self.device)
-            cache = KVCache(self.plan, tiers, dtype)
-            weights = load(source, manifest, self.plan, tiers, self.device)
-        return kind(self.config, weights, self.plan.workload.max_model_len), cache
+            capacities = tier_capacities(self.plan, packed=packed)
+            self._tiers = memory.allocate_tiers(capacities, self.device)
+            build = graph_runner if packed else torch_runner
+            return build(source, manifest, self.plan, self._tiers, self.device)
 
 
 def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:

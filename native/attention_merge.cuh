@@ -36,9 +36,11 @@ __device__ __forceinline__ float over_rows(float value, bool largest) {
 // order, first those of kGroupChunks each, then what comes of these, by whichever warp is the last
 // to have left one: what is added to what depends on the chunks alone.
 struct Parts {
+  static constexpr int kHeads = 2, kParts = 4;  // that are added up at a time
+
   const SplitKFlashAttnArgs& args;
   const int row, chunks;  // slot times KV heads plus the KV head
-  const int64_t size;
+  const int size;
   float* const first;
   int* const arrivals;
 
@@ -46,8 +48,8 @@ struct Parts {
       : args(args),
         row(row),
         chunks(chunks),
-        size(static_cast<int64_t>(args.group) * kPart),
-        first(args.partials + row * args.max_chunks * size),
+        size(args.group * kPart),
+        first(args.partials + static_cast<int64_t>(row) * args.max_chunks * size),
         arrivals(args.arrivals + row * (1 + groups_of(args.max_chunks))) {}
 
   // Output `i` of the KV head's group.
@@ -58,11 +60,16 @@ struct Parts {
   // Once the part of `chunk` is there.
   __device__ __forceinline__ void combine(int chunk) const {
     const int group = chunk / kGroupChunks, groups = groups_of(chunks);
-    const int before = group * kGroupChunks, count = min(kGroupChunks, chunks - before);
-    if (!last_of(arrivals + 1 + group, count)) return;
-    add(first + before * size, size, count, groups == 1);
-    if (groups == 1 || !last_of(arrivals, groups)) return;
-    add(first, kGroupChunks * size, groups, true);
+    int* arrived = arrivals + 1 + group;
+    float* parts = first + group * kGroupChunks * size;
+    int stride = size;
+    int count = min(kGroupChunks, chunks - group * kGroupChunks);
+#pragma unroll 1
+    for (bool whole = groups == 1; last_of(arrived, count); whole = true) {
+      add(parts, stride, count, whole);
+      if (whole) return;
+      arrived = arrivals, parts = first, stride = kGroupChunks * size, count = groups;
+    }
   }
 
  private:
@@ -82,56 +89,75 @@ struct Parts {
   }
 
   // Adds up `count` parts, at most 16, `stride` apart, into outputs or else into the first of them.
-  // By some heads at a time, whose loads are then under way together.
-  __device__ __forceinline__ void add(float* parts, int64_t stride, int count, bool whole) const {
-    constexpr int kHeads = 2;
+  // Loads are under way together as far as registers allow: to wait for one takes the better part
+  // of a microsecond, and that at the end of a kernel.
+  __device__ __forceinline__ void add(float* parts, int stride, int count, bool whole) const {
     const int lane = threadIdx.x % 32, dim = min(4 * lane, HEAD_DIM - 4);
 #pragma unroll 1
     for (int first_head = 0; first_head < args.group; first_head += kHeads) {
       float4 totals[kHeads], value[kHeads] = {};
-      float scale[kHeads], most[kHeads], sum[kHeads];
-      const float* of[kHeads];
+      float scale[kHeads];
+      const float* from = parts + dim;
+      load_heads(totals, parts + min(lane, count - 1) * stride + HEAD_DIM, first_head);
+#pragma unroll 1
+      for (int part = 0; part < count; part += kParts) {
+        float4 more[kParts][kHeads];
 #pragma unroll
-      for (int i = 0; i < kHeads; i++) {
-        of[i] = parts + min(first_head + i, args.group - 1) * kPart;
-        const float* const total = of[i] + min(lane, count - 1) * stride + HEAD_DIM;
-        totals[i] = ptx::load_from_l2(reinterpret_cast<const float4*>(total));
-      }
+        for (int j = 0; j < kParts; j++) {
+          load_heads(more[j], from, first_head);
+          if (part + j + 1 < count) from += stride;
+        }
+        if (part == 0) weigh(totals, count, whole, scale);
 #pragma unroll
-      for (int i = 0; i < kHeads; i++) {
-        most[i] = totals[i].x;
+        for (int j = 0; j < kParts; j++) {
 #pragma unroll
-        for (int far = 1; far < 32; far *= 2)
-          most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffff, most[i], far));
-        const float weight = lane < count ? exp2f(totals[i].x - most[i]) : 0.0f;
-        sum[i] = totals[i].y * weight;
-#pragma unroll
-        for (int far = 1; far < 32; far *= 2)
-          sum[i] += __shfl_xor_sync(0xffffffff, sum[i], far);
-        scale[i] = whole ? weight / sum[i] : weight;
-      }
-#pragma unroll 4
-      for (int part = 0; part < count; part++) {
-#pragma unroll
-        for (int i = 0; i < kHeads; i++) {
-          const float by = __shfl_sync(0xffffffff, scale[i], part);
-          const float4 more =
-              ptx::load_from_l2(reinterpret_cast<const float4*>(of[i] + part * stride + dim));
-          value[i].x += by * more.x, value[i].y += by * more.y;
-          value[i].z += by * more.z, value[i].w += by * more.w;
+          for (int i = 0; i < kHeads; i++) {
+            const float by = __shfl_sync(0xffffffff, scale[i], part + j);  // behind the last: zero
+            value[i].x += by * more[j][i].x, value[i].y += by * more[j][i].y;
+            value[i].z += by * more[j][i].z, value[i].w += by * more[j][i].w;
+          }
         }
       }
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kHeads; i++) {
         const int head = first_head + i;
-        if (head < args.group) put(parts, head, value[i], most[i], sum[i], whole);
+        if (head < args.group) put(parts, head, value[i], totals[i], whole);
       }
     }
   }
 
-  __device__ __forceinline__ void put(float* parts, int head, const float4& value, float most,
-                                      float sum, bool whole) const {
+  // What the parts of some heads count by, lane by lane; their totals become those of the whole.
+  __device__ __forceinline__ static void weigh(float4* totals, int count, bool whole,
+                                               float* scale) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kHeads; i++) {
+      float most = totals[i].x;
+#pragma unroll
+      for (int far = 1; far < 32; far *= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, far));
+      const float weight = lane < count ? exp2f(totals[i].x - most) : 0.0f;
+      float sum = totals[i].y * weight;
+#pragma unroll
+      for (int far = 1; far < 32; far *= 2)
+        sum += __shfl_xor_sync(0xffffffff, sum, far);
+      scale[i] = whole ? weight / sum : weight;
+      totals[i] = {most, sum, 0.0f, 0.0f};
+    }
+  }
+
+  // Four values of each of kHeads, `from` being where head 0 has them; behind the last: its own.
+  __device__ __forceinline__ void load_heads(float4* values, const float* from, int head) const {
+#pragma unroll
+    for (int i = 0; i < kHeads; i++) {
+      const float* const of = from + min(head + i, args.group - 1) * kPart;
+      values[i] = ptx::load_from_l2(reinterpret_cast<const float4*>(of));
+    }
+  }
+
+  __device__ __forceinline__ void put(float* parts, int head, const float4& value,
+                                      const float4& total, bool whole) const {
     const int lane = threadIdx.x % 32, dim = 4 * lane;
     if (dim >= HEAD_DIM) return;
     if (whole) {
@@ -141,7 +167,7 @@ struct Parts {
     }
     float* const part = parts + head * kPart;
     *reinterpret_cast<float4*>(part + dim) = value;
-    if (lane == 0) *reinterpret_cast<float4*>(part + HEAD_DIM) = {most, sum, 0.0f, 0.0f};
+    if (lane == 0) *reinterpret_cast<float4*>(part + HEAD_DIM) = total;
   }
 };
 
@@ -149,8 +175,7 @@ struct Parts {
 __device__ __forceinline__ void finish(const SplitKFlashAttnArgs& args, const Task& task,
                                        int length, const State& state) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int blocks = (length + kBlock - 1) / kBlock;
-  const int chunks = (blocks + args.chunk_blocks - 1) / args.chunk_blocks;
+  const int chunks = chunks_of(args, (length + kBlock - 1) / kBlock);
   const Parts parts(args, task.slot * args.kv_heads + task.head, chunks);
 #pragma unroll
   for (int tile = 0; tile < GROUP_TILES; tile++) {

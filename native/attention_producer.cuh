@@ -5,8 +5,8 @@
 
 // A block of an item and where it lies: what the copying warp tells the one that attends.
 struct Task {
-  int slot, head, chunk;  // of the item; no slot: there is nothing more
-  int number, count;      // of the block, of the item's
+  int slot, head, chunk;     // of the item; no slot: there is nothing more
+  int first, number, count;  // block of the slot, of it that of the item, of the item's
   int k_stage, v_stage;
 };
 
@@ -65,12 +65,12 @@ struct Given {
 struct Producer {
   const Ring& ring;
   const int window;
-  int slot, head, chunk, number, count = 0;  // the lane's item, and the next of its blocks
-  const uint8_t* from;                       // where that lies
-  int given = 0;                             // blocks so far
-  Given last, before_last;                   // of those
-  RingPosition fill;                         // of all warps: the next stage
-  int issued = 0;                            // copies
+  int slot, head, chunk, first, number, count = 0;  // the lane's item, and the next of its blocks
+  const uint8_t* from;                              // where that lies
+  int given = 0;                                    // blocks so far
+  Given last, before_last;                          // of those
+  RingPosition fill;                                // of all warps: the next stage
+  int issued = 0;                                   // copies
 
   __device__ __forceinline__ Producer(const Ring& ring, int window) : ring(ring), window(window) {}
 
@@ -85,7 +85,8 @@ struct Producer {
           if (items.done()) continue;
           if (lane == warp) {
             slot = items.slot, head = items.head, chunk = items.chunk;
-            number = 0, count = items.block_count(), from = items.address();
+            first = items.first_block(), number = 0, count = items.block_count(),
+            from = items.address();
           }
           items.next();
         }
@@ -111,7 +112,7 @@ struct Producer {
       wait_barrier(ring.empty_barrier[before_last.at.stage], before_last.at.parity);
     }
     const int place = threadIdx.x % 32 * kDepth + given % kDepth;
-    ring.shared.tasks[place] = {slot, head, chunk, number, count, fill.stage, values.stage};
+    ring.shared.tasks[place] = {slot, head, chunk, first, number, count, fill.stage, values.stage};
     ptx::mbarrier_arrive(ring.task_barrier[place]);
   }
 

@@ -1,7 +1,7 @@
-// How SplitK_GEMM's sums become outputs: bias, activation, residual.
+// How SplitK_GEMM's sums become outputs: norm, bias, activation, residual.
 #pragma once
 
-#include "splitk_gemm.cuh"
+#include "gemm_norm.cuh"
 
 // Two neighbouring elements, at once where their address allows it, or else each by itself, the
 // second one where it exists.
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n, 
 // those of row 2t of X, odd ones of 2t + 1. What is added to the sums is read ahead of them, but
 // for residuals that there are no registers for.
 struct Outputs {
-  static constexpr bool kAhead = X_TILES <= 4;
+  static constexpr bool kAhead = X_TILES <= 4 && !NORM;
 
   const SplitKGemmArgs& args;
   const int m, n;  // of the first; others are 8 further
@@ -64,7 +64,7 @@ struct Outputs {
     }
   }
 
-  __device__ __forceinline__ void put(const Sums& sums) const {
+  __device__ __forceinline__ void put(const Sums& sums, const Moments& moments) const {
     const bool odd = threadIdx.x / 4 % 2;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -80,7 +80,11 @@ struct Outputs {
         } else if (args.residual) {
           more = load(args.residual + offset(i), j);
         }
-        const float2 pair = odd ? float2{other, own.y} : float2{own.x, other};
+        float2 pair = odd ? float2{other, own.y} : float2{own.x, other};
+        if (NORM) {
+          const float scale = moments.scale(args, column(i));
+          pair.x *= scale, pair.y *= scale;
+        }
         store(args, row(j), column(i), pair, bias[j], more);
       }
     }

@@ -10,9 +10,9 @@
 //
 // What a warp computes, an item, is a chunk of blocks of one KV head of one slot; the warps of a
 // CTA are at different items, so that one's loads and stores hide behind the others' work. Chunks
-// depend on what a cache has room for, and their results are added up in order, so neither tiers
-// nor batches nor CTAs change a bit. A tier's CTAs share its items so that each reads as many
-// blocks.
+// depend on what a cache has room for and a slot's length, and their results are added up in order,
+// so neither tiers nor batches nor CTAs change a bit. A tier's CTAs share its items so that each
+// reads as many blocks.
 
 #include "attention_merge.cuh"
 #include "attention_operands.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
       queries.load(args, task.slot, task.head);
       length = args.lengths[task.slot] + 1;
     }
-    const int valid = length - (task.chunk * args.chunk_blocks + task.number) * kBlock;
+    const int valid = length - (task.first + task.number) * kBlock;
     const bool has_new = valid <= kBlock;
     NewToken token;
     if (has_new) token.load(args, task);

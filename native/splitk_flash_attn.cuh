@@ -44,7 +44,7 @@ struct SplitKFlashAttnArgs {
   int64_t stride;
   int tier_count, kv_heads, group;
   int slot_blocks;   // that a cache has room for, of each KV head
-  int chunk_blocks;  // of an item
+  int chunk_blocks;  // of an item, at most
   int max_chunks;
   int stages;
   float scale;  // of the scores, times log2(e)
@@ -55,10 +55,16 @@ __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int sl
   return length < 0 ? 0 : length / kBlock + 1;
 }
 
+// Into how many chunks a slot of so many blocks is cut: as few as can be.
+__device__ __forceinline__ int chunks_of(const SplitKFlashAttnArgs& args, int blocks) {
+  return (blocks + args.chunk_blocks - 1) / args.chunk_blocks;
+}
+
 // The items of a CTA, one after the other: chunk by chunk, head by head, slot by slot.
 struct Items {
   const SplitKFlashAttnArgs& args;
   int slot, head = 0, chunk = 0, blocks = 0;  // of the slot
+  int chunk_blocks = 0;                       // its own: chunks are alike, but for a shorter last
   uint8_t* cache = nullptr;                   // its own
   int64_t left;                               // blocks up to where the next CTA's items start
 
@@ -107,15 +113,15 @@ struct Items {
     }
     head = static_cast<int>(start / blocks);
     const int within = static_cast<int>(start % blocks);
-    chunk = (within + args.chunk_blocks - 1) / args.chunk_blocks;
-    left -= min(chunk * args.chunk_blocks, blocks) - within;
+    chunk = (within + chunk_blocks - 1) / chunk_blocks;
+    left -= min(first_block(), blocks) - within;
     settle();
   }
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
-  __device__ __forceinline__ int first_block() const { return chunk * args.chunk_blocks; }
+  __device__ __forceinline__ int first_block() const { return chunk * chunk_blocks; }
   __device__ __forceinline__ int block_count() const {
-    return min(args.chunk_blocks, blocks - first_block());
+    return min(chunk_blocks, blocks - first_block());
   }
   // The first block of the item.
   __device__ __forceinline__ uint8_t* address() const {
@@ -143,6 +149,8 @@ struct Items {
   }
   __device__ __forceinline__ void enter() {
     blocks = blocks_of(args, slot);
+    const int chunks = chunks_of(args, blocks);
+    if (chunks) chunk_blocks = (blocks + chunks - 1) / chunks;
     cache = reinterpret_cast<uint8_t*>(args.caches[slot]);
   }
 };

@@ -14,6 +14,7 @@
 #include "splitk_gemm.cuh"
 
 constexpr int kTurnBarrier = 1;  // and the next: where warpgroups wait for their turn
+constexpr int kNormBarrier = 3;  // where they wait for the moments of X
 
 // A stage is W, [atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
 struct Ring {
@@ -164,7 +165,7 @@ __device__ __forceinline__ void load_x(const SplitKGemmArgs& args, const Ring& r
 }
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring, int number,
-                                        int warp) {
+                                        int warp, Moments& moments) {
   constexpr int kWarps = kWarpgroup / 32;
   const int warpgroup = warp / kWarps, other = 1 - warpgroup;
   const int first = ring.split ? warpgroup * kTileOctets : 0;
@@ -187,6 +188,8 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     const Outputs outputs(args, (tier_octet + at.octet + warp_octet) * kOctetRows,
                           octets - warp_octet);
     if (!ring.split && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
+    const bool normalises = NORM && turn == 0;
+    RowSums of_x(warp % kWarps);
     Sums sums;
     uint32_t before = 0;  // the barrier of the stage before, to be freed
 #pragma unroll 1
@@ -195,6 +198,9 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       if (ring.windowed) wait_barrier(ring.x_barrier[stage.stage], stage.parity);
       multiply(ring.w(stage.stage) + first * kAtomBytes, octets * kAtomBytes, ring.x(stage.stage),
                min(left, stage_atoms), sums);
+      if (normalises && warpgroup == 0) {
+        of_x.add(ring.x(stage.stage), atoms_of_group - left, min(left, stage_atoms));
+      }
       wait_but_for_last();
       __syncwarp();
       if (before && arrives) ptx::mbarrier_arrive(before);
@@ -204,10 +210,14 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     wait_for(sums);
     __syncwarp();
     if (arrives) ptx::mbarrier_arrive(before);
+    if (normalises) {
+      if (warpgroup == 0) of_x.store(moments);
+      ptx::named_barrier_sync(kNormBarrier, ring.split ? kConsumers : kWarpgroup);
+    }
     if (!ring.split && !at.last_group()) {
       ptx::named_barrier_arrive(kTurnBarrier + other, kConsumers);
     }
-    outputs.put(sums);
+    outputs.put(sums, moments);
   }
 }
 
@@ -221,6 +231,7 @@ constexpr int kCtasOfSm = 2;
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
     splitk_gemm(const __grid_constant__ SplitKGemmArgs args) {
   __shared__ uint64_t barriers[3 * kMaxStages];
+  __shared__ Moments moments;
   ptx::launch_dependents();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const int number = tier_of_cta(args);
@@ -244,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   }
   __syncthreads();
   if (warp < kConsumers / 32) {
-    consume(args, ring, number, warp);
+    consume(args, ring, number, warp, moments);
   } else if (copies && warp > kConsumers / 32) {
     load_x(args, ring, number);
   } else {

@@ -15,7 +15,8 @@ constexpr int kAtomK = 64;
 constexpr int kAtomBytes = kOctetRows * kAtomK * 2;
 constexpr int kTileOctets = 8;  // what a warpgroup multiplies at a time, 2 a warp
 
-// One cubin per dtype and N: -DBFLOAT16 is 0 or 1, N <= 8 * X_TILES.
+// One cubin per dtype, N and whether X is normalised: -DBFLOAT16 and -DNORM are 0 or 1, N <= 8 *
+// X_TILES.
 #ifndef SETS
 #define SETS (X_TILES == 1 ? 4 : X_TILES == 2 ? 2 : 1)
 #endif
@@ -25,6 +26,7 @@ constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 extern __shared__ __align__(1024) uint8_t smem[];
 
 enum Activation : int { kNone = 0, kRelu = 1, kSiluMul = 2 };
+enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 
 // Of its octets a tier's CTAs take groups in turn: CTA c the groups c, c + CTAs, ... What they take
 // at a time, a wave, is stored by steps of k, each step by groups, so that CTAs side by side read
@@ -53,6 +55,8 @@ struct SplitKGemmArgs {
   Tier tiers[kMaxTiers + 1];  // one more, for the ends
   const Element* residual;    // [N, M], or null; not with kSiluMul
   Element* y;                 // [N, M]; [N, M / 2] with kSiluMul, see there
+  int norm;                   // of X's rows; with -DNORM=1
+  float eps, inverse_k;       // of the norm; 1 / K, where K does not count the padding
 };
 
 __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {

@@ -59,7 +59,7 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   WGMMA_16                                                                   \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
   "%30, %31"
-#define WGMMA(type, Element)                                                                  \
+#define WGMMA_OF(type, Element)                                                               \
   __device__ __forceinline__ void wgmma(float2(&sums)[2], uint64_t a, uint64_t b, Element) {  \
     WGMMA_ASM("8", type, WGMMA_4, "4", "5", WGMMA_SUMS(0));                                   \
   }                                                                                           \
@@ -72,7 +72,7 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   __device__ __forceinline__ void wgmma(float2(&sums)[16], uint64_t a, uint64_t b, Element) { \
     WGMMA_ASM("64", type, WGMMA_32, "32", "33", WGMMA_4_SUMS(0), WGMMA_4_SUMS(4));            \
   }
-WGMMA("f16", __half)
-WGMMA("bf16", __nv_bfloat16)
+WGMMA_OF("f16", __half)
+WGMMA_OF("bf16", __nv_bfloat16)
 
 }  // namespace ptx

@@ -5,6 +5,7 @@ What runs is the kernel's own source and its Python wrapper; only the instructio
 
 import ctypes
 import functools
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -118,8 +119,9 @@ def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
 
 
 def _for_the_host(source: str) -> str:
-    """Shared memory is one CTA's at a time: the dynamic block, and arrays of fixed size."""
+    """Shared memory is one CTA's at a time: the dynamic block, and what is of fixed size."""
     dynamic = "extern __shared__ __align__(1024) uint8_t smem[];"
-    return source.replace(dynamic, "#define smem (emulator::cta->memory.data())").replace(
-        "  __shared__ ", "  static "
+    source = source.replace(dynamic, "#define smem (emulator::cta->memory.data())")
+    return re.sub(
+        r"  __shared__ (\S+ (\w+).*;)", r"  static \1\n  emulator::forget(&\2, sizeof \2);", source
     )

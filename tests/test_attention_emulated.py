@@ -73,12 +73,22 @@ def test_no_bit_depends_on_tiers_sms_or_batches(group: int, build: Build) -> Non
         assert torch.equal(alone.run(alone.config(sms=2), alone.slots())[0], wanted[number])
 
 
-@pytest.mark.parametrize("chunk_blocks", [1, 2, 100])
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 4, 100])
 def test_chunks_add_up(chunk_blocks: int) -> None:
     case = Case((640, 63, 64, 330), 2, 4, 64)
     config = dataclasses.replace(case.config((3, 1), sms=SMS), chunk_blocks=chunk_blocks)
     slots = case.slots()
     case.check(case.run(config, slots), slots, 1e-3)
+
+
+def test_chunks_are_alike() -> None:
+    """Of 11 blocks, at most 10 to a chunk, there are 6 and 5, and not 10 and 1."""
+    case = Case((640, 300), 1, 4, 64)
+    most, some, fewer = (
+        case.run(dataclasses.replace(case.config(sms=SMS), chunk_blocks=blocks), case.slots())
+        for blocks in (10, 6, 5)
+    )
+    assert torch.equal(most[0], some[0]) and not torch.equal(some[0], fewer[0])
 
 
 def test_steps_follow_each_other() -> None:

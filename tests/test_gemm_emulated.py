@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from dakrun.kernels import gemm
-from dakrun.kernels.gemm import Activation, splitk_gemm
+from dakrun.kernels.gemm import Activation, Norm, splitk_gemm
 from dakrun.kernels.heuristics import (
     GemmConfig,
     Ring,
@@ -29,13 +29,14 @@ from dakrun.octets import octet_count
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=32 * 1024))
-Build = Callable[[torch.dtype, int, int], EmulatedKernel]
+EPS = 0.02
+Build = Callable[[torch.dtype, int, bool, int], EmulatedKernel]
 
 
 @pytest.fixture(scope="module", params=[1, 0], ids=["wgmma", "mma"])
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
-        return {**gemm.defines(dtype, x_tiles), "WGMMA": request.param}
+    def defines(dtype: torch.dtype, x_tiles: int, norm: bool) -> dict[str, int]:
+        return {**gemm.defines(dtype, x_tiles, norm), "WGMMA": request.param}
 
     return kernels(
         gemm.SOURCE, "splitk_gemm", "SplitKGemmArgs", defines,
@@ -75,20 +76,34 @@ def run(
     access: Sequence[TierAccess] = ACCESS,
     *,
     aligned: bool = True,
+    x: torch.Tensor | None = None,
     activation: Activation = "none",
+    norm: Norm = "none",
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Y of random x, which depends on the shapes alone."""
+    """Y of `x`, or a random one, which depends on the shapes alone."""
     m, k = weight.shape
     octets = octets or (octet_count(m),)
     access = access[: len(octets)]
     matrix = packed(weight, octets, access, aligned=aligned)
     splits = [part.split for part in matrix.parts]
     config = gemm_config(n, splits, access, sms=SMS)
-    x = normal(n, k, dtype=weight.dtype)
+    x = normal(n, k, dtype=weight.dtype) if x is None else x
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
-    return splitk_gemm(x, matrix, config, out, bias=bias, residual=residual, activation=activation)
+    return splitk_gemm(
+        x, matrix, config, out, bias=bias, residual=residual, activation=activation, norm=norm,
+        eps=EPS,
+    )  # fmt: skip
+
+
+def scaled(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """x in float64, each row scaled as `norm` does."""
+    x = x.double()
+    if norm == "none":
+        return x
+    spread = x.var(1, correction=0) if norm == "layer" else x.square().mean(1)
+    return x / (spread + EPS).sqrt()[:, None]
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -103,22 +118,55 @@ def test_it_is_exact(m: int, k: int, n: int) -> None:
     assert error(run(weight, n, bias=bias, residual=residual), exact) < 5e-4
 
 
+@pytest.mark.parametrize("norm", ["none", "rms"])
 @pytest.mark.parametrize("activation", ["relu", "silu_mul"])
 @pytest.mark.parametrize(("n", "dtype"), [(8, torch.float16), (13, torch.bfloat16)])
-def test_epilogues(activation: Activation, n: int, dtype: torch.dtype) -> None:
+def test_epilogues(norm: Norm, activation: Activation, n: int, dtype: torch.dtype) -> None:
     m, k = 90, 520
     weight, bias = normal(m, k, dtype=dtype, scale=k**-0.5), normal(m, dtype=dtype)
-    exact = F.linear(normal(n, k, dtype=dtype).double(), weight.double(), bias.double())
+    x = 0.1 * normal(n, k, dtype=dtype)
+    exact = F.linear(scaled(x, norm), weight.double(), bias.double())
     if activation == "silu_mul":
         exact = F.silu(exact[:, ::2]) * exact[:, 1::2]
-    found = run(weight, n, activation=activation, bias=bias)
+    found = run(weight, n, x=x, activation=activation, norm=norm, bias=bias)
     assert error(found, exact.relu() if activation == "relu" else exact) < 5e-3
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [*((n, torch.float16) for n in (1, 7, 8, 24, 33, 64)), (9, torch.bfloat16)],
+)
+def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build: Build) -> None:
+    """By groups in turns and shared ones, one or several a CTA; rows differ in size and mean."""
+    m, k = 180, 520
+    weight, bias, residual = (
+        normal(*shape, dtype=dtype, scale=0.05) for shape in [(m, k), (m,), (n, m)]
+    )
+    by_row = torch.linspace(0.5, 2, n)[:, None]
+    x = (by_row * (normal(n, k) + by_row)).to(dtype)
+    exact = F.linear(scaled(x, norm), weight.double(), bias.double()) + residual.double()
+    found = []
+    for seed, (octets, aligned) in enumerate(
+        [((23,), True), ((21, 2), True), ((2, 21), True), ((21, 2), False)]
+    ):
+        build(dtype, tiles_for(n), True, 0).seed = 1000 * seed
+        found.append(
+            run(weight, n, octets, aligned=aligned, x=x, norm=norm, bias=bias, residual=residual)
+        )
+    assert error(found[0], exact) < (5e-4 if dtype == torch.float16 else 4e-3)
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+def test_an_unknown_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a norm of none, rms, layer, got batch"):
+        run(normal(8, 64), 1, norm="batch")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [8, 13, 24, 64])
 def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     weight = normal(203, 1416, scale=0.03)
-    kernel, wanted = build(weight.dtype, tiles_for(n), 0), run(weight, n)
+    kernel, wanted = build(weight.dtype, tiles_for(n), False, 0), run(weight, n)
     assert not wanted.isnan().any()
     windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
     for seed, (octets, access, aligned) in enumerate(
@@ -142,7 +190,7 @@ def test_any_shape(
     weight, count = normal(m, 8 * eights, scale=0.1), octet_count(m)
     octets = (count - count // 2, count // 2) if remote and count > 1 else (count,)
     access = (TierAccess(), TierAccess(1, window))
-    gemm._kernel(weight.dtype, 1, 0).seed = seed
+    gemm._kernel(weight.dtype, 1, False, 0).seed = seed
     exact = normal(n, 8 * eights).double() @ weight.double().T
     assert error(run(weight, n, octets, access), exact) < 1e-3
 
@@ -174,11 +222,11 @@ def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
     for window in range(1, stages + 1):
         config = alone(Ring(atoms, stages, window))
         for seed in range(2):
-            assert outcome(config, build(torch.float16, 1, 0), 50 * seed) == "right"
+            assert outcome(config, build(torch.float16, 1, False, 0), 50 * seed) == "right"
 
 
 def test_shared_memory_that_is_too_small_is_found(build: Build) -> None:
     config = alone(Ring(2, 5, 5))
-    kernel = build(torch.float16, 1, 0)
+    kernel = build(torch.float16, 1, False, 0)
     short = dataclasses.replace(config, shared_bytes=config.shared_bytes - 4096)
     assert "shared memory at" in outcome(short, kernel, 0)

@@ -23,7 +23,7 @@ from packed_linear import (
 )
 from torch.nn import functional as F
 
-from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.gemm import NORMS, Norm, splitk_gemm
 from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
 from dakrun.kernels.packing import DTYPES
 from dakrun.octets import octet_count
@@ -39,9 +39,19 @@ EPILOGUES = [
     for operands in itertools.product((False, True), repeat=2)
     if activation != "silu_mul" or not operands[1]
 ]
+EPS = 0.01
 PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 WIDTH = 1024  # of the matrices of a chain
 CHAIN = ((128,), (64, 64), (0, 128), (127, 1), (128,), (43, 43, 42)) * 2  # their octets per tier
+
+
+def scaled(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """x, each row scaled as `norm` does, reckoned in float32 or more."""
+    if norm == "none":
+        return x
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    spread = wide.var(1, correction=0) if norm == "layer" else wide.square().mean(1)
+    return (wide * (spread + EPS).rsqrt()[:, None]).to(x.dtype)
 
 
 def reference(
@@ -50,8 +60,9 @@ def reference(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     activation: str,
+    norm: Norm,
 ) -> torch.Tensor:
-    y = F.linear(x, weight, bias)
+    y = F.linear(scaled(x, norm), weight, bias)
     if activation == "relu":
         y = F.relu(y)
     elif activation == "silu_mul":
@@ -60,7 +71,13 @@ def reference(
 
 
 def check(
-    run: Callable[..., torch.Tensor], n: int, m: int, k: int, dtype: torch.dtype, epilogue: Any
+    run: Callable[..., torch.Tensor],
+    n: int,
+    m: int,
+    k: int,
+    dtype: torch.dtype,
+    epilogue: Any,
+    norm: Norm = "none",
 ) -> None:
     """Errors of `run` against float64 are at most twice those of cuBLAS."""
     activation, biased, added = epilogue
@@ -68,11 +85,12 @@ def check(
     bias = normal(m, dtype=dtype) if biased else None
     residual = normal(n, m, dtype=dtype) if added else None
     out = poisoned(n, m // 2 if activation == "silu_mul" else m, dtype)
-    run(x, out, bias=bias, residual=residual, activation=activation)
+    run(x, out, bias=bias, residual=residual, activation=activation, norm=norm, eps=EPS)
     operands = (x, weight, bias, residual)
-    exact = reference(*(None if t is None else t.double() for t in operands), activation)
+    exact = reference(*(None if t is None else t.double() for t in operands), activation, norm)
     errors = [
-        (y.double() - exact).abs().max().item() for y in (out, reference(*operands, activation))
+        (y.double() - exact).abs().max().item()
+        for y in (out, reference(*operands, activation, norm))
     ]
     assert written(out), (m, k, epilogue)
     assert errors[0] <= 2 * errors[1] + 1e-6, (m, k, epilogue)
@@ -87,6 +105,19 @@ def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int, sm
             check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue)
 
 
+@pytest.mark.parametrize("sms", [0, FEW_SMS])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_err_at_most_twice_as_much_as_before_cublas(
+    dtype: torch.dtype, n: int, norm: Norm, sms: int
+) -> None:
+    for m, k in SHAPES:
+        for epilogue in [("none", True, False), ("relu", True, True), ("silu_mul", False, False)]:
+            if m % 2 == 0 or epilogue[0] != "silu_mul":
+                check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue, norm)
+
+
 @pytest.mark.parametrize("window", [None, 1])
 @pytest.mark.parametrize("m", [24, 40, 72])
 @pytest.mark.parametrize("n", [8, 64])
@@ -97,13 +128,17 @@ def test_rings_of_any_number_of_turns(n: int, m: int, window: int | None) -> Non
         check(run, n, m, k, torch.float16, ("none", False, False))
 
 
+@pytest.mark.parametrize("norm", ["none", "layer"])
 @pytest.mark.parametrize("sms", [0, FEW_SMS])
 @pytest.mark.parametrize("n", [1, 13, 24, 33, 64])
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (1000, 200), (776, 2048)])
-def test_no_bit_depends_on_where_a_weight_lies(m: int, k: int, n: int, sms: int) -> None:
+def test_no_bit_depends_on_where_a_weight_lies(
+    m: int, k: int, n: int, sms: int, norm: Norm
+) -> None:
     count, third, dtype = octet_count(m), octet_count(m) // 3, torch.float16
     x = normal(n, k, dtype=dtype)
-    options = {"bias": normal(m, dtype=dtype), "residual": normal(n, m, dtype=dtype)}
+    added = {"bias": normal(m, dtype=dtype), "residual": normal(n, m, dtype=dtype)}
+    options: dict[str, Any] = {**added, "norm": norm, "eps": EPS}
     expected = linear(m, k, dtype, sms=sms)(x, poisoned(n, m, dtype), **options)
     assert written(expected)
     for octets in [
@@ -130,9 +165,10 @@ def test_no_bit_depends_on_windows_sms_or_groups(n: int) -> None:
 
 def chain(x: torch.Tensor, outs: Sequence[torch.Tensor], *, overlap: bool) -> None:
     """Launches each of which reads what the one before wrote, and writes the next of `outs`."""
-    for octets, out in zip(CHAIN, itertools.cycle(outs), strict=False):
+    steps = zip(CHAIN, itertools.cycle(outs), itertools.cycle(NORMS), strict=False)
+    for octets, out, norm in steps:
         run = linear(WIDTH, WIDTH, x.dtype, octets)
-        run(x, out, residual=x, activation="relu", overlap=overlap)
+        run(x, out, residual=x, activation="relu", norm=norm, eps=EPS, overlap=overlap)
         x = out
 
 

@@ -99,7 +99,7 @@ def test_how_it_is_launched(
 
 @pytest.mark.parametrize(
     ("blocks", "heads", "chunk"),
-    [(32, 512, 32), (17, 448, 32), (2048, 8, 32), (32, 8, 4), (32, 64, 4), (32, 100, 8), (1, 9, 4)],
+    [(32, 512, 32), (17, 448, 16), (2048, 8, 32), (32, 8, 4), (32, 64, 4), (32, 128, 8), (1, 9, 4)],
 )
 def test_chunks_leave_items_for_all(blocks: int, heads: int, chunk: int) -> None:
     assert chunk_blocks(blocks, heads) == chunk

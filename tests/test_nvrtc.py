@@ -18,7 +18,10 @@ from dakrun.resources import resource_dir
 
 SOURCES = sorted(path.name for path in resource_dir("native").glob("*.cu"))
 GEMMS = [
-    gemm.defines(dtype, tiles) for dtype in (torch.float16, torch.bfloat16) for tiles in X_TILES
+    gemm.defines(dtype, tiles, norm)
+    for dtype in (torch.float16, torch.bfloat16)
+    for tiles in X_TILES
+    for norm in (False, True)
 ]
 ATTENTIONS = [
     attention.defines(dtype, head_dim, group)

@@ -15,9 +15,13 @@ LINK_BYTES = 2 * KIB, 128 * KIB  # in flight on an SM: what there are rings for
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes/s that each tier in use delivers alone, HBM first."""
+    """Bytes/s that each tier in use delivers alone, HBM first.
+
+    `copied` is what the copy engine brings of the remote tier, where that was measured.
+    """
 
     rates: Mapping[str, float]
+    copied: float | None = None
 
     @property
     def turning_point(self) -> float:

@@ -1,28 +1,34 @@
 """The command line options of `dakrun bench`: what to measure, and in which form to show it.
 
-Knows click; what the values mean is in sweep.py, gemm_sweep.py and attention_sweep.py.
+Knows click; what the values mean is in sweep.py, gemm_sweep.py, attention_sweep.py
+and model_sweep.py.
 """
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from dakrun.errors import UsageError
 
-# The options that only one kernel has.
+MODEL: Literal["model"] = "model"
+KERNELS = ("gemm", "attention")
+
+# The options that not all of them have.
 OWN = {
     "gemm": ("shapes", "model", "rows", "ablations"),
     "attention": ("cases", "head_dim"),
+    MODEL: (
+        *("model", "load_format", "batch_sizes", "transports", "prompt_len", "new_tokens", "plot"),
+    ),
 }
 
 _OPTIONS = (
     click.option(
         "--kernel",
-        type=click.Choice(list(OWN)),
-        required=True,
-        help="What to measure.",
+        type=click.Choice(KERNELS),
+        help="Measure this kernel; without it, decode steps of --model.",
     ),
     click.option(
         "--shape",
@@ -35,7 +41,49 @@ _OPTIONS = (
     click.option(
         "--model",
         metavar="DIR|HUB_ID|NAME",
-        help="gemm: the weights of all of a model's linear ops, lm_head included.",
+        help="The model to measure; gemm: the weights of all its linear ops, lm_head included.",
+    ),
+    click.option(
+        "--load-format",
+        type=click.Choice(["auto", "dummy"]),
+        default="auto",
+        show_default=True,
+        help="model: its own weights, or random ones, which also a known name can have.",
+    ),
+    click.option(
+        "--batch-size",
+        "batch_sizes",
+        type=click.IntRange(min=1),
+        multiple=True,
+        default=(8,),
+        show_default=True,
+        metavar="N",
+        help="model: requests decoded together; repeatable.",
+    ),
+    click.option(
+        "--transport",
+        "transports",
+        type=click.Choice(["auto", "direct", "staged"]),
+        multiple=True,
+        default=("auto",),
+        show_default=True,
+        help="model: remote bytes read where they lie, or copied ahead; repeatable.",
+    ),
+    click.option(
+        "--prompt-len",
+        type=click.IntRange(min=1),
+        default=32,
+        show_default=True,
+        metavar="N",
+        help="model: tokens of a prompt.",
+    ),
+    click.option(
+        "--new-tokens",
+        type=click.IntRange(min=3),
+        default=32,
+        show_default=True,
+        metavar="N",
+        help="model: tokens of a completion, one more than its decode steps.",
     ),
     click.option(
         "-n",
@@ -53,9 +101,10 @@ _OPTIONS = (
         multiple=True,
         default=("0",),
         show_default=True,
-        metavar="0..1|turning-point",
-        help="Share of a weight, or of the slots, in the remote tier; repeatable. At the turning "
-        "point HBM and the remote tier take the same time.",
+        metavar="0..1|turning-point|auto",
+        help="Share of a weight, of the slots, or of a model's weight and KV bytes, in the remote "
+        "tier; repeatable. At the turning point of a kernel HBM and the remote tier take the same "
+        "time; auto is what the planner chooses for a model.",
     ),
     click.option(
         "--remote",
@@ -99,7 +148,13 @@ _OPTIONS = (
         "--output",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write it, too: .csv, .json or .md for Markdown.",
+        help="Write it, too: .csv, .json or .md for Markdown; a model's after every point.",
+    ),
+    click.option(
+        "--plot",
+        type=click.Path(path_type=Path),
+        metavar="FILE.png",
+        help="model: draw EB and TPOT against the remote share.",
     ),
 )
 
@@ -109,20 +164,24 @@ def bench_options(command: Any) -> Any:
     return functools.reduce(lambda decorated, add: add(decorated), reversed(_OPTIONS), command)
 
 
-def own_options(kernel: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Of `asked`, by parameter name, what the sweep of `kernel` takes, in a running command.
+def own_options(subject: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Of `asked`, by parameter name, what the sweep of `subject` takes, in a running command.
 
-    Raises UsageError where an option is given that only another kernel has.
+    Raises UsageError where an option is given that only others have.
     """
     context = click.get_current_context()
     flags = {param.name: param.opts[-1] for param in context.command.params}
-    own = ", ".join(flags[name] for name in OWN[kernel])
-    for other, names in OWN.items():
-        for name in () if other == kernel else names:
-            if context.get_parameter_source(name) != click.core.ParameterSource.DEFAULT:
-                raise UsageError(
-                    f"{flags[name]} is an option of --kernel {other}, not {kernel}",
-                    hint=f"leave it out; --kernel {kernel} alone has {own}",
-                )
-    foreign = {name for names in OWN.values() for name in names} - set(OWN[kernel])
+    foreign = {name for names in OWN.values() for name in names} - set(OWN[subject])
+    for name in sorted(foreign):
+        if context.get_parameter_source(name) != click.core.ParameterSource.DEFAULT:
+            others = [_called(other) for other, names in OWN.items() if name in names]
+            raise UsageError(
+                f"{flags[name]} is an option of {' and '.join(others)}, not of {_called(subject)}",
+                hint=f"leave it out; of {_called(subject)} are "
+                + ", ".join(flags[own] for own in OWN[subject]),
+            )
     return {name: value for name, value in asked.items() if name not in foreign}
+
+
+def _called(subject: str) -> str:
+    return "whole models" if subject == MODEL else f"--kernel {subject}"

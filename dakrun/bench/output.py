@@ -6,6 +6,7 @@ Knows heads, columns and rows, and no kernel. Keys carry units; nothing depends 
 import csv
 import io
 import json
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,19 +52,33 @@ class Record:
 
 
 def headline(record: Record) -> str:
-    """The head in a line: card, date, versions, ceilings, profile."""
+    """The head in a line: what and on what, date, versions, ceilings, profile."""
     head = record.head
+    versions = {"driver": head["driver"], "torch": head["torch"], "CUDA": head["cuda"]}
+    versions["dakrun"] = head["dakrun"]
     ceilings = head["ceilings_bytes_per_s"]
-    rates = ", ".join(f"{tier} {rate / 1e9:,.1f} GB/s" for tier, rate in ceilings.items())
+    rates = [f"{tier} {rate / 1e9:,.1f} GB/s" for tier, rate in ceilings.items()]
+    if head["copied_bytes_per_s"]:
+        rates.append(f"copy engine {head['copied_bytes_per_s'] / 1e9:,.1f} GB/s")
     turning = f" (turning point {head['turning_point_ratio']:.2%})" if len(ceilings) > 1 else ""
+    source = "" if head["ceilings_measured"] else " by the profile"
     facts = (
-        f"{head['device']}, {head['date']}, driver {head['driver']}",
-        f"torch {head['torch']}, CUDA {head['cuda']}, dakrun {head['dakrun']}",
+        _model(head),
+        f"{head['device']}, {head['date']}",
+        ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         head["dtype"],
-        f"ceilings: {rates}{turning}",
+        f"ceilings{source}: {', '.join(rates)}{turning}",
         f"predicted by profile {head['profile']}",
     )
-    return "; ".join(facts)
+    return "; ".join(filter(None, facts))
+
+
+def _model(head: Mapping[str, Any]) -> str | None:
+    """Which model was measured, on what; None where it was a kernel."""
+    if "model" not in head:
+        return None
+    weights = ", random weights" if head["load_format"] == "dummy" else ""
+    return f"{head['model']}, {head['prompt_tokens']} + {head['new_tokens']} tokens{weights}"
 
 
 def to_csv(record: Record) -> str:
@@ -125,7 +140,7 @@ def render(record: Record, console: "Console") -> None:
         console.print(lines, soft_wrap=True, highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(record.columns):
-        title = column.title.replace(" us", "\nus")
+        title = re.sub(" (us|ms|GB/s|GiB)$", r"\n\1", column.title)
         table.add_column(title, justify="right" if number else "left", overflow="fold")
     for row in record.texts():
         table.add_row(*map(Text, row))

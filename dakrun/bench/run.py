@@ -1,26 +1,38 @@
-"""From the options of `dakrun bench` to what was measured, whichever the kernel.
+"""From the options of `dakrun bench` to what was measured, whichever the kernel, or of a model.
 
 torch is imported when something is to be measured, not before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dakrun.bench.attention_sweep import AttentionSweep, attention_sweep
 from dakrun.bench.gemm_sweep import GemmSweep, gemm_sweep
+from dakrun.bench.model_sweep import ModelSweep, model_sweep
 from dakrun.bench.output import Record
 from dakrun.hardware import HardwareProfile
 
-AnySweep = GemmSweep | AttentionSweep
+AnySweep = GemmSweep | AttentionSweep | ModelSweep
+
+_SWEEPS: dict[str, Callable[..., AnySweep]] = {
+    "gemm": gemm_sweep,
+    "attention": attention_sweep,
+    "model": model_sweep,
+}
 
 
-def asked_sweep(kernel: str, asked: dict[str, Any]) -> AnySweep:
-    """The sweep of `kernel` that its options ask for; UsageError where one is malformed."""
-    return gemm_sweep(**asked) if kernel == "gemm" else attention_sweep(**asked)
+def asked_sweep(subject: str, asked: dict[str, Any]) -> AnySweep:
+    """The sweep of a kernel, or of a "model", that its options ask for.
+
+    Raises UsageError where one is malformed.
+    """
+    return _SWEEPS[subject](**asked)
 
 
 def check(sweep: AnySweep) -> None:
-    """Raise UsageError where its kernel does not take the sweep, CannotRun without a GPU."""
+    """Raise UsageError where its kernel does not take the sweep, CannotRun without its GPU."""
+    if isinstance(sweep, ModelSweep):
+        return
     from dakrun.bench.tiers import check_gpu
 
     if isinstance(sweep, GemmSweep):
@@ -32,12 +44,17 @@ def check(sweep: AnySweep) -> None:
 
 def measure(
     sweep: AnySweep, profile: HardwareProfile, *, command: str, note: Callable[[str], None]
-) -> Record:
-    """What measure_gemm() or measure_attention() finds."""
-    if isinstance(sweep, GemmSweep):
+) -> Iterator[Record]:
+    """What was found so far, again and again, and in the end all of it."""
+    if isinstance(sweep, ModelSweep):
+        from dakrun.bench.model import measure_model
+
+        yield from measure_model(sweep, profile, command=command, note=note)
+    elif isinstance(sweep, GemmSweep):
         from dakrun.bench.gemm import measure_gemm
 
-        return measure_gemm(sweep, profile, command=command, note=note)
-    from dakrun.bench.attention import measure_attention
+        yield measure_gemm(sweep, profile, command=command, note=note)
+    else:
+        from dakrun.bench.attention import measure_attention
 
-    return measure_attention(sweep, profile, command=command, note=note)
+        yield measure_attention(sweep, profile, command=command, note=note)

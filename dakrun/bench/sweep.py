@@ -50,15 +50,18 @@ def parse_ratios(texts: Iterable[str]) -> tuple[Ratio, ...]:
 
 def parse_ratio(text: str) -> Ratio:
     """The remote share in a text such as "0.1" or "turning-point"; UsageError for anything else."""
-    if text == TURNING_POINT:
-        return TURNING_POINT
+    return TURNING_POINT if text == TURNING_POINT else parse_share(text, TURNING_POINT)
+
+
+def parse_share(text: str, word: str) -> float:
+    """The number from 0 to 1 in a text; else a UsageError, which says that `word` is one, too."""
     try:
-        ratio = float(text)
+        share = float(text)
     except ValueError:
-        ratio = -1.0
-    if not 0 <= ratio <= 1:
+        share = -1.0
+    if not 0 <= share <= 1:
         raise UsageError(
             f"{text!r} is not a remote share",
-            hint=f"write a number from 0 to 1, or {TURNING_POINT}, as in --ratio 0.1",
+            hint=f"write a number from 0 to 1, or {word}, as in --ratio 0.1",
         )
-    return ratio
+    return share

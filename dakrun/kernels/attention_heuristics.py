@@ -12,7 +12,7 @@ from dakrun.kernels.kv_blocks import KVShape
 from dakrun.units import ceil_div
 
 CHUNK_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up
-ITEMS = 400  # or more, where chunks can be that short, so that no GPU is left idle
+ITEMS = 512  # or more, where chunks can be that short: about four for each SM of a large GPU
 MOST_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
 MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of them
 
@@ -21,7 +21,8 @@ MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of th
 class AttentionConfig:
     """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier.
 
-    A stage is the keys, or the values, of a block.
+    A stage is the keys, or the values, of a block. A slot is cut into as few chunks as have at most
+    `chunk_blocks`, all as long but the last.
     """
 
     shape: KVShape

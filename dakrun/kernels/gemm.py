@@ -22,6 +22,8 @@ SOURCE = "splitk_gemm.cu"
 
 Activation = Literal["none", "relu", "silu_mul"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu_mul")
+Norm = Literal["none", "rms", "layer"]
+NORMS: tuple[Norm, ...] = ("none", "rms", "layer")
 
 
 class _Tier(ctypes.Structure):
@@ -52,6 +54,9 @@ class _Args(ctypes.Structure):
         ("tiers", _Tier * (MAX_TIERS + 1)),
         ("residual", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
+        ("norm", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("inverse_k", ctypes.c_float),
     )
 
 
@@ -64,9 +69,16 @@ def splitk_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: Activation = "none",
+    norm: Norm = "none",
+    eps: float = 0.0,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """out [N, M] = activation(x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
+    """out [N, M] = activation(r x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
+
+    r is 1; with `norm` "rms" it is 1 / sqrt(mean(x^2) + `eps`) of each row of x, with "layer"
+    1 / sqrt(var(x) + `eps`), the variance being mean(x^2) - mean(x)^2. That makes a whole norm
+    where its weight has been multiplied into the columns of `weight`, and of a LayerNorm the mean
+    of each row then been subtracted from it, and its bias's product been added to `bias`.
 
     All in the weight's dtype on one GPU, sums in float32. With "silu_mul" the weight's rows are
     gates and what they multiply in turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With
@@ -78,6 +90,8 @@ def splitk_gemm(
     _check_operands(x, weight, out, bias, residual, m // 2 if gated else m)
     if gated and (m % 2 or residual is not None):
         raise ValueError("expected an even number of rows and no residual with silu_mul")
+    if norm not in NORMS:
+        raise ValueError(f"expected a norm of {', '.join(NORMS)}, got {norm}")
     if n > 8 * config.x_tiles or config.splits != tuple(part.split for part in weight.parts):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
     atoms = padded_cols(k) // ATOM_COLS
@@ -94,6 +108,9 @@ def splitk_gemm(
         tier_count=len(weight.parts),
         x_atoms=x_atoms,
         activation=ACTIVATIONS.index(activation),
+        norm=NORMS.index(norm),
+        eps=eps,
+        inverse_k=1 / k,
     )
     args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), 8 * config.x_tiles, x_atoms)
     octet = cta = 0
@@ -114,7 +131,7 @@ def splitk_gemm(
         octet += split.octets
         cta += split.ctas
     args.tiers[len(weight.parts)] = _Tier(first_octet=octet, first_cta=cta)
-    _kernel(weight.dtype, config.x_tiles, torch.cuda.current_device()).launch(
+    _kernel(weight.dtype, config.x_tiles, norm != "none", torch.cuda.current_device()).launch(
         config.ctas, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap
     )
     return out
@@ -154,12 +171,12 @@ def _check_operands(
         raise ValueError(f"expected at most {MAX_TIERS} tiers, aligned to 128 bytes")
 
 
-def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
-    """The macros of one variant of the kernel."""
-    return {"BFLOAT16": int(dtype == torch.bfloat16), "X_TILES": x_tiles}
+def defines(dtype: torch.dtype, x_tiles: int, norm: bool = False) -> dict[str, int]:
+    """The macros of one variant of the kernel: with `norm` for "rms" and "layer"."""
+    return {"BFLOAT16": int(dtype == torch.bfloat16), "X_TILES": x_tiles, "NORM": int(norm)}
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, x_tiles: int, device: int) -> Kernel:
+def _kernel(dtype: torch.dtype, x_tiles: int, norm: bool, device: int) -> Kernel:
     del device  # a kernel is loaded on one
-    return kernel(SOURCE, "splitk_gemm", defines(dtype, x_tiles))
+    return kernel(SOURCE, "splitk_gemm", defines(dtype, x_tiles, norm))

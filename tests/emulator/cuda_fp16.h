@@ -85,6 +85,9 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
 inline float __expf(float x) {
   return std::exp(x);
 }
+inline float rsqrtf(float x) {
+  return 1 / std::sqrt(x);
+}
 inline float __fdividef(float x, float y) {
   return x / y;
 }
@@ -96,7 +99,4 @@ using std::fmaxf;
 template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
-}
-inline float rsqrtf(float x) {
-  return 1.0f / std::sqrt(x);
 }

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -73,9 +74,15 @@ struct Cta {
   std::mt19937 random;
   std::string problem;
   const uint8_t* fixed = nullptr;
+  std::set<void*> forgotten;
 };
 
 inline Cta* cta;
+
+// Shared memory of fixed size, which a CTA finds full of NaN.
+inline void forget(void* memory, size_t bytes) {
+  if (cta->forgotten.insert(memory).second) std::memset(memory, 0xff, bytes);
+}
 
 inline void fail(const std::string& problem) {
   if (cta->problem.empty()) cta->problem = problem;

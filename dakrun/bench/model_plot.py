@@ -1,0 +1,98 @@
+"""A model's benchmark as a picture: EB and TPOT against the remote share, beside the ideal.
+
+Knows a record's keys; matplotlib is imported late.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dakrun.bench.output import Record
+from dakrun.picture import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    caption,
+    new_figure,
+    save,
+)
+
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+STEPS = 400  # of an ideal curve
+MARGIN = 1.06  # of the share axis beyond the last point
+
+Row = Mapping[str, Any]
+
+
+def draw(record: Record, path: Path) -> None:
+    """Write a PNG of the rows with figures to `path`; UsageError where that fails."""
+    head = record.head
+    figure = new_figure(13, 5.6)
+    left, right = figure.subplots(1, 2)
+    figure.subplots_adjust(left=0.065, right=0.985, top=0.87, bottom=0.115, wspace=0.17)
+    figure.suptitle(
+        f"{head['model']}, {head['dtype']}, {head['prompt_tokens']} + {head['new_tokens']} tokens "
+        f"on {head['device']}, {head['date']}",
+        fontsize=12,
+    )
+    rows = [row for row in record.rows if row["problem"] is None]
+    local, *remote = head["ceilings_bytes_per_s"].values()
+    rates = [local, *(max(rate, head["copied_bytes_per_s"] or 0.0) for rate in remote)]
+    panels = (
+        (left, "eb_bytes_per_s", 1e-9, "Effective bandwidth",
+         "EB: weight bytes per step time (GB/s)"),
+        (right, "tpot_s", 1e3, "Time per output token", "TPOT (ms)"),
+    )  # fmt: skip
+    for axes, key, factor, title, unit in panels:
+        _draw_ideals(axes, rows, rates, key, factor)
+        for (name, line), colour, marker in zip(
+            lines(rows).items(), itertools.cycle(COLOURS), itertools.cycle(MARKERS)
+        ):
+            shares, values = zip(*((100 * r["ratio"], factor * r[key]) for r in line), strict=True)
+            axes.plot(shares, values, marker=marker, color=colour, lw=0.9, ms=6, label=name)
+        axes.set(yscale="log")
+        axes.legend(fontsize=8, framealpha=0.95)
+        caption(axes, title, "weight and KV bytes outside HBM (%)", unit)
+    save(figure, path)
+
+
+def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each batch size and transport, by share; the keys are what a line is called."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["batch_size"], row["asked_transport"])):
+        name = f"batch {row['batch_size']}, {row['asked_transport']}"
+        found.setdefault(name, []).append(row)
+    return {name: sorted(line, key=lambda row: row["ratio"]) for name, line in found.items()}
+
+
+def ideal_s(read: float, share: float, rates: Sequence[float]) -> float:
+    """Seconds of a step that reads `read` bytes, a share of them remote, both tiers at full rate.
+
+    `rates` are bytes/s of the local tier and of the remote one at its fastest transport; with one
+    alone, that is all there is.
+    """
+    shares = (1 - share, share) if len(rates) > 1 else (1.0,)
+    return max(read * part / rate for part, rate in zip(shares, rates, strict=True))
+
+
+def _draw_ideals(
+    axes: Any, rows: Sequence[Row], rates: Sequence[float], key: str, factor: float
+) -> None:
+    """A line for each batch size, which differ in the KV bytes that they read."""
+    most = min(1.0, MARGIN * max(row["ratio"] for row in rows))
+    by_batch = {row["batch_size"]: row for row in rows}
+    for number, row in enumerate(by_batch.values()):
+        shares = [most * step / STEPS for step in range(STEPS + 1)]
+        read = row["hbm_read_bytes"] + row["remote_read_bytes"]
+        times = [ideal_s(read, share, rates) for share in shares]
+        values = times if key == "tpot_s" else [row["weight_bytes"] / s for s in times]
+        axes.plot(
+            [100 * share for share in shares], [factor * value for value in values], "--",
+            color=GREY, lw=1.0, zorder=1, label=None if number else "ideal: all tiers at full rate",
+        )  # fmt: skip

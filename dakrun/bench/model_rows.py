@@ -1,0 +1,168 @@
+"""The rows of a model's benchmark: what a point's decode steps took, and what follows from it.
+
+Pure; tables, CSV and JSON are made of these by output.py.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dakrun.bench.model_sweep import AskedTransport, ModelRatio, Point
+from dakrun.bench.output import Column
+from dakrun.bench.rows import microseconds
+from dakrun.plan.plan import Plan
+from dakrun.probe.measurement import spread
+from dakrun.units import format_decimal, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was measured of a point whose `plan` was obeyed; times in seconds.
+
+    `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV each on average;
+    `ttft_s` is by request, `prefill_s` that of a batch. `gap_s` is the time between steps on a GPU
+    and `gpu_bytes` what was taken of its memory beside the CUDA context, where there is one.
+    """
+
+    plan: Plan
+    step_s: Sequence[float]
+    ttft_s: Sequence[float]
+    prefill_s: float
+    kv_bytes: float
+    limit_s: float
+    gap_s: float | None = None
+    gpu_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """A point and its figures under keys with units; None stands for what was not measured.
+
+    `transports` are those that the plan chose for remote weights. EB is the model's weight bytes
+    over the step's time, EB total all weight and KV bytes that it read. `limit_s` is what the
+    ceilings allow (model_limit.py), `bound_s` and `predicted_s` what the profile says. `problem`
+    is why nothing was measured.
+    """
+
+    batch_size: int
+    asked_transport: AskedTransport
+    asked_ratio: ModelRatio
+    transports: str | None = None
+    ratio: float | None = None
+    steps: int | None = None
+    tpot_s: float | None = None
+    spread: float | None = None
+    tokens_per_s: float | None = None
+    eb_bytes_per_s: float | None = None
+    eb_total_bytes_per_s: float | None = None
+    limit_s: float | None = None
+    limit_over_time: float | None = None
+    bound_s: float | None = None
+    predicted_s: float | None = None
+    prediction_error: float | None = None
+    ttft_s: float | None = None
+    prefill_s: float | None = None
+    gap_s: float | None = None
+    weight_bytes: int | None = None
+    hbm_read_bytes: float | None = None
+    remote_read_bytes: float | None = None
+    gpu_bytes: int | None = None
+    planned_gpu_bytes: int | None = None
+    problem: str | None = None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All of it by key."""
+        return dict(vars(self))
+
+    @property
+    def summary(self) -> str:
+        """The outcome in a few words."""
+        if self.tpot_s is None or self.eb_bytes_per_s is None:
+            return f"not measured: {self.problem}"
+        return (
+            f"TPOT {format_seconds(self.tpot_s)}, EB {format_decimal(self.eb_bytes_per_s, 'B/s')}, "
+            f"{self.limit_over_time:.1%} of the limit"
+        )
+
+
+def failed_row(point: Point, problem: str) -> ModelRow:
+    """The row of a point that cannot run because of `problem`."""
+    return ModelRow(
+        batch_size=point.batch_size,
+        asked_transport=point.transport,
+        asked_ratio=point.ratio,
+        problem=problem,
+    )
+
+
+def measured_row(point: Point, run: Run) -> ModelRow:
+    """The row of a point that ran."""
+    plan, time = run.plan, statistics.median(run.step_s)
+    tiers = range(len(plan.tiers))
+    weights = sum(op.read_bytes(tier) for op in plan.weights() for tier in tiers)
+    remote = {op.transport for op in plan.ops if op.op.category == "linear" and op.ratio > 0}
+    on_gpu = run.gpu_bytes is not None
+    return ModelRow(
+        batch_size=point.batch_size,
+        asked_transport=point.transport,
+        asked_ratio=point.ratio,
+        transports="+".join(sorted(remote)) or None,
+        ratio=plan.ratio,
+        steps=len(run.step_s),
+        tpot_s=time,
+        spread=spread(run.step_s),
+        tokens_per_s=point.batch_size / time,
+        eb_bytes_per_s=plan.weight_bytes / time,
+        eb_total_bytes_per_s=(weights + run.kv_bytes) / time,
+        limit_s=run.limit_s,
+        limit_over_time=run.limit_s / time,
+        bound_s=plan.bound_s,
+        predicted_s=plan.predicted_s,
+        prediction_error=plan.predicted_s / time - 1,
+        ttft_s=statistics.median(run.ttft_s),
+        prefill_s=run.prefill_s,
+        gap_s=run.gap_s,
+        weight_bytes=plan.weight_bytes,
+        hbm_read_bytes=plan.read_bytes(0),
+        remote_read_bytes=sum(map(plan.read_bytes, tiers[1:])),
+        gpu_bytes=run.gpu_bytes,
+        planned_gpu_bytes=planned_gpu_bytes(plan) if on_gpu else None,
+    )
+
+
+def planned_gpu_bytes(plan: Plan) -> int:
+    """Bytes that the plan takes of its GPU beside the CUDA context."""
+    return sum(nbytes for what, nbytes in plan.memory(0).items() if what != "context")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:,.1f}"
+
+
+def _gibibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
+
+
+COLUMNS = (
+    Column("batch_size", "batch"),
+    Column("asked_transport", "asked"),
+    Column("transports", "read"),
+    Column("ratio", "remote", "{:.2%}".format),
+    Column("tpot_s", "TPOT ms", _milliseconds),
+    Column("eb_bytes_per_s", "EB GB/s", _gigabytes),
+    Column("eb_total_bytes_per_s", "EB total GB/s", _gigabytes),
+    Column("limit_s", "limit ms", _milliseconds),
+    Column("limit_over_time", "of limit", "{:.1%}".format),
+    Column("predicted_s", "predicted ms", _milliseconds),
+    Column("prediction_error", "error", "{:+.1%}".format),
+    Column("ttft_s", "TTFT ms", _milliseconds),
+    Column("gap_s", "gap us", microseconds),
+    Column("gpu_bytes", "GPU GiB", _gibibytes),
+    Column("planned_gpu_bytes", "plan GiB", _gibibytes),
+)

@@ -1,0 +1,74 @@
+// How SplitK_GEMM normalises the rows of X, with -DNORM=1: sums are those of x W^T, and are scaled
+// by 1 / sqrt(mean of squares + eps), or 1 / sqrt(variance + eps), of their row of X. What else a
+// norm does is part of W and of the bias.
+//
+// All of X passes through shared memory for a CTA's first group. The first warpgroup adds up its
+// rows and their squares there, in an order that depends on K alone.
+#pragma once
+
+#include "splitk_gemm.cuh"
+
+// Of X's rows, in shared memory; an octet's atoms are dealt out to shares in turn.
+struct Moments {
+  static constexpr int kShares = X_TILES < 4 ? 4 / X_TILES : 1;
+
+  float sums[kShares][kXRows], squares[kShares][kXRows];
+
+  // What sums of a row are multiplied by.
+  __device__ __forceinline__ float scale(const SplitKGemmArgs& args, int row) const {
+    float sum = 0.0f, square = 0.0f;
+#pragma unroll
+    for (int share = 0; share < kShares; share++)
+      sum += sums[share][row], square += squares[share][row];
+    const float mean = args.norm == kLayerNorm ? sum * args.inverse_k : 0.0f;
+    return rsqrtf(fmaxf(square * args.inverse_k - mean * mean, 0.0f) + args.eps);
+  }
+};
+
+// What a warp adds up: one share of an octet, or two octets. A product of an octet, above as many
+// rows of ones, with its transpose has the squares on its diagonal, and the sums below.
+struct RowSums {
+  static constexpr int kOctets = (X_TILES + 3) / 4, kShares = Moments::kShares;
+
+  const int octet, share;
+  float2 squares[kOctets] = {}, sums[kOctets] = {};
+
+  __device__ __forceinline__ RowSums(int warp)
+      : octet(warp % X_TILES * kOctets), share(warp / X_TILES) {}
+
+  // Of a stage with `atoms` of X from `x` on, whose first is K's number `number`.
+  __device__ __forceinline__ void add(uint32_t x, int number, int atoms) {
+    constexpr uint32_t kOnes = BFLOAT16 ? 0x3f803f80 : 0x3c003c00;
+    const int lane = threadIdx.x % 32, row = lane % 8;
+    const int first = (share - number) & (kShares - 1);
+    x += first * kXAtomBytes + octet * 8 * 128 + row * 128 + ((lane / 8 ^ row) << 4);
+#pragma unroll 1
+    for (int i = first; i < atoms; i += kShares, x += kShares * kXAtomBytes) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int j = 0; j < kOctets; j++) {
+          uint32_t b[4];
+          ptx::ldmatrix_x4(b, (x ^ 64 * half) + j * 8 * 128);
+#pragma unroll
+          for (int step = 0; step < 4; step += 2) {
+            const uint32_t a[4] = {b[step], kOnes, b[step + 1], kOnes};
+            ptx::mma(squares[j], sums[j], a, b[step], b[step + 1], Element());
+          }
+        }
+      }
+    }
+  }
+
+  // What belongs to row g of an octet is with lane 4g + g / 2.
+  __device__ __forceinline__ void store(Moments& to) const {
+    const int lane = threadIdx.x % 32, row = lane / 4;
+    if (lane % 4 != row / 2) return;
+#pragma unroll
+    for (int j = 0; j < kOctets; j++) {
+      const int n = 8 * (octet + j) + row;
+      to.sums[share][n] = row % 2 ? sums[j].y : sums[j].x;
+      to.squares[share][n] = row % 2 ? squares[j].y : squares[j].x;
+    }
+  }
+};

@@ -1,0 +1,396 @@
+"""`dakrun bench --model`: what it measures, what follows from it, how it is shown and drawn, and
+what it refuses; and tiny models, on the CPU and on a GPU.
+"""
+
+import csv
+import io
+import json
+import struct
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from dakrun import cli
+from dakrun.bench import model as bench
+from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.model_limit import limit_s, measured_links
+from dakrun.bench.model_plot import draw, ideal_s, lines
+from dakrun.bench.model_rows import COLUMNS, ModelRow, Run, failed_row, measured_row
+from dakrun.bench.model_sweep import ModelSweep, Point, model_sweep
+from dakrun.bench.output import Record, as_text, render
+from dakrun.config import Workload
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware import LOCAL, load_profile
+from dakrun.known_models import known_model
+from dakrun.llm import LLM
+from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.plan.roofline import Links
+
+H200 = load_profile("h200-pcie5")
+RATES = Ceilings({LOCAL: 4.7e12, "host": 5.1e10}, copied=5.5e10)
+POINT = Point(batch_size=8, ratio=0.25, transport="auto")
+NAME = "opt-like-125m"
+
+
+def sweep(**asked: Any) -> ModelSweep:
+    """What the command line's defaults and `asked` ask for."""
+    defaults = {
+        "model": "opt-6.7b", "load_format": "dummy", "batch_sizes": (8,), "ratios": ("0",),
+        "transports": ("auto",), "remote": "host", "dtype": "float16", "prompt_len": 32,
+        "new_tokens": 32,
+    }  # fmt: skip
+    return model_sweep(**{**defaults, **asked})
+
+
+def a_plan(profile: str = "h200-pcie5", batch_size: int = 8, **fixed: Any) -> Plan:
+    config = known_model("opt-6.7b")
+    assert config is not None
+    workload = Workload(batch_size=batch_size, prompt_len=32, new_tokens=32, max_model_len=64)
+    return make_plan(config, workload, load_profile(profile), Policy(**fixed))
+
+
+def row(point: Point = POINT, **changes: Any) -> ModelRow:
+    plan = a_plan(batch_size=point.batch_size, **changes)
+    run = Run(
+        plan=plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=(0.1, 0.3, 0.2), prefill_s=0.4,
+        kv_bytes=1e9, limit_s=0.015, gap_s=2e-6, gpu_bytes=14 * 2**30,
+    )  # fmt: skip
+    return measured_row(point, run)
+
+
+def record(*rows: ModelRow) -> Record:
+    head = {
+        "model": "opt-6.7b", "load_format": "dummy", "prompt_tokens": 32, "new_tokens": 16,
+        "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
+        "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
+        "ceilings_bytes_per_s": RATES.rates, "turning_point_ratio": 0.0108,
+        "ceilings_measured": True, "copied_bytes_per_s": RATES.copied,
+        "command": "dakrun bench --model opt-6.7b",
+    }  # fmt: skip
+    return Record(head=head, columns=COLUMNS, rows=tuple(row.figures for row in rows))
+
+
+def run(*args: object) -> Result:
+    command = ["bench", *map(str, args)]
+    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(cli.main, command)
+
+
+def test_a_sweep() -> None:
+    found = sweep(
+        batch_sizes=(8, 1, 8), ratios=("0", "0.0", "auto"), transports=("staged", "direct")
+    )
+    assert [(p.batch_size, p.transport, p.ratio) for p in found.points()] == [
+        (batch, transport, ratio)
+        for batch in (8, 1) for transport in ("staged", "direct") for ratio in (0, "auto")
+    ]  # fmt: skip
+    assert found.config.dtype == "float16"
+    assert sweep(dtype="bfloat16").config.dtype == "bfloat16"
+
+
+def test_the_policy_of_a_point() -> None:
+    free = Point(batch_size=1, ratio="auto", transport="auto")
+    assert free.policy("peer:1") == Policy(remote=("peer:1",))
+    fixed = Point(batch_size=1, ratio=0.0, transport="staged")
+    assert fixed.policy("host") == Policy(offload_ratio=0.0, transport="staged")
+    assert str(free) == "batch 1, a planned share remote, auto"
+    assert str(fixed) == "batch 1, 0.00% remote, staged"
+
+
+def test_the_remote_tier() -> None:
+    assert sweep(ratios=("0",)).remote_tier(H200) is None
+    for ratio in ("0.1", "auto"):
+        assert sweep(ratios=("0", ratio)).remote_tier(H200) == H200.tier("host")
+    with pytest.raises(UsageError, match="no remote tier 'peer'"):
+        sweep(remote="peer").remote_tier(H200)
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_the_limit_in_hbm(transport: str) -> None:
+    plan = a_plan(offload_ratio=0.0, transport=transport)
+    alone = measured_links(Ceilings({LOCAL: 4.7e12}))
+    assert limit_s(plan, alone) == pytest.approx(plan.read_bytes(0) / 4.7e12)
+    assert limit_s(plan, measured_links(RATES)) == limit_s(plan, alone)
+
+
+@pytest.mark.parametrize(("transport", "rate"), [("direct", 5.1e10), ("staged", 5.5e10)])
+def test_the_limit_of_a_link(transport: str, rate: float) -> None:
+    plan = a_plan(offload_ratio=0.5, kv_offload_ratio=0.0, transport=transport, strategy="uniform")
+    link_s = plan.read_bytes(1) / rate
+    found = limit_s(plan, measured_links(RATES))
+    attention_s = plan.op("attention").read_bytes(0) / 4.7e12
+    assert link_s <= found <= (link_s + attention_s) * (1 + 1e-9)
+    assert (found == pytest.approx(link_s)) == (transport == "staged"), "copies run ahead"
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged", None])
+@pytest.mark.parametrize("strategy", ["greedy", "uniform"])
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.1, 1.0, None])
+def test_no_limit_is_below_the_ideal_or_above_the_bound(
+    ratio: float | None, strategy: str, transport: str | None
+) -> None:
+    plan = a_plan(offload_ratio=ratio, strategy=strategy, transport=transport)
+    profiles = Links.of(H200, ("host",))
+    found = limit_s(plan, profiles)
+    assert found <= plan.bound_s * (1 + 1e-9)
+    read = [plan.read_bytes(tier) for tier in (0, 1)]
+    fastest = profiles.staged["host"], profiles.direct[LOCAL]
+    assert found >= max(read[1] / fastest[0], read[0] / fastest[1]) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_the_limit_of_a_cpu_is_its_memory(ratio: float) -> None:
+    plan = a_plan("cpu", offload_ratio=ratio, hbm_budget=10**12, host_budget=10**12)
+    links = Links.of(load_profile("cpu"), ("host",))
+    total = plan.read_bytes(0) + plan.read_bytes(1)
+    assert limit_s(plan, links) == pytest.approx(total / 1.2e10)
+
+
+def test_a_row() -> None:
+    found, plan = row(offload_ratio=0.25), a_plan(offload_ratio=0.25)
+    assert found.tpot_s == 0.03 and found.steps == 3 and found.ttft_s == 0.2
+    assert found.tokens_per_s == pytest.approx(8 / 0.03)
+    assert found.eb_bytes_per_s == plan.weight_bytes / 0.03
+    assert found.eb_total_bytes_per_s == pytest.approx((plan.weight_bytes + 1e9) / 0.03, rel=1e-3)
+    assert found.limit_over_time == pytest.approx(0.5)
+    assert found.prediction_error == pytest.approx(plan.predicted_s / 0.03 - 1)
+    assert found.ratio == pytest.approx(0.25, abs=1e-3)
+    assert found.transports in ("direct", "staged", "direct+staged")
+    planned = plan.memory(0)
+    assert found.planned_gpu_bytes == sum(planned.values()) - planned["context"]
+    assert row(offload_ratio=0.0).transports is None
+    assert found.summary == "TPOT 30.00 ms, EB 443.2 GB/s, 50.0% of the limit"
+
+
+def test_a_failed_row() -> None:
+    failed = failed_row(POINT, "too large")
+    assert failed.summary == "not measured: too large"
+    assert failed.figures.keys() == row().figures.keys()
+    asked = {"batch_size", "asked_ratio", "asked_transport", "problem"}
+    assert {key for key, value in failed.figures.items() if value is not None} == asked
+
+
+def test_keys_carry_units() -> None:
+    plain = {"batch_size", "asked_transport", "asked_ratio", "transports", "ratio", "steps"}
+    plain |= {"spread", "limit_over_time", "prediction_error", "problem"}
+    keys = row().figures.keys()
+    assert all(key.endswith(("_s", "_bytes", "_per_s")) for key in keys - plain)
+    assert {column.key for column in COLUMNS} <= keys
+
+
+def test_forms() -> None:
+    found = record(row(), failed_row(POINT, "too large"))
+    head, _, table = as_text(found, "csv").partition("\n")
+    assert head.startswith("# opt-6.7b, 32 + 16 tokens, random weights; NVIDIA H200, 2026-11-21")
+    assert "host 51.0 GB/s, copy engine 55.0 GB/s (turning point 1.08%)" in head
+    first, second = csv.DictReader(io.StringIO(table))
+    assert float(first["tpot_s"]) == 0.03 and first["problem"] == ""
+    assert second["tpot_s"] == "" and second["problem"] == "too large"
+    shown = json.loads(as_text(found, "json"))
+    assert shown["prompt_tokens"] == 32 and shown["rows"][1]["problem"] == "too large"
+    last = as_text(found, "md").splitlines()[-1]
+    assert last.split("|")[1:5] == [" 8 ", " auto ", " - ", " - "]
+
+
+def test_the_table_fits() -> None:
+    out = io.StringIO()
+    render(record(row(), failed_row(POINT, "too large")), Console(file=out, width=120))
+    assert max(map(len, out.getvalue().splitlines())) <= 120 and "…" not in out.getvalue()
+    assert "30.000" in out.getvalue() and "443.2" in out.getvalue()
+
+
+def test_a_cpus_head() -> None:
+    shown = record(row())
+    changed = {
+        "driver": None, "cuda": None, "copied_bytes_per_s": None, "ceilings_measured": False,
+        "ceilings_bytes_per_s": {LOCAL: 1.2e10}, "load_format": "auto",
+    }  # fmt: skip
+    cpu = Record({**shown.head, **changed}, shown.columns, shown.rows)
+    line = as_text(cpu, "md").splitlines()[0]
+    assert line.startswith("opt-6.7b, 32 + 16 tokens; NVIDIA H200, 2026-11-21; torch 2.11.0, dak")
+    assert "; ceilings by the profile: hbm 12.0 GB/s; predicted" in line
+
+
+def test_lines() -> None:
+    points = [(8, "staged", 0.5), (8, "staged", 0.0), (8, "direct", 0.1), (1, "direct", 0.0)]
+    rows = [
+        row(Point(batch_size=n, ratio=ratio, transport=transport), offload_ratio=ratio).figures
+        for n, transport, ratio in points
+    ]
+    found = lines(rows)
+    assert list(found) == ["batch 1, direct", "batch 8, direct", "batch 8, staged"]
+    assert [line["asked_ratio"] for line in found["batch 8, staged"]] == [0.0, 0.5]
+
+
+def test_the_ideal() -> None:
+    assert ideal_s(100, 0.0, (10, 1)) == 10 and ideal_s(100, 1.0, (10, 1)) == 100
+    assert ideal_s(110, 1 / 11, (10, 1)) == pytest.approx(10)
+    assert ideal_s(100, 0.7, (10,)) == 10
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "bench.png"
+    points = [Point(batch_size=8, ratio=r, transport="direct") for r in (0.0, 0.02, 0.3)]
+    rows = [row(point, offload_ratio=point.ratio) for point in points]
+    draw(record(*rows, failed_row(POINT, "too large")), path)
+    assert png_width(path) == 1950
+    draw(record(rows[0]), path)
+    assert png_width(path) == 1950
+
+
+def png_width(path: Path) -> int:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n" and head[12:16] == b"IHDR"
+    return int(struct.unpack(">II", head[16:])[0])
+
+
+def test_requests() -> None:
+    found = bench.requests(sweep(prompt_len=5), 3, 7)
+    assert len({request.prompt_ids for request in found}) == len(found) == 3
+    assert {len(request.prompt_ids) for request in found} == {5}
+    assert all(r.params.max_tokens == 7 and r.params.ignore_eos for r in found)
+    assert found == bench.requests(sweep(prompt_len=5), 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "hint"),
+    [
+        ((), "neither a kernel nor a model", "--kernel gemm"),
+        (("--model", "opt-30b"), "names an architecture", "--load-format dummy"),
+        (("--model", "opt-30"), "no such model directory or known name", "opt-30b"),
+        (("--ratio", "2"), "'2' is not a remote share", "or auto"),
+        (("--ratio", "turning-point"), "'turning-point' is not a remote share", "or auto"),
+        (("--transport", "both"), "'both' is not one of", "--help"),
+        (("--batch-size", "0"), "0 is not in the range", "--help"),
+        (("--new-tokens", "2"), "2 is not in the range", "--help"),
+        (("--prompt-len", "2017"), "are beyond the 2048 positions", "lower --prompt-len"),
+        (("--remote", "peer"), "no remote tier 'peer'", "host"),
+        (("--profile", "h200-pcie5"), "is of a GPU, and none can be used", "--profile auto"),
+        (("--profile", "none"), "no profile 'none'", "h200-pcie5"),
+        (("-o", "a.txt"), "a.txt: a benchmark is written as", "-o a.csv"),
+        (("--plot", "a.jpg"), "a.jpg: a picture is a .png file", "--plot a.png"),
+        (("--shape", "8x8"), "--shape is an option of --kernel gemm", "--batch-size"),
+        (("--kernel", "gemm", "--plot", "a.png"), "--plot is an option of whole models", "--shape"),
+        (("--kernel", "attention", "--model", "opt-30b"), "gemm and whole models", "--case"),
+    ],
+)
+def test_errors(
+    args: tuple[str, ...], said: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    known = ("--model", "opt-6.7b", "--load-format", "dummy", "--profile", "cpu")
+    named = not args or "--model" in args or "--kernel" in args
+    result = run(*args) if named else run(*known, *args)
+    assert result.exit_code == 2 and result.stdout == ""
+    *_, error, advice = result.stderr.splitlines()
+    assert error.startswith("error: ") and said in error
+    assert advice.startswith("hint: ") and hint in advice
+
+
+class Loaded(LLM):
+    """An LLM with its checkpoint's weights; batches of 3 are too large, and 4 are interrupted."""
+
+    def __init__(self, *args: Any, batch_size: int, load_format: str, **options: Any) -> None:
+        assert load_format == "auto"
+        if batch_size == 3:
+            raise CannotRun("3 are too many", hint="take fewer")
+        if batch_size == 4:
+            raise KeyboardInterrupt
+        super().__init__(*args, batch_size=batch_size, **options)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(NAME, tmp_path_factory.mktemp("bench") / NAME)
+
+
+@pytest.fixture
+def tiny(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
+    """Options for a tiny model on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench, "LLM", Loaded)
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--model", NAME])
+    return ("--model", path, "--profile", "cpu", "--prompt-len", 4, "--new-tokens", 5)
+
+
+def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
+    table, picture = tmp_path / "bench.csv", tmp_path / "bench.png"
+    points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.5)
+    result = run(*tiny, *points, "--transport", "direct", "--json", "-o", table, "--plot", picture)
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stderr.splitlines()) == 5 and "of the limit" in result.stderr
+    shown = json.loads(result.stdout)
+    assert shown["command"] == f"dakrun bench --model {NAME}" and shown["driver"] is None
+    asked = [(r["batch_size"], r["asked_ratio"]) for r in shown["rows"]]
+    assert asked == [(1, 0), (1, 0.5), (2, 0), (2, 0.5)]
+    weights = 2 * sum(p.numel() for p in tiny_models.reference(NAME).parameters() if p.ndim == 2)
+    for found in shown["rows"]:
+        assert found["steps"] == 2 * 4 and found["problem"] is None
+        assert found["ratio"] == pytest.approx(found["asked_ratio"], abs=0.02)
+        assert found["eb_bytes_per_s"] * found["tpot_s"] == pytest.approx(found["weight_bytes"])
+        assert found["eb_total_bytes_per_s"] > found["eb_bytes_per_s"]
+        assert 0 < found["limit_s"] < found["predicted_s"]
+        assert found["prefill_s"] > 0 and found["ttft_s"] > 0
+        assert found["gap_s"] is None and found["gpu_bytes"] is None
+        positions = 2 * 162 * 320  # which are no matrix of the plan
+        assert found["weight_bytes"] == weights - positions
+    rows = list(csv.DictReader(io.StringIO(table.read_text().partition("\n")[2])))
+    assert [float(r["tpot_s"]) for r in rows] == [r["tpot_s"] for r in shown["rows"]]
+    assert png_width(picture) == 1950
+
+
+def test_what_cannot_run_is_a_row(tiny: tuple[object, ...]) -> None:
+    result = run(*tiny, "--batch-size", 3, "--batch-size", 2, "--json")
+    assert result.exit_code == 0, result.stderr
+    failed, measured = json.loads(result.stdout)["rows"]
+    assert failed["problem"] == "3 are too many" and failed["tpot_s"] is None
+    assert measured["problem"] is None and measured["tpot_s"] > 0
+    assert "batch 3, 0.00% remote, auto: not measured: 3 are too many" in result.stderr
+
+
+def test_nothing_that_can_run(tiny: tuple[object, ...]) -> None:
+    result = run(*tiny, "--batch-size", 3)
+    assert result.exit_code == 3 and result.stdout == ""
+    assert result.stderr.splitlines()[-2:] == ["error: 3 are too many", "hint: take fewer"]
+
+
+def test_what_was_measured_is_kept(tiny: tuple[object, ...], tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    result = run(*tiny, "--batch-size", 2, "--batch-size", 4, "-o", path)
+    assert result.exit_code == 130
+    (kept,) = json.loads(path.read_text())["rows"]
+    assert kept["batch_size"] == 2 and kept["tpot_s"] > 0
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("no more\nat")])
+def test_memory_that_runs_out(
+    error: Exception, tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "LLM", fail)
+    result = run(*tiny)
+    assert result.exit_code == 3 and "error: memory ran out: no more\nhint: choose" in result.stderr
+
+
+@pytest.mark.gpu
+def test_a_tiny_model_on_a_gpu(path: Path) -> None:
+    wanted = sweep(
+        model=str(path), load_format="auto", batch_sizes=(2,), ratios=("0", "0.5"),
+        transports=("direct", "staged"), prompt_len=8, new_tokens=9,
+    )  # fmt: skip
+    *_, found = bench.measure_model(wanted, H200, command="it", note=print)
+    assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
+    assert found.head["copied_bytes_per_s"] > 0
+    assert [row["problem"] for row in found.rows] == [None] * 4
+    for row in found.rows:
+        assert row["steps"] == bench.ROUNDS * 8 and row["gap_s"] is not None
+        assert 0 < row["limit_over_time"] < 1.2 and row["gpu_bytes"] >= 0
