@@ -1,4 +1,4 @@
-"""`dakrun bench --rival transformers`: the architecture is the same, and steps follow each other."""
+"""`dakrun bench --rival transformers`: its model has the same architecture, its steps follow."""
 
 from collections.abc import Callable
 from dataclasses import replace
