@@ -16,28 +16,25 @@ from dakrun import hub, memory
 from dakrun.checkpoint import Checkpoint
 from dakrun.config import Dtype, ModelConfig, SamplingParams, Workload
 from dakrun.dummy import Dummy
+from dakrun.engine.build import graph_runner, manifest_of, torch_runner
 from dakrun.engine.engine import Engine
 from dakrun.engine.gpu_errors import gpu_errors
-from dakrun.engine.kvcache import KVCache
+from dakrun.engine.kernel_support import runs_on_kernels
 from dakrun.engine.request import Completion, Request
 from dakrun.engine.rows import BadRow, PromptRules
-from dakrun.engine.runner import TorchRunner
+from dakrun.engine.runner import Runner
 from dakrun.engine.tokenizer import Tokenizer
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.host_limits import available_host_memory
-from dakrun.loading import load, tier_capacities
-from dakrun.models.layers import Decoder
-from dakrun.models.llama import Llama
-from dakrun.models.opt import Opt
+from dakrun.loading import tier_capacities
 from dakrun.plan.batch_size import choose_batch_size
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.report import make_report
 
 DEFAULT_MAX_MODEL_LEN = 4096
 LoadFormat = Literal["auto", "dummy"]
-DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
 
 class LLM:
@@ -93,10 +90,10 @@ class LLM:
         self._engine: Engine | None = None
         self.load_s = -time.perf_counter()
         try:
-            decoder, cache = self._load(None if load_format == "dummy" else directory)
+            with gpu_errors():
+                runner = self._load(None if load_format == "dummy" else directory)
             self.load_s += time.perf_counter()
             decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
-            runner = TorchRunner(decoder, cache, self.device)
             self._engine = Engine(runner, self.plan, decode)
         except BaseException:
             self.close()
@@ -212,17 +209,16 @@ class LLM:
             return host, host
         return torch.cuda.mem_get_info(self.device)[0] + self.profile.context_bytes, host
 
-    def _load(self, directory: Path | None) -> tuple[Decoder, KVCache]:
-        """What decodes, with the weights of the checkpoint in `directory`, or random ones."""
-        kind, dtype = DECODERS[self.config.family], getattr(torch, self.config.dtype)
+    def _load(self, directory: Path | None) -> Runner:
+        """What computes, with the weights of the checkpoint in `directory`, or random ones."""
+        packed = runs_on_kernels(self.plan, self.device)
         with Checkpoint(directory) if directory else nullcontext(Dummy()) as source:
-            manifest = kind.manifest(self.config, source.__contains__)
+            manifest = manifest_of(self.config, source)
             source.check(manifest)
-            capacities = tier_capacities(self.plan, packed=False)
-            tiers = self._tiers = memory.allocate_tiers(capacities, self.device)
-            cache = KVCache(self.plan, tiers, dtype)
-            weights = load(source, manifest, self.plan, tiers, self.device)
-        return kind(self.config, weights, self.plan.workload.max_model_len), cache
+            capacities = tier_capacities(self.plan, packed=packed)
+            self._tiers = memory.allocate_tiers(capacities, self.device)
+            build = graph_runner if packed else torch_runner
+            return build(source, manifest, self.plan, self._tiers, self.device)
 
 
 def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:

@@ -8,15 +8,15 @@ import ctypes
 import dataclasses
 import itertools
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from benched import HEAD, PROFILE, TINY, check_measured, on_the_cpu, run, without_a_gpu
+from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,13 +27,12 @@ from dakrun.bench.attention_cases import AttentionCase, attention_cases, slot_by
 from dakrun.bench.attention_rows import AttentionRow, attention_columns
 from dakrun.bench.attention_sweep import DEFAULT_SLOTS, AttentionSweep, Slots, parse_slots
 from dakrun.bench.cases import buffer_bytes, forecast
-from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.effort import FULL, MIB, Effort
+from dakrun.bench.effort import FULL, MIB
 from dakrun.bench.output import Record, as_text
 from dakrun.bench.sweep import TURNING_POINT
 from dakrun.config import Workload
 from dakrun.errors import UsageError
-from dakrun.hardware import LOCAL, HardwareProfile, load_profile
+from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels import attention as kernel
 from dakrun.kernels import attention_heuristics, kv_blocks
 from dakrun.kernels.attention_heuristics import AttentionConfig
@@ -42,12 +41,6 @@ from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
 from dakrun.plan.ops import KV_BLOCK
 from dakrun.plan.planner import Policy, make_plan
-
-PROFILE = load_profile("h200-pcie5")
-TINY = Effort(
-    hbm_bytes=256 * MIB, remote_bytes=64 * MIB, seconds=0.002, readings=3,
-    chain_bytes=64 * MIB, least_launches=4, replays=3,
-)  # fmt: skip
 
 
 def sweep(**asked: Any) -> AttentionSweep:
@@ -71,19 +64,8 @@ def record() -> Record:
     found = AttentionRow(
         case=case(), samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6, rival_s=5e-6
     )
-    head = {
-        "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
-        "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
-        "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
-        "ceilings_measured": True, "copied_bytes_per_s": None,
-        "command": "dakrun bench --kernel attention",
-    }  # fmt: skip
+    head = HEAD | {"command": "dakrun bench --kernel attention"}
     return Record(head=head, columns=attention_columns(sweep()), rows=(found.figures(),))
-
-
-def run(*args: str, kernel: str = "attention") -> Result:
-    command = ["bench", "--kernel", kernel, *args]
-    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(cli.main, command)
 
 
 @pytest.mark.parametrize("text", ["64:32/8:2048", " 64:32/8:2048 ", "064:32/08:2048"])
@@ -126,7 +108,7 @@ def test_slots_are_those_that_the_kernel_takes() -> None:
     assert attention_sweep.HEAD_DIMS == kv_blocks.HEAD_DIMS and KV_BLOCK == kv_blocks.BLOCK
     for dim in attention_sweep.HEAD_DIMS:
         assert sweep(head_dim=str(dim)).head_dim == dim
-        assert f"{dim}" in run("--help").stdout
+        assert f"{dim}" in run("attention", "--help").stdout
 
 
 def test_a_sweep() -> None:
@@ -263,13 +245,13 @@ def test_errors(
     args: tuple[str, ...], code: int, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(run(*args), code, said, hint)
+    refused(run("attention", *args), code, said, hint)
 
 
 @pytest.mark.parametrize("args", [("--case", "1:8/8:64"), ("--head-dim", "128")])
 def test_options_of_the_other_kernel(args: tuple[str, ...]) -> None:
     said = f"{args[0]} is an option of --kernel attention, not of --kernel gemm"
-    refused(run(*args, kernel="gemm"), 2, said, "--shape, --model, --rows, --ablations")
+    refused(run("gemm", *args), 2, said, "--shape, --model, --rows, --ablations")
 
 
 def refused(result: Result, code: int, said: str, hint: str) -> None:
@@ -295,11 +277,12 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench"])
     asked = ("--case", "64:32/8:2048", "--head-dim", "80", "--ratio", "0.5")
     target = tmp_path / "a.md"
-    shown = run(*asked, "--profile", PROFILE.name, "-o", str(target))
+    shown = run("attention", *asked, "--profile", PROFILE.name, "-o", str(target))
     assert shown.exit_code == 0, shown.stderr
     assert shown.stdout.startswith("NVIDIA H200") and "SDPA" in shown.stdout
     assert target.read_text(encoding="utf-8") == as_text(record(), "md")
-    assert run(*asked, "--profile", PROFILE.name, "--csv").stdout == as_text(record(), "csv")
+    again = run("attention", *asked, "--profile", PROFILE.name, "--csv")
+    assert again.stdout == as_text(record(), "csv")
 
 
 Launched = list[tuple[list[int], list[int]]]
@@ -307,14 +290,8 @@ Launched = list[tuple[list[int], list[int]]]
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """Copies, launches and graphs that a CPU does; addresses and lengths of each launch's slots."""
+    """Launches that a CPU does: the addresses and the lengths of the slots of each."""
     found: Launched = []
-
-    def seconds(launch: Callable[[], None], runs: int, *, beside: Callable[[], Any]) -> list[float]:
-        if runs > 2:  # not to find out how long a chain is to be
-            with beside():
-                launch()
-        return [1e-2] * runs
 
     def attend(*operands: Any, scale: float, overlap: bool) -> None:
         kernel._check_operands(*operands, None)
@@ -327,10 +304,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
                 assert part.float().std() == pytest.approx(1, rel=0.2)
         found.append((caches.tolist(), lengths.tolist()))
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(tiers, "copy", lambda to, of: to.copy_(of))
-    monkeypatch.setattr(tiers, "BLOCK_BYTES", 2**16)
-    monkeypatch.setattr(chain, "graph_seconds", seconds)
+    on_the_cpu(monkeypatch)
     monkeypatch.setattr(attention, "splitk_flash_attn", attend)
     return found
 
@@ -439,22 +413,8 @@ def test_what_torch_reads(launched: Launched, text: str, monkeypatch: pytest.Mon
 
 
 def test_a_sweep_without_a_gpu(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {LOCAL: 4e12, "host": 1e12}
-    taken: list[Sequence[str]] = []
-
-    def take(sizes: dict[str, int], _: torch.device) -> Any:
-        taken.append(list(sizes))
-        return allocate_tiers(sizes, torch.device("cpu"))
-
+    taken = without_a_gpu(attention, monkeypatch)
     monkeypatch.setattr(attention.Chains, "local", lambda *_: (1e-3, 2e-3))
-    monkeypatch.setattr(attention, "measure_ceilings", lambda *_: Ceilings(rates))
-    monkeypatch.setattr(attention, "take", take)
-    monkeypatch.setattr(attention, "head", lambda *values: {"command": values[-1]})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties",
-        lambda _: type("Properties", (), {"multi_processor_count": 132}),
-    )  # fmt: skip
     wanted = sweep(
         cases=("5:8/2:65", "2:4/4:1"), head_dim="80", ratios=("0", TURNING_POINT, "1"),
         dtype="bfloat16",
@@ -494,15 +454,8 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     taken = torch.cuda.memory_allocated()
     found = attention.measure_attention(wanted, PROFILE, effort=TINY, command="it", note=print)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 7
-    assert found.head["device"] == torch.cuda.get_device_name()
-    assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
+    check_measured(found, "kv", ("sdpa_s", "predicted_s"))
     for row in found.rows:
-        times = [row[key] for key in ("time_s", "sdpa_s", "predicted_s")]
-        assert all(math.isfinite(time) and time > 0 for time in times)
-        assert row["bytes_per_s"] * row["time_s"] == pytest.approx(row["kv_bytes"])
-        assert 0 < row["bound_over_time"] < 2, "ceilings and times measure the same thing"
-        assert row["launches"] * row["kv_bytes"] > TINY.chain_bytes
         slowdown = row["local_slowdown"]
         assert -0.5 < slowdown < 5 if 0 < row["ratio"] < 1 else slowdown is None
-    assert json.loads(as_text(found, "json"))["rows"] == list(found.rows)
     assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"

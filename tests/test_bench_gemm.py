@@ -7,7 +7,6 @@ import dataclasses
 import io
 import itertools
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,17 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from benched import HEAD, PROFILE, TINY, check_measured, on_the_cpu, run, without_a_gpu
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from dakrun import cli
-from dakrun.bench import chain, effort, gemm, tiers
+from dakrun.bench import chain, gemm, tiers
 from dakrun.bench import run as bench_run
 from dakrun.bench.cases import Forecast, buffer_bytes, forecast, remote_units
 from dakrun.bench.ceilings import Ceilings, link_ring
-from dakrun.bench.effort import FULL, MAX_LAUNCHES, Effort
+from dakrun.bench.effort import FULL, MAX_LAUNCHES, MIB
 from dakrun.bench.gemm_cases import GemmCase
 from dakrun.bench.gemm_rows import GemmRow, gemm_columns
 from dakrun.bench.gemm_sweep import (
@@ -48,13 +48,6 @@ from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
 from dakrun.octets import octet_count
 from dakrun.plan.planner import Policy, make_plan
-
-MIB = effort.MIB
-PROFILE = load_profile("h200-pcie5")
-TINY = Effort(
-    hbm_bytes=256 * MIB, remote_bytes=64 * MIB, seconds=0.002, readings=3,
-    chain_bytes=64 * MIB, least_launches=3, replays=3,
-)  # fmt: skip
 
 
 def sweep(**asked: Any) -> GemmSweep:
@@ -81,20 +74,9 @@ def record(rows: int = 2, **asked: Any) -> Record:
         case=case(), samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6,
         rival_s=5e-6, alignment_off_s=2.5e-6,
     )  # fmt: skip
-    head = {
-        "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
-        "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
-        "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
-        "ceilings_measured": True, "copied_bytes_per_s": None,
-        "command": "dakrun bench --kernel gemm -n 8",
-    }  # fmt: skip
+    head = HEAD | {"command": "dakrun bench --kernel gemm -n 8"}
     figures = found.figures(ablations=wanted.ablations)
     return Record(head=head, columns=gemm_columns(wanted), rows=(figures,) * rows)
-
-
-def run(*args: str) -> Result:
-    command = ["bench", "--kernel", "gemm", *args]
-    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(cli.main, command)
 
 
 @pytest.mark.parametrize("text", ["28672x7168", " 28672X7168 ", "028672x7168"])
@@ -153,7 +135,7 @@ def test_a_sweep() -> None:
 
 
 def gemm_help() -> str:
-    return " ".join(run("--help").stdout.split())
+    return " ".join(run("gemm", "--help").stdout.split())
 
 
 def test_the_shapes_of_a_model() -> None:
@@ -372,7 +354,7 @@ def test_errors(
     args: tuple[str, ...], code: int, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run(*args)
+    result = run("gemm", *args)
     assert result.exit_code == code and result.stdout == ""
     error, advice = result.stderr.splitlines()
     assert error.startswith("error: ") and said in error
@@ -395,22 +377,17 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "-n", "8"])
     asked = ("-n", "8", "--ratio", "0", "--ratio", TURNING_POINT, "--profile", PROFILE.name)
     target = tmp_path / "a.md"
-    shown = run(*asked, "-o", str(target))
+    shown = run("gemm", *asked, "-o", str(target))
     assert shown.exit_code == 0, shown.stderr
     assert shown.stdout.startswith("NVIDIA H200") and "cuBLAS" in shown.stdout
     assert target.read_text(encoding="utf-8") == as_text(record(), "md")
-    assert run(*asked, "--csv").stdout == as_text(record(), "csv")
-    assert run(*asked, "--json").stdout == as_text(record(), "json")
+    assert run("gemm", *asked, "--csv").stdout == as_text(record(), "csv")
+    assert run("gemm", *asked, "--json").stdout == as_text(record(), "json")
 
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies, launches and graphs that a CPU does."""
-
-    def seconds(launch: Callable[[], None], runs: int, *, beside: Any) -> list[float]:
-        if runs > 2:  # not to find out how long a chain is to be
-            launch()
-        return [1e-2] * runs
+    """Launches that a CPU does."""
 
     def multiply(
         x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, *, overlap: bool
@@ -418,10 +395,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert overlap and config.splits == tuple(part.split for part in weight.parts)
         out.copy_(x.float() @ weight.dense().float().T)
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(tiers, "copy", lambda to, of: to.copy_(of))
-    monkeypatch.setattr(tiers, "BLOCK_BYTES", 2**16)
-    monkeypatch.setattr(chain, "graph_seconds", seconds)
+    on_the_cpu(monkeypatch)
     monkeypatch.setattr(gemm, "splitk_gemm", multiply)
 
 
@@ -470,18 +444,10 @@ def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
 
 
 def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {LOCAL: 4e12, "host": 1e12}
+    taken = without_a_gpu(gemm, monkeypatch)
     compiled: list[tuple[str, dict[str, int]]] = []
     monkeypatch.setattr(gemm, "architecture", lambda _: "sm_90a")
     monkeypatch.setattr(gemm, "compile_ahead", lambda some, _: compiled.extend(some))
-    monkeypatch.setattr(gemm, "measure_ceilings", lambda *_: Ceilings(rates))
-    monkeypatch.setattr(gemm, "take", lambda sizes, _: allocate_tiers(sizes, torch.device("cpu")))
-    monkeypatch.setattr(gemm, "head", lambda *values: {"command": values[-1]})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties",
-        lambda _: type("Properties", (), {"multi_processor_count": 132}),
-    )  # fmt: skip
     wanted = sweep(
         shapes=("160x64", "64x160"), rows=(1, 8), ratios=("0", TURNING_POINT, "1"), ablations=True
     )
@@ -490,15 +456,15 @@ def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> No
         wanted, PROFILE, effort=dataclasses.replace(TINY, chain_bytes=1), command="it",
         note=said.append,
     )  # fmt: skip
-    assert found.head["command"] == "it" and len(said) == 1 + 12
+    assert found.head["command"] == "it" and taken == [[LOCAL, "host"]] and len(said) == 1 + 12
     assert [(row["shape"], row["n"], row["ratio"]) for row in found.rows] == [
         *(("160x64", n, ratio) for n in (1, 8) for ratio in (0, 0.2, 1)),
         *(("64x160", n, ratio) for n in (1, 8) for ratio in (0, 0.125, 1)),
     ]
     for row in found.rows:
-        assert row["time_s"] == row["cublas_s"] == row["alignment_off_s"] == 1e-2 / 3
+        assert row["time_s"] == row["cublas_s"] == row["alignment_off_s"] == 1e-2 / 4
         assert (row["window_off_s"] is None) == (row["ratio"] == 0)
-        assert row["launches"] == 3 and row["predicted_s"] > 0
+        assert row["launches"] == 4 and row["predicted_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -525,16 +491,8 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     taken = torch.cuda.memory_allocated()
     found = gemm.measure_gemm(wanted, PROFILE, effort=TINY, command="it", note=print)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 13
-    assert found.head["device"] == torch.cuda.get_device_name()
-    assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
-    for row in found.rows:
-        times = [row[key] for key in ("time_s", "cublas_s", "alignment_off_s", "predicted_s")]
-        assert all(math.isfinite(time) and time > 0 for time in times)
-        assert (row["window_off_s"] is None) == (row["ratio"] == 0)
-        assert row["bytes_per_s"] * row["time_s"] == pytest.approx(row["weight_bytes"])
-        assert 0 < row["bound_over_time"] < 2, "ceilings and times measure the same thing"
-        assert row["launches"] * row["weight_bytes"] > TINY.chain_bytes
-    assert json.loads(as_text(found, "json"))["rows"] == list(found.rows)
+    check_measured(found, "weight", ("cublas_s", "alignment_off_s", "predicted_s"))
+    assert all((row["window_off_s"] is None) == (row["ratio"] == 0) for row in found.rows)
     assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import tiny_models
 
-from dakrun import llm as llm_module
 from dakrun import memory
+from dakrun.engine import build as build_module
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
 
@@ -51,7 +51,7 @@ def test_a_failed_load_gives_the_memory_back(
     def fail(*args: object) -> None:
         raise OSError("the disk broke")
 
-    monkeypatch.setattr(llm_module, "load", fail)
+    monkeypatch.setattr(build_module, "load", fail)
     with pytest.raises(OSError, match="the disk broke"):
         LLM(path, device="cpu", batch_size=2, policy=POLICY)
     assert len(blocks) == 2

@@ -28,27 +28,19 @@ import torch
 from dakrun.bench.attention_cases import AttentionCase, attention_cases
 from dakrun.bench.attention_rows import AttentionRow, attention_columns
 from dakrun.bench.attention_sweep import AttentionSweep
-from dakrun.bench.cases import buffer_bytes, forecast
+from dakrun.bench.cases import forecast
 from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.chain import LEAST_SECONDS, Background, Launch, launch_seconds
 from dakrun.bench.effort import FULL, Effort
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
-from dakrun.bench.tiers import (
-    fill,
-    measure_ceilings,
-    random_block,
-    take,
-    tier_access,
-    whole,
-)
+from dakrun.bench.tiers import fill_random, measure_ceilings, operands, tier_access
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import KVShape
-from dakrun.memory import ALIGNMENT, aligned
-from dakrun.units import format_bytes
+from dakrun.memory import aligned
 
 EFFORT = replace(FULL, least_launches=4)
 OUTLASTING = 4  # times the chain of HBM slots alone: beside remote reads it may take longer
@@ -68,20 +60,17 @@ def measure_attention(
     Raises CannotRun where there is no memory for it, or no kernel for the GPU.
     """
     device = torch.device("cuda", torch.cuda.current_device())
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
     ceilings = measure_ceilings(sweep.remote_tier(profile), effort, device)
     tiers = len(ceilings.rates)
     cases = list(attention_cases(sweep, ceilings.turning_point, effort, tiers=tiers))
-    sizes = dict(zip(ceilings.rates, buffer_bytes(cases, ALIGNMENT), strict=True))
-    note(f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of KV")
-    with take(sizes, device) as memories:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        chains = Chains(whole(memories), getattr(torch, sweep.dtype), sms, effort.replays)
+    rows = []
+    with operands(cases, "KV", ceilings.rates, device, note) as buffers:
+        chains = Chains(buffers, getattr(torch, sweep.dtype), sms, effort.replays)
         chains.fill()
-        rows = []
         for row in _rows(sweep, cases, profile, ceilings, chains):
             note(f"{row.case.slots} {row.summary}")
             rows.append(row.figures())
-        chains.buffers.clear()  # else they keep the memory
     return Record(
         head=head({"kernel": "attention"}, sweep.dtype, ceilings, profile, command),
         columns=attention_columns(sweep),
@@ -133,9 +122,7 @@ class Chains:
 
     def fill(self) -> None:
         """Put random keys and values into all buffers."""
-        block = random_block(self._dtype, self._device)
-        for buffer in self.buffers.values():
-            fill(buffer, block)
+        fill_random(self.buffers, self._dtype)
 
     def splitk(self, case: AttentionCase, access: Sequence[TierAccess]) -> list[float]:
         """SplitK_FlashAttn with the case's slots in each tier, read as `access` says."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dakrun.bench.cases import buffer_bytes, forecast, units_by_tier
+from dakrun.bench.cases import forecast, units_by_tier
 from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.chain import launch_seconds
 from dakrun.bench.effort import FULL, Effort
@@ -30,14 +30,7 @@ from dakrun.bench.gemm_rows import GemmRow, gemm_columns
 from dakrun.bench.gemm_sweep import GemmSweep
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
-from dakrun.bench.tiers import (
-    fill,
-    measure_ceilings,
-    random_block,
-    take,
-    tier_access,
-    whole,
-)
+from dakrun.bench.tiers import fill_random, measure_ceilings, operands, tier_access
 from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.gemm import SOURCE, defines, splitk_gemm
@@ -50,9 +43,8 @@ from dakrun.kernels.heuristics import (
 )
 from dakrun.kernels.jit import architecture, compile_ahead
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.memory import ALIGNMENT, aligned
+from dakrun.memory import aligned
 from dakrun.octets import octet_count
-from dakrun.units import format_bytes
 
 # Puts a launch with one of the weights, from x [N, K] to out [N, M], on the current stream.
 Launch = Callable[[int, torch.Tensor, torch.Tensor], object]
@@ -81,18 +73,15 @@ def measure_gemm(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = getattr(torch, sweep.dtype)
-    tiles = {tiles_for(n) for n in sweep.rows}
-    compile_ahead(((SOURCE, defines(dtype, some)) for some in tiles), architecture(device.index))
-    remote = sweep.remote_tier(profile)
-    ceilings = measure_ceilings(remote, effort, device)
-    cases = list(gemm_cases(sweep, ceilings.turning_point, effort, tiers=len(ceilings.rates)))
-    sizes = dict(zip(ceilings.rates, buffer_bytes(cases, ALIGNMENT), strict=True))
-    note(f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of weights")
-    with take(sizes, device) as tiers:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        chains = Chains(whole(tiers), dtype, sms, effort.replays)
+    x_tiles = {tiles_for(n) for n in sweep.rows}
+    compile_ahead(((SOURCE, defines(dtype, some)) for some in x_tiles), architecture(device.index))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    ceilings = measure_ceilings(sweep.remote_tier(profile), effort, device)
+    tiers = len(ceilings.rates)
+    cases = list(gemm_cases(sweep, ceilings.turning_point, effort, tiers=tiers))
+    with operands(cases, "weights", ceilings.rates, device, note) as buffers:
+        chains = Chains(buffers, dtype, sms, effort.replays)
         rows = _Bench(sweep, profile, ceilings, chains, note).rows(cases)
-        chains.buffers.clear()  # else they keep the memory
     return Record(
         head=head({"kernel": "gemm"}, sweep.dtype, ceilings, profile, command),
         columns=gemm_columns(sweep),
@@ -180,9 +169,7 @@ class Chains:
     def fill(self, cols: int) -> None:
         """Put random weights of `cols` columns into all buffers."""
         # So scaled, products of products neither vanish nor overflow.
-        block = random_block(self._dtype, self.buffers[LOCAL].device, scale=cols**-0.5)
-        for buffer in self.buffers.values():
-            fill(buffer, block)
+        fill_random(self.buffers, self._dtype, scale=cols**-0.5)
 
     def splitk(
         self, case: GemmCase, access: Sequence[TierAccess], *, aligned: bool = True

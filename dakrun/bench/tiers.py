@@ -4,11 +4,13 @@ Knows tiers and bytes and how they are read, not the kernels under test.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
+from dakrun.bench.cases import Case, buffer_bytes
 from dakrun.bench.ceilings import HBM_RING, Ceilings, link_ring
 from dakrun.bench.effort import Effort
 from dakrun.device_memory import check_free, check_peer, device_index, peer_index
@@ -17,7 +19,7 @@ from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
 from dakrun.kernels.bandwidth import Reader, read_window
 from dakrun.kernels.copy_engine import copy
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.memory import HOST, Tiers, allocate_tiers, available_host_memory
+from dakrun.memory import ALIGNMENT, HOST, Tiers, allocate_tiers, available_host_memory
 from dakrun.probe.measurement import steadier
 from dakrun.probe.sweeps import Buffer, copy_seconds
 from dakrun.units import format_bytes
@@ -107,6 +109,36 @@ def whole(tiers: Tiers) -> dict[str, torch.Tensor]:
     return {name: tier.allocate((tier.capacity,), torch.uint8) for name, tier in tiers.items()}
 
 
+@contextmanager
+def operands(
+    cases: Sequence[Case],
+    what: str,
+    tiers: Iterable[str],
+    device: torch.device,
+    note: Callable[[str], None],
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Memory for the operands of any of the `cases`: uint8, 1-D, by tier.
+
+    `note` is told how much it is, of `what`. Raises CannotRun where it cannot be had.
+    """
+    sizes = dict(zip(tiers, buffer_bytes(cases, ALIGNMENT), strict=True))
+    note(f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of {what}")
+    with take(sizes, device) as memories:
+        buffers = whole(memories)
+        yield buffers
+        buffers.clear()  # else they keep the memory
+
+
+def fill_random(
+    buffers: Mapping[str, torch.Tensor], dtype: torch.dtype, *, scale: float = 1.0
+) -> None:
+    """Put normal values times `scale` into all `buffers`."""
+    values = torch.randn(BLOCK_BYTES // dtype.itemsize, device=buffers[LOCAL].device)
+    block = values.mul_(scale).to(dtype).view(torch.uint8)
+    for buffer in buffers.values():
+        fill(buffer, block)
+
+
 def fill(buffer: torch.Tensor, block: torch.Tensor) -> None:
     """Repeat `block`, which lies in HBM, all over `buffer`: both uint8, 1-D.
 
@@ -115,12 +147,6 @@ def fill(buffer: torch.Tensor, block: torch.Tensor) -> None:
     for part in buffer.split(block.numel()):
         copy(part, block[: part.numel()])
     torch.cuda.synchronize()
-
-
-def random_block(dtype: torch.dtype, device: torch.device, *, scale: float = 1.0) -> torch.Tensor:
-    """A block of normal values times `scale`, as bytes."""
-    values = torch.randn(BLOCK_BYTES // dtype.itemsize, device=device)
-    return values.mul_(scale).to(dtype).view(torch.uint8)
 
 
 def tier_access(

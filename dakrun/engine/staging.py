@@ -61,11 +61,12 @@ class StagedOperands:
     """
 
     def __init__(
-        self, matrices: Mapping[str, PackedTensor], staged: Sequence[str], ring: int
+        self, matrices: Mapping[str, PackedTensor], staged: Sequence[str], *, buffers: int
     ) -> None:
-        """Take a ring of `ring` bytes, and fill it for the first step."""
+        """Take a ring of `buffers` times the largest, and fill it for the first step."""
         self._matrices = matrices
         sizes = [sum(aligned(part.data.nbytes) for part in matrices[n].parts[1:]) for n in staged]
+        ring = buffers * max(sizes)
         found = places(sizes, ring)
         self._number = {name: number for number, name in enumerate(staged)}
         self._places = found

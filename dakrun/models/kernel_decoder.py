@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +125,7 @@ class KernelDecoder:
         self.scale = config.head_dim**-0.5
         self._folded, self._accesses = manifest.folded, accesses
         llama = config.family == "llama"
-        self._norm: Norm = "rms" if llama else "layer"
+        self._norm: Literal["rms", "layer"] = "rms" if llama else "layer"
         self._eps = config.norm_eps
         self._ffn_ops = ("gate_up", "down") if llama else ("fc1", "fc2")
         self._activation: Activation = "silu_mul" if llama else "relu"
@@ -134,6 +134,13 @@ class KernelDecoder:
         if llama:
             table = torch.stack(rope_table(config, positions, torch.float32), -1)
             self.rotations = table.to(self.like.device)  # float32 [positions, D / 2, 2]
+
+    @property
+    def order(self) -> list[str]:
+        """The matrices that are fetched for a step, in the order of their use."""
+        layers = range(self.config.num_layers)
+        names = [f"layers.{i}.{op}" for i in layers for op in ("qkv", "o", *self._ffn_ops)]
+        return [*names, *(["project_out"] if "project_out" in self.matrices else []), "lm_head"]
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, x: torch.Tensor) -> None:
         """x [n, H] of tokens int32 [n] at `positions` int32 [n], where negative ones are idle."""

@@ -1,0 +1,73 @@
+"""From a plan and where weights come from to a runner: on the GPU's kernels, or in plain torch."""
+
+from collections.abc import Mapping
+
+import torch
+
+from dakrun.checkpoint import Checkpoint, Manifest
+from dakrun.config import ModelConfig
+from dakrun.dummy import Dummy
+from dakrun.engine.accesses import tier_accesses
+from dakrun.engine.graph_runner import GraphRunner
+from dakrun.engine.kvcache import KVCache
+from dakrun.engine.packed_cache import PackedKVCache
+from dakrun.engine.runner import Runner, TorchRunner
+from dakrun.engine.staging import StagedOperands
+from dakrun.kernels.kv_blocks import BLOCK
+from dakrun.loading import Packing, Tensors, load
+from dakrun.memory import Tier
+from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
+from dakrun.models.llama import Llama
+from dakrun.models.opt import Opt
+from dakrun.plan.planner import STAGING_BUFFERS, Plan
+
+DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
+
+
+def manifest_of(model: ModelConfig, source: Checkpoint | Dummy) -> Manifest:
+    """The tensors of `model`, by the names that they have in `source`."""
+    return DECODERS[model.family].manifest(model, source.__contains__)
+
+
+def torch_runner(
+    source: Tensors,
+    manifest: Manifest,
+    plan: Plan,
+    tiers: Mapping[str, Tier],
+    device: torch.device,
+) -> Runner:
+    """One in plain torch, with its weights and slots in `tiers`."""
+    cache = KVCache(plan, tiers, getattr(torch, plan.model.dtype))
+    weights = load(source, manifest, plan, tiers, device)
+    kind = DECODERS[plan.model.family]
+    return TorchRunner(kind(plan.model, weights, plan.workload.max_model_len), cache, device)
+
+
+def graph_runner(
+    source: Tensors,
+    manifest: Manifest,
+    plan: Plan,
+    tiers: Mapping[str, Tier],
+    device: torch.device,
+) -> Runner:
+    """One on the GPU's kernels, with its weights and slots in `tiers`."""
+    accesses = tier_accesses(plan)
+    cache = PackedKVCache(plan, tiers, getattr(torch, plan.model.dtype), device)
+    packing = Packing(accesses, plan.profile.sms)
+    weights = load(source, manifest, plan, tiers, device, packing=packing)
+    positions = cache.shape.blocks * BLOCK
+    decoder = KernelDecoder(plan.model, manifest, weights, accesses, positions)
+    return GraphRunner(decoder, _operands(plan, decoder), cache, accesses["attention"])
+
+
+def _operands(plan: Plan, decoder: KernelDecoder) -> Operands:
+    """Operands of decode steps: where they lie, or, of staged ops, through a ring."""
+    staged = [
+        name
+        for name in decoder.order
+        if plan.op(name.split(".")[-1]).transport == "staged"
+        and any(part.data.nbytes for part in decoder.matrices[name].parts[1:])
+    ]
+    if not staged:
+        return Resident(decoder.matrices)
+    return StagedOperands(decoder.matrices, staged, buffers=STAGING_BUFFERS)
