@@ -1,5 +1,5 @@
 """`dakrun bench --model`: what it measures, what follows from it, how it is shown and drawn, and
-what it refuses; and tiny models, on the CPU and on a GPU.
+what it refuses; and small models, on the CPU and on a GPU.
 """
 
 import csv
@@ -19,10 +19,12 @@ from rich.console import Console
 
 from dakrun import cli
 from dakrun.bench import model as bench
+from dakrun.bench import rival
+from dakrun.bench import run as bench_run
 from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.model_limit import limit_s, measured_links
 from dakrun.bench.model_plot import draw, ideal_s, lines
-from dakrun.bench.model_rows import COLUMNS, ModelRow, Run, failed_row, measured_row
+from dakrun.bench.model_rows import ModelRow, Run, failed_row, measured_row, model_columns
 from dakrun.bench.model_sweep import ModelSweep, Point, model_sweep
 from dakrun.bench.output import Record, as_text, render
 from dakrun.config import Workload
@@ -44,7 +46,7 @@ def sweep(**asked: Any) -> ModelSweep:
     defaults = {
         "model": "opt-6.7b", "load_format": "dummy", "batch_sizes": (8,), "ratios": ("0",),
         "transports": ("auto",), "remote": "host", "dtype": "float16", "prompt_len": 32,
-        "new_tokens": 32,
+        "new_tokens": 32, "rival": None,
     }  # fmt: skip
     return model_sweep(**{**defaults, **asked})
 
@@ -74,7 +76,8 @@ def record(*rows: ModelRow) -> Record:
         "ceilings_measured": True, "copied_bytes_per_s": RATES.copied,
         "command": "dakrun bench --model opt-6.7b",
     }  # fmt: skip
-    return Record(head=head, columns=COLUMNS, rows=tuple(row.figures for row in rows))
+    figures = tuple(row.figures for row in rows)
+    return Record(head=head, columns=model_columns(sweep()), rows=figures)
 
 
 def run(*args: object) -> Result:
@@ -178,10 +181,10 @@ def test_a_failed_row() -> None:
 
 def test_keys_carry_units() -> None:
     plain = {"batch_size", "asked_transport", "asked_ratio", "transports", "ratio", "steps"}
-    plain |= {"spread", "limit_over_time", "prediction_error", "problem"}
+    plain |= {"spread", "limit_over_time", "prediction_error", "speedup", "problem"}
     keys = row().figures.keys()
     assert all(key.endswith(("_s", "_bytes", "_per_s")) for key in keys - plain)
-    assert {column.key for column in COLUMNS} <= keys
+    assert {column.key for column in model_columns(sweep(rival="transformers"))} <= keys
 
 
 def test_forms() -> None:
@@ -293,11 +296,10 @@ def test_errors(
     assert advice.startswith("hint: ") and hint in advice
 
 
-class Loaded(LLM):
-    """An LLM with its checkpoint's weights; batches of 3 are too large, and 4 are interrupted."""
+class Fussy(LLM):
+    """An LLM for which batches of 3 are too large; those of 4 are interrupted."""
 
-    def __init__(self, *args: Any, batch_size: int, load_format: str, **options: Any) -> None:
-        assert load_format == "auto"
+    def __init__(self, *args: Any, batch_size: int, **options: Any) -> None:
         if batch_size == 3:
             raise CannotRun("3 are too many", hint="take fewer")
         if batch_size == 4:
@@ -314,7 +316,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
     """Options for a tiny model on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench, "LLM", Loaded)
+    monkeypatch.setattr(bench, "LLM", Fussy)
     monkeypatch.setattr(bench, "ROUNDS", 2)
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--model", NAME])
     return ("--model", path, "--profile", "cpu", "--prompt-len", 4, "--new-tokens", 5)
@@ -347,12 +349,36 @@ def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
 
 
 def test_what_cannot_run_is_a_row(tiny: tuple[object, ...]) -> None:
-    result = run(*tiny, "--batch-size", 3, "--batch-size", 2, "--json")
+    dummy = ("--load-format", "dummy")
+    result = run(*tiny, "--batch-size", 3, "--batch-size", 2, *dummy, "--json")
     assert result.exit_code == 0, result.stderr
     failed, measured = json.loads(result.stdout)["rows"]
     assert failed["problem"] == "3 are too many" and failed["tpot_s"] is None
     assert measured["problem"] is None and measured["tpot_s"] > 0
     assert "batch 3, 0.00% remote, auto: not measured: 3 are too many" in result.stderr
+
+
+def test_the_rival(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(config: object, *, batch_size: int, **rest: object) -> float:
+        assert rest["prompt_len"] == 4 and rest["new_tokens"] == 5
+        if batch_size == 1:
+            raise torch.OutOfMemoryError
+        return 3.0
+
+    monkeypatch.setattr(rival, "rival_step_s", seconds)
+    monkeypatch.setattr(bench_run, "check", lambda _: None)
+    points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.5)
+    result = run(*tiny, *points, "--rival", "transformers", "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["rival_s"] for row in rows] == [None, None, 3, 3]
+    assert [row["speedup"] for row in rows[:2]] == [None, None]
+    assert all(row["speedup"] == 3 / row["tpot_s"] for row in rows[2:])
+
+
+def test_a_rival_needs_a_gpu(tiny: tuple[object, ...]) -> None:
+    result = run(*tiny, "--rival", "transformers")
+    assert result.exit_code == 3 and "needs a CUDA GPU" in result.stderr
 
 
 def test_nothing_that_can_run(tiny: tuple[object, ...]) -> None:
@@ -382,10 +408,10 @@ def test_memory_that_runs_out(
 
 
 @pytest.mark.gpu
-def test_a_tiny_model_on_a_gpu(path: Path) -> None:
+def test_a_small_model_on_a_gpu() -> None:
     wanted = sweep(
-        model=str(path), load_format="auto", batch_sizes=(2,), ratios=("0", "0.5"),
-        transports=("direct", "staged"), prompt_len=8, new_tokens=9,
+        model="opt-125m", batch_sizes=(2,), ratios=("0", "0.5"), transports=("direct", "staged"),
+        prompt_len=8, new_tokens=9,
     )  # fmt: skip
     *_, found = bench.measure_model(wanted, H200, command="it", note=print)
     assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
@@ -393,4 +419,4 @@ def test_a_tiny_model_on_a_gpu(path: Path) -> None:
     assert [row["problem"] for row in found.rows] == [None] * 4
     for row in found.rows:
         assert row["steps"] == bench.ROUNDS * 8 and row["gap_s"] is not None
-        assert 0 < row["limit_over_time"] < 1.2 and row["gpu_bytes"] >= 0
+        assert 0 < row["limit_over_time"] < 1.2 and row["gpu_bytes"] > 0

@@ -4,13 +4,14 @@ The ceilings come first, in the same process: HBM and the remote tier alone, and
 on a CPU they are the profile's. Then the model is loaded for every point, as `dakrun generate`
 loads it, and runs batches of requests of the same length to their ends, so that all slots are busy
 in every decode step: a short batch to warm up, then up to three that count. A time is the median
-of all steps.
+of all steps. What rival.py measures comes before the points of its batch size.
 """
 
 import gc
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -18,7 +19,7 @@ from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.effort import FULL
 from dakrun.bench.header import head
 from dakrun.bench.model_limit import limit_s, measured_links
-from dakrun.bench.model_rows import COLUMNS, ModelRow, Run, failed_row, measured_row
+from dakrun.bench.model_rows import ModelRow, Run, failed_row, measured_row, model_columns
 from dakrun.bench.model_sweep import ModelSweep, Point
 from dakrun.bench.output import Record
 from dakrun.bench.tiers import measure_ceilings
@@ -69,7 +70,7 @@ def measure_model(
             refusal = CannotRun(str(problem), hint=problem.hint)  # without what led to it
             rows.append(failed_row(point, str(problem)))
         note(f"{point}: {rows[-1].summary}")
-        yield Record(about, COLUMNS, tuple(row.figures for row in rows))
+        yield Record(about, model_columns(sweep), tuple(row.figures for row in rows))
     if refusal and all(row.problem for row in rows):
         raise refusal
 
@@ -93,14 +94,14 @@ class _Bench:
         self.sweep, self.profile, self.device = sweep, profile, device
         self._free = self._free_bytes()  # before anything is taken
         self.ceilings = self._measured()
+        self._rivals: dict[int, float | None] = {}  # by batch size
 
     def row(self, point: Point) -> ModelRow:
         """The point's row; CannotRun where it does not fit."""
-        gc.collect()  # what the last point left, or led to its error
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        rival_s = self._rival_s(point.batch_size)
+        self._release()
         try:
-            return measured_row(point, self._run(point))
+            return measured_row(point, self._run(point), rival_s)
         except (torch.OutOfMemoryError, MemoryError) as problem:
             what = str(problem).partition("\n")[0]
             raise CannotRun(f"memory ran out: {what}", hint=HINT) from None
@@ -146,6 +147,30 @@ class _Bench:
         for done in range(ROUNDS):
             if not done or time.perf_counter() - start < SECONDS:
                 finish(sweep.new_tokens)
+
+    def _rival_s(self, batch_size: int) -> float | None:
+        """Seconds of the rival's step, measured once; None where there is none, or no memory."""
+        sweep = self.sweep
+        if sweep.rival and batch_size not in self._rivals:
+            from dakrun.bench.rival import rival_step_s  # transformers takes seconds to import
+
+            self._release()
+            self._rivals[batch_size] = None
+            with suppress(torch.OutOfMemoryError):
+                self._rivals[batch_size] = rival_step_s(
+                    sweep.config,
+                    batch_size=batch_size,
+                    prompt_len=sweep.prompt_len,
+                    new_tokens=sweep.new_tokens,
+                    device=self.device,
+                )
+        return self._rivals.get(batch_size)
+
+    def _release(self) -> None:
+        """Give back the memory that the last model left, or the error that ended it."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _measured(self) -> Ceilings:
         """The ceilings of a GPU; the profile's of a CPU, all tiers of which are its memory."""

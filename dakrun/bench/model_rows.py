@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dakrun.bench.model_sweep import AskedTransport, ModelRatio, Point
+from dakrun.bench.model_sweep import AskedTransport, ModelRatio, ModelSweep, Point
 from dakrun.bench.output import Column
 from dakrun.bench.rows import microseconds
 from dakrun.plan.plan import Plan
@@ -41,8 +41,8 @@ class ModelRow:
 
     `transports` are those that the plan chose for remote weights. EB is the model's weight bytes
     over the step's time, EB total all weight and KV bytes that it read. `limit_s` is what the
-    ceilings allow (model_limit.py), `bound_s` and `predicted_s` what the profile says. `problem`
-    is why nothing was measured.
+    ceilings allow (model_limit.py), `bound_s` and `predicted_s` what the profile says, `rival_s`
+    the step of another program with all in HBM. `problem` is why nothing was measured.
     """
 
     batch_size: int
@@ -64,6 +64,8 @@ class ModelRow:
     ttft_s: float | None = None
     prefill_s: float | None = None
     gap_s: float | None = None
+    rival_s: float | None = None
+    speedup: float | None = None
     weight_bytes: int | None = None
     hbm_read_bytes: float | None = None
     remote_read_bytes: float | None = None
@@ -97,7 +99,7 @@ def failed_row(point: Point, problem: str) -> ModelRow:
     )
 
 
-def measured_row(point: Point, run: Run) -> ModelRow:
+def measured_row(point: Point, run: Run, rival_s: float | None = None) -> ModelRow:
     """The row of a point that ran."""
     plan, time = run.plan, statistics.median(run.step_s)
     tiers = range(len(plan.tiers))
@@ -124,6 +126,8 @@ def measured_row(point: Point, run: Run) -> ModelRow:
         ttft_s=statistics.median(run.ttft_s),
         prefill_s=run.prefill_s,
         gap_s=run.gap_s,
+        rival_s=rival_s,
+        speedup=None if rival_s is None else rival_s / time,
         weight_bytes=plan.weight_bytes,
         hbm_read_bytes=plan.read_bytes(0),
         remote_read_bytes=sum(map(plan.read_bytes, tiers[1:])),
@@ -149,7 +153,7 @@ def _gibibytes(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f}"
 
 
-COLUMNS = (
+_COLUMNS = (
     Column("batch_size", "batch"),
     Column("asked_transport", "asked"),
     Column("transports", "read"),
@@ -166,3 +170,14 @@ COLUMNS = (
     Column("gpu_bytes", "GPU GiB", _gibibytes),
     Column("planned_gpu_bytes", "plan GiB", _gibibytes),
 )
+
+
+def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
+    """The columns of a table: those of a rival only where there is one."""
+    if sweep.rival is None:
+        return _COLUMNS
+    rival = (
+        Column("rival_s", f"{sweep.rival} ms", _milliseconds),
+        Column("speedup", "speed-up", "{:.2f}".format),
+    )
+    return _COLUMNS + rival

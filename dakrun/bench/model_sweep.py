@@ -22,6 +22,7 @@ AUTO: Literal["auto"] = "auto"
 ModelRatio = float | Literal["auto"]
 AskedTransport = Literal["auto", "direct", "staged"]
 LoadFormat = Literal["auto", "dummy"]
+Rival = Literal["transformers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class ModelSweep:
     """The model `name` with every batch size, transport and remote share.
 
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
-    random weights; `remote` is the tier that holds the share, as a profile names it.
+    random weights; `remote` is the tier that holds the share, as a profile names it. `rival` is
+    what else to measure, with all of the model in HBM.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ModelSweep:
     remote: str
     prompt_len: int
     new_tokens: int
+    rival: Rival | None
 
     def __post_init__(self) -> None:
         room, most = self.prompt_len + self.new_tokens, self.config.max_positions
@@ -101,6 +104,7 @@ def model_sweep(
     dtype: BenchDtype,
     prompt_len: int,
     new_tokens: int,
+    rival: Rival | None,
 ) -> ModelSweep:
     """What the command line asks for; UsageError where something of it is malformed."""
     if model is None:
@@ -124,6 +128,7 @@ def model_sweep(
         remote=remote,
         prompt_len=prompt_len,
         new_tokens=new_tokens,
+        rival=rival,
     )
 
 

@@ -20,7 +20,8 @@ OWN = {
     "gemm": ("shapes", "model", "rows", "ablations"),
     "attention": ("cases", "head_dim"),
     MODEL: (
-        *("model", "load_format", "batch_sizes", "transports", "prompt_len", "new_tokens", "plot"),
+        *("model", "load_format", "batch_sizes", "transports", "prompt_len", "new_tokens"),
+        *("rival", "plot"),
     ),
 }
 
@@ -84,6 +85,12 @@ _OPTIONS = (
         show_default=True,
         metavar="N",
         help="model: tokens of a completion, one more than its decode steps.",
+    ),
+    click.option(
+        "--rival",
+        type=click.Choice(["transformers"]),
+        help="model: measure this on a GPU, too: random weights, all in HBM, a step in one CUDA "
+        "graph.",
     ),
     click.option(
         "-n",

@@ -31,7 +31,7 @@ def asked_sweep(subject: str, asked: dict[str, Any]) -> AnySweep:
 
 def check(sweep: AnySweep) -> None:
     """Raise UsageError where its kernel does not take the sweep, CannotRun without its GPU."""
-    if isinstance(sweep, ModelSweep):
+    if isinstance(sweep, ModelSweep) and sweep.rival is None:
         return
     from dakrun.bench.tiers import check_gpu
 

@@ -1,0 +1,105 @@
+"""What transformers takes for a decode step of the same architecture with all of it in HBM.
+
+Its weights are random, its cache is static, and a step is one CUDA graph. Knows no plans.
+"""
+
+import statistics
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, StaticCache
+
+from dakrun.config import ModelConfig
+from dakrun.probe.costs import graph_seconds
+from dakrun.units import ceil_div
+
+ALIGNMENT = 8  # positions: torch's attention takes masks whose rows start at 16 bytes
+
+
+def rival_step_s(
+    config: ModelConfig, *, batch_size: int, prompt_len: int, new_tokens: int, device: torch.device
+) -> float:
+    """Seconds of a decode step on `device`: the median of as many as `new_tokens` allow.
+
+    Raises torch.OutOfMemoryError where the GPU does not hold the model.
+    """
+    runs = max(2, (new_tokens - 2) // 3)  # graph_seconds() takes up to 3 x runs + 2 steps
+    room = prompt_len + max(new_tokens, 3 * runs + 2)
+    with torch.device(device), torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(
+            transformers_config(config), dtype=getattr(torch, config.dtype)
+        ).eval()
+        prompt = torch.randint(config.vocab_size, (batch_size, prompt_len))
+        return statistics.median(graph_seconds(Step(model, prompt, room), runs))
+
+
+class Step:
+    """Decode steps of a transformers `model`, each of which puts the next tokens into `token`.
+
+    They follow on `prompt`, int64 [n, P], and there can be as many as positions are left of `room`.
+    """
+
+    def __init__(self, model: torch.nn.Module, prompt: torch.Tensor, room: int) -> None:
+        room = ceil_div(room, ALIGNMENT) * ALIGNMENT
+        self._model = model
+        self._cache = StaticCache(model.config, max_cache_len=room)
+        self._slots = torch.arange(room, device=prompt.device)
+        self._position = torch.full((1, 1), prompt.shape[1], device=prompt.device)
+        self.token = self._next(prompt)
+
+    def __call__(self) -> None:
+        """Launch a step; nothing of it waits for the GPU, so it can be captured."""
+        batch = self.token.shape[0]
+        # Made here, mask and positions are not inferred from the cache's length, which would wait.
+        seen = (self._slots <= self._position).view(1, 1, 1, -1).expand(batch, -1, -1, -1)
+        positions = self._position.expand(batch, 1)
+        self.token.copy_(self._next(self.token, attention_mask=seen, position_ids=positions))
+        self._position.add_(1)
+
+    def _next(self, ids: torch.Tensor, **where: torch.Tensor) -> torch.Tensor:
+        """The likeliest tokens after `ids`, int64 [n, 1]."""
+        found = self._model(ids, past_key_values=self._cache, logits_to_keep=1, **where)
+        tokens: torch.Tensor = found.logits[:, -1].argmax(-1, keepdim=True)
+        return tokens
+
+
+def transformers_config(config: ModelConfig) -> OPTConfig | LlamaConfig:
+    """The configuration by which transformers knows the architecture."""
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tied_embeddings,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "dtype": config.dtype,
+    }
+    if config.family == "opt":
+        return OPTConfig(
+            ffn_dim=config.ffn_size,
+            word_embed_proj_dim=config.embed_size,
+            do_layer_norm_before=config.pre_norm,
+            _remove_final_layer_norm=config.pre_norm and not config.final_norm,
+            layer_norm_elementwise_affine=config.norm_affine,
+            enable_bias=config.attention_bias,
+            **common,
+        )
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if scaling := config.rope_scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    return LlamaConfig(
+        intermediate_size=config.ffn_size,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=rope,
+        **common,
+    )

@@ -1,0 +1,63 @@
+"""`dakrun bench --rival transformers`: its model has the same architecture, its steps follow."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import tiny_models
+import torch
+
+from dakrun.bench import rival
+from dakrun.bench.rival import Step, rival_step_s, transformers_config
+from dakrun.config import ModelConfig
+from dakrun.hf_config import parse_model_config
+from dakrun.known_models import known_model, known_names
+
+TINY = tuple(tiny_models.CONFIGS)
+
+
+def tiny(name: str) -> ModelConfig:
+    return parse_model_config(tiny_models.CONFIGS[name].to_dict(), name=name)
+
+
+@pytest.mark.parametrize("name", [*known_names(), *TINY])
+def test_the_architecture_is_the_same(name: str) -> None:
+    config = known_model(name) or tiny(name)
+    assert parse_model_config(transformers_config(config).to_dict(), name=name) == config
+
+
+@pytest.mark.parametrize("name", TINY)
+@torch.inference_mode()
+def test_steps(name: str) -> None:
+    model = tiny_models.reference(name)
+    prompt = torch.randint(tiny_models.VOCAB, (3, 7), generator=torch.manual_seed(1))
+    step, text = Step(model, prompt, 12), prompt
+    for _ in range(4):
+        following = model(text).logits[:, -1].argmax(-1, keepdim=True)
+        assert torch.equal(step.token, following)
+        text = torch.cat([text, following], dim=1)
+        step()
+
+
+@pytest.mark.parametrize("new_tokens", [3, 32])
+def test_a_time(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+        for _ in range(3 * runs + 2):
+            launch()
+        return [0.1, 0.3, 0.2]
+
+    monkeypatch.setattr(rival, "graph_seconds", seconds)
+    config = replace(tiny("llama-gqa3-tied"), dtype="bfloat16")
+    found = rival_step_s(
+        config, batch_size=2, prompt_len=5, new_tokens=new_tokens, device=torch.device("cpu")
+    )
+    assert found == 0.2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["opt-like-125m", "llama-gqa3-tied"])
+def test_a_time_on_a_gpu(name: str) -> None:
+    config = replace(tiny(name), dtype="float16")
+    device = torch.device("cuda", 0)
+    found = rival_step_s(config, batch_size=2, prompt_len=8, new_tokens=9, device=device)
+    assert 0 < found < 1
