@@ -29,12 +29,19 @@ def fold(
     `vectors` has the norm's weight and bias, float32 [K]. `rows` may be overwritten.
     """
     rows = rows.float()
-    added = rows @ vectors[norm.bias] if norm.bias else None
+    added = _sums(rows * vectors[norm.bias]) if norm.bias else None
     if norm.weight:
         rows *= vectors[norm.weight]
     if norm.kind == "layer":
-        rows -= rows.mean(1, keepdim=True)
+        rows -= _sums(rows)[:, None] / rows.shape[1]
     return rows, added
+
+
+def _sums(rows: torch.Tensor) -> torch.Tensor:
+    """Sums of rows, in float64: what torch adds first, which depends on how many rows there are,
+    then shows in no bit of them.
+    """
+    return rows.sum(1, dtype=torch.float64).float()
 
 
 def interleaved(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
