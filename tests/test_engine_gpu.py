@@ -1,5 +1,6 @@
 """The engine on the GPU's kernels, against transformers in float32 and against itself."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -75,15 +76,23 @@ def greedy(llm: LLM, given: list[list[int]], tokens: int = NEW) -> list[tuple[in
 
 
 @torch.no_grad()
-def shortfall(reference: PreTrainedModel, prompt: list[int], tokens: tuple[int, ...]) -> float:
-    """By how much the reference likes some token less than its own choice, in logits' deviations.
+def shortfalls(
+    model: PreTrainedModel, given: list[list[int]], found: list[tuple[int, ...]]
+) -> tuple[float, float]:
+    """By how much the model in float32 likes a token less than its own choice, at most.
 
-    It is given what was generated before.
+    Of the tokens `found`, and of those that transformers chooses in float16 after the same ones; in
+    standard deviations of logits.
     """
-    ids = torch.tensor([[*prompt, *tokens]], device="cuda")
-    logits = reference(ids).logits[0, len(prompt) - 1 : -1].float()
-    chosen = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
-    return float(((logits.amax(1) - chosen) / logits.std()).max())
+    worst = [0.0, 0.0]
+    half = copy.deepcopy(model).half()
+    for prompt, tokens in zip(given, found, strict=True):
+        ids = torch.tensor([[*prompt, *tokens]], device="cuda")
+        logits, rival = (m(ids).logits[0, len(prompt) - 1 : -1].float() for m in (model, half))
+        for i, chosen in enumerate((torch.tensor(tokens, device="cuda"), rival.argmax(1))):
+            less = logits.amax(1) - logits.gather(1, chosen[:, None])[:, 0]
+            worst[i] = max(worst[i], float((less / logits.std()).max()))
+    return worst[0], worst[1]
 
 
 def test_tokens_are_the_reference_s(model: tuple[Path, PreTrainedModel]) -> None:
@@ -92,8 +101,8 @@ def test_tokens_are_the_reference_s(model: tuple[Path, PreTrainedModel]) -> None
     with load(path, 16, offload_ratio=0.2, kv_offload_ratio=0.25) as llm:
         assert isinstance(llm.engine.runner, GraphRunner)
         found = greedy(llm, given)
-    worst = max(shortfall(reference, p, t) for p, t in zip(given, found, strict=True))
-    assert worst < 0.02, "beyond what float16 rounds"
+    ours, theirs = shortfalls(reference, given, found)
+    assert ours <= 2 * theirs + 0.01, "beyond what float16 rounds"
 
 
 def test_what_lies_elsewhere_changes_no_bit(model: tuple[Path, PreTrainedModel]) -> None:
@@ -113,14 +122,16 @@ def test_what_lies_elsewhere_changes_no_bit(model: tuple[Path, PreTrainedModel])
 
 
 def test_idle_rows_change_no_bit(model: tuple[Path, PreTrainedModel]) -> None:
-    """A request alone, and one in a bucket of which others have ended."""
+    """A request alone, and one in a bucket of which others have ended.
+
+    Prompts are of one token: how many are prefilled together may change bits.
+    """
     path, _ = model
-    (given,) = prompts(1)
     with load(path, 8, offload_ratio=0.1) as llm:
-        alone = greedy(llm, [given])[0]
+        alone = greedy(llm, [[7]])[0]
         params = [SamplingParams(max_tokens=n) for n in (NEW, 3, 5, 9, 20)]
-        assert llm.generate([given] * 5, params)[0].token_ids == alone
-        assert llm.generate([given] * 5, params[::-1])[4].token_ids == alone
+        assert llm.generate([[7]] * 5, params)[0].token_ids == alone
+        assert llm.generate([[7]] * 5, params[::-1])[4].token_ids == alone
 
 
 def test_launches_overlap(model: tuple[Path, PreTrainedModel]) -> None:
@@ -136,10 +147,10 @@ def test_launches_overlap(model: tuple[Path, PreTrainedModel]) -> None:
 
 def test_samples_do_not_depend_on_the_batch(model: tuple[Path, PreTrainedModel]) -> None:
     path, _ = model
-    given = prompts(6)
+    given = [[token] for token in range(3, 9)]
     params = SamplingParams(max_tokens=24, temperature=1.0, top_k=50, top_p=0.9, seed=3)
     results = []
-    for batch in (1, 6):
+    for batch in (6, 1):
         with load(path, batch) as llm:
             results.append([c.token_ids for c in llm.generate(given, params)])
     assert results[0] == results[1]
@@ -152,5 +163,5 @@ def test_long_prompts_go_through_cublas(model: tuple[Path, PreTrainedModel]) -> 
     given = torch.randint(3, VOCAB, (12, 250), generator=generator).tolist()
     with load(path, 12, offload_ratio=0.2) as llm:
         found = greedy(llm, given, 16)
-    worst = max(shortfall(reference, p, t) for p, t in zip(given, found, strict=True))
-    assert worst < 0.02
+    ours, theirs = shortfalls(reference, given, found)
+    assert ours <= 2 * theirs + 0.01
