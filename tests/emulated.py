@@ -104,12 +104,12 @@ def kernels(
 def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
     """A stand-in for kernels.jit.kernel, which builds what it is asked for, once.
 
-    The arguments of the kernel `twice_two` are a struct TwiceTwoArgs.
+    The arguments of the kernel `twice_two` are a struct TwiceTwoArgs; of "splitk" both begin words.
     """
 
     @functools.cache
     def build(source: str, name: str, macros: tuple[tuple[str, int], ...]) -> EmulatedKernel:
-        struct = name.title().replace("_", "") + "Args"
+        struct = name.replace("splitk", "split_k").title().replace("_", "") + "Args"
         return EmulatedKernel(source, name, struct, dict(macros), folder())
 
     def kernel(source: str, name: str, defines: dict[str, int] | None = None) -> EmulatedKernel:

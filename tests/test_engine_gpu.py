@@ -1,6 +1,5 @@
 """The engine on the GPU's kernels, against transformers in float32 and against itself."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -52,10 +51,13 @@ def model(
     for name, parameter in reference.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.1)
-    reference = reference.half()
     path = tmp_path_factory.mktemp("model")
-    reference.save_pretrained(path)
-    return path, reference.float().cuda().eval()
+    reference.half().save_pretrained(path)  # which also rounds the frequencies of RoPE
+    return path, transformers(path, torch.float32)
+
+
+def transformers(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda().eval()
 
 
 def load(path: Path, batch_size: int, **policy: object) -> LLM:
@@ -77,7 +79,7 @@ def greedy(llm: LLM, given: list[list[int]], tokens: int = NEW) -> list[tuple[in
 
 @torch.no_grad()
 def shortfalls(
-    model: PreTrainedModel, given: list[list[int]], found: list[tuple[int, ...]]
+    path: Path, model: PreTrainedModel, given: list[list[int]], found: list[tuple[int, ...]]
 ) -> tuple[float, float]:
     """By how much the model in float32 likes a token less than its own choice, at most.
 
@@ -85,7 +87,7 @@ def shortfalls(
     standard deviations of logits.
     """
     worst = [0.0, 0.0]
-    half = copy.deepcopy(model).half()
+    half = transformers(path, torch.float16)
     for prompt, tokens in zip(given, found, strict=True):
         ids = torch.tensor([[*prompt, *tokens]], device="cuda")
         logits, rival = (m(ids).logits[0, len(prompt) - 1 : -1].float() for m in (model, half))
@@ -101,7 +103,7 @@ def test_tokens_are_the_reference_s(model: tuple[Path, PreTrainedModel]) -> None
     with load(path, 16, offload_ratio=0.2, kv_offload_ratio=0.25) as llm:
         assert isinstance(llm.engine.runner, GraphRunner)
         found = greedy(llm, given)
-    ours, theirs = shortfalls(reference, given, found)
+    ours, theirs = shortfalls(path, reference, given, found)
     assert ours <= 2 * theirs + 0.01, "beyond what float16 rounds"
 
 
@@ -163,5 +165,5 @@ def test_long_prompts_go_through_cublas(model: tuple[Path, PreTrainedModel]) -> 
     given = torch.randint(3, VOCAB, (12, 250), generator=generator).tolist()
     with load(path, 12, offload_ratio=0.2) as llm:
         found = greedy(llm, given, 16)
-    ours, theirs = shortfalls(reference, given, found)
+    ours, theirs = shortfalls(path, reference, given, found)
     assert ours <= 2 * theirs + 0.01

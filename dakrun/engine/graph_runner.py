@@ -5,28 +5,21 @@ Knows rows and slots; what a step computes is the decoder's, what is sampled the
 
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from dakrun.engine.buckets import Bucket, buckets, fill_order, fitting
+from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep
 from dakrun.engine.graph import capture, replay_seconds
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Row, choose
-from dakrun.kernels.attention import Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.select_greedy import select_greedy
-from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands, Resident
+from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.models.layers import Segment
-from dakrun.nn.remote_tier import sm_count
-
-LOG_STEPS = 8  # tokens of a slot that are kept for the CPU, more than steps run ahead
-IDLE = -1  # the slot, and the length, of a row without a request
 
 
 @dataclass
@@ -68,21 +61,13 @@ class GraphRunner:
         self.replays = Replays()
         self._gaps_s: list[float] = []  # between replays, on the GPU
         self.decoder, self._operands, self._cache = decoder, operands, cache
-        self._accesses = tuple(accesses)
+        self._rows = DecodeStep(decoder, cache, accesses)
         self._prompts = PromptPass(decoder, cache)
         self._buckets = buckets(cache.counts)
         self._mapped: list[int] | None = None  # the slots of the rows
         self._steps: deque[_Step] = deque()
         self._last: _Step | None = None  # that was collected
-        batch, device = cache.slots, decoder.like.device
-        integers = torch.zeros(3, batch, dtype=torch.int32, device=device)
-        self._tokens, self._slots, self._newest = integers  # the last one by slot
-        self._lengths = torch.full_like(self._tokens, IDLE)
-        self._log = torch.zeros(batch, LOG_STEPS, dtype=torch.int32, pin_memory=True)
-        self._caches = cache.addresses.clone()  # by row
-        self._activations = Activations.empty(decoder.config, batch, decoder.like)
-        self._logits = decoder.like.new_empty(batch, decoder.config.vocab_size)
-        self._attention: dict[Bucket, tuple[AttentionConfig, Workspace]] = {}
+        self._newest = torch.zeros_like(self._rows.tokens)  # by slot
         self._capture()
 
     def details(self) -> dict[str, Any]:
@@ -135,13 +120,13 @@ class GraphRunner:
         self._last = step
         if step.sampled is not None:
             return [int(token) for token in step.sampled]
-        return [int(self._log[row.slot, row.position % LOG_STEPS]) for row in step.rows]
+        return [int(self._rows.log[row.slot, row.position % LOG_STEPS]) for row in step.rows]
 
     def _sample(self, rows: Sequence[Row], mapped: Sequence[int]) -> torch.Tensor:
         """Draw the rows' tokens in place of the likeliest ones, which the graph has chosen."""
         places = self._on_gpu([mapped.index(row.slot) for row in rows]).long()
-        chosen = choose(self._logits[places], rows)
-        self._tokens[places] = chosen.int()
+        chosen = choose(self._rows.logits[places], rows)
+        self._rows.tokens[places] = chosen.int()
         kept = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
         return kept.copy_(chosen, non_blocking=True)
 
@@ -150,40 +135,9 @@ class GraphRunner:
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         for bucket in reversed(self._buckets):
-            self._attention[bucket] = self._attention_of(bucket)
+            self._rows.prepare(bucket)
             self._step(bucket)  # compiles kernels, all rows being idle
             self.graphs[bucket] = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
-
-    def _step(self, bucket: Bucket) -> None:
-        """Launch a decode step of the rows of a bucket."""
-        self._operands.begin()
-        for _, launch in self._ops(bucket, self._operands):
-            launch()
-        self._operands.end()
-
-    def _ops(
-        self, bucket: Bucket, operands: Operands
-    ) -> Iterator[tuple[str, Callable[[], object]]]:
-        """The launches of a step, under the names of the plan's ops."""
-        n, decoder = sum(bucket), self.decoder
-        tokens, slots, lengths = (x[:n] for x in (self._tokens, self._slots, self._lengths))
-        a, logits = self._activations.first(n), self._logits[:n]
-        config, workspace = self._attention[bucket]
-
-        def attend(layer: int, qkv: torch.Tensor, heads: torch.Tensor) -> None:
-            q, k, v = decoder.heads(qkv)
-            splitk_flash_attn(
-                q, k, v, self._caches[layer, :n], lengths, config, workspace, heads,
-                scale=decoder.scale, rotations=decoder.rotations, overlap=True,
-            )  # fmt: skip
-
-        yield "embedding", partial(decoder.embed, tokens, lengths, a.x)
-        yield from decoder.ops(operands, a, attend)
-        yield "lm_head", partial(decoder.logits, operands, a.x, logits)
-        yield (
-            "sampling",
-            partial(select_greedy, logits, tokens, lengths, slots, self._log, overlap=True),
-        )
 
     @torch.inference_mode()
     def op_seconds(self, length: int) -> dict[str, float]:
@@ -192,28 +146,26 @@ class GraphRunner:
         Slots are `length` positions long; matrices are read where they lie. No step may be running,
         and no request: what slots hold is overwritten.
         """
-        bucket = self._buckets[-1]
+        rows, bucket = self._rows, self._buckets[-1]
         self._mapped = None
-        self._slots.copy_(self._on_gpu(range(sum(bucket))))
-        self._caches.copy_(self._cache.addresses)
+        rows.slots.copy_(self._on_gpu(range(sum(bucket))))
+        rows.caches.copy_(self._cache.addresses)
         launches: dict[str, list[Callable[[], object]]] = defaultdict(list)
-        for name, launch in self._ops(bucket, Resident(self.decoder.matrices)):
+        for name, launch in rows.ops(bucket, Resident(self.decoder.matrices)):
             launches[name].append(launch)
         found = {}
         for name, chain in launches.items():
-            self._lengths.fill_(length)
+            rows.lengths.fill_(length)
             found[name] = replay_seconds(lambda chain=chain: [launch() for launch in chain])  # type: ignore[misc]
-        self._lengths.fill_(IDLE)
+        rows.lengths.fill_(IDLE)
         return found
 
-    def _attention_of(self, bucket: Bucket) -> tuple[AttentionConfig, Workspace]:
-        cache, device = self._cache, self.decoder.like.device
-        config = attention_config(
-            cache.shape, bucket, self._accesses, sms=sm_count(device), capacity=cache.slots
-        )
-        model = self.decoder.config
-        group = model.num_heads // model.num_kv_heads
-        return config, Workspace.empty(config, group, device)
+    def _step(self, bucket: Bucket) -> None:
+        """Launch a decode step of the rows of a bucket."""
+        self._operands.begin()
+        for _, launch in self._rows.ops(bucket, self._operands):
+            launch()
+        self._operands.end()
 
     def _tier(self, slot: int) -> int:
         tier = 0
@@ -239,10 +191,10 @@ class GraphRunner:
         positions = {row.slot: row.position for row in rows}
         n = len(mapped)
         slots = self._on_gpu([max(slot, 0) for slot in mapped])
-        self._slots[:n] = slots
-        self._lengths[:n] = self._on_gpu([positions.get(slot, IDLE) for slot in mapped])
-        self._tokens[:n] = self._newest[slots]
-        self._caches[:, :n] = self._cache.addresses[:, slots]
+        self._rows.slots[:n] = slots
+        self._rows.lengths[:n] = self._on_gpu([positions.get(slot, IDLE) for slot in mapped])
+        self._rows.tokens[:n] = self._newest[slots]
+        self._rows.caches[:, :n] = self._cache.addresses[:, slots]
         self._mapped = mapped
 
     def _unmap(self) -> None:
@@ -250,7 +202,7 @@ class GraphRunner:
         if self._mapped is not None:
             places = [(i, slot) for i, slot in enumerate(self._mapped) if slot != IDLE]
             rows, slots = (self._on_gpu(numbers) for numbers in zip(*places, strict=True))
-            self._newest[slots] = self._tokens[rows]
+            self._newest[slots] = self._rows.tokens[rows]
         self._mapped = None
 
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,155 @@
+"""Whole models on the kernels' own source, on the CPU: prompts and steps against transformers."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
+
+from dakrun.checkpoint import Checkpoint
+from dakrun.config import Workload
+from dakrun.engine import decode_step
+from dakrun.engine.accesses import tier_accesses
+from dakrun.engine.build import manifest_of
+from dakrun.engine.decode_step import DecodeStep
+from dakrun.engine.packed_cache import PackedKVCache
+from dakrun.engine.prompt_pass import PromptPass
+from dakrun.hardware import load_profile
+from dakrun.hf_config import read_model_config
+from dakrun.kernels import attention, gemm
+from dakrun.kernels.kv_blocks import BLOCK
+from dakrun.loading import Packing, load, tier_capacities
+from dakrun.memory import allocate_tiers
+from dakrun.models import kernel_decoder
+from dakrun.models.kernel_decoder import KernelDecoder, Resident
+from dakrun.models.layers import Segment
+from dakrun.plan.planner import Policy, make_plan
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+SMS = 3
+CPU = torch.device("cpu")
+COMMON = {
+    "vocab_size": 203, "hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 128,
+    "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "opt": OPTConfig(num_attention_heads=2, ffn_dim=264, init_std=0.1, **COMMON),
+    "opt-like-350m": OPTConfig(
+        num_attention_heads=2, ffn_dim=200, word_embed_proj_dim=64, do_layer_norm_before=False,
+        init_std=0.1, **COMMON,
+    ),
+    "llama-gqa": LlamaConfig(
+        num_attention_heads=2, num_key_value_heads=1, intermediate_size=264,
+        initializer_range=0.1, **COMMON,
+    ),
+    "llama-tied": LlamaConfig(
+        num_attention_heads=2, num_key_value_heads=2, intermediate_size=200,
+        initializer_range=0.1, tie_word_embeddings=True, **COMMON,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(emulated_kernels: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def splitk(*key: object) -> object:
+        return emulated_kernels(gemm.SOURCE, "splitk_gemm", gemm.defines(*key[:-1]))  # type: ignore[arg-type]
+
+    def flash(dtype: torch.dtype, dim: int, group: int, device: int) -> object:
+        name = "splitk_flash_attn"
+        return emulated_kernels(attention.SOURCE, name, attention.defines(dtype, dim, group))
+
+    monkeypatch.setattr(gemm, "_kernel", splitk)
+    monkeypatch.setattr(gemm, "atoms_map", emulated.atoms_map)
+    monkeypatch.setattr(gemm, "_check_operands", lambda *_: None)
+    monkeypatch.setattr(attention, "_kernel", flash)
+    monkeypatch.setattr(attention, "_check_gpu", lambda _: None)
+    monkeypatch.setattr("dakrun.kernels.jit.kernel", emulated_kernels)
+    monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for module in (kernel_decoder, decode_step):
+        monkeypatch.setattr(module, "sm_count", lambda _: SMS)
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    """A checkpoint in float16, and the same in float32; norms and biases at random."""
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
+    for name, parameter in reference.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.1)
+    path = tmp_path_factory.mktemp("model")
+    reference.half().save_pretrained(path)  # which also rounds the frequencies of RoPE
+    return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def decoder(path: Path, batch: int) -> tuple[KernelDecoder, PackedKVCache, DecodeStep]:
+    """With parts of weights and slots in two tiers."""
+    config = read_model_config(path)
+    work = Workload(batch_size=batch, prompt_len=16, new_tokens=8, max_model_len=100)
+    policy = Policy(
+        hbm_budget=2**30, host_budget=2**30, offload_ratio=0.3, kv_offload_ratio=0.5,
+        transport="direct",
+    )  # fmt: skip
+    plan = make_plan(config, work, load_profile("h200-pcie5"), policy)
+    tiers = allocate_tiers(tier_capacities(plan, packed=True), CPU)
+    accesses = tier_accesses(plan)
+    cache = PackedKVCache(plan, tiers, torch.float16, CPU)
+    with Checkpoint(path) as source:
+        manifest = manifest_of(config, source)
+        packing = Packing(accesses, SMS)
+        weights = load(source, manifest, plan, tiers, CPU, packing=packing)
+    found = KernelDecoder(config, manifest, weights, accesses, cache.shape.blocks * BLOCK)
+    return found, cache, DecodeStep(found, cache, accesses["attention"])
+
+
+@torch.no_grad()
+def logits(reference: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    return reference(torch.tensor([ids])).logits[0, -1]
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((found.float() - wanted).abs().max() <= 0.004 * wanted.std())
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["kernels", "cublas"])
+def test_prompts_and_steps(
+    model: tuple[Path, PreTrainedModel], dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in two passes, one of which goes on where the other one ended, then two steps."""
+    path, reference = model
+    if dense:
+        monkeypatch.setattr(kernel_decoder, "KERNEL_ROWS", 0)
+        monkeypatch.setattr(kernel_decoder, "PIECE_BYTES", 2**14)
+    kernels, cache, rows = decoder(path, 2)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
+    prompt_pass = PromptPass(kernels, cache)
+    prompt_pass.logits(prompts[0][:66], [Segment(0, 0, 66)])
+    segments = [Segment(0, 66, 4), Segment(1, 0, 9)]
+    found = prompt_pass.logits([*prompts[0][66:], *prompts[1]], segments)
+    assert all(close(f, logits(reference, p)) for f, p in zip(found, prompts, strict=True))
+
+    monkeypatch.setattr(kernel_decoder, "KERNEL_ROWS", 256)
+    bucket = cache.counts
+    rows.prepare(bucket)
+    rows.slots.copy_(torch.arange(2))
+    rows.lengths.copy_(torch.tensor([70, 9]))
+    rows.tokens.copy_(found.argmax(1))
+    for step in range(2):
+        for prompt, token in zip(prompts, rows.tokens.tolist(), strict=True):
+            prompt.append(token)
+        for _, launch in rows.ops(bucket, Resident(kernels.matrices)):
+            launch()
+        for number, prompt in enumerate(prompts):
+            assert close(rows.logits[number], logits(reference, prompt))
+        assert rows.tokens.tolist() == rows.logits.argmax(1).tolist()
+        assert rows.lengths.tolist() == [71 + step, 10 + step]
+        position = torch.tensor([70, 9]) + step
+        logged = rows.log[torch.arange(2), position % decode_step.LOG_STEPS]
+        assert logged.tolist() == rows.tokens.tolist()
