@@ -8,7 +8,7 @@
 // Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
 // those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so
 // that X is read once for both; smaller ones they take in turns, one storing while the other
-// multiplies.
+// multiplies, or at once, a wave's each, where that X is read once counts for more.
 
 #include "gemm_epilogue.cuh"
 #include "gemm_multiply.cuh"
@@ -17,15 +17,16 @@
 constexpr int kTurnBarrier = 1;  // and the next: where warpgroups wait for their turn
 constexpr int kNormBarrier = 3;  // where they wait for the moments of X
 
-// A stage is W, [atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
+// A stage is W, [groups][atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
 struct Ring {
   Barriers full_barrier;   // [stages]: W, and with it X, has landed
   Barriers x_barrier;      // [stages]: X has landed, where the window is to count W alone
   Barriers empty_barrier;  // [stages]: all warps that read the stage are done with it
   uint32_t first;
-  int stages, w_bytes, stage_bytes;
+  int stages, group_bytes, w_bytes, stage_bytes;
   bool windowed;
-  bool split;  // the warpgroups share groups
+  bool split;   // the warpgroups share groups
+  bool shared;  // they share stages
 
   __device__ __forceinline__ Ring(const Tier& tier, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
@@ -33,10 +34,12 @@ struct Ring {
         empty_barrier{full_barrier[2 * kMaxStages]},
         first(in_register(ptx::smem_address(smem))),
         stages(tier.stages),
-        w_bytes(tier.group_octets * tier.stage_atoms * kAtomBytes),
+        group_bytes(tier.group_octets * tier.stage_atoms * kAtomBytes),
+        w_bytes((kPairs ? tier.groups : 1) * group_bytes),
         stage_bytes(w_bytes + tier.stage_atoms * kXAtomBytes),
         windowed(tier.window < tier.stages),
-        split(tier.group_octets > kTileOctets) {}
+        split(tier.group_octets > kTileOctets),
+        shared(split || kPairs && tier.groups == 2) {}
 
   // By the thread that copies W, and that which copies X. All that there could be: loops are
   // slower.
@@ -47,7 +50,7 @@ struct Ring {
     ptx::fence_mbarrier_init();
   }
   __device__ __forceinline__ void initialize_x() const {
-    const int readers = (split ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp;
+    const int readers = (shared ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp;
 #pragma unroll
     for (int i = 0; i < kMaxStages; i++) {
       ptx::mbarrier_init(empty_barrier[i], readers);
@@ -59,8 +62,9 @@ struct Ring {
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
 };
 
-// Where the W of a CTA's stages lies. One thread goes through it, an instruction after the other,
-// so what a stage costs counts: no division, no multiplication that can be an addition.
+// Where the W of a CTA's stages lies, of the first or second of the groups that they have. One
+// thread goes through it, an instruction after the other, so what a stage costs counts: no
+// division, no multiplication that can be an addition.
 struct Source {
   const Tier tier;
   const int k_end, first;  // atoms along k; octet of a wave that is the CTA's first
@@ -68,11 +72,12 @@ struct Source {
   const uint8_t *step, *from;  // the next step of the wave; the stage
   int octets, in_wave, left;   // of the group; of the wave; atoms of the step
 
-  __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number)
+  __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number, int group = 0)
       : tier(args.tiers[number]),
         k_end(args.k / kAtomK),
         first((static_cast<int>(blockIdx.x) - tier.first_cta) * tier.group_octets),
         at(args, number) {
+    at.octet += group * at.wave_octets;
     begin_group();
   }
   __device__ __forceinline__ bool done() const { return at.done(); }
@@ -109,12 +114,12 @@ struct Source {
 // all else: how soon a launch starts to read is what counts between the end of one and the next.
 struct Producer {
   const Ring& ring;
-  Source w;
+  Source w, second;
   RingPosition fill;
   int issued = 0;
 
   __device__ __forceinline__ Producer(const SplitKGemmArgs& args, const Ring& ring, int number)
-      : ring(ring), w(args, number) {}
+      : ring(ring), w(args, number), second(args, number, 1) {}
 
   __device__ __forceinline__ void fill_ring(int window) {
     for (; issued < window && !w.done(); issued++)
@@ -136,8 +141,13 @@ struct Producer {
  private:
   __device__ __forceinline__ void load() {
     const uint32_t barrier = ring.full_barrier[fill.stage];
-    ptx::mbarrier_arrive_expect_tx(barrier, w.bytes());
+    const bool two = kPairs && ring.w_bytes > ring.group_bytes && !second.done();
+    ptx::mbarrier_arrive_expect_tx(barrier, w.bytes() + (two ? second.bytes() : 0));
     ptx::bulk_load(ring.w(fill.stage), w.from, w.bytes(), barrier);
+    if (two) {
+      ptx::bulk_load(ring.w(fill.stage) + ring.group_bytes, second.from, second.bytes(), barrier);
+      second.next();
+    }
     w.next();
     fill.advance(ring.stages);
   }
@@ -170,6 +180,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
   constexpr int kWarps = kWarpgroup / 32;
   const int warpgroup = warp / kWarps, other = 1 - warpgroup;
   const int first = ring.split ? warpgroup * kTileOctets : 0;
+  const int group = ring.shared && !ring.split ? warpgroup : 0;
   const int warp_octet = first + warp % kWarps * 2;
   const Tier& tier = args.tiers[number];
   const int tier_octet = tier.first_octet, stage_atoms = tier.stage_atoms;
@@ -181,14 +192,14 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
   Cursor at(args, number);
   ptx::wait_for_dependencies();
   for (int turn = 0; !at.done(); at.next_group(), turn++) {
-    if (!ring.split && turn % kWarpgroups != warpgroup) {
+    if (!ring.shared && turn % kWarpgroups != warpgroup) {
       stage.advance(others, ring.stages);
       continue;
     }
-    const int octets = at.octets();
-    const Outputs outputs(args, (tier_octet + at.octet + warp_octet) * kOctetRows,
-                          octets - warp_octet);
-    if (!ring.split && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
+    const int octets = kPairs ? max(at.octets(group), 0) : at.octets();
+    const int octet = tier_octet + at.octet + group * at.wave_octets + warp_octet;
+    const Outputs outputs(args, octet * kOctetRows, octets - warp_octet);
+    if (!ring.shared && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
     const bool normalises = NORM && turn == 0;
     RowSums of_x(warp % kWarps);
     Sums sums;
@@ -197,8 +208,8 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     for (int left = atoms_of_group; left > 0; left -= stage_atoms) {
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
       if (ring.windowed) wait_barrier(ring.x_barrier[stage.stage], stage.parity);
-      multiply(ring.w(stage.stage) + first * kAtomBytes, octets * kAtomBytes, ring.x(stage.stage),
-               min(left, stage_atoms), sums);
+      multiply(ring.w(stage.stage) + group * ring.group_bytes + first * kAtomBytes,
+               octets * kAtomBytes, ring.x(stage.stage), min(left, stage_atoms), sums);
       if (normalises && warpgroup == 0) {
         of_x.add(ring.x(stage.stage), atoms_of_group - left, min(left, stage_atoms));
       }
@@ -220,9 +231,9 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     }
     if (normalises) {
       if (warpgroup == 0) of_x.store(moments);
-      ptx::named_barrier_sync(kNormBarrier, ring.split ? kConsumers : kWarpgroup);
+      ptx::named_barrier_sync(kNormBarrier, ring.shared ? kConsumers : kWarpgroup);
     }
-    if (!ring.split && !at.last_group()) {
+    if (!ring.shared && !at.last_group()) {
       ptx::named_barrier_arrive(kTurnBarrier + other, kConsumers);
     }
     outputs.put(sums, moments);

@@ -22,6 +22,7 @@ constexpr int kTileOctets = 8;  // what a warpgroup multiplies at a time, 2 a wa
 #endif
 constexpr int kXRows = 8 * X_TILES;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
+constexpr bool kPairs = X_TILES == 8;  // X is then so large that it counts how often it is read
 
 extern __shared__ __align__(1024) uint8_t smem[];
 
@@ -42,6 +43,7 @@ struct Tier {
   int window;        // stages of W that a CTA may have in flight
   int x_boxes;       // copies of X for a stage
   int group_stages;  // that a whole group takes
+  int groups;        // of as many waves, that stages have: with kPairs two, of up to kTileOctets
 };
 
 // What a CTA needs first lies together, as every line of it is fetched anew at each launch.
@@ -66,10 +68,10 @@ __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
   return tier;
 }
 
-// The stages of a CTA, one after the other: a group of octets, all its k, the next group. Counts
-// atoms along k.
+// The stages of a CTA, one after the other: a group of octets, or those of two waves, all its k,
+// the next group. Counts atoms along k.
 struct Cursor {
-  int stage_atoms, k_end, group_octets, wave_octets, tier_octets;
+  int stage_atoms, k_end, group_octets, wave_octets, tier_octets, groups;
   int octet, k = 0;
 
   __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number)
@@ -79,13 +81,19 @@ struct Cursor {
     group_octets = tier.group_octets;
     wave_octets = (next.first_cta - tier.first_cta) * group_octets;
     tier_octets = next.first_octet - tier.first_octet;
+    groups = kPairs ? tier.groups : 1;
     octet = (static_cast<int>(blockIdx.x) - tier.first_cta) * group_octets;
   }
   __device__ __forceinline__ bool done() const { return octet >= tier_octets; }
-  __device__ __forceinline__ bool last_group() const { return octet + wave_octets >= tier_octets; }
-  __device__ __forceinline__ int octets() const { return min(group_octets, tier_octets - octet); }
+  __device__ __forceinline__ bool last_group() const {
+    return octet + groups * wave_octets >= tier_octets;
+  }
+  // Of the group, or of that in the next wave, which may have none or less.
+  __device__ __forceinline__ int octets(int group = 0) const {
+    return min(group_octets, tier_octets - octet - group * wave_octets);
+  }
   __device__ __forceinline__ int atoms() const { return min(stage_atoms, k_end - k); }
-  __device__ __forceinline__ void next_group() { octet += wave_octets; }
+  __device__ __forceinline__ void next_group() { octet += groups * wave_octets; }
   __device__ __forceinline__ void next_stage() {
     k += stage_atoms;
     if (k < k_end) return;

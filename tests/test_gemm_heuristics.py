@@ -113,8 +113,9 @@ def test_shared_memory_suffices(
     for split, ring in zip(splits, config.rings, strict=True):
         assert 1 <= ring.window <= ring.stages and ring.stages >= 2
         assert split.step_cols % (ring.atoms * ATOM_COLS) == 0
-        stage = ATOM_BYTES * ring.atoms * (split.group + config.x_tiles)
-        last_w = (ring.stages - 1) * stage + (ring.atoms - 1) * split.group * ATOM_BYTES
+        stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + config.x_tiles)
+        atoms_before = (ring.groups * ring.atoms - 1) * split.group
+        last_w = (ring.stages - 1) * stage + atoms_before * ATOM_BYTES
         read = ceil_div(split.group, 8) * 8 * ATOM_BYTES  # by whole tiles
         if split.octets:
             assert max(ring.stages * stage, last_w + read) <= config.shared_bytes
@@ -133,11 +134,25 @@ def test_windows_bound_what_is_in_flight(
     assert free.window == free.stages
     access = (tiers[0], TierAccess(limit, window))
     bound = gemm_config(n, splits, access, sms=SMS).rings[1]
-    assert (bound.stages, bound.atoms) == (free.stages, free.atoms)
+    assert bound.groups == 1
+    assert free.groups == 2 or (bound.stages, bound.atoms) == (free.stages, free.atoms)
     copy = bound.atoms * splits[1].group * ATOM_BYTES
     assert bound.window == 1 or bound.window * copy * splits[1].ctas <= window
     more = (bound.window + 1) * copy * splits[1].ctas
     assert bound.window == bound.stages or more > window
+
+
+@given(deals(), st.integers(1, MAX_ROWS))
+def test_two_groups_at_once_are_of_two_waves(
+    deal: tuple[list[int], list[TierAccess], int], n: int
+) -> None:
+    octets, tiers, sms = deal
+    splits = split_octets(octets, tiers, sms=sms)
+    rings = gemm_config(n, splits, tiers, sms=sms).rings
+    for split, tier, ring in zip(splits, tiers, rings, strict=True):
+        waves = ceil_div(split.octets, split.wave)
+        may = n > 32 and waves > 1 and split.group <= 8 and tier.window_bytes is None
+        assert ring.groups == 1 + may
 
 
 def test_tiles() -> None:

@@ -38,6 +38,7 @@ class _Tier(ctypes.Structure):
         ("window", ctypes.c_int),
         ("x_boxes", ctypes.c_int),
         ("group_stages", ctypes.c_int),
+        ("groups", ctypes.c_int),
     )
 
 
@@ -127,6 +128,7 @@ def splitk_gemm(
             ring.window,
             ring.atoms // x_atoms,
             ceil_div(atoms, ring.atoms),
+            ring.groups,
         )
         octet += split.octets
         cta += split.ctas

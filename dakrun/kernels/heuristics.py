@@ -15,6 +15,7 @@ X_TILES = (1, 2, 4, 8)
 MAX_STAGES = 16
 ATOM_BYTES = 2 * OCTET_ROWS * ATOM_COLS
 TILE_OCTETS = 8  # that a warpgroup multiplies at a time
+PAIRED_TILES = 8  # of X that groups of two waves are multiplied at once for
 STEP_BYTES = 16 * 1024  # of a group that lie together, at most
 COPY_BYTES = 8 * 1024  # of W for a stage, at least, where that leaves
 STAGES = 5  # or more; a copy takes time to issue, however small it is
@@ -40,12 +41,14 @@ class TierAccess:
 class Ring:
     """What a CTA of a tier keeps in shared memory: stages of W, and of X.
 
-    A stage is `atoms` of 64 columns of a group; `window` are the stages of W that may be in flight.
+    A stage is `atoms` of 64 columns of a group, or with 2 `groups` of those that the CTA has in two
+    waves; `window` are the stages of W that may be in flight.
     """
 
     atoms: int
     stages: int
     window: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,28 +136,37 @@ def gemm_config(
 
 
 def ring(split: Split, tier: TierAccess, x_tiles: int) -> Ring:
-    """Stages with copies that are large enough, where that leaves some; as many as have room."""
-    step = split.step_cols // ATOM_COLS
+    """Stages with copies that are large enough, where that leaves some; as many as have room.
+
+    Two groups at once halve how often many rows of X are read. They must be a warpgroup's each, and
+    a tier with a window waits for its link, not for X.
+    """
+    step, window = split.step_cols // ATOM_COLS, tier.window_bytes
+    pairs = x_tiles == PAIRED_TILES and split.group <= TILE_OCTETS and split.octets > split.wave
+    groups = 2 if pairs and window is None else 1
+    octets = groups * split.group
     options = [
         atoms
         for atoms in range(1, step + 1)
-        if step % atoms == 0 and (atoms == 1 or _stages(split.group, atoms, x_tiles) >= STAGES)
+        if step % atoms == 0 and (atoms == 1 or _stages(octets, atoms, x_tiles) >= STAGES)
     ]
-    copies = [ATOM_BYTES * atoms * split.group for atoms in options]
+    copies = [ATOM_BYTES * atoms * octets for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
-    stages, window = _stages(split.group, options[chosen], x_tiles), tier.window_bytes
-    if window is not None and split.ctas:
-        window //= copies[chosen] * split.ctas
-    return Ring(options[chosen], stages, stages if window is None else max(1, min(stages, window)))
+    stages = _stages(octets, options[chosen], x_tiles)
+    if window is None or not split.ctas:
+        window = stages
+    else:
+        window = max(1, min(stages, window // (copies[chosen] * split.ctas)))
+    return Ring(options[chosen], stages, window, groups)
 
 
 def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
     """Shared memory of a CTA: the stages, and what is read behind the last group's octets."""
-    stage = ATOM_BYTES * ring.atoms * (split.group + x_tiles)
+    stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + x_tiles)
     behind = ATOM_BYTES * (-split.group % TILE_OCTETS - ring.atoms * x_tiles)
     return ring.stages * stage + max(0, behind)
 
 
-def _stages(group: int, atoms: int, x_tiles: int) -> int:
-    room = SHARED_BYTES - ATOM_BYTES * max(0, -group % TILE_OCTETS - atoms * x_tiles)
-    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (group + x_tiles)))
+def _stages(octets: int, atoms: int, x_tiles: int) -> int:
+    room = SHARED_BYTES - ATOM_BYTES * max(0, -octets % TILE_OCTETS - atoms * x_tiles)
+    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (octets + x_tiles)))
