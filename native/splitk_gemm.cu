@@ -1,16 +1,17 @@
 // Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, the rows of W lying in several memory tiers.
 //
 // W is packed (dakrun/kernels/packing.py) in octets of 8 rows, the items, each of which lies in one
-// tier. A CTA computes whole rows, in groups of octets, so no sum is ever split between CTAs, and
-// the order of a sum's terms depends on K alone: neither tiers nor the number of CTAs change a bit
-// of Y.
+// tier. A CTA computes rows in groups of octets: whole ones, or for many rows of X halves of sums
+// that depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on
+// neither tiers nor the number of CTAs, and they change no bit of Y.
 //
 // Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
 // those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so
 // that X is read once for both; smaller ones they take in turns, one storing while the other
-// multiplies, or at once, a wave's each, where that X is read once counts for more.
+// multiplies, or two at once, where that X is read once for both counts for more.
 
 #include "gemm_epilogue.cuh"
+#include "gemm_halves.cuh"
 #include "gemm_multiply.cuh"
 #include "splitk_gemm.cuh"
 
@@ -28,7 +29,7 @@ struct Ring {
   bool split;   // the warpgroups share groups
   bool shared;  // they share stages
 
-  __device__ __forceinline__ Ring(const Tier& tier, uint64_t* barriers)
+  __device__ __forceinline__ Ring(const SplitKGemmArgs& args, const Tier& tier, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
         x_barrier{full_barrier[kMaxStages]},
         empty_barrier{full_barrier[2 * kMaxStages]},
@@ -39,7 +40,7 @@ struct Ring {
         stage_bytes(w_bytes + tier.stage_atoms * kXAtomBytes),
         windowed(tier.window < tier.stages),
         split(tier.group_octets > kTileOctets),
-        shared(split || kPairs && tier.groups == 2) {}
+        shared(split || kPairs && tier.groups == 2 || has_halves(args)) {}
 
   // By the thread that copies W, and that which copies X. All that there could be: loops are
   // slower.
@@ -67,17 +68,17 @@ struct Ring {
 // division, no multiplication that can be an addition.
 struct Source {
   const Tier tier;
-  const int k_end, first;  // atoms along k; octet of a wave that is the CTA's first
   Cursor at;
+  const int k_end, first;      // atoms along k; the group's octet in a wave
   const uint8_t *step, *from;  // the next step of the wave; the stage
   int octets, in_wave, left;   // of the group; of the wave; atoms of the step
 
   __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number, int group = 0)
       : tier(args.tiers[number]),
+        at(args, number),
         k_end(args.k / kAtomK),
-        first((static_cast<int>(blockIdx.x) - tier.first_cta) * tier.group_octets),
-        at(args, number) {
-    at.octet += group * at.wave_octets;
+        first(group ? (at.octet + at.second) % at.wave_octets : at.octet) {
+    at.octet += group * at.second;
     begin_group();
   }
   __device__ __forceinline__ bool done() const { return at.done(); }
@@ -87,8 +88,7 @@ struct Source {
   __device__ __forceinline__ void next() {
     from += bytes();
     left -= at.stage_atoms;
-    at.next_stage();
-    if (at.k == 0) {
+    if (at.next_stage()) {
       begin_group();
     } else if (left <= 0) {
       begin_step();
@@ -101,6 +101,7 @@ struct Source {
     octets = at.octets();
     in_wave = min(at.wave_octets, at.tier_octets - wave);
     step = tier.base + static_cast<int64_t>(wave) * k_end * kAtomBytes;
+    if (kHalves) step += static_cast<int64_t>(in_wave * at.k) * kAtomBytes;
     begin_step();
   }
   __device__ __forceinline__ void begin_step() {
@@ -141,7 +142,7 @@ struct Producer {
  private:
   __device__ __forceinline__ void load() {
     const uint32_t barrier = ring.full_barrier[fill.stage];
-    const bool two = kPairs && ring.w_bytes > ring.group_bytes && !second.done();
+    const bool two = kPairs && w.at.second && second.octets > 0;
     ptx::mbarrier_arrive_expect_tx(barrier, w.bytes() + (two ? second.bytes() : 0));
     ptx::bulk_load(ring.w(fill.stage), w.from, w.bytes(), barrier);
     if (two) {
@@ -184,7 +185,6 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
   const int warp_octet = first + warp % kWarps * 2;
   const Tier& tier = args.tiers[number];
   const int tier_octet = tier.first_octet, stage_atoms = tier.stage_atoms;
-  const int atoms_of_group = args.k / kAtomK;
   const bool arrives = arrives_for_warp();
   // Where a group of the other warpgroup leaves the ring.
   const RingPosition others(tier.group_stages, ring.stages);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       continue;
     }
     const int octets = kPairs ? max(at.octets(group), 0) : at.octets();
-    const int octet = tier_octet + at.octet + group * at.wave_octets + warp_octet;
+    const int octet = tier_octet + at.octet + group * at.second + warp_octet;
     const Outputs outputs(args, octet * kOctetRows, octets - warp_octet);
     if (!ring.shared && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
     const bool normalises = NORM && turn == 0;
@@ -205,13 +205,13 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     Sums sums;
     uint32_t before = 0;  // the barrier of the stage before, to be freed
 #pragma unroll 1
-    for (int left = atoms_of_group; left > 0; left -= stage_atoms) {
+    for (int left = at.end() - at.k; left > 0; left -= stage_atoms) {
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
       if (ring.windowed) wait_barrier(ring.x_barrier[stage.stage], stage.parity);
       multiply(ring.w(stage.stage) + group * ring.group_bytes + first * kAtomBytes,
                octets * kAtomBytes, ring.x(stage.stage), min(left, stage_atoms), sums);
       if (normalises && warpgroup == 0) {
-        of_x.add(ring.x(stage.stage), atoms_of_group - left, min(left, stage_atoms));
+        of_x.add(ring.x(stage.stage), at.k_end - left, min(left, stage_atoms));
       }
       if (kOverlapped) {
         wait_but_for_last();
@@ -236,6 +236,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     if (!ring.shared && !at.last_group()) {
       ptx::named_barrier_arrive(kTurnBarrier + other, kConsumers);
     }
+    if (has_halves(args) && !add_halves(args, at.k > 0, octet, octets - warp_octet, sums)) continue;
     outputs.put(sums, moments);
   }
 }
@@ -256,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   const int number = tier_of_cta(args);
   const bool idle = blockIdx.x >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
   const Tier& tier = args.tiers[number];
-  const Ring ring(tier, barriers);
+  const Ring ring(args, tier, barriers);
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance.
   if (idle) {

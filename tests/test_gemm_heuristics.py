@@ -12,9 +12,11 @@ from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import (
     MAX_ROWS,
     SHARED_BYTES,
+    STEP_ATOMS,
     X_TILES,
     TierAccess,
     gemm_config,
+    half_columns,
     split_octets,
     tiles_for,
 )
@@ -153,6 +155,25 @@ def test_two_groups_at_once_are_of_two_waves(
         waves = ceil_div(split.octets, split.wave)
         may = n > 32 and waves > 1 and split.group <= 8 and tier.window_bytes is None
         assert ring.groups == 1 + may
+
+
+@given(st.integers(1, 4000), st.integers(1, 1 << 16), st.integers(1, MAX_ROWS), st.integers(1, 200))
+def test_halves_are_of_whole_steps(octets: int, cols: int, n: int, sms: int) -> None:
+    half = half_columns(octets, cols, tiles_for(n), sms)
+    assert half % (STEP_ATOMS * ATOM_COLS) == 0
+    assert half == 0 or (n > 32 and cols <= 2 * half < cols + 2 * STEP_ATOMS * ATOM_COLS)
+    assert half < cols
+
+
+@given(deals(), st.integers(1, 1 << 16))
+def test_halves_do_not_depend_on_tiers(
+    deal: tuple[list[int], list[TierAccess], int], cols: int
+) -> None:
+    octets, tiers, sms = deal
+    splits = split_octets(octets, tiers, sms=sms)
+    config = gemm_config(64, splits, tiers, sms=sms, cols=cols)
+    assert config.half_cols == half_columns(sum(octets), cols, config.x_tiles, sms)
+    assert not config.half_cols or all(config.half_cols % s.step_cols == 0 for s in splits)
 
 
 def test_tiles() -> None:
