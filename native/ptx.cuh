@@ -128,6 +128,15 @@ __device__ __forceinline__ float4 load_from_l2(const float4* from) {
   return value;
 }
 
+__device__ __forceinline__ float2 load_from_l2(const float2* from) {
+  float2 value;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
 // Adds to a counter, after all that the thread has written or has seen written, and before all that
 // it reads next.
 __device__ __forceinline__ int add_in_order(int* to, int value) {

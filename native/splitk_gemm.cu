@@ -1,41 +1,45 @@
 // Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, the rows of W lying in several memory tiers.
 //
-// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, each of which lies in one tier. A CTA
-// computes whole rows, in groups of octets, so no sum is ever split between CTAs, and the order of
-// a sum's terms depends on K alone: neither tiers nor the number of CTAs change a bit of Y.
+// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, each of which lies in one tier. A CTA computes rows in groups of octets: whole ones, or for many rows of X halves of sums
+// that depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on
+// neither tiers nor the number of CTAs, and they change no bit of Y.
 //
 // Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
 // those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so
 // that X is read once for both; smaller ones they take in turns, one storing while the other
-// multiplies.
+// multiplies, or two at once, where that X is read once for both counts for more.
 
 #include "gemm_epilogue.cuh"
+#include "gemm_halves.cuh"
 #include "gemm_multiply.cuh"
 #include "splitk_gemm.cuh"
 
 constexpr int kTurnBarrier = 1;  // and the next: where warpgroups wait for their turn
 constexpr int kNormBarrier = 3;  // where they wait for the moments of X
 
-// A stage is W, [atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
+// A stage is W, [groups][atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
 struct Ring {
   Barriers full_barrier;   // [stages]: W, and with it X, has landed
   Barriers x_barrier;      // [stages]: X has landed, where the window is to count W alone
   Barriers empty_barrier;  // [stages]: all warps that read the stage are done with it
   uint32_t first;
-  int stages, w_bytes, stage_bytes;
+  int stages, group_bytes, w_bytes, stage_bytes;
   bool windowed;
-  bool split;  // the warpgroups share groups
+  bool split;   // the warpgroups share groups
+  bool shared;  // they share stages
 
-  __device__ __forceinline__ Ring(const Tier& tier, uint64_t* barriers)
+  __device__ __forceinline__ Ring(const SplitKGemmArgs& args, const Tier& tier, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
         x_barrier{full_barrier[kMaxStages]},
         empty_barrier{full_barrier[2 * kMaxStages]},
         first(in_register(ptx::smem_address(smem))),
         stages(tier.stages),
-        w_bytes(tier.group_octets * tier.stage_atoms * kAtomBytes),
+        group_bytes(tier.group_octets * tier.stage_atoms * kAtomBytes),
+        w_bytes((kPairs ? tier.groups : 1) * group_bytes),
         stage_bytes(w_bytes + tier.stage_atoms * kXAtomBytes),
         windowed(tier.window < tier.stages),
-        split(tier.group_octets > kTileOctets) {}
+        split(tier.group_octets > kTileOctets),
+        shared(split || kPairs && tier.groups == 2 || has_halves(args)) {}
 
   // By the thread that copies W, and that which copies X. All that there could be: loops are
   // slower.
@@ -46,7 +50,7 @@ struct Ring {
     ptx::fence_mbarrier_init();
   }
   __device__ __forceinline__ void initialize_x() const {
-    const int readers = (split ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp;
+    const int readers = (shared ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp;
 #pragma unroll
     for (int i = 0; i < kMaxStages; i++) {
       ptx::mbarrier_init(empty_barrier[i], readers);
@@ -58,20 +62,22 @@ struct Ring {
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
 };
 
-// Where the W of a CTA's stages lies. One thread goes through it, an instruction after the other,
-// so what a stage costs counts: no division, no multiplication that can be an addition.
+// Where the W of a CTA's stages lies, of the first or second of the groups that they have. One
+// thread goes through it, an instruction after the other, so what a stage costs counts: no
+// division, no multiplication that can be an addition.
 struct Source {
   const Tier tier;
-  const int k_end, first;  // atoms along k; octet of a wave that is the CTA's first
   Cursor at;
+  const int k_end, first;      // atoms along k; the group's octet in a wave
   const uint8_t *step, *from;  // the next step of the wave; the stage
   int octets, in_wave, left;   // of the group; of the wave; atoms of the step
 
-  __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number)
+  __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number, int group = 0)
       : tier(args.tiers[number]),
+        at(args, number),
         k_end(args.k / kAtomK),
-        first((static_cast<int>(blockIdx.x) - tier.first_cta) * tier.group_octets),
-        at(args, number) {
+        first(group ? (at.octet + at.second) % at.wave_octets : at.octet) {
+    at.octet += group * at.second;
     begin_group();
   }
   __device__ __forceinline__ bool done() const { return at.done(); }
@@ -81,8 +87,7 @@ struct Source {
   __device__ __forceinline__ void next() {
     from += bytes();
     left -= at.stage_atoms;
-    at.next_stage();
-    if (at.k == 0) {
+    if (at.next_stage()) {
       begin_group();
     } else if (left <= 0) {
       begin_step();
@@ -95,6 +100,7 @@ struct Source {
     octets = at.octets();
     in_wave = min(at.wave_octets, at.tier_octets - wave);
     step = tier.base + static_cast<int64_t>(wave) * k_end * kAtomBytes;
+    if (kHalves) step += static_cast<int64_t>(in_wave * at.k) * kAtomBytes;
     begin_step();
   }
   __device__ __forceinline__ void begin_step() {
@@ -108,12 +114,12 @@ struct Source {
 // all else: how soon a launch starts to read is what counts between the end of one and the next.
 struct Producer {
   const Ring& ring;
-  Source w;
+  Source w, second;
   RingPosition fill;
   int issued = 0;
 
   __device__ __forceinline__ Producer(const SplitKGemmArgs& args, const Ring& ring, int number)
-      : ring(ring), w(args, number) {}
+      : ring(ring), w(args, number), second(args, number, 1) {}
 
   __device__ __forceinline__ void fill_ring(int window) {
     for (; issued < window && !w.done(); issued++)
@@ -135,8 +141,13 @@ struct Producer {
  private:
   __device__ __forceinline__ void load() {
     const uint32_t barrier = ring.full_barrier[fill.stage];
-    ptx::mbarrier_arrive_expect_tx(barrier, w.bytes());
+    const bool two = kPairs && w.at.second && second.octets > 0;
+    ptx::mbarrier_arrive_expect_tx(barrier, w.bytes() + (two ? second.bytes() : 0));
     ptx::bulk_load(ring.w(fill.stage), w.from, w.bytes(), barrier);
+    if (two) {
+      ptx::bulk_load(ring.w(fill.stage) + ring.group_bytes, second.from, second.bytes(), barrier);
+      second.next();
+    }
     w.next();
     fill.advance(ring.stages);
   }
@@ -169,10 +180,10 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
   constexpr int kWarps = kWarpgroup / 32;
   const int warpgroup = warp / kWarps, other = 1 - warpgroup;
   const int first = ring.split ? warpgroup * kTileOctets : 0;
+  const int group = ring.shared && !ring.split ? warpgroup : 0;
   const int warp_octet = first + warp % kWarps * 2;
   const Tier& tier = args.tiers[number];
   const int tier_octet = tier.first_octet, stage_atoms = tier.stage_atoms;
-  const int atoms_of_group = args.k / kAtomK;
   const bool arrives = arrives_for_warp();
   // Where a group of the other warpgroup leaves the ring.
   const RingPosition others(tier.group_stages, ring.stages);
@@ -180,43 +191,51 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
   Cursor at(args, number);
   ptx::wait_for_dependencies();
   for (int turn = 0; !at.done(); at.next_group(), turn++) {
-    if (!ring.split && turn % kWarpgroups != warpgroup) {
+    if (!ring.shared && turn % kWarpgroups != warpgroup) {
       stage.advance(others, ring.stages);
       continue;
     }
-    const int octets = at.octets();
-    const Outputs outputs(args, (tier_octet + at.octet + warp_octet) * kOctetRows,
-                          octets - warp_octet);
-    if (!ring.split && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
+    const int octets = kPairs ? max(at.octets(group), 0) : at.octets();
+    const int octet = tier_octet + at.octet + group * at.second + warp_octet;
+    const Outputs outputs(args, octet * kOctetRows, octets - warp_octet);
+    if (!ring.shared && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
     const bool normalises = NORM && turn == 0;
     RowSums of_x(warp % kWarps);
     Sums sums;
     uint32_t before = 0;  // the barrier of the stage before, to be freed
 #pragma unroll 1
-    for (int left = atoms_of_group; left > 0; left -= stage_atoms) {
+    for (int left = at.end() - at.k; left > 0; left -= stage_atoms) {
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
       if (ring.windowed) wait_barrier(ring.x_barrier[stage.stage], stage.parity);
-      multiply(ring.w(stage.stage) + first * kAtomBytes, octets * kAtomBytes, ring.x(stage.stage),
-               min(left, stage_atoms), sums);
+      multiply(ring.w(stage.stage) + group * ring.group_bytes + first * kAtomBytes,
+               octets * kAtomBytes, ring.x(stage.stage), min(left, stage_atoms), sums);
       if (normalises && warpgroup == 0) {
-        of_x.add(ring.x(stage.stage), atoms_of_group - left, min(left, stage_atoms));
+        of_x.add(ring.x(stage.stage), at.k_end - left, min(left, stage_atoms));
       }
-      wait_but_for_last();
+      if (kOverlapped) {
+        wait_but_for_last();
+      } else {
+        wait_for(sums);
+        before = ring.empty_barrier[stage.stage];
+      }
       __syncwarp();
       if (before && arrives) ptx::mbarrier_arrive(before);
       before = ring.empty_barrier[stage.stage];
       stage.advance(ring.stages);
     }
-    wait_for(sums);
-    __syncwarp();
-    if (arrives) ptx::mbarrier_arrive(before);
+    if (kOverlapped) {
+      wait_for(sums);
+      __syncwarp();
+      if (arrives) ptx::mbarrier_arrive(before);
+    }
     if (normalises) {
       if (warpgroup == 0) of_x.store(moments);
-      ptx::named_barrier_sync(kNormBarrier, ring.split ? kConsumers : kWarpgroup);
+      ptx::named_barrier_sync(kNormBarrier, ring.shared ? kConsumers : kWarpgroup);
     }
-    if (!ring.split && !at.last_group()) {
+    if (!ring.shared && !at.last_group()) {
       ptx::named_barrier_arrive(kTurnBarrier + other, kConsumers);
     }
+    if (has_halves(args) && !add_halves(args, at.k > 0, octet, octets - warp_octet, sums)) continue;
     outputs.put(sums, moments);
   }
 }
@@ -237,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   const int number = tier_of_cta(args);
   const bool idle = blockIdx.x >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
   const Tier& tier = args.tiers[number];
-  const Ring ring(tier, barriers);
+  const Ring ring(args, tier, barriers);
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance.
   if (idle) {

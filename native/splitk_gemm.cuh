@@ -22,6 +22,8 @@ constexpr int kTileOctets = 8;  // what a warpgroup multiplies at a time, 2 a wa
 #endif
 constexpr int kXRows = 8 * X_TILES;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
+constexpr bool kPairs = X_TILES == 8;  // X is then so large that it counts how often it is read
+constexpr bool kHalves = kPairs && !NORM;
 
 extern __shared__ __align__(1024) uint8_t smem[];
 
@@ -42,6 +44,7 @@ struct Tier {
   int window;        // stages of W that a CTA may have in flight
   int x_boxes;       // copies of X for a stage
   int group_stages;  // that a whole group takes
+  int groups;        // that stages have: with kPairs two, of up to kTileOctets
 };
 
 // What a CTA needs first lies together, as every line of it is fetched anew at each launch.
@@ -57,7 +60,14 @@ struct SplitKGemmArgs {
   Element* y;                 // [N, M]; [N, M / 2] with kSiluMul, see there
   int norm;                   // of X's rows; with -DNORM=1
   float eps, inverse_k;       // of the norm; 1 / K, where K does not count the padding
+  int half;                   // atoms along k of a sum's first half: all, or with kHalves fewer
+  int* arrivals;              // [octets], zero between launches; with halves
+  float2* halves;             // [2][octets][X_TILES][32], see there
 };
+
+__device__ __forceinline__ bool has_halves(const SplitKGemmArgs& args) {
+  return kHalves && args.half < args.k / kAtomK;
+}
 
 __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
   int tier = 0;
@@ -66,31 +76,61 @@ __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
   return tier;
 }
 
-// The stages of a CTA, one after the other: a group of octets, all its k, the next group. Counts
-// atoms along k.
+// The stages of a CTA, one after the other: a group of octets, or two, all its k, the next group.
+// Counts atoms along k. Two groups are those of two waves. Where sums have halves, they are the
+// CTA's and the next one's, of which each takes one half of both; a CTA that has none beside it
+// takes both halves of its own, one after the other.
 struct Cursor {
-  int stage_atoms, k_end, group_octets, wave_octets, tier_octets;
-  int octet, k = 0;
+  int stage_atoms, k_begin = 0, k_middle, k_end, group_octets, wave_octets, tier_octets;
+  int second = 0;  // octets from a group to the one that stages have as well, or 0
+  int octet, stride, k;
 
   __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number)
-      : k_end(args.k / kAtomK) {
+      : k_middle(args.k / kAtomK), k_end(args.k / kAtomK) {
     const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
+    const int cta = static_cast<int>(blockIdx.x) - tier.first_cta;
+    const int ctas = next.first_cta - tier.first_cta;
     stage_atoms = tier.stage_atoms;
     group_octets = tier.group_octets;
-    wave_octets = (next.first_cta - tier.first_cta) * group_octets;
+    stride = wave_octets = ctas * group_octets;
     tier_octets = next.first_octet - tier.first_octet;
-    octet = (static_cast<int>(blockIdx.x) - tier.first_cta) * group_octets;
+    octet = cta * group_octets;
+    const bool halves = has_halves(args), two = kPairs && tier.groups == 2;
+    if (two && !halves) {
+      second = wave_octets;
+      stride = 2 * wave_octets;
+    } else if (two && (cta | 1) < ctas) {
+      second = group_octets;
+      octet = (cta & ~1) * group_octets;
+      (cta % 2 ? k_begin : k_end) = args.half;
+    } else if (halves) {
+      k_middle = args.half;
+    }
+    k = k_begin;
   }
   __device__ __forceinline__ bool done() const { return octet >= tier_octets; }
-  __device__ __forceinline__ bool last_group() const { return octet + wave_octets >= tier_octets; }
-  __device__ __forceinline__ int octets() const { return min(group_octets, tier_octets - octet); }
-  __device__ __forceinline__ int atoms() const { return min(stage_atoms, k_end - k); }
-  __device__ __forceinline__ void next_group() { octet += wave_octets; }
-  __device__ __forceinline__ void next_stage() {
-    k += stage_atoms;
+  __device__ __forceinline__ bool last_group() const { return octet + stride >= tier_octets; }
+  // Of the first or the second group, which may have none or less.
+  __device__ __forceinline__ int octets(int group = 0) const {
+    if (group && second == 0) return 0;
+    return min(group_octets, tier_octets - octet - group * second);
+  }
+  __device__ __forceinline__ int end() const { return k < k_middle ? min(k_middle, k_end) : k_end; }
+  __device__ __forceinline__ void next_group() {
+    k = end();
     if (k < k_end) return;
-    k = 0;
-    next_group();
+    k = k_begin;
+    octet += stride;
+  }
+  // True where that is the next group's.
+  __device__ __forceinline__ bool next_stage() {
+    const bool last = k + stage_atoms >= end();
+    if (last) {
+      next_group();
+    } else {
+      k += stage_atoms;
+    }
+    return last;
   }
 };
 

@@ -24,7 +24,7 @@ extern "C" void launch(const void* args, int size, int grid, int block, int shar
   {struct} own;
   std::memcpy(&own, args, size);
   for (int i = 0; i < grid && !*problem; i++) {{
-    blockIdx.x = i;
+    blockIdx.x = seed % 2 ? grid - 1 - i : i;
     const std::string found =
         emulator::run(block, shared, seed + i, [&own] {{ {name}(own); }});
     std::strncpy(problem, found.c_str(), 255);

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dakrun.device_memory import enable_peer_access
-from dakrun.kernels.gemm import splitk_gemm
-from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
+from dakrun.kernels.gemm import Norm, Workspace, splitk_gemm
+from dakrun.kernels.heuristics import GemmConfig, TierAccess, gemm_config, split_octets
 from dakrun.kernels.packing import PackedPart, PackedTensor, pack
 from dakrun.octets import octet_count
 
@@ -65,10 +65,21 @@ class Linear:
     access: tuple[TierAccess, ...]
     sms: int
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, out: torch.Tensor, *, norm: Norm = "none", **options: Any
+    ) -> torch.Tensor:
         splits = [part.split for part in self.weight.parts]
-        config = gemm_config(x.shape[0], splits, self.access, sms=self.sms)
-        return splitk_gemm(x, self.weight, config, out, **options)
+        cols = self.weight.shape[1] if norm == "none" else 0
+        config = gemm_config(x.shape[0], splits, self.access, sms=self.sms, cols=cols)
+        return splitk_gemm(
+            x, self.weight, config, out, norm=norm, workspace=workspace(config), **options
+        )
+
+
+@functools.cache
+def workspace(config: GemmConfig) -> Workspace:
+    """For launches one after the other."""
+    return Workspace.empty(config, "cuda")
 
 
 @functools.cache

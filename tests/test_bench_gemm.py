@@ -41,7 +41,7 @@ from dakrun.bench.sweep import TURNING_POINT, parse_ratio
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
-from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.gemm import Workspace, splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, TierAccess
 from dakrun.kernels.packing import CHUNK, PackedTensor, octet_bytes
 from dakrun.known_models import known_model
@@ -390,9 +390,15 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that a CPU does."""
 
     def multiply(
-        x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, *, overlap: bool
+        x: torch.Tensor,
+        weight: PackedTensor,
+        config: Any,
+        out: torch.Tensor,
+        *,
+        workspace: Workspace,
+        overlap: bool,
     ) -> None:
-        assert overlap and config.splits == tuple(part.split for part in weight.parts)
+        assert overlap and workspace and config.splits == tuple(part.split for part in weight.parts)
         out.copy_(x.float() @ weight.dense().float().T)
 
     on_the_cpu(monkeypatch)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from dakrun.kernels import gemm
-from dakrun.kernels.gemm import Activation, Norm, splitk_gemm
+from dakrun.kernels import gemm, heuristics
+from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
 from dakrun.kernels.heuristics import (
     GemmConfig,
     Ring,
@@ -88,13 +89,16 @@ def run(
     access = access[: len(octets)]
     matrix = packed(weight, octets, access, aligned=aligned)
     splits = [part.split for part in matrix.parts]
-    config = gemm_config(n, splits, access, sms=SMS)
+    config = gemm_config(n, splits, access, sms=SMS, cols=k if norm == "none" else 0)
+    workspace = Workspace.empty(config, "cpu")
     x = normal(n, k, dtype=weight.dtype) if x is None else x
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
-    return splitk_gemm(
+    splitk_gemm(
         x, matrix, config, out, bias=bias, residual=residual, activation=activation, norm=norm,
-        eps=EPS,
+        eps=EPS, workspace=workspace,
     )  # fmt: skip
+    assert not workspace.arrivals.any()
+    return out
 
 
 def scaled(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -158,6 +162,40 @@ def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build:
     assert all(torch.equal(other, found[0]) for other in found)
 
 
+@pytest.mark.parametrize("n", [33, 64])
+def test_sums_of_halves(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By CTAs beside each other, and by one alone, in one wave and in two."""
+    m, k = 317, 1000
+    weight, bias, residual = normal(m, k, scale=k**-0.5), normal(m), normal(n, m)
+    exact = F.linear(normal(n, k).double(), weight.double(), bias.double()) + residual.double()
+    monkeypatch.setattr(heuristics, "half_columns", lambda *_: 512)
+    free, found = (TierAccess(), TierAccess(sms=2)), []
+    for seed, (octets, access, aligned) in enumerate(
+        [((40,), ACCESS, True), ((28, 12), free, True), ((27, 13), ACCESS, False)]
+    ):
+        build(weight.dtype, tiles_for(n), False, 0).seed = 1001 * seed
+        found.append(run(weight, n, octets, access, aligned=aligned, bias=bias, residual=residual))
+    assert error(found[0], exact) < 5e-4
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workspace": None}, "expected a workspace for sums of halves of 8 octets"),
+        ({"norm": "rms"}, "expected no norm and halves of whole steps of 1280 columns"),
+    ],
+)
+def test_what_halves_cannot_do(change: dict[str, Any], message: str) -> None:
+    weight = normal(64, 1280)
+    matrix = packed(weight, (8,), ACCESS[:1], aligned=True)
+    splits = [part.split for part in matrix.parts]
+    config = dataclasses.replace(gemm_config(64, splits, ACCESS[:1], sms=SMS), half_cols=512)
+    given = {"workspace": Workspace.empty(config, "cpu"), **change}
+    with pytest.raises(ValueError, match=message):
+        splitk_gemm(normal(64, 1280), matrix, config, normal(64, 64), **given)
+
+
 def test_an_unknown_norm_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a norm of none, rms, layer, got batch"):
         run(normal(8, 64), 1, norm="batch")  # type: ignore[arg-type]
@@ -171,7 +209,7 @@ def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
     for seed, (octets, access, aligned) in enumerate(
         [
-            ((26,), ACCESS, True), ((25, 1), ACCESS, True), ((13, 13), ACCESS, False),
+            ((26,), ACCESS, True), ((21, 5), ACCESS, True), ((13, 13), ACCESS, False),
             ((0, 26), ACCESS, True), ((26,), ACCESS, False), ((20, 6), windows, True),
         ]
     ):  # fmt: skip

@@ -23,6 +23,7 @@ from packed_linear import (
 )
 from torch.nn import functional as F
 
+from dakrun.kernels import heuristics
 from dakrun.kernels.gemm import NORMS, Norm, splitk_gemm
 from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
 from dakrun.kernels.packing import DTYPES
@@ -40,6 +41,7 @@ EPILOGUES = [
     if activation != "silu_mul" or not operands[1]
 ]
 EPS = 0.01
+CHAINS = ((1, 0), (16, 0), (24, 0), (64, 0), (64, 512))  # rows, columns of the first half of sums
 PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 WIDTH = 1024  # of the matrices of a chain
 CHAIN = ((128,), (64, 64), (0, 128), (127, 1), (128,), (43, 43, 42)) * 2  # their octets per tier
@@ -118,6 +120,18 @@ def test_norms_err_at_most_twice_as_much_as_before_cublas(
                 check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue, norm)
 
 
+@pytest.mark.parametrize("sms", [0, FEW_SMS])
+@pytest.mark.parametrize("n", [33, 48, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_halves(
+    dtype: torch.dtype, n: int, sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heuristics, "half_columns", lambda *_: 512)
+    for m, k in [(264, 1000), (776, 2048), (1544, 1096), (4104, 4096)]:
+        for epilogue in EPILOGUES:
+            check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue)
+
+
 @pytest.mark.parametrize("window", [None, 1])
 @pytest.mark.parametrize("m", [24, 40, 72])
 @pytest.mark.parametrize("n", [8, 64])
@@ -150,8 +164,11 @@ def test_no_bit_depends_on_where_a_weight_lies(
         assert same_bits(out, expected) and written(out), octets
 
 
-@pytest.mark.parametrize("n", [3, 16, 24, 64])
-def test_no_bit_depends_on_windows_sms_or_groups(n: int) -> None:
+@pytest.mark.parametrize(("n", "half"), [(3, 0), (16, 0), (24, 0), (64, 0), (64, 512)])
+def test_no_bit_depends_on_windows_sms_or_groups(
+    n: int, half: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heuristics, "half_columns", lambda *_: half)
     m, k, dtype = 1544, 1096, torch.bfloat16
     x = normal(n, k, dtype=dtype)
     expected = linear(m, k, dtype)(x, poisoned(n, m, dtype))
@@ -182,8 +199,11 @@ def run_of_chain(n: int, count: int) -> tuple[torch.Tensor, list[torch.Tensor], 
 
 
 @pytest.mark.parametrize("count", [2, len(CHAIN)])  # of two, each launch overwrites what was read
-@pytest.mark.parametrize("n", [1, 16, 24, 64])
-def test_overlapping_launches_change_no_bit(n: int, count: int) -> None:
+@pytest.mark.parametrize(("n", "half"), CHAINS)
+def test_overlapping_launches_change_no_bit(
+    n: int, half: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heuristics, "half_columns", lambda *_: half)
     x, outs, expected = run_of_chain(n, count)
     for delay in range(20):
         for out in outs:
@@ -215,8 +235,11 @@ def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("n", [1, 16, 24, 64])
-def test_a_graph_changes_no_bit(n: int, overlap: bool) -> None:
+@pytest.mark.parametrize(("n", "half"), CHAINS)
+def test_a_graph_changes_no_bit(
+    n: int, half: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heuristics, "half_columns", lambda *_: half)
     x, outs, expected = run_of_chain(n, len(CHAIN))
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -229,8 +252,11 @@ def test_a_graph_changes_no_bit(n: int, overlap: bool) -> None:
         assert all(map(same_bits, outs, expected))
 
 
-@pytest.mark.parametrize("n", [1, 16, 24, 64])
-def test_a_thousand_replays_under_delays(n: int) -> None:
+@pytest.mark.parametrize(("n", "half"), CHAINS)
+def test_a_thousand_replays_under_delays(
+    n: int, half: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heuristics, "half_columns", lambda *_: half)
     x, outs, expected = run_of_chain(n, 3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

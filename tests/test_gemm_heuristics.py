@@ -12,9 +12,11 @@ from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import (
     MAX_ROWS,
     SHARED_BYTES,
+    STEP_ATOMS,
     X_TILES,
     TierAccess,
     gemm_config,
+    half_columns,
     split_octets,
     tiles_for,
 )
@@ -106,8 +108,9 @@ def test_shared_memory_suffices(
     for split, ring in zip(splits, config.rings, strict=True):
         assert 1 <= ring.window <= ring.stages and ring.stages >= 2
         assert split.step_cols % (ring.atoms * ATOM_COLS) == 0
-        stage = ATOM_BYTES * ring.atoms * (split.group + config.x_tiles)
-        last_w = (ring.stages - 1) * stage + (ring.atoms - 1) * split.group * ATOM_BYTES
+        stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + config.x_tiles)
+        atoms_before = (ring.groups * ring.atoms - 1) * split.group
+        last_w = (ring.stages - 1) * stage + atoms_before * ATOM_BYTES
         read = ceil_div(split.group, 8) * 8 * ATOM_BYTES  # by whole tiles
         if split.octets:
             assert max(ring.stages * stage, last_w + read) <= config.shared_bytes
@@ -126,11 +129,44 @@ def test_windows_bound_what_is_in_flight(
     assert free.window == free.stages
     access = (tiers[0], TierAccess(limit, window))
     bound = gemm_config(n, splits, access, sms=SMS).rings[1]
-    assert (bound.stages, bound.atoms) == (free.stages, free.atoms)
+    assert bound.groups == 1
+    assert free.groups == 2 or (bound.stages, bound.atoms) == (free.stages, free.atoms)
     copy = bound.atoms * splits[1].group * ATOM_BYTES
     assert bound.window == 1 or bound.window * copy * splits[1].ctas <= window
     more = (bound.window + 1) * copy * splits[1].ctas
     assert bound.window == bound.stages or more > window
+
+
+@given(deals(), st.integers(1, MAX_ROWS))
+def test_two_groups_at_once_are_of_two_waves(
+    deal: tuple[list[int], list[TierAccess], int], n: int
+) -> None:
+    octets, tiers, sms = deal
+    splits = split_octets(octets, tiers, sms=sms)
+    rings = gemm_config(n, splits, tiers, sms=sms).rings
+    for split, tier, ring in zip(splits, tiers, rings, strict=True):
+        waves = ceil_div(split.octets, split.wave)
+        may = n > 32 and waves > 1 and split.group <= 8 and tier.window_bytes is None
+        assert ring.groups == 1 + may
+
+
+@given(st.integers(1, 4000), st.integers(1, 1 << 16), st.integers(1, MAX_ROWS), st.integers(1, 200))
+def test_halves_are_of_whole_steps(octets: int, cols: int, n: int, sms: int) -> None:
+    half = half_columns(octets, cols, tiles_for(n), sms)
+    assert half % (STEP_ATOMS * ATOM_COLS) == 0
+    assert half == 0 or (n > 32 and cols <= 2 * half < cols + 2 * STEP_ATOMS * ATOM_COLS)
+    assert half < cols
+
+
+@given(deals(), st.integers(1, 1 << 16))
+def test_halves_do_not_depend_on_tiers(
+    deal: tuple[list[int], list[TierAccess], int], cols: int
+) -> None:
+    octets, tiers, sms = deal
+    splits = split_octets(octets, tiers, sms=sms)
+    config = gemm_config(64, splits, tiers, sms=sms, cols=cols)
+    assert config.half_cols == half_columns(sum(octets), cols, config.x_tiles, sms)
+    assert not config.half_cols or all(config.half_cols % s.step_cols == 0 for s in splits)
 
 
 def test_tiles() -> None:

@@ -33,7 +33,7 @@ from dakrun.bench.output import Record
 from dakrun.bench.tiers import fill_random, measure_ceilings, operands, tier_access
 from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.gemm import SOURCE, defines, splitk_gemm
+from dakrun.kernels.gemm import SOURCE, Workspace, defines, splitk_gemm
 from dakrun.kernels.heuristics import (
     MAX_ROWS,
     TierAccess,
@@ -177,7 +177,8 @@ class Chains:
         """SplitK_GEMM with the case's octets in each tier, read as `access` says."""
         shape = (case.shape.rows, case.shape.cols)
         splits = split_octets(case.units, access, sms=self._sms, aligned=aligned)
-        config = gemm_config(case.n, splits, access, sms=self._sms)
+        config = gemm_config(case.n, splits, access, sms=self._sms, cols=case.shape.cols)
+        workspace = Workspace.empty(config, self.buffers[LOCAL].device)
         weights = [
             PackedTensor(
                 shape,
@@ -193,7 +194,7 @@ class Chains:
         ]
 
         def launch(operand: int, x: torch.Tensor, out: torch.Tensor) -> None:
-            splitk_gemm(x, weights[operand], config, out, overlap=True)
+            splitk_gemm(x, weights[operand], config, out, workspace=workspace, overlap=True)
 
         return self._seconds(case, launch)
 

@@ -6,13 +6,14 @@ Knows operands and a configuration, no models and no plans.
 import ctypes
 import functools
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from dakrun.kernels.heuristics import GemmConfig
 from dakrun.kernels.jit import Kernel, kernel
-from dakrun.kernels.packing import ATOM_COLS, PackedTensor, padded_cols
+from dakrun.kernels.packing import ATOM_COLS, OCTET_ROWS, PackedTensor, padded_cols
 from dakrun.kernels.tensor_map import atoms_map
 from dakrun.units import ceil_div
 
@@ -38,6 +39,7 @@ class _Tier(ctypes.Structure):
         ("window", ctypes.c_int),
         ("x_boxes", ctypes.c_int),
         ("group_stages", ctypes.c_int),
+        ("groups", ctypes.c_int),
     )
 
 
@@ -57,7 +59,31 @@ class _Args(ctypes.Structure):
         ("norm", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("inverse_k", ctypes.c_float),
+        ("half", ctypes.c_int),
+        ("arrivals", ctypes.c_uint64),
+        ("halves", ctypes.c_uint64),
     )
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where the halves of sums meet: one for all launches of a stream.
+
+    `halves` is float32 [2 * octets * 8 rows of W * 8 * x_tiles rows of X] or more, `arrivals` int32
+    [octets] or more, zero between launches.
+    """
+
+    halves: torch.Tensor
+    arrivals: torch.Tensor
+
+    @classmethod
+    def empty(cls, config: GemmConfig, device: torch.device | str) -> "Workspace":
+        """For launches of `config`, and others that need no more."""
+        octets = sum(split.octets for split in config.splits)
+        return cls(
+            torch.empty(_halves(octets, config), dtype=torch.float32, device=device),
+            torch.zeros(octets, dtype=torch.int32, device=device),
+        )
 
 
 def splitk_gemm(
@@ -71,6 +97,7 @@ def splitk_gemm(
     activation: Activation = "none",
     norm: Norm = "none",
     eps: float = 0.0,
+    workspace: Workspace | None = None,
     overlap: bool = False,
 ) -> torch.Tensor:
     """out [N, M] = activation(r x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
@@ -82,7 +109,8 @@ def splitk_gemm(
 
     All in the weight's dtype on one GPU, sums in float32. With "silu_mul" the weight's rows are
     gates and what they multiply in turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With
-    `overlap` the launch may start while the kernel before it ends, and reads weights meanwhile.
+    `overlap` the launch may start while the kernel before it ends, and reads weights meanwhile. A
+    configuration with sums of halves needs a `workspace`, and x no norm.
     Raises ValueError where an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]
@@ -94,6 +122,7 @@ def splitk_gemm(
         raise ValueError(f"expected a norm of {', '.join(NORMS)}, got {norm}")
     if n > 8 * config.x_tiles or config.splits != tuple(part.split for part in weight.parts):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
+    _check_halves(config, workspace, k, normalised=norm != "none")
     atoms = padded_cols(k) // ATOM_COLS
     used = zip(config.splits, config.rings, strict=True)
     common = math.gcd(*(ring.atoms for split, ring in used if split.octets))
@@ -111,6 +140,9 @@ def splitk_gemm(
         norm=NORMS.index(norm),
         eps=eps,
         inverse_k=1 / k,
+        half=config.half_cols // ATOM_COLS or atoms,
+        arrivals=0 if workspace is None else workspace.arrivals.data_ptr(),
+        halves=0 if workspace is None else workspace.halves.data_ptr(),
     )
     args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), 8 * config.x_tiles, x_atoms)
     octet = cta = 0
@@ -127,6 +159,7 @@ def splitk_gemm(
             ring.window,
             ring.atoms // x_atoms,
             ceil_div(atoms, ring.atoms),
+            ring.groups,
         )
         octet += split.octets
         cta += split.ctas
@@ -169,6 +202,26 @@ def _check_operands(
         )
     if len(weight.parts) > MAX_TIERS or any(part.data.data_ptr() % 128 for part in weight.parts):
         raise ValueError(f"expected at most {MAX_TIERS} tiers, aligned to 128 bytes")
+
+
+def _check_halves(
+    config: GemmConfig, workspace: Workspace | None, k: int, *, normalised: bool
+) -> None:
+    half, octets = config.half_cols, sum(split.octets for split in config.splits)
+    if not half:
+        return
+    if normalised or half >= k or any(half % split.step_cols for split in config.splits):
+        raise ValueError(f"expected no norm and halves of whole steps of {k} columns, got {config}")
+    if (
+        workspace is None
+        or workspace.halves.numel() < _halves(octets, config)
+        or workspace.arrivals.numel() < octets
+    ):
+        raise ValueError(f"expected a workspace for sums of halves of {octets} octets")
+
+
+def _halves(octets: int, config: GemmConfig) -> int:
+    return 2 * octets * OCTET_ROWS * OCTET_ROWS * config.x_tiles
 
 
 def defines(dtype: torch.dtype, x_tiles: int, norm: bool = False) -> dict[str, int]:

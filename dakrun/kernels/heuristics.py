@@ -16,11 +16,15 @@ X_TILES = (1, 2, 4, 8)
 MAX_STAGES = 16
 ATOM_BYTES = 2 * OCTET_ROWS * ATOM_COLS
 TILE_OCTETS = 8  # that a warpgroup multiplies at a time
+PAIRED_TILES = 8  # of X that two groups are multiplied at once for
 STEP_BYTES = 16 * 1024  # of a group that lie together, at most
+STEP_ATOMS = 8  # of them, at most: halves of sums begin with one
 COPY_BYTES = 8 * 1024  # of W for a stage, at least, where that leaves
 STAGES = 5  # or more; a copy takes time to issue, however small it is
 SHARE_OF_X = 0.25  # what reading X for a group costs, in octets
 TAIL = 0.05  # what storing a CTA's last group costs, in that group
+L2_SHARE = 1.6  # bytes that an SM has from L2 in the time of one from HBM
+JOIN_BYTES = 60 * 1024  # that an SM could read from HBM while the halves of the last sums meet
 # What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
 # driver's, and 1 KiB is for barriers.
 SHARED_BYTES = 112 * 1024
@@ -41,25 +45,29 @@ class TierAccess:
 class Ring:
     """What a CTA of a tier keeps in shared memory: stages of W, and of X.
 
-    A stage is `atoms` of 64 columns of a group; `window` are the stages of W that may be in flight.
+    A stage is `atoms` of 64 columns of a group, or, with 2 `groups`, of two that the CTA multiplies
+    at once; `window` are the stages of W that may be in flight.
     """
 
     atoms: int
     stages: int
     window: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How a skinny GEMM is launched. No choice here changes a bit of the result but `x_tiles`.
+    """How a skinny GEMM is launched. Bits of the result depend on `x_tiles` and `half_cols` alone.
 
-    `x_tiles` are tiles of 8 rows of X; each tier has a split and a ring. Where the splits have
-    fewer CTAs than there are SMs, others without work make it `ctas`: else two of the next launch
-    might come to share an SM.
+    `x_tiles` are tiles of 8 rows of X; sums are made of two halves, of the first `half_cols`
+    columns and the others, or whole where it is 0; each tier has a split and a ring. Where the
+    splits have fewer CTAs than there are SMs, others without work make it `ctas`: else two of the
+    next launch might come to share an SM.
     """
 
     ctas: int
     x_tiles: int
+    half_cols: int
     shared_bytes: int
     splits: tuple[Split, ...]
     rings: tuple[Ring, ...]
@@ -107,20 +115,31 @@ def even_group(octets: int, ctas: int) -> int:
 
 def _split(octets: int, ctas: int, group: int) -> Split:
     """Steps of up to STEP_BYTES, in atoms a power of two, so that stages can be parts of them."""
-    atoms = 1 << (max(1, STEP_BYTES // (ATOM_BYTES * group)).bit_length() - 1)
+    atoms = max(1, min(STEP_ATOMS, STEP_BYTES // (ATOM_BYTES * group)))
+    atoms = 1 << (atoms.bit_length() - 1)
     return Split(octets, min(ctas, ceil_div(octets, group)), group, ATOM_COLS * atoms)
 
 
 def gemm_config(
-    n: int, splits: Sequence[Split], tiers: Sequence[TierAccess], *, sms: int
+    n: int,
+    splits: Sequence[Split],
+    tiers: Sequence[TierAccess],
+    *,
+    sms: int,
+    cols: int = 0,
 ) -> GemmConfig:
     """Choose for a W that is dealt out as `splits` to `tiers`, and an X of `n` rows.
 
-    `sms` are those of the GPU.
+    `sms` are those of the GPU. Where W's columns are given as `cols`, sums may be made of halves.
     """
     x_tiles = tiles_for(n)
-    rings = [ring(split, tier, x_tiles) for split, tier in zip(splits, tiers, strict=True)]
+    half_cols = half_columns(sum(split.octets for split in splits), cols, x_tiles, sms)
+    rings = [
+        ring(split, tier, x_tiles, halves=half_cols > 0)
+        for split, tier in zip(splits, tiers, strict=True)
+    ]
     return GemmConfig(
+        half_cols=half_cols,
         ctas=max(sms, sum(split.ctas for split in splits)),
         x_tiles=x_tiles,
         shared_bytes=max(
@@ -133,29 +152,57 @@ def gemm_config(
     )
 
 
-def ring(split: Split, tier: TierAccess, x_tiles: int) -> Ring:
-    """Stages with copies that are large enough, where that leaves some; as many as have room."""
-    step = split.step_cols // ATOM_COLS
+def half_columns(octets: int, cols: int, x_tiles: int, sms: int) -> int:
+    """The columns of the first half of each sum, or 0 where sums had better be whole.
+
+    Two CTAs that take half of each other's sums read half as much of X, and then leave and read
+    sums. Where a W of `octets` lies does not count, so that it changes no bits.
+    """
+    group, atoms = even_group(octets, sms), ceil_div(cols, ATOM_COLS)
+    if x_tiles != PAIRED_TILES or group > TILE_OCTETS:
+        return 0
+    waves = ceil_div(octets, sms * group)
+    w, x = ATOM_BYTES * atoms * group * waves, ATOM_BYTES * atoms * x_tiles
+    sums = 4 * OCTET_ROWS**2 * x_tiles * 2 * group * waves  # both groups' halves, in float32
+    whole = max(w, (w + x * ceil_div(waves, 2)) / L2_SHARE)
+    halves = max(w, (w + x * waves / 2 + 1.5 * sums) / L2_SHARE) + JOIN_BYTES
+    return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
+
+
+def ring(split: Split, tier: TierAccess, x_tiles: int, *, halves: bool = False) -> Ring:
+    """Stages with copies that are large enough, where that leaves some; as many as have room.
+
+    Two groups at once halve how often many rows of X are read: those of two waves, or, with
+    `halves`, of two CTAs. They must be a warpgroup's each, and a tier with a window waits for its
+    link, not for X.
+    """
+    step, window = split.step_cols // ATOM_COLS, tier.window_bytes
+    pairs = x_tiles == PAIRED_TILES and split.group <= TILE_OCTETS
+    others = split.ctas > 1 if halves else split.octets > split.wave
+    groups = 2 if pairs and others and window is None else 1
+    octets = groups * split.group
     options = [
         atoms
         for atoms in range(1, step + 1)
-        if step % atoms == 0 and (atoms == 1 or _stages(split.group, atoms, x_tiles) >= STAGES)
+        if step % atoms == 0 and (atoms == 1 or _stages(octets, atoms, x_tiles) >= STAGES)
     ]
-    copies = [ATOM_BYTES * atoms * split.group for atoms in options]
+    copies = [ATOM_BYTES * atoms * octets for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
-    stages, window = _stages(split.group, options[chosen], x_tiles), tier.window_bytes
-    if window is not None and split.ctas:
-        window //= copies[chosen] * split.ctas
-    return Ring(options[chosen], stages, stages if window is None else max(1, min(stages, window)))
+    stages = _stages(octets, options[chosen], x_tiles)
+    if window is None or not split.ctas:
+        window = stages
+    else:
+        window = max(1, min(stages, window // (copies[chosen] * split.ctas)))
+    return Ring(options[chosen], stages, window, groups)
 
 
 def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
     """Shared memory of a CTA: the stages, and what is read behind the last group's octets."""
-    stage = ATOM_BYTES * ring.atoms * (split.group + x_tiles)
+    stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + x_tiles)
     behind = ATOM_BYTES * (-split.group % TILE_OCTETS - ring.atoms * x_tiles)
     return ring.stages * stage + max(0, behind)
 
 
-def _stages(group: int, atoms: int, x_tiles: int) -> int:
-    room = SHARED_BYTES - ATOM_BYTES * max(0, -group % TILE_OCTETS - atoms * x_tiles)
-    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (group + x_tiles)))
+def _stages(octets: int, atoms: int, x_tiles: int) -> int:
+    room = SHARED_BYTES - ATOM_BYTES * max(0, -octets % TILE_OCTETS - atoms * x_tiles)
+    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (octets + x_tiles)))

@@ -357,7 +357,8 @@ inline int add_in_order(int* to, int value) {
   return atomicAdd(to, value);
 }
 
-inline float4 load_from_l2(const float4* from) {
+template <class T>
+T load_from_l2(const T* from) {
   return *from;
 }
 
