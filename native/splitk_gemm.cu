@@ -1,8 +1,9 @@
 // Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, the rows of W lying in several memory tiers.
 //
-// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, each of which lies in one tier. A CTA computes rows in groups of octets: whole ones, or for many rows of X halves of sums
-// that depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on
-// neither tiers nor the number of CTAs, and they change no bit of Y.
+// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, each of which lies in one tier. A CTA
+// computes rows in groups of octets: whole ones, or for many rows of X halves of sums that depend
+// on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on neither tiers
+// nor the number of CTAs, and they change no bit of Y.
 //
 // Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
 // those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so

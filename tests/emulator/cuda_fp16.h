@@ -95,10 +95,6 @@ template <class T>
 T min(T a, T b) {
   return b < a ? b : a;
 }
-template <class T>
-T max(T a, T b) {
-  return a < b ? b : a;
-}
 using std::fmaxf;
 template <class T>
 T max(T a, T b) {
