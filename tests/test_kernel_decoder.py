@@ -114,7 +114,7 @@ def logits(reference: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool((found.float() - wanted).abs().max() <= 0.004 * wanted.std())
+    return bool((found.float() - wanted).abs().max() <= 0.008 * wanted.std())
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["kernels", "cublas"])
