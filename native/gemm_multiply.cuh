@@ -87,7 +87,3 @@ __device__ __forceinline__ void wait_but_for_last() {}
 __device__ __forceinline__ void wait_for(Sums&) {}
 
 #endif
-
-// Whether products go on while the next stage is waited for. Of many rows of X stages are large and
-// few: each that is free sooner is W that is on its way sooner.
-constexpr bool kOverlapped = X_TILES < 4;

@@ -213,22 +213,15 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       if (normalises && warpgroup == 0) {
         of_x.add(ring.x(stage.stage), at.k_end - left, min(left, stage_atoms));
       }
-      if (kOverlapped) {
-        wait_but_for_last();
-      } else {
-        wait_for(sums);
-        before = ring.empty_barrier[stage.stage];
-      }
+      wait_but_for_last();
       __syncwarp();
       if (before && arrives) ptx::mbarrier_arrive(before);
       before = ring.empty_barrier[stage.stage];
       stage.advance(ring.stages);
     }
-    if (kOverlapped) {
-      wait_for(sums);
-      __syncwarp();
-      if (arrives) ptx::mbarrier_arrive(before);
-    }
+    wait_for(sums);
+    __syncwarp();
+    if (arrives) ptx::mbarrier_arrive(before);
     if (normalises) {
       if (warpgroup == 0) of_x.store(moments);
       ptx::named_barrier_sync(kNormBarrier, ring.shared ? kConsumers : kWarpgroup);
