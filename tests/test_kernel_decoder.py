@@ -124,7 +124,7 @@ def test_prompts_and_steps(
     """Prompts in two passes, one of which goes on where the other one ended, then two steps."""
     path, reference = model
     if dense:
-        monkeypatch.setattr(kernel_decoder, "KERNEL_ROWS", 0)
+        monkeypatch.setattr(kernel_decoder, "MAX_ROWS", 0)
         monkeypatch.setattr(kernel_decoder, "PIECE_BYTES", 2**14)
     kernels, cache, rows = decoder(path, 2)
     generator = torch.Generator().manual_seed(1)
@@ -135,7 +135,7 @@ def test_prompts_and_steps(
     found = prompt_pass.logits([*prompts[0][66:], *prompts[1]], segments)
     assert all(close(f, logits(reference, p)) for f, p in zip(found, prompts, strict=True))
 
-    monkeypatch.setattr(kernel_decoder, "KERNEL_ROWS", 256)
+    monkeypatch.setattr(kernel_decoder, "MAX_ROWS", 64)
     bucket = cache.counts
     rows.prepare(bucket)
     rows.slots.copy_(torch.arange(2))

@@ -17,6 +17,7 @@ from scipy.optimize import linprog
 from dakrun.config import Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.known_models import known_model
 from dakrun.plan.ops import Op, decode_ops
 from dakrun.plan.overview import overview
 from dakrun.plan.planner import Plan, Policy, make_plan
@@ -339,3 +340,15 @@ def check_tiers_of_op(op: dict[str, Any], profile: HardwareProfile) -> None:
         used = profile.tier(part["name"]).window_bytes if direct and part["units"] else None
         assert part["window_bytes"] == used
         assert (part["sms"] > 0) == (used is not None)
+
+
+def test_few_remote_octets_leave_even_waves() -> None:
+    """OPT-6.7B's matrices divide by 128, and not by the 124 SMs that 8 remote ones leave."""
+    work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
+    model, profile = known_model("opt-6.7b"), load_profile("h200-pcie5")
+    few = make_plan(model, work, profile, Policy(offload_ratio=0.01, transport="direct"))
+    many = make_plan(model, work, profile, Policy(offload_ratio=0.3, transport="direct"))
+    for name in ("qkv", "o", "fc1", "fc2"):
+        octets = few.op(name).placement[0][0]
+        assert -(-octets // few.op(name).sms[0]) * 128 == few.op(name).op.units
+        assert many.op(name).sms == (124, 8)

@@ -29,6 +29,8 @@ class PromptPass:
         positions = torch.tensor(
             [p for span in spans for p in span], dtype=torch.int32, device=like.device
         )
+        fresh = [s for s in segments if not s.start]
+        rows, places, shape = _padded(segments, like.device)
         a = Activations.empty(decoder.config, len(ids), like)
         decoder.embed(ids, positions, a.x)
 
@@ -40,8 +42,13 @@ class PromptPass:
             first = 0
             for s in segments:
                 part = slice(first, first + s.length)
-                heads[part] = self._attend(layer, s, q[part], k[part], v[part])
+                keys, values = k[part].transpose(0, 1), v[part].transpose(0, 1)
+                self._cache.write(layer, s.slot, keys, values, s.start)
+                if s.start:
+                    heads[part] = self._continued(layer, s, q[part])
                 first += s.length
+            if fresh:
+                heads[rows] = self._fresh(q[rows], k[rows], v[rows], places, shape)
 
         for _, launch in decoder.ops(self._operands, a, attend):
             launch()
@@ -50,20 +57,55 @@ class PromptPass:
         decoder.logits(self._operands, a.x[ends], logits)
         return logits
 
-    def _attend(
-        self, layer: int, s: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    def _fresh(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        places: torch.Tensor,
+        shape: tuple[int, int],
     ) -> torch.Tensor:
-        """[L, Hq * D] of q [L, Hq, D]; k and v [L, Hkv, D] are kept, and those before them seen."""
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)
-        self._cache.write(layer, s.slot, keys, values, s.start)
-        mask = None
-        if s.start:
-            end = s.start + s.length
-            keys, values = self._cache.read(layer, s.slot, end)
-            mask = torch.ones(s.length, end, dtype=torch.bool, device=q.device).tril(s.start)
+        """[T, Hq * D] of prompts that begin, q [T, Hq, D], k and v [T, Hkv, D], all at once.
+
+        They are padded to `shape`, [prompts, length], token i being at `places`[i] of that. Padding
+        comes last, so that no token sees it.
+        """
+
+        def padded(x: torch.Tensor) -> torch.Tensor:
+            room = x.new_zeros(shape[0] * shape[1], *x.shape[1:])
+            return room.index_copy_(0, places, x).view(*shape, *x.shape[1:]).transpose(1, 2)
+
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask,
-            is_causal=mask is None, scale=self._decoder.scale,
+            padded(q), padded(k), padded(v), is_causal=True, scale=self._decoder.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
+        return out.transpose(1, 2).flatten(0, 1)[places].flatten(1)
+
+    def _continued(self, layer: int, s: Segment, q: torch.Tensor) -> torch.Tensor:
+        """[L, Hq * D] of q [L, Hq, D], whose keys and values are cached behind those before."""
+        end = s.start + s.length
+        keys, values = self._cache.read(layer, s.slot, end)
+        mask = torch.ones(s.length, end, dtype=torch.bool, device=q.device).tril(s.start)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask,
+            scale=self._decoder.scale, enable_gqa=q.shape[1] != keys.shape[0],
+        )  # fmt: skip
         return out[0].transpose(0, 1).reshape(s.length, -1)
+
+
+def _padded(
+    segments: Sequence[Segment], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """Of the prompts that begin: their tokens' rows, places in a padded batch, and its shape."""
+    rows: list[int] = []
+    places: list[int] = []
+    longest = max((s.length for s in segments if not s.start), default=0)
+    first = prompts = 0
+    for s in segments:
+        if not s.start:
+            rows += range(first, first + s.length)
+            places += range(prompts * longest, prompts * longest + s.length)
+            prompts += 1
+        first += s.length
+    both = torch.tensor([rows, places], device=device)
+    return both[0], both[1], (prompts, longest)

@@ -26,7 +26,7 @@ from dakrun.models.layers import rope_table
 from dakrun.models.opt import POSITION_OFFSET
 from dakrun.nn.remote_tier import sm_count
 
-KERNEL_ROWS = 256  # of more, cuBLAS computes products, from matrices unpacked piece by piece
+PASSES = 2  # of MAX_ROWS rows; of more, cuBLAS computes products, from what is unpacked in pieces
 PIECE_BYTES = 64 << 20
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -220,7 +220,8 @@ class KernelDecoder:
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
-        if len(x) > KERNEL_ROWS:
+        remote = any(part.split.octets for part in weight.parts[1:])
+        if len(x) > (1 if remote else PASSES) * MAX_ROWS:  # a link is not to be waited for twice
             self._dense(x, weight, out, norm, bias, activation, residual)
         else:
             splits, sms = tuple(part.split for part in weight.parts), sm_count(x.device)
