@@ -168,7 +168,7 @@ def test_no_bit_depends_on_where_a_weight_lies(
 def test_no_bit_depends_on_windows_sms_or_groups(
     n: int, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda *_: half)
+    monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
     m, k, dtype = 1544, 1096, torch.bfloat16
     x = normal(n, k, dtype=dtype)
     expected = linear(m, k, dtype)(x, poisoned(n, m, dtype))
@@ -203,7 +203,7 @@ def run_of_chain(n: int, count: int) -> tuple[torch.Tensor, list[torch.Tensor], 
 def test_overlapping_launches_change_no_bit(
     n: int, half: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda *_: half)
+    monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(n, count)
     for delay in range(20):
         for out in outs:
@@ -239,7 +239,7 @@ def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
 def test_a_graph_changes_no_bit(
     n: int, half: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda *_: half)
+    monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(n, len(CHAIN))
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -256,7 +256,7 @@ def test_a_graph_changes_no_bit(
 def test_a_thousand_replays_under_delays(
     n: int, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda *_: half)
+    monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(n, 3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -161,24 +161,26 @@ def half_columns(octets: int, cols: int, x_tiles: int, sms: int) -> int:
     group, atoms = even_group(octets, sms), ceil_div(cols, ATOM_COLS)
     if x_tiles != PAIRED_TILES or group > TILE_OCTETS:
         return 0
-    waves = ceil_div(octets, sms * group)
-    w, x = ATOM_BYTES * atoms * group * waves, ATOM_BYTES * atoms * x_tiles
-    sums = 4 * OCTET_ROWS**2 * x_tiles * 2 * group * waves  # both groups' halves, in float32
-    whole = max(w, (w + x * ceil_div(waves, 2)) / L2_SHARE)
-    halves = max(w, (w + x * waves / 2 + 1.5 * sums) / L2_SHARE) + JOIN_BYTES
+    if octets > sms * group:  # of two waves at once X is read half as often, too
+        return 0
+    w, x = ATOM_BYTES * atoms * group, ATOM_BYTES * atoms * x_tiles
+    sums = 4 * OCTET_ROWS**2 * x_tiles * 2 * group  # both groups' halves, in float32
+    whole = max(w, (w + x) / L2_SHARE)
+    halves = max(w, (w + x / 2 + 1.5 * sums) / L2_SHARE) + JOIN_BYTES
     return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
 
 
 def ring(split: Split, tier: TierAccess, x_tiles: int, *, halves: bool = False) -> Ring:
     """Stages with copies that are large enough, where that leaves some; as many as have room.
 
-    Two groups at once halve how often many rows of X are read: those of two waves, or, with
-    `halves`, of two CTAs. They must be a warpgroup's each, and a tier with a window waits for its
-    link, not for X.
+    Two groups at once halve how often many rows of X are read: those of two waves, where none is
+    left over, or, with `halves`, of two CTAs. They must be a warpgroup's each, and a tier with a
+    window waits for its link, not for X.
     """
     step, window = split.step_cols // ATOM_COLS, tier.window_bytes
     pairs = x_tiles == PAIRED_TILES and split.group <= TILE_OCTETS
-    others = split.ctas > 1 if halves else split.octets > split.wave
+    waves = ceil_div(split.octets, split.wave)
+    others = split.ctas > 1 if halves else waves > 0 and waves % 2 == 0
     groups = 2 if pairs and others and window is None else 1
     octets = groups * split.group
     options = [

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from dakrun.checkpoint import Manifest, Weights
 from dakrun.config import ModelConfig
 from dakrun.kernels.embed import embed
-from dakrun.kernels.gemm import Activation, Norm, splitk_gemm
-from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config
+from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
+from dakrun.kernels.heuristics import MAX_ROWS, GemmConfig, TierAccess, gemm_config
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
 from dakrun.kernels.unpack import unpack
@@ -130,6 +130,7 @@ class KernelDecoder:
         self._ffn_ops = ("gate_up", "down") if llama else ("fc1", "fc2")
         self._activation: Activation = "silu_mul" if llama else "relu"
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
+        self._workspaces: dict[int, Workspace] = {}  # by octets
         self.rotations = None
         if llama:
             table = torch.stack(rope_table(config, positions, torch.float32), -1)
@@ -228,13 +229,24 @@ class KernelDecoder:
             accesses = self._accesses[name.split(".")[-1]]
             for first in range(0, len(x), MAX_ROWS):
                 rows = slice(first, first + MAX_ROWS)
-                config = _config(len(x[rows]), splits, accesses, sms=sms)
+                cols = x.shape[1] if norm == "none" else 0
+                config = _config(len(x[rows]), splits, accesses, sms=sms, cols=cols)
                 splitk_gemm(
                     x[rows], weight, config, out[rows], bias=bias, activation=activation,
                     residual=None if residual is None else residual[rows], norm=norm,
-                    eps=self._eps, overlap=operands.overlaps(name),
+                    eps=self._eps, workspace=self._workspace(config),
+                    overlap=operands.overlaps(name),
                 )  # fmt: skip
         operands.release(name)
+
+    def _workspace(self, config: GemmConfig) -> Workspace | None:
+        """Where halves of sums meet: kept, as graphs read and write it."""
+        if not config.half_cols:
+            return None
+        octets = sum(split.octets for split in config.splits)
+        if octets not in self._workspaces:
+            self._workspaces[octets] = Workspace.empty(config, self.like.device)
+        return self._workspaces[octets]
 
     def _dense(
         self,
