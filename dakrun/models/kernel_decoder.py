@@ -152,7 +152,9 @@ class KernelDecoder:
             embed(tokens, table, words)
             assert learned is not None, "OPT has learned positions"
             added = learned[positions.clamp(min=0).long() + POSITION_OFFSET]
-            self.linear(Resident(self.matrices), "project_in", words, x, residual=added)
+            self.linear(
+                Resident(self.matrices), "project_in", words, x, residual=added, overlap=False
+            )
         elif learned is None:
             embed(tokens, table, x, overlap=True)
         else:
@@ -177,27 +179,37 @@ class KernelDecoder:
 
         for i in range(self.config.num_layers):
             name = f"layers.{i}"
-            yield "qkv", partial(self.linear, operands, f"{name}.qkv", a.x, a.qkv)
+            after_gemm = i > 0 and self.config.pre_norm
+            qkv = partial(self.linear, operands, f"{name}.qkv", a.x, a.qkv, overlap=after_gemm)
+            yield "qkv", qkv
             yield "attention", partial(attend, i, a.qkv, a.heads)
             yield "o", partial(added, f"{name}.o", a.heads, f"{name}.attention_norm")
             yield (
                 up,
                 partial(
-                    self.linear, operands, f"{name}.{up}", a.x, a.ffn, activation=self._activation
+                    self.linear,
+                    operands,
+                    f"{name}.{up}",
+                    a.x,
+                    a.ffn,
+                    activation=self._activation,
+                    overlap=self.config.pre_norm,
                 ),
             )
             yield down, partial(added, f"{name}.{down}", a.ffn, f"{name}.ffn_norm")
 
     def logits(self, operands: Operands, x: torch.Tensor, out: torch.Tensor) -> None:
         """out [n, V] of what the layers left in x [n, H]."""
-        if self.config.final_norm and "lm_head" not in self._folded:
+        alone = self.config.final_norm and "lm_head" not in self._folded
+        if alone:
             name = "norm" if self.config.family == "llama" else "final_norm"
             x = self._normalize(name, x, torch.empty_like(x))
+        after_gemm = not alone and self.config.pre_norm
         if "project_out" in self.matrices:
             narrow = x.new_empty(len(x), self.config.embed_size)
-            self.linear(operands, "project_out", x, narrow)
-            x = narrow
-        self.linear(operands, "lm_head", x, out)
+            self.linear(operands, "project_out", x, narrow, overlap=after_gemm)
+            x, after_gemm = narrow, True
+        self.linear(operands, "lm_head", x, out, overlap=after_gemm)
 
     def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q [n, Hq, D], k and v [n, Hkv, D] of a fused projection [n, (Hq + 2 Hkv) * D]."""
@@ -214,10 +226,13 @@ class KernelDecoder:
         *,
         activation: Activation = "none",
         residual: torch.Tensor | None = None,
+        overlap: bool = True,
     ) -> None:
         """out [n, M] = activation(norm(x) W^T + bias) + residual, with the norm that W has folded.
 
-        `out` may be `residual`.
+        `out` may be `residual`. Without `overlap` it starts when the kernel before it has ended.
+        That has to be so after small kernels: beside their few CTAs the GPU would put two of this
+        one on an SM and none on another, and those of all that follow where they leave room.
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
@@ -235,7 +250,7 @@ class KernelDecoder:
                     x[rows], weight, config, out[rows], bias=bias, activation=activation,
                     residual=None if residual is None else residual[rows], norm=norm,
                     eps=self._eps, workspace=self._workspace(config),
-                    overlap=operands.overlaps(name),
+                    overlap=overlap and operands.overlaps(name),
                 )  # fmt: skip
         operands.release(name)
 
