@@ -55,6 +55,7 @@ def graph_runner(
     cache = PackedKVCache(plan, tiers, getattr(torch, plan.model.dtype), device)
     packing = Packing(accesses, plan.profile.sms)
     weights = load(source, manifest, plan, tiers, device, packing=packing)
+    torch.cuda.empty_cache()  # of what loading took, which no other program could use
     positions = cache.shape.blocks * BLOCK
     decoder = KernelDecoder(plan.model, manifest, weights, accesses, positions)
     return GraphRunner(decoder, _operands(plan, decoder), cache, accesses["attention"])
