@@ -44,7 +44,8 @@ HEAVY = {"torch", "transformers", "cupy"}
 # Only these touch CuPy or the driver.
 DRIVER_MODULES = {"dakrun.kernels.jit", "dakrun.kernels.nvrtc", "dakrun.kernels.tensor_map"}
 DRIVER_MODULES |= {
-    "dakrun.kernels.copy_engine", "dakrun.host_memory", "dakrun.device_memory",
+    "dakrun.kernels.copy_engine", "dakrun.kernels.graph", "dakrun.host_memory",
+    "dakrun.device_memory",
 }  # fmt: skip
 DRIVER = {"cupy", "cupyx", "cupy_backends", "cuda"}
 

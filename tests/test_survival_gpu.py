@@ -34,7 +34,7 @@ main()
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a model that the kernels take, and prompts of one token: how they are batched is no bit."""
+    """Of a model that the kernels take, with one-token prompts: how many come changes no bit."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=COUNT + 8, hidden_size=256, intermediate_size=512, num_hidden_layers=2,

@@ -13,10 +13,10 @@ import torch
 
 from dakrun.engine.buckets import Bucket, buckets, fill_order, fitting
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep
-from dakrun.engine.graph import capture, replay_seconds
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Row, choose
+from dakrun.kernels.graph import capture, replay_seconds
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.models.layers import Segment
