@@ -1,5 +1,6 @@
 """The engine's loop: refilled slots, ends of requests, seeds, chunked prefill, statistics."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +201,7 @@ def test_a_failing_gpu_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for completion in llm.stream(rows):
             finished.append(completion.id)
     assert finished == ["r0"]
+    sys.unraisablehook = sys.__unraisablehook__  # which else tells no more of CUDA's errors
 
 
 def test_other_errors_stay_what_they_are(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
