@@ -21,6 +21,7 @@ from dakrun.plan.present import plan_dict
 from dakrun.units import format_bytes, format_seconds
 
 SCHEMA = 1
+ERROR_BAR = 0.10  # of a predicted time: an op that is further off is named
 
 
 def make_report(
@@ -82,7 +83,7 @@ def make_report(
                 "layers": op.op.layers,
                 "bound_s": sum(op.bounds_s),
                 "predicted_s": sum(op.predicted_s),
-                "measured_s": op_seconds.get(op.op.name),
+                "measured_s": None if op.transport == "staged" else op_seconds.get(op.op.name),
             }
             for op in plan.ops
         ],
@@ -116,6 +117,18 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         times = (op["bound_s"], op["predicted_s"], op["measured_s"])
         ops.add_row(op["name"], str(op["layers"]), *map(_seconds, times))
     console.print(ops)
+    if off := _off(report["ops"]):
+        console.print(f"off their predictions, which are for a full batch: {', '.join(off)}")
+
+
+def _off(ops: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ops that took more or less than predicted by more than ERROR_BAR, and by how much."""
+    errors = {
+        op["name"]: op["measured_s"] / op["predicted_s"] - 1
+        for op in ops
+        if op["measured_s"] and op["predicted_s"]
+    }
+    return [f"{name} {error:+.0%}" for name, error in errors.items() if abs(error) > ERROR_BAR]
 
 
 def _figures(report: Mapping[str, Any]) -> Table:

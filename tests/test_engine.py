@@ -1,5 +1,6 @@
 """The engine's loop: refilled slots, ends of requests, seeds, chunked prefill, statistics."""
 
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from rich.console import Console
 
 from dakrun.config import SamplingParams
 from dakrun.engine import engine as engine_module
@@ -14,6 +16,7 @@ from dakrun.engine.request import Completion, Request
 from dakrun.errors import CannotRun, UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
+from dakrun.report import render
 
 NAME = "llama-gqa3-tied"
 
@@ -175,6 +178,18 @@ def test_report_has_figures_with_units(path: Path) -> None:
         assert op["bound_s"] <= op["predicted_s"]
         assert op["measured_s"] > 0
     assert [t["name"] for t in report["tiers"]] == ["hbm", "host"]
+
+
+def test_a_report_names_the_ops_that_the_plan_was_wrong_about(path: Path) -> None:
+    llm = load(path, batch_size=2)
+    list(llm.stream(requests(4)))
+    report = llm.report(2.0)
+    for op, factor in zip(report["ops"], (1.05, 0.5, 2.0, 0.95, None, *[1.0] * 9), strict=False):
+        op["measured_s"] = factor and factor * op["predicted_s"]
+    text = io.StringIO()
+    render(report, Console(file=text, width=200))
+    names = [op["name"] for op in report["ops"]]
+    assert f"full batch: {names[1]} -50%, {names[2]} +100%\n" in text.getvalue()
 
 
 def test_a_run_without_decode_steps_has_a_report(path: Path) -> None:
