@@ -14,7 +14,7 @@ from dakrun.config import Dtype
 from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, Provenance, RemoteTier, Sweep
 from dakrun.machine_checks import numa, nvlink, pcie, visible_gpus
 from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, fixed_cost
-from dakrun.probe.costs import chain_sweep, launch_seconds, matmul_rates
+from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
 from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
 from dakrun.probe.measurement import STEADY, Log, Measurement, spread
 from dakrun.probe.sweeps import (
@@ -184,7 +184,7 @@ class _Probe:
         """(seconds of an op besides its bytes, efficiency) of overlapping launches in a graph."""
         chain = self.sweeps["chain"] = chain_sweep(self.bench)
         for overlap, what in ((False, "launch in a graph"), (True, "overlapping launch")):
-            self.log.add(what, "s", launch_seconds(self.bench, overlap=overlap))
+            self.log.add(what, "s", empty_launch_seconds(self.bench, overlap=overlap))
         rows = [(size, op_s) for size, overlap, op_s, *_ in chain.rows if overlap]
         sizes, seconds = zip(*rows, strict=True)
         fixed, efficiency = fixed_cost(sizes, seconds, self.hbm_rate)
