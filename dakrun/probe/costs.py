@@ -1,4 +1,4 @@
-"""What ops cost on a GPU besides their bytes: launches in a CUDA graph, arithmetic of cuBLAS.
+"""What ops cost on a GPU at least: launches that only read in a CUDA graph, arithmetic of cuBLAS.
 
 Knows buffers, not profiles.
 """
