@@ -19,21 +19,21 @@ from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
 from dakrun.hardware_parts import LOCAL as LOCAL
 from dakrun.hardware_parts import ComputeRate as ComputeRate
+from dakrun.hardware_parts import OpCosts as OpCosts
+from dakrun.hardware_parts import OtherSchema, bad, check_positive
 from dakrun.hardware_parts import Provenance as Provenance
 from dakrun.hardware_parts import RemoteTier as RemoteTier
 from dakrun.hardware_parts import Sweep as Sweep
-from dakrun.hardware_parts import bad, check_positive
 from dakrun.resources import cache_dir, resource_dir
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
     """One machine. Bandwidths are in bytes/s, sizes in bytes, times in seconds.
 
-    An op that the roofline bounds by t is predicted to take t / efficiency + op_seconds; the
-    efficiencies are of the op's kind ("linear", "attention"), op_seconds is a launch in a graph.
+    `linear` and `attention` are what ops cost besides what bandwidths and compute rates allow.
     `link_groups` gives the total rate of each group; on a CPU the local tier is in one, too.
     `facts` (sizes, PCIe generation ...) and `sweeps` are for people and pictures: no plan reads
     them.
@@ -48,9 +48,8 @@ class HardwareProfile:
     hbm_capacity_bytes: int
     hbm_bytes_per_s: float
     context_bytes: int
-    op_seconds: float
-    linear_efficiency: float
-    attention_efficiency: float
+    linear: OpCosts
+    attention: OpCosts
     remote: tuple[RemoteTier, ...]
     compute: Mapping[Dtype, ComputeRate]
     link_groups: Mapping[str, float] = field(default_factory=dict)
@@ -65,11 +64,8 @@ class HardwareProfile:
         check_positive(self, self.name, "sms", "hbm_capacity_bytes", "hbm_bytes_per_s")
         if self.device not in ("cuda", "cpu"):
             raise bad(f"device is {self.device!r}", "cuda or cpu")
-        for value in (self.linear_efficiency, self.attention_efficiency):
-            if not 0 < value <= 1:
-                raise bad(f"an efficiency is {value}", "above 0 and at most 1")
-        if not all(0 <= cost < math.inf for cost in (self.op_seconds, self.context_bytes)):
-            raise bad("a fixed cost is negative or not finite", "at least 0")
+        if not 0 <= self.context_bytes < math.inf:
+            raise bad(f"context_bytes is {self.context_bytes}", "at least 0")
         if not all(0 < rate < math.inf for rate in self.link_groups.values()):
             raise bad("the rate of a link group is not positive", "bytes per second")
         names = [tier.name for tier in self.remote]
@@ -104,7 +100,10 @@ class HardwareProfile:
         try:
             raw = tomllib.loads(text)
             if raw.get("schema") != SCHEMA:
-                raise bad(f"schema is {raw.get('schema')!r}", str(SCHEMA))
+                raise OtherSchema(
+                    f"schema is {raw.get('schema')!r}, not {SCHEMA}",
+                    hint="measure again with dakrun profile, or see profiles/ for examples",
+                )
             return _from_tables(raw)
         except tomllib.TOMLDecodeError as problem:
             raise UsageError(
@@ -115,7 +114,7 @@ class HardwareProfile:
                 f"{source}: {missing.args[0]!r} is missing", hint="see profiles/ for examples"
             ) from None
         except UsageError as problem:
-            raise UsageError(f"{source}: {problem}", hint=problem.hint) from None
+            raise type(problem)(f"{source}: {problem}", hint=problem.hint) from None
         except (TypeError, ValueError, AttributeError) as problem:
             raise UsageError(
                 f"{source}: a value has the wrong type ({problem})",
@@ -132,9 +131,9 @@ class HardwareProfile:
             ("[hbm]", {"capacity_bytes": self.hbm_capacity_bytes,
                        "bytes_per_s": float(self.hbm_bytes_per_s),
                        **({"group": self.hbm_group} if self.hbm_group else {})}),
-            ("[costs]", {"context_bytes": self.context_bytes, "op_seconds": self.op_seconds,
-                         "linear_efficiency": self.linear_efficiency,
-                         "attention_efficiency": self.attention_efficiency}),
+            ("[costs]", {"context_bytes": self.context_bytes}),
+            *((f"[costs.{kind}]", {k: list(v) for k, v in vars(costs).items()})
+              for kind, costs in (("linear", self.linear), ("attention", self.attention))),
         ]  # fmt: skip
         if self.link_groups:
             tables.append(("[link_groups]", {k: float(v) for k, v in self.link_groups.items()}))
@@ -205,9 +204,16 @@ def find_profile(*, device: Literal["cuda", "cpu"], name: str | None = None) -> 
 
 
 def kept_profile(*, device: Literal["cuda", "cpu"], name: str) -> HardwareProfile | None:
-    """The newest profile that `dakrun profile` kept of the device called `name`, if any."""
+    """The newest profile that `dakrun profile` kept of the device called `name`, if any.
+
+    Those that another version kept do not count.
+    """
     files = sorted(kept_profiles_dir().glob("*.toml"), key=lambda path: path.stat().st_mtime_ns)
-    for kept in (load_profile(str(path)) for path in reversed(files)):
+    for path in reversed(files):
+        try:
+            kept = load_profile(str(path))
+        except OtherSchema:
+            continue
         if kept.device == device and name and kept.device_name == name:
             return kept
     return None
@@ -260,9 +266,8 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
         hbm_capacity_bytes=hbm["capacity_bytes"],
         hbm_bytes_per_s=hbm["bytes_per_s"],
         context_bytes=costs["context_bytes"],
-        op_seconds=costs["op_seconds"],
-        linear_efficiency=costs["linear_efficiency"],
-        attention_efficiency=costs["attention_efficiency"],
+        linear=_op_costs(costs["linear"]),
+        attention=_op_costs(costs["attention"]),
         remote=tuple(RemoteTier(**table) for table in raw.get("remote", [])),
         compute=compute,
         link_groups=raw.get("link_groups", {}),
@@ -276,6 +281,10 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
             for name, table in raw.get("sweeps", {}).items()
         },
     )
+
+
+def _op_costs(table: Mapping[str, Any]) -> OpCosts:
+    return OpCosts(**{name: tuple(values) for name, values in table.items()})
 
 
 def _key(name: str) -> str:

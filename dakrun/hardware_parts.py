@@ -1,16 +1,21 @@
-"""The parts of a hardware profile: where its numbers come from, tiers, compute rates, sweeps.
+"""The parts of a hardware profile: where its numbers come from, tiers, rates, costs, sweeps.
 
 Each checks its own values; how they form a machine, and TOML, are in hardware.py.
 """
 
 import bisect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.errors import UsageError
 
 LOCAL = "hbm"
+
+
+class OtherSchema(UsageError):
+    """A profile that another version of dakrun wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +76,44 @@ class ComputeRate:
         """FLOP/s at batch `n`: between measured points linear in log N and log rate."""
         if not self.measured:
             return self.peak
-        index = bisect.bisect_left(self.measured, (n, 0.0))
-        if index == 0:
-            return self.measured[0][1]
-        if index == len(self.measured):
-            return self.measured[-1][1]
-        (n0, r0), (n1, r1) = self.measured[index - 1 : index + 1]
+        i, j = _around([m for m, _ in self.measured], n)
+        (n0, r0), (n1, r1) = self.measured[i], self.measured[j]
+        if i == j:
+            return r0
         share = math.log(n / n0) / math.log(n1 / n0)
         return math.exp(math.log(r0) + share * math.log(r1 / r0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCosts:
+    """What ops of one kind cost, by rows of X (attention: new tokens), which are ascending.
+
+    An op that the roofline bounds by t seconds is predicted to take t / efficiency + seconds.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    efficiency: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.rows) == len(self.seconds) == len(self.efficiency) > 0:
+            raise bad("costs are not of one length", "as many rows as seconds and efficiencies")
+        if list(self.rows) != sorted({n for n in self.rows if n > 0}):
+            raise bad(f"costs are of {list(self.rows)} rows", "positive numbers, ascending")
+        if not all(0 <= seconds < math.inf for seconds in self.seconds):
+            raise bad("a fixed cost is negative or not finite", "at least 0")
+        if not all(0 < value <= 1 for value in self.efficiency):
+            raise bad(f"efficiencies are {list(self.efficiency)}", "above 0 and at most 1")
+
+    def at(self, n: int) -> tuple[float, float]:
+        """(seconds, efficiency) at `n` rows: between those listed linear in n."""
+        i, j = _around(self.rows, n)
+        share = (n - self.rows[i]) / (self.rows[j] - self.rows[i]) if i < j else 0.0
+
+        def between(values: Sequence[float]) -> float:
+            return values[i] + share * (values[j] - values[i])
+
+        return between(self.seconds), between(self.efficiency)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +140,12 @@ class Sweep:
             raise KeyError(name)
         at = self.columns.index(name)
         return tuple(row[at] for row in self.rows)
+
+
+def _around(ns: Sequence[int], n: int) -> tuple[int, int]:
+    """Indices of the two of `ns`, ascending, that `n` lies between; twice the same one outside."""
+    above = bisect.bisect(ns, n)
+    return max(0, above - 1), min(above, len(ns) - 1)
 
 
 def check_positive(owner: object, name: str, *fields: str) -> None:

@@ -11,12 +11,13 @@ import torch
 from click.testing import CliRunner, Result
 
 from dakrun import cli
-from dakrun.bench import chain, tiers
+from dakrun.bench import tiers
 from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.effort import MIB, Effort
 from dakrun.bench.output import Record, as_text
 from dakrun.hardware import LOCAL, load_profile
 from dakrun.memory import allocate_tiers
+from dakrun.probe import chain
 
 PROFILE = load_profile("h200-pcie5")
 TINY = Effort(

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun import cli
-from dakrun.bench import attention, attention_sweep, chain, options, tiers
+from dakrun.bench import attention, attention_sweep, options, tiers
 from dakrun.bench import run as bench_run
 from dakrun.bench.attention_cases import AttentionCase, attention_cases, slot_bytes
 from dakrun.bench.attention_rows import AttentionRow, attention_columns
@@ -41,6 +41,7 @@ from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
 from dakrun.plan.ops import KV_BLOCK
 from dakrun.plan.planner import Policy, make_plan
+from dakrun.probe import chain
 
 
 def sweep(**asked: Any) -> AttentionSweep:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dakrun import cli
-from dakrun.bench import chain, gemm, tiers
+from dakrun.bench import gemm, tiers
 from dakrun.bench import run as bench_run
 from dakrun.bench.cases import Forecast, buffer_bytes, forecast, remote_units
 from dakrun.bench.ceilings import Ceilings, link_ring
@@ -48,6 +48,7 @@ from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
 from dakrun.octets import octet_count
 from dakrun.plan.planner import Policy, make_plan
+from dakrun.probe import chain
 
 
 def sweep(**asked: Any) -> GemmSweep:

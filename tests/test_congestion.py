@@ -1,16 +1,17 @@
-"""What a profile keeps of its sweeps: the window chosen, the fixed cost fitted."""
+"""What a profile keeps of its sweeps: the window chosen, the costs of ops fitted."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.hardware import load_profile, shipped_profiles
+from dakrun.hardware import OpCosts, Sweep, load_profile, shipped_profiles
 from dakrun.probe.congestion import (
     KEEPS,
     Point,
     arithmetic_rates,
     choose_window,
     fixed_cost,
+    op_costs,
 )
 
 KIB = 1024
@@ -113,6 +114,22 @@ def test_a_fitted_cost_is_possible(found: list[tuple[float, float]]) -> None:
     seconds = [noise * size / 4.7e12 + 1e-6 for size, noise in found]
     fixed, efficiency = fixed_cost(sizes, seconds, 4.7e12)
     assert fixed >= 0 and 0 < efficiency <= 1 + 1e-12
+
+
+def test_costs_by_rows() -> None:
+    """Two sizes make two equations for each number of rows."""
+    rate, costs = 4e12, {8: (1.8e-6, 0.97), 64: (6e-6, 0.91)}
+    rows = [
+        (n, size, size / (rate * efficiency) + seconds, 0.01)
+        for size in (3e7, 4e8)
+        for n, (seconds, efficiency) in reversed(costs.items())
+    ]
+    sweep = Sweep(columns=("n", "op_bytes", "op_s", "spread"), rows=tuple(rows))
+    assert op_costs(sweep, rate) == OpCosts(
+        rows=(8, 64), seconds=(1.8e-6, 6e-6), efficiency=(0.97, 0.91)
+    )
+    with pytest.raises(ValueError, match="two sizes"):
+        op_costs(Sweep(columns=sweep.columns, rows=tuple(rows[:2])), rate)
 
 
 # cuBLAS in float16 on an H200, TFLOP/s by N: up to 128 rows take as long as reading the weight.

@@ -12,6 +12,7 @@ from dakrun.errors import UsageError
 from dakrun.hardware import (
     ComputeRate,
     HardwareProfile,
+    OpCosts,
     Provenance,
     RemoteTier,
     Sweep,
@@ -32,6 +33,14 @@ text = st.text(min_size=1)
 def compute_rates(draw: st.DrawFn) -> ComputeRate:
     points = draw(st.dictionaries(st.integers(1, 10**6), positive, max_size=4))
     return ComputeRate(peak=draw(positive), measured=tuple(sorted(points.items())))
+
+
+@st.composite
+def op_costs(draw: st.DrawFn) -> OpCosts:
+    rows = sorted(draw(st.sets(st.integers(1, 10**4), min_size=1, max_size=4)))
+    values = st.tuples(st.floats(0, 1), st.floats(1e-6, 1))
+    seconds, efficiency = zip(*(draw(values) for _ in rows), strict=True)
+    return OpCosts(rows=tuple(rows), seconds=seconds, efficiency=efficiency)
 
 
 @st.composite
@@ -63,9 +72,8 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         hbm_capacity_bytes=draw(positive_int),
         hbm_bytes_per_s=draw(positive),
         context_bytes=draw(st.integers(0, 2**60)),
-        op_seconds=draw(st.floats(0, 1)),
-        linear_efficiency=draw(st.floats(1e-6, 1)),
-        attention_efficiency=draw(st.floats(1e-6, 1)),
+        linear=draw(op_costs()),
+        attention=draw(op_costs()),
         remote=tuple(
             RemoteTier(
                 name=name,
@@ -130,16 +138,34 @@ def test_rates_are_linear_in_the_logarithms() -> None:
     assert [rate.at(n) for n in (1, 8, 128, 512)] == pytest.approx([1e13, 1e13, 1.6e14, 1.6e14])
 
 
+@given(op_costs(), st.integers(1, 10**5))
+def test_costs_lie_between_those_listed(costs: OpCosts, n: int) -> None:
+    for found, listed in zip(costs.at(n), (costs.seconds, costs.efficiency), strict=True):
+        near = [value for m, value in zip(costs.rows, listed, strict=True) if m <= n][-1:]
+        near += [value for m, value in zip(costs.rows, listed, strict=True) if m >= n][:1]
+        assert min(near) * (1 - 1e-9) <= found <= max(near) * (1 + 1e-9)
+
+
+def test_costs_are_linear_in_the_rows() -> None:
+    costs = OpCosts(rows=(8, 16, 64), seconds=(1e-6, 2e-6, 6e-6), efficiency=(1.0, 0.9, 0.5))
+    assert [costs.at(n) for n in (1, 8)] == [(1e-6, 1.0)] * 2
+    assert [costs.at(n) for n in (64, 512)] == [(6e-6, 0.5)] * 2
+    assert costs.at(16) == (2e-6, 0.9)
+    assert costs.at(12) == pytest.approx((1.5e-6, 0.95))
+    assert costs.at(40) == pytest.approx((4e-6, 0.7))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("schema = 1", "schema = 9", "schema is 9"),
-        ("schema = 1\n", "", "schema is None"),
-        ("schema = 1", "schema = ", "not TOML"),
+        ("schema = 2", "schema = 9", "schema is 9, not 2"),
+        ("schema = 2\n", "", "schema is None"),
+        ("schema = 2", "schema = ", "not TOML"),
         ("sms = 132\n", "", "'sms' is missing"),
         ("sms = 132", "sms = 0", "sms is 0"),
         ("sms = 132", 'sms = "many"', "sms is 'many'"),
-        ("[costs]", "[prices]", "'costs' is missing"),
+        ("[device]", "[gadget]", "'device' is missing"),
+        ("[costs]", "[prices]", "'context_bytes' is missing"),
         ("[hbm]", "[[hbm]]", "wrong type"),
         ('kind = "spec-sheet"', 'kind = "guess"', "provenance.kind is 'guess'"),
         ('kind = "cuda"', 'kind = "tpu"', "device is 'tpu'"),
@@ -150,10 +176,18 @@ def test_rates_are_linear_in_the_logarithms() -> None:
         ("window_bytes = 4194304", "window_bytes = -1", "window_bytes is -1"),
         ("window_bytes = 4194304", "window_bytes = inf", "window_bytes is inf"),
         ("direct_bytes_per_s", "speed", "wrong type"),
-        ("linear_efficiency = 1.0", "linear_efficiency = 1.5", "efficiency is 1.5"),
-        ("linear_efficiency = 1.0", 'linear_efficiency = "high"', "wrong type"),
-        ("op_seconds = 1e-06", "op_seconds = -1", "fixed cost is negative"),
-        ("op_seconds = 1e-06", "op_seconds = nan", "fixed cost is negative or not finite"),
+        ("context_bytes = 600000000", "context_bytes = -1", "context_bytes is -1"),
+        ("[costs.linear]", "[costs.linears]", "'linear' is missing"),
+        ("efficiency = [0.93]", "efficiency = [1.5]", "efficiencies are [1.5]"),
+        ("efficiency = [0.93]", "efficiency = [0.93, 0.9]", "not of one length"),
+        ("efficiency = [0.93]", "efficiency = 0.93", "wrong type"),
+        ("efficiency = [0.93]", 'efficiency = ["high"]', "wrong type"),
+        ("efficiency = [0.93]", "share = [0.93]", "wrong type"),
+        ("seconds = [5.8e-06]", "seconds = [-1]", "fixed cost is negative"),
+        ("seconds = [5.8e-06]", "seconds = [nan]", "fixed cost is negative or not finite"),
+        ("rows = [8]", "rows = []", "not of one length"),
+        ("rows = [8]", "rows = [0]", "costs are of [0] rows"),
+        ("rows = [8, 16, 32, 64]", "rows = [8, 32, 16, 64]", "costs are of [8, 32, 16, 64] rows"),
         ("[compute.float16]", "[compute.float8]", "compute.float8 is unknown"),
         ("[compute.float16]", "[compute.float16]\nmeasured = [[8, 1e12], [4, 1e12]]", "ascending"),
         ("[compute.float16]", "[compute.float16]\nmeasured = [[0, 1e12], [4, 1e12]]", "ascending"),

@@ -272,7 +272,7 @@ PROFILES = {
     "profile is no TOML": profile_call("not TOML", put("mine.toml", "[[[")),
     "profile says nothing": profile_call("schema is None", put("mine.toml", "")),
     "profile of another schema": profile_call("schema is 99", put("mine.toml", "schema = 99")),
-    "profile without table": profile_call("'costs' is missing", profile("[costs]", "[prices]")),
+    "profile without table": profile_call("'device' is missing", profile("[device]", "[gadget]")),
     "profile with a word": profile_call("sms is 'many'", profile("sms = ", 'sms = "many" # ')),
     "profile without rate": profile_call("bytes_per_s", profile("\nbytes_per_s", "\nspeed")),
     "profile with other types": profile_call(

@@ -16,7 +16,7 @@ from scipy.optimize import linprog
 
 from dakrun.config import Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.hardware import HardwareProfile, OpCosts, load_profile
 from dakrun.known_models import known_model
 from dakrun.plan.ops import Op, decode_ops
 from dakrun.plan.overview import overview
@@ -26,6 +26,7 @@ from dakrun.plan.roofline import compute_time
 from dakrun.plan.texts import CHOICES, NEEDS, choice_rows, need_rows, summary_rows
 
 GH200 = load_profile("gh200")
+FREE = OpCosts(rows=(1,), seconds=(0.0,), efficiency=(1.0,))
 
 
 def work(batch_size: int, prompt_len: int = 32, new_tokens: int = 32) -> Workload:
@@ -75,8 +76,8 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         link_groups={} if shared == "nothing" else {"bus": limit},
         remote=(host,),
         context_bytes=0,
-        op_seconds=0.0,
-        attention_efficiency=1.0,
+        linear=FREE,
+        attention=FREE,
         compute={dtype: replace(rate, peak=peak) for dtype, rate in GH200.compute.items()},
     )
 

@@ -50,6 +50,8 @@ def test_a_measured_cpu() -> None:
     for rate in profile.compute.values():
         assert [n for n, _ in rate.measured] == [1, 8, 64]
         assert rate.peak == max(flops for _, flops in rate.measured)
+    assert profile.linear.rows == (1, 8, 64) and profile.attention.rows == (8,)
+    assert len({*profile.linear.seconds, *profile.attention.seconds}) == 1, "one cost for any op"
     assert all(m.value > 0 and m.spread >= 0 and m.runs >= 3 for m in measurements)
 
 

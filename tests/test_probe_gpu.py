@@ -9,11 +9,12 @@ import torch
 from test_measured_h200 import shows_what_the_method_rests_on
 
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, RemoteTier, load_profile
+from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep, load_profile
 from dakrun.kernels.bandwidth import MAX_SOURCES, Reader, read_multicast, read_once, read_window
 from dakrun.probe import gpu
 from dakrun.probe.congestion import PER_SM
 from dakrun.probe.effort import FULL, KIB, MIB, QUICK, Effort, buffer_sizes, ring_for
+from dakrun.probe.kernel_costs import COLUMNS
 from dakrun.probe.measurement import Measurement
 from dakrun.probe.sweeps import Bench, Buffer
 
@@ -111,6 +112,16 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said["host to HBM, copy engine"] == 5.55e10
     assert said["host, multicast to 8"] == measured.sweeps["host multicast"].rows[-1][2]
     assert probe.peers_together({"host": host, "peer:1": host}) is None
+    seconds = {size: size / 4.741e12 / 0.97 + 1.8e-6 for size in (32 * MIB, 392 * MIB)}
+    chains = Sweep(
+        columns=COLUMNS, rows=tuple((8, size, t, size / t, 0.01) for size, t in seconds.items())
+    )
+    found = probe.costs("linear", chains)
+    assert found == OpCosts(rows=(8,), seconds=(1.8e-6,), efficiency=(0.97,))
+    assert probe.sweeps["linear"] == chains
+    assert [(m.what, m.value, m.spread) for m in probe.log.measurements[-2:]] == [
+        ("linear fixed cost N=8", 1.8e-6, 0.01), ("linear efficiency N=8", 0.97, 0.01),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -165,7 +176,10 @@ def test_a_quick_profile(kept: None) -> None:
     assert HardwareProfile.from_toml(profile.to_toml(), source="quick") == profile
     assert (profile.device, profile.device_name) == ("cuda", torch.cuda.get_device_name())
     shows_what_the_method_rests_on(profile)
-    assert 0 <= profile.op_seconds < 5e-6 and 0.8 < profile.linear_efficiency <= 1
+    linear, attention = profile.linear, profile.attention
+    assert linear.rows == QUICK.rows and attention.rows == (8,)
+    assert all(0 < seconds < 20e-6 for seconds in (*linear.seconds, *attention.seconds))
+    assert all(efficiency > 0.7 for efficiency in (*linear.efficiency, *attention.efficiency))
     assert set(profile.compute) == {"float16", "bfloat16", "float32"}
     assert profile.facts["l2_bytes"] > 0 and "numa" in profile.facts
     assert all(m.value > 0 and m.runs >= 3 for m in measurements)

@@ -9,6 +9,7 @@ from dakrun import hardware
 from dakrun.config import Workload
 from dakrun.errors import UsageError
 from dakrun.hardware import (
+    SCHEMA,
     HardwareProfile,
     cpu_name,
     find_profile,
@@ -121,9 +122,22 @@ def test_a_kept_profile_comes_first(cache: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_broken_kept_profile_is_named(cache: Path) -> None:
-    (cache / "broken.toml").write_text("schema = 1\n", encoding="utf-8")
+    (cache / "broken.toml").write_text(f"schema = {SCHEMA}\n", encoding="utf-8")
     with pytest.raises(UsageError, match=r"broken\.toml: 'device' is missing"):
         find_profile(device="cpu")
+
+
+def test_a_profile_of_another_version_does_not_count(cache: Path) -> None:
+    keep(cache, "mine", cpu_name())
+    text = (cache / "mine.toml").read_text(encoding="utf-8")
+    old = text.replace(f"schema = {SCHEMA}", f"schema = {SCHEMA - 1}")
+    (cache / "old.toml").write_text(old, encoding="utf-8")
+    assert find_profile(device="cpu").name == "mine"
+    (cache / "mine.toml").unlink()
+    assert find_profile(device="cpu").name == "cpu"
+    with pytest.raises(UsageError, match=rf"old\.toml: schema is {SCHEMA - 1}, not") as caught:
+        load_profile("old")
+    assert "measure again with dakrun profile" in caught.value.hint
 
 
 def test_the_cpu_has_a_name() -> None:

@@ -30,7 +30,6 @@ from dakrun.bench.attention_rows import AttentionRow, attention_columns
 from dakrun.bench.attention_sweep import AttentionSweep
 from dakrun.bench.cases import forecast
 from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.chain import LEAST_SECONDS, Background, Launch, launch_seconds
 from dakrun.bench.effort import FULL, Effort
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
@@ -41,6 +40,7 @@ from dakrun.kernels.attention_heuristics import AttentionConfig, attention_confi
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import KVShape
 from dakrun.memory import aligned
+from dakrun.probe.chain import LEAST_SECONDS, Background, Launch, launch_seconds
 
 EFFORT = replace(FULL, least_launches=4)
 OUTLASTING = 4  # times the chain of HBM slots alone: beside remote reads it may take longer

@@ -23,7 +23,6 @@ import torch
 
 from dakrun.bench.cases import forecast, units_by_tier
 from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.chain import launch_seconds
 from dakrun.bench.effort import FULL, Effort
 from dakrun.bench.gemm_cases import GemmCase
 from dakrun.bench.gemm_rows import GemmRow, gemm_columns
@@ -45,6 +44,7 @@ from dakrun.kernels.jit import architecture, compile_ahead
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
 from dakrun.memory import aligned
 from dakrun.octets import octet_count
+from dakrun.probe.chain import launch_seconds
 
 # Puts a launch with one of the weights, from x [N, K] to out [N, M], on the current stream.
 Launch = Callable[[int, torch.Tensor, torch.Tensor], object]

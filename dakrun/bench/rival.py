@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, StaticCache
 
 from dakrun.config import ModelConfig
-from dakrun.probe.costs import graph_seconds
+from dakrun.probe.chain import graph_seconds
 from dakrun.units import ceil_div
 
 ALIGNMENT = 8  # positions: torch's attention takes masks whose rows start at 16 bytes

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 from dakrun.hardware import LOCAL
 from dakrun.plan.plan import Plan
-from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time
+from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
 
 LAUNCHES = "launches"
 TOGETHER = 0.9  # as busy as this share of the busiest one: both are at their limit
@@ -21,8 +21,8 @@ def busy_shares(plan: Plan) -> dict[str, float]:
     """
     links = Links.of(plan.profile, plan.tiers[1:])
     seconds = defaultdict[str, float](float)
-    seconds[LAUNCHES] = sum(op.op.layers for op in plan.ops) * plan.profile.op_seconds
     for op in plan.ops:
+        seconds[LAUNCHES] += op.op.layers * op_cost(op.op, plan.profile)[0]
         compute = compute_time(op.op, plan.profile, plan.model.dtype)
         lines = links.named_lines(op.op.read_bytes, compute, staged=op.transport == "staged")
         for counts, layers in Counter(op.placement).items():

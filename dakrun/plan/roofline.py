@@ -118,11 +118,16 @@ def compute_time(op: Op, profile: HardwareProfile, dtype: Dtype) -> float:
     return op.flops * rows / op.batch_size / profile.flops_per_s(dtype, rows)
 
 
+def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
+    """(seconds, efficiency) of one launch of `op`; a gather's are a linear op's of as many rows."""
+    costs = profile.attention if op.category == "attention" else profile.linear
+    return costs.at(op.batch_size)
+
+
 def predicted_time(op: Op, bound: float, profile: HardwareProfile) -> float:
-    """Seconds that an op bounded by `bound` is expected to take, its launch included."""
-    attention = op.category == "attention"
-    efficiency = profile.attention_efficiency if attention else profile.linear_efficiency
-    return bound / efficiency + profile.op_seconds
+    """Seconds that an op bounded by `bound` is expected to take, its fixed cost included."""
+    seconds, efficiency = op_cost(op, profile)
+    return bound / efficiency + seconds
 
 
 def regime(op: Op, compute: float, links: Links) -> Regime:

@@ -1,4 +1,4 @@
-"""What a profile keeps of its sweeps: the congestion window, an op's fixed cost, compute rates.
+"""What a profile keeps of its sweeps: the congestion window, the costs of ops, compute rates.
 
 Pure functions of measured points; the paper's congestion window is arXiv 2604.26074, section 5.
 """
@@ -6,6 +6,8 @@ Pure functions of measured points; the paper's congestion window is arXiv 2604.2
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dakrun.hardware import OpCosts, Sweep
 
 KEEPS = 0.99  # share of its own rate that a tier must keep while the other is read, too
 # Bytes of a remote tier that an SM of a kernel can have in flight: a stage is the least, and the
@@ -49,6 +51,21 @@ def choose_window(points: Sequence[Point], link_rate: float, hbm_rate: float) ->
     if good:
         return min(good, key=lambda point: (point.in_flight, point.sms))
     return max(usable, key=kept)
+
+
+def op_costs(sweep: Sweep, rate: float) -> OpCosts:
+    """What the ops of a sweep cost besides bytes at `rate`, by rows of X, in four digits.
+
+    Its columns are "n", "op_bytes" and "op_s" among others, with two sizes or more of every n.
+    """
+    points = list(zip(*map(sweep.column, ("n", "op_bytes", "op_s")), strict=True))
+    rows = sorted({int(n) for n, *_ in points})
+    found = []
+    for n in rows:
+        _, sizes, times = zip(*(point for point in points if point[0] == n), strict=True)
+        found.append([float(f"{value:.4g}") for value in fixed_cost(sizes, times, rate)])
+    seconds, efficiency = zip(*found, strict=True)
+    return OpCosts(rows=tuple(rows), seconds=seconds, efficiency=efficiency)
 
 
 def fixed_cost(

@@ -1,18 +1,18 @@
-"""What ops cost on a GPU besides their bytes: launches in a CUDA graph, arithmetic of cuBLAS.
+"""What ops cost on a GPU at least: launches that only read in a CUDA graph, arithmetic of cuBLAS.
 
 Knows buffers, not profiles.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import torch
 
 from dakrun.hardware import Sweep
 from dakrun.kernels.bandwidth import read_once
+from dakrun.probe.chain import graph_seconds
 from dakrun.probe.effort import KIB
-from dakrun.probe.measurement import spread, steadier
+from dakrun.probe.measurement import spread
 from dakrun.probe.sweeps import Bench, rounded
 
 CHAIN_OPS = 128  # at most
@@ -31,7 +31,7 @@ def chain_sweep(bench: Bench) -> Sweep:
     return rounded(("op_bytes", "overlap", "op_s", "bytes_per_s", "spread"), rows)
 
 
-def launch_seconds(bench: Bench, *, overlap: bool) -> list[float]:
+def empty_launch_seconds(bench: Bench, *, overlap: bool) -> list[float]:
     """Seconds of a kernel that does nothing, in a graph of many."""
     return _chain_seconds(bench, [bench.hbm.tensor.data_ptr()] * 256, 0, overlap)
 
@@ -47,41 +47,6 @@ def _chain_seconds(bench: Bench, addresses: Sequence[int], size: int, overlap: b
             )
 
     return [seconds / len(addresses) for seconds in graph_seconds(launch, bench.effort.runs)]
-
-
-def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of what `launch` puts on the current stream, which it first does once."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph
-
-
-def graph_seconds(
-    launch: Callable[[], None],
-    runs: int,
-    *,
-    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> list[float]:
-    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times, within `beside`."""
-    graph = captured(launch)
-
-    def samples() -> list[float]:
-        found = []
-        for _ in range(runs):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with beside():
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-            found.append(float(start.elapsed_time(end)) * 1e-3)
-        return found
-
-    samples()
-    return list(steadier(samples))
 
 
 def matmul_rates(bench: Bench, dtype: torch.dtype, n: int) -> list[float]:

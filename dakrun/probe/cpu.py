@@ -6,7 +6,6 @@ Knows torch's default threads and the reference kernels; files are __init__.py's
 
 import datetime
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,14 @@ import torch
 
 from dakrun.config import Dtype
 from dakrun.errors import CannotRun
-from dakrun.hardware import ComputeRate, HardwareProfile, Provenance, RemoteTier, cpu_name
+from dakrun.hardware import (
+    ComputeRate,
+    HardwareProfile,
+    OpCosts,
+    Provenance,
+    RemoteTier,
+    cpu_name,
+)
 from dakrun.kernels import reference
 from dakrun.memory import Part, PartitionedTensor, available_host_memory
 from dakrun.probe.measurement import STEADY, Log, Measurement
@@ -91,8 +97,8 @@ def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measure
     compute = {dtype: _compute_rate(watch, dtype) for dtype in DTYPES}
     op_seconds = _op_seconds(watch)
     flops = compute["float32"].at
-    linear = _linear_efficiency(watch, buffer, read, flops)
-    attention = _attention_efficiency(watch, buffer, read, flops)
+    linear = _linear_costs(watch, buffer, op_seconds, read, flops)
+    attention = _attention_costs(watch, buffer, op_seconds, read, flops)
     unsteady = [m for m in watch.measurements if not m.steady]
     worst = max(watch.measurements, key=lambda m: m.spread)
     half = available // 2
@@ -114,9 +120,8 @@ def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measure
         hbm_capacity_bytes=half,
         hbm_bytes_per_s=read,
         context_bytes=0,
-        op_seconds=op_seconds,
-        linear_efficiency=linear,
-        attention_efficiency=attention,
+        linear=linear,
+        attention=attention,
         remote=(
             RemoteTier(
                 name="host",
@@ -185,27 +190,36 @@ def _op_seconds(watch: _Stopwatch) -> float:
     return watch.seconds("cost of an op", calls, many)
 
 
-def _linear_efficiency(
-    watch: _Stopwatch, buffer: torch.Tensor, read: float, flops: Callable[[int], float]
-) -> float:
-    """Bound over measured time of a linear op whose weight comes from memory.
+def _linear_costs(
+    watch: _Stopwatch,
+    buffer: torch.Tensor,
+    op_seconds: float,
+    read: float,
+    flops: Callable[[int], float],
+) -> OpCosts:
+    """Bound over measured time of linear ops whose weight comes from memory.
 
-    The geometric mean over the batch sizes up to 64, for which the weight's bytes matter.
+    For the batch sizes up to 64, for which the weight's bytes matter.
     """
     weight = _whole(_as_weight(buffer))
     rows, cols = weight.shape
+    sizes = tuple(n for n in watch.sizes.batch_sizes if n <= 64)
     found = []
-    for n in (n for n in watch.sizes.batch_sizes if n <= 64):
+    for n in sizes:
         x = torch.rand(n, cols)
         bound = max(4 * rows * cols / read, 2.0 * n * rows * cols / flops(n))
         call = partial(reference.linear, x, weight)
         found.append(min(1.0, watch.rate(f"linear efficiency N={n}", "", bound, call)))
-    return statistics.geometric_mean(found)
+    return OpCosts(rows=sizes, seconds=(op_seconds,) * len(sizes), efficiency=tuple(found))
 
 
-def _attention_efficiency(
-    watch: _Stopwatch, buffer: torch.Tensor, read: float, flops: Callable[[int], float]
-) -> float:
+def _attention_costs(
+    watch: _Stopwatch,
+    buffer: torch.Tensor,
+    op_seconds: float,
+    read: float,
+    flops: Callable[[int], float],
+) -> OpCosts:
     """Bound over measured time of decode attention over KV slots that come from memory."""
     slots, heads, dim = 8, 8, 64
     length = buffer.numel() // (2 * slots * heads * dim)
@@ -215,7 +229,8 @@ def _attention_efficiency(
     bound = max(used.nbytes / read, 2.0 * used.numel() / flops(slots))
     positions = [length - 1] * slots
     call = partial(reference.decode_attention, q, q, q, caches, positions, dim**-0.5)
-    return min(1.0, watch.rate("attention efficiency", "", bound, call))
+    efficiency = min(1.0, watch.rate("attention efficiency", "", bound, call))
+    return OpCosts(rows=(slots,), seconds=(op_seconds,), efficiency=(efficiency,))
 
 
 def _as_weight(buffer: torch.Tensor) -> torch.Tensor:

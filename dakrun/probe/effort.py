@@ -20,7 +20,8 @@ Ring = tuple[int, int]  # bytes of a chunk, stages
 class Effort:
     """How much to measure: bytes of the buffers, seconds of a reading, readings of a figure.
 
-    `windows` are bytes in flight and `sms` numbers of SMs of the congestion grid.
+    `windows` are bytes in flight and `sms` numbers of SMs of the congestion grid, `rows` those of X
+    that kernels are measured with.
     """
 
     hbm_bytes: int
@@ -33,6 +34,7 @@ class Effort:
     windows: tuple[int, ...]
     sms: tuple[int, ...]
     op_bytes: tuple[int, ...]
+    rows: tuple[int, ...]
     batch_sizes: tuple[int, ...]
 
 
@@ -48,6 +50,7 @@ FULL = Effort(
     windows=tuple(2**i for i in range(15, 24)),
     sms=(1, 2, 4, 8, 16, 32, 64),
     op_bytes=tuple(n * MIB for n in (4, 8, 32, 64, 128, 256, 512)),
+    rows=(8, 16, 32, 64),
     batch_sizes=tuple(2**i for i in range(3, 13)),
 )  # fmt: skip
 QUICK = Effort(
@@ -61,6 +64,7 @@ QUICK = Effort(
     windows=tuple(2**i for i in range(17, 23)),
     sms=(2, 4, 8, 16, 32),
     op_bytes=tuple(n * MIB for n in (8, 32, 128, 256)),
+    rows=(8, 64),
     batch_sizes=(8, 64, 512, 2048),
 )
 

@@ -1,6 +1,6 @@
 """Measures a GPU and its remote tiers the way the kernels use them, and makes the profile.
 
-The sweeps are in sweeps.py, the costs of ops in costs.py; files are __init__.py's.
+The sweeps are in sweeps.py, costs.py and kernel_costs.py; files are __init__.py's.
 """
 
 import datetime
@@ -11,11 +11,20 @@ import torch
 
 from dakrun import memory
 from dakrun.config import Dtype
-from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, Provenance, RemoteTier, Sweep
+from dakrun.hardware import (
+    LOCAL,
+    ComputeRate,
+    HardwareProfile,
+    OpCosts,
+    Provenance,
+    RemoteTier,
+    Sweep,
+)
 from dakrun.machine_checks import numa, nvlink, pcie, visible_gpus
-from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, fixed_cost
-from dakrun.probe.costs import chain_sweep, launch_seconds, matmul_rates
+from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs
+from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
 from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
+from dakrun.probe.kernel_costs import attention_sweep, linear_sweep
 from dakrun.probe.measurement import STEADY, Log, Measurement, spread
 from dakrun.probe.sweeps import (
     Bench,
@@ -35,9 +44,6 @@ from dakrun.units import format_bytes
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 HOST_SHARE = 0.9  # of the host memory that may be taken: what plans get
 GROUP_SHARE = 0.97  # peers that together reach less of the sum of their rates share a link
-
-# Bound over time of the decode attention kernel: a target until the kernel itself is measured.
-ATTENTION_EFFICIENCY = 0.93
 
 
 def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
@@ -70,7 +76,9 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
             for tier, buffer in buffers.items()
         ]
         together = probe.peers_together(buffers)
-        op_seconds, efficiency = probe.costs()
+        probe.launches()
+        linear = probe.costs("linear", linear_sweep(probe.bench))
+        attention = probe.costs("attention", attention_sweep(probe.bench))
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
         buffers.clear()
     remote, groups = grouped(remote, together)
@@ -85,9 +93,8 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         hbm_capacity_bytes=total,
         hbm_bytes_per_s=probe.hbm_rate,
         context_bytes=total - free,
-        op_seconds=op_seconds,
-        linear_efficiency=efficiency,
-        attention_efficiency=ATTENTION_EFFICIENCY,
+        linear=linear,
+        attention=attention,
         remote=tuple(remote),
         compute=compute,
         link_groups=groups,
@@ -180,15 +187,22 @@ class _Probe:
 
         return self.log.measure(f"{len(peers)} peers together", "B/s", together)
 
-    def costs(self) -> tuple[float, float]:
-        """(seconds of an op besides its bytes, efficiency) of overlapping launches in a graph."""
-        chain = self.sweeps["chain"] = chain_sweep(self.bench)
+    def launches(self) -> None:
+        """What ops cost that do no more than read, or nothing."""
+        self.sweeps["chain"] = chain_sweep(self.bench)
         for overlap, what in ((False, "launch in a graph"), (True, "overlapping launch")):
-            self.log.add(what, "s", launch_seconds(self.bench, overlap=overlap))
-        rows = [(size, op_s) for size, overlap, op_s, *_ in chain.rows if overlap]
-        sizes, seconds = zip(*rows, strict=True)
-        fixed, efficiency = fixed_cost(sizes, seconds, self.hbm_rate)
-        return float(f"{fixed:.4g}"), float(f"{efficiency:.4g}")
+            self.log.add(what, "s", empty_launch_seconds(self.bench, overlap=overlap))
+
+    def costs(self, kind: str, sweep: Sweep) -> OpCosts:
+        """What ops of a `kind` cost besides their bytes, by their sweep."""
+        self.sweeps[kind] = sweep
+        found, runs = op_costs(sweep, self.hbm_rate), self.bench.effort.runs
+        spreads = list(zip(sweep.column("n"), sweep.column("spread"), strict=True))
+        for n, seconds, efficiency in zip(found.rows, found.seconds, found.efficiency, strict=True):
+            worst = max(spread for rows, spread in spreads if rows == n)
+            self.log.keep(f"{kind} fixed cost N={n}", "s", seconds, worst, runs)
+            self.log.keep(f"{kind} efficiency N={n}", "", efficiency, worst, runs)
+        return found
 
     def compute_rate(self, dtype: Dtype) -> ComputeRate:
         """FLOP/s by batch size, where arithmetic decides; the peak is the best of all."""
@@ -254,9 +268,9 @@ def provenance(measurements: Sequence[Measurement]) -> Provenance:
         kind="measured",
         date=datetime.date.today().isoformat(),
         source=f"dakrun profile: medians; bulk copies into shared memory, copy engine, cuBLAS of "
-        f"torch {torch.__version__}, chains of ops in CUDA graphs; random data; "
+        f"torch {torch.__version__}, chains of dakrun's kernels in CUDA graphs; random data; "
         f"{len(unsteady)} of {len(measurements)} figures spread by more than {STEADY:.0%}, most "
-        f"of all {worst.what} ({worst.spread:.0%}); attention_efficiency is a target",
+        f"of all {worst.what} ({worst.spread:.0%})",
     )
 
 

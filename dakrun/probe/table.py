@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 COLUMNS = ("what", "median", "spread", "runs", "")
 SPREAD = "spread: distance of the quartiles over the median"
-EFFICIENCY = "efficiency: the least time that the other figures allow, over the measured time"
+EFFICIENCY = (
+    "efficiency: the least time that the other figures allow, over what an op takes besides its "
+    "fixed cost"
+)
 FACTS = {
     "compute_capability": "compute capability",
     "shared_bytes_per_sm": "shared memory of an SM",

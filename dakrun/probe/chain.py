@@ -1,4 +1,4 @@
-"""The time of a launch in a long chain of launches, in a CUDA graph, perhaps beside another chain.
+"""CUDA graphs and their times: of a launch in a long chain of them, perhaps beside another chain.
 
 Knows neither what is launched nor what it reads.
 """
@@ -10,11 +10,46 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from dakrun.probe.costs import captured, graph_seconds
+from dakrun.probe.measurement import steadier
 
 LEAST_SECONDS = 4e-3  # of a graph: where it begins and ends then counts for about 0.1%
 
 Launch = Callable[[int], object]  # puts a launch with one of some operands on the current stream
+
+
+def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of what `launch` puts on the current stream, which it first does once."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
+
+
+def graph_seconds(
+    launch: Callable[[], None],
+    runs: int,
+    *,
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[float]:
+    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times, within `beside`."""
+    graph = captured(launch)
+
+    def samples() -> list[float]:
+        found = []
+        for _ in range(runs):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with beside():
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+            found.append(float(start.elapsed_time(end)) * 1e-3)
+        return found
+
+    samples()
+    return list(steadier(samples))
 
 
 def launch_seconds(
