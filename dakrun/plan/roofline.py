@@ -171,14 +171,14 @@ def _aligned_sms(
 ) -> int:
     """SMs, `most` or down to half, for a layer's remote octets, with which both parts end soonest.
 
-    The local part takes as long as the SM with most octets. The link, with the same window in fewer
+    The local part takes as long as if all its SMs had as many octets as the busiest. The link, with the same window in fewer
     hands, loses up to FEWER_SMS_COST.
     """
     size, tier = op.unit_bytes(0, 1), profile.tier(remote)
 
     def seconds(count: int) -> float:
-        busiest = math.ceil(octets[0] / (profile.sms - count))
-        local = busiest * size * profile.sms / profile.hbm_bytes_per_s
+        others = profile.sms - count
+        local = math.ceil(octets[0] / others) * others * size / profile.hbm_bytes_per_s
         link = octets[1] * size / tier.direct_bytes_per_s
         return max(local, link * (1 + FEWER_SMS_COST * 2 * (1 - count / most)))
 
