@@ -171,8 +171,8 @@ def _aligned_sms(
 ) -> int:
     """SMs, `most` or down to half, for a layer's remote octets, with which both parts end soonest.
 
-    The local part takes as long as if all its SMs had as many octets as the busiest. The link, with the same window in fewer
-    hands, loses up to FEWER_SMS_COST.
+    The local part takes as long as if all its SMs had as many octets as the busiest. The link, with
+    the same window in fewer hands, loses up to FEWER_SMS_COST.
     """
     size, tier = op.unit_bytes(0, 1), profile.tier(remote)
 
