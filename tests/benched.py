@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -41,15 +40,9 @@ def run(kernel: str, *args: str) -> Result:
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are a CPU's; a graph takes 10 ms, and its launches are made once."""
 
-    def seconds(
-        launch: Callable[[], None],
-        runs: int,
-        *,
-        beside: Callable[[], AbstractContextManager[None]],
-    ) -> list[float]:
+    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
         if runs > 2:  # not to find out how long a chain is to be
-            with beside():
-                launch()
+            launch()
         return [1e-2] * runs
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

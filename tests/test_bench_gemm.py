@@ -410,7 +410,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def seconds(launch: Callable[[], None], runs: int, *, beside: Any) -> list[float]:
+    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
         seen.clear()
         launch()
         return [once * len(seen) / 3] * runs

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -79,13 +78,7 @@ class Launches:
         self.slots.append(tuple(caches.tolist()))
         self.written = out
 
-    def seconds(
-        self,
-        launch: Callable[[], None],
-        runs: int,
-        *,
-        beside: Callable[[], AbstractContextManager[None]],
-    ) -> list[float]:
+    def seconds(self, launch: Callable[[], None], runs: int) -> list[float]:
         self.weights.clear()
         self.slots.clear()
         launch()

@@ -12,12 +12,9 @@ torch's scaled_dot_product_attention does the same with keys and values [B, Hkv,
 all of them in HBM whatever the ratio and with the new token among them, which it need not append.
 Where slots differ in length it is given a mask, and so reads what no slot needs, too; the bytes
 that count are those of the slots' own positions.
-
-Where slots lie in both tiers, those in HBM are also timed alone and beside reads of the others.
 """
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +23,7 @@ from typing import Any
 import torch
 
 from dakrun.bench.attention_cases import AttentionCase, attention_cases
-from dakrun.bench.attention_rows import AttentionRow, attention_columns
+from dakrun.bench.attention_rows import ATTENTION_COLUMNS, AttentionRow
 from dakrun.bench.attention_sweep import AttentionSweep
 from dakrun.bench.cases import forecast
 from dakrun.bench.ceilings import Ceilings
@@ -40,10 +37,9 @@ from dakrun.kernels.attention_heuristics import AttentionConfig, attention_confi
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import KVShape
 from dakrun.memory import aligned
-from dakrun.probe.chain import LEAST_SECONDS, Background, Launch, launch_seconds
+from dakrun.probe.chain import Launch, launch_seconds
 
 EFFORT = replace(FULL, least_launches=4)
-OUTLASTING = 4  # times the chain of HBM slots alone: beside remote reads it may take longer
 
 
 def measure_attention(
@@ -73,7 +69,7 @@ def measure_attention(
             rows.append(row.figures())
     return Record(
         head=head({"kernel": "attention"}, sweep.dtype, ceilings, profile, command),
-        columns=attention_columns(sweep),
+        columns=ATTENTION_COLUMNS,
         rows=tuple(rows),
     )
 
@@ -93,18 +89,13 @@ def _rows(
         for case in alike:
             expected = forecast(case, case.op(sweep.dtype), sweep.dtype, profile, remote)
             access = tier_access(profile, remote, expected.sms)
-            row = AttentionRow(
+            yield AttentionRow(
                 case=case,
                 samples_s=chains.splitk(case, access),
                 bound_s=ceilings.seconds(case.tier_bytes),
                 predicted_s=expected.seconds,
                 rival_s=sdpa_s,
             )
-            if 0 < case.ratio < 1:
-                remote_s = ceilings.seconds((0, *case.tier_bytes[1:]))
-                alone_s, beside_s = chains.local(case, access, remote_s)
-                row = replace(row, local_alone_s=alone_s, local_beside_s=beside_s)
-            yield row
 
 
 class Chains:
@@ -129,44 +120,15 @@ class Chains:
         launch = self._launch(case, self._config(case, access))
         return launch_seconds(launch, case.launches, replays=self._replays)
 
-    def local(
-        self, case: AttentionCase, access: Sequence[TierAccess], remote_s: float
-    ) -> tuple[float, float]:
-        """The median of the slots in HBM alone, by all SMs; and beside reads of the remote ones.
-
-        A launch ends with its slowest part, so here each part is a launch of its own, by the SMs
-        that it has in the whole; reads of the remote slots, which take `remote_s` at least, follow
-        each other on a second stream for as long as those in HBM are timed.
-        """
-        config = self._config(case, access)
-        near, far = (
-            replace(config, slots=(slots,), ctas=(ctas,), windows=(window,))
-            for slots, ctas, window in zip(config.slots, config.ctas, config.windows, strict=True)
-        )
-        alone = self._launch(case, replace(near, ctas=(self._sms,)))
-        alone_s = statistics.median(launch_seconds(alone, case.launches, replays=self._replays))
-        longest = OUTLASTING * (LEAST_SECONDS + case.launches * alone_s)
-        others = Background(
-            self._launch(case, far, first=case.units[0]),
-            case.launches,
-            length=math.ceil(longest / remote_s),
-        )
-        beside = launch_seconds(
-            self._launch(case, near), case.launches, replays=self._replays, beside=others.under_way
-        )
-        return alone_s, statistics.median(beside)
-
     def _config(self, case: AttentionCase, access: Sequence[TierAccess]) -> AttentionConfig:
         shape = KVShape(case.slots.kv_heads, case.head_dim, case.slots.length)
         return attention_config(shape, case.units, access, sms=self._sms)
 
-    def _launch(self, case: AttentionCase, config: AttentionConfig, *, first: int = 0) -> Launch:
-        """Of those slots of the case that `config` is for, from the `first` on."""
+    def _launch(self, case: AttentionCase, config: AttentionConfig) -> Launch:
         slots, dim = case.slots, case.head_dim
-        some = slice(first, first + sum(config.slots))
         workspace = Workspace.empty(config, slots.heads // slots.kv_heads, self._device)
-        caches = self._addresses(case)[:, some]
-        lengths = torch.tensor(slots.lengths[some], dtype=torch.int32, device=self._device) - 1
+        caches = self._addresses(case)
+        lengths = torch.tensor(slots.lengths, dtype=torch.int32, device=self._device) - 1
         parts = (slots.heads, slots.kv_heads, slots.kv_heads)
         q, k, v = self._normal(len(lengths), sum(parts), dim).split(parts, dim=1)
         out = torch.empty(len(lengths), slots.heads * dim, dtype=self._dtype, device=self._device)

@@ -1,12 +1,11 @@
-"""CUDA graphs and their times: of a launch in a long chain of them, perhaps beside another chain.
+"""CUDA graphs and their times: of a launch in a long chain of them.
 
 Knows neither what is launched nor what it reads.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 
 import torch
 
@@ -27,24 +26,18 @@ def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def graph_seconds(
-    launch: Callable[[], None],
-    runs: int,
-    *,
-    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> list[float]:
-    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times, within `beside`."""
+def graph_seconds(launch: Callable[[], None], runs: int) -> list[float]:
+    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times."""
     graph = captured(launch)
 
     def samples() -> list[float]:
         found = []
         for _ in range(runs):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with beside():
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
             found.append(float(start.elapsed_time(end)) * 1e-3)
         return found
 
@@ -52,47 +45,15 @@ def graph_seconds(
     return list(steadier(samples))
 
 
-def launch_seconds(
-    launch: Launch,
-    operands: int,
-    *,
-    replays: int,
-    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> list[float]:
-    """Seconds of a launch in each replay of a chain of them, all replayed within `beside`.
+def launch_seconds(launch: Launch, operands: int, *, replays: int) -> list[float]:
+    """Seconds of a launch in each replay of a chain of them.
 
     All `operands` have their turns, as often as it takes for LEAST_SECONDS.
     """
-    once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2, beside=beside))
+    once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2))
     length = operands * math.ceil(LEAST_SECONDS / once)
     graph = _chain(launch, operands, length)
-    return [seconds / length for seconds in graph_seconds(graph, replays, beside=beside)]
-
-
-class Background:
-    """A chain of launches on a stream of its own, under way while others are timed."""
-
-    def __init__(self, launch: Launch, operands: int, *, length: int) -> None:
-        self._launches = _chain(launch, operands, length)  # which keep what the graph reads
-        self._graph = captured(self._launches)
-        self._stream = torch.cuda.Stream()
-
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Starts it ahead of what the block launches; waits for its end.
-
-        Raises RuntimeError where what the block waited for ended later than the chain.
-        """
-        started, ended = torch.cuda.Event(), torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            started.record()
-            self._graph.replay()
-            ended.record()
-        torch.cuda.current_stream().wait_event(started)
-        yield
-        if ended.query():
-            raise RuntimeError("the launches beside those that were timed ended too soon")
-        ended.synchronize()
+    return [seconds / length for seconds in graph_seconds(graph, replays)]
 
 
 def _chain(launch: Launch, operands: int, length: int) -> Callable[[], None]:
