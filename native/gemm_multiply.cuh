@@ -83,7 +83,4 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x
   }
 }
 
-__device__ __forceinline__ void wait_but_for_last() {}
-__device__ __forceinline__ void wait_for(Sums&) {}
-
 #endif

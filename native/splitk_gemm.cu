@@ -1,9 +1,9 @@
 // Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, the rows of W lying in several memory tiers.
 //
-// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, each of which lies in one tier. A CTA
-// computes rows in groups of octets: whole ones, or for many rows of X halves of sums that depend
-// on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on neither tiers
-// nor the number of CTAs, and they change no bit of Y.
+// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, each of which lies in one tier. A
+// CTA computes rows in groups of octets: whole ones, or for many rows of X halves of sums that
+// depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on neither
+// tiers nor the number of CTAs, and they change no bit of Y.
 //
 // Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
 // those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so
@@ -203,7 +203,9 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     const bool normalises = NORM && turn == 0;
     RowSums of_x(warp % kWarps);
     Sums sums;
+#if WGMMA  // products go on behind multiply(): a stage is free when those of the next one do
     uint32_t before = 0;  // the barrier of the stage before, to be freed
+#endif
 #pragma unroll 1
     for (int left = at.end() - at.k; left > 0; left -= stage_atoms) {
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
@@ -213,15 +215,22 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       if (normalises && warpgroup == 0) {
         of_x.add(ring.x(stage.stage), at.k_end - left, min(left, stage_atoms));
       }
+#if WGMMA
       wait_but_for_last();
       __syncwarp();
       if (before && arrives) ptx::mbarrier_arrive(before);
       before = ring.empty_barrier[stage.stage];
+#else
+      __syncwarp();
+      if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[stage.stage]);
+#endif
       stage.advance(ring.stages);
     }
+#if WGMMA
     wait_for(sums);
     __syncwarp();
     if (arrives) ptx::mbarrier_arrive(before);
+#endif
     if (normalises) {
       if (warpgroup == 0) of_x.store(moments);
       ptx::named_barrier_sync(kNormBarrier, ring.shared ? kConsumers : kWarpgroup);
