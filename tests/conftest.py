@@ -70,6 +70,18 @@ def kernel_reports(request: pytest.FixtureRequest) -> list[str]:
     return request.config.stash[KERNEL_REPORTS]
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where tests run in several processes, each hands its lines to the one that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["kernels"] = session.config.stash[KERNEL_REPORTS]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the lines of a process that has ended."""
+    node.config.stash[KERNEL_REPORTS] += getattr(node, "workeroutput", {}).get("kernels", [])
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
