@@ -9,6 +9,7 @@ from typing import Literal
 from dakrun.errors import UsageError
 
 Dtype = Literal["float32", "float16", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SWITCHES = (
     *("tied_embeddings", "attention_bias", "mlp_bias"),

@@ -14,7 +14,7 @@ import torch
 
 from dakrun import hub, memory
 from dakrun.checkpoint import Checkpoint
-from dakrun.config import Dtype, ModelConfig, SamplingParams, Workload
+from dakrun.config import Dtype, LoadFormat, ModelConfig, SamplingParams, Workload
 from dakrun.dummy import Dummy
 from dakrun.engine.build import graph_runner, manifest_of, torch_runner
 from dakrun.engine.engine import Engine
@@ -34,7 +34,6 @@ from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.report import make_report
 
 DEFAULT_MAX_MODEL_LEN = 4096
-LoadFormat = Literal["auto", "dummy"]
 
 
 class LLM:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from dakrun.bench.sweep import BenchDtype, parse_share
-from dakrun.config import ModelConfig
+from dakrun.config import LoadFormat, ModelConfig
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.hub import model_config
@@ -21,7 +21,6 @@ AUTO: Literal["auto"] = "auto"
 
 ModelRatio = float | Literal["auto"]
 AskedTransport = Literal["auto", "direct", "staged"]
-LoadFormat = Literal["auto", "dummy"]
 Rival = Literal["transformers"]
 
 
