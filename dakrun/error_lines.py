@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_USAGE, DakrunError
+from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_USAGE, DakrunError, GpuFailed
 from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
 
 _FREE_SPACE = "free some disk space, then run it again"
@@ -63,6 +63,8 @@ class ErrorLines(click.Group):
         except DakrunError as problem:
             code = problem.exit_code
             _report(problem, str(problem), problem.hint)
+            if isinstance(problem, GpuFailed):
+                _leave(code)
         except BrokenPipeError:  # whoever read our output has enough of it
             _drop_stdout()
             code = EXIT_FAILED
@@ -83,6 +85,13 @@ def _report(problem: Exception, message: str, hint: str) -> None:
     if os.environ.get("DAKRUN_DEBUG") == "1":
         traceback.print_exception(problem)
     click.echo(f"error: {_one_line(message)}\nhint: {_one_line(hint)}", err=True)
+
+
+def _leave(code: int) -> None:
+    """Exit at once: modules and graphs that are destroyed would tell again that the GPU failed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _one_line(text: str) -> str:

@@ -28,3 +28,7 @@ class CannotRun(DakrunError):
     """The request is well formed, but this model or machine does not allow it (exit code 3)."""
 
     exit_code = EXIT_CANNOT_RUN
+
+
+class GpuFailed(CannotRun):
+    """CUDA failed: from then on every call of this process to it fails, those of exit included."""

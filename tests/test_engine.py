@@ -1,7 +1,6 @@
 """The engine's loop: refilled slots, ends of requests, seeds, chunked prefill, statistics."""
 
 import io
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from dakrun.config import SamplingParams
 from dakrun.engine import engine as engine_module
 from dakrun.engine.request import Completion, Request
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import GpuFailed, UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
 from dakrun.report import render
@@ -212,11 +211,10 @@ def test_a_failing_gpu_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(runner, "launch", failing)
     rows = [*requests(1, max_tokens=2), *requests(3)[1:]]
     finished = []
-    with pytest.raises(CannotRun, match=r"^the GPU failed: CUDA error: an illegal memory access$"):
+    with pytest.raises(GpuFailed, match=r"^the GPU failed: CUDA error: an illegal memory access$"):
         for completion in llm.stream(rows):
             finished.append(completion.id)
     assert finished == ["r0"]
-    sys.unraisablehook = sys.__unraisablehook__  # which else tells no more of CUDA's errors
 
 
 def test_other_errors_stay_what_they_are(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,16 @@
 """A GPU that fails in the middle of a run, told to people."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from dakrun.errors import CannotRun
+from dakrun.errors import CannotRun, GpuFailed
 
 
 @contextmanager
 def gpu_errors() -> Iterator[None]:
-    """CannotRun in place of what torch, CuPy and the driver raise when CUDA fails."""
+    """CannotRun or GpuFailed in place of what torch, CuPy and the driver raise when CUDA fails."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -24,18 +22,8 @@ def gpu_errors() -> Iterator[None]:
         first = str(problem).partition("\n")[0]
         if "cuda" not in first.lower():
             raise
-        sys.unraisablehook = _but_for_cuda
-        raise CannotRun(
+        raise GpuFailed(
             f"the GPU failed: {first}",
             hint="what had finished is in the output, --resume goes on there; if it happens again, "
             "see: dakrun doctor",
         ) from problem
-
-
-def _but_for_cuda(problem: Any, tell: Callable[[Any], None] = sys.__unraisablehook__) -> None:
-    """Says nothing of destructors that find what has been told already: CUDA fails from then on.
-
-    Modules may be gone when they run, so all that this needs are its arguments.
-    """
-    if "CUDA" not in type(problem.exc_value).__name__:
-        tell(problem)
