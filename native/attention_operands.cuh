@@ -13,16 +13,22 @@ __device__ __forceinline__ void rotate(const float2* rotations, int dim, float& 
   second = second * turn.x + before * turn.y;
 }
 
-// Those of the new token of a slot, [HEAD_DIM / 2], or null.
-__device__ __forceinline__ const float2* rotations_of(const SplitKFlashAttnArgs& args, int slot) {
+// Those of a position, [HEAD_DIM / 2], or null.
+__device__ __forceinline__ const float2* rotations_of(const SplitKFlashAttnArgs& args,
+                                                      int position) {
   if (args.rotations == nullptr) return nullptr;
-  return args.rotations + static_cast<int64_t>(args.lengths[slot]) * (HEAD_DIM / 2);
+  return args.rotations + static_cast<int64_t>(position) * (HEAD_DIM / 2);
 }
 
 __device__ __forceinline__ uint32_t packed(float first, float second) {
   Pair pair;
   convert(pair.first, first), convert(pair.second, second);
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float2 unpacked(uint32_t both) {
+  const Pair pair = *reinterpret_cast<const Pair*>(&both);
+  return {to_float(pair.first), to_float(pair.second)};
 }
 
 // Queries of a group as B operand: lane 4g + t has the dimensions 16 s + 2t, + 1 and 8 more of
@@ -32,26 +38,31 @@ struct Queries {
 
   __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, int slot, int head) {
     const int lane = threadIdx.x % 32, t = lane % 4;
-    const float2* const rotations = rotations_of(args, slot);
 #pragma unroll
     for (int tile = 0; tile < GROUP_TILES; tile++) {
       const int of = min(8 * tile + lane / 4, args.group - 1);  // behind the last: never stored
       const Element* const q =
           args.q + slot * args.stride + (static_cast<int64_t>(head) * args.group + of) * HEAD_DIM;
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks / 2; chunk++) {
-        const int dim = 8 * chunk + 2 * t;
-        const Pair low = *reinterpret_cast<const Pair*>(q + dim);
-        const Pair high = *reinterpret_cast<const Pair*>(q + dim + HEAD_DIM / 2);
-        float2 first = {to_float(low.first), to_float(low.second)};
-        float2 second = {to_float(high.first), to_float(high.second)};
-        if (rotations) {
-          rotate(rotations, dim, first.x, second.x);
-          rotate(rotations, dim + 1, first.y, second.y);
-        }
-        const int partner = chunk + kChunks / 2;
-        step[tile][chunk / 2][chunk % 2] = packed(first.x, first.y);
-        step[tile][partner / 2][partner % 2] = packed(second.x, second.y);
+      for (int chunk = 0; chunk < kChunks; chunk++)
+        step[tile][chunk / 2][chunk % 2] =
+            *reinterpret_cast<const uint32_t*>(q + 8 * chunk + 2 * t);
+    }
+  }
+
+  __device__ __forceinline__ void turn(const float2* rotations) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks / 2; chunk++) {
+      const int dim = 8 * chunk + 2 * t, partner = chunk + kChunks / 2;
+#pragma unroll
+      for (int tile = 0; tile < GROUP_TILES; tile++) {
+        uint32_t& low = step[tile][chunk / 2][chunk % 2];
+        uint32_t& high = step[tile][partner / 2][partner % 2];
+        float2 first = unpacked(low), second = unpacked(high);
+        rotate(rotations, dim, first.x, second.x);
+        rotate(rotations, dim + 1, first.y, second.y);
+        low = packed(first.x, first.y), high = packed(second.x, second.y);
       }
     }
   }
@@ -62,40 +73,45 @@ struct Queries {
 struct NewToken {
   static constexpr int kPairs = (HEAD_DIM / 2 + 31) / 32, kValues = (HEAD_DIM + 31) / 32;
 
-  uint8_t* cached;        // its first key in the cache
-  int row;                // of the block
-  uint32_t keys[kPairs];  // both
+  uint8_t* cached;  // its first key in the cache
+  int row;          // of the block
+  Pair keys[kPairs];
   Element values[kValues];
 
-  __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task) {
-    const int position = args.lengths[task.slot];
+  __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task,
+                                       int position) {
     const int64_t number = static_cast<int64_t>(task.head) * args.slot_blocks + position / kBlock;
     row = position % kBlock;
-    cached =
-        reinterpret_cast<uint8_t*>(args.caches[task.slot]) + number * 2 * kHalfBytes + row * 16;
+    cached = reinterpret_cast<uint8_t*>(args.caches[task.slot]) + number * 2 * kHalfBytes +
+             row * kRowBytes;
     const int64_t at = task.slot * args.stride + static_cast<int64_t>(task.head) * HEAD_DIM;
-    const float2* const rotations = rotations_of(args, task.slot);
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
       const int dim = min(dimension(i), HEAD_DIM / 2 - 1);
-      float first = to_float(args.k[at + dim]), second = to_float(args.k[at + dim + HEAD_DIM / 2]);
-      if (rotations) rotate(rotations, dim, first, second);
-      keys[i] = packed(first, second);
+      keys[i].first = args.k[at + dim], keys[i].second = args.k[at + dim + HEAD_DIM / 2];
     }
 #pragma unroll
     for (int i = 0; i < kValues; i++)
       values[i] = args.v[at + min(dimension(i), HEAD_DIM - 1)];
   }
 
+  __device__ __forceinline__ void turn(const float2* rotations) {
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      float first = to_float(keys[i].first), second = to_float(keys[i].second);
+      rotate(rotations, min(dimension(i), HEAD_DIM / 2 - 1), first, second);
+      convert(keys[i].first, first), convert(keys[i].second, second);
+    }
+  }
+
   // Its keys into the stage and the cache.
   __device__ __forceinline__ void put_keys(uint8_t* stage) const {
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
-      const Pair pair = *reinterpret_cast<const Pair*>(&keys[i]);
       const int dim = dimension(i);
       if (dim >= HEAD_DIM / 2) continue;
-      put(stage, cached, dim, pair.first);
-      put(stage, cached, dim + HEAD_DIM / 2, pair.second);
+      put(stage, cached, dim, keys[i].first);
+      put(stage, cached, dim + HEAD_DIM / 2, keys[i].second);
     }
     __syncwarp();
   }
@@ -107,12 +123,9 @@ struct NewToken {
     for (int i = 0; i < kValues; i++) {
       if (dimension(i) < HEAD_DIM) put(stage, cached + kHalfBytes, dimension(i), values[i]);
     }
-    const int lane = threadIdx.x % 32;
-    if (lane < kChunks) {
-      auto* const rows = reinterpret_cast<float4*>(stage + lane * kChunkBytes);
-      for (int behind = row + 1; behind % kTileRows; behind++)
-        rows[behind] = {0.0f, 0.0f, 0.0f, 0.0f};
-    }
+    const int end = (row / kTileRows + 1) * kTileRows * kRowBytes;
+    for (int at = (row + 1) * kRowBytes + threadIdx.x % 32 * 16; at < end; at += 32 * 16)
+      *reinterpret_cast<float4*>(stage + at) = {0.0f, 0.0f, 0.0f, 0.0f};
     __syncwarp();
   }
 
@@ -122,8 +135,8 @@ struct NewToken {
   }
   __device__ __forceinline__ void put(uint8_t* stage, uint8_t* position, int dim,
                                       Element value) const {
-    const int offset = dim / 8 * kChunkBytes + dim % 8 * 2;
-    *reinterpret_cast<Element*>(stage + row * 16 + offset) = value;
+    const int offset = (dim / 8 ^ swizzle_of(row)) * 16 + dim % 8 * 2;
+    *reinterpret_cast<Element*>(stage + row * kRowBytes + offset) = value;
     *reinterpret_cast<Element*>(position + offset) = value;
   }
 };

@@ -66,6 +66,7 @@ struct Producer {
   const Ring& ring;
   const int window;
   int slot, head, chunk, first, number, count = 0;  // the lane's item, and the next of its blocks
+  int rows;                                         // cached positions from there on
   const uint8_t* from;                              // where that lies
   int given = 0;                                    // blocks so far
   Given last, before_last;                          // of those
@@ -86,7 +87,7 @@ struct Producer {
           if (lane == warp) {
             slot = items.slot, head = items.head, chunk = items.chunk;
             first = items.first_block(), number = 0, count = items.block_count(),
-            from = items.address();
+            rows = items.length - first * kBlock, from = items.address();
           }
           items.next();
         }
@@ -120,17 +121,20 @@ struct Producer {
     post(values);
     const int place = threadIdx.x % 32 * kDepth + given % kDepth;
     const uint32_t parity = given / kDepth % 2;
-    load(fill, from, ring.k_barrier[place], parity, issued);
-    load(values, from + kHalfBytes, ring.v_barrier[place], parity, issued + 1);
+    const uint32_t bytes = min(rows, kBlock) * kRowBytes;
+    load(fill, from, bytes, ring.k_barrier[place], parity, issued);
+    load(values, from + kHalfBytes, bytes, ring.v_barrier[place], parity, issued + 1);
     before_last = last;
     last.issued = issued + 1, last.at = values;
     given++;
-    from += 2 * kHalfBytes;
+    from += 2 * kHalfBytes, rows -= kBlock;
     if (++number == count) count = 0;
   }
 
+  // Of a block that is only the new token's there is nothing to copy.
   __device__ __forceinline__ void load(const RingPosition& to, const uint8_t* source,
-                                       uint32_t barrier, uint32_t parity, int copy) {
+                                       uint32_t bytes, uint32_t barrier, uint32_t parity,
+                                       int copy) {
     if (window < ring.stages) {
       if (copy >= window) {
         const int before = to.stage - window;
@@ -140,7 +144,7 @@ struct Producer {
       ring.shared.landing[to.stage] = barrier + parity;
     }
     if (copy >= ring.stages) wait_barrier(ring.empty_barrier[to.stage], to.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(barrier, kHalfBytes);
-    ptx::bulk_load(ring.stage(to.stage), source, kHalfBytes, barrier);
+    ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+    if (bytes > 0) ptx::bulk_load(ring.stage(to.stage), source, bytes, barrier);
   }
 };

@@ -9,17 +9,32 @@ struct Scores {
   float2 low[kTiles][GROUP_TILES] = {}, high[kTiles][GROUP_TILES] = {};
 };
 
+// Where a lane's rows for matrix loads lie: of the same position in every tile, of every 16
+// dimensions the first or second 8.
+struct MatrixRow {
+  const uint32_t first;
+  const int swizzle;
+
+  __device__ __forceinline__ MatrixRow(uint32_t stage, int row, int half)
+      : first(stage + row * kRowBytes), swizzle(half ^ swizzle_of(row)) {}
+
+  __device__ __forceinline__ uint32_t of(int tile, int step) const {
+    const int chunk = 2 * step / kSwizzle * kSwizzle, within = 2 * step % kSwizzle;
+    return first + (within ^ swizzle) * 16 + tile * kTileRows * kRowBytes + chunk * 16;
+  }
+};
+
 __device__ __forceinline__ void multiply_keys(uint32_t keys, const Queries& queries,
                                               Scores& scores) {
   // Lanes of ldmatrix go by position, then by the next 8 dimensions.
   const int lane = threadIdx.x % 32;
-  const uint32_t k = keys + lane % 16 * 16 + lane / 16 * kChunkBytes;
+  const MatrixRow row(keys, lane % 16, lane / 16);
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
 #pragma unroll
     for (int i = 0; i < kTiles; i++) {
       uint32_t a[4];
-      ptx::ldmatrix_x4(a, k + 2 * s * kChunkBytes + i * kTileRows * 16);
+      ptx::ldmatrix_x4(a, row.of(i, s));
 #pragma unroll
       for (int tile = 0; tile < GROUP_TILES; tile++) {
         ptx::mma(scores.low[i][tile], scores.high[i][tile], a, queries.step[tile][s][0],
@@ -75,14 +90,14 @@ __device__ __forceinline__ void multiply_values(uint32_t values, int valid, cons
                                                 State& state) {
   // Lanes of ldmatrix go by dimension, then by the next 8 positions.
   const int lane = threadIdx.x % 32;
-  const uint32_t v = values + (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * kChunkBytes;
+  const MatrixRow row(values, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int i = 0; i < kTiles; i++) {
     if (i * kTileRows >= valid) break;
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       uint32_t a[4];
-      ptx::ldmatrix_x4_trans(a, v + 2 * s * kChunkBytes + i * kTileRows * 16);
+      ptx::ldmatrix_x4_trans(a, row.of(i, s));
 #pragma unroll
       for (int tile = 0; tile < GROUP_TILES; tile++) {
         ptx::mma(state.low[tile][s], state.high[tile][s], a, weights.pair[i][tile][0],

@@ -1,9 +1,10 @@
 // Decode attention: a new token of every slot attends to the slot's cached keys and values, which
 // lie in several memory tiers, and to its own, which are appended to the cache.
 //
-// A slot's cache is [KV heads][blocks of 64 positions][keys, values], each [HEAD_DIM / 8][64][8]
-// elements: any 8 x 8 elements that a matrix load asks for are 128 bytes in a row. Keys and values
-// of blocks, one copy each, go through a ring of stages. A block is one warp's, which keeps a
+// A slot's cache is [KV heads][blocks of 64 positions][keys, values], each [64][HEAD_DIM] elements,
+// the chunks of a row swizzled (swizzle_of) so that matrix loads find no two in the same bank. Keys
+// and values of blocks, one copy each of what is filled, go through a ring of stages, so that of a
+// last block nothing else is read. A block is one warp's, which keeps a
 // softmax (Milakov, Gimelshein 2018; FlashAttention-2, arXiv 2307.08691) for all query heads of a
 // KV head at once: keys and values are the A operands, queries and probabilities the B operands, so
 // that the tensor cores read them once for a group.
@@ -19,6 +20,17 @@
 #include "attention_producer.cuh"
 #include "attention_softmax.cuh"
 
+// Has what a warp needs of its first item brought near, but for what the kernels before write.
+__device__ __forceinline__ void look_ahead(const SplitKFlashAttnArgs& args, const Ring& ring) {
+  const int first = threadIdx.x / 32 * kDepth, lane = threadIdx.x % 32;
+  wait_barrier(ring.task_barrier[first], 0);
+  const int slot = ring.shared.tasks[first].slot;
+  if (slot < 0) return;
+  const float2* const rotations = rotations_of(args, args.lengths[slot]);
+  if (rotations && 2 * lane < HEAD_DIM / 2) ptx::touch(rotations + 2 * lane);
+  ptx::fetch_parameter(args.stride), ptx::fetch_parameter(args.scale);  // the lines behind
+}
+
 __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const Ring& ring) {
   const int warp = threadIdx.x / 32;
   const bool arrives = arrives_for_warp();
@@ -33,14 +45,19 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
     wait_barrier(ring.task_barrier[number], parity);
     const Task task = ring.shared.tasks[number];
     if (task.slot < 0) break;
-    if (task.number == 0) {
-      queries.load(args, task.slot, task.head);
-      length = args.lengths[task.slot] + 1;
-    }
+    const bool begins = task.number == 0;
+    if (begins) length = args.lengths[task.slot] + 1;
     const int valid = length - (task.first + task.number) * kBlock;
     const bool has_new = valid <= kBlock;
     NewToken token;
-    if (has_new) token.load(args, task);
+    // All that is to be read is asked for before any of it is used.
+    if (begins) queries.load(args, task.slot, task.head);
+    if (has_new) token.load(args, task, length - 1);
+    if (args.rotations) {
+      const float2* const rotations = rotations_of(args, length - 1);
+      if (begins) queries.turn(rotations);
+      if (has_new) token.turn(rotations);
+    }
     wait_barrier(ring.k_barrier[number], parity);
     if (has_new) token.put_keys(smem + task.k_stage * kHalfBytes);
     Scores scores;
@@ -82,6 +99,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
     while (tier + 1 < args.tier_count && blockIdx.x >= args.tiers[tier + 1].first_cta)
       tier++;
     Producer(ring, args.tiers[tier].window).run(Items(args, tier));
+  } else {
+    look_ahead(args, ring);
   }
   // Every thread waits, also those that read nothing: that this kernel is complete then implies
   // that those before it are, at any distance.

@@ -11,9 +11,10 @@ constexpr int kThreads = 32 * (kWarps + 1);       // and one that copies
 constexpr int kBlock = 64;                        // positions
 constexpr int kTileRows = 16;                     // the height of an mma
 constexpr int kTiles = kBlock / kTileRows;
-constexpr int kChunkBytes = kBlock * 16;  // 8 dimensions of a block's keys or values
 constexpr int kChunks = HEAD_DIM / 8;
-constexpr int kHalfBytes = kChunks * kChunkBytes;  // keys, or values, of a block: a stage
+constexpr int kRowBytes = 2 * HEAD_DIM;         // of a position
+constexpr int kHalfBytes = kBlock * kRowBytes;  // keys, or values, of a block: a stage
+constexpr int kSwizzle = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;  // divides the chunks
 constexpr int kSteps = HEAD_DIM / 16;
 
 constexpr int kPart = HEAD_DIM + 4;  // values of a head, largest score, sum of weights
@@ -50,6 +51,12 @@ struct SplitKFlashAttnArgs {
   float scale;  // of the scores, times log2(e)
 };
 
+// By what the places of a row's chunks of 8 dimensions differ from their numbers, bit by bit: so
+// the same chunks of 8 rows lie in different banks.
+__device__ __forceinline__ int swizzle_of(int row) {
+  return row % 8 * kSwizzle / 8;
+}
+
 __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int slot) {
   const int length = args.lengths[slot];
   return length < 0 ? 0 : length / kBlock + 1;
@@ -64,6 +71,7 @@ __device__ __forceinline__ int chunks_of(const SplitKFlashAttnArgs& args, int bl
 struct Items {
   const SplitKFlashAttnArgs& args;
   int slot, head = 0, chunk = 0, blocks = 0;  // of the slot
+  int length = 0;                             // its cached positions
   int chunk_blocks = 0;                       // its own: chunks are alike, but for a shorter last
   uint8_t* cache = nullptr;                   // its own
   int64_t left;                               // blocks up to where the next CTA's items start
@@ -148,6 +156,7 @@ struct Items {
     }
   }
   __device__ __forceinline__ void enter() {
+    length = args.lengths[slot];
     blocks = blocks_of(args, slot);
     const int chunks = chunks_of(args, blocks);
     if (chunks) chunk_blocks = (blocks + chunks - 1) / chunks;

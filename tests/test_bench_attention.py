@@ -122,20 +122,19 @@ def test_a_sweep() -> None:
     st.integers(1, 64), st.integers(1, 8), st.integers(1, 5000),
     st.sampled_from(attention_sweep.HEAD_DIMS),
 )  # fmt: skip
-def test_bytes_read_are_those_of_blocks(batch: int, heads: int, length: int, dim: int) -> None:
+def test_slots_have_room_in_whole_blocks(batch: int, heads: int, length: int, dim: int) -> None:
     slots = Slots(batch, heads, heads, length)
     shape = kv_blocks.KVShape(heads, dim, length)
-    # The kernel reads length // 64 + 1 blocks of a slot with `length` cached positions.
-    read = heads * ((length - 1) // 64 + 1) * 2 * attention_heuristics.stage_bytes(shape)
-    assert slot_bytes(slots, dim, "float16") == slot_bytes(slots, dim, "bfloat16") == read
-    assert read == shape.slot_bytes
+    held = heads * ((length - 1) // 64 + 1) * 2 * attention_heuristics.stage_bytes(shape)
+    assert slot_bytes(slots, dim, "float16") == slot_bytes(slots, dim, "bfloat16") == held
+    assert held == shape.slot_bytes
 
 
 def test_bytes_of_a_case() -> None:
-    # 2 KV heads of 2 blocks: keys and values of 64 positions of 64 dimensions of 2 bytes.
-    size = 2 * 2 * 2 * 64 * 64 * 2
+    # 2 KV heads, keys and values of 100 positions of 64 dimensions of 2 bytes, in 2 blocks of 64.
+    read, size = (2 * 2 * count * 64 * 2 for count in (100, 128))
     some = case()
-    assert some.tier_bytes == (3 * size, size) and some.read_bytes == 4 * size
+    assert some.tier_bytes == (3 * read, read) and some.read_bytes == 4 * read
     assert some.ratio == 0.25
     assert buffer_bytes([some, case(units=(0, 4))], 256) == [5 * (4 * size + 256), 5 * 4 * size]
 
@@ -144,7 +143,7 @@ def test_bytes_of_slots_of_different_lengths() -> None:
     slots = parse_slots("64:32/8:1-8192")
     (some,) = attention_cases(sweep(cases=(str(slots),), ratios=("0.25",)), 0.0, TINY, tiers=2)
     assert some.units == (48, 16) and some.held_bytes == (48 * 2**25, 16 * 2**25)
-    sizes = [slot_bytes(Slots(1, 32, 8, length), 128, "float16") for length in slots.lengths]
+    sizes = [length * 8 * 2 * 128 * 2 for length in slots.lengths]
     assert some.tier_bytes == (sum(sizes[:48]), sum(sizes[48:]))
     assert some.launches == max(4, 64 * MIB // sum(sizes) + 1)
     assert buffer_bytes([some], 256) == [some.launches * (2**31 + 256), some.launches * 2**29]

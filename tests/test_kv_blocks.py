@@ -27,7 +27,8 @@ def test_where_an_element_lies() -> None:
     elements = pack(keys, values, shape).view(torch.float16)
     for head, position, dim in ((0, 0, 0), (2, 129, 79), (1, 64, 9), (1, 63, 72)):
         block = (head * shape.blocks + position // BLOCK) * 2 * 80 * BLOCK
-        within = dim // 8 * BLOCK * 8 + position % BLOCK * 8 + dim % 8
+        place = dim // 8 ^ position % 8 // 4  # 10 chunks: neighbours change places
+        within = position % BLOCK * 80 + place * 8 + dim % 8
         assert elements[block + within] == keys[head, position, dim]
         assert elements[block + 80 * BLOCK + within] == values[head, position, dim]
 

@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-c", "from dakrun.cli import main; main()", "generat
 FAILING = """
 import cupy
 from dakrun.engine.graph_runner import GraphRunner
-wild = cupy.RawKernel('extern "C" __global__ void wild() { *(int*)1 = 0; }', "wild")
+wild = cupy.RawKernel('extern "C" __global__ void wild() { *(int*)16 = 0; }', "wild")
 steps, launch = [], GraphRunner.launch
 def failing(self, rows):
     steps.append(rows)

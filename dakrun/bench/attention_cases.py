@@ -26,15 +26,13 @@ class AttentionCase(Case):
 
     @property
     def tier_bytes(self) -> tuple[int, ...]:
-        """Bytes that a launch reads of each tier: blocks with positions, the new token's too."""
-        block = self.unit_bytes // _blocks(self.slots.length)
+        """Bytes that a launch reads of each tier, for each its new token's, too."""
+        position = self.unit_bytes // (_blocks(self.slots.length) * KV_BLOCK)
         lengths = iter(self.slots.lengths)
-        return tuple(
-            block * sum(map(_blocks, itertools.islice(lengths, count))) for count in self.units
-        )
+        return tuple(position * sum(itertools.islice(lengths, count)) for count in self.units)
 
     def op(self, dtype: BenchDtype) -> Op:
-        """What the planner makes of it, which counts no padding, of slots of the mean length."""
+        """What the planner makes of it, of slots of the mean length."""
         slots = self.slots
         return attention_op(
             (slots.heads, slots.kv_heads),

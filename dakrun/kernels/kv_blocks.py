@@ -1,10 +1,12 @@
 """The packed form of a slot's keys and values, which SplitK_FlashAttn reads.
 
 A slot is [KV heads][blocks of 64 positions][keys, values], and a block's keys, as its values, are
-[head_dim / 8][64 positions][8 dimensions] of 16-bit elements, so that any 8 x 8 of them that a
-matrix load asks for are 128 bytes in a row. A block is the least that is copied.
+[64 positions][head_dim] of 16-bit elements: what is filled of a block is one piece, and so is what
+is appended. Within a position, chunks of 8 dimensions are swizzled, so that the same chunks of 8
+positions, which a matrix load asks for, lie in different banks of shared memory.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +57,8 @@ def pack(keys: torch.Tensor, values: torch.Tensor, shape: KVShape) -> torch.Tens
     if (heads, dim) != (shape.kv_heads, shape.head_dim) or positions > room:
         raise ValueError(f"expected keys that fit {shape}, got {list(keys.shape)}")
     both = torch.nn.functional.pad(torch.stack((keys, values), 1), (0, 0, 0, room - positions))
-    blocks = both.view(heads, 2, shape.blocks, BLOCK, dim // CHUNK, CHUNK)
-    return blocks.permute(0, 2, 1, 4, 3, 5).contiguous().view(torch.uint8).flatten()
+    blocks = _swizzled(both, 0).view(heads, 2, shape.blocks, BLOCK, dim)
+    return blocks.transpose(1, 2).contiguous().view(torch.uint8).flatten()
 
 
 def unpack(
@@ -81,15 +83,15 @@ def write(
     heads, count, dim = keys.shape
     if start < 0 or start + count > shape.blocks * BLOCK:
         raise ValueError(f"expected positions of {shape}, got {start} to {start + count}")
-    both = torch.stack((keys, values), 1).view(heads, 2, count, dim // CHUNK, CHUNK)
+    both = _swizzled(torch.stack((keys, values), 1), start)
     done = 0
     while done < count:  # the rest of a block, whole blocks, the first of a block
         block, row = divmod(start + done, BLOCK)
         whole = (count - done) // BLOCK if row == 0 else 0
         taken = whole * BLOCK or min(BLOCK - row, count - done)
         some = both[:, :, done : done + taken].unflatten(2, (max(1, whole), -1))
-        target = blocks[:, block : block + max(1, whole), :, :, row : row + some.shape[3]]
-        target.copy_(some.permute(0, 2, 1, 4, 3, 5))
+        target = blocks[:, block : block + max(1, whole), :, row : row + some.shape[3]]
+        target.copy_(some.transpose(1, 2))
         done += taken
 
 
@@ -97,14 +99,27 @@ def read(
     slot: torch.Tensor, count: int, dtype: torch.dtype, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [Hkv, count, D] of the first positions of a slot's bytes."""
-    used = _blocks(slot, dtype, shape)[:, : ceil_div(count, BLOCK)].permute(2, 0, 1, 4, 3, 5)
-    both = used.reshape(2, shape.kv_heads, -1, shape.head_dim)
-    return both[0, :, :count], both[1, :, :count]
+    used = _blocks(slot, dtype, shape)[:, : ceil_div(count, BLOCK)].permute(2, 0, 1, 3, 4)
+    keys, values = _swizzled(used.flatten(2, 3)[:, :, :count], 0)
+    return keys, values
 
 
 def _blocks(slot: torch.Tensor, dtype: torch.dtype, shape: KVShape) -> torch.Tensor:
-    """A slot's bytes as [Hkv, blocks, keys and values, D / 8, 64, 8]."""
+    """A slot's bytes as [Hkv, blocks, keys and values, 64, D]."""
     if slot.dtype != torch.uint8 or slot.shape != (shape.slot_bytes,):
         raise ValueError(f"expected {shape.slot_bytes} bytes, got {list(slot.shape)}")
-    chunks = shape.head_dim // CHUNK
-    return slot.view(dtype).view(shape.kv_heads, shape.blocks, 2, chunks, BLOCK, CHUNK)
+    return slot.view(dtype).view(shape.kv_heads, shape.blocks, 2, BLOCK, shape.head_dim)
+
+
+def _swizzled(x: torch.Tensor, start: int) -> torch.Tensor:
+    """Rows [..., P, D] of the positions from `start` on, swizzled, or what was so as it is.
+
+    Chunk c of position p changes places with chunk c ^ (p % 8 * s // 8), where s is the largest of
+    2, 4 and 8 that divides the number of chunks.
+    """
+    count, dim = x.shape[-2:]
+    swizzle = math.gcd(dim // CHUNK, 8)
+    positions = torch.arange(count, device=x.device)[:, None]
+    chunks = torch.arange(dim // CHUNK, device=x.device)
+    places = chunks ^ (positions + start) % 8 * swizzle // 8
+    return x.unflatten(-1, (-1, CHUNK))[..., positions, places, :].flatten(-2)
