@@ -36,7 +36,7 @@ __device__ __forceinline__ float over_rows(float value, bool largest) {
 // order, first those of kGroupChunks each, then what comes of these, by whichever warp is the last
 // to have left one: what is added to what depends on the chunks alone.
 struct Parts {
-  static constexpr int kHeads = 2, kParts = 4;  // that are added up at a time
+  static constexpr int kHeads = 2, kParts = 6;  // that are added up at a time
 
   const SplitKFlashAttnArgs& args;
   const int row, chunks;  // slot times KV heads plus the KV head

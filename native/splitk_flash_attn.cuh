@@ -72,9 +72,9 @@ struct Items {
   const SplitKFlashAttnArgs& args;
   int slot, head = 0, chunk = 0, blocks = 0;  // of the slot
   int length = 0;                             // its cached positions
-  int chunk_blocks = 0;                       // its own: chunks are alike, but for a shorter last
-  uint8_t* cache = nullptr;                   // its own
-  int64_t left;                               // blocks up to where the next CTA's items start
+  int chunks = 0;
+  uint8_t* cache = nullptr;  // its own
+  int64_t left;              // blocks up to where the next CTA's items start
 
   // All lanes of a warp. An item is the CTA's in whose even share of the tier's blocks it starts.
   __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int number)
@@ -121,15 +121,16 @@ struct Items {
     }
     head = static_cast<int>(start / blocks);
     const int within = static_cast<int>(start % blocks);
-    chunk = (within + chunk_blocks - 1) / chunk_blocks;
-    left -= min(first_block(), blocks) - within;
+    chunk = (within * chunks + blocks - 1) / blocks;
+    left -= first_block() - within;
     settle();
   }
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
-  __device__ __forceinline__ int first_block() const { return chunk * chunk_blocks; }
+  // Chunks are as even as can be.
+  __device__ __forceinline__ int first_block() const { return chunk * blocks / chunks; }
   __device__ __forceinline__ int block_count() const {
-    return min(chunk_blocks, blocks - first_block());
+    return (chunk + 1) * blocks / chunks - first_block();
   }
   // The first block of the item.
   __device__ __forceinline__ uint8_t* address() const {
@@ -145,7 +146,7 @@ struct Items {
  private:
   // On to the next head or slot where this one has no more chunks; `left` bounds the slots.
   __device__ __forceinline__ void settle() {
-    while (left > 0 && first_block() >= blocks) {
+    while (left > 0 && chunk >= chunks) {
       chunk = 0;
       if (++head < args.kv_heads) continue;
       head = 0;
@@ -158,8 +159,7 @@ struct Items {
   __device__ __forceinline__ void enter() {
     length = args.lengths[slot];
     blocks = blocks_of(args, slot);
-    const int chunks = chunks_of(args, blocks);
-    if (chunks) chunk_blocks = (blocks + chunks - 1) / chunks;
+    chunks = chunks_of(args, blocks);
     cache = reinterpret_cast<uint8_t*>(args.caches[slot]);
   }
 };

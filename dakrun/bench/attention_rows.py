@@ -19,7 +19,7 @@ class AttentionRow(Row):
     case: AttentionCase
 
     def figures(self) -> dict[str, Any]:
-        """The row under keys with units; bytes are of keys and values, in blocks with positions."""
+        """The row under keys with units; bytes are of keys and values."""
         slots = self.case.slots
         return {
             "case": str(slots),
