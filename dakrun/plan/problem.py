@@ -85,8 +85,15 @@ class Problem:
         return CannotRun(
             f"the budgets are {format_bytes(short)} too small: {format_bytes(self.budgets[0])} of "
             f"HBM and {remote} for {format_bytes(self.total)} of weights and KV cache",
-            hint="raise --host-budget or --hbm-budget, or lower --batch-size or --max-model-len",
+            hint=f"raise {' or '.join(self._budget_options())}, or lower --batch-size or "
+            "--max-model-len",
         )
+
+    def _budget_options(self) -> list[str]:
+        """The options that say how much of each tier in use there is, remote ones first."""
+        peers = any(name.startswith("peer") for name in self.remote)
+        others = any(not name.startswith("peer") for name in self.remote)
+        return ["--host-budget"] * others + ["--peer-budget"] * peers + ["--hbm-budget"]
 
     def _floor(self, op: Op) -> float:
         """Seconds that one layer of `op` takes wherever its bytes lie."""
