@@ -35,7 +35,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteTier:
-    """Memory behind a link. Bandwidths are in bytes/s.
+    """Memory behind a link. Bandwidths are in bytes/s, of runs that read HBM, too.
 
     `window_bytes` caps the bytes in flight of direct reads over all SMs; `sms` is how many SMs
     saturate the link with it. Tiers that name the same `group` share that link's total rate.

@@ -19,6 +19,7 @@ from dakrun.hardware import load_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ("plan", "--model", "opt-30b", "--profile", "gh200", "--batch-size", "8")
+TWO_GPUS = (*PLAN, "--profile", "h200-nvlink-peer", "--remote", "peer")
 
 
 def run(*args: str, **environment: str) -> Result:
@@ -188,6 +189,10 @@ def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
         ((*PLAN, "--profile", "nope"), 2, "no profile 'nope'", "gh200"),
         ((*PLAN, "--model", "opt-30"), 2, "no such model directory or known name", "opt-30b"),
         ((*PLAN, "--remote", "peer:1"), 2, "no remote tier 'peer:1'", "host"),
+        ((*PLAN, "--remote", "peer"), 2, "no remote tier 'peer'", "host; dakrun profile finds"),
+        ((*TWO_GPUS, "--remote", "peer,peer:1"), 2, "peer is peer:1", "once"),
+        ((*TWO_GPUS, "--hbm-budget", "9GiB", "--peer-budget", "1GiB"), 3,
+         "too small: 9.00 GiB of HBM and 1.00 GiB of peer:1 memory", "--peer-budget or --hbm-bu"),
         ((*PLAN, "--remote", "host,host"), 2, "each must be named once", "--remote host"),
         ((*PLAN, "--hbm-budget", "9GiB", "--host-budget", "1GiB"), 3,
          "the budgets are 47.", "--host-budget"),

@@ -139,13 +139,13 @@ class _Probe:
             bench.hbm.reader(bench.sms - chosen.sms, self.ring),
         )
         window = f"window of {format_bytes(chosen.in_flight)} on {chosen.sms} SMs"
-        log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
+        rate = log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
         log.measure(f"HBM read beside {tier}, {window}", "B/s", lambda: bench.readings(*readers)[1])
         self._sharing(tier, buffer, link_rate)
         return RemoteTier(
             name=tier,
             capacity_bytes=capacity,
-            direct_bytes_per_s=link_rate,
+            direct_bytes_per_s=min(rate, link_rate),
             staged_bytes_per_s=self._staged_rate(tier, buffer),
             window_bytes=chosen.in_flight,
             sms=chosen.sms,
