@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner, Result
+from peers import readable_peer, with_peer
 from rich.console import Console
 
 from dakrun import cli
@@ -418,6 +419,22 @@ def test_memory_that_runs_out(
     monkeypatch.setattr(bench, "LLM", fail)
     result = run(*tiny)
     assert result.exit_code == 3 and "error: memory ran out: no more\nhint: choose" in result.stderr
+
+
+@pytest.mark.gpu
+def test_a_small_model_on_two_gpus() -> None:
+    peer = readable_peer()
+    wanted = sweep(
+        model="opt-125m", batch_sizes=(2,), ratios=("0.5", "auto"), remote="host,peer",
+        transports=("direct", "staged"), prompt_len=8, new_tokens=9, peer_budget=60 * 2**20,
+    )  # fmt: skip
+    *_, found = bench.measure_model(wanted, with_peer(peer), command="it", note=print)
+    tiers = [LOCAL, "host", f"peer:{peer}"]
+    assert list(found.head["ceilings_bytes_per_s"]) == tiers
+    assert list(found.head["copied_bytes_per_s"]) == tiers[1:]
+    assert [row["problem"] for row in found.rows] == [None] * 4
+    for row in found.rows:
+        assert 0 < row["limit_over_time"] < 1.2 and 0 < row["eb_total_over_ceiling"] < 1.2
 
 
 @pytest.mark.gpu
