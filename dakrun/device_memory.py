@@ -3,6 +3,7 @@
 Knows CUDA device numbers and bytes; says before anything is taken what cannot be had.
 """
 
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
@@ -12,6 +13,7 @@ from dakrun.units import format_bytes
 
 PEER_PREFIX = "peer:"
 PEER_ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
+PEER_RESERVE = 64 << 20  # of a peer's free memory: what alignment and whole pages take
 
 
 class DeviceBlock:
@@ -79,13 +81,27 @@ def check_peer(peer: int, device: int) -> None:
         )
 
 
+def free_bytes(device: int) -> int:
+    """Bytes of GPU `device` that can be had: those that are free, and those torch keeps unused."""
+    free = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def free_on_peers(tiers: Iterable[str], device: torch.device) -> int | None:
+    """Bytes that a plan may put on each of the peers among `tiers`; None where there is none.
+
+    CannotRun where `device` cannot read the memory of one of them.
+    """
+    peers = [peer_index(tier) for tier in tiers if tier.startswith(PEER_PREFIX)]
+    for peer in peers:
+        check_peer(peer, device_index(device))
+    least = min(map(free_bytes, peers), default=None)
+    return None if least is None else max(0, least - PEER_RESERVE)
+
+
 def check_free(nbytes: int, device: int, *, what: str, hint: str) -> None:
     """CannotRun with `hint` unless `device` has `nbytes` free, what torch keeps unused included."""
-    if not nbytes:
-        return
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if nbytes > free:
+    if nbytes and nbytes > (free := free_bytes(device)):
         raise CannotRun(
             f"{what} needs {format_bytes(nbytes)} of GPU {device}, {format_bytes(free)} are free",
             hint=hint,

@@ -22,6 +22,7 @@ from dakrun.hardware_parts import ComputeRate as ComputeRate
 from dakrun.hardware_parts import OpCosts as OpCosts
 from dakrun.hardware_parts import OtherSchema, bad, check_positive
 from dakrun.hardware_parts import Provenance as Provenance
+from dakrun.hardware_parts import Published as Published
 from dakrun.hardware_parts import RemoteTier as RemoteTier
 from dakrun.hardware_parts import Sweep as Sweep
 from dakrun.resources import cache_dir, resource_dir
@@ -35,8 +36,8 @@ class HardwareProfile:
 
     `linear` and `attention` are what ops cost besides what bandwidths and compute rates allow.
     `link_groups` gives the total rate of each group; on a CPU the local tier is in one, too.
-    `facts` (sizes, PCIe generation ...) and `sweeps` are for people and pictures: no plan reads
-    them.
+    `facts` (sizes, PCIe generation ...), `sweeps` and what others `published` are for people and
+    pictures: no plan reads them.
     """
 
     name: str
@@ -56,6 +57,7 @@ class HardwareProfile:
     hbm_group: str = ""
     facts: Mapping[str, int | str] = field(default_factory=dict)
     sweeps: Mapping[str, Sweep] = field(default_factory=dict)
+    published: tuple[Published, ...] = ()
 
     def __post_init__(self) -> None:
         for text in (self.name, self.description, self.device_name):
@@ -145,6 +147,7 @@ class HardwareProfile:
             tables.append((f"[compute.{dtype}]", {k: v for k, v in table.items() if v != []}))
         if self.facts:
             tables.append(("[facts]", dict(self.facts)))
+        tables += [("[[published]]", dict(vars(figure))) for figure in self.published]
         for name, sweep in self.sweeps.items():
             rows = [list(map(_number, row)) for row in sweep.rows]
             tables.append((f"[sweeps.{_key(name)}]", {"columns": [*sweep.columns], "rows": rows}))
@@ -280,6 +283,7 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
             )
             for name, table in raw.get("sweeps", {}).items()
         },
+        published=tuple(Published(**table) for table in raw.get("published", [])),
     )
 
 

@@ -35,7 +35,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteTier:
-    """Memory behind a link. Bandwidths are in bytes/s.
+    """Memory behind a link. Bandwidths are in bytes/s, of runs that read HBM, too.
 
     `window_bytes` caps the bytes in flight of direct reads over all SMs; `sms` is how many SMs
     saturate the link with it. Tiers that name the same `group` share that link's total rate.
@@ -114,6 +114,28 @@ class OpCosts:
             return values[i] + share * (values[j] - values[i])
 
         return between(self.seconds), between(self.efficiency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What others measured on such a machine: decode steps of a model that dakrun knows by name.
+
+    `offload_ratio` is the share outside HBM, `eb_bytes_per_s` the model's weight bytes over a
+    step's time.
+    """
+
+    model: str
+    batch_size: int
+    offload_ratio: float
+    eb_bytes_per_s: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(text, str) and text for text in (self.model, self.source)):
+            raise bad("a published figure lacks its model or source", "who measured what")
+        check_positive(self, f"published {self.model}", "batch_size", "eb_bytes_per_s")
+        if not 0 <= self.offload_ratio <= 1:
+            raise bad(f"published offload_ratio is {self.offload_ratio}", "from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

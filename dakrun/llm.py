@@ -15,6 +15,7 @@ import torch
 from dakrun import hub, memory
 from dakrun.checkpoint import Checkpoint
 from dakrun.config import Dtype, LoadFormat, ModelConfig, SamplingParams, Workload
+from dakrun.device_memory import free_on_peers
 from dakrun.dummy import Dummy
 from dakrun.engine.build import graph_runner, manifest_of, torch_runner
 from dakrun.engine.engine import Engine
@@ -190,10 +191,14 @@ class LLM:
             max_model_len=length,
         )
         local, remote = self._free_memory()
+        peer = policy.peer_budget
+        if peer is None and self.device.type == "cuda":
+            peer = free_on_peers(policy.remote_tiers(self.profile), self.device)
         policy = replace(
             policy,
             hbm_budget=local if policy.hbm_budget is None else policy.hbm_budget,
             host_budget=remote if policy.host_budget is None else policy.host_budget,
+            peer_budget=peer,
         )
         if batch_size == "auto":
             workload = choose_batch_size(

@@ -207,7 +207,7 @@ def policy_options(command: Command) -> Command:
         remote: str,
         **rest: Any,
     ) -> int | None:
-        from dakrun.plan.planner import Policy
+        from dakrun.plan.policy import Policy, parse_remote
 
         policy = Policy(
             hbm_budget=hbm_budget,
@@ -217,7 +217,7 @@ def policy_options(command: Command) -> Command:
             kv_offload_ratio=kv_offload_ratio,
             strategy=strategy,
             transport=None if transport == "auto" else transport,  # type: ignore[arg-type]
-            remote=tuple(tier.strip() for tier in remote.split(",")),
+            remote=parse_remote(remote),
         )
         return command(policy=policy, **rest)
 

@@ -27,7 +27,7 @@ HEAD = {
     "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
     "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
     "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
-    "ceilings_measured": True, "copied_bytes_per_s": None,
+    "ceilings_measured": True, "copied_bytes_per_s": {},
 }  # fmt: skip
 
 

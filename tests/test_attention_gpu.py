@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 from attended import Case
+from packed_linear import moved
+from peers import readable_peer
 
 from dakrun.kernels.attention import Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import AttentionConfig
@@ -32,13 +34,16 @@ def test_it_is_exact(dim: int, group: int, dtype: torch.dtype) -> None:
         case.check(out, slots, 1e-3 if dtype == torch.float16 else 8e-3)
 
 
+@pytest.mark.parametrize("tier", ["host", "peer"])
 @pytest.mark.parametrize("group", [1, 4, 16])
-def test_no_bit_depends_on_tiers_or_sms(group: int) -> None:
+def test_no_bit_depends_on_tiers_or_sms(group: int, tier: str) -> None:
+    if tier == "peer":
+        readable_peer()
     case = on_the_gpu(group, 128, torch.float16, rope=True)
     wanted = case.run(case.config(sms=all_sms()), case.slots())
     for local, sms in ((7, 20), (4, all_sms()), (0, all_sms()), (6, 50)):
         slots: Sequence[torch.Tensor] = case.slots()
-        slots = [*slots[:local], *(slot.cpu().pin_memory() for slot in slots[local:])]
+        slots = [*slots[:local], *(moved(slot, tier) for slot in slots[local:])]
         out = case.run(case.config((local, len(slots) - local), sms=sms), slots)
         assert torch.equal(out.view(torch.int16), wanted.view(torch.int16)), (local, sms)
         case.check(out, slots, 1e-3)

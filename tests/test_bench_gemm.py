@@ -153,19 +153,19 @@ def test_the_shapes_of_a_model() -> None:
     assert ("project_in",) in alike and ("lm_head",) in alike
 
 
-def test_the_remote_tier() -> None:
+def test_the_remote_tiers() -> None:
     peers = load_profile("h200-nvlink-peer")
-    assert sweep(ratios=("0",)).remote_tier(PROFILE) is None
+    assert sweep(ratios=("0",)).remote_tiers(PROFILE) == []
     for ratio in ("0.1", TURNING_POINT):
-        assert sweep(ratios=("0", ratio)).remote_tier(PROFILE) == PROFILE.tier("host")
+        assert sweep(ratios=("0", ratio)).remote_tiers(PROFILE) == [PROFILE.tier("host")]
     for remote in ("peer", "peer:1"):
-        found = sweep(ratios=("1",), remote=remote).remote_tier(peers)
-        assert found == peers.tier("peer:1")
+        found = sweep(ratios=("1",), remote=remote).remote_tiers(peers)
+        assert found == [peers.tier("peer:1")]
     for remote in ("peer", "peer:3", "host,peer"):
         with pytest.raises(UsageError, match="no remote tier"):
-            sweep(ratios=("1",), remote=remote).remote_tier(PROFILE)
+            sweep(ratios=("1",), remote=remote).remote_tiers(PROFILE)
     with pytest.raises(UsageError, match="is of a CPU"):
-        sweep().remote_tier(load_profile("cpu"))
+        sweep().remote_tiers(load_profile("cpu"))
 
 
 @given(st.integers(1, 20_000), st.floats(0, 1), st.floats(0, 1))

@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner, Result
+from peers import readable_peer, with_peer
 from rich.console import Console
 
 from dakrun import cli
@@ -35,8 +36,8 @@ from dakrun.llm import LLM
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.roofline import Links
 
-H200 = load_profile("h200-pcie5")
-RATES = Ceilings({LOCAL: 4.7e12, "host": 5.1e10}, copied=5.5e10)
+H200, PEERS = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
+RATES = Ceilings({LOCAL: 4.7e12, "host": 5.1e10}, copied={"host": 5.5e10})
 POINT = Point(batch_size=8, ratio=0.25, transport="auto")
 NAME = "opt-like-125m"
 
@@ -46,7 +47,8 @@ def sweep(**asked: Any) -> ModelSweep:
     defaults = {
         "model": "opt-6.7b", "load_format": "dummy", "batch_sizes": (8,), "ratios": ("0",),
         "transports": ("auto",), "remote": "host", "dtype": "float16", "prompt_len": 32,
-        "new_tokens": 32, "rival": None,
+        "new_tokens": 32, "rival": None, "hbm_budget": None, "host_budget": None,
+        "peer_budget": None,
     }  # fmt: skip
     return model_sweep(**{**defaults, **asked})
 
@@ -62,7 +64,7 @@ def row(point: Point = POINT, **changes: Any) -> ModelRow:
     plan = a_plan(batch_size=point.batch_size, **changes)
     run = Run(
         plan=plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=(0.1, 0.3, 0.2), prefill_s=0.4,
-        kv_bytes=1e9, limit_s=0.015, gap_s=2e-6, gpu_bytes=14 * 2**30,
+        kv_bytes=1e9, limit_s=0.015, ceiling_bytes_per_s=5e12, gap_s=2e-6, gpu_bytes=14 * 2**30,
     )  # fmt: skip
     return measured_row(point, run)
 
@@ -99,34 +101,39 @@ def test_a_sweep() -> None:
 
 def test_the_policy_of_a_point() -> None:
     free = Point(batch_size=1, ratio="auto", transport="auto")
-    assert free.policy("peer:1") == Policy(remote=("peer:1",))
+    common = sweep(remote="host, peer:1", hbm_budget=5).policy
+    assert free.policy(common) == Policy(remote=("host", "peer:1"), hbm_budget=5)
     fixed = Point(batch_size=1, ratio=0.0, transport="staged")
-    assert fixed.policy("host") == Policy(offload_ratio=0.0, transport="staged")
+    assert fixed.policy(Policy()) == Policy(offload_ratio=0.0, transport="staged")
     assert str(free) == "batch 1, a planned share remote, auto"
     assert str(fixed) == "batch 1, 0.00% remote, staged"
 
 
-def test_the_remote_tier() -> None:
-    assert sweep(ratios=("0",)).remote_tier(H200) is None
+def test_the_remote_tiers() -> None:
+    assert sweep(ratios=("0",)).remote_tiers(H200) == []
     for ratio in ("0.1", "auto"):
-        assert sweep(ratios=("0", ratio)).remote_tier(H200) == H200.tier("host")
+        assert sweep(ratios=("0", ratio)).remote_tiers(H200) == [H200.tier("host")]
+    both = sweep(ratios=("0.1",), remote="peer,host").remote_tiers(PEERS)
+    assert [tier.name for tier in both] == ["peer:1", "host"]
     with pytest.raises(UsageError, match="no remote tier 'peer'"):
-        sweep(remote="peer").remote_tier(H200)
+        sweep(remote="peer").remote_tiers(H200)
+    with pytest.raises(UsageError, match="peer is peer:1"):
+        sweep(remote="peer,peer:1").remote_tiers(PEERS)
 
 
 @pytest.mark.parametrize("transport", ["direct", "staged"])
 def test_the_limit_in_hbm(transport: str) -> None:
     plan = a_plan(offload_ratio=0.0, transport=transport)
-    alone = measured_links(Ceilings({LOCAL: 4.7e12}))
+    alone = measured_links(Ceilings({LOCAL: 4.7e12}), H200)
     assert limit_s(plan, alone) == pytest.approx(plan.read_bytes(0) / 4.7e12)
-    assert limit_s(plan, measured_links(RATES)) == limit_s(plan, alone)
+    assert limit_s(plan, measured_links(RATES, H200)) == limit_s(plan, alone)
 
 
 @pytest.mark.parametrize(("transport", "rate"), [("direct", 5.1e10), ("staged", 5.5e10)])
 def test_the_limit_of_a_link(transport: str, rate: float) -> None:
     plan = a_plan(offload_ratio=0.5, kv_offload_ratio=0.0, transport=transport, strategy="uniform")
     link_s = plan.read_bytes(1) / rate
-    found = limit_s(plan, measured_links(RATES))
+    found = limit_s(plan, measured_links(RATES, H200))
     attention_s = plan.op("attention").read_bytes(0) / 4.7e12
     assert link_s <= found <= (link_s + attention_s) * (1 + 1e-9)
     assert (found == pytest.approx(link_s)) == (transport == "staged"), "copies run ahead"
@@ -181,7 +188,14 @@ def test_a_failed_row() -> None:
 
 def test_keys_carry_units() -> None:
     plain = {"batch_size", "asked_transport", "asked_ratio", "transports", "ratio", "steps"}
-    plain |= {"spread", "limit_over_time", "prediction_error", "speedup", "problem"}
+    plain |= {
+        "spread",
+        "limit_over_time",
+        "eb_total_over_ceiling",
+        "prediction_error",
+        "speedup",
+        "problem",
+    }
     keys = row().figures.keys()
     assert all(key.endswith(("_s", "_bytes", "_per_s")) for key in keys - plain)
     assert {column.key for column in model_columns(sweep(rival="transformers"))} <= keys
@@ -191,7 +205,7 @@ def test_forms() -> None:
     found = record(row(), failed_row(POINT, "too large"))
     head, _, table = as_text(found, "csv").partition("\n")
     assert head.startswith("# opt-6.7b, 32 + 16 tokens, random weights; NVIDIA H200, 2026-11-21")
-    assert "host 51.0 GB/s, copy engine 55.0 GB/s (turning point 1.08%)" in head
+    assert "host 51.0 GB/s, copy engine from host 55.0 GB/s (turning point 1.08%)" in head
     first, second = csv.DictReader(io.StringIO(table))
     assert float(first["tpot_s"]) == 0.03 and first["problem"] == ""
     assert second["tpot_s"] == "" and second["problem"] == "too large"
@@ -211,7 +225,7 @@ def test_the_table_fits() -> None:
 def test_a_cpus_head() -> None:
     shown = record(row())
     changed = {
-        "driver": None, "cuda": None, "copied_bytes_per_s": None, "ceilings_measured": False,
+        "driver": None, "cuda": None, "copied_bytes_per_s": {}, "ceilings_measured": False,
         "ceilings_bytes_per_s": {LOCAL: 1.2e10}, "load_format": "auto",
     }  # fmt: skip
     cpu = Record({**shown.head, **changed}, shown.columns, shown.rows)
@@ -408,6 +422,22 @@ def test_memory_that_runs_out(
 
 
 @pytest.mark.gpu
+def test_a_small_model_on_two_gpus() -> None:
+    peer = readable_peer()
+    wanted = sweep(
+        model="opt-125m", batch_sizes=(2,), ratios=("0.5", "auto"), remote="host,peer",
+        transports=("direct", "staged"), prompt_len=8, new_tokens=9, peer_budget=60 * 2**20,
+    )  # fmt: skip
+    *_, found = bench.measure_model(wanted, with_peer(peer), command="it", note=print)
+    tiers = [LOCAL, "host", f"peer:{peer}"]
+    assert list(found.head["ceilings_bytes_per_s"]) == tiers
+    assert list(found.head["copied_bytes_per_s"]) == tiers[1:]
+    assert [row["problem"] for row in found.rows] == [None] * 4
+    for row in found.rows:
+        assert 0 < row["limit_over_time"] < 1.2 and 0 < row["eb_total_over_ceiling"] < 1.2
+
+
+@pytest.mark.gpu
 def test_a_small_model_on_a_gpu() -> None:
     wanted = sweep(
         model="opt-125m", batch_sizes=(2,), ratios=("0", "0.5"), transports=("direct", "staged"),
@@ -415,7 +445,7 @@ def test_a_small_model_on_a_gpu() -> None:
     )  # fmt: skip
     *_, found = bench.measure_model(wanted, H200, command="it", note=print)
     assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
-    assert found.head["copied_bytes_per_s"] > 0
+    assert found.head["copied_bytes_per_s"]["host"] > 0
     assert [row["problem"] for row in found.rows] == [None] * 4
     for row in found.rows:
         assert row["steps"] == bench.ROUNDS * 8 and row["gap_s"] is not None

@@ -19,6 +19,7 @@ from dakrun.hardware import load_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ("plan", "--model", "opt-30b", "--profile", "gh200", "--batch-size", "8")
+TWO_GPUS = (*PLAN, "--profile", "h200-nvlink-peer", "--remote", "peer")
 
 
 def run(*args: str, **environment: str) -> Result:
@@ -124,6 +125,29 @@ def test_json() -> None:
     assert sum(tier["sms"] for tier in qkv["tiers"]) == shown["profile"]["sms"]
 
 
+@pytest.mark.parametrize("ratio", ["auto", "0.3"])
+def test_what_others_published_is_shown_beside(ratio: str) -> None:
+    """Of the same model and batch size, at their offload ratio whatever is planned."""
+    (found,) = plan_json("--offload-ratio", ratio)["published"]
+    assert (found["model"], found["batch_size"], found["offload_ratio"]) == ("opt-30b", 8, 0.1)
+    assert found["eb_bytes_per_s"] == 3.3e12 and "2604.26074" in found["source"]
+    alike = plan_json("--offload-ratio", "0.1")
+    for kind in ("bound", "predicted"):
+        assert found[f"{kind}_eb_bytes_per_s"] == alike[kind]["eb_bytes_per_s"]
+    bound = found["bound_eb_bytes_per_s"]
+    assert found["efficiency"] == pytest.approx(3.3e12 / bound)
+    assert found["predicted_efficiency"] == pytest.approx(found["predicted_eb_bytes_per_s"] / bound)
+    text = " ".join(run(*PLAN, "--offload-ratio", ratio).stdout.split())
+    assert "published EB 3,300.0 GB/s with 10% outside hbm, 75% of the bound" in text
+
+
+@pytest.mark.parametrize(
+    "other", [("--batch-size", "9"), ("--model", "opt-6.7b"), ("--profile", "h200-spec")]
+)
+def test_nothing_is_published_of_others(other: tuple[str, ...]) -> None:
+    assert plan_json(*other)["published"] == []
+
+
 def test_the_uniform_strategy_is_shown_beside_the_plan() -> None:
     budget = ("--hbm-budget", "20GiB")
     shown = plan_json(*budget)["uniform"]
@@ -188,6 +212,10 @@ def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
         ((*PLAN, "--profile", "nope"), 2, "no profile 'nope'", "gh200"),
         ((*PLAN, "--model", "opt-30"), 2, "no such model directory or known name", "opt-30b"),
         ((*PLAN, "--remote", "peer:1"), 2, "no remote tier 'peer:1'", "host"),
+        ((*PLAN, "--remote", "peer"), 2, "no remote tier 'peer'", "host; dakrun profile finds"),
+        ((*TWO_GPUS, "--remote", "peer,peer:1"), 2, "peer is peer:1", "once"),
+        ((*TWO_GPUS, "--hbm-budget", "9GiB", "--peer-budget", "1GiB"), 3,
+         "too small: 9.00 GiB of HBM and 1.00 GiB of peer:1 memory", "--peer-budget or --hbm-bu"),
         ((*PLAN, "--remote", "host,host"), 2, "each must be named once", "--remote host"),
         ((*PLAN, "--hbm-budget", "9GiB", "--host-budget", "1GiB"), 3,
          "the budgets are 47.", "--host-budget"),

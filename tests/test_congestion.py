@@ -12,6 +12,7 @@ from dakrun.probe.congestion import (
     choose_window,
     fixed_cost,
     op_costs,
+    widened,
 )
 
 KIB = 1024
@@ -58,13 +59,25 @@ def test_without_a_good_point_the_least_bad_one_is_chosen() -> None:
     assert choose_window(points, 51.53, 4741) == H200[16, 1024]
 
 
+def test_a_window_is_widened_where_that_costs_nothing() -> None:
+    host = H200[8, 256]
+    assert widened(list(H200.values()), host) == host, "HBM would be read more slowly"
+    peer = Point(16, 1024 * KIB, 373.0, 4747)
+    wider, widest = Point(16, 2048 * KIB, 376.1, 4746), Point(16, 4096 * KIB, 376.5, 4746)
+    others = Point(32, 2048 * KIB, 376.5, 4749), Point(16, 512 * KIB, 380, 4747)
+    assert widened([*others, peer, widest, wider], peer) == wider
+    assert widened([peer, Point(16, 2048 * KIB, 376.1, 4700)], peer) == peer
+    assert widened([peer, Point(16, 2048 * KIB, 373.4, 4747)], peer) == peer
+
+
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_the_window_of_a_shipped_profile_is_the_one_chosen(name: str) -> None:
     profile = load_profile(name)
     for tier in profile.remote:
         if sweep := profile.sweeps.get(f"{tier.name} congestion"):
             points = [Point(int(n), int(size), a, b) for n, size, a, b, _ in sweep.rows]
-            found = choose_window(points, tier.direct_bytes_per_s, profile.hbm_bytes_per_s)
+            rates = tier.direct_bytes_per_s, profile.hbm_bytes_per_s
+            found = widened(points, choose_window(points, *rates))
             assert (found.sms, found.in_flight) == (tier.sms, tier.window_bytes)
 
 

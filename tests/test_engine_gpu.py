@@ -1,13 +1,17 @@
 """The engine on the GPU's kernels, against transformers in float32 and against itself."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peers import readable_peer, with_peer
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
 from dakrun.config import SamplingParams
 from dakrun.engine.graph_runner import GraphRunner
+from dakrun.errors import CannotRun
+from dakrun.hardware import HardwareProfile
 from dakrun.kernels.graph import edge_kinds
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
@@ -60,10 +64,12 @@ def transformers(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda().eval()
 
 
-def load(path: Path, batch_size: int, **policy: object) -> LLM:
+def load(
+    path: Path, batch_size: int, profile: str | HardwareProfile = "auto", **policy: object
+) -> LLM:
     return LLM(
         path, device="cuda", batch_size=batch_size, max_model_len=320, expected_tokens=NEW,
-        policy=Policy(**policy),
+        profile=profile, policy=Policy(**policy),
     )  # fmt: skip
 
 
@@ -121,6 +127,55 @@ def test_what_lies_elsewhere_changes_no_bit(model: tuple[Path, PreTrainedModel])
         with load(path, 8, **policy) as llm:
             found.append(greedy(llm, given))
     assert all(other == found[0] for other in found[1:])
+
+
+def test_a_peer_changes_no_bit(model: tuple[Path, PreTrainedModel]) -> None:
+    """Weights and slots on another GPU, alone or beside the host's, and more of them by turns."""
+    path, _ = model
+    profile = with_peer(readable_peer())
+    given = prompts(12)
+    small = {"remote": ("host", "peer"), "peer_budget": 40 << 20, "offload_ratio": 0.6}
+    with load(path, 8, offload_ratio=0.0) as llm:
+        wanted = greedy(llm, given)
+    for policy, tiers in (
+        ({"offload_ratio": 0.3, "kv_offload_ratio": 0.5, "transport": "direct"}, 2),
+        ({"offload_ratio": 0.3, "kv_offload_ratio": 0.5, "transport": "staged"}, 2),
+        ({"offload_ratio": 1.0, "kv_offload_ratio": 1.0, "transport": "direct"}, 2),
+        ({"offload_ratio": 1.0, "kv_offload_ratio": 0.0, "transport": "staged"}, 2),
+        (small | {"kv_offload_ratio": 0.5, "transport": "direct"}, 3),
+        (small | {"kv_offload_ratio": 0.5, "transport": "staged"}, 3),
+    ):
+        with load(path, 8, profile, **{"remote": ("peer",), **policy}) as llm:
+            assert isinstance(llm.engine.runner, GraphRunner)
+            weights = [llm.plan.memory(tier)["weights"] for tier in range(tiers)]
+            assert policy["offload_ratio"] == 1.0 or all(weights)
+            assert greedy(llm, given) == wanted, policy
+
+
+def test_prompts_that_go_on_in_a_peer_s_slots(model: tuple[Path, PreTrainedModel]) -> None:
+    """Passes of prefill end in the middle of a prompt, which is then read where its slot lies."""
+    path, _ = model
+    profile = with_peer(readable_peer())
+    generator = torch.Generator().manual_seed(2)
+    given = torch.randint(3, VOCAB, (12, 250), generator=generator).tolist()
+    found = []
+    for ratio in (0.0, 1.0):
+        fixed = {"offload_ratio": 0.2, "kv_offload_ratio": ratio, "transport": "direct"}
+        with load(path, 12, profile, remote=("peer",), **fixed) as llm:
+            found.append(greedy(llm, given, 16))
+    assert found[0] == found[1]
+
+
+def test_a_peer_s_free_memory_is_its_budget(model: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = model
+    peer = readable_peer()
+    profile = with_peer(peer)
+    free = torch.cuda.mem_get_info(peer)[0]
+    with load(path, 2, profile, remote=("peer",)) as llm:
+        assert 0 < llm.plan.budgets[1] <= free
+    with pytest.raises(CannotRun, match="peer:99 needs GPU 99"):
+        far = replace(profile.tier(f"peer:{peer}"), name="peer:99")
+        load(path, 2, replace(profile, remote=(far,)), remote=("peer",))
 
 
 def test_idle_rows_change_no_bit(model: tuple[Path, PreTrainedModel]) -> None:

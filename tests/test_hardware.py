@@ -197,6 +197,10 @@ def test_costs_are_linear_in_the_rows() -> None:
         ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\nrows = [[1, 2]]\n[[remote]]", "rows differ"),
         ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\nrows = [[nan]]\n[[remote]]", "not finite"),
         ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\n[[remote]]", "'rows' is missing"),
+        ("offload_ratio = 0.1", "offload_ratio = 2", "published offload_ratio is 2"),
+        ("offload_ratio = 0.1\n", "", "wrong type"),
+        ("batch_size = 8", "batch_size = 0", "published opt-30b: batch_size is 0"),
+        ('model = "opt-30b"', 'model = ""', "lacks its model or source"),
     ],
 )
 def test_malformed_profiles(old: str, new: str, said: str) -> None:

@@ -21,6 +21,7 @@ from dakrun.hardware import load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.kernels import attention, gemm
 from dakrun.kernels.kv_blocks import BLOCK
+from dakrun.known_models import known_model
 from dakrun.loading import Packing, load, tier_capacities
 from dakrun.memory import allocate_tiers
 from dakrun.models import kernel_decoder
@@ -107,6 +108,20 @@ def decoder(path: Path, batch: int) -> tuple[KernelDecoder, PackedKVCache, Decod
         weights = load(source, manifest, plan, tiers, CPU, packing=packing)
     found = KernelDecoder(config, manifest, weights, accesses, cache.shape.blocks * BLOCK)
     return found, cache, DecodeStep(found, cache, accesses["attention"])
+
+
+def test_a_slot_is_read_where_the_gpu_that_computes_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of a slot in another GPU's memory come to this one's."""
+    config = known_model("opt-125m")
+    assert config is not None
+    work = Workload(batch_size=2, prompt_len=16, new_tokens=8, max_model_len=100)
+    plan = make_plan(config, work, load_profile("h200-pcie5"), Policy(kv_offload_ratio=0.5))
+    cache = PackedKVCache(
+        plan, allocate_tiers({"hbm": 2**23, "host": 2**23}, CPU), torch.float16, CPU
+    )
+    monkeypatch.setattr(cache, "_device", torch.device("meta"))
+    for slot in range(2):
+        assert all(x.is_meta and x.shape == (12, 9, 64) for x in cache.read(0, slot, 9))
 
 
 @torch.no_grad()

@@ -158,6 +158,17 @@ def test_a_peer_that_cannot_be_read(two_gpus: list[str], monkeypatch: pytest.Mon
     assert "--remote host" in caught.value.hint and two_gpus == []
 
 
+def test_what_peers_have_free(two_gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    free = device_memory.free_on_peers
+    assert free(("host",), GPU) is None and free((), GPU) is None
+    monkeypatch.setattr(device_memory, "PEER_RESERVE", 2 * MIB)
+    assert free(("host", "peer:1"), GPU) == 3 * MIB
+    monkeypatch.setattr(device_memory, "PEER_RESERVE", 9 * MIB)
+    assert free(("peer:1",), GPU) == 0
+    with pytest.raises(CannotRun, match="peer:2 needs GPU 2, and 2 GPUs are visible"):
+        free(("peer:1", "peer:2"), GPU)
+
+
 def test_peer_access_is_enabled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class CUDARuntimeError(RuntimeError):
         status = 704

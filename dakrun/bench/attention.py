@@ -57,7 +57,7 @@ def measure_attention(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    ceilings = measure_ceilings(sweep.remote_tier(profile), effort, device)
+    ceilings = measure_ceilings(sweep.remote_tiers(profile), effort, device)
     tiers = len(ceilings.rates)
     cases = list(attention_cases(sweep, ceilings.turning_point, effort, tiers=tiers))
     rows = []

@@ -4,7 +4,7 @@ Pure arithmetic; tiers.py measures.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dakrun.hardware import LOCAL, RemoteTier
 from dakrun.probe.effort import KIB, Ring, ring_for
@@ -17,11 +17,11 @@ LINK_BYTES = 2 * KIB, 128 * KIB  # in flight on an SM: what there are rings for
 class Ceilings:
     """Bytes/s that each tier in use delivers alone, HBM first.
 
-    `copied` is what the copy engine brings of the remote tier, where that was measured.
+    `copied` is what the copy engine brings of each remote tier, where that was measured.
     """
 
     rates: Mapping[str, float]
-    copied: float | None = None
+    copied: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def turning_point(self) -> float:

@@ -76,7 +76,7 @@ def measure_gemm(
     x_tiles = {tiles_for(n) for n in sweep.rows}
     compile_ahead(((SOURCE, defines(dtype, some)) for some in x_tiles), architecture(device.index))
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    ceilings = measure_ceilings(sweep.remote_tier(profile), effort, device)
+    ceilings = measure_ceilings(sweep.remote_tiers(profile), effort, device)
     tiers = len(ceilings.rates)
     cases = list(gemm_cases(sweep, ceilings.turning_point, effort, tiers=tiers))
     with operands(cases, "weights", ceilings.rates, device, note) as buffers:

@@ -36,7 +36,7 @@ def head(
         "dtype": dtype,
         "ceilings_bytes_per_s": dict(ceilings.rates),
         "ceilings_measured": on_gpu,
-        "copied_bytes_per_s": ceilings.copied,
+        "copied_bytes_per_s": dict(ceilings.copied),
         "turning_point_ratio": ceilings.turning_point,
         "profile": profile.name,
     }

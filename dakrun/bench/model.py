@@ -1,6 +1,6 @@
 """Decode steps of whole models beside what memory allows: `dakrun bench --model`.
 
-The ceilings come first, in the same process: HBM and the remote tier alone, and the copy engine;
+The ceilings come first, in the same process: HBM and each remote tier alone, and the copy engine;
 on a CPU they are the profile's. Then the model is loaded for every point, as `dakrun generate`
 loads it, and runs batches of requests of the same length to their ends, so that all slots are busy
 in every decode step: a short batch to warm up, then up to three that count. A time is the median
@@ -117,18 +117,20 @@ class _Bench:
             max_model_len=sweep.prompt_len + sweep.new_tokens,
             expected_prompt=sweep.prompt_len,
             expected_tokens=sweep.new_tokens,
-            policy=point.policy(sweep.remote),
+            policy=point.policy(sweep.policy),
             load_format=sweep.load_format,
         ) as llm:
             self._rounds(llm, point.batch_size)
             stats, free = llm.engine.stats, self._free_bytes()
+            links = self._links(llm)
             return Run(
                 plan=llm.plan,
                 step_s=stats.step_s,
                 ttft_s=stats.ttft_s,
                 prefill_s=stats.prefill_s * point.batch_size / stats.requests,
                 kv_bytes=stats.kv_bytes_read / len(stats.step_s),
-                limit_s=limit_s(llm.plan, self._links(llm)),
+                limit_s=limit_s(llm.plan, links),
+                ceiling_bytes_per_s=links.total_rate(),
                 gap_s=llm.engine.runner.details().get("replay_gap_s"),
                 gpu_bytes=self._free - free if free else None,
             )
@@ -174,7 +176,7 @@ class _Bench:
 
     def _measured(self) -> Ceilings:
         """The ceilings of a GPU; the profile's of a CPU, all tiers of which are its memory."""
-        remote = self.sweep.remote_tier(self.profile)
+        remote = self.sweep.remote_tiers(self.profile)
         if self.device.type == "cpu":
             return Ceilings({LOCAL: self.profile.hbm_bytes_per_s})
         return measure_ceilings(remote, FULL, self.device, copies=True)
@@ -182,7 +184,7 @@ class _Bench:
     def _links(self, llm: LLM) -> Links:
         if self.device.type == "cpu":
             return Links.of(self.profile, llm.plan.tiers[1:])
-        return measured_links(self.ceilings)
+        return measured_links(self.ceilings, self.profile)
 
     def _free_bytes(self) -> int:
         """Free memory of the GPU; 0 on a CPU."""

@@ -4,17 +4,21 @@ Pure arithmetic; the rates are model.py's.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 from dakrun.bench.ceilings import Ceilings
-from dakrun.hardware import LOCAL
+from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.roofline import Links, time_of
 
 
-def measured_links(ceilings: Ceilings) -> Links:
-    """The tiers of `ceilings`, the remote one read directly or by the copy engine."""
-    copied = {name: ceilings.copied or rate for name, rate in ceilings.rates.items()}
-    return Links(ceilings.rates, {**copied, LOCAL: ceilings.rates[LOCAL]})
+def measured_links(ceilings: Ceilings, profile: HardwareProfile) -> Links:
+    """The tiers of `ceilings`, remote ones read directly or by the copy engine.
+
+    What tiers share of a link is the profile's.
+    """
+    shared = Links.of(profile, tuple(ceilings.rates)[1:])
+    return replace(shared, direct=ceilings.rates, staged={**ceilings.rates, **ceilings.copied})
 
 
 def limit_s(plan: Plan, links: Links) -> float:

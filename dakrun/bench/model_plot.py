@@ -42,8 +42,10 @@ def draw(record: Record, path: Path) -> None:
         fontsize=12,
     )
     rows = [row for row in record.rows if row["problem"] is None]
-    local, *remote = head["ceilings_bytes_per_s"].values()
-    rates = [local, *(max(rate, head["copied_bytes_per_s"] or 0.0) for rate in remote)]
+    (_, local), *remote = head["ceilings_bytes_per_s"].items()
+    copied = head["copied_bytes_per_s"]
+    fastest = [max(rate, copied.get(name, 0.0)) for name, rate in remote]
+    rates = [local, sum(fastest)] if remote else [local]
     panels = (
         (left, "eb_bytes_per_s", 1e-9, "Effective bandwidth",
          "EB: weight bytes per step time (GB/s)"),
@@ -72,10 +74,10 @@ def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def ideal_s(read: float, share: float, rates: Sequence[float]) -> float:
-    """Seconds of a step that reads `read` bytes, a share of them remote, both tiers at full rate.
+    """Seconds of a step that reads `read` bytes, a share of them remote, all tiers at full rate.
 
-    `rates` are bytes/s of the local tier and of the remote one at its fastest transport; with one
-    alone, that is all there is.
+    `rates` are bytes/s of the local tier and of the remote ones together, each at its fastest
+    transport; with one alone, that is all there is.
     """
     shares = (1 - share, share) if len(rates) > 1 else (1.0,)
     return max(read * part / rate for part, rate in zip(shares, rates, strict=True))

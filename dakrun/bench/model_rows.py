@@ -21,7 +21,8 @@ class Run:
     """What was measured of a point whose `plan` was obeyed; times in seconds.
 
     `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV each on average;
-    `ttft_s` is by request, `prefill_s` that of a batch. `gap_s` is the time between steps on a GPU
+    `ttft_s` is by request, `prefill_s` that of a batch. All tiers in use together give
+    `ceiling_bytes_per_s`. `gap_s` is the time between steps on a GPU
     and `gpu_bytes` what was taken of its memory beside the CUDA context, where there is one.
     """
 
@@ -31,6 +32,7 @@ class Run:
     prefill_s: float
     kv_bytes: float
     limit_s: float
+    ceiling_bytes_per_s: float
     gap_s: float | None = None
     gpu_bytes: int | None = None
 
@@ -40,7 +42,8 @@ class ModelRow:
     """A point and its figures under keys with units; None stands for what was not measured.
 
     `transports` are those that the plan chose for remote weights. EB is the model's weight bytes
-    over the step's time, EB total all weight and KV bytes that it read. `limit_s` is what the
+    over the step's time, EB total all weight and KV bytes that it read, which is compared with the
+    ceilings of all tiers together. `limit_s` is what the
     ceilings allow (model_limit.py), `bound_s` and `predicted_s` what the profile says, `rival_s`
     the step of another program with all in HBM. `problem` is why nothing was measured.
     """
@@ -56,6 +59,7 @@ class ModelRow:
     tokens_per_s: float | None = None
     eb_bytes_per_s: float | None = None
     eb_total_bytes_per_s: float | None = None
+    eb_total_over_ceiling: float | None = None
     limit_s: float | None = None
     limit_over_time: float | None = None
     bound_s: float | None = None
@@ -118,6 +122,7 @@ def measured_row(point: Point, run: Run, rival_s: float | None = None) -> ModelR
         tokens_per_s=point.batch_size / time,
         eb_bytes_per_s=plan.weight_bytes / time,
         eb_total_bytes_per_s=(weights + run.kv_bytes) / time,
+        eb_total_over_ceiling=(weights + run.kv_bytes) / time / run.ceiling_bytes_per_s,
         limit_s=run.limit_s,
         limit_over_time=run.limit_s / time,
         bound_s=plan.bound_s,
@@ -161,6 +166,7 @@ _COLUMNS = (
     Column("tpot_s", "TPOT ms", _milliseconds),
     Column("eb_bytes_per_s", "EB GB/s", _gigabytes),
     Column("eb_total_bytes_per_s", "EB total GB/s", _gigabytes),
+    Column("eb_total_over_ceiling", "of sum", "{:.1%}".format),
     Column("limit_s", "limit ms", _milliseconds),
     Column("limit_over_time", "of limit", "{:.1%}".format),
     Column("predicted_s", "predicted ms", _milliseconds),

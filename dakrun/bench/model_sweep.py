@@ -5,7 +5,7 @@ Knows how users write them; needs no GPU and no torch.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,7 @@ from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.hub import model_config
 from dakrun.known_models import known_model
-from dakrun.plan.policy import Policy
+from dakrun.plan.policy import Policy, parse_remote
 
 AUTO: Literal["auto"] = "auto"
 
@@ -39,12 +39,12 @@ class Point:
         share = "a planned share" if self.ratio == AUTO else f"{self.ratio:.2%}"
         return f"batch {self.batch_size}, {share} remote, {self.transport}"
 
-    def policy(self, remote: str) -> Policy:
-        """What is fixed of the plan, with the tier `remote`."""
-        return Policy(
+    def policy(self, common: Policy) -> Policy:
+        """What is fixed of the plan: by the point, and by what all points have in `common`."""
+        return replace(
+            common,
             offload_ratio=None if self.ratio == AUTO else self.ratio,
             transport=None if self.transport == AUTO else self.transport,
-            remote=(remote,),
         )
 
 
@@ -53,8 +53,8 @@ class ModelSweep:
     """The model `name` with every batch size, transport and remote share.
 
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
-    random weights; `remote` is the tier that holds the share, as a profile names it. `rival` is
-    what else to measure, with all of the model in HBM.
+    random weights; `policy` has the tiers that hold the share, as a profile names them, and the
+    budgets. `rival` is what else to measure, with all of the model in HBM.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ModelSweep:
     batch_sizes: tuple[int, ...]
     ratios: tuple[ModelRatio, ...]
     transports: tuple[AskedTransport, ...]
-    remote: str
+    policy: Policy
     prompt_len: int
     new_tokens: int
     rival: Rival | None
@@ -83,13 +83,13 @@ class ModelSweep:
         for batch_size, transport, ratio in asked:
             yield Point(batch_size=batch_size, ratio=ratio, transport=transport)
 
-    def remote_tier(self, profile: HardwareProfile) -> RemoteTier | None:
-        """The remote tier in `profile`; None where every share is 0.
+    def remote_tiers(self, profile: HardwareProfile) -> list[RemoteTier]:
+        """The remote tiers in `profile`, or none where every share is 0.
 
         Raises UsageError where the profile has no such tier.
         """
-        (name,) = Policy(remote=(self.remote,)).remote_tiers(profile)
-        return profile.tier(name) if any(ratio != 0 for ratio in self.ratios) else None
+        tiers = [profile.tier(name) for name in self.policy.remote_tiers(profile)]
+        return tiers if any(ratio != 0 for ratio in self.ratios) else []
 
 
 def model_sweep(
@@ -104,6 +104,9 @@ def model_sweep(
     prompt_len: int,
     new_tokens: int,
     rival: Rival | None,
+    hbm_budget: int | None,
+    host_budget: int | None,
+    peer_budget: int | None,
 ) -> ModelSweep:
     """What the command line asks for; UsageError where something of it is malformed."""
     if model is None:
@@ -124,7 +127,12 @@ def model_sweep(
         batch_sizes=tuple(dict.fromkeys(batch_sizes)),
         ratios=tuple(dict.fromkeys(map(parse_model_ratio, ratios))),
         transports=tuple(dict.fromkeys(transports)),
-        remote=remote,
+        policy=Policy(
+            hbm_budget=hbm_budget,
+            host_budget=host_budget,
+            peer_budget=peer_budget,
+            remote=parse_remote(remote),
+        ),
         prompt_len=prompt_len,
         new_tokens=new_tokens,
         rival=rival,

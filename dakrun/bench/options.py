@@ -11,6 +11,7 @@ from typing import Any, Literal
 import click
 
 from dakrun.errors import UsageError
+from dakrun.options import Size
 
 MODEL: Literal["model"] = "model"
 KERNELS = ("gemm", "attention")
@@ -21,7 +22,7 @@ OWN = {
     "attention": ("cases", "head_dim"),
     MODEL: (
         *("model", "load_format", "batch_sizes", "transports", "prompt_len", "new_tokens"),
-        *("rival", "plot"),
+        *("hbm_budget", "host_budget", "peer_budget", "rival", "plot"),
     ),
 }
 
@@ -118,8 +119,11 @@ _OPTIONS = (
         default="host",
         show_default=True,
         metavar="host|peer[:N]",
-        help="The remote tier, as the profile names it.",
+        help="The remote tier, as the profile names it; a model's may be several, as in host,peer.",
     ),
+    click.option("--hbm-budget", type=Size(), help="model: GPU memory to use, like 20GiB."),
+    click.option("--host-budget", type=Size(), help="model: host memory to use."),
+    click.option("--peer-budget", type=Size(), help="model: memory to use of each peer GPU."),
     click.option(
         "--dtype",
         type=click.Choice(["float16", "bfloat16"]),

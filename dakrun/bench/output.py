@@ -58,8 +58,8 @@ def headline(record: Record) -> str:
     versions["dakrun"] = head["dakrun"]
     ceilings = head["ceilings_bytes_per_s"]
     rates = [f"{tier} {rate / 1e9:,.1f} GB/s" for tier, rate in ceilings.items()]
-    if head["copied_bytes_per_s"]:
-        rates.append(f"copy engine {head['copied_bytes_per_s'] / 1e9:,.1f} GB/s")
+    for tier, rate in head["copied_bytes_per_s"].items():
+        rates.append(f"copy engine from {tier} {rate / 1e9:,.1f} GB/s")
     turning = f" (turning point {head['turning_point_ratio']:.2%})" if len(ceilings) > 1 else ""
     source = "" if head["ceilings_measured"] else " by the profile"
     facts = (

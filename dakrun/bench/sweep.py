@@ -28,8 +28,8 @@ class Sweep:
     remote: str
     dtype: BenchDtype
 
-    def remote_tier(self, profile: HardwareProfile) -> RemoteTier | None:
-        """The remote tier in `profile`; None where every share is 0.
+    def remote_tiers(self, profile: HardwareProfile) -> list[RemoteTier]:
+        """The remote tier in `profile`, or none where every share is 0.
 
         Raises UsageError where the profile has no such tier, or is of no GPU.
         """
@@ -38,9 +38,8 @@ class Sweep:
                 f"profile {profile.name} is of a CPU", hint="name that of a GPU, or --profile auto"
             )
         if not any(self.ratios):
-            return None
-        (name,) = Policy(remote=(self.remote,)).remote_tiers(profile)
-        return profile.tier(name)
+            return []
+        return [profile.tier(name) for name in Policy(remote=(self.remote,)).remote_tiers(profile)]
 
 
 def parse_ratios(texts: Iterable[str]) -> tuple[Ratio, ...]:

@@ -35,19 +35,22 @@ def check_gpu() -> None:
 
 
 def measure_ceilings(
-    remote: RemoteTier | None, effort: Effort, device: torch.device, *, copies: bool = False
+    remote: Sequence[RemoteTier], effort: Effort, device: torch.device, *, copies: bool = False
 ) -> Ceilings:
-    """What HBM delivers to all SMs, and `remote` to its SMs within its window, of random bytes.
+    """What HBM delivers to all SMs, and each of `remote` to its SMs within its window, alone.
 
-    With `copies` also what the copy engine brings of `remote`.
+    The bytes are random ones. With `copies` also what the copy engine brings of each of `remote`.
     """
-    sizes = {LOCAL: effort.hbm_bytes} | ({remote.name: effort.remote_bytes} if remote else {})
+    names = [tier.name for tier in remote]
+    sizes = {LOCAL: effort.hbm_bytes} | dict.fromkeys(names, effort.remote_bytes)
     with take(sizes, device) as tiers:
         buffers = whole(tiers)
         rates = _rates(buffers, remote, effort, device)
-        if remote is None or not copies:
+        if not copies:
             return Ceilings(rates)
-        return Ceilings(rates, _copied(buffers[LOCAL], buffers[remote.name], effort))
+        return Ceilings(
+            rates, {name: _copied(buffers[LOCAL], buffers[name], effort) for name in names}
+        )
 
 
 def _copied(local: torch.Tensor, remote: torch.Tensor, effort: Effort) -> float:
@@ -63,7 +66,7 @@ def _copied(local: torch.Tensor, remote: torch.Tensor, effort: Effort) -> float:
 
 def _rates(
     buffers: Mapping[str, torch.Tensor],
-    remote: RemoteTier | None,
+    remote: Sequence[RemoteTier],
     effort: Effort,
     device: torch.device,
 ) -> dict[str, float]:
@@ -73,9 +76,9 @@ def _rates(
         fill(buffer, block)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     readers = {LOCAL: Buffer(buffers[LOCAL]).reader(sms, HBM_RING)}
-    if remote is not None:
-        there = Buffer(buffers[remote.name])
-        readers[remote.name] = there.reader(min(remote.sms, sms), link_ring(remote))
+    for tier in remote:
+        there = Buffer(buffers[tier.name])
+        readers[tier.name] = there.reader(min(tier.sms, sms), link_ring(tier))
 
     def readings(reader: Reader) -> list[float]:
         return [read_window([reader], effort.seconds)[0] for _ in range(effort.readings)]

@@ -28,7 +28,7 @@ class PackedKVCache:
         model = plan.model
         self.shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
         self.counts = tuple(count for _, count in plan.placement("attention"))
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._slots: list[torch.Tensor] = []  # uint8 [layers, bytes]
         for tier, count in plan.placement("attention"):
             if count:
@@ -50,5 +50,6 @@ class PackedKVCache:
         kv_blocks.write(self._views[slot][layer], keys, values, start, self.shape)
 
     def read(self, layer: int, slot: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [Hkv, end, D] of the first `end` positions."""
-        return kv_blocks.read(self._views[slot][layer], end, self._dtype, self.shape)
+        """Keys and values [Hkv, end, D] of the first `end` positions, on the cache's device."""
+        packed = self._views[slot][layer].to(self._device)  # a peer's, by way of its copy engine
+        return kv_blocks.read(packed, end, self._dtype, self.shape)

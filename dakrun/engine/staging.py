@@ -57,7 +57,8 @@ class StagedOperands:
 
     The others are read where they lie. `begin` and `end` go around what is launched for a step,
     which may be captured in a CUDA graph; every step leaves the first matrices of the next one in
-    the ring. One stream launches, another copies.
+    the ring. One stream launches, and one for each remote tier copies, so that links work side by
+    side.
     """
 
     def __init__(
@@ -77,31 +78,33 @@ class StagedOperands:
             for name, place in zip(staged, found, strict=True)
         ]
         self._sources = [matrices[name] for name in staged]
-        self._stream = torch.cuda.Stream(device)
+        self._streams = [torch.cuda.Stream(device) for _ in self._sources[0].parts[1:]]
         early = [i for i, place in enumerate(found) if place.early]
         self._order = [*range(len(early), len(found)), *early]  # of a step's copies
         for number in early:
             self._copy(number)
-        self._stream.synchronize()
-        self._next, self._copied = 0, dict[int, torch.cuda.Event]()
+        for stream in self._streams:
+            stream.synchronize()
+        self._next, self._copied = 0, dict[int, list[torch.cuda.Event]]()
 
     def begin(self) -> None:
         """Start a step's copies."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._wait()
         self._next, self._copied = 0, {}
         self._advance(None)
 
     def end(self) -> None:
         """Let what is launched next wait for the copies."""
-        torch.cuda.current_stream().wait_stream(self._stream)
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
 
     def fetch(self, name: str) -> PackedTensor:
         """The matrix, its remote rows in the ring where it is staged."""
         number = self._number.get(name)
         if number is None:
             return self._matrices[name]
-        if number in self._copied:  # else the step before has copied it
-            torch.cuda.current_stream().wait_event(self._copied[number])
+        for copied in self._copied.get(number, ()):  # else the step before has copied it
+            torch.cuda.current_stream().wait_event(copied)
         return self._staged[number]
 
     def release(self, name: str) -> None:
@@ -123,19 +126,24 @@ class StagedOperands:
             if after is not None and (done is None or after > done):
                 return
             if not waited:
-                self._stream.wait_stream(torch.cuda.current_stream())
+                self._wait()
                 waited = True
             self._copy(number)
             if not place.early:
-                self._copied[number] = self._stream.record_event()
+                self._copied[number] = [stream.record_event() for stream in self._streams]
             self._next += 1
 
+    def _wait(self) -> None:
+        """Let copies that are started next wait for what is launched."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream())
+
     def _copy(self, number: int) -> None:
-        parts = zip(self._staged[number].parts[1:], self._sources[number].parts[1:], strict=True)
-        with torch.cuda.stream(self._stream):
-            for to, of in parts:
-                if of.data.nbytes:
-                    copy(to.data, of.data)
+        to, of = self._staged[number].parts[1:], self._sources[number].parts[1:]
+        for stream, here, there in zip(self._streams, to, of, strict=True):
+            if there.data.nbytes:
+                with torch.cuda.stream(stream):
+                    copy(here.data, there.data)
 
 
 def _moved(matrix: PackedTensor, room: torch.Tensor) -> PackedTensor:

@@ -1,11 +1,15 @@
-"""A plan and what is told beside it: its prefill, the uniform strategy's plan, and advice.
+"""A plan and what is told beside it: its prefill, the uniform strategy's plan, what others
+published, and advice.
 
 Everything that `dakrun plan` shows is computed here, once; present.py and texts.py put it in words.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dakrun.errors import CannotRun
+from dakrun.hardware import Published
 from dakrun.plan.advice import Advice, advise
 from dakrun.plan.planner import Plan, make_plan
 from dakrun.plan.prefill import Prefill, predict_prefill
@@ -25,23 +29,61 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A figure that others `published`, and the plan with the same share outside HBM.
+
+    `efficiency` is their share of the bound, `expected` the plan's.
+    """
+
+    published: Published
+    plan: Plan
+
+    @property
+    def efficiency(self) -> float:
+        """Of what bandwidths allow: the published EB over the bound's."""
+        return self.published.eb_bytes_per_s * self.plan.bound_s / self.plan.weight_bytes
+
+    @property
+    def expected(self) -> float:
+        """The same of the prediction."""
+        return self.plan.bound_s / self.plan.predicted_s
+
+
+@dataclass(frozen=True, kw_only=True)
 class Overview:
     """`chosen` is the plan itself; `uniform` has the same share of every op remote, or cannot run.
 
-    Both are for the same model, workload, machine and budgets.
+    Both are for the same model, workload, machine and budgets, as is what was `published`.
     """
 
     chosen: Forecast
     uniform: Forecast | CannotRun
     advice: Advice
+    published: tuple[Comparison, ...] = ()
 
 
 def overview(plan: Plan) -> Overview:
-    """Plan again, with the uniform strategy and for advice, and forecast the prefill."""
+    """Plan again: with the uniform strategy, as others ran the model, and for advice."""
     policy = replace(plan.policy, strategy="uniform")
     uniform: Forecast | CannotRun
     try:
         uniform = Forecast.of(make_plan(plan.model, plan.workload, plan.profile, policy))
     except CannotRun as refusal:
         uniform = refusal
-    return Overview(chosen=Forecast.of(plan), uniform=uniform, advice=advise(plan))
+    return Overview(
+        chosen=Forecast.of(plan),
+        uniform=uniform,
+        advice=advise(plan),
+        published=tuple(_published(plan)),
+    )
+
+
+def _published(plan: Plan) -> Iterator[Comparison]:
+    """What the profile knows to be published of this model and batch size, if it fits here."""
+    name = plan.model.name.rpartition("/")[2].lower()
+    for figure in plan.profile.published:
+        if (figure.model, figure.batch_size) == (name, plan.workload.batch_size):
+            policy = replace(plan.policy, offload_ratio=figure.offload_ratio, kv_offload_ratio=None)
+            with suppress(CannotRun):
+                alike = make_plan(plan.model, plan.workload, plan.profile, policy)
+                yield Comparison(published=figure, plan=alike)

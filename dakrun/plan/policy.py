@@ -10,6 +10,11 @@ Strategy = Literal["greedy", "uniform"]
 Transport = Literal["direct", "staged"]
 
 
+def parse_remote(text: str) -> tuple[str, ...]:
+    """The remote tiers in a text such as "host,peer"."""
+    return tuple(tier.strip() for tier in text.split(","))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What the user fixes; None leaves the choice to the planner.
@@ -46,10 +51,23 @@ class Policy:
     def remote_tiers(self, profile: HardwareProfile) -> tuple[str, ...]:
         """The remote tiers as `profile` names them; "peer" is its first peer.
 
-        Raises UsageError where the profile lacks one.
+        Raises UsageError where the profile lacks one, or two are the same.
         """
         peers = [tier.name for tier in profile.remote if tier.name.startswith("peer")]
         named = [peers[0] if name == "peer" and peers else name for name in self.remote]
+        if len(set(named)) < len(named):
+            raise UsageError(
+                f"remote tiers {', '.join(self.remote)}: peer is {peers[0]}",
+                hint="name each tier once",
+            )
+        for name in named:
+            if name.startswith("peer") and name not in peers:
+                has = ", ".join(tier.name for tier in profile.remote) or "none"
+                raise UsageError(
+                    f"profile {profile.name} has no remote tier {name!r}",
+                    hint=f"it has: {has}; dakrun profile finds the peer GPUs that this one can "
+                    "read, and dakrun doctor shows them",
+                )
         return tuple(profile.tier(name).name for name in named)
 
     def budget(self, tier: str, capacity: int) -> int:

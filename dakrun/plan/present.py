@@ -9,17 +9,18 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.advice import Advice, Alternative
 from dakrun.plan.ops import KV_BLOCK, PREFILL_CHUNK_TOKENS, kv_positions
-from dakrun.plan.overview import Forecast, Overview
+from dakrun.plan.overview import Comparison, Forecast, Overview
 from dakrun.plan.planner import OpPlan, Plan
 
 SCHEMA = 1
 
 
 def overview_dict(shown: Overview) -> dict[str, Any]:
-    """What `dakrun plan --json` prints: the plan, the uniform strategy's figures, and advice."""
+    """What `dakrun plan --json` prints: the plan, what it is compared with, and advice."""
     return {
         **_forecast_dict(shown.chosen),
         "uniform": _uniform_dict(shown.uniform),
+        "published": [_published_dict(other) for other in shown.published],
         "advice": _advice_dict(shown.advice),
     }
 
@@ -207,6 +208,17 @@ def _uniform_dict(uniform: Forecast | CannotRun) -> dict[str, Any]:
         "ratio": uniform.plan.ratio,
         "bound": bound_figures(uniform),
         "predicted": predicted_figures(uniform),
+    }
+
+
+def _published_dict(other: Comparison) -> dict[str, Any]:
+    plan = other.plan
+    return {
+        **vars(other.published),
+        "efficiency": other.efficiency,
+        "predicted_eb_bytes_per_s": plan.weight_bytes / plan.predicted_s,
+        "predicted_efficiency": other.expected,
+        "bound_eb_bytes_per_s": plan.weight_bytes / plan.bound_s,
     }
 
 

@@ -58,12 +58,13 @@ class Problem:
     def lines(self, op: Op) -> tuple[Line, ...]:
         """Lower bounds of the time of all layers of `op`, by its share of every tier."""
         staged = self.policy.transport == "staged"
-        read, floor = op.layers * op.read_bytes, op.layers * self._floor(op)
+        read, floor = op.layers * op.copied_bytes, op.layers * self._floor(op)
         return self.links.lines(read, floor, staged=staged)
 
     def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
         """Seconds for one layer of `op` that reads `tier_bytes` of each tier, at full rates."""
-        lines = self.links.lines(op.read_bytes, self.compute[op.name], staged=transport == "staged")
+        staged = transport == "staged"
+        lines = self.links.lines(op.copied_bytes, self.compute[op.name], staged=staged)
         return time_of(lines, [n / op.read_bytes for n in tier_bytes])
 
     def mixed_bytes(self, op: Op, units: int, share: Sequence[float]) -> list[float]:
@@ -85,21 +86,28 @@ class Problem:
         return CannotRun(
             f"the budgets are {format_bytes(short)} too small: {format_bytes(self.budgets[0])} of "
             f"HBM and {remote} for {format_bytes(self.total)} of weights and KV cache",
-            hint="raise --host-budget or --hbm-budget, or lower --batch-size or --max-model-len",
+            hint=f"raise {' or '.join(self._budget_options())}, or lower --batch-size or "
+            "--max-model-len",
         )
+
+    def _budget_options(self) -> list[str]:
+        """The options that say how much of each tier in use there is, remote ones first."""
+        peers = any(name.startswith("peer") for name in self.remote)
+        others = any(not name.startswith("peer") for name in self.remote)
+        return ["--host-budget"] * others + ["--peer-budget"] * peers + ["--hbm-budget"]
 
     def _floor(self, op: Op) -> float:
         """Seconds that one layer of `op` takes wherever its bytes lie."""
         if self.policy.transport == "staged":
             return self.compute[op.name]
-        return max(self.compute[op.name], op.read_bytes / self.links.total_rate())
+        return max(self.compute[op.name], op.copied_bytes / self.links.total_rate())
 
     def _curve(self, op: Op) -> Curve:
         staged = self.policy.transport == "staged"
-        compute, local = self.compute[op.name], op.read_bytes / self.links.direct[LOCAL]
+        compute, local = self.compute[op.name], op.copied_bytes / self.links.direct[LOCAL]
         return Curve(
             resident=op.layers * op.resident_bytes,
-            read=op.layers * op.read_bytes,
+            read=op.layers * op.copied_bytes,
             floor=op.layers * (max(compute, local) if staged else self._floor(op)),
             local_rate=self.links.direct[LOCAL],
             remote_rate=self.links.rate(self.remote, staged=staged),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dakrun.errors import CannotRun
 from dakrun.plan.ops import kv_positions
-from dakrun.plan.overview import Forecast, Overview
+from dakrun.plan.overview import Comparison, Forecast, Overview
 from dakrun.plan.planner import OpPlan, Plan
 from dakrun.plan.present import (
     bound_figures,
@@ -109,6 +109,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
         ("bound", _speed_text(bound_figures(shown.chosen))),
         ("predicted", _speed_text(predicted_figures(shown.chosen))),
         *_uniform_rows(shown.uniform),
+        *(("published", _published_text(other)) for other in shown.published),
         ("advice", shown.advice.sentence),
     ]
 
@@ -178,6 +179,17 @@ def _uniform_rows(uniform: Forecast | CannotRun) -> list[tuple[str, str]]:
         ("uniform bound", _speed_text(bound_figures(uniform))),
         ("uniform pred.", _speed_text(predicted_figures(uniform))),
     ]
+
+
+def _published_text(other: Comparison) -> str:
+    """What others measured, what is predicted of the same, and the efficiencies between them."""
+    figure, plan = other.published, other.plan
+    predicted, bound = (plan.weight_bytes / s for s in (plan.predicted_s, plan.bound_s))
+    return (
+        f"EB {_rate(figure.eb_bytes_per_s)} with {figure.offload_ratio:.0%} outside "
+        f"{plan.tiers[0]}, {other.efficiency:.0%} of the bound of {_rate(bound)} there, where "
+        f"{_rate(predicted)}, {other.expected:.0%}, is predicted ({figure.source})"
+    )
 
 
 def _rate(bytes_per_s: float) -> str:

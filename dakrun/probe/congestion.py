@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dakrun.hardware import OpCosts, Sweep
 
 KEEPS = 0.99  # share of its own rate that a tier must keep while the other is read, too
+GAINS = 1.005  # times a tier's rate: worth a wider window
 # Bytes of a remote tier that an SM of a kernel can have in flight: a stage is the least, and the
 # ring of a kernel that leaves half of an SM to the next one's holds no more.
 PER_SM = (16 * 1024, 64 * 1024)
@@ -51,6 +52,23 @@ def choose_window(points: Sequence[Point], link_rate: float, hbm_rate: float) ->
     if good:
         return min(good, key=lambda point: (point.in_flight, point.sms))
     return max(usable, key=kept)
+
+
+def widened(points: Sequence[Point], chosen: Point) -> Point:
+    """The next larger window on as many SMs, where it moves more of the tier and costs HBM nothing.
+
+    So it is with a peer on NVLink, which has no congestion: its window is what kernels' rings hold,
+    though they move whole stages and stay below it.
+    """
+    larger = [
+        point
+        for point in points
+        if point.sms == chosen.sms
+        and point.in_flight > chosen.in_flight
+        and point.remote_rate >= GAINS * chosen.remote_rate
+        and point.hbm_rate >= chosen.hbm_rate / GAINS
+    ]
+    return min(larger, key=lambda point: point.in_flight, default=chosen)
 
 
 def op_costs(sweep: Sweep, rate: float) -> OpCosts:

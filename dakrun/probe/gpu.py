@@ -21,7 +21,7 @@ from dakrun.hardware import (
     Sweep,
 )
 from dakrun.machine_checks import numa, nvlink, pcie, visible_gpus
-from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs
+from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened
 from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
 from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
 from dakrun.probe.kernel_costs import attention_sweep, linear_sweep
@@ -131,7 +131,7 @@ class _Probe:
         link_rate = log.measure(f"{tier} read, direct", "B/s", lambda: bench.alone(best))
         grid = self.sweeps[f"{tier} congestion"] = congestion_sweep(bench, buffer, self.ring)
         points = [Point(int(n), int(size), far, near) for n, size, far, near, _ in grid.rows]
-        chosen = choose_window(points, link_rate, self.hbm_rate)
+        chosen = widened(points, choose_window(points, link_rate, self.hbm_rate))
         ring = ring_for(chosen.in_flight // chosen.sms)
         assert ring is not None
         readers = (
@@ -139,13 +139,13 @@ class _Probe:
             bench.hbm.reader(bench.sms - chosen.sms, self.ring),
         )
         window = f"window of {format_bytes(chosen.in_flight)} on {chosen.sms} SMs"
-        log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
+        rate = log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
         log.measure(f"HBM read beside {tier}, {window}", "B/s", lambda: bench.readings(*readers)[1])
         self._sharing(tier, buffer, link_rate)
         return RemoteTier(
             name=tier,
             capacity_bytes=capacity,
-            direct_bytes_per_s=link_rate,
+            direct_bytes_per_s=min(rate, link_rate),
             staged_bytes_per_s=self._staged_rate(tier, buffer),
             window_bytes=chosen.in_flight,
             sms=chosen.sms,
