@@ -172,7 +172,7 @@ def test_slots_per_tier() -> None:
 def test_predictions_are_the_plans(model: str, ratio: float) -> None:
     config = known_model(model)
     assert config is not None
-    workload = Workload(batch_size=8, prompt_len=968, new_tokens=48, max_model_len=1016)
+    workload = Workload(batch_size=8, prompt_len=1000, new_tokens=48, max_model_len=1048)
     policy = Policy(
         offload_ratio=0.0, kv_offload_ratio=ratio, strategy="uniform", transport="direct"
     )
@@ -180,7 +180,7 @@ def test_predictions_are_the_plans(model: str, ratio: float) -> None:
     (counts,) = set(op.placement)
     heads = f"{config.num_heads}/{config.num_kv_heads}"
     dtype: Any = config.dtype
-    same = case(f"8:{heads}:992", tuple(counts), head_dim=config.head_dim)
+    same = case(f"8:{heads}:1024", tuple(counts), head_dim=config.head_dim)
     found = forecast(same, same.op(dtype), dtype, PROFILE, ("host",))
     assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
     assert found.sms == op.sms

@@ -3,20 +3,16 @@
 The laws that hold for every plan are in test_plan_laws.py.
 """
 
-import math
-import statistics
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.known_models import known_model
 from dakrun.plan.batch_size import candidates, choose_batch_size
-from dakrun.plan.ops import copied_positions, decode_ops
+from dakrun.plan.ops import decode_ops
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.present import plan_dict
 from dakrun.plan.roofline import compute_time
@@ -124,24 +120,6 @@ def test_a_cpu_computes_only_the_rows_there_are() -> None:
     for rows in (1, 3, 8, 9):
         flops = 2 * rows * 21504 * 7168
         assert seconds_of_qkv(rows, cpu) == pytest.approx(flops / cpu.compute["float16"].peak)
-
-
-@given(st.integers(1, 300), st.integers(1, 300), st.integers(2, 600))
-def test_whole_blocks_of_slots_are_copied(prompt: int, new: int, room: int) -> None:
-    """By steps whose slots hold prompt, prompt + 1, ... positions, as long as there is room."""
-    assume(prompt < room)
-    workload = Workload(batch_size=1, prompt_len=prompt, new_tokens=new, max_model_len=room)
-    held = range(prompt, max(prompt + 1, min(prompt + new, room)))
-    copied = [64 * math.ceil(length / 64) for length in held]
-    assert copied_positions(workload) == pytest.approx(statistics.fmean(copied))
-
-
-def test_a_short_slot_costs_a_block() -> None:
-    """Of 48 positions a step copies 64, but what counts as read are the 48."""
-    (op,) = (op for op in decode_ops(known("opt-30b"), work(8)) if op.category == "attention")
-    assert op.copied_bytes == op.resident_bytes == pytest.approx(64 / 48 * op.read_bytes)
-    gh200 = make_plan(known("opt-30b"), work(8), GH200, Policy(offload_ratio=0.0))
-    assert gh200.op("attention").bounds_s[0] == op.copied_bytes / GH200.hbm_bytes_per_s
 
 
 @pytest.mark.parametrize("name", ["opt-30b", "llama-2-70b", "llama-3.2-3b"])

@@ -103,7 +103,7 @@ def slowest_rate(profile: HardwareProfile) -> float:
 
 def unit_time(op: Op, profile: HardwareProfile) -> float:
     """Most that one unit more or less in every layer of `op` can cost, in seconds."""
-    read = unit_sizes(op) * op.copied_bytes / op.resident_bytes
+    read = unit_sizes(op) * op.read_bytes / op.resident_bytes
     return op.layers * read / slowest_rate(profile)
 
 
@@ -185,7 +185,7 @@ def lp_time(
     """Least step time with `low` to `high` remote bytes of `ops` cut at will (HiGHS)."""
     n, bus = len(ops), profile.link_groups.get("bus", float("inf"))
     host_rate = min(profile.tier("host").direct_bytes_per_s, bus)
-    reads = np.array([op.layers * op.copied_bytes for op in ops])
+    reads = np.array([op.layers * op.read_bytes for op in ops])
     sizes = np.array([op.layers * op.resident_bytes for op in ops], dtype=float)
     unit = reads.sum() / profile.hbm_bytes_per_s
     fast, slow = reads / profile.hbm_bytes_per_s / unit, reads / host_rate / unit
@@ -273,7 +273,7 @@ def test_thresholds_and_regimes(
     local, remote = profile.hbm_bytes_per_s, profile.tier("host").direct_bytes_per_s
     turning = remote / (local + remote)
     for op in make_plan(model, workload, profile, Policy()).ops:
-        compute, read = compute_time(op.op, profile, model.dtype), op.op.copied_bytes
+        compute, read = compute_time(op.op, profile, model.dtype), op.op.read_bytes
         lowest = min(turning, max(0, 1 - compute * local / read))
         assert op.a == pytest.approx(lowest, abs=1e-9)
         assert op.b == pytest.approx(min(1, max(turning, compute * remote / read)), abs=1e-9)

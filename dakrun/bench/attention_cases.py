@@ -32,9 +32,9 @@ class AttentionCase(Case):
         return tuple(position * sum(itertools.islice(lengths, count)) for count in self.units)
 
     def op(self, dtype: BenchDtype) -> Op:
-        """What the planner makes of it, of slots of the mean length."""
+        """What the planner makes of it, which counts no padding, of slots of the mean length."""
         slots = self.slots
-        op = attention_op(
+        return attention_op(
             (slots.heads, slots.kv_heads),
             self.head_dim,
             n=slots.batch,
@@ -42,8 +42,6 @@ class AttentionCase(Case):
             positions=_blocks(slots.length) * KV_BLOCK,
             element_bytes=DTYPE_BYTES[dtype],
         )
-        copied = KV_BLOCK * sum(map(_blocks, slots.lengths))
-        return replace(op, padding=copied / sum(slots.lengths))
 
 
 def slot_bytes(slots: Slots, head_dim: int, dtype: BenchDtype) -> int:

@@ -91,6 +91,6 @@ def forecast(
     """What `profile` predicts for a case of `op` with its remote units in the tiers `remote`."""
     compute = compute_time(op, profile, dtype)
     shares = [count / sum(case.units) for count in case.units]
-    bound = time_of(Links.of(profile, remote).lines(op.copied_bytes, compute), shares)
+    bound = time_of(Links.of(profile, remote).lines(op.read_bytes, compute), shares)
     sms = sms_by_tier(op, [case.units], compute, bound, profile, remote)
     return Forecast(predicted_time(op, bound, profile), sms)

@@ -24,7 +24,7 @@ def busy_shares(plan: Plan) -> dict[str, float]:
     for op in plan.ops:
         seconds[LAUNCHES] += op.op.layers * op_cost(op.op, plan.profile)[0]
         compute = compute_time(op.op, plan.profile, plan.model.dtype)
-        lines = links.named_lines(op.op.copied_bytes, compute, staged=op.transport == "staged")
+        lines = links.named_lines(op.op.read_bytes, compute, staged=op.transport == "staged")
         for counts, layers in Counter(op.placement).items():
             shares = [size / op.op.resident_bytes for size in op.op.tier_bytes(counts)]
             for name, line in lines.items():

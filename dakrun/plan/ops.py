@@ -5,7 +5,7 @@ Knows the architecture and the workload; knows no hardware and no placement.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
@@ -22,7 +22,6 @@ class Op:
     All figures are for one layer. `resident_bytes` is what must be kept, `read_bytes` what a
     step reads of it: the same for a weight, more kept than read for a KV cache that is not yet
     full and for an embedding table. Placement is in `units`: octets of a weight, slots of a cache.
-    `padding` is how many bytes are copied for one that is read: a slot's last block comes whole.
     """
 
     name: str
@@ -36,12 +35,6 @@ class Op:
     read_bytes: float
     flops: float
     units: int
-    padding: float = 1.0
-
-    @property
-    def copied_bytes(self) -> float:
-        """What memories deliver for `read_bytes`."""
-        return self.read_bytes * self.padding
 
     def unit_bytes(self, first: int, last: int) -> int:
         """Resident bytes of the units first ... last - 1."""
@@ -74,19 +67,6 @@ def kv_positions(workload: Workload) -> int:
     return -(-workload.max_model_len // KV_BLOCK) * KV_BLOCK
 
 
-def copied_positions(workload: Workload) -> float:
-    """Positions of the whole blocks of a slot that decode steps copy, on average."""
-
-    def blocks(end: int) -> int:
-        """The blocks of slots that hold 1, 2 ... end - 1 positions, added up."""
-        whole, rest = divmod(end - 1, KV_BLOCK)
-        return KV_BLOCK * whole * (whole + 1) // 2 + rest * (whole + 1)
-
-    first = workload.prompt_len
-    last = max(first + 1, min(first + workload.new_tokens, workload.max_model_len))
-    return KV_BLOCK * (blocks(last) - blocks(first)) / (last - first)
-
-
 def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
     """The ops of one decode step in their order within the step."""
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
@@ -98,17 +78,6 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
         )
 
     hidden, embed = model.hidden_size, model.embed_size
-    attention = attention_op(
-        (model.num_heads, model.num_kv_heads),
-        model.head_dim,
-        n=n,
-        length=workload.mean_kv_len,
-        positions=kv_positions(workload),
-        element_bytes=size,
-        layers=model.num_layers,
-        in_layer=True,
-    )
-    padding = max(1.0, copied_positions(workload) / workload.mean_kv_len)
     ops = []
     if not model.tied_embeddings:
         ops.append(_embedding(model, n, size))
@@ -116,7 +85,16 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
         ops.append(linear("project_in", hidden, embed, in_layer=False))
     ops += [
         linear("qkv", model.q_size + 2 * model.kv_size, hidden),
-        replace(attention, padding=padding),
+        attention_op(
+            (model.num_heads, model.num_kv_heads),
+            model.head_dim,
+            n=n,
+            length=workload.mean_kv_len,
+            positions=kv_positions(workload),
+            element_bytes=size,
+            layers=model.num_layers,
+            in_layer=True,
+        ),
         linear("o", hidden, model.q_size),
     ]
     if model.family == "llama":

@@ -58,13 +58,12 @@ class Problem:
     def lines(self, op: Op) -> tuple[Line, ...]:
         """Lower bounds of the time of all layers of `op`, by its share of every tier."""
         staged = self.policy.transport == "staged"
-        read, floor = op.layers * op.copied_bytes, op.layers * self._floor(op)
+        read, floor = op.layers * op.read_bytes, op.layers * self._floor(op)
         return self.links.lines(read, floor, staged=staged)
 
     def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
         """Seconds for one layer of `op` that reads `tier_bytes` of each tier, at full rates."""
-        staged = transport == "staged"
-        lines = self.links.lines(op.copied_bytes, self.compute[op.name], staged=staged)
+        lines = self.links.lines(op.read_bytes, self.compute[op.name], staged=transport == "staged")
         return time_of(lines, [n / op.read_bytes for n in tier_bytes])
 
     def mixed_bytes(self, op: Op, units: int, share: Sequence[float]) -> list[float]:
@@ -100,14 +99,14 @@ class Problem:
         """Seconds that one layer of `op` takes wherever its bytes lie."""
         if self.policy.transport == "staged":
             return self.compute[op.name]
-        return max(self.compute[op.name], op.copied_bytes / self.links.total_rate())
+        return max(self.compute[op.name], op.read_bytes / self.links.total_rate())
 
     def _curve(self, op: Op) -> Curve:
         staged = self.policy.transport == "staged"
-        compute, local = self.compute[op.name], op.copied_bytes / self.links.direct[LOCAL]
+        compute, local = self.compute[op.name], op.read_bytes / self.links.direct[LOCAL]
         return Curve(
             resident=op.layers * op.resident_bytes,
-            read=op.layers * op.copied_bytes,
+            read=op.layers * op.read_bytes,
             floor=op.layers * (max(compute, local) if staged else self._floor(op)),
             local_rate=self.links.direct[LOCAL],
             remote_rate=self.links.rate(self.remote, staged=staged),

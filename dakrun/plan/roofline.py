@@ -132,9 +132,9 @@ def predicted_time(op: Op, bound: float, profile: HardwareProfile) -> float:
 
 def regime(op: Op, compute: float, links: Links) -> Regime:
     """What limits the op wherever its bytes lie: decided by times, not by the ridge."""
-    if compute >= op.copied_bytes / links.direct[LOCAL]:
+    if compute >= op.read_bytes / links.direct[LOCAL]:
         return "compute-bound"
-    return "memory-bound" if compute < op.copied_bytes / links.total_rate() else "mixed"
+    return "memory-bound" if compute < op.read_bytes / links.total_rate() else "mixed"
 
 
 def sms_by_tier(
