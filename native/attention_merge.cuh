@@ -1,7 +1,7 @@
 // The softmax state of a warp, and how those of a head's chunks come together.
 #pragma once
 
-#include "attention_producer.cuh"
+#include "attention_operands.cuh"
 
 // A warp's softmax and weighted values over the positions that it has seen. Lane 4g + t has query
 // heads 2t and 2t + 1 of each tile: of the sums of weights its own rows' part, and of the outputs
@@ -32,161 +32,141 @@ __device__ __forceinline__ float over_rows(float value, bool largest) {
   return value;
 }
 
-// Of a KV head's chunks, the parts that warps leave: [chunks][group][kPart]. They come together in
-// order, first those of kGroupChunks each, then what comes of these, by whichever warp is the last
-// to have left one: what is added to what depends on the chunks alone.
+// Of a KV head's chunks, the parts that warps leave: [chunks][group][kPart], and how many of them
+// are there. `row` is its slot times the KV heads, plus itself.
 struct Parts {
-  static constexpr int kHeads = 2, kParts = 6;  // that are added up at a time
-
   const SplitKFlashAttnArgs& args;
-  const int row, chunks;  // slot times KV heads plus the KV head
-  const int size;
+  const int row, chunks, size;
   float* const first;
-  int* const arrivals;
 
-  __device__ __forceinline__ Parts(const SplitKFlashAttnArgs& args, int row, int chunks)
+  __device__ __forceinline__ Parts(const SplitKFlashAttnArgs& args, int row)
       : args(args),
         row(row),
-        chunks(chunks),
+        chunks(chunks_of(args, blocks_of(args, row / args.kv_heads))),
         size(args.group * kPart),
-        first(args.partials + static_cast<int64_t>(row) * args.max_chunks * size),
-        arrivals(args.arrivals + row * (1 + groups_of(args.max_chunks))) {}
+        first(args.partials + static_cast<int64_t>(row) * args.max_chunks * size) {}
 
-  // Output `i` of the KV head's group.
-  __device__ __forceinline__ void store(int i, float value) const {
-    convert(args.out[static_cast<int64_t>(row) * args.group * HEAD_DIM + i], value);
+  __device__ __forceinline__ Element* outputs(int head) const {
+    return args.out + (static_cast<int64_t>(row) * args.group + head) * HEAD_DIM;
   }
 
-  // Once the part of `chunk` is there.
-  __device__ __forceinline__ void combine(int chunk) const {
-    const int group = chunk / kGroupChunks, groups = groups_of(chunks);
-    int* arrived = arrivals + 1 + group;
-    float* parts = first + group * kGroupChunks * size;
-    int stride = size;
-    int count = min(kGroupChunks, chunks - group * kGroupChunks);
-#pragma unroll 1
-    for (bool whole = groups == 1; last_of(arrived, count); whole = true) {
-      add(parts, stride, count, whole);
-      if (whole) return;
-      arrived = arrivals, parts = first, stride = kGroupChunks * size, count = groups;
+  // By a lane for the warp's part, then for all of them: whether it was the last to come.
+  __device__ __forceinline__ bool arrive() const {
+    const bool last = ptx::add_in_order(args.arrivals + row, 1) == chunks - 1;
+    if (last) args.arrivals[row] = 0;
+    return last;
+  }
+
+  // Adds up all parts of some heads, in their order, into their outputs: those behind the last head
+  // are its own once more. Of up to 32 * kTotals parts kParts are under way together: to wait for
+  // one takes the better part of a microsecond, and that at the end of a kernel.
+  template <int kHeads, int kParts, int kTotals>
+  __device__ __forceinline__ void add_up(int first_head) const {
+    const int lane = threadIdx.x % 32;
+    const float* of_head[kHeads];
+    float2 totals[kHeads][kTotals];  // largest score and sum of weights of part lane + 32 i
+#pragma unroll
+    for (int h = 0; h < kHeads; h++) {
+      of_head[h] = first + min(first_head + h, args.group - 1) * kPart;
+#pragma unroll
+      for (int i = 0; i < kTotals; i++) {
+        const int part = 32 * i + lane;
+        totals[h][i] = {kNone, 0.0f};
+        if (part < chunks) totals[h][i] = ptx::load_from_l2(total_of(of_head[h] + part * size));
+      }
+    }
+    float4 value[kHeads] = {}, more[kParts][kHeads];
+    load(more, of_head, 0);
+#pragma unroll
+    for (int h = 0; h < kHeads; h++)
+      weigh(totals[h]);
+#pragma unroll
+    for (int i = 0; i < kTotals; i++) {
+#pragma unroll
+      for (int within = 0; within < 32; within += kParts) {
+        if (32 * i + within >= chunks) break;
+        if (i + within > 0) load(more, of_head, 32 * i + within);
+#pragma unroll
+        for (int j = 0; j < kParts; j++) {
+#pragma unroll
+          for (int h = 0; h < kHeads; h++) {
+            const float by = __shfl_sync(0xffffffff, totals[h][i].x, within + j);
+            value[h].x += by * more[j][h].x, value[h].y += by * more[j][h].y;
+            value[h].z += by * more[j][h].z, value[h].w += by * more[j][h].w;
+          }
+        }
+      }
+    }
+    if (4 * lane >= HEAD_DIM) return;
+#pragma unroll
+    for (int h = 0; h < kHeads; h++) {
+      const int head = min(first_head + h, args.group - 1);
+      uint32_t* const out = reinterpret_cast<uint32_t*>(outputs(head) + 4 * lane);
+      out[0] = packed(value[h].x, value[h].y), out[1] = packed(value[h].z, value[h].w);
     }
   }
 
  private:
-  __device__ __forceinline__ static int groups_of(int chunks) {
-    return (chunks + kGroupChunks - 1) / kGroupChunks;
+  __device__ __forceinline__ static const float2* total_of(const float* part) {
+    return reinterpret_cast<const float2*>(part + HEAD_DIM);
   }
 
-  // Whether the warp is the last of so many to come here, the others' parts being there then.
-  __device__ __forceinline__ static bool last_of(int* arrivals, int count) {
-    __syncwarp();
-    int before = 0;
-    if (threadIdx.x % 32 == 0) {
-      before = ptx::add_in_order(arrivals, 1);
-      if (before == count - 1) *arrivals = 0;
-    }
-    return __shfl_sync(0xffffffff, before, 0) == count - 1;
-  }
-
-  // Adds up `count` parts, at most 16, `stride` apart, into outputs or else into the first of them.
-  // Loads are under way together as far as registers allow: to wait for one takes the better part
-  // of a microsecond, and that at the end of a kernel.
-  __device__ __forceinline__ void add(float* parts, int stride, int count, bool whole) const {
-    const int lane = threadIdx.x % 32, dim = min(4 * lane, HEAD_DIM - 4);
-#pragma unroll 1
-    for (int first_head = 0; first_head < args.group; first_head += kHeads) {
-      float4 totals[kHeads], value[kHeads] = {};
-      float scale[kHeads];
-      const float* from = parts + dim;
-      load_heads(totals, parts + min(lane, count - 1) * stride + HEAD_DIM, first_head);
-#pragma unroll 1
-      for (int part = 0; part < count; part += kParts) {
-        float4 more[kParts][kHeads];
+  // Four values of each of some parts; behind the last: zeros.
+  template <int kParts, int kHeads>
+  __device__ __forceinline__ void load(float4 (&values)[kParts][kHeads],
+                                       const float* const (&of_head)[kHeads], int from) const {
+    const int dim = min(4 * static_cast<int>(threadIdx.x % 32), HEAD_DIM - 4);
 #pragma unroll
-        for (int j = 0; j < kParts; j++) {
-          load_heads(more[j], from, first_head);
-          if (part + j + 1 < count) from += stride;
-        }
-        if (part == 0) weigh(totals, count, whole, scale);
+    for (int j = 0; j < kParts; j++) {
 #pragma unroll
-        for (int j = 0; j < kParts; j++) {
-#pragma unroll
-          for (int i = 0; i < kHeads; i++) {
-            const float by = __shfl_sync(0xffffffff, scale[i], part + j);  // behind the last: zero
-            value[i].x += by * more[j][i].x, value[i].y += by * more[j][i].y;
-            value[i].z += by * more[j][i].z, value[i].w += by * more[j][i].w;
-          }
-        }
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kHeads; i++) {
-        const int head = first_head + i;
-        if (head < args.group) put(parts, head, value[i], totals[i], whole);
+      for (int h = 0; h < kHeads; h++) {
+        values[j][h] = {};
+        if (from + j >= chunks) continue;
+        const float* const part = of_head[h] + (from + j) * size + dim;
+        values[j][h] = ptx::load_from_l2(reinterpret_cast<const float4*>(part));
       }
     }
   }
 
-  // What the parts of some heads count by, lane by lane; their totals become those of the whole.
-  __device__ __forceinline__ static void weigh(float4* totals, int count, bool whole,
-                                               float* scale) {
-    const int lane = threadIdx.x % 32;
+  // Puts what each part counts by in the place of its largest score; behind the last: zero.
+  template <int kTotals>
+  __device__ __forceinline__ static void weigh(float2 (&totals)[kTotals]) {
+    float most = kNone, sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kHeads; i++) {
-      float most = totals[i].x;
+    for (int i = 0; i < kTotals; i++)
+      most = fmaxf(most, totals[i].x);
 #pragma unroll
-      for (int far = 1; far < 32; far *= 2)
-        most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, far));
-      const float weight = lane < count ? exp2f(totals[i].x - most) : 0.0f;
-      float sum = totals[i].y * weight;
+    for (int far = 1; far < 32; far *= 2)
+      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, far));
 #pragma unroll
-      for (int far = 1; far < 32; far *= 2)
-        sum += __shfl_xor_sync(0xffffffff, sum, far);
-      scale[i] = whole ? weight / sum : weight;
-      totals[i] = {most, sum, 0.0f, 0.0f};
+    for (int i = 0; i < kTotals; i++) {
+      totals[i].x = exp2f(totals[i].x - most);
+      sum += totals[i].x * totals[i].y;
     }
-  }
-
-  // Four values of each of kHeads, `from` being where head 0 has them; behind the last: its own.
-  __device__ __forceinline__ void load_heads(float4* values, const float* from, int head) const {
 #pragma unroll
-    for (int i = 0; i < kHeads; i++) {
-      const float* const of = from + min(head + i, args.group - 1) * kPart;
-      values[i] = ptx::load_from_l2(reinterpret_cast<const float4*>(of));
-    }
-  }
-
-  __device__ __forceinline__ void put(float* parts, int head, const float4& value,
-                                      const float4& total, bool whole) const {
-    const int lane = threadIdx.x % 32, dim = 4 * lane;
-    if (dim >= HEAD_DIM) return;
-    if (whole) {
-      const int at = head * HEAD_DIM + dim;
-      store(at, value.x), store(at + 1, value.y), store(at + 2, value.z), store(at + 3, value.w);
-      return;
-    }
-    float* const part = parts + head * kPart;
-    *reinterpret_cast<float4*>(part + dim) = value;
-    if (lane == 0) *reinterpret_cast<float4*>(part + HEAD_DIM) = total;
+    for (int far = 1; far < 32; far *= 2)
+      sum += __shfl_xor_sync(0xffffffff, sum, far);
+#pragma unroll
+    for (int i = 0; i < kTotals; i++)
+      totals[i].x /= sum;
   }
 };
 
-// Stores what comes of an item: outputs, or its part.
-__device__ __forceinline__ void finish(const SplitKFlashAttnArgs& args, const Task& task,
-                                       int length, const State& state) {
+// Stores an item's outputs, or where its KV head has several chunks its part.
+__device__ __forceinline__ void store(const Parts& parts, int chunk, const State& state) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int chunks = chunks_of(args, (length + kBlock - 1) / kBlock);
-  const Parts parts(args, task.slot * args.kv_heads + task.head, chunks);
+  const bool whole = parts.chunks == 1;
 #pragma unroll
   for (int tile = 0; tile < GROUP_TILES; tile++) {
     const float2 sums = {over_rows(state.sum[tile].x, false), over_rows(state.sum[tile].y, false)};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int head = 8 * tile + 2 * t + i;
-      if (head >= args.group) continue;
+      if (head >= parts.args.group) continue;
       const float sum = i ? sums.y : sums.x, most = i ? state.most[tile].y : state.most[tile].x;
-      const float scale = chunks == 1 ? 1.0f / sum : 1.0f;
-      float* const part = parts.first + task.chunk * parts.size + head * kPart;
+      const float scale = whole ? 1.0f / sum : 1.0f;
+      Element* const out = parts.outputs(head);
+      float* const part = parts.first + chunk * parts.size + head * kPart;
 #pragma unroll
       for (int s = 0; s < kSteps; s++) {
         const float2 low = state.low[tile][s], high = state.high[tile][s];
@@ -194,15 +174,77 @@ __device__ __forceinline__ void finish(const SplitKFlashAttnArgs& args, const Ta
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int dim = 16 * s + g + 8 * half;
-          if (chunks == 1) {
-            parts.store(head * HEAD_DIM + dim, values[half]);
+          if (whole) {
+            convert(out[dim], values[half]);
           } else {
             part[dim] = values[half];
           }
         }
       }
-      if (chunks > 1 && g == 0) part[HEAD_DIM] = most, part[HEAD_DIM + 1] = sum;
+      if (!whole && g == 0) part[HEAD_DIM] = most, part[HEAD_DIM + 1] = sum;
     }
   }
-  if (chunks > 1) parts.combine(task.chunk);
 }
+
+// What becomes of the parts that a warp leaves. Whoever is the last of a KV head adds them up: few
+// of them at once; many at the end of a CTA, where all its warps share that work, and only where a
+// warp has more KV heads waiting than fit here before.
+struct Leaver {
+  static constexpr int kFew = 8, kNotLast = -1;
+
+  const SplitKFlashAttnArgs& args;
+  Shared& shared;
+  int* const rows;  // of the warp's parts that wait
+  int count = 0;
+
+  __device__ __forceinline__ Leaver(const SplitKFlashAttnArgs& args, Shared& shared)
+      : args(args), shared(shared), rows(shared.left[threadIdx.x / 32]) {}
+
+  __device__ __forceinline__ void leave(const Task& task, const State& state) {
+    const int row = task.slot * args.kv_heads + task.head;
+    const Parts parts(args, row);
+    store(parts, task.chunk, state);
+    if (parts.chunks == 1) return;
+    if (threadIdx.x % 32 == 0) rows[count] = row;
+    if (parts.chunks > kFew) {
+      count++;
+    } else if (arrive(count, 1)) {
+#pragma unroll 1
+      for (int head = 0; head < args.group; head += 2)
+        parts.add_up<2, 4, 1>(head);
+    }
+  }
+  __device__ __forceinline__ bool full() const { return count == kMostLeft; }
+
+  // Of the warp's rows alone, or at the end, when no warp has any more items, of all of them.
+  __device__ __forceinline__ void add_up(bool end) {
+    if (args.max_chunks <= kFew) return;
+    const uint32_t last = arrive(0, count);
+    const int lane = threadIdx.x % 32;
+    if (lane < kMostLeft && !(last >> lane & 1)) rows[lane] = kNotLast;
+    if (end) ptx::named_barrier_sync(kMergeBarrier, 32 * kWarps);
+    __syncwarp();
+    const int* const from = end ? shared.left[0] : rows;
+    const int entries = end ? kWarps * kMostLeft : kMostLeft, warps = end ? kWarps : 1;
+    int head = end ? threadIdx.x / 32 : 0;  // of the row, where warps take heads in turns
+#pragma unroll 1
+    for (int i = 0; i < entries; i++) {
+      if (from[i] == kNotLast) continue;
+#pragma unroll 1
+      for (; head < args.group; head += warps)
+        Parts(args, from[i]).add_up<1, 16, kMostChunks / 32>(head);
+      head -= args.group;
+    }
+    __syncwarp();
+    count = 0;
+  }
+
+ private:
+  // Says that the warp's parts of some of the rows are there: the bits of those that now have all.
+  __device__ __forceinline__ uint32_t arrive(int from, int count) const {
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    const bool last = lane >= from && lane < from + count && Parts(args, rows[lane]).arrive();
+    return __ballot_sync(0xffffffff, last);
+  }
+};

@@ -1,7 +1,7 @@
 // What a launch brings with it: queries in registers, and the new token, appended to the cache.
 #pragma once
 
-#include "splitk_flash_attn.cuh"
+#include "attention_producer.cuh"
 
 // Rotates dimension `dim` of a head, less than half of them, and its partner half of them further
 // to a position (RoPE, arXiv 2104.09864, halves as in Llama).

@@ -5,11 +5,14 @@
 
 // A block of an item and where it lies: what the copying warp tells the one that attends.
 struct Task {
-  int slot, head, chunk;     // of the item; no slot: there is nothing more
-  int first, number, count;  // block of the slot, of it that of the item, of the item's
-  int k_stage, v_stage;
+  int slot, first;         // of the item, no slot: there is nothing more; the item's first block
+  uint16_t head, chunk;    // of the item
+  uint16_t number, count;  // of its blocks: which it is, and how many there are
+  uint8_t k_stage, v_stage;
 };
 
+constexpr int kMergeBarrier = 1;  // where warps wait that have no more items
+constexpr int kMostLeft = 6;      // parts of a warp
 constexpr int kDepth = 2;  // blocks that a warp may have before it: windows are 4 copies at most
 
 struct Shared {
@@ -19,7 +22,11 @@ struct Shared {
   uint64_t empty_barriers[kMaxStages];      // the warp is done with the stage
   Task tasks[kWarps * kDepth];
   uint32_t landing[kMaxStages];  // of a copy into a stage: barrier, plus the parity of its phase
+  int left[kWarps][kMostLeft];   // KV heads of slots that warps have left parts of, see there
 };
+
+// Beside it and 1 KiB that the system takes, the ring is to leave room for another CTA on an SM.
+static_assert(sizeof(Shared) <= 1024, "a ring has what this leaves: SHARED_BYTES of heuristics.py");
 
 struct Ring {
   Shared& shared;
@@ -113,7 +120,10 @@ struct Producer {
       wait_barrier(ring.empty_barrier[before_last.at.stage], before_last.at.parity);
     }
     const int place = threadIdx.x % 32 * kDepth + given % kDepth;
-    ring.shared.tasks[place] = {slot, head, chunk, first, number, count, fill.stage, values.stage};
+    Task& task = ring.shared.tasks[place];
+    task.slot = slot, task.first = first, task.head = head, task.chunk = chunk;
+    task.number = number, task.count = count;
+    task.k_stage = fill.stage, task.v_stage = values.stage;
     ptx::mbarrier_arrive(ring.task_barrier[place]);
   }
 

@@ -31,21 +31,18 @@ __device__ __forceinline__ void look_ahead(const SplitKFlashAttnArgs& args, cons
   ptx::fetch_parameter(args.stride), ptx::fetch_parameter(args.scale);  // the lines behind
 }
 
-__device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const Ring& ring) {
-  const int warp = threadIdx.x / 32;
-  const bool arrives = arrives_for_warp();
+// What a warp keeps from block to block of an item.
+struct Attended {
   State state;
-  state.reset();
-  Queries queries = {};
-  int length = 0;  // of the item's slot, with the new token
-#pragma unroll 1
-  for (int taken = 0;; taken++) {
-    const int number = warp * kDepth + taken % kDepth;
-    const uint32_t parity = taken / kDepth % 2;
-    wait_barrier(ring.task_barrier[number], parity);
-    const Task task = ring.shared.tasks[number];
-    if (task.slot < 0) break;
-    const bool begins = task.number == 0;
+  Queries queries;
+  int length;  // of the slot, with the new token
+
+  __device__ __forceinline__ void reset() { state.reset(), queries = {}, length = 0; }
+
+  // With the barriers `number` of the ring, at their phase of `parity`.
+  __device__ __forceinline__ void add(const SplitKFlashAttnArgs& args, const Ring& ring,
+                                      const Task& task, int number, uint32_t parity) {
+    const bool begins = task.number == 0, arrives = arrives_for_warp();
     if (begins) length = args.lengths[task.slot] + 1;
     const int valid = length - (task.first + task.number) * kBlock;
     const bool has_new = valid <= kBlock;
@@ -72,9 +69,28 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
     if (has_new) ptx::fence_proxy_async();
     __syncwarp();
     if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[task.v_stage]);
-    if (task.number + 1 < task.count) continue;
-    finish(args, task, length, state);
-    state.reset(), queries = {};  // which the compiler sees need not be kept meanwhile
+  }
+};
+
+__device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const Ring& ring) {
+  Leaver parts(args, ring.shared);
+  Attended item;
+  item.reset();
+#pragma unroll 1
+  for (int taken = 0;; taken++) {
+    const int number = threadIdx.x / 32 * kDepth + taken % kDepth;
+    const uint32_t parity = taken / kDepth % 2;
+    wait_barrier(ring.task_barrier[number], parity);
+    const Task task = ring.shared.tasks[number];
+    const bool end = task.slot < 0;
+    if (!end) {
+      item.add(args, ring, task, number, parity);
+      if (task.number + 1 < task.count) continue;
+      parts.leave(task, item.state);
+    }
+    item.reset();  // in any case, so the compiler sees that nothing need be kept meanwhile
+    if (end || parts.full()) parts.add_up(end);
+    if (end) break;
   }
 }
 

@@ -18,7 +18,7 @@ constexpr int kSwizzle = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;  // di
 constexpr int kSteps = HEAD_DIM / 16;
 
 constexpr int kPart = HEAD_DIM + 4;  // values of a head, largest score, sum of weights
-constexpr int kGroupChunks = 8;      // whose parts come together first
+constexpr int kMostChunks = 128;     // of a KV head of a slot
 
 // One cubin per dtype, head size and size of the groups: BFLOAT16, HEAD_DIM, GROUP_TILES.
 constexpr float kNone = -1e30f;  // less than any score, and no infinity: less itself it is zero
@@ -41,7 +41,7 @@ struct SplitKFlashAttnArgs {
   const float2* rotations;  // [positions][HEAD_DIM / 2] (cos, sin), or null
   Element* out;             // [slots][kv_heads * group][HEAD_DIM]
   float* partials;          // [slots][kv_heads][max_chunks][group][kPart]
-  int* arrivals;            // [slots][kv_heads][1 + groups of chunks]: zero before and after
+  int* arrivals;            // [slots][kv_heads]: zero before and after
   int64_t stride;
   int tier_count, kv_heads, group;
   int slot_blocks;   // that a cache has room for, of each KV head

@@ -81,6 +81,17 @@ def test_chunks_add_up(chunk_blocks: int) -> None:
     case.check(case.run(config, slots), slots, 1e-3)
 
 
+def test_more_parts_than_a_warp_keeps_account_of() -> None:
+    """78 chunks of one CTA: its warps leave more than eight parts each."""
+    case = Case((640, 641, 642, 330), 2, 4, 64)
+    config = dataclasses.replace(case.config(sms=1), chunk_blocks=1)
+    slots = case.slots()
+    found = case.run(config, slots)
+    case.check(found, slots, 1e-3)
+    many = dataclasses.replace(case.config(sms=60), chunk_blocks=1)
+    assert torch.equal(case.run(many, case.slots()), found)
+
+
 def test_chunks_are_alike() -> None:
     """Of 11 blocks, at most 10 to a chunk, there are 6 and 5, and not 10 and 1."""
     case = Case((640, 300), 1, 4, 64)

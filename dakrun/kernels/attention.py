@@ -44,8 +44,8 @@ class _Args(ctypes.Structure):
 class Workspace:
     """Where the parts of chunks meet: one for all launches of a stream.
 
-    `partials` is float32 [slots, Hkv, chunks, group, D + 4], `arrivals` int32 [slots, Hkv, 1 +
-    groups of 8 chunks], zero between launches.
+    `partials` is float32 [slots, Hkv, chunks, group, D + 4], `arrivals` int32 [slots, Hkv], zero
+    between launches.
     """
 
     partials: torch.Tensor
@@ -58,7 +58,7 @@ class Workspace:
         size = (*heads, config.max_chunks, group, config.shape.head_dim + 4)
         return cls(
             torch.empty(size, dtype=torch.float32, device=device),
-            torch.zeros(*heads, _arrivals(config), dtype=torch.int32, device=device),
+            torch.zeros(heads, dtype=torch.int32, device=device),
         )
 
 
@@ -172,19 +172,13 @@ def _check_operands(
     ):
         raise ValueError(f"expected rotations for {shape}, got {list(rotations.shape)}")
     size = (slots, heads, config.max_chunks, group, dim + 4)
-    arrivals = (slots, heads, _arrivals(config))
-    if workspace.partials.shape != size or workspace.arrivals.shape != arrivals:
+    if workspace.partials.shape != size or workspace.arrivals.shape != (slots, heads):
         raise ValueError(f"expected a workspace of {list(size)}")
 
 
 def _check_gpu(q: torch.Tensor) -> None:
     if not q.is_cuda or q.device.index != torch.cuda.current_device():
         raise ValueError(f"expected q on the current GPU, got {q.device}")
-
-
-def _arrivals(config: AttentionConfig) -> int:
-    """Counters of a KV head: of each group of chunks whose parts come together, and of these."""
-    return 1 + ceil_div(config.max_chunks, 8)
 
 
 def _threads(group: int) -> int:

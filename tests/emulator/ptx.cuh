@@ -264,6 +264,10 @@ inline int __popc(uint32_t bits) {
   return __builtin_popcount(bits);
 }
 
+inline int __ffs(uint32_t bits) {
+  return __builtin_ffs(bits);
+}
+
 template <class T>
 T __shfl_xor_sync(uint32_t all, T value, int mask) {
   return __shfl_sync(all, value, static_cast<int>(threadIdx.x % emulator::kWarp) ^ mask);
