@@ -68,6 +68,7 @@ def plan(
     model: str,
     dtype: str,
     batch_size: int | None,
+    max_tpot: float | None,
     max_model_len: int | None,
     prompt_len: int,
     max_tokens: int,
@@ -102,7 +103,7 @@ def plan(
         max_model_len=room,
     )
     if batch_size is None:
-        workload = choose_batch_size(config, workload, hardware, policy)
+        workload = choose_batch_size(config, workload, hardware, policy, max_tpot=max_tpot)
     decision = make_plan(config, workload, hardware, policy)
     if plot:
         from dakrun.plot import plot_plan
@@ -141,6 +142,7 @@ def generate(
     source: str,
     output: str,
     batch_size: int | None,
+    max_tpot: float | None,
     max_model_len: int | None,
     device: Any,
     profile: str,
@@ -183,6 +185,7 @@ def generate(
             profile=resolve_run_profile(profile, device, tell),
             batch_size=batch_size or "auto",
             max_batch_size=count_rows(source, MAX_BATCH_SIZE),
+            max_tpot=max_tpot,
             max_model_len=max_model_len,
             expected_tokens=params.max_tokens,
             policy=policy,

@@ -41,7 +41,8 @@ class LLM:
     """A model loaded into its tiers, ready to generate; a context manager that closes it.
 
     `batch_size` "auto" takes the batch with the most predicted tokens per second, up to
-    `max_batch_size`; `max_model_len` (tokens of prompt and completion together) defaults to the
+    `max_batch_size`, that is predicted to take at most `max_tpot` seconds per output token, if that
+    is given; `max_model_len` (tokens of prompt and completion together) defaults to the
     model's positions, at most 4,096; `expected_tokens` is how long completions are planned to be,
     `expected_prompt` how long prompts (default: half of what completions leave).
     `profile` "auto" takes the one that `dakrun profile` kept of this device, or else a shipped one:
@@ -60,6 +61,7 @@ class LLM:
         profile: str | HardwareProfile = "auto",
         batch_size: int | Literal["auto"] = "auto",
         max_batch_size: int = 512,
+        max_tpot: float | None = None,
         max_model_len: int | None = None,
         expected_tokens: int = 128,
         expected_prompt: int | None = None,
@@ -75,6 +77,7 @@ class LLM:
         self.plan = self._make_plan(
             batch_size,
             max_batch_size,
+            max_tpot,
             max_model_len,
             expected_tokens,
             expected_prompt,
@@ -176,6 +179,7 @@ class LLM:
         self,
         batch_size: int | Literal["auto"],
         max_batch_size: int,
+        max_tpot: float | None,
         max_model_len: int | None,
         expected_tokens: int,
         expected_prompt: int | None,
@@ -202,7 +206,7 @@ class LLM:
         )
         if batch_size == "auto":
             workload = choose_batch_size(
-                config, workload, self.profile, policy, limit=max_batch_size
+                config, workload, self.profile, policy, limit=max_batch_size, max_tpot=max_tpot
             )
         return make_plan(config, workload, self.profile, policy)
 

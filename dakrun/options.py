@@ -76,6 +76,19 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+def _only_for_auto(
+    ctx: click.Context, param: click.Parameter, milliseconds: float | None
+) -> float | None:
+    """Seconds; refuses a limit where the batch size is given."""
+    if milliseconds is None:
+        return None
+    if (given := ctx.params.get("batch_size")) is not None:
+        raise click.BadParameter(
+            f"it chooses a batch size, and --batch-size is {given}", ctx=ctx, param=param
+        )
+    return milliseconds / 1e3
+
+
 model_options = _together(
     click.option("--model", required=True, metavar="DIR|HUB_ID|NAME", help="The model to run."),
     click.option(
@@ -94,7 +107,15 @@ workload_options = _together(
         metavar="auto|N",
         default="auto",
         show_default=True,
+        is_eager=True,  # known where --max-tpot is looked at
         help="Requests decoded together; auto: the most predicted tokens per second.",
+    ),
+    click.option(
+        "--max-tpot",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="MS",
+        callback=_only_for_auto,
+        help="With --batch-size auto: batches with at most this predicted time per output token.",
     ),
     click.option(
         "--max-model-len",

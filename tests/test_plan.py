@@ -3,6 +3,7 @@
 The laws that hold for every plan are in test_plan_laws.py.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -171,5 +172,12 @@ def test_batch_size() -> None:
     best = max(speed, key=lambda n: speed[n])
     assert choose_batch_size(model, workload, GH200, policy).batch_size == best
     assert choose_batch_size(model, workload, GH200, policy, limit=1).batch_size == 1
+    limited = replace(workload, batch_size=best // 2)
+    tpot = make_plan(model, limited, GH200, policy).predicted_s
+    for max_tpot, size in ((tpot, best // 2), (math.inf, best)):
+        chosen = choose_batch_size(model, workload, GH200, policy, max_tpot=max_tpot)
+        assert chosen.batch_size == size
+    with pytest.raises(CannotRun, match=r"^no batch is predicted to take 1.0 us per output"):
+        choose_batch_size(model, workload, GH200, policy, max_tpot=1e-6)
     with pytest.raises(CannotRun, match="the budgets are"):
         choose_batch_size(model, workload, GH200, replace(policy, host_budget=0, hbm_budget=GIB))

@@ -80,7 +80,7 @@ def write(
 ) -> None:
     """Write keys and values [Hkv, P, D] of the positions from `start` on into a slot's bytes."""
     blocks = _blocks(slot, keys.dtype, shape)
-    heads, count, dim = keys.shape
+    count = keys.shape[1]
     if start < 0 or start + count > shape.blocks * BLOCK:
         raise ValueError(f"expected positions of {shape}, got {start} to {start + count}")
     both = _swizzled(torch.stack((keys, values), 1), start)
