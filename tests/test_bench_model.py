@@ -46,9 +46,9 @@ def sweep(**asked: Any) -> ModelSweep:
     """What the command line's defaults and `asked` ask for."""
     defaults = {
         "model": "opt-6.7b", "load_format": "dummy", "batch_sizes": (8,), "ratios": ("0",),
-        "transports": ("auto",), "remote": "host", "dtype": "float16", "prompt_len": 32,
-        "new_tokens": 32, "rival": None, "hbm_budget": None, "host_budget": None,
-        "peer_budget": None,
+        "transports": ("auto",), "strategies": ("greedy",), "remote": "host",
+        "dtype": "float16", "prompt_len": 32, "new_tokens": 32, "rival": None,
+        "hbm_budget": None, "host_budget": None, "peer_budget": None,
     }  # fmt: skip
     return model_sweep(**{**defaults, **asked})
 
@@ -107,6 +107,17 @@ def test_the_policy_of_a_point() -> None:
     assert fixed.policy(Policy()) == Policy(offload_ratio=0.0, transport="staged")
     assert str(free) == "batch 1, a planned share remote, auto"
     assert str(fixed) == "batch 1, 0.00% remote, staged"
+
+
+def test_strategies_are_told_apart() -> None:
+    both = sweep(ratios=("0.3",), strategies=("greedy", "uniform", "greedy"))
+    greedy, uniform = both.points()
+    assert uniform.policy(both.policy) == Policy(offload_ratio=0.3, strategy="uniform")
+    assert str(uniform) == f"{greedy}, uniform"
+    assert "strategy" in [column.key for column in model_columns(both)]
+    assert "strategy" not in [column.key for column in model_columns(sweep())]
+    rows = [row(p, strategy=p.strategy, offload_ratio=p.ratio).figures for p in both.points()]
+    assert list(lines(rows)) == ["batch 8, auto", "batch 8, auto, uniform"]
 
 
 def test_the_remote_tiers() -> None:
@@ -182,13 +193,14 @@ def test_a_failed_row() -> None:
     failed = failed_row(POINT, "too large")
     assert failed.summary == "not measured: too large"
     assert failed.figures.keys() == row().figures.keys()
-    asked = {"batch_size", "asked_ratio", "asked_transport", "problem"}
+    asked = {"batch_size", "asked_ratio", "asked_transport", "strategy", "problem"}
     assert {key for key, value in failed.figures.items() if value is not None} == asked
 
 
 def test_keys_carry_units() -> None:
     plain = {"batch_size", "asked_transport", "asked_ratio", "transports", "ratio", "steps"}
     plain |= {
+        "strategy",
         "spread",
         "limit_over_time",
         "eb_total_over_ceiling",

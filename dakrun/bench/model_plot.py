@@ -65,10 +65,11 @@ def draw(record: Record, path: Path) -> None:
 
 
 def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each batch size and transport, by share; the keys are what a line is called."""
+    """The rows of each batch size, transport and strategy, by share, as a line's name has them."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["batch_size"], row["asked_transport"])):
-        name = f"batch {row['batch_size']}, {row['asked_transport']}"
+        alike = ", uniform" if row["strategy"] == "uniform" else ""
+        name = f"batch {row['batch_size']}, {row['asked_transport']}{alike}"
         found.setdefault(name, []).append(row)
     return {name: sorted(line, key=lambda row: row["ratio"]) for name, line in found.items()}
 

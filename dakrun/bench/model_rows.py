@@ -12,6 +12,7 @@ from dakrun.bench.model_sweep import AskedTransport, ModelRatio, ModelSweep, Poi
 from dakrun.bench.output import Column
 from dakrun.bench.rows import microseconds
 from dakrun.plan.plan import Plan
+from dakrun.plan.policy import Strategy
 from dakrun.probe.measurement import spread
 from dakrun.units import format_decimal, format_seconds
 
@@ -51,6 +52,7 @@ class ModelRow:
     batch_size: int
     asked_transport: AskedTransport
     asked_ratio: ModelRatio
+    strategy: Strategy
     transports: str | None = None
     ratio: float | None = None
     steps: int | None = None
@@ -99,6 +101,7 @@ def failed_row(point: Point, problem: str) -> ModelRow:
         batch_size=point.batch_size,
         asked_transport=point.transport,
         asked_ratio=point.ratio,
+        strategy=point.strategy,
         problem=problem,
     )
 
@@ -114,6 +117,7 @@ def measured_row(point: Point, run: Run, rival_s: float | None = None) -> ModelR
         batch_size=point.batch_size,
         asked_transport=point.transport,
         asked_ratio=point.ratio,
+        strategy=point.strategy,
         transports="+".join(sorted(remote)) or None,
         ratio=plan.ratio,
         steps=len(run.step_s),
@@ -179,11 +183,14 @@ _COLUMNS = (
 
 
 def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
-    """The columns of a table: those of a rival only where there is one."""
+    """The columns of a table: strategies where there are several, a rival where there is one."""
+    columns: tuple[Column, ...] = _COLUMNS
+    if len(sweep.strategies) > 1:
+        columns = (*columns[:1], Column("strategy", "strategy"), *columns[1:])
     if sweep.rival is None:
-        return _COLUMNS
+        return columns
     rival = (
         Column("rival_s", f"{sweep.rival} ms", _milliseconds),
         Column("speedup", "speed-up", "{:.2f}".format),
     )
-    return _COLUMNS + rival
+    return columns + rival

@@ -15,7 +15,7 @@ from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.hub import model_config
 from dakrun.known_models import known_model
-from dakrun.plan.policy import Policy, parse_remote
+from dakrun.plan.policy import Policy, Strategy, parse_remote
 
 AUTO: Literal["auto"] = "auto"
 
@@ -34,10 +34,12 @@ class Point:
     batch_size: int
     ratio: ModelRatio
     transport: AskedTransport
+    strategy: Strategy = "greedy"
 
     def __str__(self) -> str:
         share = "a planned share" if self.ratio == AUTO else f"{self.ratio:.2%}"
-        return f"batch {self.batch_size}, {share} remote, {self.transport}"
+        alike = ", uniform" if self.strategy == "uniform" else ""
+        return f"batch {self.batch_size}, {share} remote, {self.transport}{alike}"
 
     def policy(self, common: Policy) -> Policy:
         """What is fixed of the plan: by the point, and by what all points have in `common`."""
@@ -45,12 +47,13 @@ class Point:
             common,
             offload_ratio=None if self.ratio == AUTO else self.ratio,
             transport=None if self.transport == AUTO else self.transport,
+            strategy=self.strategy,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSweep:
-    """The model `name` with every batch size, transport and remote share.
+    """The model `name` with every batch size, transport, strategy and remote share.
 
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
     random weights; `policy` has the tiers that hold the share, as a profile names them, and the
@@ -63,6 +66,7 @@ class ModelSweep:
     batch_sizes: tuple[int, ...]
     ratios: tuple[ModelRatio, ...]
     transports: tuple[AskedTransport, ...]
+    strategies: tuple[Strategy, ...]
     policy: Policy
     prompt_len: int
     new_tokens: int
@@ -78,10 +82,11 @@ class ModelSweep:
             )
 
     def points(self) -> Iterator[Point]:
-        """What is measured, by batch size, transport and share."""
-        asked = itertools.product(self.batch_sizes, self.transports, self.ratios)
-        for batch_size, transport, ratio in asked:
-            yield Point(batch_size=batch_size, ratio=ratio, transport=transport)
+        """What is measured, by batch size, transport, share and strategy."""
+        for batch_size, transport, ratio, strategy in itertools.product(
+            self.batch_sizes, self.transports, self.ratios, self.strategies
+        ):
+            yield Point(batch_size=batch_size, ratio=ratio, transport=transport, strategy=strategy)
 
     def remote_tiers(self, profile: HardwareProfile) -> list[RemoteTier]:
         """The remote tiers in `profile`, or none where every share is 0.
@@ -99,6 +104,7 @@ def model_sweep(
     batch_sizes: Sequence[int],
     ratios: Iterable[str],
     transports: Sequence[AskedTransport],
+    strategies: Sequence[Strategy],
     remote: str,
     dtype: BenchDtype,
     prompt_len: int,
@@ -127,6 +133,7 @@ def model_sweep(
         batch_sizes=tuple(dict.fromkeys(batch_sizes)),
         ratios=tuple(dict.fromkeys(map(parse_model_ratio, ratios))),
         transports=tuple(dict.fromkeys(transports)),
+        strategies=tuple(dict.fromkeys(strategies)),
         policy=Policy(
             hbm_budget=hbm_budget,
             host_budget=host_budget,

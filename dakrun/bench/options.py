@@ -21,8 +21,8 @@ OWN = {
     "gemm": ("shapes", "model", "rows", "ablations"),
     "attention": ("cases", "head_dim"),
     MODEL: (
-        *("model", "load_format", "batch_sizes", "transports", "prompt_len", "new_tokens"),
-        *("hbm_budget", "host_budget", "peer_budget", "rival", "plot"),
+        *("model", "load_format", "batch_sizes", "transports", "strategies", "prompt_len"),
+        *("new_tokens", "hbm_budget", "host_budget", "peer_budget", "rival", "plot"),
     ),
 }
 
@@ -70,6 +70,15 @@ _OPTIONS = (
         default=("auto",),
         show_default=True,
         help="model: remote bytes read where they lie, or copied ahead; repeatable.",
+    ),
+    click.option(
+        "--strategy",
+        "strategies",
+        type=click.Choice(["greedy", "uniform"]),
+        multiple=True,
+        default=("greedy",),
+        show_default=True,
+        help="model: a remote share for each op, or the same for all; repeatable.",
     ),
     click.option(
         "--prompt-len",
