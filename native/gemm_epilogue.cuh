@@ -18,8 +18,7 @@ __device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n, 
                                       Pair bias, Pair residual) {
   if (args.bias) sums.x += to_float(bias.first), sums.y += to_float(bias.second);
   if (args.activation == kSiluMul) {
-    convert(args.y[static_cast<int64_t>(n) * (args.m / 2) + m / 2],
-            __fdividef(sums.x, 1.0f + __expf(-sums.x)) * sums.y);
+    convert(args.y[static_cast<int64_t>(n) * (args.m / 2) + m / 2], silu_mul(sums.x, sums.y));
     return;
   }
   if (args.activation == kRelu) sums.x = fmaxf(sums.x, 0.0f), sums.y = fmaxf(sums.y, 0.0f);

@@ -5,7 +5,7 @@
 // never stored.
 #pragma once
 
-#include "splitk_gemm.cuh"
+#include "gemm_common.cuh"
 
 #ifndef WGMMA
 #define WGMMA (__CUDA_ARCH__ == 900)

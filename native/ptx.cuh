@@ -31,6 +31,14 @@ __device__ __forceinline__ bool elect_one() {
   return elected;
 }
 
+// The same value, which the compiler takes for another one: what is reckoned from it in a loop is
+// then not reckoned ahead, to stay in registers throughout.
+template <class Word>
+__device__ __forceinline__ Word anew(Word value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 __device__ __forceinline__ uint64_t globaltimer() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -187,6 +195,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint3
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(address)
                : "memory");
+}
+
+// Stores four such matrices, transposed; addresses are those of the transposed ones' rows.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+      : "memory");
 }
 
 // An 8x8 matrix of 16-bit elements that lies in a warp's registers, transposed.

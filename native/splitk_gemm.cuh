@@ -1,33 +1,14 @@
-// What SplitK_GEMM works on: its arguments, the stages of a CTA, and the sums of a thread.
+// What SplitK_GEMM works on: its arguments, and the stages of a CTA.
 #pragma once
 
-#include "common.cuh"
-#include "element.cuh"
+#include "gemm_common.cuh"
 
-constexpr int kMaxTiers = 9;
 constexpr int kMaxStages = 16;
-constexpr int kWarpgroups = 2;  // of consumers
-constexpr int kWarpgroup = 128;
-constexpr int kConsumers = kWarpgroups * kWarpgroup;
-constexpr int kThreads = kConsumers + 2 * 32;  // and two warps of which a thread each copies
-constexpr int kOctetRows = 8;
-constexpr int kAtomK = 64;
-constexpr int kAtomBytes = kOctetRows * kAtomK * 2;
-constexpr int kTileOctets = 8;  // what a warpgroup multiplies at a time, 2 a warp
 
-// One cubin per dtype, N and whether X is normalised: -DBFLOAT16 and -DNORM are 0 or 1, N <= 8 *
-// X_TILES.
-#ifndef SETS
-#define SETS (X_TILES == 1 ? 4 : X_TILES == 2 ? 2 : 1)
-#endif
-constexpr int kXRows = 8 * X_TILES;
-constexpr int kXAtomBytes = kXRows * kAtomK * 2;
+// With -DNORM=1 X is normalised.
 constexpr bool kPairs = X_TILES == 8;  // X is then so large that it counts how often it is read
 constexpr bool kHalves = kPairs && !NORM;
 
-extern __shared__ __align__(1024) uint8_t smem[];
-
-enum Activation : int { kNone = 0, kRelu = 1, kSiluMul = 2 };
 enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 
 // Of its octets a tier's CTAs take groups in turn: CTA c the groups c, c + CTAs, ... What they take
@@ -131,23 +112,5 @@ struct Cursor {
       k += stage_atoms;
     }
     return last;
-  }
-};
-
-// Sums of one thread, lane 4g + t of warp w: for rows 8i to 8i + 7 of X, of rows 2t (x) and 2t + 1
-// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1]. For few
-// rows of X there are several sets of them, which products go to in turns: one that adds to what
-// another one adds to waits for it.
-struct Sums {
-  static constexpr int kSets = SETS;
-
-  float2 tile[kSets][2 * X_TILES] = {};
-
-  __device__ __forceinline__ float2 total(int number) const {
-    float2 all = tile[0][number];
-#pragma unroll
-    for (int set = 1; set < kSets; set++)
-      all.x += tile[set][number].x, all.y += tile[set][number].y;
-    return all;
   }
 };

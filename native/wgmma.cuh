@@ -39,13 +39,15 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   }
 }
 
-// sums += A B^T for 64 rows of A, 8, 16, 32 or 64 rows of B, and 16 k. Lane 4g + t of warp w has,
+// sums += A B^T for 64 rows of A, 8 to 256 rows of B, and 16 k. Lane 4g + t of warp w has,
 // for rows 8i to 8i + 7 of B, row 16 w + g of A in sums[2i] and row 16 w + g + 8 in sums[2i + 1],
 // each with rows 2t and 2t + 1 of these.
 #define WGMMA_SUMS(i) \
   "+f"(sums[2 * (i)].x), "+f"(sums[2 * (i)].y), "+f"(sums[2 * (i) + 1].x), "+f"(sums[2 * (i) + 1].y)
 #define WGMMA_2_SUMS(i) WGMMA_SUMS(i), WGMMA_SUMS(i + 1)
 #define WGMMA_4_SUMS(i) WGMMA_2_SUMS(i), WGMMA_2_SUMS(i + 2)
+#define WGMMA_8_SUMS(i) WGMMA_4_SUMS(i), WGMMA_4_SUMS(i + 4)
+#define WGMMA_16_SUMS(i) WGMMA_8_SUMS(i), WGMMA_8_SUMS(i + 8)
 #define WGMMA_ASM(rows, type, registers, a_register, b_register, ...)                           \
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" rows \
                "k16.f32." type "." type " {" registers "}, %" a_register ", %" b_register       \
@@ -59,6 +61,24 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   WGMMA_16                                                                   \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
   "%30, %31"
+#define WGMMA_64                             \
+  WGMMA_32                                   \
+  ", %32, %33, %34, %35, %36, %37, %38, %39" \
+  ", %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55" \
+  ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_96                             \
+  WGMMA_64                                   \
+  ", %64, %65, %66, %67, %68, %69, %70, %71" \
+  ", %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87" \
+  ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_128                                    \
+  WGMMA_96                                           \
+  ", %96, %97, %98, %99, %100, %101, %102, %103"     \
+  ", %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119" \
+  ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_OF(type, Element)                                                               \
   __device__ __forceinline__ void wgmma(float2(&sums)[2], uint64_t a, uint64_t b, Element) {  \
     WGMMA_ASM("8", type, WGMMA_4, "4", "5", WGMMA_SUMS(0));                                   \
@@ -70,7 +90,16 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
     WGMMA_ASM("32", type, WGMMA_16, "16", "17", WGMMA_4_SUMS(0));                             \
   }                                                                                           \
   __device__ __forceinline__ void wgmma(float2(&sums)[16], uint64_t a, uint64_t b, Element) { \
-    WGMMA_ASM("64", type, WGMMA_32, "32", "33", WGMMA_4_SUMS(0), WGMMA_4_SUMS(4));            \
+    WGMMA_ASM("64", type, WGMMA_32, "32", "33", WGMMA_8_SUMS(0));                             \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma(float2(&sums)[32], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("128", type, WGMMA_64, "64", "65", WGMMA_16_SUMS(0));                           \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma(float2(&sums)[48], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("192", type, WGMMA_96, "96", "97", WGMMA_16_SUMS(0), WGMMA_8_SUMS(16));         \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma(float2(&sums)[64], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("256", type, WGMMA_128, "128", "129", WGMMA_16_SUMS(0), WGMMA_16_SUMS(16));     \
   }
 WGMMA_OF("f16", __half)
 WGMMA_OF("bf16", __nv_bfloat16)

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from dakrun.kernels import attention, embed, gemm, jit, normalize, nvrtc, operands, select_greedy
+from dakrun.kernels import (
+    attention,
+    embed,
+    gemm,
+    jit,
+    normalize,
+    nvrtc,
+    operands,
+    select_greedy,
+    tiled_gemm,
+    tiled_heuristics,
+)
 from dakrun.kernels.heuristics import X_TILES
 from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
 from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
@@ -29,17 +40,29 @@ ATTENTIONS = [
     for head_dim in HEAD_DIMS
     for group in (8, 16)
 ]
+TILED_GEMMS = {
+    arch: [tiled_gemm.defines(dtype, tiles) for dtype in DTYPES for tiles in x_tiles]
+    for arch, x_tiles in [
+        ("sm_90a", tiled_heuristics.X_TILES),
+        ("sm_100a", tiled_heuristics.PORTABLE_X_TILES),
+        ("sm_120a", tiled_heuristics.PORTABLE_X_TILES),
+    ]
+}
 OF_DTYPE = [operands.defines(dtype) for dtype in DTYPES]
 OF_SOURCE = {
     gemm.SOURCE: GEMMS,
     attention.SOURCE: ATTENTIONS,
     **{wrapper.SOURCE: OF_DTYPE for wrapper in (embed, normalize, select_greedy)},
 }
-VARIANTS = [(source, defines) for source in SOURCES for defines in OF_SOURCE.get(source, [{}])]
+VARIANTS = [
+    (source, defines, arch)
+    for arch in ARCHITECTURES
+    for source in SOURCES
+    for defines in {**OF_SOURCE, tiled_gemm.SOURCE: TILED_GEMMS[arch]}.get(source, [{}])
+]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("source", "defines"), VARIANTS)
+@pytest.mark.parametrize(("source", "defines", "arch"), VARIANTS)
 def test_every_kernel_compiles_without_spills_or_warnings(
     source: str, defines: dict[str, int], arch: str, kernel_reports: list[str]
 ) -> None:

@@ -291,6 +291,11 @@ inline bool elect_one() {
   return cta->running->thread % emulator::kWarp == 0;
 }
 
+template <class Word>
+Word anew(Word value) {
+  return value;
+}
+
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   const int count = static_cast<int>(arrivals);
   cta->barriers[barrier] = {count, count};
@@ -398,6 +403,23 @@ inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
 
 inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
   load_matrices(fragment, address, true);
+}
+
+inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
+  struct Given {
+    uint32_t address;
+    uint16_t elements[4][2];
+  };
+  Given own = {address};
+  std::memcpy(own.elements, fragment, sizeof fragment);
+  emulator::together<Given, int>(own, [](const Given* const* given, int* const*) {
+    for (int number = 0; number < 4 * emulator::kWarp * 2; number++) {
+      const int matrix = number / 64, lane = number / 2 % 32, i = number % 2;
+      const uint32_t to = given[8 * matrix + lane % 4 * 2 + i]->address;
+      if (to % 16) emulator::fail("a row of a matrix is not aligned to 16 bytes");
+      std::memcpy(emulator::at(to, 16) + 2 * (lane / 4), &given[lane]->elements[matrix][i], 2);
+    }
+  });
 }
 
 inline uint32_t movmatrix_trans(uint32_t fragment) {

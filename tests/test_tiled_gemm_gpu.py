@@ -1,0 +1,208 @@
+"""The tiled GEMM on a GPU: as exact as cuBLAS, and the same bits wherever its weight lies and
+however it is run: in any tiles, eagerly or in a graph, alone or overlapping the launches around it.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from packed_linear import (
+    Linear,
+    all_sms,
+    linear,
+    normal,
+    poisoned,
+    same_bits,
+    weight_of,
+    written,
+)
+from torch.nn import functional as F
+
+from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.packing import DTYPES
+from dakrun.kernels.tiled_gemm import limits, tiled_gemm
+from dakrun.kernels.tiled_heuristics import Limits, TiledConfig, tiled_config
+from dakrun.octets import octet_count
+
+pytestmark = pytest.mark.gpu
+ROWS = (65, 100, 128, 129, 256, 300, 512, 1000, 4096)
+FEW_SMS = 16  # by which matrices are dealt out, in groups of many octets
+SHAPES = ((1, 8), (30, 72), (1000, 200), (264, 1000), (776, 2048), (4104, 4096))
+EPILOGUES = [
+    (activation, *operands)
+    for activation in ("none", "relu", "silu_mul")
+    for operands in itertools.product((False, True), repeat=2)
+    if activation != "silu_mul" or not operands[1]
+]
+WIDTH = 1024  # of the matrices of a chain
+CHAIN = ((128,), (64, 64), (0, 128), (127, 1), (128,), (43, 43, 42)) * 2  # their octets per tier
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A packed weight and how its tiers are read."""
+
+    of: Linear
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+        config = options.pop("config", None) or self.config(x.shape[0])
+        return tiled_gemm(x, self.of.weight, config, out, **options)
+
+    def config(self, n: int, **options: Any) -> TiledConfig:
+        octets = [part.split.octets for part in self.of.weight.parts]
+        device = torch.cuda.current_device()
+        options = {"sms": all_sms(), "limits": limits(device), **options}
+        return tiled_config(n, octets, self.of.access, cols=self.of.weight.shape[1], **options)
+
+
+def tiled(*args: Any, **options: Any) -> Tiled:
+    return Tiled(linear(*args, **options))
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    y = F.linear(x, weight, bias)
+    if activation == "relu":
+        y = F.relu(y)
+    elif activation == "silu_mul":
+        y = F.silu(y[:, ::2]) * y[:, 1::2]
+    return y if residual is None else y + residual
+
+
+def check(
+    run: Tiled, n: int, m: int, k: int, dtype: torch.dtype, epilogue: Any, **options: Any
+) -> None:
+    """Errors of `run` against float64 are at most twice those of cuBLAS."""
+    activation, biased, added = epilogue
+    x, weight = normal(n, k, dtype=dtype), weight_of(m, k, dtype)
+    bias = normal(m, dtype=dtype) if biased else None
+    residual = normal(n, m, dtype=dtype) if added else None
+    out = poisoned(n, m // 2 if activation == "silu_mul" else m, dtype)
+    run(x, out, bias=bias, residual=residual, activation=activation, **options)
+    operands = (x, weight, bias, residual)
+    exact = reference(*(None if t is None else t.double() for t in operands), activation)
+    errors = [
+        (y.double() - exact).abs().max().item() for y in (out, reference(*operands, activation))
+    ]
+    assert written(out), (n, m, k, epilogue)
+    assert errors[0] <= 2 * errors[1] + 1e-6, (n, m, k, epilogue)
+
+
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int) -> None:
+    for (m, k), epilogue in itertools.product(SHAPES, EPILOGUES):
+        if m % 2 == 0 or epilogue[0] != "silu_mul":
+            check(tiled(m, k, dtype), n, m, k, dtype, epilogue)
+
+
+@pytest.mark.parametrize("x_tiles", [8, 16, 24, 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile(dtype: torch.dtype, x_tiles: int) -> None:
+    """On a GPU of its own kind, and with the shared memory of a small one; few and many tiles."""
+    device = torch.cuda.current_device()
+    if x_tiles not in limits(device).x_tiles:
+        pytest.skip("no such tiles on this GPU")
+    m, k = 776, 1000
+    for n, sms, few in itertools.product((65, 300, 1000), (0, 1, FEW_SMS), (False, True)):
+        if few and x_tiles > 16:
+            continue
+        size = 99 * 1024 if few else limits(device).shared_bytes
+        run = tiled(m, k, dtype, sms=FEW_SMS)
+        config = run.config(n, limits=Limits(size, (x_tiles,)), sms=sms or all_sms())
+        check(run, n, m, k, dtype, ("relu", True, True), config=config)
+
+
+@pytest.mark.parametrize("epilogue", [("relu", True, True), ("silu_mul", True, False)])
+@pytest.mark.parametrize("n", [65, 300, 1000])
+def test_no_bit_depends_on_where_the_weight_lies(n: int, epilogue: Any) -> None:
+    m, k, dtype = 1544, 1096, torch.float16
+    activation, _, added = epilogue
+    x, count = normal(n, k, dtype=dtype), octet_count(m)
+    options = {
+        "bias": normal(m, dtype=dtype),
+        "residual": normal(n, m, dtype=dtype) if added else None,
+        "activation": activation,
+    }
+    width = m // 2 if activation == "silu_mul" else m
+    expected = tiled(m, k, dtype)(x, poisoned(n, width, dtype), **options)
+    assert written(expected)
+    third = count // 3
+    for octets, sms in itertools.product(
+        [
+            (count, 0), (count - 1, 1), (count - count // 2, count // 2), (0, count),
+            (third, 0, count - third), (third, third, count - 2 * third),
+        ],
+        (0, FEW_SMS),
+    ):  # fmt: skip
+        out = tiled(m, k, dtype, octets, sms=sms)(x, poisoned(n, width, dtype), **options)
+        assert same_bits(out, expected) and written(out), (octets, sms)
+
+
+@pytest.mark.parametrize("n", [65, 300])
+def test_no_bit_depends_on_windows_sms_or_groups(n: int) -> None:
+    m, k, dtype = 1544, 1096, torch.bfloat16
+    x = normal(n, k, dtype=dtype)
+    expected = tiled(m, k, dtype)(x, poisoned(n, m, dtype))
+    windows = (1, 64 * 1024, 256 * 1024, None)
+    for window, sms, aligned in itertools.product(windows, (1, 5, 100), (True, False)):
+        access = (TierAccess(window_bytes=window), TierAccess(sms, window))
+        run = tiled(m, k, dtype, (101, 92), access=access, aligned=aligned)
+        out = run(x, poisoned(n, m, dtype))
+        assert same_bits(out, expected) and written(out), (window, sms, aligned)
+
+
+def chain(x: torch.Tensor, outs: list[torch.Tensor], *, overlap: bool) -> None:
+    """Launches each of which reads what the one before wrote, and writes the next of `outs`."""
+    for octets, out in zip(CHAIN, itertools.cycle(outs), strict=False):
+        run = tiled(WIDTH, WIDTH, x.dtype, octets)
+        run(x, out, residual=x, activation="relu", overlap=overlap)
+        x = out
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("count", [2, len(CHAIN)])  # of two, each launch overwrites what was read
+@pytest.mark.parametrize("n", [65, 300])
+def test_a_graph_changes_no_bit(n: int, count: int, overlap: bool) -> None:
+    x = normal(n, WIDTH, dtype=torch.float16)
+    expected, outs = ([poisoned(n, WIDTH, x.dtype) for _ in range(count)] for _ in range(2))
+    chain(x, expected, overlap=False)
+    assert all(written(out) for out in expected)
+    chain(x, outs, overlap=overlap)
+    assert all(map(same_bits, outs, expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(x, outs, overlap=overlap)
+    for delay in range(20):
+        for out in outs:
+            out.fill_(math.nan)
+        torch.cuda._sleep(1000 * delay)  # cycles
+        graph.replay()
+        assert all(map(same_bits, outs, expected)), delay
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": (80, 128, "cpu")}, "expected out as .* on cpu, got .* on cuda:0"),
+        ({"out": (80, 64, "cpu")}, "expected out as .* on cuda:0, got .* on cpu"),
+        ({"activation": "silu_mul"}, r"expected out as \[80, 32\] .*got \[80, 64\]"),
+        ({"x": (5000, 128), "out": (5000, 64)}, "is not one for 5000 rows and this weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    run = tiled(64, 128, torch.float16)
+    given: dict[str, Any] = {"x": (80, 128), "out": (80, 64), **change}
+    for name in ("x", "out"):
+        rows, cols, device = (*given[name], "cuda")[:3]
+        given[name] = torch.zeros(rows, cols, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match=message):
+        tiled_gemm(weight=run.of.weight, config=run.config(80), **given)
