@@ -1,11 +1,20 @@
 """The octet: 8 whole rows of a matrix, the unit in which it is placed, stored and computed.
 
-An octet lies in one tier. The last one of a matrix may have fewer rows.
+An octet lies in one tier. The last one of a matrix may have fewer rows. The octets of a tier are
+dealt out in turn, in groups, to its CTAs, one on each of its SMs.
 """
+
+import functools
 
 from dakrun.units import ceil_div
 
 OCTET_ROWS = 8
+MAX_GROUP = 16  # octets that a CTA multiplies together
+SHARE_OF_X = 0.25  # what reading X for a group costs, in octets
+TAIL = 0.05  # what storing a CTA's last group costs, in that group
+# What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
+# driver's, and 1 KiB is for barriers.
+SHARED_BYTES = 112 * 1024
 
 
 def octet_count(rows: int) -> int:
@@ -16,3 +25,18 @@ def octet_count(rows: int) -> int:
 def first_row(octet: int, rows: int) -> int:
     """Where an octet of a matrix of `rows` begins; behind the last one, where the matrix ends."""
     return min(octet * OCTET_ROWS, rows)
+
+
+@functools.cache
+def even_group(octets: int, ctas: int) -> int:
+    """The group with which the busiest of `ctas` has least to do.
+
+    That is its octets, for each group of them an X to read, and the last group's outputs, whose
+    storing nothing hides.
+    """
+
+    def work(group: int) -> float:
+        groups = ceil_div(ceil_div(octets, group), ctas)
+        return groups * (group + SHARE_OF_X) + TAIL * group
+
+    return min(range(MAX_GROUP, 0, -1), key=work) if octets else 1

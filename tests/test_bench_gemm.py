@@ -240,8 +240,7 @@ def test_predictions_are_the_plans(model: str, n: int, ratio: float) -> None:
         if op.op.category != "linear":
             continue
         (counts,) = set(op.placement)
-        held = tuple(op.op.tier_bytes(counts))
-        same = case(held, shape=Shape(*op.op.shape), n=n)
+        same = case(counts, shape=Shape(*op.op.shape), n=n)
         found = predicted(same, ("host",), config.dtype)
         assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
         assert found.sms == op.sms

@@ -66,7 +66,7 @@ def test_table() -> None:
     assert lines[second + 1].split() == heading.split()
     assert [line.split()[0] for line in lines[second + 2 : second + 8]] == names
     choice = lines[second + 2].split()
-    assert choice[:7] == ["qkv", "10.1%", "116016/13008", "101/31", "4", "MiB", "direct"]
+    assert choice[:7] == ["qkv", "10.1%", "115968/13056", "122/10", "4", "MiB", "direct"]
     for text in ("hbm memory", "host memory", "TTFT", "TPOT", "tokens/s", "EB total"):
         assert text in result.stdout
     titles = [line[:15].strip() for line in lines]

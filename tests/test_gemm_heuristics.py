@@ -11,7 +11,6 @@ from dakrun.config import Workload
 from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import (
     MAX_ROWS,
-    SHARED_BYTES,
     STEP_ATOMS,
     X_TILES,
     TierAccess,
@@ -20,9 +19,9 @@ from dakrun.kernels.heuristics import (
     split_octets,
     tiles_for,
 )
-from dakrun.kernels.packing import ATOM_COLS, MAX_GROUP, PackedPart, PackedTensor, Split, pack
+from dakrun.kernels.packing import ATOM_COLS, PackedPart, PackedTensor, Split, pack
 from dakrun.known_models import known_model, known_names
-from dakrun.octets import octet_count
+from dakrun.octets import MAX_GROUP, SHARED_BYTES, octet_count
 from dakrun.plan.ops import decode_ops
 from dakrun.units import ceil_div
 

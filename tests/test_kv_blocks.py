@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.kernels.attention_heuristics import attention_config, chunk_blocks, stage_bytes
-from dakrun.kernels.heuristics import SHARED_BYTES, TierAccess
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, read, unpack, write
+from dakrun.octets import SHARED_BYTES
 
 
 @given(st.integers(1, 5), st.sampled_from(HEAD_DIMS), st.integers(1, 200), st.integers(0, 200))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from dakrun.kernels.packing import (
     ATOM_COLS,
     DTYPES,
-    MAX_GROUP,
     PackedPart,
     PackedTensor,
     Split,
@@ -20,7 +19,7 @@ from dakrun.kernels.packing import (
     padded_cols,
 )
 from dakrun.kernels.storage import pieces, write
-from dakrun.octets import OCTET_ROWS, octet_count
+from dakrun.octets import MAX_GROUP, OCTET_ROWS, octet_count
 
 ATOM_BYTES = 1024
 

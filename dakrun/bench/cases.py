@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from dakrun.bench.sweep import TURNING_POINT, BenchDtype, Ratio
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.ops import Op
-from dakrun.plan.roofline import Links, compute_time, predicted_time, sms_by_tier, time_of
+from dakrun.plan.roofline import Links, compute_time, predicted_time, time_of
+from dakrun.plan.waves import read_time, sms_by_tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,4 +94,5 @@ def forecast(
     shares = [count / sum(case.units) for count in case.units]
     bound = time_of(Links.of(profile, remote).lines(op.read_bytes, compute), shares)
     sms = sms_by_tier(op, [case.units], compute, bound, profile, remote)
-    return Forecast(predicted_time(op, bound, profile), sms)
+    read = read_time(op, case.units, sms, profile, remote)
+    return Forecast(predicted_time(op, max(bound, read), profile), sms)

@@ -7,8 +7,9 @@ the slots of a launch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dakrun.kernels.heuristics import MAX_STAGES, SHARED_BYTES, TierAccess
+from dakrun.kernels.heuristics import MAX_STAGES, TierAccess
 from dakrun.kernels.kv_blocks import KVShape
+from dakrun.octets import SHARED_BYTES
 from dakrun.units import ceil_div
 
 CHUNK_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up

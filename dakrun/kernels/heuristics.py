@@ -7,8 +7,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dakrun.kernels.packing import ATOM_COLS, MAX_GROUP, Split
-from dakrun.octets import OCTET_ROWS
+from dakrun.kernels.packing import ATOM_COLS, Split
+from dakrun.octets import MAX_GROUP, OCTET_ROWS, SHARED_BYTES, even_group
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch
@@ -21,13 +21,8 @@ STEP_BYTES = 16 * 1024  # of a group that lie together, at most
 STEP_ATOMS = 8  # of them, at most: halves of sums begin with one
 COPY_BYTES = 8 * 1024  # of W for a stage, at least, where that leaves
 STAGES = 5  # or more; a copy takes time to issue, however small it is
-SHARE_OF_X = 0.25  # what reading X for a group costs, in octets
-TAIL = 0.05  # what storing a CTA's last group costs, in that group
 L2_SHARE = 1.6  # bytes that an SM has from L2 in the time of one from HBM
 JOIN_BYTES = 60 * 1024  # that an SM could read from HBM while the halves of the last sums meet
-# What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
-# driver's, and 1 KiB is for barriers.
-SHARED_BYTES = 112 * 1024
 
 
 @dataclass(frozen=True)
@@ -97,20 +92,6 @@ def split_octets(
         _split(count, of, even_group(count, of) if aligned else MAX_GROUP)
         for count, of in zip(octets, ctas, strict=True)
     )
-
-
-def even_group(octets: int, ctas: int) -> int:
-    """The group with which the busiest of `ctas` has least to do.
-
-    That is its octets, for each group of them an X to read, and the last group's outputs, whose
-    storing nothing hides.
-    """
-
-    def work(group: int) -> float:
-        groups = ceil_div(ceil_div(octets, group), ctas)
-        return groups * (group + SHARE_OF_X) + TAIL * group
-
-    return min(range(MAX_GROUP, 0, -1), key=work) if octets else 1
 
 
 def _split(octets: int, ctas: int, group: int) -> Split:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.octets import OCTET_ROWS, octet_count
+from dakrun.octets import MAX_GROUP, OCTET_ROWS, octet_count
 from dakrun.units import ceil_div
 
 ATOM_COLS = 64
-MAX_GROUP = 16  # octets
 DTYPES = (torch.float16, torch.bfloat16)
 CHUNK = 8  # elements of 16 bytes
 _ATOM = OCTET_ROWS * ATOM_COLS // 4  # words of 8 bytes

@@ -12,7 +12,8 @@ from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Transport
 from dakrun.plan.problem import Problem
-from dakrun.plan.roofline import predicted_time, regime, sms_by_tier
+from dakrun.plan.roofline import predicted_time, regime
+from dakrun.plan.waves import read_time, sms_by_tier
 from dakrun.units import format_bytes
 
 Counts = tuple[int, ...]
@@ -66,12 +67,15 @@ def _op_plan(problem: Problem, op: Op, placement: tuple[Counts, ...]) -> OpPlan:
     if op.category != "linear":  # slots and rows of a table are read where they lie
         transport = "direct"
     bounds = tuple(times[transport][counts] for counts in placement)
-    late = STAGED_SECONDS if transport == "staged" else 0.0
     curve, compute = problem.curves[op.name], problem.compute[op.name]
     sms: tuple[int, ...] = (problem.profile.sms, *(0 for _ in problem.remote))
     if transport == "direct":  # else the copy engine reads the remote tiers, and SMs only HBM
         mean = sum(bounds) / len(bounds)
         sms = sms_by_tier(op, placement, compute, mean, problem.profile, problem.remote)
+    predicted = {
+        counts: _predicted(problem, op, transport, counts, sms, times[transport][counts])
+        for counts in set(placement)
+    }
     return OpPlan(
         op=op,
         regime=regime(op, compute, problem.links),
@@ -81,8 +85,18 @@ def _op_plan(problem: Problem, op: Op, placement: tuple[Counts, ...]) -> OpPlan:
         b=curve.b,
         placement=placement,
         bounds_s=bounds,
-        predicted_s=tuple(late + predicted_time(op, bound, problem.profile) for bound in bounds),
+        predicted_s=tuple(predicted[counts] for counts in placement),
     )
+
+
+def _predicted(
+    problem: Problem, op: Op, transport: Transport, counts: Counts, sms: Counts, bound: float
+) -> float:
+    """Seconds that one layer of `op` with the given units per tier is expected to take."""
+    if transport == "staged":
+        return STAGED_SECONDS + predicted_time(op, bound, problem.profile)
+    read = read_time(op, counts, sms, problem.profile, problem.remote)
+    return predicted_time(op, max(bound, read), problem.profile)
 
 
 def _check(problem: Problem, plan: Plan) -> None:

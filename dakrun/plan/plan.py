@@ -52,7 +52,8 @@ class Plan:
 
     `fixed_bytes` names what lies in the local tier besides weights and KV. `required_ratio` is
     the share of weight and KV bytes that capacity forces out of the local tier; `phase` is how far
-    the greedy went: 1 up to the ops' a, 2 up to their b, 3 beyond.
+    the greedy went: 1 up to the ops' a, 2 up to their b, 3 beyond. `forgone` is a plan with a
+    remote share that would be too little faster.
     """
 
     model: ModelConfig
@@ -65,6 +66,7 @@ class Plan:
     required_ratio: float
     phase: Literal[1, 2, 3]
     ops: tuple[OpPlan, ...]
+    forgone: "Plan | None" = None
 
     def op(self, name: str) -> OpPlan:
         """The plan of the op called `name`, such as "qkv"."""

@@ -6,6 +6,7 @@ The loader and the engine obey the Plan; nothing else decides where an octet or 
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
@@ -17,10 +18,12 @@ from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Policy
 from dakrun.plan.problem import Problem
 from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares, split_units
+from dakrun.plan.settle import settled
 
 __all__ = ["OpPlan", "Plan", "Policy", "make_plan"]
 
 STAGING_BUFFERS = 2
+WORTH = 0.02  # of a step: what predictions are off by. A remote share for less could make it slower
 
 
 def make_plan(
@@ -29,7 +32,8 @@ def make_plan(
     """Choose every op's offload ratio and transport, and round to octets and slots.
 
     Raises CannotRun where the budgets do not hold the model, saying by how much, and UsageError
-    where the workload does not suit the model.
+    where the workload does not suit the model. What needs no remote tier gets one only for a gain
+    that is WORTH it.
     """
     if workload.max_model_len > model.max_positions:
         raise UsageError(
@@ -37,13 +41,17 @@ def make_plan(
             f"positions of {model.name}",
             hint=f"use --max-model-len {model.max_positions} or less",
         )
-    staging = 0
-    while True:
-        plan = _best_plan(Problem(model, workload, profile, policy, staging))
-        needed = _staging_bytes(plan)
-        if needed <= staging:
-            return plan
+    plan, staging = _best_plan(Problem(model, workload, profile, policy, 0)), 0
+    while (needed := _staging_bytes(plan)) > staging:
         staging = needed
+        plan = _best_plan(Problem(model, workload, profile, policy, staging))
+    free = policy.offload_ratio is None and policy.kv_offload_ratio is None
+    if not free or plan.required_ratio > 0 or plan.ratio == 0:
+        return plan
+    local = replace(policy, offload_ratio=0.0)
+    alone = _best_plan(Problem(model, workload, profile, local, 0))
+    gain = 1 - plan.predicted_s / alone.predicted_s
+    return plan if gain >= WORTH else replace(alone, policy=policy, forgone=plan)
 
 
 def _staging_bytes(plan: Plan) -> int:
@@ -104,7 +112,8 @@ def _slot_choices(problem: Problem) -> list[Counts]:
     kv = shares[problem.ops.index(problem.attention)][1:]
     if fixed is not None:
         return _slot_splits(problem, math.floor(fixed * n + 0.5), kv)
-    both = [{math.floor(x * n + 1e-9), min(math.ceil(x * n - 1e-9), n)} for x in kv]
+    none = {0} if wanted is None else set()
+    both = [none | {math.floor(x * n + 1e-9), min(math.ceil(x * n - 1e-9), n)} for x in kv]
     return sorted(c for c in itertools.product(*both) if sum(c) <= n)
 
 
@@ -143,6 +152,8 @@ def _placements(problem: Problem, slots: Counts) -> dict[str, tuple[Counts, ...]
         return problem.bound(op, problem.mixed_bytes(op, units, by_name[op.name]), "direct")
 
     totals = round_shares(weights, [1 - share[0] for share in shares], goal, time)
+    if wanted is None and len(problem.remote) == 1 and policy.transport != "staged":
+        totals = settled(problem, totals, goal)
     free = [
         cap
         - sum(s[t] * op.layers * op.resident_bytes for op, s in zip(weights, shares, strict=True))

@@ -4,7 +4,6 @@ Everything here is a bound: bytes over bandwidths, FLOPs over rates. `predicted`
 efficiencies and its fixed cost per op.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +14,6 @@ from dakrun.plan.ops import Op
 
 COMPUTE = "compute"
 MIN_TENSOR_ROWS = 8
-FEWER_SMS_COST = 0.05  # of a link's rate, by half of the SMs that saturate it: H200, PCIe 5
 
 Regime = Literal["memory-bound", "mixed", "compute-bound"]
 
@@ -135,51 +133,3 @@ def regime(op: Op, compute: float, links: Links) -> Regime:
     if compute >= op.read_bytes / links.direct[LOCAL]:
         return "compute-bound"
     return "memory-bound" if compute < op.read_bytes / links.total_rate() else "mixed"
-
-
-def sms_by_tier(
-    op: Op,
-    placement: Sequence[Sequence[int]],
-    compute: float,
-    bound: float,
-    profile: HardwareProfile,
-    remote: Sequence[str],
-) -> tuple[int, ...]:
-    """SMs for each tier's part of `op`, the local one first.
-
-    A remote part gets what saturates its link, or what its share of the arithmetic needs to end
-    within `bound` seconds if that is more, as long as the local part keeps one. A single remote
-    tier gets fewer where the local octets then divide more evenly over the others.
-    """
-    units = [sum(counts) for counts in zip(*placement, strict=True)]
-    sms = []
-    for name, held in zip(remote, units[1:], strict=True):
-        share = held / sum(units)
-        busy = math.ceil(profile.sms * share * compute / bound) if bound else 0
-        sms.append(max(profile.tier(name).sms, busy) if held else 0)
-    spare = 1 if units[0] else 0
-    while sum(sms) > max(profile.sms - spare, len(sms)):
-        sms[sms.index(max(sms))] -= 1
-    if op.category == "linear" and len(remote) == 1 and units[0] and units[1]:
-        per_layer = [math.ceil(n / len(placement)) for n in units]
-        sms = [_aligned_sms(op, per_layer, sms[0], profile, remote[0])]
-    return (profile.sms - sum(sms) if units[0] else 0, *sms)
-
-
-def _aligned_sms(
-    op: Op, octets: Sequence[int], most: int, profile: HardwareProfile, remote: str
-) -> int:
-    """SMs, `most` or down to half, for a layer's remote octets, with which both parts end soonest.
-
-    The local part takes as long as if all its SMs had as many octets as the busiest. The link, with
-    the same window in fewer hands, loses up to FEWER_SMS_COST.
-    """
-    size, tier = op.unit_bytes(0, 1), profile.tier(remote)
-
-    def seconds(count: int) -> float:
-        others = profile.sms - count
-        local = math.ceil(octets[0] / others) * others * size / profile.hbm_bytes_per_s
-        link = octets[1] * size / tier.direct_bytes_per_s
-        return max(local, link * (1 + FEWER_SMS_COST * 2 * (1 - count / most)))
-
-    return min(range(most, (most - 1) // 2, -1), key=seconds)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dakrun.errors import CannotRun
 from dakrun.plan.ops import kv_positions
 from dakrun.plan.overview import Comparison, Forecast, Overview
-from dakrun.plan.planner import OpPlan, Plan
+from dakrun.plan.planner import WORTH, OpPlan, Plan
 from dakrun.plan.present import (
     bound_figures,
     kv_figures,
@@ -99,6 +99,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
             f"{plan.ratio:.1%} of weights and KV chosen ({plan.policy.strategy}), "
             f"{plan.required_ratio:.1%} required by capacity",
         ),
+        *_forgone_rows(plan),
         ("phase", f"{plan.phase} of 3: {PHASES[plan.phase]}"),
         (
             "KV per step",
@@ -169,6 +170,22 @@ def _speed_text(speed: dict[str, float]) -> str:
         f"{speed['tokens_per_s']:,.1f} tokens/s, EB {_rate(speed['eb_bytes_per_s'])}, "
         f"EB total {_rate(speed['eb_total_bytes_per_s'])}"
     )
+
+
+def _forgone_rows(plan: Plan) -> list[tuple[str, str]]:
+    """That a remote share would gain too little to be taken, if so."""
+    if plan.forgone is None:
+        return []
+    gain = 1 - plan.forgone.predicted_s / plan.predicted_s
+    said = f"{gain:.1%} faster" if gain > 0 else "no faster"
+    return [
+        (
+            "note",
+            f"with {plan.forgone.ratio:.1%} outside {plan.tiers[0]} a step is predicted to be "
+            f"{said}; below {WORTH:.0%} nothing is moved for speed (--offload-ratio "
+            f"{plan.forgone.ratio:.4f} does it all the same)",
+        )
+    ]
 
 
 def _uniform_rows(uniform: Forecast | CannotRun) -> list[tuple[str, str]]:

@@ -1,0 +1,123 @@
+"""How many SMs read each tier of an op, and how long they take with what each of them is dealt.
+
+Knows the kernels' deal (octets.py), how many SMs keep a tier busy, and no placements but one op's.
+Its constants were measured on H200s.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from dakrun.hardware import HardwareProfile, RemoteTier
+from dakrun.octets import OCTET_ROWS, SHARED_BYTES, even_group
+from dakrun.plan.ops import Op
+from dakrun.units import ceil_div
+
+MOST_ROWS = 64  # of X, in one launch
+# Of HBM's rate, were all SMs to do something else. Decode steps of four models, with 8 to 16 of 132
+# SMs for a peer, lost so much (0.2 to 0.7), however even the waves of the others were.
+OTHERS_COST = 0.48
+EVEN_SMS = 0.97  # of all, at work in the chains that the costs of ops were measured in
+ENOUGH_SMS = 0.5  # of all, for HBM's whole rate
+LINK_SECONDS = 2.3e-6  # a link's rate for so long must be in flight: a peer on NVLink 4
+FEWER_SMS_COST = 0.05  # of a link's rate, by half of the SMs that fill its window: PCIe 5
+
+
+def sms_by_tier(
+    op: Op,
+    placement: Sequence[Sequence[int]],
+    compute: float,
+    bound: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[int, ...]:
+    """SMs for each tier's part of `op`, the local one first.
+
+    A remote part gets what saturates its link, or what its share of the arithmetic needs to end
+    within `bound` seconds if that is more, as long as the local part keeps one. It gets fewer
+    where a linear op then ends sooner.
+    """
+    units = [sum(counts) for counts in zip(*placement, strict=True)]
+    sms, needed = [], []
+    for name, held in zip(remote, units[1:], strict=True):
+        share = held / sum(units)
+        needed.append(math.ceil(profile.sms * share * compute / bound) if bound else 0)
+        sms.append(max(profile.tier(name).sms, needed[-1]) if held else 0)
+    spare = 1 if units[0] else 0
+    while sum(sms) > max(profile.sms - spare, len(sms)):
+        sms[sms.index(max(sms))] -= 1
+    if op.category == "linear" and units[0]:
+        counts = [math.ceil(n / len(placement)) for n in units]
+        for tier, most in enumerate(sms):
+
+            def seconds(count: int, tier: int = tier) -> float:
+                given = [*sms[:tier], count, *sms[tier + 1 :]]
+                return read_time(op, counts, (profile.sms - sum(given), *given), profile, remote)
+
+            # Of those that make no difference, the most: the link is then the limit.
+            fewest = min(max(1, needed[tier]), most)
+            sms[tier] = min(range(most, fewest - 1, -1), key=seconds)
+    return (profile.sms - sum(sms) if units[0] else 0, *sms)
+
+
+def read_time(
+    op: Op,
+    counts: Sequence[int],
+    sms: Sequence[int],
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> float:
+    """Seconds in which `sms[t]` SMs read `counts[t]` units of one layer of each tier t.
+
+    Beside what `roofline` bounds that counts the SMs that HBM lacks where others read remote
+    tiers, and the last waves, of fewer CTAs.
+    """
+    if profile.device != "cuda" or op.category == "gather":
+        return 0.0
+    unit = op.read_bytes / op.units
+
+    def hbm_rate(ctas: int, group: int = 1) -> float:
+        share = ctas / profile.sms
+        others = max(0.0, EVEN_SMS - share) * OTHERS_COST
+        return profile.hbm_bytes_per_s * min(1.0, share / ENOUGH_SMS) / (1 + others)
+
+    if op.category == "attention":  # its chunks are short, and dealt out by need
+        return unit * counts[0] / hbm_rate(sms[0]) if counts[0] else 0.0
+    parts = [unit * _waves(counts[0], sms[0], hbm_rate)]
+    for name, octets, most in zip(remote, counts[1:], sms[1:], strict=True):
+        rate = _link_rate(profile.tier(name), op.batch_size)
+        parts.append(unit * _waves(octets, most, rate))
+    return max(parts)
+
+
+def _waves(octets: int, sms: int, rate: Callable[[int, int], float]) -> float:
+    """Time over an octet's bytes for as many waves as CTAs, one an SM, take `octets` in.
+
+    `rate` is in bytes/s, by the CTAs that are at it and the octets of a group.
+    """
+    if not octets:
+        return 0.0
+    ctas = min(max(1, sms), octets)
+    group = even_group(octets, ctas)
+    whole, last = divmod(ceil_div(octets, group), ctas)
+    behind = max(0, octets - whole * ctas * group) if last else 0
+    seconds = (octets - behind) / rate(ctas, group)
+    return seconds + (behind / rate(last, group) if behind else 0.0)
+
+
+def _link_rate(tier: RemoteTier, rows: int) -> Callable[[int, int], float]:
+    """Bytes/s of `tier`, for `rows` of X, by CTAs and the octets of a group.
+
+    CTAs have in flight what their rings hold, which X has a part of, or the window. Where that is
+    all that the tier's SMs could hold, the link needs so much in flight as its latency says; else
+    the window, which is not used as well in few hands.
+    """
+    tiles, whole = ceil_div(min(rows, MOST_ROWS), OCTET_ROWS), tier.direct_bytes_per_s
+    windowed = tier.window_bytes < tier.sms * SHARED_BYTES
+    needed = tier.window_bytes if windowed else whole * LINK_SECONDS
+
+    def rate(ctas: int, group: int) -> float:
+        held = ctas * SHARED_BYTES * group / (group + tiles)
+        fewer = max(0.0, 1 - ctas / tier.sms) if windowed else 0.0
+        return whole * min(1.0, held / needed) / (1 + FEWER_SMS_COST * 2 * fewer)
+
+    return rate
