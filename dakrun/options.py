@@ -1,6 +1,6 @@
 """Command line options that several commands share, and what they stand for.
 
-Knows click and how users write values; the commands are in cli.py.
+Knows click and the options' types; the commands are in cli.py.
 """
 
 import functools
@@ -9,64 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from dakrun.errors import UsageError
-from dakrun.units import parse_bytes
+from dakrun.option_types import COUNT, RATIO, Size
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig
     from dakrun.hardware import HardwareProfile
 
 Command = Callable[..., int | None]
-
-
-class Auto(click.ParamType):
-    """`auto` (None) or what `convert_value` makes of the text; it raises ValueError for the rest.
-
-    `expected` completes "is not ..." in the message.
-    """
-
-    def __init__(self, name: str, expected: str, convert_value: Callable[[str], Any]) -> None:
-        self.name, self.expected, self.convert_value = name, expected, convert_value
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value == "auto":
-            return None
-        try:
-            return self.convert_value(value)
-        except ValueError:
-            self.fail(f"{value!r} is not {self.expected}.", param, ctx)
-
-
-class Size(click.ParamType):
-    """Bytes, written like 20GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_bytes(value)
-        except UsageError as problem:
-            self.fail(f"{problem}; {problem.hint}.", param, ctx)
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
-def _share(text: str) -> float:
-    if not 0 <= (number := float(text)) <= 1:
-        raise ValueError
-    return number
-
-
-COUNT = Auto("count", "auto or an integer of at least 1", _at_least_one)
-RATIO = Auto("ratio", "auto or a number from 0 to 1", _share)
 
 
 def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import click
 
 from dakrun.errors import UsageError
-from dakrun.options import Size
+from dakrun.option_types import Size
 
 MODEL: Literal["model"] = "model"
 KERNELS = ("gemm", "attention")
