@@ -72,8 +72,9 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done;
 }
 
-// Arrives at the barrier at the same shared-memory offset of CTA `rank` of the cluster, for one that
-// has read what others overwrite: what it has written they need not see, which would cost a fence.
+// Arrives at the barrier at the same shared-memory offset of CTA `rank` of the cluster, for one
+// that has read what others overwrite: what it has written they need not see, which would cost a
+// fence.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"

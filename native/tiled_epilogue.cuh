@@ -132,7 +132,9 @@ struct TileOutputs {
     const int chunks = kRowChunks / gates();
     const int number = thread % chunks, step = kWarpgroup / chunks;
     const int exist = columns - number * kChunk;
-    const bool whole = exist >= kChunk && args.width % kChunk == 0;
+    // With kSiluMul half a chunk has an octet's outputs, and a tile may begin with the second half.
+    const bool whole = exist >= kChunk && (args.width | column) % kChunk == 0;
+    const bool halves = exist >= kChunk && (args.width | column) % (kChunk / 2) == 0;
     if (exist <= 0) return;
     const int64_t place = static_cast<int64_t>(first) * args.width + column + number * kChunk;
 #pragma unroll 1
@@ -145,6 +147,11 @@ struct TileOutputs {
         if (args.activation == kSiluMul) words = in_order(words);
         if (whole) {
           *reinterpret_cast<uint4*>(args.y + at) = words;
+          continue;
+        }
+        if (halves) {
+          *reinterpret_cast<uint2*>(args.y + at) = {words.x, words.y};
+          *reinterpret_cast<uint2*>(args.y + at + kChunk / 2) = {words.z, words.w};
           continue;
         }
         const Chunk chunk = *reinterpret_cast<const Chunk*>(&words);

@@ -187,6 +187,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
       outputs.put(sums);
     } else {
       const Segments segments(args, place, ring.first);
+      __syncwarp();
       cluster_meet();  // nobody reads stages any more
       segments.give(sums);
       ptx::cluster_arrive();

@@ -80,9 +80,9 @@ struct Place {
   }
 };
 
-// The tiles of a CTA, one after the other: cluster c has the tiles c, c + clusters, ... of its tier.
-// They are numbered along X, in blocks of some, then along W: so those that CTAs compute at a time
-// read few rows of W and of X, which L2 then has for all of them.
+// The tiles of a CTA, one after the other: cluster c has the tiles c, c + clusters, ... of its
+// tier. They are numbered along X, in blocks of some, then along W: so those that CTAs compute at a
+// time read few rows of W and of X, which L2 then has for all of them.
 //
 // Where that would leave CTAs without work in the end, they share the tiles that are left: one or
 // more for each cluster, but less than two. All their atoms in a row are dealt out evenly, so that

@@ -1,5 +1,5 @@
-// How the tiled GEMM's sums pass from one CTA to another: in the middle of a tile's atoms, or, where
-// CTAs of a cluster sum segments of them, at the end.
+// How the tiled GEMM's sums pass from one CTA to another: in the middle of a tile's atoms, or,
+// where CTAs of a cluster sum segments of them, at the end.
 #pragma once
 
 #include "tiled_epilogue.cuh"

@@ -132,6 +132,16 @@ def test_epilogues(
     assert error(found, exact) < (5e-4 if dtype == torch.float16 else 4e-3)
 
 
+def test_gated_tiles_that_begin_with_any_octet() -> None:
+    m, k, n = 240, 72, 67
+    weight, bias = normal(m, k, scale=k**-0.5), normal(m)
+    exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
+    exact = F.silu(exact[:, ::2]) * exact[:, 1::2]
+    how = config(TierTiles(2, 7), TierTiles(1, 8))
+    found = run(weight, n, how, (17, 13), bias=bias, activation="silu_mul")
+    assert error(found, exact) < 5e-4
+
+
 @pytest.mark.parametrize("x_tiles", X_TILES)
 @pytest.mark.parametrize("row_groups", [1, 2])
 def test_tiles(x_tiles: int, row_groups: int, wgmma: int) -> None:

@@ -4,7 +4,8 @@
 // and which copy lands, is drawn at random from a seed, so that other seeds are other
 // interleavings, and copies overtake each other. What no interleaving may do ends the run with a
 // message: waiting for ever, more arrivals than a barrier counts, copies that land after the end,
-// or outside of shared memory, or what reaches another CTA of the cluster that has ended. What a copy will overwrite is NaN from when it starts.
+// or outside of shared memory, or what reaches another CTA of the cluster that has ended. What a
+// copy will overwrite is NaN from when it starts.
 #pragma once
 
 #include <ucontext.h>
@@ -158,7 +159,7 @@ Taken together(const Given& given, Function compute) {
   return taken;
 }
 
-// From now on `to`, of CTA `of`, is NaN; `land` puts there what it then has, and completes a barrier.
+// From now on `to`, of CTA `of`, is NaN; `land` puts there what it then has, and a barrier knows.
 inline void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
                  std::function<void(uint8_t*)> land) {
   uint8_t* const memory = at(to, bytes, of);
