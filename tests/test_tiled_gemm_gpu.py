@@ -166,7 +166,8 @@ def test_every_shape(dtype: torch.dtype, x_tiles: int) -> None:
                 options, (8, FEW_SMS, all_sms()), (False, True)
             ):
                 config = local(run, n, shape, sms, size, even=even)
-                check(run, n, m, k, dtype, ("relu", True, True), config=config)
+                epilogue = ("silu_mul", True, False) if even else ("relu", True, True)
+                check(run, n, m, k, dtype, epilogue, config=config)
                 x, bias = normal(n, k, dtype=dtype), normal(m, dtype=dtype)
                 out = run(x, poisoned(n, m, dtype), bias=bias, config=config)
                 assert same_bits(out, found.setdefault(shape.k_ctas, out)), (n, shape, sms, even)

@@ -17,6 +17,7 @@ from dakrun.kernels.tensor_map import atoms_map
 from dakrun.kernels.tiled_heuristics import (
     MAX_ROWS,
     PORTABLE_X_TILES,
+    SUM_BYTES,
     THREADS,
     WARPGROUPS,
     X_TILES,
@@ -70,6 +71,12 @@ class Workspace:
             torch.empty(config.carried, dtype=torch.uint8, device=device),
             torch.zeros(config.carriers * WARPS, dtype=torch.int32, device=device),
         )
+
+    @classmethod
+    def largest(cls, sms: int, device: torch.device | str) -> "Workspace":
+        """For all launches on a GPU with so many SMs."""
+        sums = torch.empty(sms * max(X_TILES) * SUM_BYTES, dtype=torch.uint8, device=device)
+        return cls(sums, torch.zeros(sms * WARPS, dtype=torch.int32, device=device))
 
     def fits(self, config: TiledConfig) -> bool:
         """Whether it has what `config` needs."""
