@@ -37,6 +37,8 @@ class ManyRows:
     def __init__(self, device: torch.device) -> None:
         self._tiles = tiles(device)
         self._workspace: Workspace | None = None  # kept, as graphs read and write it
+        if self._tiles is not None:
+            self._workspace = Workspace.largest(sm_count(device), device)
         # Of SplitK_GEMM's rows: passes that cost less than what else there is.
         self.from_passes = 2 if self._tiles is None else 1
 
@@ -60,8 +62,6 @@ class ManyRows:
             _unpacked(x, weight, out, bias, residual, activation)
             return
         octets, sms = tuple(part.split.octets for part in weight.parts), sm_count(x.device)
-        if self._workspace is None:
-            self._workspace = Workspace.largest(sms, x.device)
         for first in range(0, len(x), MAX_ROWS):
             rows = slice(first, first + MAX_ROWS)
             config = _config(
