@@ -59,3 +59,38 @@ struct Octet {
     return atom(number / kAtomChunks) + (row * kAtomChunks + swizzled) * 16;
   }
 };
+
+// The atoms of an octet from `number` on, one after the other, and with them those of the octets
+// behind it in its group. One warp goes through them, an instruction after the other, so what the
+// next one costs counts: no division.
+struct OctetAtoms {
+  const uint8_t* from;  // the atom
+
+  __device__ __forceinline__ OctetAtoms(const Octet& octet, int number)
+      : from(octet.atom(number)),
+        step(octet.wave + static_cast<int64_t>(number - number % octet.step_atoms) *
+                              octet.wave_octets * kAtomBytes),
+        group(octet.group),
+        place(octet.place),
+        step_atoms(octet.step_atoms),
+        group_bytes(octet.group_octets * kAtomBytes),
+        step_bytes(octet.step_atoms * octet.wave_octets * kAtomBytes),
+        behind(octet.atoms - number + number % octet.step_atoms),
+        left(min(octet.step_atoms, behind) - number % octet.step_atoms) {}
+
+  __device__ __forceinline__ void next() {
+    from += group_bytes;
+    if (--left > 0) return;
+    step += step_bytes;
+    behind -= step_atoms;
+    left = min(step_atoms, behind);
+    from = step + (group * left + place) * kAtomBytes;
+  }
+
+ private:
+  const uint8_t* step;
+  const int group, place, step_atoms, group_bytes;
+  const int step_bytes;  // a wave's step is below 2 GiB
+  int behind;            // atoms from the step's first on
+  int left;              // in the step
+};

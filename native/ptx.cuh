@@ -72,11 +72,13 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done;
 }
 
-// Arrives at the barrier at the same shared-memory offset of CTA `rank` of the cluster.
+// Arrives at the barrier at the same shared-memory offset of CTA `rank` of the cluster, for one
+// that has read what others overwrite: what it has written they need not see, which would cost a
+// fence.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -122,6 +124,17 @@ __device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMa
       : "memory");
 }
 
+// The same box to the same offset in every CTA of the cluster whose bit is set in `ctas`.
+__device__ __forceinline__ void tensor_load_multicast(uint32_t destination, const TensorMap* map,
+                                                      int x, int y, int z, uint32_t barrier,
+                                                      uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(destination),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(ctas)
+      : "memory");
+}
+
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -133,6 +146,19 @@ __device__ __forceinline__ float4 load_from_l2(const float4* from) {
                : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
                : "l"(from)
                : "memory");
+  return value;
+}
+
+// The same, or zeros, without a branch.
+__device__ __forceinline__ float4 load_from_l2_or_zero(const float4* from, bool loads) {
+  float4 value;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.f32 %0, 0f00000000;\n"
+      "mov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
+      "@p ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "l"(from), "r"(static_cast<int>(loads))
+      : "memory");
   return value;
 }
 
@@ -177,6 +203,17 @@ __device__ __forceinline__ int add_in_order(int* to, int value) {
                : "l"(to), "r"(value)
                : "memory");
   return before;
+}
+
+// A flag that says that all has been written that the thread wrote, or saw written, before.
+__device__ __forceinline__ void store_release(int* to, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
 }
 
 // Tensor cores
@@ -231,6 +268,18 @@ __device__ __forceinline__ void mma(float2& low, float2& high, const uint32_t (&
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// By all four warps of a warpgroup: registers that a thread gives back, or takes from then on.
+
+template <int registers>
+__device__ __forceinline__ void keep_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
 // A barrier among `threads` threads of the CTA, numbered apart from __syncthreads().
 __device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
@@ -255,8 +304,27 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// The address of the same shared memory in CTA `rank` of the cluster, which only some instructions
+// take.
+__device__ __forceinline__ uint32_t in_cta(uint32_t address, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void store_in_cta(uint32_t there, float4 value) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// Others need not see what this thread has written, which would cost a fence.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait() {

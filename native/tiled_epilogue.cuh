@@ -49,40 +49,46 @@ struct TileOutputs {
   }
 
   __device__ __forceinline__ void put(const Sums& sums) const {
-    const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x) % kWarpgroup;
 #pragma unroll
-    for (int pass = 0; pass < kXRows / kPassRows; pass++) {
-      const int first = n + pass * kPassRows;
-      if (first >= args.n) break;
-      if (args.activation == kSiluMul) {
-        stage_gated(sums, pass, thread);
-      } else {
-        if (args.residual) {
-          move<false>(first, thread);
-          staging.sync();
-        }
-        stage(sums, pass, thread);
+    for (int pass = 0; pass < kXRows / kPassRows; pass++)
+      put_rows<kPassRows / 8>(sums.tile[0] + 2 * pass * (kPassRows / 8), pass * kPassRows);
+  }
+
+  // Of tiles of 8 rows of X, from the one at `row` of the warpgroup's on.
+  template <int tiles>
+  __device__ __forceinline__ void put_rows(const float2* sums, int row) const {
+    const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x) % kWarpgroup;
+    const int first = n + row, rows = min(8 * tiles, args.n - first);
+    if (rows <= 0) return;
+    if (args.activation == kSiluMul) {
+      stage_gated<tiles>(sums, thread);
+    } else {
+      if (args.residual) {
+        move<false>(first, rows, thread);
+        staging.sync();
       }
-      staging.sync();
-      move<true>(first, thread);
-      staging.sync();
+      stage<tiles>(sums, thread);
     }
+    staging.sync();
+    move<true>(first, rows, thread);
+    staging.sync();
   }
 
  private:
   __device__ __forceinline__ int gates() const { return args.activation == kSiluMul ? 2 : 1; }
 
   // Four 8 x 8 matrices at a time: of two octets of W and 16 rows of X.
-  __device__ __forceinline__ void stage(const Sums& sums, int pass, uint32_t thread) const {
+  template <int tiles>
+  __device__ __forceinline__ void stage(const float2* sums, uint32_t thread) const {
     const uint32_t lane = thread % 32, warp = thread / 32;
     uint32_t at = staging.chunk(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
 #pragma unroll
-    for (int i = 0; i < kPassRows / 8; i += 2, at += 16 * kRowBytes) {
+    for (int i = 0; i < tiles; i += 2, at += 16 * kRowBytes) {
       uint32_t words[4];
       if (args.residual) ptx::ldmatrix_x4_trans(words, at);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        float2 sum = sums.total(2 * (pass * (kPassRows / 8) + i) + j);
+        float2 sum = sums[2 * i + j];
         sum.x += bias[j % 2], sum.y += bias[j % 2];
         if (args.activation == kRelu) sum = {fmaxf(sum.x, 0.0f), fmaxf(sum.y, 0.0f)};
         if (args.residual) {
@@ -98,17 +104,17 @@ struct TileOutputs {
   // Rows of W are gates and what they multiply in turn. Of lanes that have a gate and its partner
   // one takes both for octet 2w, the other for 2w + 1. So a chunk has the outputs of two octets,
   // those of the first one at even places.
-  __device__ __forceinline__ void stage_gated(const Sums& sums, int pass, uint32_t thread) const {
+  template <int tiles>
+  __device__ __forceinline__ void stage_gated(const float2* sums, uint32_t thread) const {
     const uint32_t lane = thread % 32, warp = thread / 32;
     const bool odd = lane / 4 % 2;
     uint32_t at = staging.chunk(lane, warp);
 #pragma unroll
-    for (int i = 0; i < kPassRows / 8; i += 4, at += 32 * kRowBytes) {
+    for (int i = 0; i < tiles; i += 4, at += 32 * kRowBytes) {
       uint32_t words[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const int number = 2 * (pass * (kPassRows / 8) + i + j);
-        float2 low = sums.total(number), high = sums.total(number + 1);
+        float2 low = sums[2 * (i + j)], high = sums[2 * (i + j) + 1];
         low.x += bias[0], low.y += bias[0], high.x += bias[1], high.y += bias[1];
         const float2 given = odd ? low : high, own = odd ? high : low;
         const float2 other = {__shfl_xor_sync(0xffffffff, given.x, 4),
@@ -120,17 +126,19 @@ struct TileOutputs {
     }
   }
 
-  // Between shared memory and rows of Y, or of the residual into it, from `first` on.
+  // Between shared memory and `rows` of Y, or of the residual into it, from `first` on.
   template <bool out>
-  __device__ __forceinline__ void move(int first, uint32_t thread) const {
+  __device__ __forceinline__ void move(int first, int rows, uint32_t thread) const {
     const int chunks = kRowChunks / gates();
     const int number = thread % chunks, step = kWarpgroup / chunks;
     const int exist = columns - number * kChunk;
-    const bool whole = exist >= kChunk && args.width % kChunk == 0;
+    // With kSiluMul half a chunk has an octet's outputs, and a tile may begin with the second half.
+    const bool whole = exist >= kChunk && (args.width | column) % kChunk == 0;
+    const bool halves = exist >= kChunk && (args.width | column) % (kChunk / 2) == 0;
     if (exist <= 0) return;
     const int64_t place = static_cast<int64_t>(first) * args.width + column + number * kChunk;
 #pragma unroll 1
-    for (int row = thread / chunks; row < min(kPassRows, args.n - first); row += step) {
+    for (int row = thread / chunks; row < rows; row += step) {
       const int64_t at = place + static_cast<int64_t>(row) * args.width;
       uint4* const shared =
           reinterpret_cast<uint4*>(smem + (staging.chunk(row, number) - ptx::smem_address(smem)));
@@ -139,6 +147,11 @@ struct TileOutputs {
         if (args.activation == kSiluMul) words = in_order(words);
         if (whole) {
           *reinterpret_cast<uint4*>(args.y + at) = words;
+          continue;
+        }
+        if (halves) {
+          *reinterpret_cast<uint2*>(args.y + at) = {words.x, words.y};
+          *reinterpret_cast<uint2*>(args.y + at + kChunk / 2) = {words.z, words.w};
           continue;
         }
         const Chunk chunk = *reinterpret_cast<const Chunk*>(&words);

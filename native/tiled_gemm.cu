@@ -3,53 +3,87 @@
 // W is packed as SplitK_GEMM reads it (dakrun/kernels/packing.py). A CTA serves one tier and
 // computes tiles, one after the other: two warpgroups multiply 64 rows of W and kXRows of X each,
 // beside each other along W or along X. A warp keeps copies of W in flight into a ring of stages,
-// another those of X. Sums go along all of K in one order, so that no bit of Y depends on tiers,
-// tiles or the number of CTAs.
+// another those of X. CTAs of a cluster share W or X, which each of them then brings a part of, or
+// sum segments of K, of which there are as many as shapes and the GPU make it. In a segment sums go
+// in one order, and then those of segments, so that no bit of Y depends on tiers, tiles or the
+// number of CTAs.
 
 #include "gemm_multiply.cuh"
-#include "tiled_epilogue.cuh"
+#include "tiled_sums.cuh"
 
-static_assert(WGMMA || X_TILES <= 16, "with more, operands of mma would spill");
+static_assert(WGMMA || X_TILES <= 8, "with more, operands of mma would spill");
 
 // Shared memory: outputs on their way, then stages, each W [octets][8 rows][128 bytes] and X
 // [rows][128 bytes], 64 columns of both.
 struct Ring {
   Barriers full_barrier;   // [stages]: W and X have landed
-  Barriers empty_barrier;  // [stages]: all warps that multiply are done with it
+  Barriers empty_barrier;  // [stages]: all warps that multiply are done with it, in all sharers
   uint32_t first;
   int stages, w_bytes, stage_bytes;
+  int sharers, first_sharer;
 
-  __device__ __forceinline__ Ring(const TierTiles& tier, uint64_t* barriers)
+  __device__ __forceinline__ Ring(const TierTiles& tier, const Place& place, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
         empty_barrier{full_barrier[kMaxStages]},
         first(in_register(ptx::smem_address(smem)) + kWarpgroups * kStagingBytes),
         stages(tier.stages),
         w_bytes(tier.row_groups * kTileOctets * kAtomBytes),
-        stage_bytes(w_bytes + kWarpgroups / tier.row_groups * kXAtomBytes) {}
+        stage_bytes(w_bytes + kWarpgroups / tier.row_groups * kXAtomBytes),
+        sharers(place.sharers),
+        first_sharer(place.first_sharer) {}
 
   __device__ __forceinline__ void initialize() const {
 #pragma unroll
     for (int i = 0; i < kMaxStages; i++) {
       ptx::mbarrier_init(full_barrier[i], 2);
-      ptx::mbarrier_init(empty_barrier[i], kConsumers / 32 * kArrivalsOfWarp);
+      ptx::mbarrier_init(empty_barrier[i], kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
     }
     ptx::fence_mbarrier_init();
   }
   __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
+
+  // By a warp that is done with a stage, whose barrier is given.
+  __device__ __forceinline__ void release(uint32_t empty) const {
+    __syncwarp();
+    if (sharers == 1) {
+      if (arrives_for_warp()) ptx::mbarrier_arrive(empty);
+    } else if (threadIdx.x % 32 < sharers) {
+      ptx::mbarrier_arrive_cluster(empty, first_sharer + threadIdx.x % 32);
+    }
+  }
 };
 
+// Until all CTAs of the cluster have come here, whose writes need not be seen.
+__device__ __forceinline__ void cluster_meet() {
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();
+}
+
+// At the end of a tile, where segments are added: by warps that do not take part, as often as by
+// those that do, which use the stages meanwhile.
+__device__ __forceinline__ void pass_segments(const TiledGemmArgs& args) {
+  if (args.k_ctas == 1) return;
+  __syncwarp();
+  for (int i = 0; i < 3; i++)
+    cluster_meet();
+}
+
 // By a whole warp: lane i copies octet i of a tile, and those that lie behind it in its group.
-__device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ring, int number) {
-  const int lane = threadIdx.x % 32, window = args.tiers[number].window;
+__device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ring,
+                                       const Place& place) {
+  const int lane = threadIdx.x % 32, window = args.tiers[place.tier].window;
+  const int last = args.weight.tiers[place.tier + 1].first_octet - 1;
+  const bool shares = args.x_ctas > 1;
   RingPosition fill, landed;
   int issued = 0;
-  for (Tiles tile(args, number); !tile.done(); tile.next()) {
-    const Octet from(args.weight, tile.octet + min(lane, tile.octets - 1));
-    const bool copies = lane < tile.octets && (lane == 0 || from.place == 0);
-    const int octets = min(tile.octets - lane, from.group_octets - from.place);
+  for (Tiles tile(args, place); !tile.done; tile.next()) {
+    const Octet octet(args.weight, min(tile.octet + min(lane, max(tile.octets, 1) - 1), last));
+    const bool copies = lane < tile.octets && (lane == 0 || octet.place == 0);
+    const int bytes = min(tile.octets - lane, octet.group_octets - octet.place) * kAtomBytes;
+    OctetAtoms atoms(octet, min(tile.k, args.weight.atoms - 1));
 #pragma unroll 1
-    for (int atom = 0; atom < args.weight.atoms; atom++, issued++) {
+    for (int k = tile.k; k < tile.k_end; k++, issued++, atoms.next()) {
       if (window < ring.stages && issued >= window) {
         wait_barrier(ring.full_barrier[landed.stage], landed.parity);
         landed.advance(ring.stages);
@@ -58,31 +92,45 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
       const uint32_t barrier = ring.full_barrier[fill.stage];
       if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, tile.octets * kAtomBytes);
       __syncwarp();
-      if (copies) {
-        ptx::bulk_load(ring.w(fill.stage) + lane * kAtomBytes, from.atom(atom), octets * kAtomBytes,
-                       barrier);
+      const uint32_t to = ring.w(fill.stage) + lane * kAtomBytes;
+      if (!shares) {
+        if (copies) ptx::bulk_load(to, atoms.from, bytes, barrier);
+      } else if (copies && (k & args.x_ctas - 1) == place.sharer) {
+        ptx::bulk_load_multicast(to, atoms.from, bytes, barrier, place.mask());
       }
       fill.advance(ring.stages);
     }
+    pass_segments(args);
   }
 }
 
-// By one thread. What a box has beyond X is zero.
-__device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ring, int number) {
-  const int boxes = kWarpgroups / args.tiers[number].row_groups;
+// By a whole warp, of which one thread copies. What a box has beyond X is zero.
+__device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ring,
+                                       const Place& place) {
+  const int boxes = kWarpgroups / args.tiers[place.tier].row_groups;
+  const bool shares = args.w_ctas > 1, copies = ptx::elect_one();
+  const int part = shares ? kXRows / args.w_ctas * place.sharer : 0;
   RingPosition fill;
-  for (Tiles tile(args, number); !tile.done(); tile.next()) {
+  for (Tiles tile(args, place); !tile.done; tile.next()) {
+    if (copies) {
 #pragma unroll 1
-    for (int atom = 0; atom < args.weight.atoms; atom++) {
-      wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
-      const uint32_t barrier = ring.full_barrier[fill.stage];
-      ptx::mbarrier_arrive_expect_tx(barrier, boxes * kXAtomBytes);
-      for (int i = 0; i < boxes; i++) {
-        ptx::tensor_load(ring.x(fill.stage) + i * kXAtomBytes, &args.x, atom * kAtomK,
-                         tile.n + i * kXRows, 0, barrier);
+      for (int k = tile.k; k < tile.k_end; k++) {
+        wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+        const uint32_t barrier = ring.full_barrier[fill.stage];
+        ptx::mbarrier_arrive_expect_tx(barrier, boxes * kXAtomBytes);
+        uint32_t to = ring.x(fill.stage) + part * kAtomK * 2;
+#pragma unroll 1
+        for (int i = 0, n = tile.n + part; i < boxes; i++, n += kXRows, to += kXAtomBytes) {
+          if (shares) {
+            ptx::tensor_load_multicast(to, &args.x, k * kAtomK, n, 0, barrier, place.mask());
+          } else {
+            ptx::tensor_load(to, &args.x, k * kAtomK, n, 0, barrier);
+          }
+        }
+        fill.advance(ring.stages);
       }
-      fill.advance(ring.stages);
     }
+    pass_segments(args);
   }
 }
 
@@ -90,79 +138,108 @@ __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ri
 __device__ __forceinline__ void pass_stages(int count, const Ring& ring, RingPosition& stage) {
   for (; count > 0; count--) {
     wait_barrier(ring.full_barrier[stage.stage], stage.parity);
-    __syncwarp();
-    if (arrives_for_warp()) ptx::mbarrier_arrive(ring.empty_barrier[stage.stage]);
+    ring.release(ring.empty_barrier[stage.stage]);
     stage.advance(ring.stages);
   }
 }
 
-__device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& ring, int number,
-                                        int warpgroup) {
-  const bool along_w = args.tiers[number].row_groups == kWarpgroups;
+__device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& ring,
+                                        const Place& place, int warpgroup) {
+  const bool along_w = args.tiers[place.tier].row_groups == kWarpgroups;
   const int first_octet = along_w ? warpgroup * kTileOctets : 0;
   const int first_row = along_w ? 0 : warpgroup * kXRows;
   const uint32_t of_w = first_octet * kAtomBytes, of_x = first_row * kAtomK * 2;
-  const bool arrives = arrives_for_warp();
   const Staging staging(ring.first - kWarpgroups * kStagingBytes, warpgroup);
   RingPosition stage;
-  for (Tiles tile(args, number); !tile.done(); tile.next()) {
+  for (Tiles tile(args, place); !tile.done; tile.next()) {
     if (first_octet >= tile.octets || tile.n + first_row >= args.n) {
-      pass_stages(args.weight.atoms, ring, stage);
+      pass_stages(tile.k_end - tile.k, ring, stage);
+      pass_segments(args);
       continue;
     }
     const TileOutputs outputs(args, staging, tile.octet + first_octet, tile.octets - first_octet,
                               tile.n + first_row);
     Sums sums;
+    take_sums(args, place.sharers, tile.carried, sums);
 #if WGMMA  // products go on behind multiply(): a stage is free when those of the next one do
     uint32_t before = 0;  // the barrier of the stage before, to be freed
 #endif
 #pragma unroll 1
-    for (int left = args.weight.atoms; left > 0; left--) {
+    for (int left = tile.k_end - tile.k; left > 0; left--) {
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
       multiply(ring.w(stage.stage) + of_w, 0, ring.x(stage.stage) + of_x, 1, sums);
 #if WGMMA
       wait_but_for_last();
-      __syncwarp();
-      if (before && arrives) ptx::mbarrier_arrive(before);
+      if (before) ring.release(before);
       before = ring.empty_barrier[stage.stage];
 #else
-      __syncwarp();
-      if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[stage.stage]);
+      ring.release(ring.empty_barrier[stage.stage]);
 #endif
       stage.advance(ring.stages);
     }
 #if WGMMA
     wait_for(sums);
-    __syncwarp();
-    if (arrives) ptx::mbarrier_arrive(before);
+    if (before) ring.release(before);
 #endif
-    outputs.put(sums);
+    if (tile.leaves) {
+      leave_sums(args, sums);
+    } else if (args.k_ctas == 1) {
+      outputs.put(sums);
+    } else {
+      const Segments segments(args, place, ring.first);
+      __syncwarp();
+      cluster_meet();  // nobody reads stages any more
+      segments.give(sums);
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+      segments.put(outputs);
+      ptx::fence_proxy_async();  // before copies into stages
+      cluster_meet();
+    }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
     tiled_gemm(const __grid_constant__ TiledGemmArgs args) {
   __shared__ uint64_t barriers[2 * kMaxStages];
-  ptx::launch_dependents();
+  if (args.order != kBeforeLocal) ptx::launch_dependents();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
-  const int number = tier_of_cta(args);
-  const Ring ring(args.tiers[number], barriers);
+  const Place place(args);
+  const Ring ring(args.tiers[place.tier], place, barriers);
   if (threadIdx.x == kConsumers) {
     ptx::prefetch_tensor_map(&args.x);
     ring.initialize();
   }
   __syncthreads();
+  if (place.sharers > 1) cluster_meet();  // nobody may arrive at a barrier that is not initialised
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance.
-  if (warp == kConsumers / 32) {
-    load_w(args, ring, number);
+  const bool waits_first = args.order != kAfterRemote && warp != kConsumers / 32;
+  if (waits_first) {
     ptx::wait_for_dependencies();
-    return;
+    if (args.order == kBeforeLocal) ptx::launch_dependents();
   }
-  ptx::wait_for_dependencies();
   if (warp < kConsumers / 32) {
-    consume(args, ring, number, warp / (kWarpgroup / 32));
-  } else if (ptx::elect_one()) {
-    load_x(args, ring, number);
+#if WGMMA
+    ptx::take_registers<kConsumerRegisters>();
+#endif
+    consume(args, ring, place, warp / (kWarpgroup / 32));
+  } else {
+#if WGMMA
+    ptx::keep_registers<kCopyRegisters>();
+#endif
+    if (warp == kConsumers / 32) {
+      load_w(args, ring, place);
+    } else if (warp == kConsumers / 32 + 1) {
+      load_x(args, ring, place);
+    } else {
+      for (Tiles tile(args, place); !tile.done; tile.next())
+        pass_segments(args);
+    }
+  }
+  if (!waits_first) ptx::wait_for_dependencies();
+  if (place.sharers > 1) {
+    __syncwarp();
+    cluster_meet();  // arrivals go to other CTAs: all stay until all are done
   }
 }

@@ -5,28 +5,48 @@
 
 static_assert(X_TILES % 8 == 0 && X_TILES <= 32, "rows of X by 64, at most 256 a warpgroup");
 
+constexpr int kTiledThreads = kConsumers + kWarpgroup;  // of these two warps copy
+// A thread that multiplies takes registers from those that do not.
+constexpr int kCopyRegisters = 40, kConsumerRegisters = 232;
 constexpr int kMaxStages = 8;
 constexpr int kPassRows = 64;  // of X, whose outputs a warpgroup stages at a time
 constexpr int kStagingBytes = kPassRows * kTileOctets * kOctetRows * 2;  // of a warpgroup
 
-// How a tier's octets are computed, by CTAs of its own.
+// How a tier's octets are computed, by clusters of its own. A cluster's tile is that of its CTAs.
 struct TierTiles {
-  int first_cta;    // CTAs of this tier: to the next one's
-  int row_groups;   // warpgroups along W: 2, or 1, and the other one has the next rows of X
-  int tile_octets;  // of W in a tile, at most row_groups * kTileOctets; the last one may have fewer
-  int block_tiles;  // tiles along X that are beside each other in their order
-  int stages;       // 2 or more: one is free when the next is read
-  int window;       // stages of W that a CTA may have in flight
+  int first_cta;         // CTAs of this tier: to the next one's
+  int clusters;          // that they are
+  int row_groups;        // warpgroups along W: 2, or 1, and the other one has the next rows of X
+  int tile_octets;       // of W in a CTA's tile, at most row_groups * kTileOctets
+  int w_tiles, x_tiles;  // of clusters
+  int block_tiles;       // tiles along X that are beside each other in their order
+  int rounds;            // in which each cluster takes a tile; it has a share of those then left
+  int stages;            // 2 or more: one is free when the next is read
+  int window;            // stages of W that CTAs that share them may have in flight
+};
+
+// What the launch and those around it wait for.
+enum Order : int {
+  kOverlaps = 0,      // it waits for those before, while the next one may start
+  kBeforeLocal = 1,   // the next one is the same op's, and may start when this has waited
+  kAfterRemote = 2,   // the one before is such a one: what this reads is there
 };
 
 struct TiledGemmArgs {
-  TensorMap x;  // [1][N][K], box of 1 x kXRows x 64, 128-byte swizzle
+  TensorMap x;  // [1][N][K], box of 1 x kXRows / w_ctas x 64, 128-byte swizzle
   int m, n;
   int activation;
+  int order;
+  // A cluster's CTAs: beside each other along W, which each bring a part of the same X, or along
+  // X, which bring the same W in turns, of which w_ctas or x_ctas is 1; and so many along K.
+  int w_ctas, x_ctas, k_ctas;
+  int segment;                     // atoms that each of k_ctas sums
   int width;                       // of y: M, or with kSiluMul M / 2
   const Element* bias;             // [M], or null
   const Element* residual;         // [N, M], or null; not with kSiluMul
   Element* y;                      // [N, width]
+  float4* carried;                 // [CTAs][X_TILES][kConsumers]: sums that another goes on with
+  int* flags;                      // [CTAs][warps]: they are there; zero between launches
   TierTiles tiers[kMaxTiers + 1];  // one more, for the end
   PackedMatrix weight;             // [M, K]
 };
@@ -38,22 +58,59 @@ __device__ __forceinline__ int tier_of_cta(const TiledGemmArgs& args) {
   return tier;
 }
 
-// The tiles of a CTA, one after the other: CTA c has the tiles c, c + CTAs, ... of its tier. They
-// are numbered along X, in blocks of some, then along W: so those that CTAs compute at a time read
-// few rows of W and of X, which L2 then has for all of them.
+// Where a CTA is: its tier, its cluster among the tier's, and its place in there. Those that share
+// W or X follow each other, and those along K are `sharers` apart.
+struct Place {
+  int tier, cluster;
+  int sharers, sharer;  // CTAs that share W or X, and which one of them this is
+  int segment;          // of K
+  int first_sharer;     // its rank in the cluster
+
+  __device__ __forceinline__ explicit Place(const TiledGemmArgs& args)
+      : tier(tier_of_cta(args)), sharers(args.w_ctas * args.x_ctas) {
+    const int size = sharers * args.k_ctas, cta = blockIdx.x;
+    cluster = (cta - args.tiers[tier].first_cta) / size;
+    const int rank = cta - args.tiers[tier].first_cta - cluster * size;
+    segment = rank / sharers;
+    first_sharer = segment * sharers;
+    sharer = rank - first_sharer;
+  }
+  __device__ __forceinline__ uint16_t mask() const {
+    return static_cast<uint16_t>(((1u << sharers) - 1) << first_sharer);
+  }
+};
+
+// The tiles of a CTA, one after the other: cluster c has the tiles c, c + clusters, ... of its
+// tier. They are numbered along X, in blocks of some, then along W: so those that CTAs compute at a
+// time read few rows of W and of X, which L2 then has for all of them.
+//
+// Where that would leave CTAs without work in the end, they share the tiles that are left: one or
+// more for each cluster, but less than two. All their atoms in a row are dealt out evenly, so that
+// a cluster has the end of one tile, maybe another tile, and the beginning of one, with which it
+// starts: it leaves the sums for the next cluster, which goes on with them when it has done all
+// else, and need not wait. So sums are those of all atoms in order, as of any other tile.
 struct Tiles {
   const TiledGemmArgs& args;
-  int tier, number;
-  int octet, octets;  // of W, counted from the matrix's first; behind the last tile none or less
+  int tier, cluster, w, x, segment;
+  int turn = 0;
+  bool done;
+  int octet, octets;  // of W, counted from the matrix's first; there may be none
   int n;              // the first row of X
+  int k, k_end;       // atoms
+  bool carried;       // the sums of those before k have been left
+  bool leaves;        // the sums are to be left
 
-  __device__ __forceinline__ Tiles(const TiledGemmArgs& args, int tier)
-      : args(args), tier(tier), number(static_cast<int>(blockIdx.x) - args.tiers[tier].first_cta) {
+  __device__ __forceinline__ Tiles(const TiledGemmArgs& args, const Place& place)
+      : args(args),
+        tier(place.tier),
+        cluster(place.cluster),
+        w(args.w_ctas > 1 ? place.sharer : 0),
+        x(args.w_ctas > 1 ? 0 : place.sharer),
+        segment(place.segment) {
     locate();
   }
-  __device__ __forceinline__ bool done() const { return octets <= 0; }
   __device__ __forceinline__ void next() {
-    number += args.tiers[tier + 1].first_cta - args.tiers[tier].first_cta;
+    turn++;
     locate();
   }
 
@@ -61,17 +118,42 @@ struct Tiles {
   __device__ __forceinline__ void locate() {
     tier = ptx::anew(tier);  // else all below would stay in registers
     const TierTiles& of = args.tiers[tier];
-    const int begin = args.weight.tiers[tier].first_octet;
-    const int end = args.weight.tiers[tier + 1].first_octet;
-    const int w_tiles = (end - begin + of.tile_octets - 1) / of.tile_octets;
+    int number = cluster + turn * of.clusters;
+    k = segment * args.segment;
+    k_end = min(k + args.segment, args.weight.atoms);
+    k = min(k, k_end);
+    carried = leaves = false;
+    if (turn >= of.rounds) number = share(of);
+    done = number >= of.w_tiles * of.x_tiles;
+    if (done) return;
+    const int whole = of.w_tiles * of.block_tiles, block = number / whole;
+    const int in_block = number - block * whole, before = block * of.block_tiles;
+    const int width = min(of.block_tiles, of.x_tiles - before), row = in_block / width;
+    octet = args.weight.tiers[tier].first_octet + (row * args.w_ctas + w) * of.tile_octets;
+    octets = max(0, min(of.tile_octets, args.weight.tiers[tier + 1].first_octet - octet));
     const int x_rows = kWarpgroups / of.row_groups * kXRows;
-    const int x_tiles = (args.n + x_rows - 1) / x_rows;
-    const int whole = w_tiles * of.block_tiles, block = number / whole, in_block = number % whole;
-    const int before = block * of.block_tiles, width = min(of.block_tiles, x_tiles - before);
-    octets = 0;
-    if (width <= 0) return;
-    octet = begin + in_block / width * of.tile_octets;
-    octets = min(of.tile_octets, end - octet);
-    n = (before + in_block % width) * x_rows;
+    n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
+  }
+
+  // The number of a tile, or one behind all.
+  __device__ __forceinline__ int share(const TierTiles& of) {
+    const int atoms = args.weight.atoms, before = of.rounds * of.clusters;
+    const int tiles = of.w_tiles * of.x_tiles, all = (tiles - before) * atoms;
+    if (all <= 0) return tiles;
+    const int begin = all * cluster / of.clusters, end = all * (cluster + 1) / of.clusters;
+    const int first = begin / atoms, begins = begin - first * atoms;
+    const int last = end / atoms, ends = end - last * atoms;
+    const int step = turn - of.rounds - (ends > 0);
+    if (step < 0) {
+      k_end = ends;
+      leaves = true;
+      return before + last;
+    }
+    const int number = first + (begins > 0) + step;
+    if (number < last) return before + number;
+    if (number > last || begins == 0) return tiles;
+    k = begins;
+    carried = true;
+    return before + first;
   }
 };

@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 
+from dakrun.kernels.tiled_gemm import AFTER_REMOTE
 from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
 ENTRY = """
 #include "{source}"
 
-extern "C" void launch(const void* args, int size, int grid, int block, int shared, uint32_t seed,
-                       char* problem) {{
+extern "C" void launch(const void* args, int size, int grid, int cluster, int together, int block,
+                       int shared, uint32_t seed, bool complete, char* problem) {{
   {struct} own;
   std::memcpy(&own, args, size);
-  for (int i = 0; i < grid && !*problem; i++) {{
-    blockIdx.x = seed % 2 ? grid - 1 - i : i;
-    const std::string found =
-        emulator::run(block, shared, seed + i, [&own] {{ {name}(own); }});
+  for (int i = 0; i < grid && !*problem; i += together) {{
+    std::vector<uint32_t> indices;
+    for (int cta = i; cta < std::min(grid, i + together); cta++)
+      indices.push_back(seed % 2 ? grid - 1 - cta : cta);
+    const std::string found = emulator::run(indices, cluster, block, shared, seed + i, complete,
+                                            [&own] {{ {name}(own); }});
     std::strncpy(problem, found.c_str(), 255);
   }}
 }}
@@ -50,6 +53,7 @@ class EmulatedKernel:
         subprocess.run([*command, "-o", library, entry], check=True)
         self._launch = ctypes.CDLL(str(library)).launch
         self.seed = 0
+        self.together = 1  # clusters that run beside each other
 
     def launch(
         self,
@@ -58,14 +62,16 @@ class EmulatedKernel:
         args: ctypes.Structure,
         *,
         shared_bytes: int = 0,
+        cluster: int = 1,
         overlap: bool = False,
     ) -> None:
         """As kernels.jit.Kernel; AssertionError for what no interleaving may do."""
         del overlap  # there is nothing before it that could still run
+        complete = getattr(args, "order", 0) == AFTER_REMOTE
         problem = ctypes.create_string_buffer(256)
         self._launch(
-            ctypes.byref(args), ctypes.sizeof(args), grid, block, shared_bytes,
-            ctypes.c_uint32(self.seed), problem,
+            ctypes.byref(args), ctypes.sizeof(args), grid, cluster, cluster * self.together, block,
+            shared_bytes, ctypes.c_uint32(self.seed), complete, problem,
         )  # fmt: skip
         assert not problem.value, problem.value.decode()
 

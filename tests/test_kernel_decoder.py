@@ -21,10 +21,11 @@ from dakrun.hardware import load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.kernels import attention, gemm
 from dakrun.kernels.kv_blocks import BLOCK
+from dakrun.kernels.tiled_heuristics import Limits
 from dakrun.known_models import known_model
 from dakrun.loading import Packing, load, tier_capacities
 from dakrun.memory import allocate_tiers
-from dakrun.models import kernel_decoder
+from dakrun.models import kernel_decoder, many_rows
 from dakrun.models.kernel_decoder import KernelDecoder, Resident
 from dakrun.models.layers import Segment
 from dakrun.plan.planner import Policy, make_plan
@@ -51,7 +52,8 @@ CONFIGS = {
         initializer_range=0.1, tie_word_embeddings=True, **COMMON,
     ),
 }  # fmt: skip
-IN_TORCH = ("opt-like-350m", "llama-tied")
+IN_TILES = ("opt", "llama-tied")  # products of prompts
+IN_TORCH = ("opt-like-350m",)
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +71,10 @@ def on_the_cpu(emulated_kernels: Callable[..., object], monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "_kernel", flash)
     monkeypatch.setattr(attention, "_check_gpu", lambda _: None)
     monkeypatch.setattr("dakrun.kernels.jit.kernel", emulated_kernels)
+    monkeypatch.setattr("dakrun.kernels.tiled_gemm.atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for module in (kernel_decoder, decode_step):
+    for module in (kernel_decoder, decode_step, many_rows):
         monkeypatch.setattr(module, "sm_count", lambda _: SMS)
 
 
@@ -138,12 +141,15 @@ def test_prompts_and_steps(
 ) -> None:
     """Prompts in two passes, one of which goes on where the other one ended, then two steps.
 
-    The products of prompts are the kernel's, or, in two of the models, torch's.
+    The products of prompts are SplitK_GEMM's, or, in some models, the tiled GEMM's or torch's.
     """
     path, reference = model
-    if path.name.startswith(IN_TORCH):
+    if path.name.startswith(IN_TILES):
+        monkeypatch.setattr(many_rows, "tiles", lambda _: Limits(x_tiles=(8,)))
+    elif path.name.startswith(IN_TORCH):
+        monkeypatch.setattr(many_rows, "PIECE_BYTES", 2**14)
+    if path.name.startswith(IN_TILES + IN_TORCH):
         monkeypatch.setattr(kernel_decoder, "MAX_ROWS", 0)
-        monkeypatch.setattr(kernel_decoder, "PIECE_BYTES", 2**14)
     kernels, cache, rows = decoder(path, 2)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]

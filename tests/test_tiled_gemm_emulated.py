@@ -17,9 +17,10 @@ from dakrun.kernels.packing import PackedPart, PackedTensor, pack
 from dakrun.kernels.tiled_heuristics import (
     PORTABLE_X_TILES,
     X_TILES,
+    Launch,
+    Shape,
     TierTiles,
     TiledConfig,
-    ring_bytes,
 )
 from dakrun.octets import octet_count
 
@@ -60,12 +61,19 @@ def packed(weight: torch.Tensor, octets: Sequence[int], sms: int) -> PackedTenso
     return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
 
 
-def config(*tiers: TierTiles, x_tiles: int = 8) -> TiledConfig:
-    sizes = [ring_bytes(x_tiles, tier.row_groups, tier.stages) for tier in tiers]
-    return TiledConfig(x_tiles, max(sizes), tiers)
+WIDE, NARROW = Shape(8, 2), Shape(8, 1)
 
 
-ALONE = config(TierTiles(2, 2, 16, 1, 3, 3))
+def launch(*tiers: TierTiles, shape: Shape = WIDE, stages: int = 3) -> Launch:
+    return Launch(shape, stages, tiers)
+
+
+def config(*tiers: TierTiles, shape: Shape = WIDE, stages: int = 3) -> TiledConfig:
+    return TiledConfig((launch(*tiers, shape=shape, stages=stages),))
+
+
+NOBODY = TierTiles(0)
+ALONE = config(TierTiles(2, 16))
 
 
 def run(
@@ -85,9 +93,14 @@ def run(
     matrix = packed(weight, octets or (octet_count(m),), sms)
     x = normal(n, k, dtype=weight.dtype) if x is None else x
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
-    return tiled_gemm.tiled_gemm(
-        x, matrix, how, out, bias=bias, residual=residual, activation=activation
-    )
+    workspace = tiled_gemm.Workspace.empty(how, "cpu")
+    workspace.carried.fill_(0xFF)
+    tiled_gemm.tiled_gemm(
+        x, matrix, how, out, bias=bias, residual=residual, activation=activation,
+        workspace=workspace,
+    )  # fmt: skip
+    assert not workspace.flags.any()
+    return out
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -119,6 +132,16 @@ def test_epilogues(
     assert error(found, exact) < (5e-4 if dtype == torch.float16 else 4e-3)
 
 
+def test_gated_tiles_that_begin_with_any_octet() -> None:
+    m, k, n = 240, 72, 67
+    weight, bias = normal(m, k, scale=k**-0.5), normal(m)
+    exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
+    exact = F.silu(exact[:, ::2]) * exact[:, 1::2]
+    how = config(TierTiles(2, 7), TierTiles(1, 8))
+    found = run(weight, n, how, (17, 13), bias=bias, activation="silu_mul")
+    assert error(found, exact) < 5e-4
+
+
 @pytest.mark.parametrize("x_tiles", X_TILES)
 @pytest.mark.parametrize("row_groups", [1, 2])
 def test_tiles(x_tiles: int, row_groups: int, wgmma: int) -> None:
@@ -126,7 +149,8 @@ def test_tiles(x_tiles: int, row_groups: int, wgmma: int) -> None:
         return
     m, k, n = 208, 136, 16 * x_tiles - 5
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
-    how = config(TierTiles(2, row_groups, 8 * row_groups - 1, 1, 2, 2), x_tiles=x_tiles)
+    shape = Shape(x_tiles, row_groups)
+    how = config(TierTiles(2, 8 * row_groups - 1), shape=shape, stages=2)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
     assert error(run(weight, n, how, bias=bias), exact) < 5e-4
 
@@ -140,18 +164,102 @@ def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
     wanted = run(weight, n, bias=bias)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
     assert error(wanted, exact) < 5e-4
-    local, remote, windowed = (
-        TierTiles(2, 2, 13, 2, 4, 4), TierTiles(1, 1, 8, 1, 3, 3), TierTiles(2, 1, 5, 3, 5, 2),
-    )  # fmt: skip
-    cases: list[tuple[tuple[int, ...], Any]] = [
-        ((30,), (local,)), ((21, 9), (local, remote)), ((17, 13), (local, windowed)),
-        ((0, 30), (TierTiles(0, 2, 1, 1, 2, 2), windowed)),
-        ((10, 9, 11), (local, remote, windowed)),
-    ]  # fmt: skip
-    for seed, (octets, tiers) in enumerate(cases):
+    local, remote, windowed = TierTiles(2, 13, 2), TierTiles(1, 8), TierTiles(2, 5, 2, window=2)
+    cases: list[tuple[tuple[int, ...], TiledConfig]] = [
+        ((30,), config(local, stages=4)),
+        ((21, 9), config(local, remote)),
+        ((17, 13), config(TierTiles(2, 7), windowed, shape=NARROW)),
+        ((0, 30), config(NOBODY, windowed, shape=NARROW, stages=5)),
+        ((10, 9, 11), config(local, remote, windowed)),
+        (
+            (10, 9, 11),
+            TiledConfig(
+                (launch(NOBODY, remote, windowed, shape=NARROW), launch(local, NOBODY, NOBODY))
+            ),
+        ),
+    ]
+    for seed, (octets, how) in enumerate(cases):
         kernel.seed = 1000 * seed + sms
-        found = run(weight, n, config(*tiers), octets, sms=sms, bias=bias)
+        found = run(weight, n, how, octets, sms=sms, bias=bias)
         assert torch.equal(found, wanted), octets
+
+
+@pytest.mark.parametrize("shape", [WIDE, NARROW, Shape(8, 2, 2), Shape(8, 1, 1, 2)])
+@pytest.mark.parametrize("clusters", [2, 3])
+def test_clusters_that_share_the_last_tiles(shape: Shape, clusters: int, build: Build) -> None:
+    """Sums that one cluster begins and another ends are those of one, in any number of rounds."""
+    m, k = 300, 200
+    weight, bias = normal(m, k, scale=k**-0.5), normal(m)
+    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
+    kernel.together = clusters
+    try:
+        for n, tile_octets in ((67, 16), (330, 7)):
+            wanted = run(weight, n, bias=bias)
+            for seed in range(2):
+                kernel.seed = seed
+                tier = TierTiles(clusters, min(tile_octets, shape.octets), 2, even=True, window=3)
+                found = run(weight, n, config(tier, shape=shape), bias=bias)
+                assert torch.equal(found, wanted), (n, tile_octets)
+    finally:
+        kernel.together = 1
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(8, 2, 2), Shape(8, 1, 4), Shape(8, 2, 1, 2), Shape(8, 1, 1, 4), Shape(8, 2, 8)],
+)
+def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
+    """Ragged in both directions: some CTAs have nothing to compute, and bring their part."""
+    m, k, n = 235, 328, 150
+    weight, bias, more = normal(m, k, scale=k**-0.5), normal(m), normal(n, m)
+    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
+    wanted = run(weight, n, bias=bias, residual=more)
+    for seed, (tile_octets, window) in enumerate(((shape.octets, 3), (5, 1), (3, 2))):
+        kernel.seed = seed
+        tiers = TierTiles(2, tile_octets, 2), TierTiles(1, tile_octets, window=window)
+        for octets, used in (((30,), tiers[:1]), ((19, 11), tiers)):
+            how = config(*used, shape=shape, stages=4)
+            found = run(weight, n, how, octets, bias=bias, residual=more)
+            assert torch.equal(found, wanted), (tile_octets, window, octets)
+
+
+@pytest.mark.parametrize("x_tiles", [8, 16, 32])
+@pytest.mark.parametrize("segments", [2, 4])
+@pytest.mark.parametrize("activation", ["relu", "silu_mul"])
+def test_segments_of_sums(
+    x_tiles: int, segments: int, activation: Activation, wgmma: int, build: Build
+) -> None:
+    """Bits are the same in any tiles of a launch, one tile after the other, and shared or not."""
+    shape = Shape(x_tiles, 1, k_ctas=segments)
+    stages = 5 if x_tiles == 8 else 4
+    if x_tiles // 4 % segments or (not wgmma and x_tiles not in PORTABLE_X_TILES):
+        return
+    m, k, n = 134, 392, 150
+    weight, bias = normal(m, k, scale=k**-0.5), normal(m)
+    more = normal(n, m) if activation == "relu" else None
+    exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
+    if more is None:
+        exact = F.silu(exact[:, ::2]) * exact[:, 1::2]
+    else:
+        exact = exact.relu() + more.double()
+    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, x_tiles))
+    found = []
+    for seed, (octets, tiers) in enumerate(
+        [((17,), (TierTiles(1, 8),)), ((9, 8), (TierTiles(2, 5), TierTiles(1, 3, window=1)))]
+    ):
+        kernel.seed = seed
+        how = config(*tiers, shape=shape, stages=stages)
+        found.append(run(weight, n, how, octets, bias=bias, residual=more, activation=activation))
+        assert error(found[-1], exact) < 5e-4
+    both = config(TierTiles(1, 8), shape=Shape(x_tiles, 1, 1, 2, segments), stages=stages)
+    found.append(run(weight, n, both, bias=bias, residual=more, activation=activation))
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+def test_segments_without_columns(build: Build) -> None:
+    weight = normal(40, 64, scale=0.1)
+    how = config(TierTiles(1, 5), shape=Shape(8, 1, k_ctas=2))
+    assert torch.equal(run(weight, 70, how), run(weight, 70))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])
@@ -162,14 +270,14 @@ def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
     kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
     for window in range(1, stages + 1):
         kernel.seed = 77 * window
-        how = config(TierTiles(1, 1, 3, 2, stages, window))
+        how = config(TierTiles(1, 3, 2, window=window), shape=NARROW, stages=stages)
         assert error(run(weight, 130, how), exact) < 5e-4
 
 
-def test_shared_memory_that_is_too_small_is_found() -> None:
-    short = TiledConfig(8, ALONE.shared_bytes - 4096, ALONE.tiers)
+def test_shared_memory_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launch, "shared_bytes", ALONE.launches[0].shared_bytes - 4096)
     with pytest.raises(AssertionError, match="shared memory at"):
-        run(normal(128, 256), 64, short)
+        run(normal(128, 256), 64)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +286,11 @@ def test_shared_memory_that_is_too_small_is_found() -> None:
         (65, {"activation": "silu_mul"}, "an even number of rows"),
         (64, {"activation": "silu_mul", "residual": normal(70, 64)}, "no residual with silu_mul"),
         (64, {"bias": normal(63)}, r"expected bias as \[64\]"),
-        (64, {"how": config(*ALONE.tiers * 2)}, "not one for 70 rows and this weight"),
-        (64, {"how": config(TierTiles(0, 2, 1, 1, 2, 2))}, "expected CTAs for the octets"),
+        (64, {"how": config(TierTiles(1), TierTiles(1))}, "not one for this weight"),
+        (64, {"how": TiledConfig(())}, "not one for 70 rows"),
+        (64, {"how": config(TierTiles(0))}, "expected one launch for the octets"),
+        (64, {"how": TiledConfig(ALONE.launches * 2)}, "expected one launch for the octets"),
+        (64, {"how": config(TierTiles(1), shape=Shape(8, 2, 1, 1, 2), stages=1)}, "do not fit"),
     ],
 )
 def test_what_does_not_fit_is_refused(m: int, options: dict[str, Any], message: str) -> None:

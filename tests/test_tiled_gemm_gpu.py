@@ -4,6 +4,7 @@ however it is run: in any tiles, eagerly or in a graph, alone or overlapping the
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,16 @@ from torch.nn import functional as F
 
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import DTYPES
-from dakrun.kernels.tiled_gemm import limits, tiled_gemm
-from dakrun.kernels.tiled_heuristics import Limits, TiledConfig, tiled_config
+from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
+from dakrun.kernels.tiled_heuristics import (
+    Launch,
+    Limits,
+    Shape,
+    TiledConfig,
+    local_tier,
+    shapes,
+    tiled_config,
+)
 from dakrun.octets import octet_count
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +50,32 @@ WIDTH = 1024  # of the matrices of a chain
 CHAIN = ((128,), (64, 64), (0, 128), (127, 1), (128,), (43, 43, 42)) * 2  # their octets per tier
 
 
+class Shared:
+    """One workspace for all launches, which leave its flags zero."""
+
+    def __init__(self) -> None:
+        self.found: Workspace | None = None
+
+    def __call__(self, config: TiledConfig) -> Workspace:
+        if self.found is None:
+            size = 2 * all_sms() * 32 * 4096
+            flags = torch.zeros(2 * all_sms() * 8, dtype=torch.int32, device="cuda")
+            poison = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+            self.found = Workspace(poison, flags)
+        assert self.found.fits(config)
+        return self.found
+
+
+SHARED = Shared()
+
+
+@pytest.fixture(autouse=True)
+def flags_are_left_zero() -> Iterator[None]:
+    yield
+    if SHARED.found is not None:
+        assert not SHARED.found.flags.any()
+
+
 @dataclass(frozen=True)
 class Tiled:
     """A packed weight and how its tiers are read."""
@@ -49,7 +84,7 @@ class Tiled:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
         config = options.pop("config", None) or self.config(x.shape[0])
-        return tiled_gemm(x, self.of.weight, config, out, **options)
+        return tiled_gemm(x, self.of.weight, config, out, workspace=SHARED(config), **options)
 
     def config(self, n: int, **options: Any) -> TiledConfig:
         octets = [part.split.octets for part in self.of.weight.parts]
@@ -104,21 +139,78 @@ def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int) ->
             check(tiled(m, k, dtype), n, m, k, dtype, epilogue)
 
 
+def local(run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, even: bool) -> TiledConfig:
+    """All of a weight in HBM, computed as given."""
+    (part,), cols = run.of.weight.parts, run.of.weight.shape[1]
+    tier = local_tier(n, part.split.octets, shape, sms, -(-cols // 64), size, even=even)
+    return TiledConfig((Launch(shape, shape.stages(size), (tier,)),))
+
+
 @pytest.mark.parametrize("x_tiles", [8, 16, 24, 32])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_tile(dtype: torch.dtype, x_tiles: int) -> None:
-    """On a GPU of its own kind, and with the shared memory of a small one; few and many tiles."""
-    device = torch.cuda.current_device()
-    if x_tiles not in limits(device).x_tiles:
+def test_every_shape(dtype: torch.dtype, x_tiles: int) -> None:
+    """With the shared memory of this GPU, and of a small one; few and many tiles, shared or not.
+
+    Bits depend on segments alone.
+    """
+    here = limits(torch.cuda.current_device())
+    if x_tiles not in here.x_tiles:
         pytest.skip("no such tiles on this GPU")
     m, k = 776, 1000
-    for n, sms, few in itertools.product((65, 300, 1000), (0, 1, FEW_SMS), (False, True)):
-        if few and x_tiles > 16:
-            continue
-        size = 99 * 1024 if few else limits(device).shared_bytes
-        run = tiled(m, k, dtype, sms=FEW_SMS)
-        config = run.config(n, limits=Limits(size, (x_tiles,)), sms=sms or all_sms())
-        check(run, n, m, k, dtype, ("relu", True, True), config=config)
+    run = tiled(m, k, dtype, sms=FEW_SMS)
+    for n in (65, 300, 1000):
+        found: dict[int, torch.Tensor] = {}
+        for size in (here, Limits(99 * 1024, here.x_tiles)):
+            options = [shape for shape in shapes(size) if shape.x_tiles == x_tiles]
+            for shape, sms, even in itertools.product(
+                options, (8, FEW_SMS, all_sms()), (False, True)
+            ):
+                config = local(run, n, shape, sms, size, even=even)
+                epilogue = ("silu_mul", True, False) if even else ("relu", True, True)
+                check(run, n, m, k, dtype, epilogue, config=config)
+                x, bias = normal(n, k, dtype=dtype), normal(m, dtype=dtype)
+                out = run(x, poisoned(n, m, dtype), bias=bias, config=config)
+                assert same_bits(out, found.setdefault(shape.k_ctas, out)), (n, shape, sms, even)
+
+
+@pytest.mark.parametrize("shape", [Shape(32, 2), Shape(32, 2, 2), Shape(16, 1), Shape(32, 1, 1, 8)])
+def test_sums_that_clusters_leave_for_others(shape: Shape) -> None:
+    """Again and again, with other kernels' CTAs around them."""
+    here = limits(torch.cuda.current_device())
+    if shape.x_tiles not in here.x_tiles:
+        pytest.skip("no such tiles on this GPU")
+    m, k, n, dtype = 4104, 1096, 1500, torch.float16
+    run = tiled(m, k, dtype)
+    x, bias = normal(n, k, dtype=dtype), normal(m, dtype=dtype)
+    wanted = run(
+        x, poisoned(n, m, dtype), bias=bias,
+        config=local(run, n, Shape(8, 2), all_sms(), here, even=False),
+    )  # fmt: skip
+    seen = set()
+    for sms in (all_sms(), *range(8, all_sms(), 12)):
+        config = local(run, n, shape, sms, here, even=True)
+        seen.add(config.launches[0].tiers[0].even)
+        for _ in range(3):
+            out = poisoned(n, m, dtype)
+            for _ in range(3):
+                run(x, out, bias=bias, config=config, overlap=True)
+            assert written(out) and same_bits(out, wanted), sms
+    assert True in seen
+
+
+@pytest.mark.parametrize("n", [65, 300, 600, 1000, 2048, 4096])
+@pytest.mark.parametrize("octets", [(0, 193), (97, 96), (150, 23, 20), (0, 100, 93)])
+def test_multicast_changes_no_bit(n: int, octets: tuple[int, ...]) -> None:
+    m, k, dtype = 1544, 1096, torch.float16
+    x, residual = normal(n, k, dtype=dtype), normal(n, m, dtype=dtype)
+    expected = tiled(m, k, dtype)(x, poisoned(n, m, dtype), residual=residual)
+    run = tiled(m, k, dtype, octets)
+    for multicast, overlap in itertools.product((False, True), repeat=2):
+        config = run.config(n, multicast=multicast)
+        out = poisoned(n, m, dtype)
+        for _ in range(3):
+            run(x, out, residual=residual, config=config, overlap=overlap)
+        assert written(out) and same_bits(out, expected), (multicast, overlap)
 
 
 @pytest.mark.parametrize("epilogue", [("relu", True, True), ("silu_mul", True, False)])

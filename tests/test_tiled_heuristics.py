@@ -7,75 +7,101 @@ from hypothesis import strategies as st
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.tiled_heuristics import (
     H200,
+    MAX_CLUSTER,
     MAX_STAGES,
     PORTABLE_X_TILES,
-    WARPGROUPS,
     Limits,
+    Shape,
     even_tile,
-    ring_bytes,
     tiled_config,
 )
 from dakrun.units import ceil_div
 
 SMALL = Limits(99 * 1024, PORTABLE_X_TILES)
-LOCAL = TierAccess()
+LOCAL, HOST = TierAccess(), TierAccess(8, 256 * 1024)
 
 
 @given(
     n=st.integers(1, 4096),
     octets=st.lists(st.integers(0, 4000), min_size=1, max_size=3).filter(any),
     cols=st.integers(1, 30_000),
-    sms=st.integers(4, 160),
+    sms=st.integers(28, 160),
     limits=st.sampled_from([H200, SMALL]),
     window=st.sampled_from([None, 1, 256 * 1024]),
+    multicast=st.booleans(),
 )
 def test_laws(
-    n: int, octets: list[int], cols: int, sms: int, limits: Limits, window: int | None
+    n: int,
+    octets: list[int],
+    cols: int,
+    sms: int,
+    limits: Limits,
+    window: int | None,
+    multicast: bool,
 ) -> None:
     access = [LOCAL, TierAccess(1, window), TierAccess(2, window)][: len(octets)]
-    config = tiled_config(n, octets, access, cols=cols, sms=sms, limits=limits)
-    assert config.x_tiles in limits.x_tiles and 1 <= config.ctas <= sms
-    assert config.shared_bytes < limits.shared_bytes
-    for count, tier in zip(octets, config.tiers, strict=True):
-        assert (tier.ctas > 0) == (count > 0)
-        assert 1 <= tier.row_groups <= WARPGROUPS and 1 <= tier.tile_octets <= 8 * tier.row_groups
-        assert 2 <= tier.stages <= MAX_STAGES and 1 <= tier.window <= tier.stages
-        if count:
-            size = ring_bytes(config.x_tiles, tier.row_groups, tier.stages)
-            assert size <= config.shared_bytes
-        rows = 8 * config.x_tiles * WARPGROUPS // tier.row_groups
-        assert 1 <= tier.block_tiles <= ceil_div(n, rows)
+    config = tiled_config(n, octets, access, cols=cols, sms=sms, limits=limits, multicast=multicast)
+    assert sum(launch.ctas for launch in config.launches) <= sms
+    whole = tiled_config(n, [sum(octets)], [LOCAL], cols=cols, sms=sms, limits=limits)
+    segments = {launch.shape.k_ctas for launch in (*config.launches, *whole.launches)}
+    assert len(segments) == 1  # bits do not depend on where octets lie
+    for launch in config.launches:
+        shape = launch.shape
+        assert shape.x_tiles in limits.x_tiles and shape.ctas <= MAX_CLUSTER
+        assert 2 <= launch.stages <= MAX_STAGES and launch.shared_bytes < limits.shared_bytes
+        assert shape.sums_fit(launch.stages)
+        for count, tier in zip(octets, launch.tiers, strict=True):
+            assert not tier.clusters or count
+            assert 1 <= tier.tile_octets <= shape.octets and 1 <= tier.window <= launch.stages
+            assert 1 <= tier.block_tiles <= ceil_div(n, shape.rows)
+            assert not tier.even or shape.k_ctas == 1
+    for number, count in enumerate(octets):
+        launches = [launch for launch in config.launches if launch.tiers[number].clusters]
+        assert len(launches) == (count > 0)
 
 
-def test_many_rows_of_x_make_the_largest_tiles() -> None:
-    config = tiled_config(2048, [3584], [LOCAL], cols=7168, sms=132)
-    (tier,) = config.tiers
-    assert (config.x_tiles, tier.row_groups, tier.tile_octets, tier.stages) == (32, 2, 16, 4)
-    assert tier.block_tiles == 8
+@pytest.mark.parametrize("rows", [7168, 21504, 28672])
+def test_many_rows_of_x_make_the_largest_tiles(rows: int) -> None:
+    (launch,) = tiled_config(2048, [rows // 8], [LOCAL], cols=7168, sms=132).launches
+    (tier,) = launch.tiers
+    assert (launch.shape, launch.stages) == (Shape(32, 2, w_ctas=2), 4)
+    assert (tier.tile_octets, tier.clusters, tier.even) == (16, 66, True)
 
 
-def test_few_rows_of_x_leave_no_sm_without_work() -> None:
-    (tier,) = tiled_config(128, [896], [LOCAL], cols=7168, sms=132).tiers
-    assert tier.ctas > 120
+@pytest.mark.parametrize("rows", [4096, 6144, 7168])
+def test_few_rows_of_x_leave_few_sms_without_work(rows: int) -> None:
+    (launch,) = tiled_config(128, [rows // 8], [LOCAL], cols=7168, sms=132).launches
+    assert launch.ctas > 110
 
 
 def test_a_small_gpu_has_small_tiles() -> None:
-    config = tiled_config(2048, [3584], [LOCAL], cols=7168, sms=84, limits=SMALL)
-    assert config.x_tiles == 16 and config.tiers[0].stages == 2
+    (launch,) = tiled_config(2048, [3584], [LOCAL], cols=7168, sms=84, limits=SMALL).launches
+    assert launch.shape.x_tiles == 8 and launch.stages >= 3
 
 
-def test_remote_tiers_have_the_sms_that_they_are_read_by() -> None:
-    access = [LOCAL, TierAccess(8, 256 * 1024)]
-    local, remote = tiled_config(512, [800, 96], access, cols=7168, sms=132).tiers
-    assert (local.ctas <= 124, remote.ctas) == (True, 8)
-    assert remote.window * remote.tile_octets * 1024 * remote.ctas <= 256 * 1024
+@pytest.mark.parametrize("n", [256, 512, 1024, 2048, 4096])
+def test_a_remote_octet_crosses_the_link_once(n: int) -> None:
+    remote, local = tiled_config(n, [0, 896], [LOCAL, HOST], cols=7168, sms=132).launches * 2
+    assert remote is local  # there is but one
+    assert remote.shape.rows >= n
+    tier = remote.tiers[1]
+    assert tier.window * tier.tile_octets * 1024 * tier.clusters <= 256 * 1024
+    (alone,) = tiled_config(
+        n, [0, 896], [LOCAL, HOST], cols=7168, sms=132, multicast=False
+    ).launches
+    assert alone.shape.x_ctas == 1
+
+
+def test_remote_octets_are_computed_in_clusters_as_large_as_their_share() -> None:
+    remote, local = tiled_config(4096, [800, 96], [LOCAL, HOST], cols=7168, sms=132).launches
+    assert (remote.shape.x_ctas, remote.tiers[1].clusters, local.ctas) == (8, 2, 116)
 
 
 @pytest.mark.parametrize(
-    ("octets", "ctas", "size"), [(896, 132, 14), (132 * 16, 132, 16), (1, 9, 1)]
+    ("octets", "clusters", "size"), [(896, 132, 14), (132 * 16, 132, 16), (1, 9, 1)]
 )
-def test_tiles_are_as_small_as_makes_no_more_waves(octets: int, ctas: int, size: int) -> None:
-    assert even_tile(512, octets, ctas, 32, 2) == size
+def test_tiles_are_as_small_as_makes_no_more_waves(octets: int, clusters: int, size: int) -> None:
+    assert even_tile(512, octets, clusters, Shape(32, 2)) == size
 
 
 @pytest.mark.parametrize("n", [0, 4097])

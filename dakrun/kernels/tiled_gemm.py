@@ -5,35 +5,39 @@ Knows operands and a configuration, no models and no plans.
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dakrun.kernels import jit, operands
-from dakrun.kernels.gemm import ACTIVATIONS, THREADS, Activation
+from dakrun.kernels.gemm import ACTIVATIONS, Activation
 from dakrun.kernels.packing import PackedTensor
 from dakrun.kernels.tensor_map import atoms_map
 from dakrun.kernels.tiled_heuristics import (
     MAX_ROWS,
     PORTABLE_X_TILES,
+    SUM_BYTES,
+    THREADS,
+    WARPGROUPS,
     X_TILES,
+    Launch,
     Limits,
     TiledConfig,
 )
+from dakrun.units import ceil_div
 
 SOURCE = "tiled_gemm.cu"
+WARPS = 4 * WARPGROUPS  # that multiply
+ALONE, BEFORE_LOCAL, AFTER_REMOTE = range(3)  # what a launch waits for
 
 
 class _TierTiles(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            "first_cta",
-            "row_groups",
-            "tile_octets",
-            "block_tiles",
-            "stages",
-            "window",
+            *("first_cta", "clusters", "row_groups", "tile_octets", "w_tiles", "x_tiles"),
+            *("block_tiles", "rounds", "stages", "window"),
         )
     )
 
@@ -41,11 +45,43 @@ class _TierTiles(ctypes.Structure):
 class _Args(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_uint64 * 16),
-        *((name, ctypes.c_int) for name in ("m", "n", "activation", "width")),
-        *((name, ctypes.c_uint64) for name in ("bias", "residual", "y")),
+        *((name, ctypes.c_int) for name in ("m", "n", "activation", "order")),
+        *((name, ctypes.c_int) for name in ("w_ctas", "x_ctas", "k_ctas", "segment", "width")),
+        *((name, ctypes.c_uint64) for name in ("bias", "residual", "y", "carried", "flags")),
         ("tiers", _TierTiles * (operands.MAX_TIERS + 1)),
         ("weight", operands.PackedMatrix),
     )
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where clusters leave sums for others: one for all launches of a stream.
+
+    `carried` are bytes, `flags` int32 [CTAs * warps], zero between launches, each of them as many
+    as some launch needs, or more.
+    """
+
+    carried: torch.Tensor
+    flags: torch.Tensor
+
+    @classmethod
+    def empty(cls, config: TiledConfig, device: torch.device | str) -> "Workspace":
+        """For `config`, and others that need no more."""
+        return cls(
+            torch.empty(config.carried, dtype=torch.uint8, device=device),
+            torch.zeros(config.carriers * WARPS, dtype=torch.int32, device=device),
+        )
+
+    @classmethod
+    def largest(cls, sms: int, device: torch.device | str) -> "Workspace":
+        """For all launches on a GPU with so many SMs."""
+        sums = torch.empty(sms * max(X_TILES) * SUM_BYTES, dtype=torch.uint8, device=device)
+        return cls(sums, torch.zeros(sms * WARPS, dtype=torch.int32, device=device))
+
+    def fits(self, config: TiledConfig) -> bool:
+        """Whether it has what `config` needs."""
+        carried, flags = self.carried.numel(), self.flags.numel()
+        return carried >= config.carried and flags >= config.carriers * WARPS
 
 
 def tiled_gemm(
@@ -57,6 +93,7 @@ def tiled_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: Activation = "none",
+    workspace: Workspace | None = None,
     overlap: bool = False,
 ) -> torch.Tensor:
     """out [N, M] = activation(x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
@@ -80,8 +117,12 @@ def tiled_gemm(
     }
     operands.check_operands(x.device, wanted)
     operands.check_gpu(x.device)
-    if not 1 <= n <= MAX_ROWS or len(config.tiers) != len(weight.parts):
+    if not 1 <= n <= MAX_ROWS or not config.launches:
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
+    _check_tiers(weight, config)
+    given = workspace or Workspace.empty(TiledConfig(()), x.device)
+    if not given.fits(config):
+        raise ValueError(f"expected a workspace for sums that clusters leave for others: {config}")
     args = _Args(
         m=m,
         n=n,
@@ -90,21 +131,63 @@ def tiled_gemm(
         bias=0 if bias is None else bias.data_ptr(),
         residual=0 if residual is None else residual.data_ptr(),
         y=out.data_ptr(),
+        carried=given.carried.data_ptr(),
+        flags=given.flags.data_ptr(),
         weight=operands.packed_matrix(weight),
     )
-    args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), 8 * config.x_tiles, 1)
-    cta = 0
-    for number, (part, tier) in enumerate(zip(weight.parts, config.tiers, strict=True)):
-        if part.split.octets and not tier.ctas:
-            raise ValueError(f"expected CTAs for the octets in {part.tier}, got {config}")
-        args.tiers[number] = _TierTiles(
-            cta, tier.row_groups, tier.tile_octets, tier.block_tiles, tier.stages, tier.window
-        )
-        cta += tier.ctas
-    args.tiers[len(weight.parts)] = _TierTiles(first_cta=cta)
-    kernel = jit.kernel(SOURCE, "tiled_gemm", defines(weight.dtype, config.x_tiles))
-    kernel.launch(cta, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap)
+    orders = (ALONE,) if len(config.launches) == 1 else (BEFORE_LOCAL, AFTER_REMOTE)
+    for order, launch in zip(orders, config.launches, strict=True):
+        shape = launch.shape
+        args.order = order
+        args.w_ctas, args.x_ctas, args.k_ctas = shape.w_ctas, shape.x_ctas, shape.k_ctas
+        args.segment = ceil_div(args.weight.atoms, shape.k_ctas)
+        rows = 8 * shape.x_tiles // shape.w_ctas
+        args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), rows, 1)
+        args.tiers[:] = _tiers(n, weight, launch)
+        kernel = jit.kernel(SOURCE, "tiled_gemm", defines(weight.dtype, shape.x_tiles))
+        kernel.launch(
+            launch.ctas, THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
+            overlap=overlap or order == AFTER_REMOTE,
+        )  # fmt: skip
+        args.carried += launch.carried
+        args.flags += 4 * WARPS * launch.carriers
     return out
+
+
+def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
+    """Each tier that holds octets is computed by one launch, and sums have the same segments."""
+    launches = config.launches
+    if any(len(launch.tiers) != len(weight.parts) for launch in launches) or (
+        len({launch.shape.k_ctas for launch in launches}) > 1
+    ):
+        raise ValueError(f"the configuration is not one for this weight: {config}")
+    for number, part in enumerate(weight.parts):
+        by = sum(launch.tiers[number].clusters > 0 for launch in launches)
+        if by != (part.split.octets > 0):
+            raise ValueError(f"expected one launch for the octets in {part.tier}, got {config}")
+    for launch in launches:
+        even = any(tier.even for tier in launch.tiers)
+        if not launch.shape.sums_fit(launch.stages) or (even and launch.shape.k_ctas > 1):
+            raise ValueError(f"sums of segments do not fit into {launch}")
+
+
+def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ...]:
+    found, cta, shape = [], 0, launch.shape
+    for part, tier in zip(weight.parts, launch.tiers, strict=True):
+        w_tiles = ceil_div(part.split.octets, tier.tile_octets * shape.w_ctas)
+        x_tiles = ceil_div(n, shape.rows)
+        rounds = ceil_div(w_tiles * x_tiles, max(1, tier.clusters))
+        if tier.even and w_tiles * x_tiles % tier.clusters:
+            rounds = max(0, rounds - 2)  # what is left is a tile for each, and less than another
+        found.append(
+            _TierTiles(
+                cta, tier.clusters, shape.row_groups, tier.tile_octets, w_tiles, x_tiles,
+                tier.block_tiles, rounds, launch.stages, tier.window,
+            )
+        )  # fmt: skip
+        cta += tier.clusters * shape.ctas
+    none = operands.MAX_TIERS + 1 - len(found)
+    return (*found, *[_TierTiles(first_cta=cta)] * none)
 
 
 def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:

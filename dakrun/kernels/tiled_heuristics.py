@@ -1,13 +1,15 @@
 """How the tiled GEMM is run: pure choices from shapes, octets per tier and figures of the GPU.
 
-Needs no GPU. No shape is special, and no choice changes a bit of the result.
+Needs no GPU. No shape is special. Bits of the result depend on the segments of sums alone, which
+are chosen from a matrix's shape, rows of X and the GPU, not from where the matrix lies.
 """
 
 import bisect
+import functools
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from dakrun.kernels.heuristics import ATOM_BYTES, TILE_OCTETS, TierAccess
 from dakrun.kernels.packing import ATOM_COLS
@@ -16,16 +18,33 @@ from dakrun.units import ceil_div
 
 MAX_ROWS = 4096  # of X in one launch
 X_TILES = (8, 16, 24, 32)  # of 8 rows of X, that a warpgroup multiplies
-PORTABLE_X_TILES = (8, 16)  # the same where there is no wgmma
+PORTABLE_X_TILES = (8,)  # the same where there is no wgmma
 WARPGROUPS = 2
+THREADS = 128 * (WARPGROUPS + 1)
 MAX_STAGES = 8
+MAX_CLUSTER = 8  # CTAs
+SEGMENTS = (1, 2, 4)  # of sums
+PART_TILES = 4  # of X: what one CTA adds the segments of
 PASS_ROWS = 64  # of X, whose outputs a warpgroup stages at a time
 STAGING_BYTES = WARPGROUPS * PASS_ROWS * TILE_OCTETS * OCTET_ROWS * 2
+SUM_BYTES = 4 * OCTET_ROWS * WARPGROUPS * TILE_OCTETS * OCTET_ROWS  # a CTA's, of a tile of X
 BARRIER_BYTES = 1024  # of a CTA's shared memory
-ATOM_CYCLES = 32  # of an SM's tensor cores, for a warpgroup's 64 rows of W x 8 of X x 64 columns
-L2_BYTES = 42  # that an SM has from L2 in a cycle
-STORE_CYCLES = 60  # for 8 rows of X of a tile's outputs, while nothing is multiplied
-START_CYCLES = 1500  # of a tile, likewise
+# Cycles of an SM. Of a stage: for 8 rows of X a warpgroup, what it takes to issue it, at least, and
+# until it has landed; the bytes that L2 gives each of all SMs in a cycle, and that an SM takes; and
+# what taking them adds though it is beside products.
+ATOM_CYCLES = 32
+STAGE_CYCLES = 220
+LANDING_CYCLES = 1500
+L2_BYTES = 42
+SM_BYTES = 60
+SHARE_OF_READS = 0.1
+# Of a tile, when nothing is multiplied: before it, and for 8 rows of X a warpgroup outputs, sums
+# left and taken, and segments added.
+START_CYCLES = 1500
+STORE_CYCLES = 100
+CARRY_CYCLES = 190
+MEET_CYCLES = 1500
+ADD_CYCLES = 130
 
 
 @dataclass(frozen=True)
@@ -40,34 +59,121 @@ H200 = Limits()
 
 
 @dataclass(frozen=True)
-class TierTiles:
-    """How a tier is computed: by `ctas` CTAs, in tiles of `tile_octets` octets of W.
+class Shape:
+    """What a cluster of CTAs multiplies: a warpgroup `x_tiles` x 8 rows of X and 64 of W.
 
-    The two warpgroups of a CTA have rows beside each other of W, with 2 `row_groups`, or of X.
-    `block_tiles` tiles along X are beside each other in the order in which CTAs take them. A ring
-    has `stages` of 64 columns, of whose W `window` may be in flight.
+    The two warpgroups of a CTA have rows beside each other of W, with 2 `row_groups`, or of X. So
+    have `w_ctas` or `x_ctas`, of which one is 1 and the other a power of two: they bring what they
+    share once. Each of `k_ctas` sums a segment of K.
     """
 
-    ctas: int
+    x_tiles: int
     row_groups: int
-    tile_octets: int
-    block_tiles: int
-    stages: int
-    window: int
+    w_ctas: int = 1
+    x_ctas: int = 1
+    k_ctas: int = 1
+
+    @property
+    def ctas(self) -> int:
+        """Those of a cluster."""
+        return self.w_ctas * self.x_ctas * self.k_ctas
+
+    @property
+    def octets(self) -> int:
+        """Of W in a CTA's tile, at most."""
+        return self.row_groups * TILE_OCTETS
+
+    @property
+    def across(self) -> int:
+        """Tiles of 8 rows of X of a CTA."""
+        return self.x_tiles * WARPGROUPS // self.row_groups
+
+    @property
+    def rows(self) -> int:
+        """Of X in a cluster's tile."""
+        return OCTET_ROWS * self.across * self.x_ctas
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a stage: 64 columns of W and X."""
+        return ATOM_BYTES * (self.octets + self.across)
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether a GPU with `limits` can run it."""
+        stages = self.stages(limits)
+        even = self.x_tiles // PART_TILES % self.k_ctas == 0
+        return even and stages >= 2 and self.sums_fit(stages)
+
+    def sums_fit(self, stages: int) -> bool:
+        """Whether segments of sums can meet in `stages`."""
+        return self.k_ctas == 1 or self.x_tiles * SUM_BYTES <= stages * self.stage_bytes
+
+    def stages(self, limits: Limits) -> int:
+        """That there is room for."""
+        room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES
+        return min(MAX_STAGES, room // self.stage_bytes)
 
 
 @dataclass(frozen=True)
-class TiledConfig:
-    """How a tiled GEMM is launched: a warpgroup multiplies `x_tiles` x 8 rows of X."""
+class TierTiles:
+    """How a launch computes a tier: by `clusters`, in tiles of `tile_octets` octets of W a CTA.
 
-    x_tiles: int
-    shared_bytes: int
+    `block_tiles` tiles along X are beside each other in the order in which clusters take them. With
+    `even` clusters share the last tiles, so that all have as much to do. Of the stages of W that
+    CTAs share `window` may be in flight. A launch has no clusters for the tiers of another one.
+    """
+
+    clusters: int
+    tile_octets: int = 1
+    block_tiles: int = 1
+    even: bool = False
+    window: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch for some tiers: what its clusters multiply, through a ring of `stages`."""
+
+    shape: Shape
+    stages: int
     tiers: tuple[TierTiles, ...]
 
     @property
     def ctas(self) -> int:
         """Those of all tiers."""
-        return sum(tier.ctas for tier in self.tiers)
+        return self.shape.ctas * sum(tier.clusters for tier in self.tiers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: outputs on their way, and the stages."""
+        return STAGING_BYTES + self.stages * self.shape.stage_bytes
+
+    @property
+    def carriers(self) -> int:
+        """CTAs that may leave sums for others."""
+        return self.ctas if any(tier.even for tier in self.tiers) else 0
+
+    @property
+    def carried(self) -> int:
+        """Bytes of these sums."""
+        return self.carriers * self.shape.x_tiles * SUM_BYTES
+
+
+@dataclass(frozen=True)
+class TiledConfig:
+    """How a tiled GEMM is launched: once, or first for remote tiers and then for the local one."""
+
+    launches: tuple[Launch, ...]
+
+    @property
+    def carriers(self) -> int:
+        """CTAs that may leave sums for others."""
+        return sum(launch.carriers for launch in self.launches)
+
+    @property
+    def carried(self) -> int:
+        """Bytes of these sums."""
+        return sum(launch.carried for launch in self.launches)
 
 
 def tiled_config(
@@ -78,102 +184,186 @@ def tiled_config(
     cols: int,
     sms: int,
     limits: Limits = H200,
+    multicast: bool = True,
 ) -> TiledConfig:
     """Choose for a W of `cols` columns with `octets` in each of `tiers`, and an X of `n` rows.
 
     The local tier comes first. `sms` are those of the GPU, `limits` an H200's where none are given.
+    Without `multicast` a remote octet crosses the link once for each 512 rows of X.
     """
     if not 1 <= n <= MAX_ROWS:
         raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
-    remote = [
-        min(sms if tier.sms is None else tier.sms, count)
-        for tier, count in zip(tiers[1:], octets[1:], strict=True)
-    ]
-    ctas = (max(1, sms - sum(remote)), *remote)
-    options = [
-        (x_tiles, row_groups)
-        for x_tiles, row_groups in itertools.product(limits.x_tiles, range(1, WARPGROUPS + 1))
-        if _stages(x_tiles, row_groups, limits) >= 2
-    ]
     atoms = ceil_div(cols, ATOM_COLS)
-    x_tiles, rows = min(
-        options, key=lambda option: cycles(n, octets[0] or sum(octets), ctas[0], atoms, *option)
+    segments = _best(n, sum(octets), sms, atoms, shapes(limits), limits).k_ctas
+    launches = []
+    nobody = tuple(TierTiles(0) for _ in octets)
+    left = sms
+    if any(octets[1:]):
+        shape = _remote_shape(n, segments, limits, multicast=multicast)
+        remote = [
+            _remote_clusters(count, sum(octets), access, shape, sms) if count else 0
+            for count, access in zip(octets[1:], tiers[1:], strict=True)
+        ]
+        remote = _at_most(remote, (sms - bool(octets[0]) * segments) // shape.ctas)
+        chosen = [
+            _tier(n, count, shape, clusters, access, shape.stages(limits), even=True)
+            for count, clusters, access in zip(octets[1:], remote, tiers[1:], strict=True)
+        ]
+        launches.append(Launch(shape, shape.stages(limits), (nobody[0], *chosen)))
+        left -= shape.ctas * sum(remote)
+    if octets[0]:
+        options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
+        shape = _best(n, octets[0], left, atoms, options, limits)
+        tier = local_tier(n, octets[0], shape, left, atoms, limits, window=tiers[0])
+        launches.append(Launch(shape, shape.stages(limits), (tier, *nobody[1:])))
+    return TiledConfig(tuple(launches))
+
+
+def shapes(limits: Limits) -> Iterator[Shape]:
+    """All that local tiers are computed in."""
+    sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
+    for x_tiles, row_groups, (w_ctas, k_ctas) in itertools.product(
+        limits.x_tiles, range(1, WARPGROUPS + 1), sharing
+    ):
+        shape = Shape(x_tiles, row_groups, w_ctas, 1, k_ctas)
+        if shape.fits(limits):
+            yield shape
+
+
+def local_tier(
+    n: int,
+    octets: int,
+    shape: Shape,
+    sms: int,
+    atoms: int,
+    limits: Limits,
+    *,
+    even: bool | None = None,
+    window: TierAccess | None = None,
+) -> TierTiles:
+    """A tier that is computed on `sms`; with `even` as given, or where that is faster."""
+    clusters = _clusters(sms, shape.ctas)
+    if even is None:
+        cycles = functools.partial(_cycles, n, octets, sms, atoms, shape, limits)
+        even = cycles(even=True) < cycles(even=False)
+    return _tier(
+        n, octets, shape, clusters, window or TierAccess(), shape.stages(limits), even=even
     )
-    wide = 1 if (x_tiles, 1) in options else rows  # what is read once more often costs the link
-    chosen = [
-        _tier(n, count, of, access, x_tiles, wide if number else rows, limits)
-        for number, (count, of, access) in enumerate(zip(octets, ctas, tiers, strict=True))
-    ]
-    return TiledConfig(
-        x_tiles,
-        max(
-            ring_bytes(x_tiles, tier.row_groups, tier.stages)
-            for tier, count in zip(chosen, octets, strict=True)
-            if count
+
+
+def _best(
+    n: int, octets: int, sms: int, atoms: int, options: Iterator[Shape], limits: Limits
+) -> Shape:
+    return min(
+        (shape for shape in options if shape.ctas <= sms),
+        key=lambda shape: min(
+            _cycles(n, octets, sms, atoms, shape, limits, even=even) for even in (False, True)
         ),
-        tuple(chosen),
     )
 
 
-def cycles(n: int, octets: int, ctas: int, atoms: int, x_tiles: int, row_groups: int) -> float:
-    """What the busiest of `ctas` takes: its tiles' products, or what it reads for them from L2."""
-    tile_octets = even_tile(n, octets, ctas, x_tiles, row_groups)
-    across = x_tiles * WARPGROUPS // row_groups
-    waves = ceil_div(ceil_div(octets, tile_octets) * ceil_div(n, OCTET_ROWS * across), ctas)
-    products = ATOM_CYCLES * WARPGROUPS * x_tiles / 2
-    reads = ATOM_BYTES * (tile_octets + across) / L2_BYTES
-    return waves * (atoms * max(products, reads) + START_CYCLES + STORE_CYCLES * x_tiles)
+def _cycles(
+    n: int, octets: int, sms: int, atoms: int, shape: Shape, limits: Limits, *, even: bool
+) -> float:
+    """What the busiest cluster takes: its tiles' products, or what it reads for them from L2."""
+    clusters = _clusters(sms, shape.ctas)
+    tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
+    tiles = ceil_div(octets, tile_octets * shape.w_ctas) * ceil_div(n, shape.rows)
+    even = even and shares(tiles, clusters)
+    busy = min(1.0, tiles / clusters)
+    reads = ATOM_BYTES * (tile_octets + shape.across / shape.w_ctas) * busy / L2_BYTES
+    takes = ATOM_BYTES * (tile_octets + shape.across) / SM_BYTES
+    lands = LANDING_CYCLES / (shape.stages(limits) - 1)
+    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles, reads, takes, lands)
+    stage += SHARE_OF_READS * (reads + takes)
+    per_tile = START_CYCLES + STORE_CYCLES * shape.x_tiles
+    if shape.k_ctas > 1:
+        per_tile += MEET_CYCLES + ADD_CYCLES * shape.x_tiles
+    waves = ceil_div(tiles, clusters)
+    products = ceil_div(atoms, shape.k_ctas) * stage
+    if even:
+        return tiles / clusters * products + waves * per_tile + CARRY_CYCLES * shape.x_tiles
+    return waves * (products + per_tile)
 
 
-def even_tile(n: int, octets: int, ctas: int, x_tiles: int, row_groups: int) -> int:
-    """The octets of a tile: as few as do not make more waves than the largest would."""
-    largest = row_groups * TILE_OCTETS
-    across = ceil_div(n, OCTET_ROWS * x_tiles * WARPGROUPS // row_groups)
+def shares(tiles: int, clusters: int) -> bool:
+    """Whether `clusters` can share the last of `tiles`."""
+    return tiles > clusters and tiles % clusters > 0
+
+
+def even_tile(n: int, octets: int, clusters: int, shape: Shape) -> int:
+    """The octets of a CTA's tile: as few as do not make more waves than the most would."""
+    across = ceil_div(n, shape.rows)
 
     def waves(tile_octets: int) -> int:
-        return ceil_div(ceil_div(octets, tile_octets) * across, ctas)
+        return ceil_div(ceil_div(octets, tile_octets * shape.w_ctas) * across, clusters)
 
-    sizes = range(1, largest + 1)
-    return sizes[bisect.bisect_left(sizes, -waves(largest), key=lambda size: -waves(size))]
+    sizes = range(1, shape.octets + 1)
+    return sizes[bisect.bisect_left(sizes, -waves(shape.octets), key=lambda size: -waves(size))]
 
 
-def ring_bytes(x_tiles: int, row_groups: int, stages: int) -> int:
-    """Shared memory of a CTA: outputs on their way, and the stages."""
-    return STAGING_BYTES + stages * _stage_bytes(x_tiles, row_groups)
+def _clusters(sms: int, ctas: int) -> int:
+    """That run at a time: SMs go by groups of 16 or 18, which larger clusters do not fill."""
+    return sms // ctas if ctas <= 2 or sms < 16 else sms // 16 * 16 // ctas
+
+
+def _remote_shape(n: int, segments: int, limits: Limits, *, multicast: bool) -> Shape:
+    """64 rows of W, and all of X, or as much as a cluster can have."""
+    options = [Shape(x_tiles, 1, k_ctas=segments) for x_tiles in limits.x_tiles]
+    options = [shape for shape in options if shape.fits(limits)]
+    shape = next((shape for shape in options if shape.rows >= n), options[-1])
+    if not multicast:
+        return shape
+    most = MAX_CLUSTER // segments
+    return replace(shape, x_ctas=min(most, 1 << (ceil_div(n, shape.rows) - 1).bit_length()))
+
+
+def _remote_clusters(
+    octets: int, all_octets: int, access: TierAccess, shape: Shape, sms: int
+) -> int:
+    """As many as the tier's share of the products asks for, and the link, where they have room."""
+    clusters = max(ceil_div(octets * sms, all_octets * shape.ctas), (access.sms or 0) // shape.ctas)
+    if access.window_bytes is not None:
+        clusters = min(clusters, access.window_bytes // (ATOM_BYTES * shape.octets * shape.k_ctas))
+    return max(1, min(clusters, ceil_div(octets, shape.octets)))
+
+
+def _at_most(counts: list[int], most: int) -> list[int]:
+    """The counts, the largest of them made smaller until all together are `most`."""
+    counts = list(counts)
+    while sum(counts) > most and max(counts) > 1:
+        counts[counts.index(max(counts))] -= 1
+    return counts
 
 
 def _tier(
     n: int,
     octets: int,
-    ctas: int,
+    shape: Shape,
+    clusters: int,
     access: TierAccess,
-    x_tiles: int,
-    row_groups: int,
-    limits: Limits,
+    stages: int,
+    *,
+    even: bool,
 ) -> TierTiles:
-    tile_octets = even_tile(n, octets, ctas, x_tiles, row_groups) if octets else 1
-    rows = OCTET_ROWS * x_tiles * WARPGROUPS // row_groups
-    across = ceil_div(n, rows)
-    ctas = min(ctas, ceil_div(octets, tile_octets) * across)
-    stages = _stages(x_tiles, row_groups, limits)
+    if not octets:
+        return TierTiles(0)
+    across = ceil_div(n, shape.rows)
+    tiles = ceil_div(octets, shape.octets * shape.w_ctas) * across
+    even = even and shape.k_ctas == 1 and shares(tiles, clusters)
+    tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
+    clusters = min(clusters, ceil_div(octets, tile_octets * shape.w_ctas) * across)
     window = stages
-    if access.window_bytes is not None and ctas:
-        window = access.window_bytes // (ATOM_BYTES * tile_octets * ctas)
+    if access.window_bytes is not None:
+        rings = clusters * shape.w_ctas * shape.k_ctas
+        window = access.window_bytes // (ATOM_BYTES * tile_octets * rings)
         window = max(1, min(stages, window))
-    block = _block_tiles(across, ctas, OCTET_ROWS * tile_octets, rows)
-    return TierTiles(ctas, row_groups, tile_octets, block, stages, window)
+    w_rows = OCTET_ROWS * tile_octets * shape.w_ctas
+    block = _block_tiles(across, clusters, w_rows, shape.rows)
+    return TierTiles(clusters, tile_octets, block, even, window)
 
 
-def _block_tiles(across: int, ctas: int, w_rows: int, x_rows: int) -> int:
+def _block_tiles(across: int, clusters: int, w_rows: int, x_rows: int) -> int:
     """Tiles along X, of `across`, with which those of a wave read the fewest rows of W and X."""
-    best = max(1, min(across, round(math.sqrt(ctas * w_rows / x_rows))))
+    best = max(1, min(across, round(math.sqrt(clusters * w_rows / x_rows))))
     return ceil_div(across, ceil_div(across, best))
-
-
-def _stage_bytes(x_tiles: int, row_groups: int) -> int:
-    return ATOM_BYTES * (row_groups * TILE_OCTETS + x_tiles * WARPGROUPS // row_groups)
-
-
-def _stages(x_tiles: int, row_groups: int, limits: Limits) -> int:
-    room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES
-    return min(MAX_STAGES, room // _stage_bytes(x_tiles, row_groups))

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from dakrun.checkpoint import Manifest, Weights
 from dakrun.config import ModelConfig
@@ -20,14 +19,11 @@ from dakrun.kernels.embed import embed
 from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, GemmConfig, TierAccess, gemm_config
 from dakrun.kernels.normalize import normalize
-from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
-from dakrun.kernels.unpack import unpack
+from dakrun.kernels.packing import PackedTensor
 from dakrun.models.layers import rope_table
+from dakrun.models.many_rows import ManyRows
 from dakrun.models.opt import POSITION_OFFSET
 from dakrun.nn.remote_tier import sm_count
-
-PASSES = 2  # of MAX_ROWS rows; of more, cuBLAS computes products, from what is unpacked in pieces
-PIECE_BYTES = 64 << 20
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 _config = functools.cache(gemm_config)
@@ -131,6 +127,7 @@ class KernelDecoder:
         self._activation: Activation = "silu_mul" if llama else "relu"
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
         self._workspaces: dict[int, Workspace] = {}  # by octets
+        self._many_rows = ManyRows(self.like.device)
         self.rotations = None
         if llama:
             table = torch.stack(rope_table(config, positions, torch.float32), -1)
@@ -237,11 +234,17 @@ class KernelDecoder:
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
         remote = any(part.split.octets for part in weight.parts[1:])
-        if len(x) > (1 if remote else PASSES) * MAX_ROWS:  # a link is not to be waited for twice
-            self._dense(x, weight, out, norm, bias, activation, residual)
+        accesses = self._accesses[name.split(".")[-1]]
+        # A link is not to be waited for twice.
+        if len(x) > (1 if remote else self._many_rows.from_passes) * MAX_ROWS:
+            if norm != "none":
+                x = normalize(x, torch.empty_like(x), norm, eps=self._eps)
+            self._many_rows(
+                x, weight, accesses, out, bias=bias, activation=activation, residual=residual,
+                overlap=overlap and norm == "none" and operands.overlaps(name),
+            )  # fmt: skip
         else:
             splits, sms = tuple(part.split for part in weight.parts), sm_count(x.device)
-            accesses = self._accesses[name.split(".")[-1]]
             for first in range(0, len(x), MAX_ROWS):
                 rows = slice(first, first + MAX_ROWS)
                 cols = x.shape[1] if norm == "none" else 0
@@ -262,35 +265,6 @@ class KernelDecoder:
         if octets not in self._workspaces:
             self._workspaces[octets] = Workspace.empty(config, self.like.device)
         return self._workspaces[octets]
-
-    def _dense(
-        self,
-        x: torch.Tensor,
-        weight: PackedTensor,
-        out: torch.Tensor,
-        norm: Norm,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        residual: torch.Tensor | None,
-    ) -> None:
-        """`linear` for many rows, with a part of the rows of W at a time."""
-        if norm != "none":
-            x = normalize(x, torch.empty_like(x), norm, eps=self._eps)
-        rows, cols = weight.shape
-        step = max(1, PIECE_BYTES // (cols * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
-        piece = x.new_empty(min(step, rows), cols)
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            unpack(weight, piece[: last - first], first_row=first)
-            y = F.linear(x, piece[: last - first], None if bias is None else bias[first:last])
-            if activation == "silu_mul":
-                out[:, first // 2 : last // 2] = F.silu(y[:, ::2]) * y[:, 1::2]
-                continue
-            if activation == "relu":
-                y.relu_()
-            if residual is not None:
-                y += residual[:, first:last]
-            out[:, first:last] = y
 
     def _normalize(self, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The norm `name` of the rows of x, for norms that no matrix has folded."""

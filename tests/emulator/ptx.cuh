@@ -1,10 +1,11 @@
-// native/ptx.cuh for a host compiler: one CTA at a time, its threads as fibers.
+// native/ptx.cuh for a host compiler: the threads of some CTAs at a time as fibers.
 //
 // A fiber runs until it waits: for the rest of its warp, a barrier, or bytes. Which one goes on,
 // and which copy lands, is drawn at random from a seed, so that other seeds are other
 // interleavings, and copies overtake each other. What no interleaving may do ends the run with a
 // message: waiting for ever, more arrivals than a barrier counts, copies that land after the end,
-// or outside of shared memory. What a copy will overwrite is NaN from when it starts.
+// or outside of shared memory, or what reaches another CTA of the cluster that has ended. What a
+// copy will overwrite is NaN from when it starts.
 #pragma once
 
 #include <ucontext.h>
@@ -31,15 +32,20 @@ namespace emulator {
 
 constexpr uint32_t kStatic = 1 << 20;  // where shared arrays of fixed size have their addresses
 constexpr size_t kGuard = 64 * 1024;   // bytes behind shared memory that nobody may write
+constexpr int kCtaShift = 24;  // above, in addresses of the cluster's CTAs, their ranks and one
 constexpr int kWarp = 32;
 constexpr int kBoxDepth = 64;
 
+struct Cta;
+
 struct Fiber {
   ucontext_t context;
+  Cta* cta;
   std::vector<char> stack;
   std::function<bool()> ready;  // whether what it waits for has come
   uint32_t thread;
   bool done = false, waited_for_dependencies = false;
+  int cluster_phase = 0;
   std::vector<std::function<void()>> products;  // of wgmma, and those committed, group by group
   std::deque<std::vector<std::function<void()>>> groups;
 };
@@ -61,45 +67,67 @@ struct Meeting {
   void* taken[kWarp];
 };
 
+// CTAs that run beside each other, and threads of theirs that have come to the clusters' barrier.
+struct Cluster {
+  std::vector<Cta*> ctas;
+  int arrived = 0, threads = 0, phase = 0;
+
+  void settle() {
+    if (arrived < threads || threads == 0) return;
+    arrived = 0;
+    phase++;
+  }
+};
+
 struct Cta {
+  uint32_t index = 0, rank = 0;
+  int left = 0;  // threads that have not ended
+  std::shared_ptr<Cluster> cluster;
   std::vector<uint8_t> memory;
   size_t shared = 0;
   std::vector<Fiber> fibers;
   Fiber* running = nullptr;
-  ucontext_t scheduler;
   std::map<uint32_t, Barrier> barriers;
   std::map<int, std::pair<int, int>> named;  // arrived, phase
-  std::vector<Copy> copies;
   std::vector<Meeting> meetings;
-  std::mt19937 random;
-  std::string problem;
   const uint8_t* fixed = nullptr;
   std::set<void*> forgotten;
 };
 
 inline Cta* cta;
+inline ucontext_t scheduler;
+inline std::vector<Copy> copies;
+inline std::mt19937 random;
+inline std::string problem;
 
 // Shared memory of fixed size, which a CTA finds full of NaN.
 inline void forget(void* memory, size_t bytes) {
   if (cta->forgotten.insert(memory).second) std::memset(memory, 0xff, bytes);
 }
 
-inline void fail(const std::string& problem) {
-  if (cta->problem.empty()) cta->problem = problem;
+inline void fail(const std::string& found) {
+  if (problem.empty()) problem = found;
 }
 
 inline void wait(std::function<bool()> ready) {
-  if (ready() && cta->random() % 4) return;
+  if (ready() && random() % 4) return;
   Fiber* const self = cta->running;
   self->ready = std::move(ready);
-  swapcontext(&self->context, &cta->scheduler);
+  swapcontext(&self->context, &scheduler);
 }
 
-inline uint8_t* at(uint32_t address, size_t bytes) {
-  if (address + bytes > cta->shared) {
+inline uint8_t* at(uint32_t address, size_t bytes, Cta& of = *cta) {
+  if (address + bytes > of.shared) {
     throw std::out_of_range("shared memory at " + std::to_string(address));
   }
-  return cta->memory.data() + address;
+  return of.memory.data() + address;
+}
+
+inline Cta& of_cluster(uint32_t rank) {
+  if (rank >= cta->cluster->ctas.size()) throw std::out_of_range("no such CTA in the cluster");
+  Cta& found = *cta->cluster->ctas[rank];
+  if (found.left == 0) fail("what reaches another CTA finds that it has ended");
+  return found;
 }
 
 inline void settle(Barrier& barrier) {
@@ -131,15 +159,20 @@ Taken together(const Given& given, Function compute) {
   return taken;
 }
 
-inline void copy(uint32_t barrier, uint32_t bytes, std::function<void()> land) {
-  if (cta->barriers.count(barrier) == 0) fail("a copy names no barrier");
-  const int turns = cta->random() % 8 ? cta->random() % 8 : cta->random() % 2000;  // some are slow
-  cta->copies.push_back({turns, [=] {
-                           land();
-                           Barrier& found = cta->barriers[barrier];
-                           found.bytes -= bytes;
-                           settle(found);
-                         }});
+// From now on `to`, of CTA `of`, is NaN; `land` puts there what it then has, and a barrier knows.
+inline void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
+                 std::function<void(uint8_t*)> land) {
+  uint8_t* const memory = at(to, bytes, of);
+  if (of.barriers.count(barrier) == 0) fail("a copy names no barrier");
+  std::memset(memory, 0xff, bytes);
+  const int turns = random() % 8 ? random() % 8 : random() % 2000;  // some are slow
+  copies.push_back({turns, [=, &of] {
+                      if (of.left == 0) fail("a copy lands in a CTA that has ended");
+                      land(memory);
+                      Barrier& found = of.barriers[barrier];
+                      found.bytes -= bytes;
+                      settle(found);
+                    }});
 }
 
 inline thread_local std::function<void()> body;
@@ -154,68 +187,105 @@ inline void enter() {
     fail("products are under way at the end");
   }
   cta->running->done = true;
-  swapcontext(&cta->running->context, &cta->scheduler);
+  swapcontext(&cta->running->context, &scheduler);
 }
 
-// Runs `kernel` in `threads` fibers with `shared` bytes of shared memory; what went wrong, or "".
-inline std::string run(int threads, size_t shared, uint32_t seed, std::function<void()> kernel) {
-  Cta block;
-  cta = &block;
-  block.shared = shared;
-  block.memory.assign(shared + kGuard, 0xff);
-  block.random.seed(seed);
-  block.meetings.resize((threads + kWarp - 1) / kWarp);
-  block.fibers.resize(threads);
+// Runs `kernel` in CTAs beside each other, clusters of `cluster` of them, which are all that there
+// are or some of them, each `threads` fibers with `shared` bytes of shared memory; what went wrong,
+// or "". With `complete` what the kernel depends on is, before it waits for that.
+inline std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
+                       size_t shared, uint32_t seed, bool complete, std::function<void()> kernel) {
+  std::vector<std::unique_ptr<Cta>> ctas;
+  std::vector<Fiber*> fibers;
+  copies.clear();
+  problem.clear();
+  random.seed(seed);
   body = std::move(kernel);
-  for (int i = 0; i < threads; i++) {
-    Fiber& fiber = block.fibers[i];
-    fiber.thread = i;
-    fiber.stack.resize(64 * 1024);
-    fiber.ready = [] { return true; };
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
-  }
-  for (int left = threads; left > 0 && block.problem.empty();) {
-    bool moved = false;
-    const uint32_t first = block.random() % threads;
-    for (int i = 0; i < threads && block.problem.empty(); i++) {
-      Fiber& fiber = block.fibers[(first + i) % threads];
-      if (fiber.done || !fiber.ready() || block.random() % 8 == 0) continue;
-      moved = true;
-      block.running = &fiber;
-      swapcontext(&block.scheduler, &fiber.context);
-      left -= fiber.done;
+  for (const uint32_t index : indices) {
+    Cta& block = *ctas.emplace_back(std::make_unique<Cta>());
+    block.index = index;
+    block.rank = index % cluster;
+    if ((ctas.size() - 1) % cluster == 0) {
+      block.cluster = std::make_shared<Cluster>();
+      block.cluster->ctas.resize(cluster);
+    } else {
+      block.cluster = ctas[ctas.size() - 2]->cluster;
     }
-    for (size_t i = 0; i < block.copies.size();) {
-      if (block.copies[i].turns-- > 0) {
+    block.cluster->ctas[block.rank] = &block;
+    block.cluster->threads += threads;
+    block.left = threads;
+    block.shared = shared;
+    block.memory.assign(shared + kGuard, 0xff);
+    block.meetings.resize((threads + kWarp - 1) / kWarp);
+    block.fibers.resize(threads);
+    for (int i = 0; i < threads; i++) {
+      Fiber& fiber = block.fibers[i];
+      fibers.push_back(&fiber);
+      fiber.cta = &block;
+      fiber.waited_for_dependencies = complete;
+      fiber.thread = i;
+      fiber.stack.resize(64 * 1024);
+      fiber.ready = [] { return true; };
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.data();
+      fiber.context.uc_stack.ss_size = fiber.stack.size();
+      fiber.context.uc_link = nullptr;
+      makecontext(&fiber.context, enter, 0);
+    }
+  }
+  for (size_t left = fibers.size(); left > 0 && problem.empty();) {
+    bool moved = false;
+    const size_t first = random() % fibers.size();
+    for (size_t i = 0; i < fibers.size() && problem.empty(); i++) {
+      Fiber& fiber = *fibers[(first + i) % fibers.size()];
+      if (fiber.done) continue;
+      cta = fiber.cta;
+      if (!fiber.ready() || random() % 8 == 0) continue;
+      moved = true;
+      cta->running = &fiber;
+      swapcontext(&scheduler, &fiber.context);
+      if (!fiber.done) continue;
+      left--;
+      cta->left--;
+      cta->cluster->threads--;
+      cta->cluster->settle();
+    }
+    for (size_t i = 0; i < copies.size();) {
+      if (copies[i].turns-- > 0) {
         i++;
         continue;
       }
-      const Copy landing = block.copies[i];
-      block.copies.erase(block.copies.begin() + static_cast<long>(i));
+      const Copy landing = copies[i];
+      copies.erase(copies.begin() + static_cast<long>(i));
       landing.land();
     }
-    if (!moved && block.copies.empty()) {
+    if (!moved && copies.empty()) {
       bool stuck = true;  // nobody can go on, unless it was left out by chance
-      for (const Fiber& fiber : block.fibers)
-        stuck &= fiber.done || !fiber.ready();
+      for (Fiber* const fiber : fibers) {
+        cta = fiber->cta;
+        stuck &= fiber->done || !fiber->ready();
+      }
       if (stuck) fail("all threads wait for ever");
     }
   }
-  if (block.problem.empty() && !block.copies.empty()) fail("copies are under way at the end");
-  for (size_t i = shared; i < block.memory.size(); i++) {
-    if (block.memory[i] != 0xff) fail("memory behind the shared memory is written");
+  if (problem.empty() && !copies.empty()) fail("copies are under way at the end");
+  for (const auto& block : ctas) {
+    for (size_t i = shared; i < block->memory.size(); i++) {
+      if (block->memory[i] != 0xff) fail("memory behind the shared memory is written");
+    }
   }
-  return block.problem;
+  return problem;
 }
 
 }  // namespace emulator
 
 // Words of CUDA C++ that name the running thread and its CTA.
-inline Index blockIdx;
+struct BlockIndex {
+  struct {
+    operator uint32_t() const { return emulator::cta->index; }
+  } x;
+};
+inline BlockIndex blockIdx;
 struct ThreadIndex {
   struct {
     operator uint32_t() const { return emulator::cta->running->thread; }
@@ -307,6 +377,12 @@ inline void mbarrier_arrive(uint32_t barrier) {
   emulator::settle(found);
 }
 
+inline void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
+  emulator::Barrier& found = emulator::of_cluster(rank).barriers.at(barrier);
+  found.pending--;
+  emulator::settle(found);
+}
+
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   emulator::Barrier& found = cta->barriers.at(barrier);
   found.bytes += bytes;
@@ -328,25 +404,37 @@ inline void wait_for_dependencies() {
   cta->running->waited_for_dependencies = true;
 }
 
-inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+inline void check_bulk(uint32_t destination, const void* source, uint32_t bytes) {
   if (destination % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16 || bytes == 0) {
     emulator::fail("a bulk copy is not of multiples of 16 bytes");
   }
-  uint8_t* const to = emulator::at(destination, bytes);
-  std::memset(to, 0xff, bytes);
-  emulator::copy(barrier, bytes, [=] { std::memcpy(to, source, bytes); });
+}
+
+inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  check_bulk(destination, source, bytes);
+  emulator::copy(*cta, destination, barrier, bytes,
+                 [=](uint8_t* to) { std::memcpy(to, source, bytes); });
+}
+
+inline void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
+                                uint32_t barrier, uint16_t ctas) {
+  check_bulk(destination, source, bytes);
+  for (uint32_t rank = 0; rank < 16; rank++) {
+    if (ctas >> rank & 1) {
+      emulator::copy(emulator::of_cluster(rank), destination, barrier, bytes,
+                     [=](uint8_t* to) { std::memcpy(to, source, bytes); });
+    }
+  }
 }
 
 // With the swizzle of 128 bytes; what a box has beyond the matrix is zero.
-inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y, int z,
-                        uint32_t barrier) {
+inline void tensor_load_multicast(uint32_t destination, const TensorMap* map, int x, int y, int z,
+                                  uint32_t barrier, uint16_t ctas) {
   if (!cta->running->waited_for_dependencies) emulator::fail("X is read before it is complete");
   if (destination % 1024) emulator::fail("a swizzled box is not aligned to 1 KiB");
   const TensorMap box = *map;
   const uint32_t bytes = static_cast<uint32_t>(box.box_atoms * box.box_rows) * 128;
-  uint8_t* const to = emulator::at(destination, bytes);
-  std::memset(to, 0xff, bytes);
-  emulator::copy(barrier, bytes, [=] {
+  const auto land = [=](uint8_t* to) {
     const auto* const elements = reinterpret_cast<const uint16_t*>(box.address);
     for (uint64_t atom = 0; atom < box.box_atoms; atom++) {
       for (uint64_t row = 0; row < box.box_rows; row++) {
@@ -359,7 +447,61 @@ inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y
         }
       }
     }
-  });
+  };
+  for (uint32_t rank = 0; rank < 16; rank++) {
+    if (ctas >> rank & 1)
+      emulator::copy(emulator::of_cluster(rank), destination, barrier, bytes, land);
+  }
+}
+
+inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y, int z,
+                        uint32_t barrier) {
+  tensor_load_multicast(destination, map, x, y, z, barrier, static_cast<uint16_t>(1 << cta->rank));
+}
+
+inline void store_release(int* to, int value) {
+  *to = value;
+}
+
+inline int load_acquire(const int* from) {
+  emulator::wait([from] { return *from != 0; });  // that is what is waited for
+  return *from;
+}
+
+inline uint32_t cluster_size() {
+  return static_cast<uint32_t>(cta->cluster->ctas.size());
+}
+
+inline uint32_t cluster_rank() {
+  return cta->rank;
+}
+
+inline uint32_t in_cta(uint32_t address, uint32_t rank) {
+  return address | rank + 1 << emulator::kCtaShift;
+}
+
+inline void store_in_cta(uint32_t there, float4 value) {
+  emulator::Cta& to = emulator::of_cluster((there >> emulator::kCtaShift) - 1);
+  const uint32_t address = there & (1u << emulator::kCtaShift) - 1;
+  std::memcpy(emulator::at(address, sizeof value, to), &value, sizeof value);
+}
+
+inline void cluster_arrive() {
+  __syncwarp();
+  emulator::Cluster& cluster = *cta->cluster;
+  cta->running->cluster_phase = cluster.phase;
+  cluster.arrived++;
+  cluster.settle();
+}
+
+inline void cluster_arrive_relaxed() {
+  cluster_arrive();
+}
+
+inline void cluster_wait() {
+  const emulator::Cluster& cluster = *cta->cluster;
+  const int phase = cta->running->cluster_phase;
+  emulator::wait([&cluster, phase] { return cluster.phase != phase; });
 }
 
 inline int add_in_order(int* to, int value) {
@@ -377,6 +519,16 @@ template <class T>
 T load_from_l2(const T* from) {
   return *from;
 }
+
+inline float4 load_from_l2_or_zero(const float4* from, bool loads) {
+  return loads ? *from : float4{};
+}
+
+template <int registers>
+void keep_registers() {}
+
+template <int registers>
+void take_registers() {}
 
 // What the lanes have of four 8x8 matrices whose rows they give the addresses of.
 inline void load_matrices(uint32_t (&fragment)[4], uint32_t address, bool transposed) {

@@ -1,0 +1,101 @@
+"""Products of packed matrices and more rows of X than SplitK_GEMM's launches take.
+
+Knows operands, no models: the tiled GEMM computes them where the GPU has wgmma, and elsewhere
+torch does, from what is unpacked piece by piece.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from dakrun.kernels.gemm import Activation
+from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
+from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
+from dakrun.kernels.tiled_heuristics import MAX_ROWS, X_TILES, Limits, tiled_config
+from dakrun.kernels.unpack import unpack
+from dakrun.nn.remote_tier import sm_count
+
+PIECE_BYTES = 64 << 20
+
+_config = functools.cache(tiled_config)
+
+
+def tiles(device: torch.device) -> Limits | None:
+    """What `device` sets to the tiled GEMM, or None where torch had better compute."""
+    if device.type != "cuda":
+        return None
+    found = limits(device.index)
+    return found if found.x_tiles == X_TILES else None
+
+
+class ManyRows:
+    """Products on one device, one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._tiles = tiles(device)
+        self._workspace: Workspace | None = None  # kept, as graphs read and write it
+        if self._tiles is not None:
+            self._workspace = Workspace.largest(sm_count(device), device)
+        # Of SplitK_GEMM's rows: passes that cost less than what else there is.
+        self.from_passes = 2 if self._tiles is None else 1
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: PackedTensor,
+        accesses: Sequence[TierAccess],
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: Activation,
+        overlap: bool,
+    ) -> None:
+        """out [N, M] = activation(x W^T + bias) + residual, which `out` may be.
+
+        With `overlap` it may start while the kernel before it ends.
+        """
+        if self._tiles is None:
+            _unpacked(x, weight, out, bias, residual, activation)
+            return
+        octets, sms = tuple(part.split.octets for part in weight.parts), sm_count(x.device)
+        for first in range(0, len(x), MAX_ROWS):
+            rows = slice(first, first + MAX_ROWS)
+            config = _config(
+                len(x[rows]), octets, tuple(accesses), cols=weight.shape[1], sms=sms,
+                limits=self._tiles,
+            )  # fmt: skip
+            tiled_gemm(
+                x[rows], weight, config, out[rows], bias=bias, activation=activation,
+                residual=None if residual is None else residual[rows],
+                workspace=self._workspace, overlap=overlap,
+            )  # fmt: skip
+
+
+def _unpacked(
+    x: torch.Tensor,
+    weight: PackedTensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: Activation,
+) -> None:
+    """The same by torch, with a part of the rows of W at a time."""
+    rows, cols = weight.shape
+    step = max(1, PIECE_BYTES // (cols * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
+    piece = x.new_empty(min(step, rows), cols)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        unpack(weight, piece[: last - first], first_row=first)
+        y = F.linear(x, piece[: last - first], None if bias is None else bias[first:last])
+        if activation == "silu_mul":
+            out[:, first // 2 : last // 2] = F.silu(y[:, ::2]) * y[:, 1::2]
+            continue
+        if activation == "relu":
+            y.relu_()
+        if residual is not None:
+            y += residual[:, first:last]
+        out[:, first:last] = y
