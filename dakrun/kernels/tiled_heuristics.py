@@ -23,18 +23,19 @@ WARPGROUPS = 2
 THREADS = 128 * (WARPGROUPS + 1)
 MAX_STAGES = 8
 MAX_CLUSTER = 8  # CTAs
-SEGMENTS = (1, 2, 4)  # of sums
+SEGMENTS = (1, 2)  # of sums: clusters of 4 do not fill an H200, and took twice as long
 PART_TILES = 4  # of X: what one CTA adds the segments of
 PASS_ROWS = 64  # of X, whose outputs a warpgroup stages at a time
 STAGING_BYTES = WARPGROUPS * PASS_ROWS * TILE_OCTETS * OCTET_ROWS * 2
 SUM_BYTES = 4 * OCTET_ROWS * WARPGROUPS * TILE_OCTETS * OCTET_ROWS  # a CTA's, of a tile of X
 BARRIER_BYTES = 1024  # of a CTA's shared memory
 # Cycles of an SM. Of a stage: for 8 rows of X a warpgroup, what it takes to issue it, at least, and
-# until it has landed; the bytes that L2 gives each of all SMs in a cycle, and that an SM takes; and
-# what taking them adds though it is beside products.
+# until it has landed; the bytes that HBM and L2 give each of all SMs in a cycle, and that an SM
+# takes; and what taking them adds though it is beside products.
 ATOM_CYCLES = 32
 STAGE_CYCLES = 220
 LANDING_CYCLES = 1500
+HBM_BYTES = 20
 L2_BYTES = 42
 SM_BYTES = 60
 SHARE_OF_READS = 0.1
@@ -42,7 +43,7 @@ SHARE_OF_READS = 0.1
 # left and taken, and segments added.
 START_CYCLES = 1500
 STORE_CYCLES = 100
-CARRY_CYCLES = 190
+CARRY_CYCLES = 540
 MEET_CYCLES = 1500
 ADD_CYCLES = 130
 
@@ -281,9 +282,11 @@ def _cycles(
         per_tile += MEET_CYCLES + ADD_CYCLES * shape.x_tiles
     waves = ceil_div(tiles, clusters)
     products = ceil_div(atoms, shape.k_ctas) * stage
+    fetched = ATOM_BYTES * atoms * octets / (HBM_BYTES * sms)
     if even:
-        return tiles / clusters * products + waves * per_tile + CARRY_CYCLES * shape.x_tiles
-    return waves * (products + per_tile)
+        cycles = max(tiles / clusters * products, fetched)
+        return cycles + waves * per_tile + CARRY_CYCLES * shape.x_tiles
+    return max(waves * products, fetched) + waves * per_tile
 
 
 def shares(tiles: int, clusters: int) -> bool:
