@@ -4,6 +4,7 @@ prints what the compiler said of the kernels.
 torch is imported only if such tests were collected: the pure tests start without it.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# Processes that run tests beside each other have a core each: torch's threads would wait in turns.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine is no reason to fail.
 settings.register_profile("dakrun", deadline=None)
