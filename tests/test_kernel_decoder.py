@@ -21,7 +21,7 @@ from dakrun.hardware import load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.kernels import attention, gemm
 from dakrun.kernels.kv_blocks import BLOCK
-from dakrun.kernels.tiled_heuristics import Limits
+from dakrun.kernels.tiled_shapes import Limits
 from dakrun.known_models import known_model
 from dakrun.loading import Packing, load, tier_capacities
 from dakrun.memory import allocate_tiers

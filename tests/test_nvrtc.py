@@ -20,7 +20,7 @@ from dakrun.kernels import (
     operands,
     select_greedy,
     tiled_gemm,
-    tiled_heuristics,
+    tiled_shapes,
 )
 from dakrun.kernels.heuristics import X_TILES
 from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
@@ -43,9 +43,9 @@ ATTENTIONS = [
 TILED_GEMMS = {
     arch: [tiled_gemm.defines(dtype, tiles) for dtype in DTYPES for tiles in x_tiles]
     for arch, x_tiles in [
-        ("sm_90a", tiled_heuristics.X_TILES),
-        ("sm_100a", tiled_heuristics.PORTABLE_X_TILES),
-        ("sm_120a", tiled_heuristics.PORTABLE_X_TILES),
+        ("sm_90a", tiled_shapes.X_TILES),
+        ("sm_100a", tiled_shapes.PORTABLE_X_TILES),
+        ("sm_120a", tiled_shapes.PORTABLE_X_TILES),
     ]
 }
 OF_DTYPE = [operands.defines(dtype) for dtype in DTYPES]

@@ -14,7 +14,7 @@ from dakrun.kernels import jit, operands, tiled_gemm
 from dakrun.kernels.gemm import Activation
 from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.packing import PackedPart, PackedTensor, pack
-from dakrun.kernels.tiled_heuristics import (
+from dakrun.kernels.tiled_shapes import (
     PORTABLE_X_TILES,
     X_TILES,
     Launch,

@@ -25,15 +25,8 @@ from torch.nn import functional as F
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import DTYPES
 from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
-from dakrun.kernels.tiled_heuristics import (
-    Launch,
-    Limits,
-    Shape,
-    TiledConfig,
-    local_tier,
-    shapes,
-    tiled_config,
-)
+from dakrun.kernels.tiled_heuristics import local_tier, shapes, tiled_config
+from dakrun.kernels.tiled_shapes import Launch, Limits, Shape, TiledConfig
 from dakrun.octets import octet_count
 
 pytestmark = pytest.mark.gpu

@@ -5,16 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.tiled_heuristics import (
-    H200,
-    MAX_CLUSTER,
-    MAX_STAGES,
-    PORTABLE_X_TILES,
-    Limits,
-    Shape,
-    even_tile,
-    tiled_config,
-)
+from dakrun.kernels.tiled_heuristics import MAX_CLUSTER, even_tile, tiled_config
+from dakrun.kernels.tiled_shapes import H200, MAX_STAGES, PORTABLE_X_TILES, Limits, Shape
 from dakrun.units import ceil_div
 
 SMALL = Limits(99 * 1024, PORTABLE_X_TILES)

@@ -14,7 +14,7 @@ from dakrun.kernels import jit, operands
 from dakrun.kernels.gemm import ACTIVATIONS, Activation
 from dakrun.kernels.packing import PackedTensor
 from dakrun.kernels.tensor_map import atoms_map
-from dakrun.kernels.tiled_heuristics import (
+from dakrun.kernels.tiled_shapes import (
     MAX_ROWS,
     PORTABLE_X_TILES,
     SUM_BYTES,

@@ -14,7 +14,8 @@ from dakrun.kernels.gemm import Activation
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
 from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
-from dakrun.kernels.tiled_heuristics import MAX_ROWS, X_TILES, Limits, tiled_config
+from dakrun.kernels.tiled_heuristics import tiled_config
+from dakrun.kernels.tiled_shapes import MAX_ROWS, X_TILES, Limits
 from dakrun.kernels.unpack import unpack
 from dakrun.nn.remote_tier import sm_count
 

@@ -1,0 +1,150 @@
+"""What the tiled GEMM can be launched with: shapes of tiles, rings, tiers, and what a GPU sets.
+
+Needs no GPU, and chooses nothing.
+"""
+
+from dataclasses import dataclass
+
+from dakrun.kernels.heuristics import ATOM_BYTES, TILE_OCTETS
+from dakrun.octets import OCTET_ROWS
+
+MAX_ROWS = 4096  # of X in one launch
+X_TILES = (8, 16, 24, 32)  # of 8 rows of X, that a warpgroup multiplies
+PORTABLE_X_TILES = (8,)  # the same where there is no wgmma
+WARPGROUPS = 2
+THREADS = 128 * (WARPGROUPS + 1)
+MAX_STAGES = 8
+PART_TILES = 4  # of X: what one CTA adds the segments of
+PASS_ROWS = 64  # of X, whose outputs a warpgroup stages at a time
+STAGING_BYTES = WARPGROUPS * PASS_ROWS * TILE_OCTETS * OCTET_ROWS * 2
+SUM_BYTES = 4 * OCTET_ROWS * WARPGROUPS * TILE_OCTETS * OCTET_ROWS  # a CTA's, of a tile of X
+BARRIER_BYTES = 1024  # of a CTA's shared memory
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a GPU sets: bytes of shared memory of a CTA, and the `x_tiles` that there are."""
+
+    shared_bytes: int = 227 * 1024
+    x_tiles: tuple[int, ...] = X_TILES
+
+
+H200 = Limits()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a cluster of CTAs multiplies: a warpgroup `x_tiles` x 8 rows of X and 64 of W.
+
+    The two warpgroups of a CTA have rows beside each other of W, with 2 `row_groups`, or of X. So
+    have `w_ctas` or `x_ctas`, of which one is 1 and the other a power of two: they bring what they
+    share once. Each of `k_ctas` sums a segment of K.
+    """
+
+    x_tiles: int
+    row_groups: int
+    w_ctas: int = 1
+    x_ctas: int = 1
+    k_ctas: int = 1
+
+    @property
+    def ctas(self) -> int:
+        """Those of a cluster."""
+        return self.w_ctas * self.x_ctas * self.k_ctas
+
+    @property
+    def octets(self) -> int:
+        """Of W in a CTA's tile, at most."""
+        return self.row_groups * TILE_OCTETS
+
+    @property
+    def across(self) -> int:
+        """Tiles of 8 rows of X of a CTA."""
+        return self.x_tiles * WARPGROUPS // self.row_groups
+
+    @property
+    def rows(self) -> int:
+        """Of X in a cluster's tile."""
+        return OCTET_ROWS * self.across * self.x_ctas
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a stage: 64 columns of W and X."""
+        return ATOM_BYTES * (self.octets + self.across)
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether a GPU with `limits` can run it."""
+        stages = self.stages(limits)
+        even = self.x_tiles // PART_TILES % self.k_ctas == 0
+        return even and stages >= 2 and self.sums_fit(stages)
+
+    def sums_fit(self, stages: int) -> bool:
+        """Whether segments of sums can meet in `stages`."""
+        return self.k_ctas == 1 or self.x_tiles * SUM_BYTES <= stages * self.stage_bytes
+
+    def stages(self, limits: Limits) -> int:
+        """That there is room for."""
+        room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES
+        return min(MAX_STAGES, room // self.stage_bytes)
+
+
+@dataclass(frozen=True)
+class TierTiles:
+    """How a launch computes a tier: by `clusters`, in tiles of `tile_octets` octets of W a CTA.
+
+    `block_tiles` tiles along X are beside each other in the order in which clusters take them. With
+    `even` clusters share the last tiles, so that all have as much to do. Of the stages of W that
+    CTAs share `window` may be in flight. A launch has no clusters for the tiers of another one.
+    """
+
+    clusters: int
+    tile_octets: int = 1
+    block_tiles: int = 1
+    even: bool = False
+    window: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch for some tiers: what its clusters multiply, through a ring of `stages`."""
+
+    shape: Shape
+    stages: int
+    tiers: tuple[TierTiles, ...]
+
+    @property
+    def ctas(self) -> int:
+        """Those of all tiers."""
+        return self.shape.ctas * sum(tier.clusters for tier in self.tiers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: outputs on their way, and the stages."""
+        return STAGING_BYTES + self.stages * self.shape.stage_bytes
+
+    @property
+    def carriers(self) -> int:
+        """CTAs that may leave sums for others."""
+        return self.ctas if any(tier.even for tier in self.tiers) else 0
+
+    @property
+    def carried(self) -> int:
+        """Bytes of these sums."""
+        return self.carriers * self.shape.x_tiles * SUM_BYTES
+
+
+@dataclass(frozen=True)
+class TiledConfig:
+    """How a tiled GEMM is launched: once, or first for remote tiers and then for the local one."""
+
+    launches: tuple[Launch, ...]
+
+    @property
+    def carriers(self) -> int:
+        """CTAs that may leave sums for others."""
+        return sum(launch.carriers for launch in self.launches)
+
+    @property
+    def carried(self) -> int:
+        """Bytes of these sums."""
+        return sum(launch.carried for launch in self.launches)
