@@ -138,11 +138,11 @@ def test_costs_by_rows() -> None:
         for n, (seconds, efficiency) in reversed(costs.items())
     ]
     sweep = Sweep(columns=("n", "op_bytes", "op_s", "spread"), rows=tuple(rows))
-    assert op_costs(sweep, rate) == OpCosts(
+    assert op_costs(sweep, lambda _: rate) == OpCosts(
         rows=(8, 64), seconds=(1.8e-6, 6e-6), efficiency=(0.97, 0.91)
     )
     with pytest.raises(ValueError, match="two sizes"):
-        op_costs(Sweep(columns=sweep.columns, rows=tuple(rows[:2])), rate)
+        op_costs(Sweep(columns=sweep.columns, rows=tuple(rows[:2])), lambda _: rate)
 
 
 # cuBLAS in float16 on an H200, TFLOP/s by N: up to 128 rows take as long as reading the weight.

@@ -11,21 +11,27 @@ import torch
 from dakrun.hardware import Sweep
 from dakrun.kernels.attention import Workspace
 from dakrun.kernels.attention_heuristics import AttentionConfig
-from dakrun.kernels.heuristics import GemmConfig
+from dakrun.kernels.heuristics import GemmConfig, TierAccess
 from dakrun.kernels.packing import PackedTensor
-from dakrun.probe import chain, kernel_costs
+from dakrun.probe import batch_costs, chain, kernel_costs, staged_costs
 from dakrun.probe.effort import MIB, QUICK
 from dakrun.probe.sweeps import Bench, Buffer
 
 SMS = 132
-LINEAR_S, ATTENTION_S = 8e-6, 7e-6  # of a launch
+LINEAR_S, ATTENTION_S, NORM_S, SELECT_S = 8e-6, 7e-6, 3e-6, 5e-6  # of a launch
+STAGED_S = 4e-6  # of a copy that is waited for
 
 
 class Launches:
     """Launches that a CPU makes note of, checking operands: what each product and attention read.
 
-    A graph takes LINEAR_S and ATTENTION_S for each launch in it.
+    A graph takes so many seconds for each launch in it. Of many rows it is a ManyRows, too.
     """
+
+    from_passes = 1
+
+    def __call__(self, *operands: Any, **options: Any) -> None:
+        self.many_rows(*operands, **options)
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -33,6 +39,37 @@ class Launches:
         self.slots: list[tuple[int, ...]] = []
         self.chains: list[list[range]] = []  # the weights of each graph
         self.written: torch.Tensor | None = None
+        self.norms = self.selections = self.copies = 0
+
+    def many_rows(
+        self,
+        x: torch.Tensor,
+        weight: PackedTensor,
+        accesses: tuple[TierAccess, ...],
+        out: torch.Tensor,
+        *,
+        bias: None,
+        residual: None,
+        activation: str,
+        overlap: bool,
+    ) -> None:
+        assert len(x) > 64 and weight.shape == (out.shape[1], x.shape[1])
+        assert len(accesses) == len(weight.parts) == 1 and activation == "none"
+        assert overlap == (not self.norms), "not beside a norm"
+        self.read(weight)
+
+    def read(self, weight: PackedTensor) -> None:
+        for part in weight.parts:
+            start = part.data.data_ptr()
+            self.weights.append(range(start, start + part.data.numel()))
+
+    def normalize(self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float) -> None:
+        assert x.data_ptr() == out.data_ptr() and (norm, eps) == ("layer", 1e-5)
+        self.norms += 1
+
+    def select_greedy(self, logits: torch.Tensor, *of_rows: torch.Tensor, overlap: bool) -> None:
+        assert overlap and all(len(values) == len(logits) for values in of_rows)
+        self.selections += 1
 
     def splitk_gemm(
         self,
@@ -46,8 +83,7 @@ class Launches:
         assert overlap and config.splits == tuple(part.split for part in weight.parts)
         assert weight.shape == (out.shape[1], x.shape[1]) and len(x) == len(out)
         assert not config.half_cols, "as in a decode step"
-        (part,) = weight.parts
-        self.weights.append(range(part.data.data_ptr(), part.data.data_ptr() + part.data.numel()))
+        self.read(weight)
         if self.slots:
             assert self.written is not None and self.written.data_ptr() == x.data_ptr()
 
@@ -66,8 +102,9 @@ class Launches:
         overlap: bool,
     ) -> None:
         assert overlap and workspace and scale == 128**-0.5
-        assert q.shape == k.shape == v.shape == (8, 32, 128) and out.shape == (8, 4096)
-        assert lengths.tolist() == [config.shape.positions - 1] * 8
+        slots = len(q)
+        assert q.shape == k.shape == v.shape == (slots, 32, 128) and out.shape == (slots, 4096)
+        assert lengths.tolist() == [config.shape.positions - 1] * slots
         size, end = config.shape.slot_bytes, self.memory.data_ptr() + self.memory.numel()
         for first, second in zip(caches.tolist(), caches.tolist()[1:], strict=False):
             assert second == first + size
@@ -79,18 +116,23 @@ class Launches:
         self.written = out
 
     def seconds(self, launch: Callable[[], None], runs: int) -> list[float]:
+        return [self.launched(launch)] * runs
+
+    def launched(self, launch: Callable[[], None]) -> float:
         self.weights.clear()
         self.slots.clear()
+        self.norms = self.selections = 0
         launch()
         self.chains.append(list(self.weights))
-        return [LINEAR_S * len(self.weights) + ATTENTION_S * len(self.slots)] * runs
+        linear = LINEAR_S * len(self.weights) + ATTENTION_S * len(self.slots)
+        return linear + NORM_S * self.norms + SELECT_S * self.selections
 
 
 @pytest.fixture
 def bench() -> Bench:
     """A buffer of 96 MiB: three of the small weights, and less than one of the large ones."""
     memory = torch.zeros(96 * MIB, dtype=torch.uint8)
-    return Bench(SMS, Buffer(memory), replace(QUICK, rows=(3, 64)))
+    return Bench(SMS, Buffer(memory), replace(QUICK, rows=(3, 64), many_rows=(65, 130)))
 
 
 @pytest.fixture
@@ -98,8 +140,15 @@ def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches(bench.hbm.tensor)
     monkeypatch.setattr(kernel_costs, "splitk_gemm", found.splitk_gemm)
     monkeypatch.setattr(kernel_costs, "splitk_flash_attn", found.splitk_flash_attn)
+    for module in (kernel_costs, batch_costs):
+        monkeypatch.setattr(module, "ManyRows", lambda _: found)
+    monkeypatch.setattr(batch_costs, "normalize", found.normalize)
+    monkeypatch.setattr(batch_costs, "select_greedy", found.select_greedy)
     monkeypatch.setattr(chain, "graph_seconds", found.seconds)
+    monkeypatch.setattr(chain, "captured", lambda launch: launch)
+    monkeypatch.setattr(chain, "_replayed", found.launched)
     monkeypatch.setattr(chain, "LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(chain, "LOAD_SECONDS", 0.0)
     return found
 
 
@@ -121,8 +170,9 @@ def test_products_read_one_weight_after_the_other(bench: Bench, launches: Launch
 
 def test_attention_is_what_it_adds(bench: Bench, launches: Launches) -> None:
     sweep = kernel_costs.attention_sweep(bench)
-    assert points(sweep, "n", "op_bytes") == [(8, 8 * MIB), (8, 48 * MIB)]
-    assert sweep.column("op_s") == pytest.approx([ATTENTION_S] * 2)
+    sizes = [(8, 8 * MIB), (8, 48 * MIB), (24, 24 * MIB), (24, 48 * MIB)]
+    assert points(sweep, "n", "op_bytes") == sizes
+    assert sweep.column("op_s") == pytest.approx([ATTENTION_S] * 4)
     assert len(launches.weights) == len(launches.slots) >= 7
     half = bench.hbm.tensor.data_ptr() + 48 * MIB
     assert all(weight.stop <= half for weight in launches.weights)
@@ -130,8 +180,87 @@ def test_attention_is_what_it_adds(bench: Bench, launches: Launches) -> None:
 
 
 def test_short_slots_are_many(bench: Bench, launches: Launches) -> None:
-    memory = kernel_costs._random_memory(bench)
+    memory = kernel_costs.random_memory(bench)
     launch = kernel_costs._attention(bench, memory, 1, memory.new_empty(8, 4096))
     for number in range(13):
         launch(number)
     assert len(set(launches.slots)) == 12 and launches.slots[12] == launches.slots[0]
+
+
+def test_products_of_many_rows_have_their_turns(bench: Bench, launches: Launches) -> None:
+    sweep = batch_costs.many_rows_sweep(bench)
+    room = 96 * MIB
+    sizes = [min(o, room // (16 * cols)) * 16 * cols for o, cols in batch_costs.WEIGHTS]
+    assert points(sweep, "n", "op_bytes") == [(n, size) for n in (65, 130) for size in sizes]
+    assert points(sweep, "op_s", "spread") == [(LINEAR_S, 0)] * len(sizes) * 2
+    turns = launches.chains[-len(sizes) :]
+    assert [len(chain[0]) for chain in turns] == sizes
+    for chain_, before in zip(turns, launches.chains[-2 * len(sizes) :], strict=False):
+        assert chain_ == before and len(chain_) * LINEAR_S >= 1e-4
+
+
+def test_where_torch_computes_fewer_rows_are_many(bench: Bench, launches: Launches) -> None:
+    launches.from_passes = 2
+    assert batch_costs.many_rows(bench) == (130,)
+
+
+def test_a_norm_is_what_it_adds(bench: Bench, launches: Launches) -> None:
+    sweep = batch_costs.norm_sweep(bench)
+    sizes = [(n, 4 * n * cols) for n in (65, 130) for cols in batch_costs.NORM_COLS]
+    assert points(sweep, "n", "op_bytes") == sizes
+    assert sweep.column("op_s") == pytest.approx([NORM_S] * 4)
+
+
+def test_sampling_reads_all_logits(bench: Bench, launches: Launches) -> None:
+    bench = replace(bench, effort=replace(bench.effort, slots=(2, 8)))
+    sweep = batch_costs.sampling_sweep(bench)
+    sizes = [(n, 2 * n * v) for n in (2, 8) for v in batch_costs.VOCABULARIES]
+    assert points(sweep, "n", "op_bytes") == sizes
+    assert sweep.column("op_s") == pytest.approx([SELECT_S] * 4)
+
+
+class Staging:
+    """A StagedOperands that makes note of what is fetched."""
+
+    def __init__(
+        self, matrices: dict[str, PackedTensor], staged: list[str], *, buffers: int
+    ) -> None:
+        assert list(matrices) == staged and buffers >= 2
+        self.matrices, self.fetched = matrices, list[str]()
+
+    def begin(self) -> None:
+        self.fetched.clear()
+
+    def end(self) -> None:
+        assert self.fetched == list(self.matrices)
+
+    def fetch(self, name: str) -> PackedTensor:
+        self.fetched.append(name)
+        return self.matrices[name]
+
+    def release(self, name: str) -> None:
+        assert self.fetched[-1] == name
+
+    def overlaps(self, name: str) -> bool:
+        return True
+
+
+def test_staging_is_what_it_adds(
+    bench: Bench, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, near = Buffer(torch.zeros(3 * MIB, dtype=torch.uint8)), launches.memory
+    remote = range(far.tensor.data_ptr(), far.tensor.data_ptr() + far.tensor.numel())
+
+    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+        launch_s = launches.launched(launch)
+        parts = [weight.start for weight in launches.weights]
+        copied = sum(start in remote for start in parts)
+        assert copied in (0, len(parts) // 2) and len(near) >= 96 * MIB
+        return [launch_s + STAGED_S * copied] * runs
+
+    monkeypatch.setattr(staged_costs, "splitk_gemm", launches.splitk_gemm)
+    monkeypatch.setattr(staged_costs, "StagedOperands", Staging)
+    monkeypatch.setattr(staged_costs, "graph_seconds", seconds)
+    monkeypatch.setattr(staged_costs, "OCTETS", 64)
+    found = staged_costs.staged_seconds(bench, far)
+    assert found == pytest.approx([STAGED_S] * bench.effort.runs)

@@ -5,13 +5,15 @@ Knows neither what is launched nor what it reads.
 
 import math
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dakrun.probe.measurement import steadier
 
 LEAST_SECONDS = 4e-3  # of a graph: where it begins and ends then counts for about 0.1%
+LOAD_SECONDS = 0.4  # after which a GPU runs as fast as its power allows for long
 
 Launch = Callable[[int], object]  # puts a launch with one of some operands on the current stream
 
@@ -31,15 +33,7 @@ def graph_seconds(launch: Callable[[], None], runs: int) -> list[float]:
     graph = captured(launch)
 
     def samples() -> list[float]:
-        found = []
-        for _ in range(runs):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(float(start.elapsed_time(end)) * 1e-3)
-        return found
+        return [_replayed(graph) for _ in range(runs)]
 
     samples()
     return list(steadier(samples))
@@ -54,6 +48,37 @@ def launch_seconds(launch: Launch, operands: int, *, replays: int) -> list[float
     length = operands * math.ceil(LEAST_SECONDS / once)
     graph = _chain(launch, operands, length)
     return [seconds / length for seconds in graph_seconds(graph, replays)]
+
+
+def sustained_seconds(chains: Sequence[tuple[Launch, int]], *, replays: int) -> list[list[float]]:
+    """Seconds of a launch of each of `chains` of (launch, operands), in each replay, under load.
+
+    They have their turns, first until the GPU has been at work for LOAD_SECONDS.
+    """
+    graphs, lengths = [], []
+    for launch, operands in chains:
+        once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2))
+        lengths.append(operands * math.ceil(LEAST_SECONDS / once))
+        graphs.append(captured(_chain(launch, operands, lengths[-1])))
+
+    def round_seconds() -> list[float]:
+        times = [_replayed(graph) for graph in graphs]
+        return [seconds / length for seconds, length in zip(times, lengths, strict=True)]
+
+    start = time.perf_counter()
+    while time.perf_counter() - start < LOAD_SECONDS:
+        round_seconds()
+    return [list(times) for times in zip(*(round_seconds() for _ in range(replays)), strict=True)]
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of a replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3
 
 
 def _chain(launch: Launch, operands: int, length: int) -> Callable[[], None]:

@@ -4,7 +4,7 @@ Pure functions of measured points; the paper's congestion window is arXiv 2604.2
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dakrun.hardware import OpCosts, Sweep
@@ -71,8 +71,8 @@ def widened(points: Sequence[Point], chosen: Point) -> Point:
     return min(larger, key=lambda point: point.in_flight, default=chosen)
 
 
-def op_costs(sweep: Sweep, rate: float) -> OpCosts:
-    """What the ops of a sweep cost besides bytes at `rate`, by rows of X, in four digits.
+def op_costs(sweep: Sweep, rate: Callable[[int], float]) -> OpCosts:
+    """What the ops of a sweep cost besides bytes at `rate` of their rows, by rows, in four digits.
 
     Its columns are "n", "op_bytes" and "op_s" among others, with two sizes or more of every n.
     """
@@ -81,7 +81,7 @@ def op_costs(sweep: Sweep, rate: float) -> OpCosts:
     found = []
     for n in rows:
         _, sizes, times = zip(*(point for point in points if point[0] == n), strict=True)
-        found.append([float(f"{value:.4g}") for value in fixed_cost(sizes, times, rate)])
+        found.append([float(f"{value:.4g}") for value in fixed_cost(sizes, times, rate(n))])
     seconds, efficiency = zip(*found, strict=True)
     return OpCosts(rows=tuple(rows), seconds=seconds, efficiency=efficiency)
 

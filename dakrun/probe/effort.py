@@ -21,7 +21,8 @@ class Effort:
     """How much to measure: bytes of the buffers, seconds of a reading, readings of a figure.
 
     `windows` are bytes in flight and `sms` numbers of SMs of the congestion grid, `rows` those of X
-    that kernels are measured with.
+    that kernels are measured with, `many_rows` those that are too many for SplitK_GEMM, and `slots`
+    those of attention and sampling.
     """
 
     hbm_bytes: int
@@ -35,6 +36,8 @@ class Effort:
     sms: tuple[int, ...]
     op_bytes: tuple[int, ...]
     rows: tuple[int, ...]
+    many_rows: tuple[int, ...]
+    slots: tuple[int, ...]
     batch_sizes: tuple[int, ...]
 
 
@@ -51,6 +54,8 @@ FULL = Effort(
     sms=(1, 2, 4, 8, 16, 32, 64),
     op_bytes=tuple(n * MIB for n in (4, 8, 32, 64, 128, 256, 512)),
     rows=(8, 16, 32, 64),
+    many_rows=(128, 256, 512, 1024, 2048, 4096),
+    slots=(8, 64, 512),
     batch_sizes=tuple(2**i for i in range(3, 13)),
 )  # fmt: skip
 QUICK = Effort(
@@ -65,6 +70,8 @@ QUICK = Effort(
     sms=(2, 4, 8, 16, 32),
     op_bytes=tuple(n * MIB for n in (8, 32, 128, 256)),
     rows=(8, 64),
+    many_rows=(128, 512, 2048),
+    slots=(8, 512),
     batch_sizes=(8, 64, 512, 2048),
 )
 

@@ -4,7 +4,7 @@ The sweeps are in sweeps.py, costs.py and kernel_costs.py; files are __init__.py
 """
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,11 +21,13 @@ from dakrun.hardware import (
     Sweep,
 )
 from dakrun.machine_checks import numa, nvlink, pcie, visible_gpus
+from dakrun.probe.batch_costs import many_rows_sweep, norm_sweep, sampling_sweep
 from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened
 from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
 from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
 from dakrun.probe.kernel_costs import attention_sweep, linear_sweep
 from dakrun.probe.measurement import STEADY, Log, Measurement, spread
+from dakrun.probe.staged_costs import staged_seconds
 from dakrun.probe.sweeps import (
     Bench,
     Buffer,
@@ -77,9 +79,11 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         ]
         together = probe.peers_together(buffers)
         probe.launches()
-        linear = probe.costs("linear", linear_sweep(probe.bench))
-        attention = probe.costs("attention", attention_sweep(probe.bench))
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
+        costs = probe.kernels(compute["float16"])
+        staged = probe.log.measure(
+            "cost of staging an op", "s", lambda: staged_seconds(probe.bench, buffers["host"])
+        )
         buffers.clear()
     remote, groups = grouped(remote, together)
     measurements = tuple(probe.log.measurements)
@@ -93,8 +97,12 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         hbm_capacity_bytes=total,
         hbm_bytes_per_s=probe.hbm_rate,
         context_bytes=total - free,
-        linear=linear,
-        attention=attention,
+        linear=costs["linear"],
+        attention=costs["attention"],
+        many_rows=costs["many_rows"],
+        norm=costs["norm"],
+        sampling=costs["sampling"],
+        staged_seconds=staged,
         remote=tuple(remote),
         compute=compute,
         link_groups=groups,
@@ -193,10 +201,27 @@ class _Probe:
         for overlap, what in ((False, "launch in a graph"), (True, "overlapping launch")):
             self.log.add(what, "s", empty_launch_seconds(self.bench, overlap=overlap))
 
-    def costs(self, kind: str, sweep: Sweep) -> OpCosts:
-        """What ops of a `kind` cost besides their bytes, by their sweep."""
+    def kernels(self, compute: ComputeRate) -> dict[str, OpCosts]:
+        """What dakrun's kernels cost by kind; `compute` is of their 16-bit dtype."""
+
+        def rate(n: int) -> float:
+            """Bytes/s of a weight that `n` rows are multiplied with: 2 bytes, 2 FLOPs a row."""
+            return min(self.hbm_rate, compute.at(n) / n)
+
+        sweeps = {
+            "linear": linear_sweep, "many_rows": many_rows_sweep, "norm": norm_sweep,
+            "attention": attention_sweep, "sampling": sampling_sweep,
+        }  # fmt: skip
+        return {
+            kind: self.costs(kind, sweep(self.bench), rate if kind == "many_rows" else None)
+            for kind, sweep in sweeps.items()
+        }
+
+    def costs(self, kind: str, sweep: Sweep, rate: Callable[[int], float] | None = None) -> OpCosts:
+        """What ops of a `kind` cost besides their bytes at `rate`, or HBM's, by their sweep."""
         self.sweeps[kind] = sweep
-        found, runs = op_costs(sweep, self.hbm_rate), self.bench.effort.runs
+        found = op_costs(sweep, rate or (lambda _: self.hbm_rate))
+        runs = self.bench.effort.runs
         spreads = list(zip(sweep.column("n"), sweep.column("spread"), strict=True))
         for n, seconds, efficiency in zip(found.rows, found.seconds, found.efficiency, strict=True):
             worst = max(spread for rows, spread in spreads if rows == n)

@@ -1,0 +1,97 @@
+"""What large batches cost beside attention: products of many rows, norms ahead of them, sampling.
+
+Chains of launches in CUDA graphs, like kernel_costs.py's; knows no profiles.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from dakrun.hardware import Sweep
+from dakrun.kernels.heuristics import MAX_ROWS
+from dakrun.kernels.normalize import normalize
+from dakrun.kernels.packing import octet_bytes
+from dakrun.kernels.select_greedy import select_greedy
+from dakrun.models.many_rows import ManyRows
+from dakrun.probe.chain import Launch, launch_seconds, sustained_seconds
+from dakrun.probe.kernel_costs import COLUMNS, DTYPE, pieces, product, random, random_memory, row
+from dakrun.probe.sweeps import Bench, rounded
+
+# Octets and columns: of 7B and 30B models, whose tiles fill the SMs more or less evenly.
+WEIGHTS = (
+    (512, 4096), (768, 4096), (2048, 4096), (3584, 4096), (512, 16384), (896, 7168), (2688, 7168),
+    (3584, 7168),
+)  # fmt: skip
+NORM_COLS = 4096, 8192
+NORM_OCTETS = 64  # of the product behind a norm, which is to be small beside it
+VOCABULARIES = 2**15, 2**17
+
+
+def many_rows(bench: Bench) -> tuple[int, ...]:
+    """Rows to measure that are too many for SplitK_GEMM."""
+    passes = ManyRows(bench.hbm.tensor.device).from_passes
+    return tuple(n for n in bench.effort.many_rows if n > passes * MAX_ROWS)
+
+
+def many_rows_sweep(bench: Bench) -> Sweep:
+    """Chains of products of many rows by rows of X and bytes of a weight.
+
+    Of each number of rows all weights have their turns under load: large products draw more power
+    than a GPU can keep up for long, and it slows down after some tenths of a second. Smaller
+    weights stand in where the buffer has no room.
+    """
+    memory, rows = random_memory(bench), []
+    for n in many_rows(bench):
+        sizes, chains = [], []
+        for octets, cols in WEIGHTS:
+            octets = min(octets, memory.numel() // octet_bytes(cols))
+            sizes.append(octets * octet_bytes(cols))
+            chains.append(product(bench, memory, octets, random(memory, n, cols)))
+        times = sustained_seconds(chains, replays=bench.effort.runs)
+        rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
+    return rounded(COLUMNS, rows)
+
+
+def norm_sweep(bench: Bench) -> Sweep:
+    """What a norm of X adds to each launch of a chain of products of many rows.
+
+    The product then starts when the norm has ended. Bytes are those of X, read and written.
+    """
+    memory, rows = random_memory(bench), []
+    for n, cols in itertools.product(many_rows(bench), NORM_COLS):
+        x = random(memory, n, cols)
+        linear, count = product(bench, memory, NORM_OCTETS, x)
+        after, _ = product(bench, memory, NORM_OCTETS, x, overlap=False)
+
+        def both(number: int, x: torch.Tensor = x, after: Launch = after) -> None:
+            normalize(x, x, "layer", eps=1e-5)
+            after(number)
+
+        more, less = (launch_seconds(f, count, replays=bench.effort.runs) for f in (both, linear))
+        rows.append(row(n, 2 * x.nbytes, [a - b for a, b in zip(more, less, strict=True)]))
+    return rounded(COLUMNS, rows)
+
+
+def sampling_sweep(bench: Bench) -> Sweep:
+    """Chains of greedy selections by rows of logits and bytes of all; each reads other logits."""
+    memory, rows = random_memory(bench), []
+    for n, vocabulary in itertools.product(bench.effort.slots, VOCABULARIES):
+        size = 2 * n * vocabulary
+        logits = [piece.view(DTYPE).view(n, vocabulary) for piece in pieces(memory, size)]
+        seconds = launch_seconds(_selecting(logits), len(logits), replays=bench.effort.runs)
+        rows.append(row(n, size, seconds))
+    return rounded(COLUMNS, rows)
+
+
+def _selecting(logits: Sequence[torch.Tensor]) -> Launch:
+    """Greedy selection from one of `logits`, all [N, V]."""
+    n, device = len(logits[0]), logits[0].device
+    tokens, lengths = torch.zeros(2, n, dtype=torch.int32, device=device)
+    slots = torch.arange(n, dtype=torch.int32, device=device)
+    log = torch.zeros(n, 8, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def launch(number: int) -> None:
+        select_greedy(logits[number], tokens, lengths, slots, log, overlap=True)
+
+    return launch

@@ -1,0 +1,71 @@
+"""What an op costs beyond its bytes where the copy engine has brought a part of its weight.
+
+Knows buffers in HBM and in a remote tier, and how decode steps stage matrices; no profiles.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from dakrun.engine.staging import StagedOperands
+from dakrun.hardware import LOCAL
+from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
+from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
+from dakrun.octets import OCTET_ROWS
+from dakrun.probe.chain import graph_seconds
+from dakrun.probe.kernel_costs import DTYPE, pieces, random, random_memory
+from dakrun.probe.sweeps import Bench, Buffer
+
+OCTETS, COLS = 1536, 4096  # of a weight: 96 MiB
+STAGED_OCTETS = 8  # copied while ops before read HBM
+ROWS = 8
+BUFFERS = 2
+MOST_OPS = 64
+ACCESSES = TierAccess(), TierAccess(1)
+
+
+def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
+    """What staging adds to each product of a chain, though its copy takes less than a product.
+
+    It starts when its copy has ended, and not beside the op before.
+    """
+    splits = split_octets([OCTETS - STAGED_OCTETS, STAGED_OCTETS], ACCESSES, sms=bench.sms)
+    config = gemm_config(ROWS, list(splits), ACCESSES, sms=bench.sms)
+    octet, memory = octet_bytes(COLS), random_memory(bench)
+    x = random(memory, ROWS, COLS)
+    out = x.new_empty(ROWS, OCTETS * OCTET_ROWS)
+    whole = pieces(memory, OCTETS * octet)[:MOST_OPS]
+    there = pieces(remote.tensor, STAGED_OCTETS * octet)
+
+    def matrices(far: Sequence[torch.Tensor]) -> dict[str, PackedTensor]:
+        near = (OCTETS - STAGED_OCTETS) * octet
+        return {
+            str(number): PackedTensor(
+                (out.shape[1], COLS),
+                DTYPE,
+                (
+                    PackedPart(LOCAL, splits[0], data[:near]),
+                    PackedPart("remote", splits[1], far[number % len(far)]),
+                ),
+            )
+            for number, data in enumerate(whole)
+        }
+
+    resident = matrices([data[-STAGED_OCTETS * octet :] for data in whole])
+    staged = StagedOperands(matrices(there), list(resident), buffers=BUFFERS)
+
+    def ahead() -> None:
+        staged.begin()
+        for name in resident:
+            overlap = staged.overlaps(name)
+            splitk_gemm(x, staged.fetch(name), config, out, overlap=overlap)
+            staged.release(name)
+        staged.end()
+
+    def in_place() -> None:
+        for weight in resident.values():
+            splitk_gemm(x, weight, config, out, overlap=True)
+
+    more, less = (graph_seconds(step, bench.effort.runs) for step in (ahead, in_place))
+    return [(a - b) / len(resident) for a, b in zip(more, less, strict=True)]
