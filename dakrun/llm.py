@@ -30,7 +30,7 @@ from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profil
 from dakrun.hf_config import read_model_config
 from dakrun.host_limits import available_host_memory
 from dakrun.loading import tier_capacities
-from dakrun.plan.batch_size import choose_batch_size
+from dakrun.plan.batch_size import MAX_BATCH_SIZE, choose_batch_size
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.report import make_report
 
@@ -60,7 +60,7 @@ class LLM:
         device: Literal["auto", "cuda", "cpu"] = "auto",
         profile: str | HardwareProfile = "auto",
         batch_size: int | Literal["auto"] = "auto",
-        max_batch_size: int = 512,
+        max_batch_size: int = MAX_BATCH_SIZE,
         max_tpot: float | None = None,
         max_model_len: int | None = None,
         expected_tokens: int = 128,

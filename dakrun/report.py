@@ -86,7 +86,8 @@ def make_report(
                 "measured_s": None if op.transport == "staged" else op_seconds.get(op.op.name),
             }
             for op in plan.ops
-        ],
+        ]
+        + _sampling(plan, op_seconds),
         "tiers": [
             {"name": name, **{f"{k}_bytes": v for k, v in plan.memory(number).items()}}
             for number, name in enumerate(plan.tiers)
@@ -105,6 +106,21 @@ def make_report(
             "system": platform.platform(),
         },
     }
+
+
+def _sampling(plan: Plan, op_seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """What the next tokens take, as an op that has no bound; nothing where none is predicted."""
+    if not plan.sampling_s:
+        return []
+    return [
+        {
+            "name": "sampling",
+            "layers": 1,
+            "bound_s": None,
+            "predicted_s": plan.sampling_s,
+            "measured_s": op_seconds.get("sampling"),
+        }
+    ]
 
 
 def render(report: Mapping[str, Any], console: Console) -> None:

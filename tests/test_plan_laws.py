@@ -302,11 +302,13 @@ def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Pol
     assert sum(tier["weights_bytes"] for tier in tiers) == plan.weight_bytes
     assert sum(tier["kv_bytes"] for tier in tiers) == shown["kv"]["resident_bytes"]
     read = sum(tier["read_bytes_per_step"] for tier in tiers)
-    for kind, seconds in (("bound", plan.bound_s), ("predicted", plan.predicted_s)):
+    assert shown["sampling_s"] == plan.sampling_s
+    figures = ("bound", plan.bound_s, 0.0), ("predicted", plan.predicted_s, plan.sampling_s)
+    for kind, seconds, others in figures:
         assert (
             shown[kind]["tpot_s"]
             == seconds
-            == pytest.approx(sum(op[f"{kind}_s"] for op in shown["ops"]))
+            == pytest.approx(sum(op[f"{kind}_s"] for op in shown["ops"]) + others)
         )
         assert shown[kind]["tokens_per_s"] * seconds == pytest.approx(workload.batch_size)
         assert shown[kind]["eb_bytes_per_s"] * seconds == pytest.approx(plan.weight_bytes)

@@ -16,6 +16,7 @@ from dakrun.probe.congestion import PER_SM
 from dakrun.probe.effort import FULL, KIB, MIB, QUICK, Effort, buffer_sizes, ring_for
 from dakrun.probe.kernel_costs import COLUMNS
 from dakrun.probe.measurement import Measurement
+from dakrun.probe.origin import provenance
 from dakrun.probe.sweeps import Bench, Buffer
 
 GIB = 2**30
@@ -77,7 +78,7 @@ def test_where_the_figures_come_from() -> None:
         Measurement(what=what, value=1.0, unit="B/s", spread=spread, runs=5)
         for what, spread in (("HBM read", 0.01), ("host read", 0.08), ("host copy", 0.002))
     ]
-    found = gpu.provenance(figures)
+    found = provenance(figures)
     assert (found.kind, found.date) == ("measured", datetime.date.today().isoformat())
     assert "1 of 3 figures spread by more than 5%, most of all host read (8%)" in found.source
 

@@ -12,14 +12,11 @@ from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Transport
 from dakrun.plan.problem import Problem
-from dakrun.plan.roofline import predicted_time, regime
-from dakrun.plan.waves import read_time, sms_by_tier
+from dakrun.plan.roofline import predicted_time, regime, sampling_time
+from dakrun.plan.waves import launch_times, sms_by_tier
 from dakrun.units import format_bytes
 
 Counts = tuple[int, ...]
-# What a staged op costs besides: it starts when its copy has ended, not beside the op before.
-# The mean over OPT-6.7B's on an H200, at 0.5 to 10% in host memory.
-STAGED_SECONDS = 5.5e-6
 
 
 def assemble(problem: Problem, placements: Mapping[str, tuple[Counts, ...]]) -> Plan:
@@ -39,6 +36,7 @@ def assemble(problem: Problem, placements: Mapping[str, tuple[Counts, ...]]) -> 
         required_ratio=max(0.0, problem.total - problem.caps[0]) / problem.total,
         phase=_phase(problem, ops),
         ops=ops,
+        sampling_s=sampling_time(problem.model, problem.workload.batch_size, problem.profile),
     )
     _check(problem, plan)
     return plan
@@ -54,28 +52,41 @@ def _phase(problem: Problem, ops: tuple[OpPlan, ...]) -> Literal[1, 2, 3]:
 
 
 def _op_plan(problem: Problem, op: Op, placement: tuple[Counts, ...]) -> OpPlan:
-    scale = op.read_bytes / op.resident_bytes
-    times: dict[Transport, dict[Counts, float]] = {"direct": {}, "staged": {}}
-    for counts in set(placement):
-        tier_bytes = [n * scale for n in op.tier_bytes(counts)]
-        for transport, by_counts in times.items():
-            by_counts[counts] = problem.bound(op, tier_bytes, transport)
-    totals = {t: sum(by[counts] for counts in placement) for t, by in times.items()}
-    slower = totals["direct"] - op.layers * STAGED_SECONDS
-    better: Transport = "staged" if totals["staged"] < slower else "direct"
-    transport = problem.policy.transport or better
+    """With the transport that was asked for, or else the one that is predicted to be faster."""
+    transports: tuple[Transport, ...] = ("direct", "staged")
     if op.category != "linear":  # slots and rows of a table are read where they lie
-        transport = "direct"
-    bounds = tuple(times[transport][counts] for counts in placement)
+        transports = ("direct",)
+    elif problem.policy.transport:
+        transports = (problem.policy.transport,)
+    plans = [_with_transport(problem, op, placement, transport) for transport in transports]
+    return min(plans, key=lambda plan: sum(plan.predicted_s))
+
+
+def _with_transport(
+    problem: Problem, op: Op, placement: tuple[Counts, ...], transport: Transport
+) -> OpPlan:
+    profile, remote = problem.profile, problem.remote
     curve, compute = problem.curves[op.name], problem.compute[op.name]
-    sms: tuple[int, ...] = (problem.profile.sms, *(0 for _ in problem.remote))
-    if transport == "direct":  # else the copy engine reads the remote tiers, and SMs only HBM
-        mean = sum(bounds) / len(bounds)
-        sms = sms_by_tier(op, placement, compute, mean, problem.profile, problem.remote)
-    predicted = {
-        counts: _predicted(problem, op, transport, counts, sms, times[transport][counts])
+    scale = op.read_bytes / op.resident_bytes
+    times = {
+        counts: problem.times(op, [n * scale for n in op.tier_bytes(counts)], transport)
         for counts in set(placement)
     }
+    bounds = tuple(max(times[counts]) for counts in placement)
+    sms: tuple[int, ...] = (profile.sms, *(0 for _ in remote))
+    if transport == "direct":  # else the copy engine reads the remote tiers, and SMs only HBM
+        sms = sms_by_tier(op, placement, compute, sum(bounds) / len(bounds), profile, remote)
+
+    def predicted(counts: Counts) -> float:
+        """Seconds that one layer with the given units per tier is expected to take."""
+        kernel, link = times[counts]
+        if transport == "direct":
+            launched = launch_times(op, counts, sms, compute, profile, remote)
+            kernel, link = max(kernel, launched[0]), max(link, launched[1])
+        waits = profile.staged_seconds if transport == "staged" and any(counts[1:]) else 0.0
+        return predicted_time(op, kernel, profile, link=link) + waits
+
+    predictions = {counts: predicted(counts) for counts in times}
     return OpPlan(
         op=op,
         regime=regime(op, compute, problem.links),
@@ -85,18 +96,8 @@ def _op_plan(problem: Problem, op: Op, placement: tuple[Counts, ...]) -> OpPlan:
         b=curve.b,
         placement=placement,
         bounds_s=bounds,
-        predicted_s=tuple(predicted[counts] for counts in placement),
+        predicted_s=tuple(predictions[counts] for counts in placement),
     )
-
-
-def _predicted(
-    problem: Problem, op: Op, transport: Transport, counts: Counts, sms: Counts, bound: float
-) -> float:
-    """Seconds that one layer of `op` with the given units per tier is expected to take."""
-    if transport == "staged":
-        return STAGED_SECONDS + predicted_time(op, bound, problem.profile)
-    read = read_time(op, counts, sms, problem.profile, problem.remote)
-    return predicted_time(op, max(bound, read), problem.profile)
 
 
 def _check(problem: Problem, plan: Plan) -> None:

@@ -12,7 +12,7 @@ from dakrun.hardware import HardwareProfile
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.units import format_seconds
 
-MAX_BATCH_SIZE = 512
+MAX_BATCH_SIZE = 1024
 
 
 def choose_batch_size(

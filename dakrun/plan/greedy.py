@@ -15,6 +15,7 @@ class Curve:
     `resident` bytes are placed, `read` bytes are read a step; rates are in bytes/s; `floor` is
     the time in seconds that no placement beats. Where `staged`, remote bytes are first copied
     into the local tier, whose traffic they add to: T(x) = max(floor, C (1 + x) / B_g, C x / B_h).
+    Beyond b remote bytes may come at another rate, `beyond`: T(x) = T(b) + C (x - b) / beyond.
     """
 
     resident: float
@@ -23,6 +24,7 @@ class Curve:
     local_rate: float
     remote_rate: float
     staged: bool = False
+    beyond: float | None = None
 
     @property
     def a(self) -> float:
@@ -41,13 +43,15 @@ class Curve:
 
     def time(self, x: float) -> float:
         """Seconds at share `x`."""
+        if self.beyond is not None and x > self.b:
+            return self.time(self.b) + self.read * (x - self.b) / self.beyond
         local_share = 1 + x if self.staged else 1 - x
         local, remote = local_share / self.local_rate, x / self.remote_rate
         return max(self.floor, self.read * local, self.read * remote)
 
     def stretches(self) -> list[tuple[float, float]]:
         """(seconds per share, share) of the pieces of T, from x = 0 to 1; costs never fall."""
-        down, up = -self.read / self.local_rate, self.read / self.remote_rate
+        down, up = -self.read / self.local_rate, self.read / (self.beyond or self.remote_rate)
         pieces = [(down, self.a), (0.0, self.b - self.a)]
         if self.staged and self.local_rate > self.remote_rate:
             turn = self.remote_rate / (self.local_rate - self.remote_rate)

@@ -22,6 +22,7 @@ class Op:
     All figures are for one layer. `resident_bytes` is what must be kept, `read_bytes` what a
     step reads of it: the same for a weight, more kept than read for a KV cache that is not yet
     full and for an embedding table. Placement is in `units`: octets of a weight, slots of a cache.
+    A linear op that is `normed` has a norm ahead of it, which kernels for few rows have built in.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Op:
     read_bytes: float
     flops: float
     units: int
+    normed: bool = False
 
     def unit_bytes(self, first: int, last: int) -> int:
         """Resident bytes of the units first ... last - 1."""
@@ -71,11 +73,14 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
     """The ops of one decode step in their order within the step."""
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
 
-    def linear(name: str, rows: int, cols: int, *, in_layer: bool = True) -> Op:
+    def linear(
+        name: str, rows: int, cols: int, *, in_layer: bool = True, normed: bool = False
+    ) -> Op:
         layers = model.num_layers if in_layer else 1
         return linear_op(
-            name, (rows, cols), n=n, element_bytes=size, layers=layers, in_layer=in_layer
-        )
+            name, (rows, cols), n=n, element_bytes=size, layers=layers, in_layer=in_layer,
+            normed=normed,
+        )  # fmt: skip
 
     hidden, embed = model.hidden_size, model.embed_size
     ops = []
@@ -84,7 +89,7 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
     if embed != hidden:
         ops.append(linear("project_in", hidden, embed, in_layer=False))
     ops += [
-        linear("qkv", model.q_size + 2 * model.kv_size, hidden),
+        linear("qkv", model.q_size + 2 * model.kv_size, hidden, normed=True),
         attention_op(
             (model.num_heads, model.num_kv_heads),
             model.head_dim,
@@ -99,14 +104,17 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
     ]
     if model.family == "llama":
         ops += [
-            linear("gate_up", 2 * model.ffn_size, hidden),
+            linear("gate_up", 2 * model.ffn_size, hidden, normed=True),
             linear("down", hidden, model.ffn_size),
         ]
     else:
-        ops += [linear("fc1", model.ffn_size, hidden), linear("fc2", hidden, model.ffn_size)]
+        ops += [
+            linear("fc1", model.ffn_size, hidden, normed=True),
+            linear("fc2", hidden, model.ffn_size),
+        ]
     if embed != hidden:
         ops.append(linear("project_out", embed, hidden, in_layer=False))
-    ops.append(linear("lm_head", model.vocab_size, embed, in_layer=False))
+    ops.append(linear("lm_head", model.vocab_size, embed, in_layer=False, normed=model.final_norm))
     return tuple(ops)
 
 
@@ -118,6 +126,7 @@ def linear_op(
     element_bytes: int,
     layers: int = 1,
     in_layer: bool = False,
+    normed: bool = False,
 ) -> Op:
     """The product of `n` rows and a weight of `shape`, [M, K]."""
     rows, cols = shape
@@ -134,6 +143,7 @@ def linear_op(
         read_bytes=nbytes,
         flops=2.0 * n * rows * cols,
         units=octet_count(rows),
+        normed=normed,
     )
 
 

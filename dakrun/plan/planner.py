@@ -15,7 +15,7 @@ from dakrun.plan.assemble import Counts, assemble
 from dakrun.plan.greedy import best_total, greedy_shares, uniform_shares
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
-from dakrun.plan.policy import Policy
+from dakrun.plan.policy import Policy, Strategy
 from dakrun.plan.problem import Problem
 from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares, split_units
 from dakrun.plan.settle import settled
@@ -66,11 +66,22 @@ def _staging_bytes(plan: Plan) -> int:
 
 
 def _best_plan(problem: Problem) -> Plan:
-    """The fastest of the plans with different numbers of remote KV slots."""
+    """The fastest of the plans with different numbers of remote KV slots.
+
+    Where a ratio is asked for the same one for every op counts as a choice of the greedy, too: it
+    knows bounds, and is not to be predicted to be slower.
+    """
     plans, refusal = [], None
-    for slots in _slot_choices(problem):
+    strategies: list[Strategy] = [problem.policy.strategy]
+    if strategies == ["greedy"] and problem.policy.offload_ratio is not None:
+        strategies.append("uniform")
+    for strategy in strategies:
         try:
-            plans.append(assemble(problem, _placements(problem, slots)))
+            for slots in _slot_choices(problem, strategy):
+                try:
+                    plans.append(assemble(problem, _placements(problem, slots, strategy)))
+                except CannotRun as reason:
+                    refusal = refusal or reason
         except CannotRun as reason:
             refusal = refusal or reason
     if not plans:
@@ -80,11 +91,15 @@ def _best_plan(problem: Problem) -> Plan:
 
 
 def _ideal(
-    problem: Problem, ops: list[Op], wanted: float | None, caps: Sequence[float]
+    problem: Problem,
+    ops: list[Op],
+    wanted: float | None,
+    caps: Sequence[float],
+    strategy: Strategy,
 ) -> list[tuple[float, ...]]:
     """Share of every tier for each op, before rounding; `wanted` fixes the remote bytes."""
     resident = sum(op.layers * op.resident_bytes for op in ops)
-    uniform = problem.policy.strategy == "uniform"
+    uniform = strategy == "uniform"
     required, limit = max(0.0, resident - caps[0]), max(0.0, sum(caps[1:]))
     if len(problem.remote) == 1:
         curves = [problem.curves[op.name] for op in ops]
@@ -101,14 +116,14 @@ def _ideal(
     return shares
 
 
-def _slot_choices(problem: Problem) -> list[Counts]:
+def _slot_choices(problem: Problem, strategy: Strategy) -> list[Counts]:
     """Remote KV slots per remote tier worth planning with: the ideal ones rounded both ways."""
     n, policy = problem.workload.batch_size, problem.policy
     wanted = None if policy.offload_ratio is None else policy.offload_ratio * problem.total
     fixed = policy.kv_offload_ratio
     if fixed is not None and len(problem.remote) == 1:
         return [(math.floor(fixed * n + 0.5),)]
-    shares = _ideal(problem, problem.ops, wanted if fixed is None else None, problem.caps)
+    shares = _ideal(problem, problem.ops, wanted if fixed is None else None, problem.caps, strategy)
     kv = shares[problem.ops.index(problem.attention)][1:]
     if fixed is not None:
         return _slot_splits(problem, math.floor(fixed * n + 0.5), kv)
@@ -129,7 +144,9 @@ def _slot_splits(problem: Problem, total: int, mix: Sequence[float]) -> list[Cou
     return sorted({spread, *alone})
 
 
-def _placements(problem: Problem, slots: Counts) -> dict[str, tuple[Counts, ...]]:
+def _placements(
+    problem: Problem, slots: Counts, strategy: Strategy
+) -> dict[str, tuple[Counts, ...]]:
     """Units per layer and tier of every op, with the given KV slots in the remote tiers."""
     attention, weights, policy = problem.attention, problem.weights, problem.policy
     slot = attention.layers * remote_bytes(attention, 1)
@@ -142,7 +159,7 @@ def _placements(problem: Problem, slots: Counts) -> dict[str, tuple[Counts, ...]
         wanted = min(max(ratio * problem.total - sum(kv[1:]), 0.0), resident)
     elif ratio is not None:
         wanted = ratio * resident
-    shares = _ideal(problem, weights, wanted, caps)
+    shares = _ideal(problem, weights, wanted, caps, strategy)
     by_name = {op.name: share for op, share in zip(weights, shares, strict=True)}
     goal = RemoteBytes(max(0.0, resident - caps[0]), sum(caps[1:]), wanted)
     if wanted is not None:

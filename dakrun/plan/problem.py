@@ -12,7 +12,15 @@ from dakrun.plan import ops as inventory
 from dakrun.plan.greedy import Curve
 from dakrun.plan.ops import Op
 from dakrun.plan.policy import Policy, Transport
-from dakrun.plan.roofline import Line, Links, compute_time, time_of
+from dakrun.plan.roofline import (
+    COMPUTE,
+    Line,
+    Links,
+    compute_time,
+    kernel_time,
+    line_time,
+    time_of,
+)
 from dakrun.plan.rounding import remote_bytes
 from dakrun.units import format_bytes
 
@@ -21,8 +29,9 @@ class Problem:
     """Capacities in bytes, op times in seconds, and the arithmetic between them.
 
     `staging` bytes of the local tier are kept for buffers. `budgets` are bytes per tier, the local
-    one first, `caps` what of them is left for weights and KV; `curves` and `compute` (seconds of
-    arithmetic of one layer) are by op name. Raises CannotRun where the budgets are too small.
+    one first, `caps` what of them is left for weights and KV; `curves`, `compute` (seconds of
+    arithmetic of one layer) and `work` (the same as kernels do it) are by op name. Raises CannotRun
+    where the budgets are too small.
     """
 
     def __init__(
@@ -40,6 +49,7 @@ class Problem:
         self.links = Links.of(profile, self.remote)
         self.ops = list(inventory.decode_ops(model, workload))
         self.compute = {op.name: compute_time(op, profile, model.dtype) for op in self.ops}
+        self.work = {op.name: kernel_time(op, self.compute[op.name], profile) for op in self.ops}
         self.attention = next(op for op in self.ops if op.category == "attention")
         self.weights = [op for op in self.ops if op.category != "attention"]
         self.curves = {op.name: self._curve(op) for op in self.ops}
@@ -61,10 +71,23 @@ class Problem:
         read, floor = op.layers * op.read_bytes, op.layers * self._floor(op)
         return self.links.lines(read, floor, staged=staged)
 
+    def times(
+        self, op: Op, tier_bytes: Sequence[float], transport: Transport
+    ) -> tuple[float, float]:
+        """Seconds for one layer of `op` that reads `tier_bytes` of each tier, at full rates.
+
+        Those of arithmetic and the local tier, and those of links: it takes the longer of both.
+        """
+        lines = self.links.named_lines(
+            op.read_bytes, self.compute[op.name], staged=transport == "staged"
+        )
+        shares = [n / op.read_bytes for n in tier_bytes]
+        here = [line_time(lines.pop(name), shares) for name in (COMPUTE, LOCAL)]
+        return max(here), time_of(lines.values(), shares)
+
     def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
-        """Seconds for one layer of `op` that reads `tier_bytes` of each tier, at full rates."""
-        lines = self.links.lines(op.read_bytes, self.compute[op.name], staged=transport == "staged")
-        return time_of(lines, [n / op.read_bytes for n in tier_bytes])
+        """The longer of both `times`."""
+        return max(self.times(op, tier_bytes, transport))
 
     def mixed_bytes(self, op: Op, units: int, share: Sequence[float]) -> list[float]:
         """Bytes that one layer of `op` reads of each tier.
@@ -98,19 +121,23 @@ class Problem:
     def _floor(self, op: Op) -> float:
         """Seconds that one layer of `op` takes wherever its bytes lie."""
         if self.policy.transport == "staged":
-            return self.compute[op.name]
-        return max(self.compute[op.name], op.read_bytes / self.links.total_rate())
+            return self.work[op.name]
+        return max(self.work[op.name], op.read_bytes / self.links.total_rate())
 
     def _curve(self, op: Op) -> Curve:
         staged = self.policy.transport == "staged"
-        compute, local = self.compute[op.name], op.read_bytes / self.links.direct[LOCAL]
+        work, local = self.work[op.name], op.read_bytes / self.links.direct[LOCAL]
+        beyond = None
+        if op.category == "linear" and self.policy.transport is None:
+            beyond = max(self.links.rate(self.remote, staged=by) for by in (False, True))
         return Curve(
             resident=op.layers * op.resident_bytes,
             read=op.layers * op.read_bytes,
-            floor=op.layers * (max(compute, local) if staged else self._floor(op)),
+            floor=op.layers * (max(work, local) if staged else self._floor(op)),
             local_rate=self.links.direct[LOCAL],
             remote_rate=self.links.rate(self.remote, staged=staged),
             staged=staged,
+            beyond=beyond,
         )
 
     def _check_budgets(self) -> None:

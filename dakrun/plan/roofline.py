@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dakrun.config import Dtype
+from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan.ops import Op
 
@@ -116,16 +116,58 @@ def compute_time(op: Op, profile: HardwareProfile, dtype: Dtype) -> float:
     return op.flops * rows / op.batch_size / profile.flops_per_s(dtype, rows)
 
 
+def has_many_rows(op: Op, profile: HardwareProfile) -> bool:
+    """Whether `op` is a product of more rows than the machine's kernel for few of them takes."""
+    return (
+        op.category == "linear"
+        and profile.many_rows is not None
+        and op.batch_size > profile.linear.rows[-1]
+    )
+
+
 def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
     """(seconds, efficiency) of one launch of `op`; a gather's are a linear op's of as many rows."""
-    costs = profile.attention if op.category == "attention" else profile.linear
-    return costs.at(op.batch_size)
+    if op.category == "attention":
+        return profile.attention.at(op.units)
+    if profile.many_rows is not None and has_many_rows(op, profile):
+        return profile.many_rows.at(op.batch_size)
+    return profile.linear.at(op.batch_size)
 
 
-def predicted_time(op: Op, bound: float, profile: HardwareProfile) -> float:
-    """Seconds that an op bounded by `bound` is expected to take, its fixed cost included."""
+def kernel_time(op: Op, compute: float, profile: HardwareProfile) -> float:
+    """Seconds of the kernels' own arithmetic, which takes `compute` at the profile's rates."""
+    return compute / op_cost(op, profile)[1] if has_many_rows(op, profile) else compute
+
+
+def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: float = 0.0) -> float:
+    """Seconds that `op` is expected to take, with its fixed cost and that of a norm ahead of it.
+
+    It is bounded by `kernel` seconds of arithmetic and of reading local bytes, and by `link`
+    seconds of reading remote ones, for which many rows wait no less efficiently than few.
+    """
     seconds, efficiency = op_cost(op, profile)
-    return bound / efficiency + seconds
+    if not has_many_rows(op, profile):
+        return max(kernel, link) / efficiency + seconds
+    of_link = profile.linear.at(op.batch_size)[1]
+    return max(kernel / efficiency, link / of_link) + seconds + _norm_time(op, profile)
+
+
+def _norm_time(op: Op, profile: HardwareProfile) -> float:
+    """Seconds of a launch that normalises what `op` multiplies; 0 where it has no norm."""
+    if not op.normed or profile.norm is None:
+        return 0.0
+    seconds, efficiency = profile.norm.at(op.batch_size)
+    nbytes = 2 * op.batch_size * op.shape[1] * op.element_bytes  # read and written
+    return nbytes / (profile.hbm_bytes_per_s * efficiency) + seconds
+
+
+def sampling_time(model: ModelConfig, rows: int, profile: HardwareProfile) -> float:
+    """Seconds in which the likeliest tokens of `rows` rows of logits are found, as far as known."""
+    if profile.sampling is None:
+        return 0.0
+    seconds, efficiency = profile.sampling.at(rows)
+    nbytes = rows * model.vocab_size * DTYPE_BYTES[model.dtype]
+    return nbytes / (profile.hbm_bytes_per_s * efficiency) + seconds
 
 
 def regime(op: Op, compute: float, links: Links) -> Regime:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dakrun.plan.greedy import best_total
 from dakrun.plan.ops import Op
 from dakrun.plan.problem import Problem
+from dakrun.plan.roofline import kernel_time
 from dakrun.plan.rounding import RemoteBytes, remote_bytes
-from dakrun.plan.waves import read_time, sms_by_tier
+from dakrun.plan.waves import launch_times, sms_by_tier
 
 REACH = 16  # octets, up or down
 
@@ -46,7 +47,8 @@ def _settled(problem: Problem, op: Op, start: int) -> int:
         counts, least = (op.units - units, units), bound(units)
         compute = problem.compute[op.name]
         sms = sms_by_tier(op, [counts], compute, least, profile, problem.remote)
-        return max(least, read_time(op, counts, sms, profile, problem.remote))
+        kernel, link = launch_times(op, counts, sms, compute, profile, problem.remote)
+        return max(least, kernel_time(op, kernel, profile), link)
 
     near = range(max(1, start - REACH), min(op.units, start + REACH + 1))
     options = [units for units in near if bound(units) <= most]

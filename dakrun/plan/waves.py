@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.octets import OCTET_ROWS, SHARED_BYTES, even_group
+from dakrun.plan.many_rows import bytes_needed, many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
+from dakrun.plan.roofline import has_many_rows
 from dakrun.units import ceil_div
 
 MOST_ROWS = 64  # of X, in one launch
@@ -18,7 +20,6 @@ MOST_ROWS = 64  # of X, in one launch
 OTHERS_COST = 0.48
 EVEN_SMS = 0.97  # of all, at work in the chains that the costs of ops were measured in
 ENOUGH_SMS = 0.5  # of all, for HBM's whole rate
-LINK_SECONDS = 2.3e-6  # a link's rate for so long must be in flight: a peer on NVLink 4
 FEWER_SMS_COST = 0.05  # of a link's rate, by half of the SMs that fill its window: PCIe 5
 
 
@@ -37,6 +38,8 @@ def sms_by_tier(
     where a linear op then ends sooner.
     """
     units = [sum(counts) for counts in zip(*placement, strict=True)]
+    if has_many_rows(op, profile):
+        return many_rows_sms(op, units, compute, profile, remote)
     sms, needed = [], []
     for name, held in zip(remote, units[1:], strict=True):
         share = held / sum(units)
@@ -57,6 +60,23 @@ def sms_by_tier(
             fewest = min(max(1, needed[tier]), most)
             sms[tier] = min(range(most, fewest - 1, -1), key=seconds)
     return (profile.sms - sum(sms) if units[0] else 0, *sms)
+
+
+def launch_times(
+    op: Op,
+    counts: Sequence[int],
+    sms: Sequence[int],
+    compute: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[float, float]:
+    """(kernel, link) seconds of a layer of `op` with `sms[t]` SMs for `counts[t]` units of tier t.
+
+    Those of few rows are as one, `compute` seconds of arithmetic left aside.
+    """
+    if has_many_rows(op, profile):
+        return many_rows_times(op, counts, sms, compute, profile, remote)
+    return read_time(op, counts, sms, profile, remote), 0.0
 
 
 def read_time(
@@ -112,8 +132,7 @@ def _link_rate(tier: RemoteTier, rows: int) -> Callable[[int, int], float]:
     the window, which is not used as well in few hands.
     """
     tiles, whole = ceil_div(min(rows, MOST_ROWS), OCTET_ROWS), tier.direct_bytes_per_s
-    windowed = tier.window_bytes < tier.sms * SHARED_BYTES
-    needed = tier.window_bytes if windowed else whole * LINK_SECONDS
+    windowed, needed = tier.window_bytes < tier.sms * SHARED_BYTES, bytes_needed(tier)
 
     def rate(ctas: int, group: int) -> float:
         held = ctas * SHARED_BYTES * group / (group + tiles)

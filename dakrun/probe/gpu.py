@@ -1,9 +1,8 @@
 """Measures a GPU and its remote tiers the way the kernels use them, and makes the profile.
 
-The sweeps are in sweeps.py, costs.py and kernel_costs.py; files are __init__.py's.
+The sweeps are in sweeps.py, costs.py and the files of kernels' costs; files are __init__.py's.
 """
 
-import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,17 +15,16 @@ from dakrun.hardware import (
     ComputeRate,
     HardwareProfile,
     OpCosts,
-    Provenance,
     RemoteTier,
     Sweep,
 )
-from dakrun.machine_checks import numa, nvlink, pcie, visible_gpus
 from dakrun.probe.batch_costs import many_rows_sweep, norm_sweep, sampling_sweep
 from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened
 from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
 from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
 from dakrun.probe.kernel_costs import attention_sweep, linear_sweep
-from dakrun.probe.measurement import STEADY, Log, Measurement, spread
+from dakrun.probe.measurement import Log, Measurement, spread
+from dakrun.probe.origin import description, facts, provenance
 from dakrun.probe.staged_costs import staged_seconds
 from dakrun.probe.sweeps import (
     Bench,
@@ -89,7 +87,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     measurements = tuple(probe.log.measurements)
     return HardwareProfile(
         name=name,
-        description=_description(remote),
+        description=description(remote),
         provenance=provenance(measurements),
         device="cuda",
         device_name=torch.cuda.get_device_name(device),
@@ -106,7 +104,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         remote=tuple(remote),
         compute=compute,
         link_groups=groups,
-        facts=_facts(device, host_memory),
+        facts=facts(device, host_memory),
         sweeps=probe.sweeps,
     ), measurements
 
@@ -277,40 +275,3 @@ def grouped(
         replace(tier, group="peers") if tier.name.startswith("peer") else tier for tier in remote
     ]
     return grouped, {"peers": together}
-
-
-def _description(remote: Sequence[RemoteTier]) -> str:
-    peers = [tier.name for tier in remote if tier.name.startswith("peer")]
-    text = f"{torch.cuda.get_device_name()}, host memory over PCIe"
-    return text + (f", {len(peers)} peer GPU{'s' if len(peers) > 1 else ''}" if peers else "")
-
-
-def provenance(measurements: Sequence[Measurement]) -> Provenance:
-    """When and how it was measured, and how far the figures spread."""
-    unsteady = [m for m in measurements if not m.steady]
-    worst = max(measurements, key=lambda m: m.spread)
-    return Provenance(
-        kind="measured",
-        date=datetime.date.today().isoformat(),
-        source=f"dakrun profile: medians; bulk copies into shared memory, copy engine, cuBLAS of "
-        f"torch {torch.__version__}, chains of dakrun's kernels in CUDA graphs; random data; "
-        f"{len(unsteady)} of {len(measurements)} figures spread by more than {STEADY:.0%}, most "
-        f"of all {worst.what} ({worst.spread:.0%})",
-    )
-
-
-def _facts(device: torch.device, host_memory: int) -> dict[str, int | str]:
-    """Sizes and links, for people."""
-    properties = torch.cuda.get_device_properties(device)
-    gpus = [gpu for gpu in visible_gpus() if gpu.index == device.index]
-    return {
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "shared_bytes_per_sm": properties.shared_memory_per_multiprocessor,
-        "l2_bytes": properties.L2_cache_size,
-        "host_memory_bytes": host_memory,
-        "numa": numa(gpus).finding,
-        "pcie": "; ".join(check.finding for check in pcie(gpus)),
-        **({"nvlink": links[0].finding} if (links := nvlink(gpus)) else {}),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-    }

@@ -1,0 +1,105 @@
+"""Products of many rows with a part of the weight in remote tiers: SMs for each part, and the time.
+
+Knows the tiled GEMM's rings, and no placements but one op's.
+"""
+
+import bisect
+from collections.abc import Sequence
+
+from dakrun.hardware import HardwareProfile, RemoteTier
+from dakrun.octets import OCTET_ROWS, SHARED_BYTES
+from dakrun.plan.ops import Op
+from dakrun.plan.roofline import kernel_time
+from dakrun.units import ceil_div
+
+LINK_SECONDS = 2.3e-6  # a link's rate for so long must be in flight: a peer on NVLink 4
+# Of a CTA's ring: bytes of an atom, of which a stage has one for each octet of W and for every 8
+# rows of X; the most rows, the octets, the most stages, and bytes of all of them.
+ATOM_BYTES = 1024
+TILE_ROWS, TILE_OCTETS = 512, 8
+MOST_STAGES, RING_BYTES = 8, 210 * 1024
+
+
+def many_rows_times(
+    op: Op,
+    counts: Sequence[float],
+    sms: Sequence[int],
+    compute: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[float, float]:
+    """(kernel, link) seconds of one layer of a product of many rows, part beside part.
+
+    `sms[t]` SMs take their share of the arithmetic, which takes all of them `compute` seconds, for
+    `counts[t]` octets of each tier t. Links are as fast as the rings of so many CTAs allow.
+    """
+    unit, octets = op.read_bytes / op.units, sum(counts)
+    parts = [compute * n / octets * profile.sms / s for n, s in zip(counts, sms, strict=True) if n]
+    links = [
+        unit * n / _ring_rate(profile.tier(name), op.batch_size, s)
+        for name, n, s in zip(remote, counts[1:], sms[1:], strict=True)
+        if n
+    ]
+    return max(parts), max(links, default=0.0)
+
+
+def many_rows_sms(
+    op: Op,
+    counts: Sequence[int],
+    compute: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[int, ...]:
+    """SMs for each tier's part of a product of many rows, of which all layers have `counts` octets.
+
+    A remote part gets the fewest with which it ends before the local one, or one less where that
+    is sooner.
+    """
+    layer = [n * op.units / sum(counts) for n in counts]
+    sms = [int(n > 0) for n in counts]
+    tiers = [tier for tier, n in enumerate(counts) if tier and n]
+
+    def given(tier: int, count: int) -> list[int]:
+        found = [*sms[:tier], count, *sms[tier + 1 :]]
+        return [profile.sms - sum(found[1:]) if counts[0] else 0, *found[1:]]
+
+    def seconds(tier: int, count: int) -> tuple[float, float]:
+        """Of the tier's part, and of everything, with `count` SMs for it."""
+        found = given(tier, count)
+        alone = [n if t == tier else 0 for t, n in enumerate(layer)]
+
+        def time(parts: Sequence[float], total: float) -> float:
+            kernel, link = many_rows_times(op, parts, found, total, profile, remote)
+            return max(kernel_time(op, kernel, profile), link)
+
+        return time(alone, compute * layer[tier] / op.units), time(layer, compute)
+
+    for tier in tiers * min(2, len(tiers)):  # the second time knowing of the others
+        most = profile.sms - sum(sms[1:]) + sms[tier] - int(counts[0] > 0)
+
+        def ends(count: int, tier: int = tier) -> bool:
+            part, whole = seconds(tier, count)
+            return part < whole
+
+        enough = min(most, 1 + bisect.bisect_left(range(1, most + 1), True, key=ends))
+        options = {max(1, enough - 1), enough}
+        sms[tier] = min(sorted(options), key=lambda count: seconds(tier, count)[1])
+    return tuple(given(0, sms[0])) if not tiers else tuple(given(tiers[0], sms[tiers[0]]))
+
+
+def bytes_needed(tier: RemoteTier) -> float:
+    """Bytes in flight that a link needs: its window, unless rings of all its SMs hold no more."""
+    if tier.window_bytes < tier.sms * SHARED_BYTES:
+        return tier.window_bytes
+    return tier.direct_bytes_per_s * LINK_SECONDS
+
+
+def _ring_rate(tier: RemoteTier, rows: int, ctas: int) -> float:
+    """Bytes/s of `tier` where `ctas` CTAs of a product of many rows read it.
+
+    A stage of their rings holds 64 rows of W and all of X, up to 512 rows of it.
+    """
+    across = ceil_div(min(rows, TILE_ROWS), OCTET_ROWS)
+    stages = min(MOST_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_OCTETS + across)))
+    held = ctas * stages * ATOM_BYTES * TILE_OCTETS
+    return tier.direct_bytes_per_s * min(1.0, held / bytes_needed(tier))

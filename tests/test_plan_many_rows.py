@@ -1,0 +1,167 @@
+"""Plans of large batches: what a profile says of many rows, norms, sampling and staging is used."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun.config import ModelConfig, Workload
+from dakrun.hardware import HardwareProfile, OpCosts, load_profile
+from dakrun.known_models import known_model
+from dakrun.plan.many_rows import many_rows_sms, many_rows_times
+from dakrun.plan.ops import decode_ops, linear_op
+from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.plan.roofline import compute_time, kernel_time, predicted_time, sampling_time
+
+MANY = OpCosts(rows=(128, 512), seconds=(8e-6, 4e-6), efficiency=(0.9, 0.8))
+NORM = OpCosts(rows=(128, 512), seconds=(3e-6, 5e-6), efficiency=(0.5, 1.0))
+SAMPLING = OpCosts(rows=(8, 512), seconds=(2e-6, 6e-6), efficiency=(0.25, 1.0))
+PEER = load_profile("h200-nvlink-peer")
+BEFORE = replace(PEER, many_rows=None, norm=None, sampling=None)
+AFTER = replace(PEER, many_rows=MANY, norm=NORM, sampling=SAMPLING)
+RATE = PEER.hbm_bytes_per_s
+
+
+def model(name: str = "opt-6.7b") -> ModelConfig:
+    found = known_model(name)
+    assert found is not None
+    return found
+
+
+def work(batch_size: int) -> Workload:
+    return Workload(batch_size=batch_size, prompt_len=32, new_tokens=32, max_model_len=64)
+
+
+def plan(batch_size: int, profile: HardwareProfile, **policy: object) -> Plan:
+    return make_plan(model(), work(batch_size), profile, Policy(**policy))  # type: ignore[arg-type]
+
+
+def test_few_rows_do_not_ask_for_many() -> None:
+    for n in (1, 8, 64):
+        op = linear_op("m", (4096, 4096), n=n, element_bytes=2, normed=True)
+        assert predicted_time(op, 1e-5, AFTER) == predicted_time(op, 1e-5, BEFORE)
+        assert kernel_time(op, 1e-5, AFTER) == 1e-5
+
+
+def test_many_rows_have_costs_of_their_own() -> None:
+    op = linear_op("m", (4096, 4096), n=512, element_bytes=2)
+    assert kernel_time(op, 4e-5, AFTER) == pytest.approx(5e-5)
+    assert predicted_time(op, 4e-5, AFTER) == pytest.approx(5.4e-5)
+    of_few = AFTER.linear.efficiency[-1]
+    assert predicted_time(op, 4e-5, AFTER, link=1e-3) == pytest.approx(1e-3 / of_few + 4e-6)
+    seconds, efficiency = BEFORE.linear.at(512)
+    expected = 4e-5 / efficiency + seconds
+    assert predicted_time(op, 4e-5, BEFORE) == pytest.approx(expected), "no costs of many rows"
+
+
+def test_a_norm_ahead_of_many_rows_is_a_launch() -> None:
+    op = linear_op("m", (8192, 4096), n=512, element_bytes=2)
+    normed = replace(op, normed=True)
+    added = predicted_time(normed, 1e-5, AFTER) - predicted_time(op, 1e-5, AFTER)
+    assert added == pytest.approx(5e-6 + 2 * 512 * 4096 * 2 / RATE)
+    assert predicted_time(normed, 1e-5, BEFORE) == predicted_time(op, 1e-5, BEFORE)
+
+
+@pytest.mark.parametrize("name", ["opt-6.7b", "llama-3-8b"])
+def test_which_ops_have_a_norm_ahead(name: str) -> None:
+    ops = decode_ops(model(name), work(512))
+    assert {op.name for op in ops if op.normed} & {"qkv", "lm_head", "o", "fc2", "down"} == {
+        "qkv", "lm_head",
+    }  # fmt: skip
+    assert sum(op.normed for op in ops) == 3
+
+
+def test_sampling_reads_logits() -> None:
+    llama = model("llama-3-8b")
+    expected = 8 * 128_256 * 2 / RATE / 0.25 + 2e-6
+    assert sampling_time(llama, 8, AFTER) == pytest.approx(expected)
+    assert sampling_time(llama, 8, BEFORE) == 0
+    found = make_plan(llama, work(8), AFTER, Policy(offload_ratio=0.0))
+    assert found.sampling_s == pytest.approx(expected)
+    before = make_plan(llama, work(8), BEFORE, Policy(offload_ratio=0.0))
+    assert found.predicted_s - before.predicted_s == pytest.approx(expected)
+
+
+def test_bounds_are_of_the_profiles_rates() -> None:
+    before, after = (plan(512, profile, offload_ratio=0.0) for profile in (BEFORE, AFTER))
+    assert before.bound_s == after.bound_s
+    for op in after.weights():
+        compute = compute_time(op.op, PEER, "float16")
+        assert op.bounds_s[0] == pytest.approx(max(compute, op.op.read_bytes / RATE))
+        assert op.predicted_s[0] > op.bounds_s[0] / 0.8
+
+
+def test_thresholds_are_of_the_kernels_rate() -> None:
+    """A product that takes longer hides more of the link."""
+    before, after = (plan(512, profile, remote=("peer",)) for profile in (BEFORE, AFTER))
+    for op in ("qkv", "fc1", "fc2"):
+        assert after.op(op).b == pytest.approx(before.op(op).b / 0.8)
+        assert after.op(op).a == 0
+
+
+def test_staging_costs_what_the_profile_says() -> None:
+    slow = replace(PEER, staged_seconds=1e-4)
+    for profile in (PEER, slow):
+        direct, staged = (
+            plan(8, profile, offload_ratio=0.1, kv_offload_ratio=0.0, transport=transport)
+            for transport in ("direct", "staged")
+        )
+        for op in staged.weights():
+            assert op.transport == "staged"
+            at_full_rate = predicted_time(op.op, max(op.bounds_s), profile)
+            assert max(op.predicted_s) == pytest.approx(at_full_rate + profile.staged_seconds)
+        either = plan(8, profile, offload_ratio=0.1, kv_offload_ratio=0.0)
+        assert either.predicted_s <= min(direct.predicted_s, staged.predicted_s) * (1 + 1e-9)
+    assert {op.transport for op in plan(8, slow, offload_ratio=0.1).weights()} == {"direct"}
+
+
+@given(
+    st.sampled_from([128, 512, 1024, 4096]),
+    st.lists(st.integers(0, 600), min_size=2, max_size=3).filter(any),
+)
+def test_every_part_has_sms_and_no_more_than_help(n: int, counts: list[int]) -> None:
+    remote = ("peer:1", "host")[: len(counts) - 1]
+    op = linear_op("m", (8 * sum(counts), 4096), n=n, element_bytes=2)
+    compute = compute_time(op, AFTER, "float16")
+    sms = many_rows_sms(op, counts, compute, AFTER, remote)
+    assert [count > 0 for count in counts] == [given > 0 for given in sms]
+    assert sum(sms) <= AFTER.sms
+    assert not counts[0] or sum(sms) == AFTER.sms
+    if len(counts) > 2 or not counts[0] or not counts[1]:
+        return
+
+    def seconds(far: int) -> float:
+        shared = AFTER.sms - far, far
+        kernel, link = many_rows_times(op, counts, shared, compute, AFTER, remote)
+        return max(kernel_time(op, kernel, AFTER), link)
+
+    best = min(seconds(far) for far in range(1, AFTER.sms))
+    assert seconds(sms[1]) == pytest.approx(best)
+
+
+def test_parts_slow_each_other_down() -> None:
+    op = linear_op("m", (16384, 4096), n=512, element_bytes=2)
+    compute = compute_time(op, AFTER, "float16")
+    kernel, link = many_rows_times(op, (1024, 1024), (66, 66), compute, AFTER, ("peer:1",))
+    assert kernel == pytest.approx(compute)
+    at_full_rate = op.read_bytes / 2 / AFTER.tier("peer:1").direct_bytes_per_s
+    assert link == pytest.approx(at_full_rate)
+    fewer = many_rows_times(op, (1024, 1024), (122, 10), compute, AFTER, ("peer:1",))
+    assert fewer[0] == pytest.approx(6.6 * compute) and fewer[1] > 2 * at_full_rate
+
+
+@pytest.mark.parametrize(("profile", "remote"), [("h200-pcie5", "host"), (PEER.name, "peer")])
+@pytest.mark.parametrize("batch_size", [8, 512])
+def test_greedy_is_not_predicted_slower_than_uniform(
+    profile: str, remote: str, batch_size: int
+) -> None:
+    machine = load_profile(profile)
+    for ratio in (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+        options = {"offload_ratio": ratio, "remote": (remote,)}
+        greedy, uniform = (
+            plan(batch_size, machine, strategy=strategy, **options)
+            for strategy in ("greedy", "uniform")
+        )
+        assert greedy.predicted_s <= uniform.predicted_s * (1 + 1e-9)
+        assert greedy.ratio == pytest.approx(uniform.ratio, abs=0.002 if batch_size > 8 else 0.02)
