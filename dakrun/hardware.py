@@ -39,10 +39,10 @@ class HardwareProfile:
     """One machine. Bandwidths are in bytes/s, sizes in bytes, times in seconds.
 
     `linear` and `attention` are what ops cost besides what bandwidths and compute rates allow, and
-    `many_rows` is the same of linear ops with more rows of X than `linear` has. `norm` is what
-    norms ahead of those cost besides X read and written, `sampling` what the next tokens cost
-    besides logits read; None where it is not known, and left out of predictions. `staged_seconds`
-    is what an op costs more whose bytes the copy engine has brought.
+    `many_rows` is the same of linear ops with more rows of X than `linear` has. `norm` is what a
+    norm ahead of a linear op costs besides X read and written, `sampling` what the next tokens
+    cost besides logits read; None where it is not known, and left out of predictions.
+    `staged_seconds` is what an op costs more whose bytes the copy engine has brought.
     `link_groups` gives the total rate of each group; on a CPU the local tier is in one, too.
     `facts` (sizes, PCIe generation ...), `sweeps` and what others `published` are for people and
     pictures: no plan reads them.

@@ -19,6 +19,7 @@ from dakrun.probe.sweeps import Bench, Buffer
 
 SMS = 132
 LINEAR_S, ATTENTION_S, NORM_S, SELECT_S = 8e-6, 7e-6, 3e-6, 5e-6  # of a launch
+FUSED_S = 1e-6  # of a norm in one
 STAGED_S = 4e-6  # of a copy that is waited for
 
 
@@ -39,7 +40,7 @@ class Launches:
         self.slots: list[tuple[int, ...]] = []
         self.chains: list[list[range]] = []  # the weights of each graph
         self.written: torch.Tensor | None = None
-        self.norms = self.selections = self.copies = 0
+        self.norms = self.fused = self.selections = 0
 
     def many_rows(
         self,
@@ -78,12 +79,19 @@ class Launches:
         config: GemmConfig,
         out: torch.Tensor,
         *,
+        norm: str = "none",
+        eps: float = 0.0,
         overlap: bool,
     ) -> None:
-        assert overlap and config.splits == tuple(part.split for part in weight.parts)
+        assert (
+            norm in ("none", "layer")
+            and overlap
+            and config.splits == tuple(part.split for part in weight.parts)
+        )
         assert weight.shape == (out.shape[1], x.shape[1]) and len(x) == len(out)
         assert not config.half_cols, "as in a decode step"
         self.read(weight)
+        self.fused += norm == "layer"
         if self.slots:
             assert self.written is not None and self.written.data_ptr() == x.data_ptr()
 
@@ -121,11 +129,12 @@ class Launches:
     def launched(self, launch: Callable[[], None]) -> float:
         self.weights.clear()
         self.slots.clear()
-        self.norms = self.selections = 0
+        self.norms = self.fused = self.selections = 0
         launch()
         self.chains.append(list(self.weights))
         linear = LINEAR_S * len(self.weights) + ATTENTION_S * len(self.slots)
-        return linear + NORM_S * self.norms + SELECT_S * self.selections
+        norms = NORM_S * self.norms + FUSED_S * self.fused
+        return linear + norms + SELECT_S * self.selections
 
 
 @pytest.fixture
@@ -206,9 +215,9 @@ def test_where_torch_computes_fewer_rows_are_many(bench: Bench, launches: Launch
 
 def test_a_norm_is_what_it_adds(bench: Bench, launches: Launches) -> None:
     sweep = batch_costs.norm_sweep(bench)
-    sizes = [(n, 4 * n * cols) for n in (65, 130) for cols in batch_costs.NORM_COLS]
+    sizes = [(n, 4 * n * cols) for n in (3, 64, 65, 130) for cols in batch_costs.NORM_COLS]
     assert points(sweep, "n", "op_bytes") == sizes
-    assert sweep.column("op_s") == pytest.approx([NORM_S] * 4)
+    assert sweep.column("op_s") == pytest.approx([FUSED_S] * 4 + [NORM_S] * 4)
 
 
 def test_sampling_reads_all_logits(bench: Bench, launches: Launches) -> None:

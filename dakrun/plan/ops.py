@@ -22,7 +22,7 @@ class Op:
     All figures are for one layer. `resident_bytes` is what must be kept, `read_bytes` what a
     step reads of it: the same for a weight, more kept than read for a KV cache that is not yet
     full and for an embedding table. Placement is in `units`: octets of a weight, slots of a cache.
-    A linear op that is `normed` has a norm ahead of it, which kernels for few rows have built in.
+    A linear op that is `normed` has a norm ahead of it.
     """
 
     name: str

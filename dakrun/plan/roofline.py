@@ -146,14 +146,14 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
     seconds of reading remote ones, for which many rows wait no less efficiently than few.
     """
     seconds, efficiency = op_cost(op, profile)
+    seconds += _norm_time(op, profile)
     if not has_many_rows(op, profile):
         return max(kernel, link) / efficiency + seconds
-    of_link = profile.linear.at(op.batch_size)[1]
-    return max(kernel / efficiency, link / of_link) + seconds + _norm_time(op, profile)
+    return max(kernel / efficiency, link / profile.linear.at(op.batch_size)[1]) + seconds
 
 
 def _norm_time(op: Op, profile: HardwareProfile) -> float:
-    """Seconds of a launch that normalises what `op` multiplies; 0 where it has no norm."""
+    """Seconds more for a norm of what `op` multiplies; 0 where it has none, or that is unknown."""
     if not op.normed or profile.norm is None:
         return 0.0
     seconds, efficiency = profile.norm.at(op.batch_size)

@@ -1,4 +1,4 @@
-"""What large batches cost beside attention: products of many rows, norms ahead of them, sampling.
+"""What decode steps cost beside reading: products of many rows, norms ahead of products, sampling.
 
 Chains of launches in CUDA graphs, like kernel_costs.py's; knows no profiles.
 """
@@ -15,7 +15,16 @@ from dakrun.kernels.packing import octet_bytes
 from dakrun.kernels.select_greedy import select_greedy
 from dakrun.models.many_rows import ManyRows
 from dakrun.probe.chain import Launch, launch_seconds, sustained_seconds
-from dakrun.probe.kernel_costs import COLUMNS, DTYPE, pieces, product, random, random_memory, row
+from dakrun.probe.kernel_costs import (
+    COLUMNS,
+    DTYPE,
+    EPS,
+    pieces,
+    product,
+    random,
+    random_memory,
+    row,
+)
 from dakrun.probe.sweeps import Bench, rounded
 
 # Octets and columns: of 7B and 30B models, whose tiles fill the SMs more or less evenly.
@@ -24,7 +33,10 @@ WEIGHTS = (
     (3584, 7168),
 )  # fmt: skip
 NORM_COLS = 4096, 8192
-NORM_OCTETS = 64  # of the product behind a norm, which is to be small beside it
+# Of the product behind a norm: small beside the norm's launch, or of a layer's size where it is
+# the product that normalises, as reading more would hide that.
+NORM_OCTETS = {False: 64, True: 768}
+LEAST_SECONDS = 1e-8  # that are told from nothing
 VOCABULARIES = 2**15, 2**17
 
 
@@ -54,22 +66,28 @@ def many_rows_sweep(bench: Bench) -> Sweep:
 
 
 def norm_sweep(bench: Bench) -> Sweep:
-    """What a norm of X adds to each launch of a chain of products of many rows.
+    """What a norm of X adds to each launch of a chain of products, by rows and bytes of X.
 
-    The product then starts when the norm has ended. Bytes are those of X, read and written.
+    Few rows are normalised by the product itself. Many are by a launch of its own, and the product
+    starts when that has ended. Bytes count twice: they are read and written.
     """
     memory, rows = random_memory(bench), []
-    for n, cols in itertools.product(many_rows(bench), NORM_COLS):
-        x = random(memory, n, cols)
-        linear, count = product(bench, memory, NORM_OCTETS, x)
-        after, _ = product(bench, memory, NORM_OCTETS, x, overlap=False)
+    for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
+        x, few = random(memory, n, cols), n <= MAX_ROWS
+        octets = NORM_OCTETS[few]
+        linear, count = product(bench, memory, octets, x)
+        after, _ = product(bench, memory, octets, x, norm=few, overlap=few)
 
-        def both(number: int, x: torch.Tensor = x, after: Launch = after) -> None:
-            normalize(x, x, "layer", eps=1e-5)
+        def both(
+            number: int, x: torch.Tensor = x, after: Launch = after, alone: bool = not few
+        ) -> None:
+            if alone:
+                normalize(x, x, "layer", eps=EPS)
             after(number)
 
         more, less = (launch_seconds(f, count, replays=bench.effort.runs) for f in (both, linear))
-        rows.append(row(n, 2 * x.nbytes, [a - b for a, b in zip(more, less, strict=True)]))
+        added = [max(a - b, LEAST_SECONDS) for a, b in zip(more, less, strict=True)]
+        rows.append(row(n, 2 * x.nbytes, added))
     return rounded(COLUMNS, rows)
 
 

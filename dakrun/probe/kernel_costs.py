@@ -27,6 +27,7 @@ ACCESS = (TierAccess(),)
 CHAIN_BYTES = 2**31  # of different operands, at most: L2 keeps far less
 WEIGHTS = (512, 4096), (3584, 7168)  # octets and columns: 32 and 392 MiB
 HEADS, HEAD_DIM = 32, 128
+EPS = 1e-5
 ATTENTION_BYTES = 384 * 2**20  # of all slots, where they are long
 COLUMNS = ("n", "op_bytes", "op_s", "bytes_per_s", "spread")
 
@@ -72,9 +73,18 @@ def attention_sweep(bench: Bench) -> Sweep:
 
 
 def product(
-    bench: Bench, memory: torch.Tensor, octets: int, x: torch.Tensor, *, overlap: bool = True
+    bench: Bench,
+    memory: torch.Tensor,
+    octets: int,
+    x: torch.Tensor,
+    *,
+    norm: bool = False,
+    overlap: bool = True,
 ) -> tuple[Launch, int]:
-    """x [N, K] times one of the weights, of so many octets, that `memory` holds; their number."""
+    """x [N, K] times one of the weights, of so many octets, that `memory` holds; their number.
+
+    With `norm` few rows are normalised on the way.
+    """
     n, cols = x.shape
     (split,) = split_octets([octets], ACCESS, sms=bench.sms)
     out = x.new_empty(n, OCTET_ROWS * octets)
@@ -95,7 +105,10 @@ def product(
     config = gemm_config(n, [split], ACCESS, sms=bench.sms)
 
     def launch(number: int) -> None:
-        splitk_gemm(x, weights[number], config, out, overlap=overlap)
+        splitk_gemm(
+            x, weights[number], config, out, norm="layer" if norm else "none", eps=EPS,
+            overlap=overlap,
+        )  # fmt: skip
 
     return launch, len(weights)
 
