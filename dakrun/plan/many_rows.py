@@ -63,28 +63,29 @@ def many_rows_sms(
         found = [*sms[:tier], count, *sms[tier + 1 :]]
         return [profile.sms - sum(found[1:]) if counts[0] else 0, *found[1:]]
 
-    def seconds(tier: int, count: int) -> tuple[float, float]:
-        """Of the tier's part, and of everything, with `count` SMs for it."""
-        found = given(tier, count)
-        alone = [n if t == tier else 0 for t, n in enumerate(layer)]
-
-        def time(parts: Sequence[float], total: float) -> float:
-            kernel, link = many_rows_times(op, parts, found, total, profile, remote)
-            return max(kernel_time(op, kernel, profile), link)
-
-        return time(alone, compute * layer[tier] / op.units), time(layer, compute)
+    def seconds(tier: int, count: int) -> list[float]:
+        """Of each tier's part, with `count` SMs for one of them."""
+        parts = []
+        for number, octets in enumerate(layer):
+            alone = [octets if t == number else 0.0 for t in range(len(layer))]
+            share = compute * octets / op.units
+            times = (0.0, 0.0)
+            if octets:
+                times = many_rows_times(op, alone, given(tier, count), share, profile, remote)
+            parts.append(max(kernel_time(op, times[0], profile), times[1]))
+        return parts
 
     for tier in tiers * min(2, len(tiers)):  # the second time knowing of the others
         most = profile.sms - sum(sms[1:]) + sms[tier] - int(counts[0] > 0)
 
         def ends(count: int, tier: int = tier) -> bool:
-            part, whole = seconds(tier, count)
-            return part < whole
+            parts = seconds(tier, count)
+            return parts[tier] <= parts[0]
 
         enough = min(most, 1 + bisect.bisect_left(range(1, most + 1), True, key=ends))
-        options = {max(1, enough - 1), enough}
-        sms[tier] = min(sorted(options), key=lambda count: seconds(tier, count)[1])
-    return tuple(given(0, sms[0])) if not tiers else tuple(given(tiers[0], sms[tiers[0]]))
+        options = sorted({max(1, enough - 1), enough})
+        sms[tier] = min(options, key=lambda count: max(seconds(tier, count)))
+    return tuple(given(tiers[0], sms[tiers[0]])) if tiers else (profile.sms, *sms[1:])
 
 
 def bytes_needed(tier: RemoteTier) -> float:
