@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op
 from dakrun.plan.plan import OpPlan, Plan
-from dakrun.plan.roofline import Links, compute_time, predicted_time, time_of
+from dakrun.plan.roofline import Links, compute_time, predicted_time, times_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,11 @@ def predict_prefill(plan: Plan) -> Prefill:
     flops = bound_s = predicted_s = 0.0
     for op, one, shares, count in _launches(plan):
         compute = compute_time(one, plan.profile, plan.model.dtype)
-        lines = links.lines(one.read_bytes, compute, staged=op.transport == "staged")
-        bound = time_of(lines, shares)
+        lines = links.named_lines(one.read_bytes, compute, staged=op.transport == "staged")
+        kernel, link = times_of(lines, shares)
         flops += count * one.flops
-        bound_s += count * bound
-        predicted_s += count * predicted_time(one, bound, plan.profile)
+        bound_s += count * max(kernel, link)
+        predicted_s += count * predicted_time(one, kernel, plan.profile, link=link)
     tokens = work.batch_size * work.prompt_len
     return Prefill(
         tokens=tokens,
@@ -134,6 +134,7 @@ def _attention(plan: Plan, op: Op, start: int, length: int) -> Op:
     return replace(
         op,
         batch_size=length,
+        units=1,
         flops=4.0 * model.q_size * pairs,
         read_bytes=2 * model.kv_size * op.element_bytes * end,
     )

@@ -13,13 +13,11 @@ from dakrun.plan.greedy import Curve
 from dakrun.plan.ops import Op
 from dakrun.plan.policy import Policy, Transport
 from dakrun.plan.roofline import (
-    COMPUTE,
     Line,
     Links,
     compute_time,
     kernel_time,
-    line_time,
-    time_of,
+    times_of,
 )
 from dakrun.plan.rounding import remote_bytes
 from dakrun.units import format_bytes
@@ -74,19 +72,14 @@ class Problem:
     def times(
         self, op: Op, tier_bytes: Sequence[float], transport: Transport
     ) -> tuple[float, float]:
-        """Seconds for one layer of `op` that reads `tier_bytes` of each tier, at full rates.
-
-        Those of arithmetic and the local tier, and those of links: it takes the longer of both.
-        """
+        """(kernel, link) seconds for one layer of `op` that reads `tier_bytes` of each tier."""
         lines = self.links.named_lines(
             op.read_bytes, self.compute[op.name], staged=transport == "staged"
         )
-        shares = [n / op.read_bytes for n in tier_bytes]
-        here = [line_time(lines.pop(name), shares) for name in (COMPUTE, LOCAL)]
-        return max(here), time_of(lines.values(), shares)
+        return times_of(lines, [n / op.read_bytes for n in tier_bytes])
 
     def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
-        """The longer of both `times`."""
+        """The longer of both `times`: what it takes at full rates."""
         return max(self.times(op, tier_bytes, transport))
 
     def mixed_bytes(self, op: Op, units: int, share: Sequence[float]) -> list[float]:

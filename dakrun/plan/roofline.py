@@ -96,6 +96,16 @@ def time_of(lines: Iterable[Line], shares: Sequence[float]) -> float:
     return max(line_time(line, shares) for line in lines)
 
 
+def times_of(lines: Mapping[str, Line], shares: Sequence[float]) -> tuple[float, float]:
+    """(kernel, link) seconds of an op with such `named_lines`, at its share of every tier.
+
+    Those of arithmetic and the local tier, and those of links: it takes the longer of both.
+    """
+    here = (COMPUTE, LOCAL)
+    links = [line for name, line in lines.items() if name not in here]
+    return time_of((lines[name] for name in here), shares), time_of(links, shares)
+
+
 def line_time(line: Line, shares: Sequence[float]) -> float:
     """Seconds that one lower bound comes to, at an op's share of every tier."""
     constant, by_tier = line
