@@ -2,10 +2,10 @@
 
 import pytest
 
-from dakrun.config import Workload
+from dakrun.config import Dtype, Workload
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.known_models import known_model
-from dakrun.plan.ops import attention_op, linear_op
+from dakrun.plan.ops import linear_op
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.roofline import predicted_time
 from dakrun.probe.congestion import fixed_cost
@@ -42,6 +42,16 @@ KERNELS = {
     (12288, 4096): (0.91, 0.88, 0.83, 0.69),
     (6144, 4096): (0.84, 0.81, 0.75, 0.63),
     (4096, 4096): (0.77, 0.73, 0.67, 0.48),
+}
+
+
+# Seconds of decode steps, all in HBM, on an H200: prompts of 32 tokens, 32 new ones.
+DECODE_STEPS: dict[tuple[str, Dtype, int], float] = {
+    ("opt-6.7b", "float16", 8): 3.383e-3,
+    ("opt-6.7b", "float16", 128): 6.205e-3,
+    ("opt-6.7b", "float16", 512): 16.52e-3,
+    ("llama-3-8b", "bfloat16", 8): 3.848e-3,
+    ("llama-3-8b", "bfloat16", 128): 5.959e-3,
 }
 
 
@@ -98,10 +108,16 @@ def test_chains_of_reads_of_another_card(model: str) -> None:
     assert as_ops == pytest.approx(one_read / share, rel=0.05)
 
 
-def test_attention_between_two_products() -> None:
-    """Eight slots of 48 positions made each layer of a decode step 7.2 us longer."""
-    op = attention_op((32, 32), 128, n=8, length=48, positions=64, element_bytes=2)
-    assert predicted_time(op, bound(op.read_bytes), PROFILE) == pytest.approx(7.2e-6, rel=0.08)
+@pytest.mark.parametrize(("model", "dtype", "batch_size"), DECODE_STEPS)
+def test_decode_steps(model: str, dtype: Dtype, batch_size: int) -> None:
+    """Of the engine, as medians of 31 steps: products of many rows, norms and sampling included."""
+    work = Workload(batch_size=batch_size, prompt_len=32, new_tokens=32, max_model_len=64)
+    config = known_model(model)
+    assert config is not None
+    plan = make_plan(config.with_dtype(dtype), work, PROFILE, Policy(offload_ratio=0.0))
+    measured = DECODE_STEPS[model, dtype, batch_size]
+    assert plan.predicted_s == pytest.approx(measured, rel=0.04)
+    assert plan.bound_s < 0.9 * measured
 
 
 @pytest.mark.parametrize("model", STEPS)

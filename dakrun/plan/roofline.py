@@ -153,13 +153,13 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
     """Seconds that `op` is expected to take, with its fixed cost and that of a norm ahead of it.
 
     It is bounded by `kernel` seconds of arithmetic and of reading local bytes, and by `link`
-    seconds of reading remote ones, for which many rows wait no less efficiently than few.
+    seconds of reading remote ones. However many the rows, for links it waits as efficiently as the
+    rows that read most so.
     """
     seconds, efficiency = op_cost(op, profile)
-    seconds += _norm_time(op, profile)
-    if not has_many_rows(op, profile):
-        return max(kernel, link) / efficiency + seconds
-    return max(kernel / efficiency, link / profile.linear.at(op.batch_size)[1]) + seconds
+    costs = profile.attention if op.category == "attention" else profile.linear
+    waits = max(kernel / efficiency, link / max(costs.efficiency))
+    return waits + seconds + _norm_time(op, profile)
 
 
 def _norm_time(op: Op, profile: HardwareProfile) -> float:

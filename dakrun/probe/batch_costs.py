@@ -10,10 +10,13 @@ import torch
 
 from dakrun.hardware import Sweep
 from dakrun.kernels.heuristics import MAX_ROWS
+from dakrun.kernels.jit import architecture, compile_ahead
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import octet_bytes
 from dakrun.kernels.select_greedy import select_greedy
-from dakrun.models.many_rows import ManyRows
+from dakrun.kernels.tiled_gemm import SOURCE, defines
+from dakrun.kernels.tiled_shapes import X_TILES
+from dakrun.models.many_rows import ManyRows, tiles
 from dakrun.probe.chain import Launch, launch_seconds, sustained_seconds
 from dakrun.probe.kernel_costs import (
     COLUMNS,
@@ -36,6 +39,7 @@ NORM_COLS = 4096, 8192
 # Of the product behind a norm: small beside the norm's launch, or of a layer's size where it is
 # the product that normalises, as reading more would hide that.
 NORM_OCTETS = {False: 64, True: 768}
+NORM_BYTES = 2**26  # of the weights of small products, which need not be read from HBM
 LEAST_SECONDS = 1e-8  # that are told from nothing
 VOCABULARIES = 2**15, 2**17
 
@@ -54,6 +58,7 @@ def many_rows_sweep(bench: Bench) -> Sweep:
     weights stand in where the buffer has no room.
     """
     memory, rows = random_memory(bench), []
+    _compile(memory.device)
     for n in many_rows(bench):
         sizes, chains = [], []
         for octets, cols in WEIGHTS:
@@ -65,6 +70,13 @@ def many_rows_sweep(bench: Bench) -> Sweep:
     return rounded(COLUMNS, rows)
 
 
+def _compile(device: torch.device) -> None:
+    """All variants of the tiled GEMM at once, where it computes: one by one takes seconds."""
+    if tiles(device) is not None:
+        variants = ((SOURCE, defines(DTYPE, n)) for n in X_TILES)
+        compile_ahead(variants, architecture(device.index))
+
+
 def norm_sweep(bench: Bench) -> Sweep:
     """What a norm of X adds to each launch of a chain of products, by rows and bytes of X.
 
@@ -74,9 +86,9 @@ def norm_sweep(bench: Bench) -> Sweep:
     memory, rows = random_memory(bench), []
     for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
         x, few = random(memory, n, cols), n <= MAX_ROWS
-        octets = NORM_OCTETS[few]
-        linear, count = product(bench, memory, octets, x)
-        after, _ = product(bench, memory, octets, x, norm=few, overlap=few)
+        octets, weights = NORM_OCTETS[few], memory if few else memory[:NORM_BYTES]
+        linear, count = product(bench, weights, octets, x)
+        after, _ = product(bench, weights, octets, x, norm=few, overlap=few)
 
         def both(
             number: int, x: torch.Tensor = x, after: Launch = after, alone: bool = not few
