@@ -247,7 +247,7 @@ def doctor(*, as_json: bool) -> int:
 @main.command()
 @click.option("-o", "--output", metavar="FILE.toml", help="Where to write it; else in the cache.")
 @click.option(
-    "--quick", is_flag=True, help="Some seconds; else half a minute, or more with peer GPUs."
+    "--quick", is_flag=True, help="Some seconds; else about a minute, or more with peer GPUs."
 )
 @click.option("--name", help="Name of the profile; default: that of the file or device.")
 @device_option("What to measure.")

@@ -48,6 +48,7 @@ from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
 from dakrun.octets import octet_count
 from dakrun.plan.planner import Policy, make_plan
+from dakrun.plan.roofline import norm_time
 from dakrun.probe import chain
 
 
@@ -242,7 +243,8 @@ def test_predictions_are_the_plans(model: str, n: int, ratio: float) -> None:
         (counts,) = set(op.placement)
         same = case(counts, shape=Shape(*op.op.shape), n=n)
         found = predicted(same, ("host",), config.dtype)
-        assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
+        planned = op.predicted_s[0] - norm_time(op.op, PROFILE)  # which bench does without
+        assert found.seconds == pytest.approx(planned, rel=1e-9)
         assert found.sms == op.sms
 
 

@@ -153,16 +153,19 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
     """Seconds that `op` is expected to take, with its fixed cost and that of a norm ahead of it.
 
     It is bounded by `kernel` seconds of arithmetic and of reading local bytes, and by `link`
-    seconds of reading remote ones. However many the rows, for links it waits as efficiently as the
-    rows that read most so.
+    seconds of reading remote ones. Many slots, or rows, make for less efficient kernels, but wait
+    for links as efficiently as few.
     """
     seconds, efficiency = op_cost(op, profile)
-    costs = profile.attention if op.category == "attention" else profile.linear
-    waits = max(kernel / efficiency, link / max(costs.efficiency))
-    return waits + seconds + _norm_time(op, profile)
+    of_link = efficiency
+    if op.category == "attention":
+        of_link = max(profile.attention.efficiency)
+    elif has_many_rows(op, profile):
+        of_link = max(profile.linear.efficiency)
+    return max(kernel / efficiency, link / of_link) + seconds + norm_time(op, profile)
 
 
-def _norm_time(op: Op, profile: HardwareProfile) -> float:
+def norm_time(op: Op, profile: HardwareProfile) -> float:
     """Seconds more for a norm of what `op` multiplies; 0 where it has none, or that is unknown."""
     if not op.normed or profile.norm is None:
         return 0.0

@@ -92,7 +92,7 @@ def target(output: str | None, name: str | None, device: Device) -> Path:
 
 def duration(*, quick: bool) -> str:
     """How long measuring takes, in words."""
-    return "some seconds" if quick else "half a minute, or more with peer GPUs"
+    return "some seconds" if quick else "about a minute, or more with peer GPUs"
 
 
 def measure(name: str, device: Device, *, quick: bool = False) -> Probe:
