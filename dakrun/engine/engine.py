@@ -21,7 +21,6 @@ from dakrun.engine.runner import Row, Runner, choose
 from dakrun.engine.sampler import request_seed
 from dakrun.engine.tokenizer import StopStrings
 from dakrun.models.layers import Segment
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
 from dakrun.plan.planner import Plan
 
 Detokenize = Callable[[Sequence[int]], str]
@@ -128,7 +127,7 @@ class Engine:
     def _prefill(self, new: Sequence[_Running]) -> None:
         """Cache the prompts of `new`, chunk by chunk, and sample their first tokens."""
         start = time.perf_counter()
-        for chunk in _chunks(new):
+        for chunk in _chunks(new, self.plan.prefill.chunk_tokens):
             parts = [r.request.prompt_ids[s.start : s.start + s.length] for r, s in chunk]
             logits = self.runner.prefill([t for part in parts for t in part], [s for _, s in chunk])
             ends = []
@@ -205,10 +204,10 @@ class Engine:
         )
 
 
-def _chunks(new: Sequence[_Running]) -> Iterator[list[tuple[_Running, Segment]]]:
-    """The prompts of `new` as passes of at most PREFILL_CHUNK_TOKENS tokens."""
+def _chunks(new: Sequence[_Running], chunk_tokens: int) -> Iterator[list[tuple[_Running, Segment]]]:
+    """The prompts of `new` as passes of at most `chunk_tokens` tokens."""
     chunk: list[tuple[_Running, Segment]] = []
-    room = PREFILL_CHUNK_TOKENS
+    room = chunk_tokens
     for r in new:
         start, end = 0, len(r.request.prompt_ids)
         while start < end:
@@ -217,6 +216,6 @@ def _chunks(new: Sequence[_Running]) -> Iterator[list[tuple[_Running, Segment]]]
             start, room = start + length, room - length
             if room == 0:
                 yield chunk
-                chunk, room = [], PREFILL_CHUNK_TOKENS
+                chunk, room = [], chunk_tokens
     if chunk:
         yield chunk

@@ -53,16 +53,20 @@ class GraphRunner:
         self,
         decoder: KernelDecoder,
         operands: Operands,
+        prompts: PromptPass,
         cache: PackedKVCache,
         accesses: Sequence[TierAccess],
     ) -> None:
-        """Captures all buckets; `accesses` says how attention reads the tiers."""
+        """Captures all buckets; `accesses` says how attention reads the tiers.
+
+        `operands` are those of steps. A pass of `prompts` may use the memory that they go through.
+        """
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
         self._gaps_s: list[float] = []  # between replays, on the GPU
         self.decoder, self._operands, self._cache = decoder, operands, cache
         self._rows = DecodeStep(decoder, cache, accesses)
-        self._prompts = PromptPass(decoder, cache)
+        self._prompts, self._filled = prompts, False
         self._buckets = buckets(cache.counts)
         self._mapped: list[int] | None = None  # the slots of the rows
         self._steps: deque[_Step] = deque()
@@ -82,6 +86,7 @@ class GraphRunner:
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
         """Logits [S, V] after the last token of each segment."""
+        self._filled = False
         return self._prompts.logits(tokens, segments)
 
     @torch.inference_mode()
@@ -100,6 +105,9 @@ class GraphRunner:
         mapped = self._arrange(rows, bucket)
         if mapped != self._mapped:
             self._map(mapped, rows)
+        if not self._filled:
+            self._operands.fill()
+            self._filled = True
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.graphs[bucket].replay()
@@ -134,6 +142,7 @@ class GraphRunner:
         """Capture all buckets, the largest first, in one pool of memory."""
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
+        self._operands.fill()
         for bucket in reversed(self._buckets):
             self._rows.prepare(bucket)
             self._step(bucket)  # compiles kernels, all rows being idle
