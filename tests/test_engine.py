@@ -13,7 +13,6 @@ from dakrun.config import SamplingParams
 from dakrun.engine.request import Completion, Request
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.llm import LLM
-from dakrun.plan.plan import PrefillPlan
 from dakrun.plan.planner import Policy
 from dakrun.report import render
 
@@ -144,7 +143,7 @@ def test_a_slot_keeps_nothing_of_its_last_request(path: Path) -> None:
 def test_long_prompts_are_prefilled_in_chunks(path: Path) -> None:
     whole = by_id(list(load(path).stream(requests(6))))
     llm = load(path)
-    llm.engine.plan = replace(llm.engine.plan, prefill=PrefillPlan(chunk_tokens=4))
+    llm.engine.runner.chunk_tokens = 4
     assert by_id(list(llm.stream(requests(6)))) == whole
 
 

@@ -163,7 +163,9 @@ def test_prompts_and_steps(
     kernels, cache, rows = decoder(path, 2)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
-    prompt_pass = PromptPass(kernels, staged(kernels), cache, torch.empty(ROOM, dtype=torch.uint8))
+    prompt_pass = PromptPass(
+        kernels, staged(kernels), cache, torch.empty(ROOM, dtype=torch.uint8), 128
+    )
     prompt_pass.logits(prompts[0][:66], [Segment(0, 0, 66)])
     segments = [Segment(0, 66, 4), Segment(1, 0, 9)]
     found = prompt_pass.logits([*prompts[0][66:], *prompts[1]], segments)

@@ -64,7 +64,7 @@ def graph_runner(
     steps, prefill = _operands(plan, decoder)
     staged = kv_staging_bytes(plan.model, plan.workload, plan.prefill.chunk_tokens)
     room = torch.empty(staged if any(cache.counts[1:]) else 0, dtype=torch.uint8, device=device)
-    prompts = PromptPass(decoder, prefill, cache, room)
+    prompts = PromptPass(decoder, prefill, cache, room, plan.prefill.chunk_tokens)
     return GraphRunner(decoder, steps, prompts, cache, accesses["attention"])
 
 

@@ -14,10 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from dakrun.engine.request import Completion, Request
-from dakrun.engine.runner import Row, Runner, choose
+from dakrun.engine.runner import Chosen, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.engine.tokenizer import StopStrings
 from dakrun.models.layers import Segment
@@ -127,7 +125,8 @@ class Engine:
     def _prefill(self, new: Sequence[_Running]) -> None:
         """Cache the prompts of `new`, chunk by chunk, and sample their first tokens."""
         start = time.perf_counter()
-        for chunk in _chunks(new, self.plan.prefill.chunk_tokens):
+        behind: tuple[list[_Running], Chosen] | None = None  # what the pass before has come to
+        for chunk in _chunks(new, self.runner.chunk_tokens):
             parts = [r.request.prompt_ids[s.start : s.start + s.length] for r, s in chunk]
             logits = self.runner.prefill([t for part in parts for t in part], [s for _, s in chunk])
             ends = []
@@ -135,13 +134,21 @@ class Engine:
                 r.cached += s.length
                 if r.cached == len(r.request.prompt_ids):
                     ends.append(number)
-            if ends:
-                done = [chunk[number][0] for number in ends]
-                rows = [Row(r.slot, r.cached, 0, r.request.params, r.seed) for r in done]
-                chosen = choose(logits[torch.tensor(ends, device=logits.device)], rows).tolist()
-                self.runner.begin([r.slot for r in done], chosen)
-                self._take(done, chosen)
+            done = [chunk[number][0] for number in ends]
+            rows = [Row(r.slot, r.cached, 0, r.request.params, r.seed) for r in done]
+            chosen = Chosen(logits[ends[0] : ends[-1] + 1], rows) if ends else None
+            self._begin(behind)  # while the pass is computed
+            behind = (done, chosen) if chosen else None
+        self._begin(behind)
         self.stats.prefill_s += time.perf_counter() - start
+
+    def _begin(self, ready: "tuple[list[_Running], Chosen] | None") -> None:
+        """Take the first tokens of requests, if there are some."""
+        if ready is not None:
+            done, chosen = ready
+            tokens = chosen.tokens()
+            self.runner.begin([r.slot for r in done], tokens)
+            self._take(done, tokens)
 
     def _launch(self, going: Sequence[_Running]) -> None:
         """Start a decode step: every request's newest token goes in, its next will come out."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dakrun.device_memory import upload
 from dakrun.engine.buckets import Bucket, buckets, fill_order, fitting
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
@@ -61,6 +62,7 @@ class GraphRunner:
 
         `operands` are those of steps. A pass of `prompts` may use the memory that they go through.
         """
+        self.chunk_tokens = prompts.chunk_tokens
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
         self._gaps_s: list[float] = []  # between replays, on the GPU
@@ -216,5 +218,4 @@ class GraphRunner:
 
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:
         """int32 on the GPU, without waiting for it."""
-        pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=True)
-        return pinned.to(self.decoder.like.device, non_blocking=True)
+        return upload(torch.tensor(numbers, dtype=torch.int32), self.decoder.like.device)

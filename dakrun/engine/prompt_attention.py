@@ -10,6 +10,8 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from dakrun.device_memory import upload
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -22,7 +24,7 @@ class Lengths:
     def of(cls, each: Sequence[int], device: torch.device) -> "Lengths":
         """Lengths, the ends of which go to `device`."""
         ends = torch.tensor([0, *accumulate(each)], dtype=torch.int32)
-        return cls(tuple(each), ends.to(device))
+        return cls(tuple(each), upload(ends, device))
 
 
 def causal_attention(

@@ -9,6 +9,7 @@ from itertools import groupby
 
 import torch
 
+from dakrun.device_memory import upload
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_attention import Lengths, causal_attention
 from dakrun.engine.prompt_slots import PromptSlots
@@ -33,7 +34,8 @@ class _Run:
 class PromptPass:
     """Runs prompts of a decoder whose slots are in `cache`; `operands` are those of such passes.
 
-    `room` is memory of the device, uint8, that keys and values of remote slots pass through.
+    A pass has at most `chunk_tokens`. `room` is memory of the device, uint8, that keys and values
+    of remote slots go through.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class PromptPass:
         operands: Operands,
         cache: PackedKVCache,
         room: torch.Tensor,
+        chunk_tokens: int,
     ) -> None:
+        self.chunk_tokens = chunk_tokens
         self._decoder, self._operands, self._cache = decoder, operands, cache
         self._slots = PromptSlots(cache, room)
 
@@ -50,9 +54,9 @@ class PromptPass:
         """Logits [S, V] after each segment; `tokens` are those of all, one after the other."""
         decoder, device = self._decoder, self._decoder.like.device
         spans = [torch.arange(s.start, s.start + s.length) for s in segments]
-        positions = torch.cat(spans).to(device, torch.int32)
-        ids = torch.tensor(tokens, dtype=torch.int32).to(device)
-        ends = torch.tensor([s.length for s in segments]).cumsum(0).sub(1).to(device)
+        positions = upload(torch.cat(spans).int(), device)
+        ids = upload(torch.tensor(tokens, dtype=torch.int32), device)
+        ends = upload(torch.tensor([s.length for s in segments]).cumsum(0) - 1, device)
         runs = list(_runs(segments, device))
         a = Activations.empty(decoder.config, len(ids), decoder.like)
         self._slots.begin(segments)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dakrun.device_memory import upload
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.kernels.copy_engine import CopyStream
 from dakrun.kernels.kv_blocks import BLOCK
@@ -18,12 +19,10 @@ from dakrun.units import ceil_div
 
 @dataclass(frozen=True)
 class _Copy:
-    """Blocks of a slot, bytes `start` to `end` of each of its heads, from [heads, bytes] of HBM."""
+    """Blocks of a slot: [heads, bytes] of HBM, and where they go, [layers, heads, bytes]."""
 
-    slot: int
-    start: int
-    end: int
     packed: torch.Tensor
+    to: torch.Tensor
 
 
 class PromptSlots:
@@ -58,17 +57,13 @@ class PromptSlots:
             if staged:
                 packed = self._room[used : used + size]
                 places.append(self._rows(range(end - split), packed, 0, count * shape.block_bytes))
+                packed = packed.view(shape.kv_heads, -1)
+                heads = self._cache.slot(s.slot).unflatten(1, (shape.kv_heads, -1))
                 start = first * shape.block_bytes
-                self._copies.append(
-                    _Copy(
-                        s.slot,
-                        start,
-                        start + size // shape.kv_heads,
-                        packed.view(shape.kv_heads, -1),
-                    )
-                )
+                to = heads[:, :, start : start + packed.shape[1]]
+                self._copies.append(_Copy(packed, to))
                 used += size
-        self._places = torch.cat(places).to(self._room.device)
+        self._places = upload(torch.cat(places), self._room.device)
 
     def store(
         self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, rotations: torch.Tensor | None
@@ -80,9 +75,7 @@ class PromptSlots:
         store_kv(qkv, positions, self._places, layer, kv_heads=heads, rotations=rotations)
         if self._copies:
             self._stream.follow()
-        for copy in self._copies:
-            slot = self._cache.slot(copy.slot)[layer].view(heads, -1)
-            self._stream.copy(slot[:, copy.start : copy.end], copy.packed)
+            self._stream.copy(*((copy.to[layer], copy.packed) for copy in self._copies))
 
     def end(self) -> None:
         """Let what is launched next wait until all is stored."""

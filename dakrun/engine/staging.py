@@ -151,7 +151,7 @@ class StagedOperands:
         to, of = self._staged[number].parts[1:], self._sources[number].parts[1:]
         for stream, here, there in zip(self._streams, to, of, strict=True):
             if there.data.nbytes:
-                stream.copy(here.data, there.data)
+                stream.copy((here.data, there.data))
 
 
 def staged_bytes(matrix: PackedTensor) -> int:

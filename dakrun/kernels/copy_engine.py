@@ -26,10 +26,11 @@ class CopyStream:
         """What passes when the copies that are started have ended; None where they have."""
         return None if self._stream is None else self._stream.record_event()
 
-    def copy(self, to: torch.Tensor, of: torch.Tensor) -> None:
-        """Start copying as `copy` does."""
+    def copy(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Start copying as `copy` does, pair by pair."""
         with torch.cuda.stream(self._stream):
-            copy(to, of)
+            for to, of in pairs:
+                copy(to, of)
 
 
 def copy(to: torch.Tensor, of: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.octets import first_row, octet_count
 
 KV_BLOCK = 64
-PREFILL_CHUNK_TOKENS = 2048  # of a pass, at least, where prompts have as many
+PREFILL_CHUNK_TOKENS = 2048  # of a pass, in plain torch
 
 
 @dataclass(frozen=True, kw_only=True)

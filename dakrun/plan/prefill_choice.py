@@ -6,10 +6,10 @@ Takes the placement as given, and the HBM that it leaves.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, activation_bytes
+from dakrun.plan.ops import activation_bytes
 from dakrun.plan.plan import Plan, PrefillPlan
 from dakrun.plan.policy import Transport
-from dakrun.plan.prefill import predict_prefill
+from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, predict_prefill
 
 STAGING_BUFFERS = 2  # for the largest remote part of a matrix
 NEAR = 0.02  # of the least time: what predictions are off by
@@ -18,12 +18,15 @@ NEAR = 0.02  # of the least time: what predictions are off by
 def with_prefill(plan: Plan) -> Plan:
     """`plan` with the prefill of the least predicted TTFT that HBM has room for.
 
-    Of those that are NEAR it the one that needs the least memory. Larger passes than
-    PREFILL_CHUNK_TOKENS are for remote matrices, which cross the link once for each. These are
-    staged, if there is room: direct reads hold SMs up for longer than their bytes take, on an H200
-    by a factor of two where 30% of OPT-6.7B are in host memory.
+    Of those that are NEAR it the one that needs the least memory. With the GPU's kernels a pass has
+    PREFILL_LAUNCH_ROWS tokens or, for remote matrices, which cross the link once for each, more.
+    These are staged, if there is room: direct reads hold SMs up for longer than their bytes take,
+    on an H200 by a factor of two where 30% of OPT-6.7B are in host memory. Where there is room for
+    no such pass, it is as in plain torch.
     """
-    fitting = [option for option in _options(plan) if _room(option) >= 0]
+    if plan.profile.device != "cuda" or plan.model.dtype == "float32":
+        return plan
+    fitting = [option for option in _options(plan) if _room(option) >= 0] or [plan]
     options = [option for option in fitting if option.prefill.transport == "staged"] or fitting
     times = [predict_prefill(option).predicted_s for option in options]
     near = [
@@ -50,22 +53,16 @@ def staging_bytes(plan: Plan) -> int:
 
 
 def _options(plan: Plan) -> Iterator[Plan]:
-    """The first one has the memory that `plan` has."""
-    transports: list[Transport] = ["direct", "staged"]
-    remote = any(op.op.category == "linear" and op.ratio > 0 for op in plan.ops)
-    kernels = plan.profile.device == "cuda" and plan.model.dtype != "float32"
-    if not (remote and kernels):
-        yield plan
-        return
-    if plan.policy.transport is not None:
-        transports = [plan.policy.transport]
-    tokens, most = PREFILL_CHUNK_TOKENS, plan.workload.batch_size * plan.workload.prompt_len
-    yield plan
-    while True:
+    work = plan.workload
+    transports: list[Transport] = [plan.policy.transport or "direct"]
+    tokens = most = PREFILL_LAUNCH_ROWS
+    if any(op.op.category == "linear" and op.ratio > 0 for op in plan.ops):
+        most = max(most, work.batch_size * work.prompt_len)
+        if plan.policy.transport is None:
+            transports.append("staged")
+    while tokens < 2 * most:
         for transport in transports:
             yield _with(plan, PrefillPlan(chunk_tokens=tokens, transport=transport))
-        if tokens >= most:
-            return
         tokens *= 2
 
 
