@@ -70,7 +70,7 @@ def test_table() -> None:
     for text in ("hbm memory", "host memory", "TTFT", "TPOT", "tokens/s", "EB total"):
         assert text in result.stdout
     titles = [line[:15].strip() for line in lines]
-    for title in ("offload ratio", "phase", "KV per step", "uniform bound", "advice"):
+    for title in ("offload ratio", "phase", "KV per step", "prefill", "uniform bound", "advice"):
         assert title in titles
     assert "gh200" in result.stdout and "spec-sheet, 2026-11-21" in result.stdout
 

@@ -181,13 +181,14 @@ def test_plain_torch_keeps_to_small_passes(profile: str) -> None:
     assert plan.prefill == PrefillPlan()
 
 
-def test_slots_are_read_from_their_tiers() -> None:
+def test_prompts_of_one_pass_do_not_wait_for_their_slots() -> None:
+    """What they leave there goes over the link while the next op is computed."""
     times = {}
-    for ratio in (0.0, 0.5, 1.0):
+    for ratio in (0.0, 1.0):
         policy = Policy(offload_ratio=0.0, kv_offload_ratio=ratio)
         plan = a_plan(batch=4, prompt=1000, profile="h200-pcie5", policy=policy)
         times[ratio] = predict_prefill(plan).bound_s
-    assert times[0.0] <= times[0.5] <= times[1.0]
+    assert times[1.0] == pytest.approx(times[0.0])
 
 
 def test_keys_and_values_cross_the_link_beside_compute() -> None:

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dakrun.config import DTYPE_BYTES
 from dakrun.hardware import LOCAL
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import Plan
@@ -55,9 +56,9 @@ def predict_prefill(plan: Plan) -> Prefill:
     are computed. The lm_head runs on the last token of the prompts that end in the pass. Attention
     is a launch for each prompt: its L tokens from position s on do 4 Hq D (L s + L (L + 1) / 2)
     FLOPs, causally, at P(L), and read s positions of keys and values from the slot's tier, where
-    the copy engine brings those of its L tokens. `predicted_s` divides each op's time by its
-    efficiency and adds the cost of the launch. Activations, writes to HBM and sampling are left
-    out.
+    the copy engine brings those of its L tokens. Norms, attention and the cache besides read and
+    write each token in HBM. `predicted_s` divides each op's time by its efficiency and adds the
+    cost of the launch. Sampling is left out.
     """
     flops = bound_s = predicted_s = 0.0
     chunks = 0
@@ -130,6 +131,7 @@ class _Pass:
     def add(self, work: _Work) -> None:
         """All ops of a pass."""
         rows, ends, spans = work
+        self._others(rows)
         for op in self._plan.ops:
             if op.op.category == "attention":
                 for (tier, start, length), count in spans:
@@ -167,6 +169,19 @@ class _Pass:
         if tier:
             out = position * length / self._links.staged[name]
             self._copies_s[f"to {name}"] += count * out
+
+    def _others(self, rows: int) -> None:
+        """Rows that no product or sum hides: two norms, what attention takes and gives, the cache.
+
+        A norm reads and writes them; keys and values are stored, and what attention gives is kept
+        where the next product reads it.
+        """
+        model, profile = self._plan.model, self._plan.profile
+        width = 4 * model.hidden_size + 4 * model.q_size + 6 * model.kv_size
+        size = DTYPE_BYTES[model.dtype] * rows * width * model.num_layers
+        seconds = size / self._links.direct[LOCAL]
+        self._bound_s += seconds
+        self._predicted_s += seconds / profile.linear.at(rows)[1]
 
     def _launch(self, one: Op, bound: float, count: int) -> None:
         seconds, efficiency = op_cost(one, self._plan.profile)
