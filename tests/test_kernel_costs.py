@@ -232,12 +232,17 @@ class Staging:
     """A StagedOperands that makes note of what is fetched."""
 
     def __init__(
-        self, matrices: dict[str, PackedTensor], staged: list[str], *, buffers: int
+        self, matrices: dict[str, PackedTensor], staged: list[str], ring: torch.Tensor
     ) -> None:
-        assert list(matrices) == staged and buffers >= 2
-        self.matrices, self.fetched = matrices, list[str]()
+        sizes = [sum(part.data.nbytes for part in w.parts[1:]) for w in matrices.values()]
+        assert list(matrices) == staged and ring.numel() >= 2 * max(sizes)
+        self.matrices, self.fetched, self.filled = matrices, list[str](), False
+
+    def fill(self) -> None:
+        self.filled = True
 
     def begin(self) -> None:
+        assert self.filled
         self.fetched.clear()
 
     def end(self) -> None:

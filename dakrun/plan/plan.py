@@ -7,7 +7,7 @@ from typing import Literal
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile
-from dakrun.plan.ops import Op, weight_bytes
+from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, weight_bytes
 from dakrun.plan.policy import Policy, Transport
 from dakrun.plan.roofline import Regime
 
@@ -47,6 +47,18 @@ class OpPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefillPlan:
+    """How prompts are prefilled: in passes of `chunk_tokens` tokens, the last maybe shorter.
+
+    Each reads the remote parts of matrices where they lie (direct), once for PREFILL_LAUNCH_ROWS
+    tokens, or once in all, after the copy engine has brought them (staged).
+    """
+
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS
+    transport: Transport = "direct"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The decision for one run. `tiers[0]` is the local tier; budgets are bytes per tier.
 
@@ -54,7 +66,7 @@ class Plan:
     the share of weight and KV bytes that capacity forces out of the local tier; `phase` is how far
     the greedy went: 1 up to the ops' a, 2 up to their b, 3 beyond. `sampling_s` is what a step's
     next tokens are predicted to take. `forgone` is a plan with a remote share that would be too
-    little faster.
+    little faster. All but `prefill` is of decode steps.
     """
 
     model: ModelConfig
@@ -68,6 +80,7 @@ class Plan:
     phase: Literal[1, 2, 3]
     ops: tuple[OpPlan, ...]
     sampling_s: float = 0.0
+    prefill: PrefillPlan = PrefillPlan()
     forgone: "Plan | None" = None
 
     def op(self, name: str) -> OpPlan:

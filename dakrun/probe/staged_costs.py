@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.engine.staging import StagedOperands
+from dakrun.engine.staging import StagedOperands, staged_bytes
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
@@ -53,7 +53,11 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
         }
 
     resident = matrices([data[-STAGED_OCTETS * octet :] for data in whole])
-    staged = StagedOperands(matrices(there), list(resident), buffers=BUFFERS)
+    far = matrices(there)
+    sizes = [staged_bytes(weight) for weight in far.values()]
+    ring = torch.empty(BUFFERS * max(sizes), dtype=torch.uint8, device=memory.device)
+    staged = StagedOperands(far, list(far), ring)
+    staged.fill()
 
     def ahead() -> None:
         staged.begin()
