@@ -165,3 +165,12 @@ def test_rounding_stays_within_a_unit_of_each_op(ops: list[Op], data: st.DataObj
         placed += sum(remote_bytes(op, n) for n in layers)
         unit = max(unit, max(op.unit_bytes(n, n + 1) for n in range(op.units)))
     assert abs(placed - wanted) <= unit
+
+
+def test_bytes_beyond_the_threshold_may_come_faster() -> None:
+    """As the copy engine brings those of products, and not those of caches."""
+    cache = Curve(10, 10, 4.0, 4.0, 1.0)
+    weight = Curve(10, 10, 4.0, 4.0, 1.0, beyond=1.25)
+    assert weight.b == cache.b == pytest.approx(0.4)
+    assert weight.time(0.9) == pytest.approx(4.0 + 10 * 0.5 / 1.25)
+    assert greedy_shares([cache, weight], 12) == pytest.approx([0.4, 0.8])

@@ -12,7 +12,7 @@ from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.known_models import known_model
-from dakrun.plan.batch_size import candidates, choose_batch_size
+from dakrun.plan.batch_size import MAX_BATCH_SIZE, candidates, choose_batch_size
 from dakrun.plan.ops import decode_ops
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.present import plan_dict
@@ -169,6 +169,7 @@ def test_batch_size() -> None:
             continue
         speed[n] = n / plan.predicted_s
     assert 1 < len(speed) < 10
+    assert candidates(MAX_BATCH_SIZE)[-2:] == [512, 1024], "few enough to plan each of them"
     best = max(speed, key=lambda n: speed[n])
     assert choose_batch_size(model, workload, GH200, policy).batch_size == best
     assert choose_batch_size(model, workload, GH200, policy, limit=1).batch_size == 1
@@ -181,3 +182,10 @@ def test_batch_size() -> None:
         choose_batch_size(model, workload, GH200, policy, max_tpot=1e-6)
     with pytest.raises(CannotRun, match="the budgets are"):
         choose_batch_size(model, workload, GH200, replace(policy, host_budget=0, hbm_budget=GIB))
+
+
+def test_the_largest_batch_where_there_is_room() -> None:
+    model, h200 = known("opt-6.7b"), load_profile("h200-pcie5")
+    assert choose_batch_size(model, work(1), h200, Policy()).batch_size == MAX_BATCH_SIZE == 1024
+    tpot = make_plan(model, work(512), h200, Policy()).predicted_s
+    assert choose_batch_size(model, work(1), h200, Policy(), max_tpot=tpot).batch_size == 512
