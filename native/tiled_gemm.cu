@@ -3,10 +3,10 @@
 // W is packed as SplitK_GEMM reads it (dakrun/kernels/packing.py). A CTA serves one tier and
 // computes tiles, one after the other: two warpgroups multiply 64 rows of W and kXRows of X each,
 // beside each other along W or along X. A warp keeps copies of W in flight into a ring of stages,
-// another those of X. CTAs of a cluster share W or X, which each of them then brings a part of, or
-// sum segments of K, of which there are as many as shapes and the GPU make it. In a segment sums go
-// in one order, and then those of segments, so that no bit of Y depends on tiers, tiles or the
-// number of CTAs.
+// another those of X. CTAs of a cluster share W or X, which each of them then brings a part of.
+// Tiles are of segments of K, of which there are as many as shapes and the GPU make it. In a
+// segment sums go in one order, and then those of segments, so that no bit of Y depends on tiers,
+// tiles or the number of CTAs.
 
 #include "gemm_multiply.cuh"
 #include "tiled_sums.cuh"
@@ -20,7 +20,7 @@ struct Ring {
   Barriers empty_barrier;  // [stages]: all warps that multiply are done with it, in all sharers
   uint32_t first;
   int stages, w_bytes, stage_bytes;
-  int sharers, first_sharer;
+  int sharers;
 
   __device__ __forceinline__ Ring(const TierTiles& tier, const Place& place, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
@@ -29,16 +29,16 @@ struct Ring {
         stages(tier.stages),
         w_bytes(tier.row_groups * kTileOctets * kAtomBytes),
         stage_bytes(w_bytes + kWarpgroups / tier.row_groups * kXAtomBytes),
-        sharers(place.sharers),
-        first_sharer(place.first_sharer) {}
+        sharers(place.sharers) {}
 
+  // By a whole warp, a lane for each stage.
   __device__ __forceinline__ void initialize() const {
-#pragma unroll
-    for (int i = 0; i < kMaxStages; i++) {
+    const int i = threadIdx.x % 32;
+    if (i < stages) {
       ptx::mbarrier_init(full_barrier[i], 2);
       ptx::mbarrier_init(empty_barrier[i], kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
+      ptx::fence_mbarrier_init();
     }
-    ptx::fence_mbarrier_init();
   }
   __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
@@ -49,7 +49,7 @@ struct Ring {
     if (sharers == 1) {
       if (arrives_for_warp()) ptx::mbarrier_arrive(empty);
     } else if (threadIdx.x % 32 < sharers) {
-      ptx::mbarrier_arrive_cluster(empty, first_sharer + threadIdx.x % 32);
+      ptx::mbarrier_arrive_cluster(empty, threadIdx.x % 32);
     }
   }
 };
@@ -58,15 +58,6 @@ struct Ring {
 __device__ __forceinline__ void cluster_meet() {
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
-}
-
-// At the end of a tile, where segments are added: by warps that do not take part, as often as by
-// those that do, which use the stages meanwhile.
-__device__ __forceinline__ void pass_segments(const TiledGemmArgs& args) {
-  if (args.k_ctas == 1) return;
-  __syncwarp();
-  for (int i = 0; i < 3; i++)
-    cluster_meet();
 }
 
 // By a whole warp: lane i copies octet i of a tile, and those that lie behind it in its group.
@@ -100,7 +91,6 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
       }
       fill.advance(ring.stages);
     }
-    pass_segments(args);
   }
 }
 
@@ -111,26 +101,24 @@ __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ri
   const bool shares = args.w_ctas > 1, copies = ptx::elect_one();
   const int part = shares ? kXRows / args.w_ctas * place.sharer : 0;
   RingPosition fill;
+  if (!copies) return;
   for (Tiles tile(args, place); !tile.done; tile.next()) {
-    if (copies) {
 #pragma unroll 1
-      for (int k = tile.k; k < tile.k_end; k++) {
-        wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
-        const uint32_t barrier = ring.full_barrier[fill.stage];
-        ptx::mbarrier_arrive_expect_tx(barrier, boxes * kXAtomBytes);
-        uint32_t to = ring.x(fill.stage) + part * kAtomK * 2;
+    for (int k = tile.k; k < tile.k_end; k++) {
+      wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+      const uint32_t barrier = ring.full_barrier[fill.stage];
+      ptx::mbarrier_arrive_expect_tx(barrier, boxes * kXAtomBytes);
+      uint32_t to = ring.x(fill.stage) + part * kAtomK * 2;
 #pragma unroll 1
-        for (int i = 0, n = tile.n + part; i < boxes; i++, n += kXRows, to += kXAtomBytes) {
-          if (shares) {
-            ptx::tensor_load_multicast(to, &args.x, k * kAtomK, n, 0, barrier, place.mask());
-          } else {
-            ptx::tensor_load(to, &args.x, k * kAtomK, n, 0, barrier);
-          }
+      for (int i = 0, n = tile.n + part; i < boxes; i++, n += kXRows, to += kXAtomBytes) {
+        if (shares) {
+          ptx::tensor_load_multicast(to, &args.x, k * kAtomK, n, 0, barrier, place.mask());
+        } else {
+          ptx::tensor_load(to, &args.x, k * kAtomK, n, 0, barrier);
         }
-        fill.advance(ring.stages);
       }
+      fill.advance(ring.stages);
     }
-    pass_segments(args);
   }
 }
 
@@ -154,7 +142,6 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
   for (Tiles tile(args, place); !tile.done; tile.next()) {
     if (first_octet >= tile.octets || tile.n + first_row >= args.n) {
       pass_stages(tile.k_end - tile.k, ring, stage);
-      pass_segments(args);
       continue;
     }
     const TileOutputs outputs(args, staging, tile.octet + first_octet, tile.octets - first_octet,
@@ -183,19 +170,19 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 #endif
     if (tile.leaves) {
       leave_sums(args, sums);
-    } else if (args.k_ctas == 1) {
+    } else if (args.segments == 1) {
       outputs.put(sums);
     } else {
-      const Segments segments(args, place, ring.first);
-      __syncwarp();
-      cluster_meet();  // nobody reads stages any more
-      segments.give(sums);
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-      segments.put(outputs);
-      ptx::fence_proxy_async();  // before copies into stages
-      cluster_meet();
+      Segments(args, outputs, tile).give(sums);
     }
+  }
+  if (args.segments == 1) return;
+  // Nobody waits before all that it multiplies, so that what it waits for comes.
+  for (Tiles tile(args, place); !tile.done; tile.next()) {
+    if (first_octet >= tile.octets || tile.n + first_row >= args.n) continue;
+    const TileOutputs outputs(args, staging, tile.octet + first_octet, tile.octets - first_octet,
+                              tile.n + first_row);
+    Segments(args, outputs, tile).put();
   }
 }
 
@@ -206,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const Place place(args);
   const Ring ring(args.tiers[place.tier], place, barriers);
-  if (threadIdx.x == kConsumers) {
-    ptx::prefetch_tensor_map(&args.x);
+  if (warp == kConsumers / 32) {
+    if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
     ring.initialize();
   }
   __syncthreads();
@@ -232,9 +219,6 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
       load_w(args, ring, place);
     } else if (warp == kConsumers / 32 + 1) {
       load_x(args, ring, place);
-    } else {
-      for (Tiles tile(args, place); !tile.done; tile.next())
-        pass_segments(args);
     }
   }
   if (!waits_first) ptx::wait_for_dependencies();

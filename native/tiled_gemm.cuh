@@ -8,7 +8,7 @@ static_assert(X_TILES % 8 == 0 && X_TILES <= 32, "rows of X by 64, at most 256 a
 constexpr int kTiledThreads = kConsumers + kWarpgroup;  // of these two warps copy
 // A thread that multiplies takes registers from those that do not.
 constexpr int kCopyRegisters = 40, kConsumerRegisters = 232;
-constexpr int kMaxStages = 8;
+constexpr int kMaxStages = 16;
 constexpr int kPassRows = 64;  // of X, whose outputs a warpgroup stages at a time
 constexpr int kStagingBytes = kPassRows * kTileOctets * kOctetRows * 2;  // of a warpgroup
 
@@ -38,15 +38,19 @@ struct TiledGemmArgs {
   int activation;
   int order;
   // A cluster's CTAs: beside each other along W, which each bring a part of the same X, or along
-  // X, which bring the same W in turns, of which w_ctas or x_ctas is 1; and so many along K.
-  int w_ctas, x_ctas, k_ctas;
-  int segment;                     // atoms that each of k_ctas sums
+  // X, which bring the same W in turns, of which w_ctas or x_ctas is 1.
+  int w_ctas, x_ctas;
+  int segments, segment;           // of K, that are summed each for itself, and the atoms of one
   int width;                       // of y: M, or with kSiluMul M / 2
   const Element* bias;             // [M], or null
   const Element* residual;         // [N, M], or null; not with kSiluMul
   Element* y;                      // [N, width]
-  float4* carried;                 // [CTAs][X_TILES][kConsumers]: sums that another goes on with
-  int* flags;                      // [CTAs][warps]: they are there; zero between launches
+  // Sums that another CTA goes on with, [CTAs][X_TILES][kConsumers], and whether they are there,
+  // [CTAs][warps]. Of several segments: all sums, [segments][octets][pairs of 8 rows of X][32], and
+  // how many warpgroups have left them or added them up, [octets][ceil(N / kXRows)]. Zero between
+  // launches.
+  float4* carried;
+  int* flags;
   TierTiles tiers[kMaxTiers + 1];  // one more, for the end
   PackedMatrix weight;             // [M, K]
 };
@@ -58,31 +62,25 @@ __device__ __forceinline__ int tier_of_cta(const TiledGemmArgs& args) {
   return tier;
 }
 
-// Where a CTA is: its tier, its cluster among the tier's, and its place in there. Those that share
-// W or X follow each other, and those along K are `sharers` apart.
+// Where a CTA is: its tier, its cluster among the tier's, and its place in there.
 struct Place {
   int tier, cluster;
   int sharers, sharer;  // CTAs that share W or X, and which one of them this is
-  int segment;          // of K
-  int first_sharer;     // its rank in the cluster
 
   __device__ __forceinline__ explicit Place(const TiledGemmArgs& args)
       : tier(tier_of_cta(args)), sharers(args.w_ctas * args.x_ctas) {
-    const int size = sharers * args.k_ctas, cta = blockIdx.x;
-    cluster = (cta - args.tiers[tier].first_cta) / size;
-    const int rank = cta - args.tiers[tier].first_cta - cluster * size;
-    segment = rank / sharers;
-    first_sharer = segment * sharers;
-    sharer = rank - first_sharer;
+    const int cta = blockIdx.x - args.tiers[tier].first_cta;
+    cluster = cta / sharers;
+    sharer = cta - cluster * sharers;
   }
   __device__ __forceinline__ uint16_t mask() const {
-    return static_cast<uint16_t>(((1u << sharers) - 1) << first_sharer);
+    return static_cast<uint16_t>((1u << sharers) - 1);
   }
 };
 
 // The tiles of a CTA, one after the other: cluster c has the tiles c, c + clusters, ... of its
-// tier. They are numbered along X, in blocks of some, then along W: so those that CTAs compute at a
-// time read few rows of W and of X, which L2 then has for all of them.
+// tier. They are numbered along K, then along X, in blocks of some, then along W: so those that
+// CTAs compute at a time read few rows of W and of X, which L2 then has for all of them.
 //
 // Where that would leave CTAs without work in the end, they share the tiles that are left: one or
 // more for each cluster, but less than two. All their atoms in a row are dealt out evenly, so that
@@ -91,11 +89,12 @@ struct Place {
 // else, and need not wait. So sums are those of all atoms in order, as of any other tile.
 struct Tiles {
   const TiledGemmArgs& args;
-  int tier, cluster, w, x, segment;
+  int tier, cluster, w, x;
   int turn = 0;
   bool done;
   int octet, octets;  // of W, counted from the matrix's first; there may be none
   int n;              // the first row of X
+  int segment;        // of K
   int k, k_end;       // atoms
   bool carried;       // the sums of those before k have been left
   bool leaves;        // the sums are to be left
@@ -105,8 +104,7 @@ struct Tiles {
         tier(place.tier),
         cluster(place.cluster),
         w(args.w_ctas > 1 ? place.sharer : 0),
-        x(args.w_ctas > 1 ? 0 : place.sharer),
-        segment(place.segment) {
+        x(args.w_ctas > 1 ? 0 : place.sharer) {
     locate();
   }
   __device__ __forceinline__ void next() {
@@ -119,13 +117,17 @@ struct Tiles {
     tier = ptx::anew(tier);  // else all below would stay in registers
     const TierTiles& of = args.tiers[tier];
     int number = cluster + turn * of.clusters;
-    k = segment * args.segment;
-    k_end = min(k + args.segment, args.weight.atoms);
-    k = min(k, k_end);
+    k = 0, k_end = args.weight.atoms;
     carried = leaves = false;
     if (turn >= of.rounds) number = share(of);
-    done = number >= of.w_tiles * of.x_tiles;
+    done = number >= of.w_tiles * of.x_tiles * args.segments;
     if (done) return;
+    segment = 0;
+    if (args.segments > 1) {
+      segment = number % args.segments, number /= args.segments;
+      k = min(segment * args.segment, k_end);
+      k_end = min(k + args.segment, k_end);
+    }
     const int whole = of.w_tiles * of.block_tiles, block = number / whole;
     const int in_block = number - block * whole, before = block * of.block_tiles;
     const int width = min(of.block_tiles, of.x_tiles - before), row = in_block / width;
@@ -135,10 +137,10 @@ struct Tiles {
     n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
   }
 
-  // The number of a tile, or one behind all.
+  // The number of a tile, or one behind all. Of several segments none are left.
   __device__ __forceinline__ int share(const TierTiles& of) {
     const int atoms = args.weight.atoms, before = of.rounds * of.clusters;
-    const int tiles = of.w_tiles * of.x_tiles, all = (tiles - before) * atoms;
+    const int tiles = of.w_tiles * of.x_tiles * args.segments, all = (tiles - before) * atoms;
     if (all <= 0) return tiles;
     const int begin = all * cluster / of.clusters, end = all * (cluster + 1) / of.clusters;
     const int first = begin / atoms, begins = begin - first * atoms;

@@ -15,6 +15,7 @@ from dakrun.kernels.heuristics import ATOM_BYTES, TierAccess
 from dakrun.kernels.packing import ATOM_COLS
 from dakrun.kernels.tiled_shapes import (
     H200,
+    MAX_CLUSTER,
     MAX_ROWS,
     WARPGROUPS,
     Launch,
@@ -26,8 +27,7 @@ from dakrun.kernels.tiled_shapes import (
 from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
-MAX_CLUSTER = 8  # CTAs
-SEGMENTS = (1, 2)  # of sums: clusters of 4 do not fill an H200, and took twice as long
+SEGMENTS = (1, 2, 3, 4, 6, 8)  # of sums
 # Cycles of an SM. Of a stage: for 8 rows of X a warpgroup, what it takes to issue it, at least, and
 # until it has landed; the bytes that HBM and L2 give each of all SMs in a cycle, and that an SM
 # takes; and what taking them adds though it is beside products.
@@ -65,7 +65,7 @@ def tiled_config(
     if not 1 <= n <= MAX_ROWS:
         raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
     atoms = ceil_div(cols, ATOM_COLS)
-    segments = _best(n, sum(octets), sms, atoms, shapes(limits), limits).k_ctas
+    segments = _segments(n, sum(octets), sms, atoms, limits)
     launches = []
     nobody = tuple(TierTiles(0) for _ in octets)
     left = sms
@@ -75,7 +75,7 @@ def tiled_config(
             _remote_clusters(count, sum(octets), access, shape, sms) if count else 0
             for count, access in zip(octets[1:], tiers[1:], strict=True)
         ]
-        remote = _at_most(remote, (sms - bool(octets[0]) * segments) // shape.ctas)
+        remote = _at_most(remote, limits.most_clusters(sms - bool(octets[0]), shape.ctas))
         chosen = [
             _tier(n, count, shape, clusters, access, shape.stages(limits), even=True)
             for count, clusters, access in zip(octets[1:], remote, tiers[1:], strict=True)
@@ -83,7 +83,7 @@ def tiled_config(
         launches.append(Launch(shape, shape.stages(limits), (nobody[0], *chosen)))
         left -= shape.ctas * sum(remote)
     if octets[0]:
-        options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
+        options = (shape for shape in shapes(limits) if shape.segments == segments)
         shape = _best(n, octets[0], left, atoms, options, limits)
         tier = local_tier(n, octets[0], shape, left, atoms, limits, window=tiers[0])
         launches.append(Launch(shape, shape.stages(limits), (tier, *nobody[1:])))
@@ -92,11 +92,10 @@ def tiled_config(
 
 def shapes(limits: Limits) -> Iterator[Shape]:
     """All that local tiers are computed in."""
-    sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
-    for x_tiles, row_groups, (w_ctas, k_ctas) in itertools.product(
-        limits.x_tiles, range(1, WARPGROUPS + 1), sharing
+    for x_tiles, row_groups, w_ctas, segments in itertools.product(
+        limits.x_tiles, range(1, WARPGROUPS + 1), (1, 2), SEGMENTS
     ):
-        shape = Shape(x_tiles, row_groups, w_ctas, 1, k_ctas)
+        shape = Shape(x_tiles, row_groups, w_ctas, 1, segments)
         if shape.fits(limits):
             yield shape
 
@@ -113,13 +112,23 @@ def local_tier(
     window: TierAccess | None = None,
 ) -> TierTiles:
     """A tier that is computed on `sms`; with `even` as given, or where that is faster."""
-    clusters = _clusters(sms, shape.ctas)
+    clusters = limits.most_clusters(sms, shape.ctas)
     if even is None:
         cycles = functools.partial(_cycles, n, octets, sms, atoms, shape, limits)
         even = cycles(even=True) < cycles(even=False)
     return _tier(
         n, octets, shape, clusters, window or TierAccess(), shape.stages(limits), even=even
     )
+
+
+def _segments(n: int, octets: int, sms: int, atoms: int, limits: Limits) -> int:
+    """Those of the fastest shape, where all tiles of several segments are computed at a time."""
+
+    def fits(shape: Shape) -> bool:
+        clusters = limits.most_clusters(sms, shape.ctas)
+        return shape.segments == 1 or _tiles(n, octets, shape.octets, shape) <= clusters
+
+    return _best(n, octets, sms, atoms, filter(fits, shapes(limits)), limits).segments
 
 
 def _best(
@@ -137,10 +146,10 @@ def _cycles(
     n: int, octets: int, sms: int, atoms: int, shape: Shape, limits: Limits, *, even: bool
 ) -> float:
     """What the busiest cluster takes: its tiles' products, or what it reads for them from L2."""
-    clusters = _clusters(sms, shape.ctas)
+    clusters = limits.most_clusters(sms, shape.ctas)
     tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
-    tiles = ceil_div(octets, tile_octets * shape.w_ctas) * ceil_div(n, shape.rows)
-    even = even and shares(tiles, clusters)
+    tiles = _tiles(n, octets, tile_octets, shape)
+    even = even and shape.segments == 1 and shares(tiles, clusters)
     busy = min(1.0, tiles / clusters)
     reads = ATOM_BYTES * (tile_octets + shape.across / shape.w_ctas) * busy / L2_BYTES
     takes = ATOM_BYTES * (tile_octets + shape.across) / SM_BYTES
@@ -148,15 +157,21 @@ def _cycles(
     stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles, reads, takes, lands)
     stage += SHARE_OF_READS * (reads + takes)
     per_tile = START_CYCLES + STORE_CYCLES * shape.x_tiles
-    if shape.k_ctas > 1:
+    if shape.segments > 1:
         per_tile += MEET_CYCLES + ADD_CYCLES * shape.x_tiles
     waves = ceil_div(tiles, clusters)
-    products = ceil_div(atoms, shape.k_ctas) * stage
+    products = ceil_div(atoms, shape.segments) * stage
     fetched = ATOM_BYTES * atoms * octets / (HBM_BYTES * sms)
     if even:
         cycles = max(tiles / clusters * products, fetched)
         return cycles + waves * per_tile + CARRY_CYCLES * shape.x_tiles
     return max(waves * products, fetched) + waves * per_tile
+
+
+def _tiles(n: int, octets: int, tile_octets: int, shape: Shape) -> int:
+    """Tiles of clusters, of all segments."""
+    across = ceil_div(n, shape.rows)
+    return ceil_div(octets, tile_octets * shape.w_ctas) * across * shape.segments
 
 
 def shares(tiles: int, clusters: int) -> bool:
@@ -166,29 +181,22 @@ def shares(tiles: int, clusters: int) -> bool:
 
 def even_tile(n: int, octets: int, clusters: int, shape: Shape) -> int:
     """The octets of a CTA's tile: as few as do not make more waves than the most would."""
-    across = ceil_div(n, shape.rows)
 
     def waves(tile_octets: int) -> int:
-        return ceil_div(ceil_div(octets, tile_octets * shape.w_ctas) * across, clusters)
+        return ceil_div(_tiles(n, octets, tile_octets, shape), clusters)
 
     sizes = range(1, shape.octets + 1)
     return sizes[bisect.bisect_left(sizes, -waves(shape.octets), key=lambda size: -waves(size))]
 
 
-def _clusters(sms: int, ctas: int) -> int:
-    """That run at a time: SMs go by groups of 16 or 18, which larger clusters do not fill."""
-    return sms // ctas if ctas <= 2 or sms < 16 else sms // 16 * 16 // ctas
-
-
 def _remote_shape(n: int, segments: int, limits: Limits, *, multicast: bool) -> Shape:
     """64 rows of W, and all of X, or as much as a cluster can have."""
-    options = [Shape(x_tiles, 1, k_ctas=segments) for x_tiles in limits.x_tiles]
+    options = [Shape(x_tiles, 1, segments=segments) for x_tiles in limits.x_tiles]
     options = [shape for shape in options if shape.fits(limits)]
     shape = next((shape for shape in options if shape.rows >= n), options[-1])
     if not multicast:
         return shape
-    most = MAX_CLUSTER // segments
-    return replace(shape, x_ctas=min(most, 1 << (ceil_div(n, shape.rows) - 1).bit_length()))
+    return replace(shape, x_ctas=min(MAX_CLUSTER, 1 << (ceil_div(n, shape.rows) - 1).bit_length()))
 
 
 def _remote_clusters(
@@ -197,8 +205,8 @@ def _remote_clusters(
     """As many as the tier's share of the products asks for, and the link, where they have room."""
     clusters = max(ceil_div(octets * sms, all_octets * shape.ctas), (access.sms or 0) // shape.ctas)
     if access.window_bytes is not None:
-        clusters = min(clusters, access.window_bytes // (ATOM_BYTES * shape.octets * shape.k_ctas))
-    return max(1, min(clusters, ceil_div(octets, shape.octets)))
+        clusters = min(clusters, access.window_bytes // (ATOM_BYTES * shape.octets))
+    return max(1, min(clusters, ceil_div(octets, shape.octets) * shape.segments))
 
 
 def _at_most(counts: list[int], most: int) -> list[int]:
@@ -222,13 +230,13 @@ def _tier(
     if not octets:
         return TierTiles(0)
     across = ceil_div(n, shape.rows)
-    tiles = ceil_div(octets, shape.octets * shape.w_ctas) * across
-    even = even and shape.k_ctas == 1 and shares(tiles, clusters)
+    tiles = _tiles(n, octets, shape.octets, shape)
+    even = even and shape.segments == 1 and shares(tiles, clusters)
     tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
-    clusters = min(clusters, ceil_div(octets, tile_octets * shape.w_ctas) * across)
+    clusters = min(clusters, _tiles(n, octets, tile_octets, shape))
     window = stages
     if access.window_bytes is not None:
-        rings = clusters * shape.w_ctas * shape.k_ctas
+        rings = clusters * shape.w_ctas
         window = access.window_bytes // (ATOM_BYTES * tile_octets * rings)
         window = max(1, min(stages, window))
     w_rows = OCTET_ROWS * tile_octets * shape.w_ctas
