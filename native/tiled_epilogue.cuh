@@ -28,8 +28,7 @@ struct Staging {
 struct TileOutputs {
   const TiledGemmArgs& args;
   const Staging& staging;
-  const int octet, octets;    // of W: the first one, and how many there are, or more
-  const int column, columns;  // of Y
+  const int column, columns;  // of Y: the first one, and how many there are
   const int n;                // the first row
   float bias[2];              // of rows g of octets 2w and 2w + 1
 
@@ -38,8 +37,6 @@ struct TileOutputs {
                                          int octet, int octets, int n)
       : args(args),
         staging(staging),
-        octet(octet),
-        octets(octets),
         column(octet * kOctetRows / gates()),
         columns(min(octets * kOctetRows, args.m - octet * kOctetRows) / gates()),
         n(n) {

@@ -3,10 +3,10 @@
 // W is packed as SplitK_GEMM reads it (dakrun/kernels/packing.py). A CTA serves one tier and
 // computes tiles, one after the other: two warpgroups multiply 64 rows of W and kXRows of X each,
 // beside each other along W or along X. A warp keeps copies of W in flight into a ring of stages,
-// another those of X. CTAs of a cluster share W or X, which each of them then brings a part of.
-// Tiles are of segments of K, of which there are as many as shapes and the GPU make it. In a
-// segment sums go in one order, and then those of segments, so that no bit of Y depends on tiers,
-// tiles or the number of CTAs.
+// another those of X. CTAs of a cluster share W or X, which each of them then brings a part of, or
+// sum segments of K, of which there are as many as shapes and the GPU make it. In a segment sums go
+// in one order, and then those of segments, so that no bit of Y depends on tiers, tiles or the
+// number of CTAs.
 
 #include "gemm_multiply.cuh"
 #include "tiled_sums.cuh"
@@ -20,7 +20,7 @@ struct Ring {
   Barriers empty_barrier;  // [stages]: all warps that multiply are done with it, in all sharers
   uint32_t first;
   int stages, w_bytes, stage_bytes;
-  int sharers;
+  int sharers, first_sharer;
 
   __device__ __forceinline__ Ring(const TierTiles& tier, const Place& place, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
@@ -28,17 +28,17 @@ struct Ring {
         first(in_register(ptx::smem_address(smem)) + kWarpgroups * kStagingBytes),
         stages(tier.stages),
         w_bytes(tier.row_groups * kTileOctets * kAtomBytes),
-        stage_bytes(w_bytes + kWarpgroups / tier.row_groups * kXAtomBytes),
-        sharers(place.sharers) {}
+        stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
+        sharers(place.sharers),
+        first_sharer(place.first_sharer) {}
 
-  // By a whole warp, a lane for each stage.
-  __device__ __forceinline__ void initialize() const {
-    const int i = threadIdx.x % 32;
-    if (i < stages) {
+  // By a thread of every warp: one alone would take a while.
+  __device__ __forceinline__ void initialize(int warp) const {
+    for (int i = warp; i < stages; i += kTiledThreads / 32) {
       ptx::mbarrier_init(full_barrier[i], 2);
       ptx::mbarrier_init(empty_barrier[i], kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
-      ptx::fence_mbarrier_init();
     }
+    ptx::fence_mbarrier_init();
   }
   __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
   __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
@@ -49,7 +49,7 @@ struct Ring {
     if (sharers == 1) {
       if (arrives_for_warp()) ptx::mbarrier_arrive(empty);
     } else if (threadIdx.x % 32 < sharers) {
-      ptx::mbarrier_arrive_cluster(empty, threadIdx.x % 32);
+      ptx::mbarrier_arrive_cluster(empty, first_sharer + threadIdx.x % 32);
     }
   }
 };
@@ -60,12 +60,31 @@ __device__ __forceinline__ void cluster_meet() {
   ptx::cluster_wait();
 }
 
+// Before anything is read that the kernels before wrote, or written.
+__device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
+  if (args.order == kAfterRemote) return;
+  ptx::wait_for_dependencies();
+  if (args.order == kBeforeLocal) ptx::launch_dependents();
+}
+
+// At the end of a tile, where segments are added: by warps that do not take part, as often as by
+// those that do, which use the stages meanwhile.
+__device__ __forceinline__ void pass_segments(const TiledGemmArgs& args, const Tiles& tile) {
+  if (args.k_ctas == 1) return;
+  __syncwarp();
+  for (int i = tile.last() ? 1 : 0; i < 3; i++)
+    cluster_meet();
+}
+
 // By a whole warp: lane i copies octet i of a tile, and those that lie behind it in its group.
 __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ring,
                                        const Place& place) {
-  const int lane = threadIdx.x % 32, window = args.tiers[place.tier].window;
-  const int last = args.weight.tiers[place.tier + 1].first_octet - 1;
+  const TierTiles& tier = args.tiers[place.tier];
+  const int lane = threadIdx.x % 32, last = args.weight.tiers[place.tier + 1].first_octet - 1;
+  const int window = tier.window < ring.stages ? tier.window : 1 << 30;
   const bool shares = args.x_ctas > 1;
+  const int turns = args.x_ctas - 1, turn = shares ? place.sharer : 0;
+  const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);
   RingPosition fill, landed;
   int issued = 0;
   for (Tiles tile(args, place); !tile.done; tile.next()) {
@@ -75,7 +94,7 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
     OctetAtoms atoms(octet, min(tile.k, args.weight.atoms - 1));
 #pragma unroll 1
     for (int k = tile.k; k < tile.k_end; k++, issued++, atoms.next()) {
-      if (window < ring.stages && issued >= window) {
+      if (issued >= window) {
         wait_barrier(ring.full_barrier[landed.stage], landed.parity);
         landed.advance(ring.stages);
       }
@@ -83,42 +102,51 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
       const uint32_t barrier = ring.full_barrier[fill.stage];
       if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, tile.octets * kAtomBytes);
       __syncwarp();
-      const uint32_t to = ring.w(fill.stage) + lane * kAtomBytes;
-      if (!shares) {
-        if (copies) ptx::bulk_load(to, atoms.from, bytes, barrier);
-      } else if (copies && (k & args.x_ctas - 1) == place.sharer) {
-        ptx::bulk_load_multicast(to, atoms.from, bytes, barrier, place.mask());
-      }
-      fill.advance(ring.stages);
-    }
-  }
-}
-
-// By a whole warp, of which one thread copies. What a box has beyond X is zero.
-__device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ring,
-                                       const Place& place) {
-  const int boxes = kWarpgroups / args.tiers[place.tier].row_groups;
-  const bool shares = args.w_ctas > 1, copies = ptx::elect_one();
-  const int part = shares ? kXRows / args.w_ctas * place.sharer : 0;
-  RingPosition fill;
-  if (!copies) return;
-  for (Tiles tile(args, place); !tile.done; tile.next()) {
-#pragma unroll 1
-    for (int k = tile.k; k < tile.k_end; k++) {
-      wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
-      const uint32_t barrier = ring.full_barrier[fill.stage];
-      ptx::mbarrier_arrive_expect_tx(barrier, boxes * kXAtomBytes);
-      uint32_t to = ring.x(fill.stage) + part * kAtomK * 2;
-#pragma unroll 1
-      for (int i = 0, n = tile.n + part; i < boxes; i++, n += kXRows, to += kXAtomBytes) {
+      if (copies && (k & turns) == turn) {
+        const uint32_t to = ring.w(fill.stage) + lane * kAtomBytes;
         if (shares) {
-          ptx::tensor_load_multicast(to, &args.x, k * kAtomK, n, 0, barrier, place.mask());
+          ptx::bulk_load_multicast(to, atoms.from, bytes, barrier, place.mask());
         } else {
-          ptx::tensor_load(to, &args.x, k * kAtomK, n, 0, barrier);
+          ptx::bulk_load_kept(to, atoms.from, bytes, barrier, policy);
         }
       }
       fill.advance(ring.stages);
     }
+    pass_segments(args, tile);
+  }
+}
+
+// By a whole warp, of which one thread copies. What a box has beyond X is zero, and slow to come.
+__device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ring,
+                                       const Place& place) {
+  const int most = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
+  const bool shares = args.w_ctas > 1, copies = ptx::elect_one();
+  const int part = shares ? args.box_rows * place.sharer : 0;
+  const int box_bytes = args.w_ctas * args.box_rows * kAtomK * 2;
+  RingPosition fill;
+  Tiles tile(args, place);
+  wait_for_input(args);
+  for (; !tile.done; tile.next()) {
+    const int boxes = max(0, min(most, (args.n - tile.n + kXRows - 1) / kXRows));
+    if (copies) {
+#pragma unroll 1
+      for (int k = tile.k; k < tile.k_end; k++) {
+        wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+        const uint32_t barrier = ring.full_barrier[fill.stage];
+        ptx::mbarrier_arrive_expect_tx(barrier, boxes * box_bytes);
+        uint32_t to = ring.x(fill.stage) + part * kAtomK * 2;
+#pragma unroll 1
+        for (int i = 0, n = tile.n + part; i < boxes; i++, n += kXRows, to += kXAtomBytes) {
+          if (shares) {
+            ptx::tensor_load_multicast(to, &args.x, k * kAtomK, n, 0, barrier, place.mask());
+          } else {
+            ptx::tensor_load(to, &args.x, k * kAtomK, n, 0, barrier);
+          }
+        }
+        fill.advance(ring.stages);
+      }
+    }
+    pass_segments(args, tile);
   }
 }
 
@@ -139,9 +167,12 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
   const uint32_t of_w = first_octet * kAtomBytes, of_x = first_row * kAtomK * 2;
   const Staging staging(ring.first - kWarpgroups * kStagingBytes, warpgroup);
   RingPosition stage;
-  for (Tiles tile(args, place); !tile.done; tile.next()) {
+  Tiles tile(args, place);
+  wait_for_input(args);
+  for (; !tile.done; tile.next()) {
     if (first_octet >= tile.octets || tile.n + first_row >= args.n) {
       pass_stages(tile.k_end - tile.k, ring, stage);
+      pass_segments(args, tile);
       continue;
     }
     const TileOutputs outputs(args, staging, tile.octet + first_octet, tile.octets - first_octet,
@@ -170,19 +201,20 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 #endif
     if (tile.leaves) {
       leave_sums(args, sums);
-    } else if (args.segments == 1) {
+    } else if (args.k_ctas == 1) {
       outputs.put(sums);
     } else {
-      Segments(args, outputs, tile).give(sums);
+      const Segments segments(args, place, ring.first);
+      __syncwarp();
+      cluster_meet();  // nobody reads stages any more
+      segments.give(sums);
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+      segments.put(outputs);
+      if (tile.last()) continue;
+      ptx::fence_proxy_async();  // before copies into stages
+      cluster_meet();
     }
-  }
-  if (args.segments == 1) return;
-  // Nobody waits before all that it multiplies, so that what it waits for comes.
-  for (Tiles tile(args, place); !tile.done; tile.next()) {
-    if (first_octet >= tile.octets || tile.n + first_row >= args.n) continue;
-    const TileOutputs outputs(args, staging, tile.octet + first_octet, tile.octets - first_octet,
-                              tile.n + first_row);
-    Segments(args, outputs, tile).put();
   }
 }
 
@@ -193,19 +225,10 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const Place place(args);
   const Ring ring(args.tiers[place.tier], place, barriers);
-  if (warp == kConsumers / 32) {
-    if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
-    ring.initialize();
-  }
+  if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
+  if (threadIdx.x % 32 == 0) ring.initialize(warp);
   __syncthreads();
   if (place.sharers > 1) cluster_meet();  // nobody may arrive at a barrier that is not initialised
-  // Every thread waits for the kernels before, also those that read nothing of theirs: that this
-  // kernel is complete then implies that those before it are, at any distance.
-  const bool waits_first = args.order != kAfterRemote && warp != kConsumers / 32;
-  if (waits_first) {
-    ptx::wait_for_dependencies();
-    if (args.order == kBeforeLocal) ptx::launch_dependents();
-  }
   if (warp < kConsumers / 32) {
 #if WGMMA
     ptx::take_registers<kConsumerRegisters>();
@@ -219,9 +242,15 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
       load_w(args, ring, place);
     } else if (warp == kConsumers / 32 + 1) {
       load_x(args, ring, place);
+    } else {
+      wait_for_input(args);
+      for (Tiles tile(args, place); !tile.done; tile.next())
+        pass_segments(args, tile);
     }
   }
-  if (!waits_first) ptx::wait_for_dependencies();
+  // Every thread waits for the kernels before, also those that read nothing of theirs: that this
+  // kernel is complete then implies that those before it are, at any distance.
+  ptx::wait_for_dependencies();
   if (place.sharers > 1) {
     __syncwarp();
     cluster_meet();  // arrivals go to other CTAs: all stay until all are done

@@ -3,19 +3,20 @@
 
 #include "gemm_common.cuh"
 
+static_assert(kWarpgroups == 2, "row_groups are 1 or 2");
 static_assert(X_TILES % 8 == 0 && X_TILES <= 32, "rows of X by 64, at most 256 a warpgroup");
 
 constexpr int kTiledThreads = kConsumers + kWarpgroup;  // of these two warps copy
 // A thread that multiplies takes registers from those that do not.
 constexpr int kCopyRegisters = 40, kConsumerRegisters = 232;
-constexpr int kMaxStages = 16;
+constexpr int kMaxStages = 13;
 constexpr int kPassRows = 64;  // of X, whose outputs a warpgroup stages at a time
 constexpr int kStagingBytes = kPassRows * kTileOctets * kOctetRows * 2;  // of a warpgroup
 
 // How a tier's octets are computed, by clusters of its own. A cluster's tile is that of its CTAs.
 struct TierTiles {
-  int first_cta;         // CTAs of this tier: to the next one's
-  int clusters;          // that they are
+  int first_cluster;     // clusters of this tier: to the next one's
+  int clusters;          // as many
   int row_groups;        // warpgroups along W: 2, or 1, and the other one has the next rows of X
   int tile_octets;       // of W in a CTA's tile, at most row_groups * kTileOctets
   int w_tiles, x_tiles;  // of clusters
@@ -33,54 +34,57 @@ enum Order : int {
 };
 
 struct TiledGemmArgs {
-  TensorMap x;  // [1][N][K], box of 1 x kXRows / w_ctas x 64, 128-byte swizzle
+  TensorMap x;  // [1][N][K], box of 1 x box_rows x 64, 128-byte swizzle
   int m, n;
+  int box_rows;  // w_ctas boxes have a warpgroup's rows of X, or as many of them as there are
   int activation;
   int order;
   // A cluster's CTAs: beside each other along W, which each bring a part of the same X, or along
-  // X, which bring the same W in turns, of which w_ctas or x_ctas is 1.
-  int w_ctas, x_ctas;
-  int segments, segment;           // of K, that are summed each for itself, and the atoms of one
+  // X, which bring the same W in turns, of which w_ctas or x_ctas is 1; and so many along K.
+  int w_ctas, x_ctas, k_ctas;
+  int segment;                     // atoms that each of k_ctas sums
   int width;                       // of y: M, or with kSiluMul M / 2
   const Element* bias;             // [M], or null
   const Element* residual;         // [N, M], or null; not with kSiluMul
   Element* y;                      // [N, width]
-  // Sums that another CTA goes on with, [CTAs][X_TILES][kConsumers], and whether they are there,
-  // [CTAs][warps]. Of several segments: all sums, [segments][octets][pairs of 8 rows of X][32], and
-  // how many warpgroups have left them or added them up, [octets][ceil(N / kXRows)]. Zero between
-  // launches.
-  float4* carried;
-  int* flags;
+  float4* carried;                 // [CTAs][X_TILES][kConsumers]: sums that another goes on with
+  int* flags;                      // [CTAs][warps]: they are there; zero between launches
   TierTiles tiers[kMaxTiers + 1];  // one more, for the end
   PackedMatrix weight;             // [M, K]
 };
 
-__device__ __forceinline__ int tier_of_cta(const TiledGemmArgs& args) {
+__device__ __forceinline__ int tier_of(const TiledGemmArgs& args, int cluster) {
   int tier = 0;
-  while (tier + 1 < args.weight.tier_count && blockIdx.x >= args.tiers[tier + 1].first_cta)
+  while (tier + 1 < args.weight.tier_count && cluster >= args.tiers[tier + 1].first_cluster)
     tier++;
   return tier;
 }
 
-// Where a CTA is: its tier, its cluster among the tier's, and its place in there.
+// Where a CTA is: its tier, its cluster among the tier's, and its place in there. Those that share
+// W or X follow each other, and those along K are `sharers` apart.
 struct Place {
   int tier, cluster;
   int sharers, sharer;  // CTAs that share W or X, and which one of them this is
+  int segment;          // of K
+  int first_sharer;     // its rank in the cluster
 
   __device__ __forceinline__ explicit Place(const TiledGemmArgs& args)
-      : tier(tier_of_cta(args)), sharers(args.w_ctas * args.x_ctas) {
-    const int cta = blockIdx.x - args.tiers[tier].first_cta;
-    cluster = cta / sharers;
-    sharer = cta - cluster * sharers;
+      : tier(tier_of(args, ptx::cluster_number())),
+        cluster(ptx::cluster_number() - args.tiers[tier].first_cluster),
+        sharers(args.w_ctas * args.x_ctas) {
+    const int rank = ptx::cluster_rank();
+    sharer = rank & sharers - 1;  // they are a power of two
+    first_sharer = rank - sharer;
+    segment = args.k_ctas > 1 ? first_sharer / sharers : 0;
   }
   __device__ __forceinline__ uint16_t mask() const {
-    return static_cast<uint16_t>((1u << sharers) - 1);
+    return static_cast<uint16_t>(((1u << sharers) - 1) << first_sharer);
   }
 };
 
 // The tiles of a CTA, one after the other: cluster c has the tiles c, c + clusters, ... of its
-// tier. They are numbered along K, then along X, in blocks of some, then along W: so those that
-// CTAs compute at a time read few rows of W and of X, which L2 then has for all of them.
+// tier. They are numbered along X, in blocks of some, then along W: so those that CTAs compute at a
+// time read few rows of W and of X, which L2 then has for all of them.
 //
 // Where that would leave CTAs without work in the end, they share the tiles that are left: one or
 // more for each cluster, but less than two. All their atoms in a row are dealt out evenly, so that
@@ -89,12 +93,11 @@ struct Place {
 // else, and need not wait. So sums are those of all atoms in order, as of any other tile.
 struct Tiles {
   const TiledGemmArgs& args;
-  int tier, cluster, w, x;
+  int tier, cluster, w, x, segment;
   int turn = 0;
   bool done;
   int octet, octets;  // of W, counted from the matrix's first; there may be none
   int n;              // the first row of X
-  int segment;        // of K
   int k, k_end;       // atoms
   bool carried;       // the sums of those before k have been left
   bool leaves;        // the sums are to be left
@@ -104,30 +107,29 @@ struct Tiles {
         tier(place.tier),
         cluster(place.cluster),
         w(args.w_ctas > 1 ? place.sharer : 0),
-        x(args.w_ctas > 1 ? 0 : place.sharer) {
+        x(args.w_ctas > 1 ? 0 : place.sharer),
+        segment(place.segment) {
     locate();
   }
   __device__ __forceinline__ void next() {
     turn++;
     locate();
   }
+  // Whether this is the CTA's last one, where none are shared.
+  __device__ __forceinline__ bool last() const { return turn + 1 >= args.tiers[tier].rounds; }
 
  private:
   __device__ __forceinline__ void locate() {
     tier = ptx::anew(tier);  // else all below would stay in registers
     const TierTiles& of = args.tiers[tier];
     int number = cluster + turn * of.clusters;
-    k = 0, k_end = args.weight.atoms;
+    k = segment * args.segment;
+    k_end = min(k + args.segment, args.weight.atoms);
+    k = min(k, k_end);
     carried = leaves = false;
     if (turn >= of.rounds) number = share(of);
-    done = number >= of.w_tiles * of.x_tiles * args.segments;
+    done = number >= of.w_tiles * of.x_tiles;
     if (done) return;
-    segment = 0;
-    if (args.segments > 1) {
-      segment = number % args.segments, number /= args.segments;
-      k = min(segment * args.segment, k_end);
-      k_end = min(k + args.segment, k_end);
-    }
     const int whole = of.w_tiles * of.block_tiles, block = number / whole;
     const int in_block = number - block * whole, before = block * of.block_tiles;
     const int width = min(of.block_tiles, of.x_tiles - before), row = in_block / width;
@@ -137,10 +139,10 @@ struct Tiles {
     n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
   }
 
-  // The number of a tile, or one behind all. Of several segments none are left.
+  // The number of a tile, or one behind all.
   __device__ __forceinline__ int share(const TierTiles& of) {
     const int atoms = args.weight.atoms, before = of.rounds * of.clusters;
-    const int tiles = of.w_tiles * of.x_tiles * args.segments, all = (tiles - before) * atoms;
+    const int tiles = of.w_tiles * of.x_tiles, all = (tiles - before) * atoms;
     if (all <= 0) return tiles;
     const int begin = all * cluster / of.clusters, end = all * (cluster + 1) / of.clusters;
     const int first = begin / atoms, begins = begin - first * atoms;

@@ -1,5 +1,5 @@
 // How the tiled GEMM's sums pass from one CTA to another: in the middle of a tile's atoms, or,
-// where there are several segments of K, at the end.
+// where CTAs of a cluster sum segments of them, at the end.
 #pragma once
 
 #include "tiled_epilogue.cuh"
@@ -9,7 +9,7 @@ static_assert(Sums::kSets == 1, "sums are in one set");
 constexpr int kWarps = kConsumers / 32;
 constexpr int kPartTiles = 4;  // of X: what one CTA adds the segments of
 constexpr int kParts = X_TILES / kPartTiles;
-constexpr int kTogether = 4;  // segments whose sums are read at once
+constexpr int kPartBytes = kPartTiles * kConsumers * 16;
 
 // Every warp leaves its own, for the same one of the CTA that follows.
 __device__ __forceinline__ void leave_sums(const TiledGemmArgs& args, const Sums& sums) {
@@ -46,96 +46,60 @@ __device__ __forceinline__ void take_sums(const TiledGemmArgs& args, int cluster
   }
 }
 
-// A warpgroup's sums of a tile's segment, which it leaves in a workspace, and those of all segments,
-// which the warpgroups that had them each add some of: every CTA comes to run, as there are no more
-// of them than there is room for.
+// A tile's segments, whose CTAs each add some parts of all of them. They meet where the stages are,
+// in shared memory, [segments][parts of the CTA][tiles of X][threads].
 struct Segments {
-  const TiledGemmArgs& args;
-  const TileOutputs& outputs;
-  const int segment;
+  const uint32_t address;
+  const int number, count, sharers, sharer;  // of CTAs beside each other in the cluster
+  const int parts;                           // of a CTA, at most
 
-  __device__ __forceinline__ Segments(const TiledGemmArgs& args, const TileOutputs& outputs,
-                                      const Tiles& tile)
-      : args(args), outputs(outputs), segment(tile.segment) {}
+  __device__ __forceinline__ Segments(const TiledGemmArgs& args, const Place& place,
+                                      uint32_t address)
+      : address(address),
+        number(place.segment),
+        count(args.k_ctas),
+        sharers(place.sharers),
+        sharer(place.sharer),
+        parts((kParts + args.k_ctas - 1) / args.k_ctas) {}
 
+  // Nobody may read stages any more.
   __device__ __forceinline__ void give(const Sums& sums) const {
-    const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x) % kWarpgroup;
-    const int pairs = (args.n - outputs.n + 15) / 16;
+    int owner = 0, part = 0;
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      if (!exists(thread, j)) continue;
-      float4* const to = at(segment, thread, j);
+    for (int i = 0; i < kParts; i++) {
+      const uint32_t to = ptx::in_cta(at(number, part), owner * sharers + sharer);
 #pragma unroll
-      for (int i = 0; i < X_TILES / 2; i++) {
-        const float2 a = sums.tile[0][4 * i + j], b = sums.tile[0][4 * i + 2 + j];
-        if (i < pairs) to[i * 32] = {a.x, a.y, b.x, b.y};
+      for (int j = 0; j < kPartTiles; j++) {
+        const float2 a = sums.tile[0][2 * (i * kPartTiles + j)];
+        const float2 b = sums.tile[0][2 * (i * kPartTiles + j) + 1];
+        ptx::store_in_cta(to + j * kConsumers * 16, {a.x, a.y, b.x, b.y});
       }
+      if (++owner == count) owner = 0, part++;
     }
-    outputs.staging.sync();
-    if (thread == 0) ptx::add_in_order(flag(), 1);
   }
 
-  __device__ __forceinline__ void put() const {
-    const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x) % kWarpgroup;
-    if (thread == 0) {
-      while (ptx::load_acquire(flag()) < args.segments)
-        ;
-    }
-    outputs.staging.sync();
+  // All have given theirs.
+  __device__ __forceinline__ void put(const TileOutputs& outputs) const {
 #pragma unroll 1
-    for (int part = segment; part < kParts; part += args.segments) {
-      const int row = part * kPartTiles * 8, pairs = (args.n - outputs.n - row + 15) / 16;
-      if (pairs <= 0) break;
+    for (int part = 0; number + part * count < kParts; part++) {
       float2 sums[2 * kPartTiles] = {};
 #pragma unroll 1
-      for (int first = 0; first < args.segments; first += kTogether) {
-        float4 more[kTogether][2][kPartTiles / 2];
+      for (int i = 0; i < count; i++) {
+        const float4* const from = reinterpret_cast<const float4*>(
+            smem + (at(i, part) - ptx::smem_address(smem)));
 #pragma unroll
-        for (int i = 0; i < kTogether; i++) {
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            const float4* const from = at(first + i, thread, j) + part * kPartTiles / 2 * 32;
-            const bool there = first + i < args.segments && exists(thread, j);
-#pragma unroll
-            for (int pair = 0; pair < kPartTiles / 2; pair++)
-              more[i][j][pair] = ptx::load_from_l2_or_zero(from + pair * 32, there && pair < pairs);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; i++) {
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-#pragma unroll
-            for (int pair = 0; pair < kPartTiles / 2; pair++) {
-              float2 &a = sums[4 * pair + j], &b = sums[4 * pair + 2 + j];
-              a.x += more[i][j][pair].x, a.y += more[i][j][pair].y;
-              b.x += more[i][j][pair].z, b.y += more[i][j][pair].w;
-            }
-          }
+        for (int j = 0; j < kPartTiles; j++) {
+          const float4 more = from[j * kConsumers];
+          sums[2 * j].x += more.x, sums[2 * j].y += more.y;
+          sums[2 * j + 1].x += more.z, sums[2 * j + 1].y += more.w;
         }
       }
-      outputs.put_rows<kPartTiles>(sums, row);
+      outputs.put_rows<kPartTiles>(sums, (number + part * count) * kPartTiles * 8);
     }
-    // The last one that is done with them makes the flag what it was.
-    if (thread == 0 && ptx::add_in_order(flag(), 1) == 2 * args.segments - 1) *flag() = 0;
   }
 
  private:
-  __device__ __forceinline__ int octets() const {
-    return (args.m + kOctetRows - 1) / kOctetRows;
-  }
-  // Whether there is octet 2w + j of warp w.
-  __device__ __forceinline__ bool exists(uint32_t thread, int j) const {
-    return thread / 32 * 2 + j < outputs.octets;
-  }
-  // A lane's sums of that octet, from the first rows of X on.
-  __device__ __forceinline__ float4* at(int segment, uint32_t thread, int j) const {
-    const int octet = outputs.octet + thread / 32 * 2 + j, pairs = (args.n + 15) / 16;
-    const int64_t number = static_cast<int64_t>(segment * octets() + octet) * pairs;
-    return args.carried + (number + outputs.n / 16) * 32 + thread % 32;
-  }
-  __device__ __forceinline__ int* flag() const {
-    const int blocks = (args.n + kXRows - 1) / kXRows;
-    return args.flags + outputs.octet * blocks + outputs.n / kXRows;
+  __device__ __forceinline__ uint32_t at(int segment, int part) const {
+    return address + (segment * parts + part) * kPartBytes + threadIdx.x * 16;
   }
 };

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import DTYPES
-from dakrun.kernels.tiled_gemm import FLAGS, Workspace, limits, tiled_gemm
+from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
 from dakrun.kernels.tiled_heuristics import local_tier, shapes, tiled_config
 from dakrun.kernels.tiled_shapes import Launch, Limits, Shape, TiledConfig
 from dakrun.octets import octet_count
@@ -49,13 +49,13 @@ class Shared:
     def __init__(self) -> None:
         self.found: Workspace | None = None
 
-    def __call__(self, config: TiledConfig, n: int, octets: int) -> Workspace:
+    def __call__(self, config: TiledConfig) -> Workspace:
         if self.found is None:
             size = 2 * all_sms() * 32 * 4096
-            flags = torch.zeros(2 * all_sms() * FLAGS, dtype=torch.int32, device="cuda")
+            flags = torch.zeros(2 * all_sms() * 8, dtype=torch.int32, device="cuda")
             poison = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
             self.found = Workspace(poison, flags)
-        assert self.found.fits(config, n, octets)
+        assert self.found.fits(config)
         return self.found
 
 
@@ -77,8 +77,7 @@ class Tiled:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
         config = options.pop("config", None) or self.config(x.shape[0])
-        workspace = SHARED(config, len(x), octet_count(self.of.weight.shape[0]))
-        return tiled_gemm(x, self.of.weight, config, out, workspace=workspace, **options)
+        return tiled_gemm(x, self.of.weight, config, out, workspace=SHARED(config), **options)
 
     def config(self, n: int, **options: Any) -> TiledConfig:
         octets = [part.split.octets for part in self.of.weight.parts]
@@ -164,7 +163,7 @@ def test_every_shape(dtype: torch.dtype, x_tiles: int) -> None:
                 check(run, n, m, k, dtype, epilogue, config=config)
                 x, bias = normal(n, k, dtype=dtype), normal(m, dtype=dtype)
                 out = run(x, poisoned(n, m, dtype), bias=bias, config=config)
-                assert same_bits(out, found.setdefault(shape.segments, out)), (n, shape, sms, even)
+                assert same_bits(out, found.setdefault(shape.k_ctas, out)), (n, shape, sms, even)
 
 
 @pytest.mark.parametrize("shape", [Shape(32, 2), Shape(32, 2, 2), Shape(16, 1), Shape(32, 1, 1, 8)])

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.tiled_gemm import Workspace
 from dakrun.kernels.tiled_heuristics import even_tile, tiled_config
 from dakrun.kernels.tiled_shapes import (
     H200,
@@ -43,19 +42,19 @@ def test_laws(
     config = tiled_config(n, octets, access, cols=cols, sms=sms, limits=limits, multicast=multicast)
     assert sum(launch.ctas for launch in config.launches) <= sms
     whole = tiled_config(n, [sum(octets)], [LOCAL], cols=cols, sms=sms, limits=limits)
-    segments = {launch.shape.segments for launch in (*config.launches, *whole.launches)}
+    segments = {launch.shape.k_ctas for launch in (*config.launches, *whole.launches)}
     assert len(segments) == 1  # bits do not depend on where octets lie
-    assert Workspace.largest(sms, "meta").fits(config, n, sum(octets))
     for launch in config.launches:
         shape = launch.shape
         assert shape.x_tiles in limits.x_tiles and shape.ctas <= MAX_CLUSTER
         assert 2 <= launch.stages <= MAX_STAGES and launch.shared_bytes < limits.shared_bytes
+        assert shape.sums_fit(launch.stages)
         for count, tier in zip(octets, launch.tiers, strict=True):
             assert not tier.clusters or count
             assert tier.clusters <= limits.most_clusters(sms, shape.ctas)
             assert 1 <= tier.tile_octets <= shape.octets and 1 <= tier.window <= launch.stages
             assert 1 <= tier.block_tiles <= ceil_div(n, shape.rows)
-            assert not tier.even or shape.segments == 1
+            assert not tier.even or shape.k_ctas == 1
     for number, count in enumerate(octets):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
         assert len(launches) == (count > 0)

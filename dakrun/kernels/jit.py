@@ -72,7 +72,6 @@ class Kernel:
                 f"{block}, cluster {cluster}, {shared_bytes} bytes of shared memory)"
             )
 
-
     def clusters(self, size: int, block: int, shared_bytes: int) -> int:
         """How many clusters of `size` such CTAs run at a time where nothing else runs."""
         driver = _driver()
@@ -82,9 +81,7 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = shared_bytes
         config.attrs, config.numAttrs = [_cluster_attribute(driver, size)], 1
-        status, found = driver.cuOccupancyMaxActiveClusters(
-            driver.CUfunction(self._handle), config
-        )
+        status, found = driver.cuOccupancyMaxActiveClusters(driver.CUfunction(self._handle), config)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"clusters of {self._function.name} are unknown: {status.name}")
         return int(found)

@@ -21,17 +21,17 @@ from dakrun.kernels.tiled_shapes import (
     PORTABLE_X_TILES,
     SUM_BYTES,
     THREADS,
-    WARPS,
+    WARPGROUPS,
     X_TILES,
     Launch,
     Limits,
     TiledConfig,
 )
-from dakrun.octets import octet_count
+from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
 SOURCE = "tiled_gemm.cu"
-FLAGS = 32  # an SM, at most
+WARPS = 4 * WARPGROUPS  # that multiply
 ALONE, BEFORE_LOCAL, AFTER_REMOTE = range(3)  # what a launch waits for
 
 
@@ -39,7 +39,7 @@ class _TierTiles(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            *("first_cta", "clusters", "row_groups", "tile_octets", "w_tiles", "x_tiles"),
+            *("first_cluster", "clusters", "row_groups", "tile_octets", "w_tiles", "x_tiles"),
             *("block_tiles", "rounds", "stages", "window"),
         )
     )
@@ -48,8 +48,8 @@ class _TierTiles(ctypes.Structure):
 class _Args(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_uint64 * 16),
-        *((name, ctypes.c_int) for name in ("m", "n", "activation", "order")),
-        *((name, ctypes.c_int) for name in ("w_ctas", "x_ctas", "segments", "segment", "width")),
+        *((name, ctypes.c_int) for name in ("m", "n", "box_rows", "activation", "order")),
+        *((name, ctypes.c_int) for name in ("w_ctas", "x_ctas", "k_ctas", "segment", "width")),
         *((name, ctypes.c_uint64) for name in ("bias", "residual", "y", "carried", "flags")),
         ("tiers", _TierTiles * (operands.MAX_TIERS + 1)),
         ("weight", operands.PackedMatrix),
@@ -58,35 +58,33 @@ class _Args(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where CTAs leave sums for others: one for all launches of a stream.
+    """Where clusters leave sums for others: one for all launches of a stream.
 
-    `carried` are bytes, `flags` int32, zero between launches, each of them as many as some launch
-    needs, or more.
+    `carried` are bytes, `flags` int32 [CTAs * warps], zero between launches, each of them as many
+    as some launch needs, or more.
     """
 
     carried: torch.Tensor
     flags: torch.Tensor
 
     @classmethod
-    def empty(
-        cls, config: TiledConfig, n: int, octets: int, device: torch.device | str
-    ) -> "Workspace":
-        """For `config`, with `n` rows of X and `octets` of W, and others that need no more."""
+    def empty(cls, config: TiledConfig, device: torch.device | str) -> "Workspace":
+        """For `config`, and others that need no more."""
         return cls(
-            torch.empty(config.left_bytes(n, octets), dtype=torch.uint8, device=device),
-            torch.zeros(config.flags(n, octets), dtype=torch.int32, device=device),
+            torch.empty(config.carried, dtype=torch.uint8, device=device),
+            torch.zeros(config.carriers * WARPS, dtype=torch.int32, device=device),
         )
 
     @classmethod
     def largest(cls, sms: int, device: torch.device | str) -> "Workspace":
         """For all launches on a GPU with so many SMs."""
         sums = torch.empty(sms * max(X_TILES) * SUM_BYTES, dtype=torch.uint8, device=device)
-        return cls(sums, torch.zeros(sms * FLAGS, dtype=torch.int32, device=device))
+        return cls(sums, torch.zeros(sms * WARPS, dtype=torch.int32, device=device))
 
-    def fits(self, config: TiledConfig, n: int, octets: int) -> bool:
+    def fits(self, config: TiledConfig) -> bool:
         """Whether it has what `config` needs."""
         carried, flags = self.carried.numel(), self.flags.numel()
-        return carried >= config.left_bytes(n, octets) and flags >= config.flags(n, octets)
+        return carried >= config.carried and flags >= config.carriers * WARPS
 
 
 def tiled_gemm(
@@ -125,8 +123,8 @@ def tiled_gemm(
     if not 1 <= n <= MAX_ROWS or not config.launches:
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
     _check_tiers(weight, config)
-    given = workspace or Workspace.empty(TiledConfig(()), n, 0, x.device)
-    if not given.fits(config, n, octet_count(m)):
+    given = workspace or Workspace.empty(TiledConfig(()), x.device)
+    if not given.fits(config):
         raise ValueError(f"expected a workspace for sums that clusters leave for others: {config}")
     args = _Args(
         m=m,
@@ -144,10 +142,12 @@ def tiled_gemm(
     for order, launch in zip(orders, config.launches, strict=True):
         shape = launch.shape
         args.order = order
-        args.w_ctas, args.x_ctas, args.segments = shape.w_ctas, shape.x_ctas, shape.segments
-        args.segment = ceil_div(args.weight.atoms, shape.segments)
-        rows = 8 * shape.x_tiles // shape.w_ctas
-        args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), rows, 1)
+        args.w_ctas, args.x_ctas, args.k_ctas = shape.w_ctas, shape.x_ctas, shape.k_ctas
+        args.segment = ceil_div(args.weight.atoms, shape.k_ctas)
+        args.box_rows = OCTET_ROWS * ceil_div(
+            min(shape.x_tiles, ceil_div(n, OCTET_ROWS)), shape.w_ctas
+        )
+        args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), args.box_rows, 1)
         args.tiers[:] = _tiers(n, weight, launch)
         kernel = jit.kernel(SOURCE, "tiled_gemm", defines(weight.dtype, shape.x_tiles))
         kernel.launch(
@@ -163,7 +163,7 @@ def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
     """Each tier that holds octets is computed by one launch, and sums have the same segments."""
     launches = config.launches
     if any(len(launch.tiers) != len(weight.parts) for launch in launches) or (
-        len({launch.shape.segments for launch in launches}) > 1
+        len({launch.shape.k_ctas for launch in launches}) > 1
     ):
         raise ValueError(f"the configuration is not one for this weight: {config}")
     for number, part in enumerate(weight.parts):
@@ -172,27 +172,27 @@ def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
             raise ValueError(f"expected one launch for the octets in {part.tier}, got {config}")
     for launch in launches:
         even = any(tier.even for tier in launch.tiers)
-        if even and launch.shape.segments > 1:
-            raise ValueError(f"clusters cannot share tiles of segments: {launch}")
+        if not launch.shape.sums_fit(launch.stages) or (even and launch.shape.k_ctas > 1):
+            raise ValueError(f"sums of segments do not fit into {launch}")
 
 
 def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ...]:
-    found, cta, shape = [], 0, launch.shape
+    found, cluster, shape = [], 0, launch.shape
     for part, tier in zip(weight.parts, launch.tiers, strict=True):
         w_tiles = ceil_div(part.split.octets, tier.tile_octets * shape.w_ctas)
         x_tiles = ceil_div(n, shape.rows)
-        rounds = ceil_div(w_tiles * x_tiles * shape.segments, max(1, tier.clusters))
+        rounds = ceil_div(w_tiles * x_tiles, max(1, tier.clusters))
         if tier.even and w_tiles * x_tiles % tier.clusters:
             rounds = max(0, rounds - 2)  # what is left is a tile for each, and less than another
         found.append(
             _TierTiles(
-                cta, tier.clusters, shape.row_groups, tier.tile_octets, w_tiles, x_tiles,
+                cluster, tier.clusters, shape.row_groups, tier.tile_octets, w_tiles, x_tiles,
                 tier.block_tiles, rounds, launch.stages, tier.window,
             )
         )  # fmt: skip
-        cta += tier.clusters * shape.ctas
+        cluster += tier.clusters
     none = operands.MAX_TIERS + 1 - len(found)
-    return (*found, *[_TierTiles(first_cta=cta)] * none)
+    return (*found, *[_TierTiles(first_cluster=cluster)] * none)
 
 
 def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
@@ -209,8 +209,6 @@ def limits(device: int) -> Limits:
         return Limits(shared_bytes, PORTABLE_X_TILES)
     with torch.cuda.device(device):
         kernel = jit.kernel(SOURCE, "tiled_gemm", defines(torch.float16, X_TILES[0]))
-    sizes = (1 << power for power in range(1, MAX_CLUSTER.bit_length()))
     most = shared_bytes - BARRIER_BYTES
-    return Limits(
-        shared_bytes, X_TILES, tuple(kernel.clusters(size, THREADS, most) for size in sizes)
-    )
+    clusters = (kernel.clusters(size, THREADS, most) for size in range(2, MAX_CLUSTER + 1))
+    return Limits(shared_bytes, X_TILES, tuple(clusters))

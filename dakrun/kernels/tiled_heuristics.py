@@ -5,13 +5,12 @@ are chosen from a matrix's shape, rows of X and the GPU, not from where the matr
 """
 
 import bisect
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dakrun.kernels.heuristics import ATOM_BYTES, TierAccess
+from dakrun.kernels.heuristics import ATOM_BYTES, TILE_OCTETS, TierAccess
 from dakrun.kernels.packing import ATOM_COLS
 from dakrun.kernels.tiled_shapes import (
     H200,
@@ -27,24 +26,30 @@ from dakrun.kernels.tiled_shapes import (
 from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
-SEGMENTS = (1, 2, 3, 4, 6, 8)  # of sums
-# Cycles of an SM. Of a stage: for 8 rows of X a warpgroup, what it takes to issue it, at least, and
-# until it has landed; the bytes that HBM and L2 give each of all SMs in a cycle, and that an SM
-# takes; and what taking them adds though it is beside products.
-ATOM_CYCLES = 32
-STAGE_CYCLES = 220
-LANDING_CYCLES = 1500
-HBM_BYTES = 20
-L2_BYTES = 42
-SM_BYTES = 60
-SHARE_OF_READS = 0.1
+SEGMENTS = (1, 2, 3, 4)  # of sums
+# Cycles of an SM, at 1.75 GHz. Of a stage: for 8 rows of X a warpgroup multiplies, what it takes to
+# issue it, at least, and until it has landed; for 1 KiB that goes to or from shared memory, and
+# where CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, and
+# what taking those of L2 adds though it is beside products.
+ATOM_CYCLES = 35
+STAGE_CYCLES = 380
+LANDING_CYCLES = 2500
+SHARED_CYCLES = 7.2
+SHARING_CYCLES = 60
+HBM_BYTES = 18.6
+L2_BYTES = 68
+SHARE_OF_READS = 0.18
 # Of a tile, when nothing is multiplied: before it, and for 8 rows of X a warpgroup outputs, sums
-# left and taken, and segments added.
+# left and taken, and segments added. Of a launch, before it waits for others: CTAs that share.
 START_CYCLES = 1500
-STORE_CYCLES = 100
-CARRY_CYCLES = 540
-MEET_CYCLES = 1500
-ADD_CYCLES = 130
+STORE_CYCLES = 185
+CARRY_CYCLES = 800
+MEET_CYCLES = 1200
+ADD_CYCLES = 85
+JOIN_CYCLES = 400
+# Of a launch, from the end of the one before until something is multiplied, beyond a tile's start.
+LAUNCH_CYCLES = 8000
+FEW_ROWS = 128  # of X, for which HBM has to give W faster than most of it is multiplied
 
 
 def tiled_config(
@@ -65,7 +70,7 @@ def tiled_config(
     if not 1 <= n <= MAX_ROWS:
         raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
     atoms = ceil_div(cols, ATOM_COLS)
-    segments = _segments(n, sum(octets), sms, atoms, limits)
+    segments = _best(n, sum(octets), sms, atoms, shapes(limits), limits).k_ctas
     launches = []
     nobody = tuple(TierTiles(0) for _ in octets)
     left = sms
@@ -75,15 +80,19 @@ def tiled_config(
             _remote_clusters(count, sum(octets), access, shape, sms) if count else 0
             for count, access in zip(octets[1:], tiers[1:], strict=True)
         ]
-        remote = _at_most(remote, limits.most_clusters(sms - bool(octets[0]), shape.ctas))
+        remote = _at_most(
+            remote, limits.most_clusters(sms - bool(octets[0]) * segments, shape.ctas)
+        )
         chosen = [
-            _tier(n, count, shape, clusters, access, shape.stages(limits), even=True)
+            _remote_tier(n, count, shape, clusters, access, shape.stages(limits))
+            if count
+            else nobody[0]
             for count, clusters, access in zip(octets[1:], remote, tiers[1:], strict=True)
         ]
         launches.append(Launch(shape, shape.stages(limits), (nobody[0], *chosen)))
         left -= shape.ctas * sum(remote)
     if octets[0]:
-        options = (shape for shape in shapes(limits) if shape.segments == segments)
+        options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
         shape = _best(n, octets[0], left, atoms, options, limits)
         tier = local_tier(n, octets[0], shape, left, atoms, limits, window=tiers[0])
         launches.append(Launch(shape, shape.stages(limits), (tier, *nobody[1:])))
@@ -92,10 +101,11 @@ def tiled_config(
 
 def shapes(limits: Limits) -> Iterator[Shape]:
     """All that local tiers are computed in."""
-    for x_tiles, row_groups, w_ctas, segments in itertools.product(
-        limits.x_tiles, range(1, WARPGROUPS + 1), (1, 2), SEGMENTS
+    sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
+    for x_tiles, row_groups, (w_ctas, k_ctas) in itertools.product(
+        limits.x_tiles, range(1, WARPGROUPS + 1), sharing
     ):
-        shape = Shape(x_tiles, row_groups, w_ctas, 1, segments)
+        shape = Shape(x_tiles, row_groups, w_ctas, 1, k_ctas)
         if shape.fits(limits):
             yield shape
 
@@ -112,23 +122,14 @@ def local_tier(
     window: TierAccess | None = None,
 ) -> TierTiles:
     """A tier that is computed on `sms`; with `even` as given, or where that is faster."""
-    clusters = limits.most_clusters(sms, shape.ctas)
-    if even is None:
-        cycles = functools.partial(_cycles, n, octets, sms, atoms, shape, limits)
-        even = cycles(even=True) < cycles(even=False)
-    return _tier(
-        n, octets, shape, clusters, window or TierAccess(), shape.stages(limits), even=even
+    clusters, access = limits.most_clusters(sms, shape.ctas), window or TierAccess()
+    _, tile_octets, chosen = min(
+        option
+        for option in _options(n, octets, sms, atoms, shape, limits)
+        if even is None or option[2] == even
     )
-
-
-def _segments(n: int, octets: int, sms: int, atoms: int, limits: Limits) -> int:
-    """Those of the fastest shape, where all tiles of several segments are computed at a time."""
-
-    def fits(shape: Shape) -> bool:
-        clusters = limits.most_clusters(sms, shape.ctas)
-        return shape.segments == 1 or _tiles(n, octets, shape.octets, shape) <= clusters
-
-    return _best(n, octets, sms, atoms, filter(fits, shapes(limits)), limits).segments
+    stages = shape.stages(limits)
+    return _tier(n, octets, shape, clusters, access, stages, tile_octets, even=chosen)
 
 
 def _best(
@@ -136,42 +137,73 @@ def _best(
 ) -> Shape:
     return min(
         (shape for shape in options if shape.ctas <= sms),
-        key=lambda shape: min(
-            _cycles(n, octets, sms, atoms, shape, limits, even=even) for even in (False, True)
-        ),
+        key=lambda shape: min(_options(n, octets, sms, atoms, shape, limits)),
     )
 
 
-def _cycles(
-    n: int, octets: int, sms: int, atoms: int, shape: Shape, limits: Limits, *, even: bool
-) -> float:
-    """What the busiest cluster takes: its tiles' products, or what it reads for them from L2."""
+def predicted_cycles(n: int, octets: int, cols: int, *, sms: int, limits: Limits = H200) -> float:
+    """What a launch takes of 1.75 GHz where all `octets` of W are local; see `tiled_config`."""
+    atoms = ceil_div(cols, ATOM_COLS)
+    shape = _best(n, octets, sms, atoms, shapes(limits), limits)
+    return min(_options(n, octets, sms, atoms, shape, limits))[0]
+
+
+def _options(
+    n: int, octets: int, sms: int, atoms: int, shape: Shape, limits: Limits
+) -> Iterator[tuple[float, int, bool]]:
+    """Cycles of a launch, octets of a CTA's tile, and whether clusters share the last tiles.
+
+    Smaller tiles that make no more waves read W with more SMs, which counts where X has few rows;
+    whole ones read less of X.
+    """
     clusters = limits.most_clusters(sms, shape.ctas)
-    tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
-    tiles = _tiles(n, octets, tile_octets, shape)
-    even = even and shape.segments == 1 and shares(tiles, clusters)
-    busy = min(1.0, tiles / clusters)
-    reads = ATOM_BYTES * (tile_octets + shape.across / shape.w_ctas) * busy / L2_BYTES
-    takes = ATOM_BYTES * (tile_octets + shape.across) / SM_BYTES
+    small = even_tile(n, octets, clusters, shape) if n <= FEW_ROWS else shape.octets
+    for tile_octets, even in ((small, False), (shape.octets, True)):
+        waves = _tiles(n, octets, tile_octets, shape) / clusters
+        cycles = _tiles_cycles(
+            octets, sms, atoms, shape, limits, tile_octets, waves,
+            even=even and shape.k_ctas == 1 and waves > 1,
+        )  # fmt: skip
+        yield LAUNCH_CYCLES + cycles, tile_octets, even
+
+
+def _tiles_cycles(
+    octets: int,
+    sms: int,
+    atoms: int,
+    shape: Shape,
+    limits: Limits,
+    tile_octets: int,
+    waves: float,
+    *,
+    even: bool,
+) -> float:
+    """What the busiest cluster takes where there are `waves` of tiles.
+
+    With `even` clusters share the last ones. That is products, or the copies that they wait for.
+    """
+    groups = ceil_div(tile_octets, TILE_OCTETS) * WARPGROUPS // shape.row_groups
+    landed = tile_octets + shape.across
+    shared = SHARED_CYCLES * (landed + groups * (TILE_OCTETS + shape.x_tiles))
+    sharing = SHARING_CYCLES if shape.w_ctas > 1 else 0
     lands = LANDING_CYCLES / (shape.stages(limits) - 1)
-    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles, reads, takes, lands)
-    stage += SHARE_OF_READS * (reads + takes)
+    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles, shared + sharing, lands)
+    reads = ATOM_BYTES * (tile_octets + shape.across / shape.w_ctas) / L2_BYTES
+    stage += SHARE_OF_READS * min(1.0, waves) * reads
     per_tile = START_CYCLES + STORE_CYCLES * shape.x_tiles
-    if shape.segments > 1:
+    if shape.k_ctas > 1:
         per_tile += MEET_CYCLES + ADD_CYCLES * shape.x_tiles
-    waves = ceil_div(tiles, clusters)
-    products = ceil_div(atoms, shape.segments) * stage
+    products = ceil_div(atoms, shape.k_ctas) * stage
     fetched = ATOM_BYTES * atoms * octets / (HBM_BYTES * sms)
+    rest = math.ceil(waves) * per_tile + (JOIN_CYCLES if shape.w_ctas > 1 else 0)
     if even:
-        cycles = max(tiles / clusters * products, fetched)
-        return cycles + waves * per_tile + CARRY_CYCLES * shape.x_tiles
-    return max(waves * products, fetched) + waves * per_tile
+        return max(waves * products, fetched) + rest + CARRY_CYCLES * shape.x_tiles
+    return max(math.ceil(waves) * products, fetched) + rest
 
 
 def _tiles(n: int, octets: int, tile_octets: int, shape: Shape) -> int:
-    """Tiles of clusters, of all segments."""
-    across = ceil_div(n, shape.rows)
-    return ceil_div(octets, tile_octets * shape.w_ctas) * across * shape.segments
+    """Tiles of clusters."""
+    return ceil_div(octets, tile_octets * shape.w_ctas) * ceil_div(n, shape.rows)
 
 
 def shares(tiles: int, clusters: int) -> bool:
@@ -191,12 +223,13 @@ def even_tile(n: int, octets: int, clusters: int, shape: Shape) -> int:
 
 def _remote_shape(n: int, segments: int, limits: Limits, *, multicast: bool) -> Shape:
     """64 rows of W, and all of X, or as much as a cluster can have."""
-    options = [Shape(x_tiles, 1, segments=segments) for x_tiles in limits.x_tiles]
+    options = [Shape(x_tiles, 1, k_ctas=segments) for x_tiles in limits.x_tiles]
     options = [shape for shape in options if shape.fits(limits)]
     shape = next((shape for shape in options if shape.rows >= n), options[-1])
     if not multicast:
         return shape
-    return replace(shape, x_ctas=min(MAX_CLUSTER, 1 << (ceil_div(n, shape.rows) - 1).bit_length()))
+    most = 1 << (MAX_CLUSTER // segments).bit_length() - 1
+    return replace(shape, x_ctas=min(most, 1 << (ceil_div(n, shape.rows) - 1).bit_length()))
 
 
 def _remote_clusters(
@@ -205,8 +238,8 @@ def _remote_clusters(
     """As many as the tier's share of the products asks for, and the link, where they have room."""
     clusters = max(ceil_div(octets * sms, all_octets * shape.ctas), (access.sms or 0) // shape.ctas)
     if access.window_bytes is not None:
-        clusters = min(clusters, access.window_bytes // (ATOM_BYTES * shape.octets))
-    return max(1, min(clusters, ceil_div(octets, shape.octets) * shape.segments))
+        clusters = min(clusters, access.window_bytes // (ATOM_BYTES * shape.octets * shape.k_ctas))
+    return max(1, min(clusters, ceil_div(octets, shape.octets)))
 
 
 def _at_most(counts: list[int], most: int) -> list[int]:
@@ -217,6 +250,15 @@ def _at_most(counts: list[int], most: int) -> list[int]:
     return counts
 
 
+def _remote_tier(
+    n: int, octets: int, shape: Shape, clusters: int, access: TierAccess, stages: int
+) -> TierTiles:
+    """Whole tiles where clusters can share the last ones, else such as make even waves."""
+    even = shape.k_ctas == 1 and shares(_tiles(n, octets, shape.octets, shape), clusters)
+    tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
+    return _tier(n, octets, shape, clusters, access, stages, tile_octets, even=even)
+
+
 def _tier(
     n: int,
     octets: int,
@@ -224,19 +266,16 @@ def _tier(
     clusters: int,
     access: TierAccess,
     stages: int,
+    tile_octets: int,
     *,
     even: bool,
 ) -> TierTiles:
-    if not octets:
-        return TierTiles(0)
     across = ceil_div(n, shape.rows)
-    tiles = _tiles(n, octets, shape.octets, shape)
-    even = even and shape.segments == 1 and shares(tiles, clusters)
-    tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
+    even = even and shape.k_ctas == 1 and shares(_tiles(n, octets, tile_octets, shape), clusters)
     clusters = min(clusters, _tiles(n, octets, tile_octets, shape))
     window = stages
     if access.window_bytes is not None:
-        rings = clusters * shape.w_ctas
+        rings = clusters * shape.w_ctas * shape.k_ctas
         window = access.window_bytes // (ATOM_BYTES * tile_octets * rings)
         window = max(1, min(stages, window))
     w_rows = OCTET_ROWS * tile_octets * shape.w_ctas

@@ -13,10 +13,10 @@ MAX_ROWS = 4096  # of X in one launch
 X_TILES = (8, 16, 24, 32)  # of 8 rows of X, that a warpgroup multiplies
 PORTABLE_X_TILES = (8,)  # the same where there is no wgmma
 WARPGROUPS = 2
-WARPS = 4 * WARPGROUPS  # that multiply
 THREADS = 128 * (WARPGROUPS + 1)
-MAX_STAGES = 16
+MAX_STAGES = 13
 MAX_CLUSTER = 8  # CTAs
+PART_TILES = 4  # of X: what one CTA adds the segments of
 PASS_ROWS = 64  # of X, whose outputs a warpgroup stages at a time
 STAGING_BYTES = WARPGROUPS * PASS_ROWS * TILE_OCTETS * OCTET_ROWS * 2
 SUM_BYTES = 4 * OCTET_ROWS * WARPGROUPS * TILE_OCTETS * OCTET_ROWS  # a CTA's, of a tile of X
@@ -27,17 +27,17 @@ BARRIER_BYTES = 1024  # of a CTA's shared memory
 class Limits:
     """What a GPU sets: bytes of shared memory of a CTA, and the `x_tiles` that there are.
 
-    Of clusters of 2, 4 and 8 CTAs, one a SM, `clusters` run at a time: SMs go by groups, which
-    clusters do not fill.
+    Of clusters of 2, 3, ... CTAs, one a SM, `clusters` run at a time: SMs go by groups, which
+    larger ones do not fill.
     """
 
     shared_bytes: int = 227 * 1024
     x_tiles: tuple[int, ...] = X_TILES
-    clusters: tuple[int, ...] = (66, 30, 15)
+    clusters: tuple[int, ...] = (66, 43, 30, 26, 20, 18, 15)
 
     def most_clusters(self, sms: int, ctas: int) -> int:
         """That run at a time on `sms`, of `ctas` CTAs."""
-        return min([sms // ctas, *self.clusters[ctas.bit_length() - 2 :][: ctas > 1]])
+        return sms if ctas == 1 else min(sms // ctas, self.clusters[ctas - 2])
 
 
 H200 = Limits()
@@ -49,19 +49,19 @@ class Shape:
 
     The two warpgroups of a CTA have rows beside each other of W, with 2 `row_groups`, or of X. So
     have `w_ctas` or `x_ctas`, of which one is 1 and the other a power of two: they bring what they
-    share once. A tile is of one of `segments` of K, whose sums are added in the end.
+    share once. Each of `k_ctas` sums a segment of K.
     """
 
     x_tiles: int
     row_groups: int
     w_ctas: int = 1
     x_ctas: int = 1
-    segments: int = 1
+    k_ctas: int = 1
 
     @property
     def ctas(self) -> int:
         """Those of a cluster."""
-        return self.w_ctas * self.x_ctas
+        return self.w_ctas * self.x_ctas * self.k_ctas
 
     @property
     def octets(self) -> int:
@@ -85,7 +85,13 @@ class Shape:
 
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
-        return self.stages(limits) >= 2
+        stages = self.stages(limits)
+        return stages >= 2 and self.sums_fit(stages)
+
+    def sums_fit(self, stages: int) -> bool:
+        """Whether segments of sums can meet in `stages`."""
+        own = ceil_div(self.x_tiles, PART_TILES * self.k_ctas) * PART_TILES
+        return self.k_ctas == 1 or own * self.k_ctas * SUM_BYTES <= stages * self.stage_bytes
 
     def stages(self, limits: Limits) -> int:
         """That there is room for."""
@@ -145,18 +151,11 @@ class TiledConfig:
     launches: tuple[Launch, ...]
 
     @property
-    def segments(self) -> int:
-        """Of K, which are the same for all tiers."""
-        return max((launch.shape.segments for launch in self.launches), default=1)
+    def carriers(self) -> int:
+        """CTAs that may leave sums for others."""
+        return sum(launch.carriers for launch in self.launches)
 
-    def left_bytes(self, n: int, octets: int) -> int:
-        """Of sums that CTAs leave for others, of `n` rows of X and all `octets` of W."""
-        if self.segments > 1:
-            return 4 * self.segments * octets * OCTET_ROWS * 16 * ceil_div(n, 16)
+    @property
+    def carried(self) -> int:
+        """Bytes of these sums."""
         return sum(launch.carried for launch in self.launches)
-
-    def flags(self, n: int, octets: int) -> int:
-        """That say that such sums are there."""
-        if self.segments > 1:
-            return octets * ceil_div(n, min(X_TILES) * OCTET_ROWS)
-        return WARPS * sum(launch.carriers for launch in self.launches)
