@@ -17,16 +17,17 @@ from dakrun.kernels.heuristics import (
     tiles_for,
 )
 from dakrun.kernels.packing import ATOM_COLS
-from dakrun.kernels.tiled_heuristics import HBM_BYTES, predicted_cycles
+from dakrun.kernels.tiled_heuristics import predicted_cycles
 from dakrun.kernels.tiled_shapes import Limits
 from dakrun.units import ceil_div
 
-# Cycles of an SM, at 1.75 GHz: of a launch of SplitK_GEMM, and of one that normalizes. The bytes of
-# W and X that each SM takes in a cycle where the groups of all SMs are a wave, and several.
+# Of a launch of SplitK_GEMM, and of one that normalizes, cycles of an SM at 1.75 GHz. Bytes that
+# each SM takes in a cycle: of W from HBM, of W and X where all groups are a wave, and of several.
 SPLITK_CYCLES = 7000
 NORMALIZE_CYCLES = 4500
-WAVE_BYTES = 24.3
-WAVES_BYTES = 32.5
+HBM_BYTES = 18
+WAVE_BYTES = 25.5
+WAVES_BYTES = 36
 
 
 @functools.cache

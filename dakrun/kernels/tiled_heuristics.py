@@ -26,27 +26,29 @@ from dakrun.kernels.tiled_shapes import (
 from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
-SEGMENTS = (1, 2, 3, 4)  # of sums
+SEGMENTS = (1, 2, 4)  # of sums
 # Cycles of an SM, at 1.75 GHz. Of a stage: for 8 rows of X a warpgroup multiplies, what it takes to
-# issue it, at least, and until it has landed; for 1 KiB that goes to or from shared memory, and
-# where CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, and
-# what taking those of L2 adds though it is beside products.
-ATOM_CYCLES = 35
-STAGE_CYCLES = 380
-LANDING_CYCLES = 2500
-SHARED_CYCLES = 7.2
-SHARING_CYCLES = 60
-HBM_BYTES = 18.6
+# issue it, at least, and until it has landed; for 1 KiB that goes to or from shared memory; where
+# CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, of which
+# those of W, often on their way from HBM, count more; and what taking them adds to products.
+ATOM_CYCLES = 35.5
+STAGE_CYCLES = 280
+LANDING_CYCLES = 1800
+SHARED_CYCLES = 6.7
+SHARING_CYCLES = 44
+HBM_BYTES = 19.6
 L2_BYTES = 68
-SHARE_OF_READS = 0.18
+READS_OF_W = 3.7
+SHARE_OF_READS = 0.19
+EVEN_READS = 1.14  # where clusters share the last tiles, and others are at other columns
 # Of a tile, when nothing is multiplied: before it, and for 8 rows of X a warpgroup outputs, sums
 # left and taken, and segments added. Of a launch, before it waits for others: CTAs that share.
 START_CYCLES = 1500
-STORE_CYCLES = 185
-CARRY_CYCLES = 800
-MEET_CYCLES = 1200
-ADD_CYCLES = 85
-JOIN_CYCLES = 400
+STORE_CYCLES = 150
+CARRY_CYCLES = 550
+MEET_CYCLES = 1830
+ADD_CYCLES = 112
+JOIN_CYCLES = 700
 # Of a launch, from the end of the one before until something is multiplied, beyond a tile's start.
 LAUNCH_CYCLES = 8000
 FEW_ROWS = 128  # of X, for which HBM has to give W faster than most of it is multiplied
@@ -123,10 +125,9 @@ def local_tier(
 ) -> TierTiles:
     """A tier that is computed on `sms`; with `even` as given, or where that is faster."""
     clusters, access = limits.most_clusters(sms, shape.ctas), window or TierAccess()
+    options = list(_options(n, octets, sms, atoms, shape, limits))
     _, tile_octets, chosen = min(
-        option
-        for option in _options(n, octets, sms, atoms, shape, limits)
-        if even is None or option[2] == even
+        [option for option in options if even is None or option[2] == even] or options
     )
     stages = shape.stages(limits)
     return _tier(n, octets, shape, clusters, access, stages, tile_octets, even=chosen)
@@ -159,15 +160,17 @@ def _options(
     clusters = limits.most_clusters(sms, shape.ctas)
     small = even_tile(n, octets, clusters, shape) if n <= FEW_ROWS else shape.octets
     for tile_octets, even in ((small, False), (shape.octets, True)):
-        waves = _tiles(n, octets, tile_octets, shape) / clusters
+        tiles = _tiles(n, octets, tile_octets, shape)
+        if even and not (shape.k_ctas == 1 and shares(tiles, clusters)):
+            continue
         cycles = _tiles_cycles(
-            octets, sms, atoms, shape, limits, tile_octets, waves,
-            even=even and shape.k_ctas == 1 and waves > 1,
-        )  # fmt: skip
+            n, octets, sms, atoms, shape, limits, tile_octets, tiles / clusters, even=even
+        )
         yield LAUNCH_CYCLES + cycles, tile_octets, even
 
 
 def _tiles_cycles(
+    n: int,
     octets: int,
     sms: int,
     atoms: int,
@@ -185,18 +188,21 @@ def _tiles_cycles(
     groups = ceil_div(tile_octets, TILE_OCTETS) * WARPGROUPS // shape.row_groups
     landed = tile_octets + shape.across
     shared = SHARED_CYCLES * (landed + groups * (TILE_OCTETS + shape.x_tiles))
-    sharing = SHARING_CYCLES if shape.w_ctas > 1 else 0
     lands = LANDING_CYCLES / (shape.stages(limits) - 1)
-    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles, shared + sharing, lands)
-    reads = ATOM_BYTES * (tile_octets + shape.across / shape.w_ctas) / L2_BYTES
-    stage += SHARE_OF_READS * min(1.0, waves) * reads
+    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles * groups / WARPGROUPS, shared, lands)
+    reads = ATOM_BYTES * (READS_OF_W * tile_octets + shape.across / shape.w_ctas) / L2_BYTES
+    stage += SHARE_OF_READS * min(1.0, waves) * reads * (EVEN_READS if even else 1)
+    stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
     per_tile = START_CYCLES + STORE_CYCLES * shape.x_tiles
     if shape.k_ctas > 1:
         per_tile += MEET_CYCLES + ADD_CYCLES * shape.x_tiles
     products = ceil_div(atoms, shape.k_ctas) * stage
     fetched = ATOM_BYTES * atoms * octets / (HBM_BYTES * sms)
     rest = math.ceil(waves) * per_tile + (JOIN_CYCLES if shape.w_ctas > 1 else 0)
-    if even:
+    if shape.k_ctas > 1:  # sums meet where the next tile's stages would land
+        rest += (math.ceil(waves) - 1) * LANDING_CYCLES
+    if even:  # tiles beside each other are at other columns, so that L2 does not have W for them
+        fetched *= ceil_div(n, shape.rows)
         return max(waves * products, fetched) + rest + CARRY_CYCLES * shape.x_tiles
     return max(math.ceil(waves) * products, fetched) + rest
 

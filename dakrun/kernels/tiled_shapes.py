@@ -33,7 +33,7 @@ class Limits:
 
     shared_bytes: int = 227 * 1024
     x_tiles: tuple[int, ...] = X_TILES
-    clusters: tuple[int, ...] = (66, 43, 30, 26, 20, 18, 15)
+    clusters: tuple[int, ...] = (66, 39, 30, 22, 17, 15, 15)
 
     def most_clusters(self, sms: int, ctas: int) -> int:
         """That run at a time on `sms`, of `ctas` CTAs."""
