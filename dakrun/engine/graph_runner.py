@@ -16,10 +16,12 @@ from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Row, choose
-from dakrun.kernels.graph import capture, replay_seconds
+from dakrun.kernels.graph import capture, edge_kinds, replay_seconds
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.models.layers import Segment
+
+LEAST_OVERLAPS = 2  # of a layer: launches that start before those ahead of them end
 
 
 @dataclass
@@ -137,7 +139,12 @@ class GraphRunner:
         for bucket in reversed(self._buckets):
             self._rows.prepare(bucket)
             self._step(bucket)  # compiles kernels, all rows being idle
-            self.graphs[bucket] = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
+            graph = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
+            if isinstance(self._operands, Resident):  # no copies between kernels
+                overlapping, others = edge_kinds(graph)
+                least = LEAST_OVERLAPS * self.decoder.config.num_layers
+                assert overlapping >= least, f"{others} of a step's launches wait for those before"
+            self.graphs[bucket] = graph
 
     @torch.inference_mode()
     def op_seconds(self, length: int) -> dict[str, float]:
