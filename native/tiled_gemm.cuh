@@ -28,9 +28,9 @@ struct TierTiles {
 
 // What the launch and those around it wait for.
 enum Order : int {
-  kOverlaps = 0,      // it waits for those before, while the next one may start
-  kBeforeLocal = 1,   // the next one is the same op's, and may start when this has waited
-  kAfterRemote = 2,   // the one before is such a one: what this reads is there
+  kOverlaps = 0,     // it waits for those before, while the next one may start
+  kBeforeLocal = 1,  // the next one is the same op's, and may start when this has waited
+  kAfterRemote = 2,  // the one before is such a one: what this reads is there
 };
 
 struct TiledGemmArgs {

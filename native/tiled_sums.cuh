@@ -85,8 +85,8 @@ struct Segments {
       float2 sums[2 * kPartTiles] = {};
 #pragma unroll 1
       for (int i = 0; i < count; i++) {
-        const float4* const from = reinterpret_cast<const float4*>(
-            smem + (at(i, part) - ptx::smem_address(smem)));
+        const float4* const from =
+            reinterpret_cast<const float4*>(smem + (at(i, part) - ptx::smem_address(smem)));
 #pragma unroll
         for (int j = 0; j < kPartTiles; j++) {
           const float4 more = from[j * kConsumers];

@@ -9,7 +9,6 @@ import functools
 from dakrun.kernels.heuristics import (
     ATOM_BYTES,
     MAX_ROWS,
-    X_TILES,
     TierAccess,
     half_columns,
     ring,
@@ -21,10 +20,14 @@ from dakrun.kernels.tiled_heuristics import predicted_cycles
 from dakrun.kernels.tiled_shapes import Limits
 from dakrun.units import ceil_div
 
-# Of a launch of SplitK_GEMM, and of one that normalizes, cycles of an SM at 1.75 GHz. Bytes that
-# each SM takes in a cycle: of W from HBM, of W and X where all groups are a wave, and of several.
+FROM_ROWS = 65  # of X: with fewer SplitK_GEMM has them all; 33 lets predictions decide
+# Cycles of an SM at 1.75 GHz: of a launch of SplitK_GEMM, of one that normalizes, and what is lost
+# where a kernel's CTAs leave those of others no room beside them (7 us, seen in decode steps).
+# Bytes that each SM takes in a cycle: of W from HBM, of W and X where all groups are a wave, and of
+# several.
 SPLITK_CYCLES = 7000
 NORMALIZE_CYCLES = 4500
+ALONE_CYCLES = 12000
 HBM_BYTES = 18
 WAVE_BYTES = 25.5
 WAVES_BYTES = 36
@@ -37,13 +40,12 @@ def tiles_are_faster(
     """Whether the tiled GEMM takes less for `n` rows of X and a W of `octets` and `cols` columns.
 
     `normalized` says that rows of X are normalized, which SplitK_GEMM does itself. It reads all of
-    X for every group of octets, which counts from the most rows that it has a kernel for.
+    X for every group of octets, which counts from the most rows that it has a kernel for. From more
+    rows than a launch of it takes the tiled GEMM always is.
     """
-    if n > MAX_ROWS:
-        return True
-    if tiles_for(n) < X_TILES[-1]:
-        return False
-    tiled = predicted_cycles(n, octets, cols, sms=sms, limits=limits)
+    if n > MAX_ROWS or n < FROM_ROWS:
+        return n > MAX_ROWS
+    tiled = ALONE_CYCLES + predicted_cycles(n, octets, cols, sms=sms, limits=limits)
     tiled += NORMALIZE_CYCLES if normalized else 0
     return tiled < _splitk_cycles(n, octets, cols, sms=sms, normalized=normalized)
 

@@ -31,26 +31,26 @@ SEGMENTS = (1, 2, 4)  # of sums
 # issue it, at least, and until it has landed; for 1 KiB that goes to or from shared memory; where
 # CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, of which
 # those of W, often on their way from HBM, count more; and what taking them adds to products.
-ATOM_CYCLES = 35.5
-STAGE_CYCLES = 280
+ATOM_CYCLES = 36
+STAGE_CYCLES = 290
 LANDING_CYCLES = 1800
-SHARED_CYCLES = 6.7
-SHARING_CYCLES = 44
-HBM_BYTES = 19.6
+SHARED_CYCLES = 6.95
+SHARING_CYCLES = 43
+HBM_BYTES = 19.8
 L2_BYTES = 68
-READS_OF_W = 3.7
-SHARE_OF_READS = 0.19
-EVEN_READS = 1.14  # where clusters share the last tiles, and others are at other columns
+READS_OF_W = 6
+SHARE_OF_READS = 0.192
+EVEN_READS = 1.24  # where clusters share the last tiles, and others are at other columns
 # Of a tile, when nothing is multiplied: before it, and for 8 rows of X a warpgroup outputs, sums
 # left and taken, and segments added. Of a launch, before it waits for others: CTAs that share.
 START_CYCLES = 1500
-STORE_CYCLES = 150
-CARRY_CYCLES = 550
-MEET_CYCLES = 1830
-ADD_CYCLES = 112
-JOIN_CYCLES = 700
+STORE_CYCLES = 195
+CARRY_CYCLES = 630
+MEET_CYCLES = 2200
+ADD_CYCLES = 110
+JOIN_CYCLES = 800
 # Of a launch, from the end of the one before until something is multiplied, beyond a tile's start.
-LAUNCH_CYCLES = 8000
+LAUNCH_CYCLES = 6000
 FEW_ROWS = 128  # of X, for which HBM has to give W faster than most of it is multiplied
 
 
