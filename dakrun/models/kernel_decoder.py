@@ -15,6 +15,7 @@ import torch
 
 from dakrun.checkpoint import Manifest, Weights
 from dakrun.config import ModelConfig
+from dakrun.hardware import LOCAL
 from dakrun.kernels.embed import embed
 from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, GemmConfig, TierAccess, gemm_config
@@ -31,6 +32,10 @@ _config = functools.cache(gemm_config)
 
 class Operands(Protocol):
     """Where a pass finds its matrices."""
+
+    def fill(self) -> None:
+        """Bring what a pass leaves for the next one; others may have overwritten it."""
+        ...
 
     def begin(self) -> None:
         """Say that a pass begins."""
@@ -58,6 +63,9 @@ class Resident:
 
     def __init__(self, matrices: Mapping[str, PackedTensor]) -> None:
         self._matrices = matrices
+
+    def fill(self) -> None:
+        """Nothing to do."""
 
     def begin(self) -> None:
         """Nothing to do."""
@@ -233,7 +241,10 @@ class KernelDecoder:
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
-        accesses = self._accesses[name.split(".")[-1]]
+        accesses = tuple(
+            TierAccess() if part.tier == LOCAL else access
+            for part, access in zip(weight.parts, self._accesses[name.split(".")[-1]], strict=True)
+        )
         if self._many_rows.takes(len(x), weight, normalized=norm != "none"):
             if norm != "none":
                 x = normalize(x, torch.empty_like(x), norm, eps=self._eps)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import Activation
 from dakrun.kernels.gemm_choice import tiles_are_faster
 from dakrun.kernels.heuristics import MAX_ROWS as SPLITK_ROWS
@@ -42,20 +43,22 @@ class ManyRows:
         self._tiles = tiles(device)
         self._workspace: Workspace | None = None  # kept, as graphs read and write it
         if self._tiles is not None:
-            self._workspace = Workspace.largest(sm_count(device), device)
+            # A launch for staged rows and the one behind it have all SMs each.
+            self._workspace = Workspace.largest(2 * sm_count(device), device)
 
     def takes(self, n: int, weight: PackedTensor, *, normalized: bool) -> bool:
         """Whether products of `n` rows had better be computed here than by SplitK_GEMM.
 
         `normalized` says that rows are normalized first, which SplitK_GEMM does itself.
         """
-        octets = [part.split.octets for part in weight.parts]
         if self._tiles is None:  # two passes of it cost less; a link is not to be waited for twice
-            return n > (1 if any(octets[1:]) else 2) * SPLITK_ROWS
-        sms = sm_count(self._device)
+            remote = any(part.split.octets for part in weight.parts if part.tier != LOCAL)
+            return n > (1 if remote else 2) * SPLITK_ROWS
+        octets = sum(part.split.octets for part in weight.parts)
         return tiles_are_faster(
-            n, sum(octets), weight.shape[1], sms=sms, limits=self._tiles, normalized=normalized
-        )
+            n, octets, weight.shape[1], sms=sm_count(self._device), limits=self._tiles,
+            normalized=normalized,
+        )  # fmt: skip
 
     def __call__(
         self,
@@ -100,7 +103,8 @@ def _unpacked(
 ) -> None:
     """The same by torch, with a part of the rows of W at a time."""
     rows, cols = weight.shape
-    step = max(1, PIECE_BYTES // (cols * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
+    widest = max(cols, len(x))  # of what is unpacked, and of its products
+    step = max(1, PIECE_BYTES // (widest * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
     piece = x.new_empty(min(step, rows), cols)
     for first in range(0, rows, step):
         last = min(first + step, rows)
