@@ -114,6 +114,23 @@ __device__ __forceinline__ void bulk_load_once(uint32_t destination, const void*
       : "memory");
 }
 
+// How L2 keeps what is read: nothing reads it again, so that it goes before all else, or any.
+__device__ __forceinline__ uint64_t l2_policy(bool once) {
+  uint64_t first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(normal));
+  return once ? first : normal;
+}
+
+__device__ __forceinline__ void bulk_load_kept(uint32_t destination, const void* source,
+                                               uint32_t bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // The same bytes to the same offset in every CTA of the cluster whose bit is set in `ctas`; each
 // of them has its own barrier at the same offset completed.
 __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const void* source,
@@ -314,6 +331,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+
+// The cluster's number in the grid.
+__device__ __forceinline__ uint32_t cluster_number() {
+  uint32_t number;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(number));
+  return number;
 }
 
 // The address of the same shared memory in CTA `rank` of the cluster, which only some instructions

@@ -28,13 +28,13 @@ struct Ring {
         first(in_register(ptx::smem_address(smem)) + kWarpgroups * kStagingBytes),
         stages(tier.stages),
         w_bytes(tier.row_groups * kTileOctets * kAtomBytes),
-        stage_bytes(w_bytes + kWarpgroups / tier.row_groups * kXAtomBytes),
+        stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
         sharers(place.sharers),
         first_sharer(place.first_sharer) {}
 
-  __device__ __forceinline__ void initialize() const {
-#pragma unroll
-    for (int i = 0; i < kMaxStages; i++) {
+  // By a thread of every warp: one alone would take a while.
+  __device__ __forceinline__ void initialize(int warp) const {
+    for (int i = warp; i < stages; i += kTiledThreads / 32) {
       ptx::mbarrier_init(full_barrier[i], 2);
       ptx::mbarrier_init(empty_barrier[i], kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
     }
@@ -60,21 +60,31 @@ __device__ __forceinline__ void cluster_meet() {
   ptx::cluster_wait();
 }
 
+// Before anything is read that the kernels before wrote, or written.
+__device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
+  if (args.order == kAfterRemote) return;
+  ptx::wait_for_dependencies();
+  if (args.order == kBeforeLocal) ptx::launch_dependents();
+}
+
 // At the end of a tile, where segments are added: by warps that do not take part, as often as by
 // those that do, which use the stages meanwhile.
-__device__ __forceinline__ void pass_segments(const TiledGemmArgs& args) {
+__device__ __forceinline__ void pass_segments(const TiledGemmArgs& args, const Tiles& tile) {
   if (args.k_ctas == 1) return;
   __syncwarp();
-  for (int i = 0; i < 3; i++)
+  for (int i = tile.last() ? 1 : 0; i < 3; i++)
     cluster_meet();
 }
 
 // By a whole warp: lane i copies octet i of a tile, and those that lie behind it in its group.
 __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ring,
                                        const Place& place) {
-  const int lane = threadIdx.x % 32, window = args.tiers[place.tier].window;
-  const int last = args.weight.tiers[place.tier + 1].first_octet - 1;
+  const TierTiles& tier = args.tiers[place.tier];
+  const int lane = threadIdx.x % 32, last = args.weight.tiers[place.tier + 1].first_octet - 1;
+  const int window = tier.window < ring.stages ? tier.window : 1 << 30;
   const bool shares = args.x_ctas > 1;
+  const int turns = args.x_ctas - 1, turn = shares ? place.sharer : 0;
+  const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);
   RingPosition fill, landed;
   int issued = 0;
   for (Tiles tile(args, place); !tile.done; tile.next()) {
@@ -84,7 +94,7 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
     OctetAtoms atoms(octet, min(tile.k, args.weight.atoms - 1));
 #pragma unroll 1
     for (int k = tile.k; k < tile.k_end; k++, issued++, atoms.next()) {
-      if (window < ring.stages && issued >= window) {
+      if (issued >= window) {
         wait_barrier(ring.full_barrier[landed.stage], landed.parity);
         landed.advance(ring.stages);
       }
@@ -92,32 +102,38 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
       const uint32_t barrier = ring.full_barrier[fill.stage];
       if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, tile.octets * kAtomBytes);
       __syncwarp();
-      const uint32_t to = ring.w(fill.stage) + lane * kAtomBytes;
-      if (!shares) {
-        if (copies) ptx::bulk_load(to, atoms.from, bytes, barrier);
-      } else if (copies && (k & args.x_ctas - 1) == place.sharer) {
-        ptx::bulk_load_multicast(to, atoms.from, bytes, barrier, place.mask());
+      if (copies && (k & turns) == turn) {
+        const uint32_t to = ring.w(fill.stage) + lane * kAtomBytes;
+        if (shares) {
+          ptx::bulk_load_multicast(to, atoms.from, bytes, barrier, place.mask());
+        } else {
+          ptx::bulk_load_kept(to, atoms.from, bytes, barrier, policy);
+        }
       }
       fill.advance(ring.stages);
     }
-    pass_segments(args);
+    pass_segments(args, tile);
   }
 }
 
-// By a whole warp, of which one thread copies. What a box has beyond X is zero.
+// By a whole warp, of which one thread copies. What a box has beyond X is zero, and slow to come.
 __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ring,
                                        const Place& place) {
-  const int boxes = kWarpgroups / args.tiers[place.tier].row_groups;
+  const int most = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
   const bool shares = args.w_ctas > 1, copies = ptx::elect_one();
-  const int part = shares ? kXRows / args.w_ctas * place.sharer : 0;
+  const int part = shares ? args.box_rows * place.sharer : 0;
+  const int box_bytes = args.w_ctas * args.box_rows * kAtomK * 2;
   RingPosition fill;
-  for (Tiles tile(args, place); !tile.done; tile.next()) {
+  Tiles tile(args, place);
+  wait_for_input(args);
+  for (; !tile.done; tile.next()) {
+    const int boxes = max(0, min(most, (args.n - tile.n + kXRows - 1) / kXRows));
     if (copies) {
 #pragma unroll 1
       for (int k = tile.k; k < tile.k_end; k++) {
         wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
         const uint32_t barrier = ring.full_barrier[fill.stage];
-        ptx::mbarrier_arrive_expect_tx(barrier, boxes * kXAtomBytes);
+        ptx::mbarrier_arrive_expect_tx(barrier, boxes * box_bytes);
         uint32_t to = ring.x(fill.stage) + part * kAtomK * 2;
 #pragma unroll 1
         for (int i = 0, n = tile.n + part; i < boxes; i++, n += kXRows, to += kXAtomBytes) {
@@ -130,7 +146,7 @@ __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ri
         fill.advance(ring.stages);
       }
     }
-    pass_segments(args);
+    pass_segments(args, tile);
   }
 }
 
@@ -151,10 +167,12 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
   const uint32_t of_w = first_octet * kAtomBytes, of_x = first_row * kAtomK * 2;
   const Staging staging(ring.first - kWarpgroups * kStagingBytes, warpgroup);
   RingPosition stage;
-  for (Tiles tile(args, place); !tile.done; tile.next()) {
+  Tiles tile(args, place);
+  wait_for_input(args);
+  for (; !tile.done; tile.next()) {
     if (first_octet >= tile.octets || tile.n + first_row >= args.n) {
       pass_stages(tile.k_end - tile.k, ring, stage);
-      pass_segments(args);
+      pass_segments(args, tile);
       continue;
     }
     const TileOutputs outputs(args, staging, tile.octet + first_octet, tile.octets - first_octet,
@@ -193,6 +211,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
       ptx::cluster_arrive();
       ptx::cluster_wait();
       segments.put(outputs);
+      if (tile.last()) continue;
       ptx::fence_proxy_async();  // before copies into stages
       cluster_meet();
     }
@@ -206,19 +225,10 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const Place place(args);
   const Ring ring(args.tiers[place.tier], place, barriers);
-  if (threadIdx.x == kConsumers) {
-    ptx::prefetch_tensor_map(&args.x);
-    ring.initialize();
-  }
+  if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
+  if (threadIdx.x % 32 == 0) ring.initialize(warp);
   __syncthreads();
   if (place.sharers > 1) cluster_meet();  // nobody may arrive at a barrier that is not initialised
-  // Every thread waits for the kernels before, also those that read nothing of theirs: that this
-  // kernel is complete then implies that those before it are, at any distance.
-  const bool waits_first = args.order != kAfterRemote && warp != kConsumers / 32;
-  if (waits_first) {
-    ptx::wait_for_dependencies();
-    if (args.order == kBeforeLocal) ptx::launch_dependents();
-  }
   if (warp < kConsumers / 32) {
 #if WGMMA
     ptx::take_registers<kConsumerRegisters>();
@@ -233,11 +243,14 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
     } else if (warp == kConsumers / 32 + 1) {
       load_x(args, ring, place);
     } else {
+      wait_for_input(args);
       for (Tiles tile(args, place); !tile.done; tile.next())
-        pass_segments(args);
+        pass_segments(args, tile);
     }
   }
-  if (!waits_first) ptx::wait_for_dependencies();
+  // Every thread waits for the kernels before, also those that read nothing of theirs: that this
+  // kernel is complete then implies that those before it are, at any distance.
+  ptx::wait_for_dependencies();
   if (place.sharers > 1) {
     __syncwarp();
     cluster_meet();  // arrivals go to other CTAs: all stay until all are done

@@ -3,19 +3,20 @@
 
 #include "gemm_common.cuh"
 
+static_assert(kWarpgroups == 2, "row_groups are 1 or 2");
 static_assert(X_TILES % 8 == 0 && X_TILES <= 32, "rows of X by 64, at most 256 a warpgroup");
 
 constexpr int kTiledThreads = kConsumers + kWarpgroup;  // of these two warps copy
 // A thread that multiplies takes registers from those that do not.
 constexpr int kCopyRegisters = 40, kConsumerRegisters = 232;
-constexpr int kMaxStages = 8;
+constexpr int kMaxStages = 13;
 constexpr int kPassRows = 64;  // of X, whose outputs a warpgroup stages at a time
 constexpr int kStagingBytes = kPassRows * kTileOctets * kOctetRows * 2;  // of a warpgroup
 
 // How a tier's octets are computed, by clusters of its own. A cluster's tile is that of its CTAs.
 struct TierTiles {
-  int first_cta;         // CTAs of this tier: to the next one's
-  int clusters;          // that they are
+  int first_cluster;     // clusters of this tier: to the next one's
+  int clusters;          // as many
   int row_groups;        // warpgroups along W: 2, or 1, and the other one has the next rows of X
   int tile_octets;       // of W in a CTA's tile, at most row_groups * kTileOctets
   int w_tiles, x_tiles;  // of clusters
@@ -27,14 +28,15 @@ struct TierTiles {
 
 // What the launch and those around it wait for.
 enum Order : int {
-  kOverlaps = 0,      // it waits for those before, while the next one may start
-  kBeforeLocal = 1,   // the next one is the same op's, and may start when this has waited
-  kAfterRemote = 2,   // the one before is such a one: what this reads is there
+  kOverlaps = 0,     // it waits for those before, while the next one may start
+  kBeforeLocal = 1,  // the next one is the same op's, and may start when this has waited
+  kAfterRemote = 2,  // the one before is such a one: what this reads is there
 };
 
 struct TiledGemmArgs {
-  TensorMap x;  // [1][N][K], box of 1 x kXRows / w_ctas x 64, 128-byte swizzle
+  TensorMap x;  // [1][N][K], box of 1 x box_rows x 64, 128-byte swizzle
   int m, n;
+  int box_rows;  // w_ctas boxes have a warpgroup's rows of X, or as many of them as there are
   int activation;
   int order;
   // A cluster's CTAs: beside each other along W, which each bring a part of the same X, or along
@@ -51,9 +53,9 @@ struct TiledGemmArgs {
   PackedMatrix weight;             // [M, K]
 };
 
-__device__ __forceinline__ int tier_of_cta(const TiledGemmArgs& args) {
+__device__ __forceinline__ int tier_of(const TiledGemmArgs& args, int cluster) {
   int tier = 0;
-  while (tier + 1 < args.weight.tier_count && blockIdx.x >= args.tiers[tier + 1].first_cta)
+  while (tier + 1 < args.weight.tier_count && cluster >= args.tiers[tier + 1].first_cluster)
     tier++;
   return tier;
 }
@@ -67,13 +69,13 @@ struct Place {
   int first_sharer;     // its rank in the cluster
 
   __device__ __forceinline__ explicit Place(const TiledGemmArgs& args)
-      : tier(tier_of_cta(args)), sharers(args.w_ctas * args.x_ctas) {
-    const int size = sharers * args.k_ctas, cta = blockIdx.x;
-    cluster = (cta - args.tiers[tier].first_cta) / size;
-    const int rank = cta - args.tiers[tier].first_cta - cluster * size;
-    segment = rank / sharers;
-    first_sharer = segment * sharers;
-    sharer = rank - first_sharer;
+      : tier(tier_of(args, ptx::cluster_number())),
+        cluster(ptx::cluster_number() - args.tiers[tier].first_cluster),
+        sharers(args.w_ctas * args.x_ctas) {
+    const int rank = ptx::cluster_rank();
+    sharer = rank & sharers - 1;  // they are a power of two
+    first_sharer = rank - sharer;
+    segment = args.k_ctas > 1 ? first_sharer / sharers : 0;
   }
   __device__ __forceinline__ uint16_t mask() const {
     return static_cast<uint16_t>(((1u << sharers) - 1) << first_sharer);
@@ -113,6 +115,8 @@ struct Tiles {
     turn++;
     locate();
   }
+  // Whether this is the CTA's last one, where none are shared.
+  __device__ __forceinline__ bool last() const { return turn + 1 >= args.tiers[tier].rounds; }
 
  private:
   __device__ __forceinline__ void locate() {

@@ -51,7 +51,7 @@ __device__ __forceinline__ void take_sums(const TiledGemmArgs& args, int cluster
 struct Segments {
   const uint32_t address;
   const int number, count, sharers, sharer;  // of CTAs beside each other in the cluster
-  const int parts;                           // of a CTA
+  const int parts;                           // of a CTA, at most
 
   __device__ __forceinline__ Segments(const TiledGemmArgs& args, const Place& place,
                                       uint32_t address)
@@ -60,7 +60,7 @@ struct Segments {
         count(args.k_ctas),
         sharers(place.sharers),
         sharer(place.sharer),
-        parts(kParts / args.k_ctas) {}
+        parts((kParts + args.k_ctas - 1) / args.k_ctas) {}
 
   // Nobody may read stages any more.
   __device__ __forceinline__ void give(const Sums& sums) const {
@@ -74,19 +74,19 @@ struct Segments {
         const float2 b = sums.tile[0][2 * (i * kPartTiles + j) + 1];
         ptx::store_in_cta(to + j * kConsumers * 16, {a.x, a.y, b.x, b.y});
       }
-      if (++part == parts) part = 0, owner++;
+      if (++owner == count) owner = 0, part++;
     }
   }
 
   // All have given theirs.
   __device__ __forceinline__ void put(const TileOutputs& outputs) const {
 #pragma unroll 1
-    for (int part = 0; part < parts; part++) {
+    for (int part = 0; number + part * count < kParts; part++) {
       float2 sums[2 * kPartTiles] = {};
 #pragma unroll 1
       for (int i = 0; i < count; i++) {
-        const float4* const from = reinterpret_cast<const float4*>(
-            smem + (at(i, part) - ptx::smem_address(smem)));
+        const float4* const from =
+            reinterpret_cast<const float4*>(smem + (at(i, part) - ptx::smem_address(smem)));
 #pragma unroll
         for (int j = 0; j < kPartTiles; j++) {
           const float4 more = from[j * kConsumers];
@@ -94,7 +94,7 @@ struct Segments {
           sums[2 * j + 1].x += more.z, sums[2 * j + 1].y += more.w;
         }
       }
-      outputs.put_rows<kPartTiles>(sums, (number * parts + part) * kPartTiles * 8);
+      outputs.put_rows<kPartTiles>(sums, (number + part * count) * kPartTiles * 8);
     }
   }
 

@@ -159,7 +159,7 @@ def test_prompts_and_steps(
     elif path.name.startswith(IN_TORCH):
         monkeypatch.setattr(many_rows, "PIECE_BYTES", 2**14)
     if path.name.startswith(IN_TILES + IN_TORCH):
-        monkeypatch.setattr(kernel_decoder, "MAX_ROWS", 0)
+        monkeypatch.setattr(many_rows.ManyRows, "takes", lambda *_, **__: True)
     kernels, cache, rows = decoder(path, 2)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
@@ -171,7 +171,7 @@ def test_prompts_and_steps(
     found = prompt_pass.logits([*prompts[0][66:], *prompts[1]], segments)
     assert all(close(f, logits(reference, p)) for f, p in zip(found, prompts, strict=True))
 
-    monkeypatch.setattr(kernel_decoder, "MAX_ROWS", 64)
+    monkeypatch.setattr(many_rows.ManyRows, "takes", lambda *_, **__: False)
     bucket = cache.counts
     rows.prepare(bucket)
     rows.slots.copy_(torch.arange(2))

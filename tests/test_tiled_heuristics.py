@@ -5,8 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.tiled_heuristics import MAX_CLUSTER, even_tile, tiled_config
-from dakrun.kernels.tiled_shapes import H200, MAX_STAGES, PORTABLE_X_TILES, Limits, Shape
+from dakrun.kernels.tiled_heuristics import even_tile, tiled_config
+from dakrun.kernels.tiled_shapes import (
+    H200,
+    MAX_CLUSTER,
+    MAX_STAGES,
+    PORTABLE_X_TILES,
+    Limits,
+    Shape,
+)
 from dakrun.units import ceil_div
 
 SMALL = Limits(99 * 1024, PORTABLE_X_TILES)
@@ -44,6 +51,7 @@ def test_laws(
         assert shape.sums_fit(launch.stages)
         for count, tier in zip(octets, launch.tiers, strict=True):
             assert not tier.clusters or count
+            assert tier.clusters <= limits.most_clusters(sms, shape.ctas)
             assert 1 <= tier.tile_octets <= shape.octets and 1 <= tier.window <= launch.stages
             assert 1 <= tier.block_tiles <= ceil_div(n, shape.rows)
             assert not tier.even or shape.k_ctas == 1
@@ -78,7 +86,7 @@ def test_many_rows_of_x_make_the_largest_tiles(rows: int) -> None:
     (launch,) = tiled_config(2048, [rows // 8], [LOCAL], cols=7168, sms=132).launches
     (tier,) = launch.tiers
     assert (launch.shape, launch.stages) == (Shape(32, 2, w_ctas=2), 4)
-    assert (tier.tile_octets, tier.clusters, tier.even) == (16, 66, True)
+    assert (tier.tile_octets, tier.clusters) == (16, 66)
 
 
 @pytest.mark.parametrize("rows", [4096, 6144, 7168])

@@ -52,8 +52,7 @@ class Kernel:
         if grid < 1 or grid % cluster:
             raise ValueError(f"expected a positive multiple of {cluster} CTAs, got {grid}")
         driver = _driver()
-        if shared_bytes > self._function.max_dynamic_shared_size_bytes:
-            self._function.max_dynamic_shared_size_bytes = shared_bytes
+        self._allow(shared_bytes)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -74,6 +73,24 @@ class Kernel:
                 f"launch of {self._function.name} failed: {status.name} (grid {grid}, block "
                 f"{block}, cluster {cluster}, {shared_bytes} bytes of shared memory)"
             )
+
+    def clusters(self, size: int, block: int, shared_bytes: int) -> int:
+        """How many clusters of `size` such CTAs run at a time where nothing else runs."""
+        driver = _driver()
+        self._allow(shared_bytes)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.attrs, config.numAttrs = [_cluster_attribute(driver, size)], 1
+        status, found = driver.cuOccupancyMaxActiveClusters(driver.CUfunction(self._handle), config)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"clusters of {self._function.name} are unknown: {status.name}")
+        return int(found)
+
+    def _allow(self, shared_bytes: int) -> None:
+        if shared_bytes > self._function.max_dynamic_shared_size_bytes:
+            self._function.max_dynamic_shared_size_bytes = shared_bytes
 
 
 def kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> Kernel:

@@ -15,6 +15,8 @@ from dakrun.kernels.gemm import ACTIVATIONS, Activation
 from dakrun.kernels.packing import PackedTensor
 from dakrun.kernels.tensor_map import atoms_map
 from dakrun.kernels.tiled_shapes import (
+    BARRIER_BYTES,
+    MAX_CLUSTER,
     MAX_ROWS,
     PORTABLE_X_TILES,
     SUM_BYTES,
@@ -25,6 +27,7 @@ from dakrun.kernels.tiled_shapes import (
     Limits,
     TiledConfig,
 )
+from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
 SOURCE = "tiled_gemm.cu"
@@ -36,7 +39,7 @@ class _TierTiles(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            *("first_cta", "clusters", "row_groups", "tile_octets", "w_tiles", "x_tiles"),
+            *("first_cluster", "clusters", "row_groups", "tile_octets", "w_tiles", "x_tiles"),
             *("block_tiles", "rounds", "stages", "window"),
         )
     )
@@ -45,7 +48,7 @@ class _TierTiles(ctypes.Structure):
 class _Args(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_uint64 * 16),
-        *((name, ctypes.c_int) for name in ("m", "n", "activation", "order")),
+        *((name, ctypes.c_int) for name in ("m", "n", "box_rows", "activation", "order")),
         *((name, ctypes.c_int) for name in ("w_ctas", "x_ctas", "k_ctas", "segment", "width")),
         *((name, ctypes.c_uint64) for name in ("bias", "residual", "y", "carried", "flags")),
         ("tiers", _TierTiles * (operands.MAX_TIERS + 1)),
@@ -141,8 +144,10 @@ def tiled_gemm(
         args.order = order
         args.w_ctas, args.x_ctas, args.k_ctas = shape.w_ctas, shape.x_ctas, shape.k_ctas
         args.segment = ceil_div(args.weight.atoms, shape.k_ctas)
-        rows = 8 * shape.x_tiles // shape.w_ctas
-        args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), rows, 1)
+        args.box_rows = OCTET_ROWS * ceil_div(
+            min(shape.x_tiles, ceil_div(n, OCTET_ROWS)), shape.w_ctas
+        )
+        args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), args.box_rows, 1)
         args.tiers[:] = _tiers(n, weight, launch)
         kernel = jit.kernel(SOURCE, "tiled_gemm", defines(weight.dtype, shape.x_tiles))
         kernel.launch(
@@ -172,7 +177,7 @@ def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
 
 
 def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ...]:
-    found, cta, shape = [], 0, launch.shape
+    found, cluster, shape = [], 0, launch.shape
     for part, tier in zip(weight.parts, launch.tiers, strict=True):
         w_tiles = ceil_div(part.split.octets, tier.tile_octets * shape.w_ctas)
         x_tiles = ceil_div(n, shape.rows)
@@ -181,13 +186,13 @@ def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ..
             rounds = max(0, rounds - 2)  # what is left is a tile for each, and less than another
         found.append(
             _TierTiles(
-                cta, tier.clusters, shape.row_groups, tier.tile_octets, w_tiles, x_tiles,
+                cluster, tier.clusters, shape.row_groups, tier.tile_octets, w_tiles, x_tiles,
                 tier.block_tiles, rounds, launch.stages, tier.window,
             )
         )  # fmt: skip
-        cta += tier.clusters * shape.ctas
+        cluster += tier.clusters
     none = operands.MAX_TIERS + 1 - len(found)
-    return (*found, *[_TierTiles(first_cta=cta)] * none)
+    return (*found, *[_TierTiles(first_cluster=cluster)] * none)
 
 
 def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
@@ -199,5 +204,11 @@ def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
 def limits(device: int) -> Limits:
     """What `device`, a CUDA device index, sets to configurations."""
     properties: Any = torch.cuda.get_device_properties(device)
-    wgmma = (properties.major, properties.minor) == (9, 0)
-    return Limits(properties.shared_memory_per_block_optin, X_TILES if wgmma else PORTABLE_X_TILES)
+    shared_bytes = properties.shared_memory_per_block_optin
+    if (properties.major, properties.minor) != (9, 0):
+        return Limits(shared_bytes, PORTABLE_X_TILES)
+    with torch.cuda.device(device):
+        kernel = jit.kernel(SOURCE, "tiled_gemm", defines(torch.float16, X_TILES[0]))
+    most = shared_bytes - BARRIER_BYTES
+    clusters = (kernel.clusters(size, THREADS, most) for size in range(2, MAX_CLUSTER + 1))
+    return Limits(shared_bytes, X_TILES, tuple(clusters))

@@ -5,16 +5,16 @@ are chosen from a matrix's shape, rows of X and the GPU, not from where the matr
 """
 
 import bisect
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dakrun.kernels.heuristics import ATOM_BYTES, TierAccess
+from dakrun.kernels.heuristics import ATOM_BYTES, TILE_OCTETS, TierAccess
 from dakrun.kernels.packing import ATOM_COLS
 from dakrun.kernels.tiled_shapes import (
     H200,
+    MAX_CLUSTER,
     MAX_ROWS,
     WARPGROUPS,
     Launch,
@@ -26,25 +26,32 @@ from dakrun.kernels.tiled_shapes import (
 from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
-MAX_CLUSTER = 8  # CTAs
-SEGMENTS = (1, 2)  # of sums: clusters of 4 do not fill an H200, and took twice as long
-# Cycles of an SM. Of a stage: for 8 rows of X a warpgroup, what it takes to issue it, at least, and
-# until it has landed; the bytes that HBM and L2 give each of all SMs in a cycle, and that an SM
-# takes; and what taking them adds though it is beside products.
-ATOM_CYCLES = 32
-STAGE_CYCLES = 220
-LANDING_CYCLES = 1500
-HBM_BYTES = 20
-L2_BYTES = 42
-SM_BYTES = 60
-SHARE_OF_READS = 0.1
+SEGMENTS = (1, 2, 4)  # of sums
+# Cycles of an SM, at 1.75 GHz. Of a stage: for 8 rows of X a warpgroup multiplies, what it takes to
+# issue it, at least, and until it has landed; for 1 KiB that goes to or from shared memory; where
+# CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, of which
+# those of W, often on their way from HBM, count more; and what taking them adds to products.
+ATOM_CYCLES = 36
+STAGE_CYCLES = 290
+LANDING_CYCLES = 1800
+SHARED_CYCLES = 6.95
+SHARING_CYCLES = 43
+HBM_BYTES = 19.8
+L2_BYTES = 68
+READS_OF_W = 6
+SHARE_OF_READS = 0.192
+EVEN_READS = 1.24  # where clusters share the last tiles, and others are at other columns
 # Of a tile, when nothing is multiplied: before it, and for 8 rows of X a warpgroup outputs, sums
-# left and taken, and segments added.
+# left and taken, and segments added. Of a launch, before it waits for others: CTAs that share.
 START_CYCLES = 1500
-STORE_CYCLES = 100
-CARRY_CYCLES = 540
-MEET_CYCLES = 1500
-ADD_CYCLES = 130
+STORE_CYCLES = 195
+CARRY_CYCLES = 630
+MEET_CYCLES = 2200
+ADD_CYCLES = 110
+JOIN_CYCLES = 800
+# Of a launch, from the end of the one before until something is multiplied, beyond a tile's start.
+LAUNCH_CYCLES = 6000
+FEW_ROWS = 128  # of X, for which HBM has to give W faster than most of it is multiplied
 
 
 def tiled_config(
@@ -78,9 +85,13 @@ def tiled_config(
             _remote_clusters(count, sum(octets), access, shape, sms) if count else 0
             for count, access in zip(octets[1:], tiers[1:], strict=True)
         ]
-        remote = _at_most(remote, (sms - bool(octets[0]) * segments) // shape.ctas)
+        remote = _at_most(
+            remote, limits.most_clusters(sms - bool(octets[0]) * segments, shape.ctas)
+        )
         chosen = [
-            _tier(n, count, shape, clusters, access, shape.stages(limits), even=True)
+            _remote_tier(n, count, shape, clusters, access, shape.stages(limits))
+            if count
+            else nobody[0]
             for count, clusters, access in zip(octets[1:], remote, tiers[1:], strict=True)
         ]
         launches.append(Launch(shape, shape.stages(limits), (nobody[0], *chosen)))
@@ -100,7 +111,7 @@ def _local_too(
     total = sum(octets[1:])
     options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
     shape = _best(n, total, sms, atoms, options, limits)
-    clusters = _clusters(sms, shape.ctas)
+    clusters = limits.most_clusters(sms, shape.ctas)
     given = _at_most([max(1, clusters * count // total) for count in octets[1:]], clusters)
     tiers = [
         local_tier(n, count, shape, own * shape.ctas, atoms, limits) if count else TierTiles(0)
@@ -132,13 +143,13 @@ def local_tier(
     window: TierAccess | None = None,
 ) -> TierTiles:
     """A tier that is computed on `sms`; with `even` as given, or where that is faster."""
-    clusters = _clusters(sms, shape.ctas)
-    if even is None:
-        cycles = functools.partial(_cycles, n, octets, sms, atoms, shape, limits)
-        even = cycles(even=True) < cycles(even=False)
-    return _tier(
-        n, octets, shape, clusters, window or TierAccess(), shape.stages(limits), even=even
+    clusters, access = limits.most_clusters(sms, shape.ctas), window or TierAccess()
+    options = list(_options(n, octets, sms, atoms, shape, limits))
+    _, tile_octets, chosen = min(
+        [option for option in options if even is None or option[2] == even] or options
     )
+    stages = shape.stages(limits)
+    return _tier(n, octets, shape, clusters, access, stages, tile_octets, even=chosen)
 
 
 def _best(
@@ -146,36 +157,78 @@ def _best(
 ) -> Shape:
     return min(
         (shape for shape in options if shape.ctas <= sms),
-        key=lambda shape: min(
-            _cycles(n, octets, sms, atoms, shape, limits, even=even) for even in (False, True)
-        ),
+        key=lambda shape: min(_options(n, octets, sms, atoms, shape, limits)),
     )
 
 
-def _cycles(
-    n: int, octets: int, sms: int, atoms: int, shape: Shape, limits: Limits, *, even: bool
+def predicted_cycles(n: int, octets: int, cols: int, *, sms: int, limits: Limits = H200) -> float:
+    """What a launch takes of 1.75 GHz where all `octets` of W are local; see `tiled_config`."""
+    atoms = ceil_div(cols, ATOM_COLS)
+    shape = _best(n, octets, sms, atoms, shapes(limits), limits)
+    return min(_options(n, octets, sms, atoms, shape, limits))[0]
+
+
+def _options(
+    n: int, octets: int, sms: int, atoms: int, shape: Shape, limits: Limits
+) -> Iterator[tuple[float, int, bool]]:
+    """Cycles of a launch, octets of a CTA's tile, and whether clusters share the last tiles.
+
+    Smaller tiles that make no more waves read W with more SMs, which counts where X has few rows;
+    whole ones read less of X.
+    """
+    clusters = limits.most_clusters(sms, shape.ctas)
+    small = even_tile(n, octets, clusters, shape) if n <= FEW_ROWS else shape.octets
+    for tile_octets, even in ((small, False), (shape.octets, True)):
+        tiles = _tiles(n, octets, tile_octets, shape)
+        if even and not (shape.k_ctas == 1 and shares(tiles, clusters)):
+            continue
+        cycles = _tiles_cycles(
+            n, octets, sms, atoms, shape, limits, tile_octets, tiles / clusters, even=even
+        )
+        yield LAUNCH_CYCLES + cycles, tile_octets, even
+
+
+def _tiles_cycles(
+    n: int,
+    octets: int,
+    sms: int,
+    atoms: int,
+    shape: Shape,
+    limits: Limits,
+    tile_octets: int,
+    waves: float,
+    *,
+    even: bool,
 ) -> float:
-    """What the busiest cluster takes: its tiles' products, or what it reads for them from L2."""
-    clusters = _clusters(sms, shape.ctas)
-    tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
-    tiles = ceil_div(octets, tile_octets * shape.w_ctas) * ceil_div(n, shape.rows)
-    even = even and shares(tiles, clusters)
-    busy = min(1.0, tiles / clusters)
-    reads = ATOM_BYTES * (tile_octets + shape.across / shape.w_ctas) * busy / L2_BYTES
-    takes = ATOM_BYTES * (tile_octets + shape.across) / SM_BYTES
+    """What the busiest cluster takes where there are `waves` of tiles.
+
+    With `even` clusters share the last ones. That is products, or the copies that they wait for.
+    """
+    groups = ceil_div(tile_octets, TILE_OCTETS) * WARPGROUPS // shape.row_groups
+    landed = tile_octets + shape.across
+    shared = SHARED_CYCLES * (landed + groups * (TILE_OCTETS + shape.x_tiles))
     lands = LANDING_CYCLES / (shape.stages(limits) - 1)
-    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles, reads, takes, lands)
-    stage += SHARE_OF_READS * (reads + takes)
+    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles * groups / WARPGROUPS, shared, lands)
+    reads = ATOM_BYTES * (READS_OF_W * tile_octets + shape.across / shape.w_ctas) / L2_BYTES
+    stage += SHARE_OF_READS * min(1.0, waves) * reads * (EVEN_READS if even else 1)
+    stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
     per_tile = START_CYCLES + STORE_CYCLES * shape.x_tiles
     if shape.k_ctas > 1:
         per_tile += MEET_CYCLES + ADD_CYCLES * shape.x_tiles
-    waves = ceil_div(tiles, clusters)
     products = ceil_div(atoms, shape.k_ctas) * stage
     fetched = ATOM_BYTES * atoms * octets / (HBM_BYTES * sms)
-    if even:
-        cycles = max(tiles / clusters * products, fetched)
-        return cycles + waves * per_tile + CARRY_CYCLES * shape.x_tiles
-    return max(waves * products, fetched) + waves * per_tile
+    rest = math.ceil(waves) * per_tile + (JOIN_CYCLES if shape.w_ctas > 1 else 0)
+    if shape.k_ctas > 1:  # sums meet where the next tile's stages would land
+        rest += (math.ceil(waves) - 1) * LANDING_CYCLES
+    if even:  # tiles beside each other are at other columns, so that L2 does not have W for them
+        fetched *= ceil_div(n, shape.rows)
+        return max(waves * products, fetched) + rest + CARRY_CYCLES * shape.x_tiles
+    return max(math.ceil(waves) * products, fetched) + rest
+
+
+def _tiles(n: int, octets: int, tile_octets: int, shape: Shape) -> int:
+    """Tiles of clusters."""
+    return ceil_div(octets, tile_octets * shape.w_ctas) * ceil_div(n, shape.rows)
 
 
 def shares(tiles: int, clusters: int) -> bool:
@@ -185,18 +238,12 @@ def shares(tiles: int, clusters: int) -> bool:
 
 def even_tile(n: int, octets: int, clusters: int, shape: Shape) -> int:
     """The octets of a CTA's tile: as few as do not make more waves than the most would."""
-    across = ceil_div(n, shape.rows)
 
     def waves(tile_octets: int) -> int:
-        return ceil_div(ceil_div(octets, tile_octets * shape.w_ctas) * across, clusters)
+        return ceil_div(_tiles(n, octets, tile_octets, shape), clusters)
 
     sizes = range(1, shape.octets + 1)
     return sizes[bisect.bisect_left(sizes, -waves(shape.octets), key=lambda size: -waves(size))]
-
-
-def _clusters(sms: int, ctas: int) -> int:
-    """That run at a time: SMs go by groups of 16 or 18, which larger clusters do not fill."""
-    return sms // ctas if ctas <= 2 or sms < 16 else sms // 16 * 16 // ctas
 
 
 def _remote_shape(n: int, segments: int, limits: Limits, *, multicast: bool) -> Shape:
@@ -206,7 +253,7 @@ def _remote_shape(n: int, segments: int, limits: Limits, *, multicast: bool) -> 
     shape = next((shape for shape in options if shape.rows >= n), options[-1])
     if not multicast:
         return shape
-    most = MAX_CLUSTER // segments
+    most = 1 << (MAX_CLUSTER // segments).bit_length() - 1
     return replace(shape, x_ctas=min(most, 1 << (ceil_div(n, shape.rows) - 1).bit_length()))
 
 
@@ -228,6 +275,15 @@ def _at_most(counts: list[int], most: int) -> list[int]:
     return counts
 
 
+def _remote_tier(
+    n: int, octets: int, shape: Shape, clusters: int, access: TierAccess, stages: int
+) -> TierTiles:
+    """Whole tiles where clusters can share the last ones, else such as make even waves."""
+    even = shape.k_ctas == 1 and shares(_tiles(n, octets, shape.octets, shape), clusters)
+    tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
+    return _tier(n, octets, shape, clusters, access, stages, tile_octets, even=even)
+
+
 def _tier(
     n: int,
     octets: int,
@@ -235,16 +291,13 @@ def _tier(
     clusters: int,
     access: TierAccess,
     stages: int,
+    tile_octets: int,
     *,
     even: bool,
 ) -> TierTiles:
-    if not octets:
-        return TierTiles(0)
     across = ceil_div(n, shape.rows)
-    tiles = ceil_div(octets, shape.octets * shape.w_ctas) * across
-    even = even and shape.k_ctas == 1 and shares(tiles, clusters)
-    tile_octets = shape.octets if even else even_tile(n, octets, clusters, shape)
-    clusters = min(clusters, ceil_div(octets, tile_octets * shape.w_ctas) * across)
+    even = even and shape.k_ctas == 1 and shares(_tiles(n, octets, tile_octets, shape), clusters)
+    clusters = min(clusters, _tiles(n, octets, tile_octets, shape))
     window = stages
     if access.window_bytes is not None:
         rings = clusters * shape.w_ctas * shape.k_ctas

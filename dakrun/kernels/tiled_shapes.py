@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from dakrun.kernels.heuristics import ATOM_BYTES, TILE_OCTETS
 from dakrun.octets import OCTET_ROWS
+from dakrun.units import ceil_div
 
 MAX_ROWS = 4096  # of X in one launch
 X_TILES = (8, 16, 24, 32)  # of 8 rows of X, that a warpgroup multiplies
 PORTABLE_X_TILES = (8,)  # the same where there is no wgmma
 WARPGROUPS = 2
 THREADS = 128 * (WARPGROUPS + 1)
-MAX_STAGES = 8
+MAX_STAGES = 13
+MAX_CLUSTER = 8  # CTAs
 PART_TILES = 4  # of X: what one CTA adds the segments of
 PASS_ROWS = 64  # of X, whose outputs a warpgroup stages at a time
 STAGING_BYTES = WARPGROUPS * PASS_ROWS * TILE_OCTETS * OCTET_ROWS * 2
@@ -23,10 +25,19 @@ BARRIER_BYTES = 1024  # of a CTA's shared memory
 
 @dataclass(frozen=True)
 class Limits:
-    """What a GPU sets: bytes of shared memory of a CTA, and the `x_tiles` that there are."""
+    """What a GPU sets: bytes of shared memory of a CTA, and the `x_tiles` that there are.
+
+    Of clusters of 2, 3, ... CTAs, one a SM, `clusters` run at a time: SMs go by groups, which
+    larger ones do not fill.
+    """
 
     shared_bytes: int = 227 * 1024
     x_tiles: tuple[int, ...] = X_TILES
+    clusters: tuple[int, ...] = (66, 39, 30, 22, 17, 15, 15)
+
+    def most_clusters(self, sms: int, ctas: int) -> int:
+        """That run at a time on `sms`, of `ctas` CTAs."""
+        return sms if ctas == 1 else min(sms // ctas, self.clusters[ctas - 2])
 
 
 H200 = Limits()
@@ -75,12 +86,12 @@ class Shape:
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
         stages = self.stages(limits)
-        even = self.x_tiles // PART_TILES % self.k_ctas == 0
-        return even and stages >= 2 and self.sums_fit(stages)
+        return stages >= 2 and self.sums_fit(stages)
 
     def sums_fit(self, stages: int) -> bool:
         """Whether segments of sums can meet in `stages`."""
-        return self.k_ctas == 1 or self.x_tiles * SUM_BYTES <= stages * self.stage_bytes
+        own = ceil_div(self.x_tiles, PART_TILES * self.k_ctas) * PART_TILES
+        return self.k_ctas == 1 or own * self.k_ctas * SUM_BYTES <= stages * self.stage_bytes
 
     def stages(self, limits: Limits) -> int:
         """That there is room for."""

@@ -241,13 +241,11 @@ class KernelDecoder:
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
-        remote = any(part.split.octets for part in weight.parts if part.tier != LOCAL)
         accesses = tuple(
             TierAccess() if part.tier == LOCAL else access
             for part, access in zip(weight.parts, self._accesses[name.split(".")[-1]], strict=True)
         )
-        # A link is not to be waited for twice.
-        if len(x) > (1 if remote else self._many_rows.from_passes) * MAX_ROWS:
+        if self._many_rows.takes(len(x), weight, normalized=norm != "none"):
             if norm != "none":
                 x = normalize(x, torch.empty_like(x), norm, eps=self._eps)
             self._many_rows(

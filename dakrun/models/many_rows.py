@@ -1,4 +1,4 @@
-"""Products of packed matrices and more rows of X than SplitK_GEMM's launches take.
+"""Products of packed matrices and more rows of X than SplitK_GEMM is for.
 
 Knows operands, no models: the tiled GEMM computes them where the GPU has wgmma, and elsewhere
 torch does, from what is unpacked piece by piece.
@@ -10,7 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import Activation
+from dakrun.kernels.gemm_choice import tiles_are_faster
+from dakrun.kernels.heuristics import MAX_ROWS as SPLITK_ROWS
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
 from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
@@ -36,13 +39,26 @@ class ManyRows:
     """Products on one device, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._tiles = tiles(device)
         self._workspace: Workspace | None = None  # kept, as graphs read and write it
         if self._tiles is not None:
             # A launch for staged rows and the one behind it have all SMs each.
             self._workspace = Workspace.largest(2 * sm_count(device), device)
-        # Of SplitK_GEMM's rows: passes that cost less than what else there is.
-        self.from_passes = 2 if self._tiles is None else 1
+
+    def takes(self, n: int, weight: PackedTensor, *, normalized: bool) -> bool:
+        """Whether products of `n` rows had better be computed here than by SplitK_GEMM.
+
+        `normalized` says that rows are normalized first, which SplitK_GEMM does itself.
+        """
+        if self._tiles is None:  # two passes of it cost less; a link is not to be waited for twice
+            remote = any(part.split.octets for part in weight.parts if part.tier != LOCAL)
+            return n > (1 if remote else 2) * SPLITK_ROWS
+        octets = sum(part.split.octets for part in weight.parts)
+        return tiles_are_faster(
+            n, octets, weight.shape[1], sms=sm_count(self._device), limits=self._tiles,
+            normalized=normalized,
+        )  # fmt: skip
 
     def __call__(
         self,

@@ -421,6 +421,13 @@ inline void bulk_load_once(uint32_t destination, const void* source, uint32_t by
   bulk_load(destination, source, bytes, barrier);
 }
 
+inline uint64_t l2_policy(bool once) { return once; }
+
+inline void bulk_load_kept(uint32_t destination, const void* source, uint32_t bytes,
+                           uint32_t barrier, uint64_t) {
+  bulk_load(destination, source, bytes, barrier);
+}
+
 inline void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
                                 uint32_t barrier, uint16_t ctas) {
   check_bulk(destination, source, bytes);
@@ -477,6 +484,7 @@ inline uint32_t cluster_size() {
   return static_cast<uint32_t>(cta->cluster->ctas.size());
 }
 
+inline uint32_t cluster_number() { return cta->index / cta->cluster->ctas.size(); }
 inline uint32_t cluster_rank() {
   return cta->rank;
 }
