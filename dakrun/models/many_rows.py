@@ -45,15 +45,17 @@ class ManyRows:
         if self._tiles is not None:
             # A launch for staged rows and the one behind it have all SMs each.
             self._workspace = Workspace.largest(2 * sm_count(device), device)
+        # Of SplitK_GEMM's rows: passes that cost less than what else there is.
+        self.from_passes = 2 if self._tiles is None else 1
 
     def takes(self, n: int, weight: PackedTensor, *, normalized: bool) -> bool:
         """Whether products of `n` rows had better be computed here than by SplitK_GEMM.
 
         `normalized` says that rows are normalized first, which SplitK_GEMM does itself.
         """
-        if self._tiles is None:  # two passes of it cost less; a link is not to be waited for twice
+        if self._tiles is None:  # a link is not to be waited for twice
             remote = any(part.split.octets for part in weight.parts if part.tier != LOCAL)
-            return n > (1 if remote else 2) * SPLITK_ROWS
+            return n > (1 if remote else self.from_passes) * SPLITK_ROWS
         octets = sum(part.split.octets for part in weight.parts)
         return tiles_are_faster(
             n, octets, weight.shape[1], sms=sm_count(self._device), limits=self._tiles,
