@@ -102,6 +102,18 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
+// The same for bytes that nothing reads again: L2 gives them up before all else.
+__device__ __forceinline__ void bulk_load_once(uint32_t destination, const void* source,
+                                               uint32_t bytes, uint32_t barrier) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // The same bytes to the same offset in every CTA of the cluster whose bit is set in `ctas`; each
 // of them has its own barrier at the same offset completed.
 __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const void* source,

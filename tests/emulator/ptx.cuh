@@ -416,6 +416,11 @@ inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
                  [=](uint8_t* to) { std::memcpy(to, source, bytes); });
 }
 
+inline void bulk_load_once(uint32_t destination, const void* source, uint32_t bytes,
+                           uint32_t barrier) {
+  bulk_load(destination, source, bytes, barrier);
+}
+
 inline void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
                                 uint32_t barrier, uint16_t ctas) {
   check_bulk(destination, source, bytes);
