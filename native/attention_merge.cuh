@@ -32,19 +32,16 @@ __device__ __forceinline__ float over_rows(float value, bool largest) {
   return value;
 }
 
-// A KV head of a slot: how it is cut, and where what is left of it lies.
+// A KV head of a slot, and where what is left of it lies.
 struct Row {
   const SplitKFlashAttnArgs& args;
   const int number;  // its slot times the KV heads, plus itself
-  const Cut cut;
+  const int units;
   const int size;  // of what a warp leaves: [group][kPart]
 
   __device__ __forceinline__ Row(const SplitKFlashAttnArgs& args, const Held& held)
-      : args(args), number(held.row), cut(args, held.blocks), size(ptx::anew(args.group) * kPart) {}
+      : args(args), number(held.row), units(held.units), size(ptx::anew(args.group) * kPart) {}
 
-  __device__ __forceinline__ bool whole(int unit) const {
-    return cut.units == 1 && cut.parts(args, unit) == 1;
-  }
   __device__ __forceinline__ Element* outputs(int head) const {
     return args.out + (static_cast<int64_t>(number) * args.group + head) * HEAD_DIM;
   }
@@ -160,19 +157,14 @@ __device__ __forceinline__ const float2* totals_of(const float* head) {
   return reinterpret_cast<const float2*>(head + HEAD_DIM);
 }
 
-// Of a head, the parts of a unit in their order. At the end, those that warps hold lie in the ring.
-__device__ __forceinline__ Sums add_parts(const Row& row, int unit, int head, const Shared& shared, bool end) {
-  const int lane = threadIdx.x % 32, parts = row.cut.parts(row.args, unit);
-  int holder = -1;
-  if (end) {
-    const Held* const held = shared.held;
-#pragma unroll 1
-    for (int warp = 0; warp < kWarps; warp++)
-      if (held[warp].row == row.number && held[warp].unit == unit && held[warp].part == lane)
-        holder = warp;
-  }
+// Of a head, the parts of a unit in their order. Lane p has the warp that has left part p in the
+// ring, or kInMemory.
+constexpr int kInMemory = -1;
+
+__device__ __forceinline__ Sums add_parts(const Row& row, const Held& of, int head, int holder) {
+  const int lane = threadIdx.x % 32, parts = of.parts;
   const float* const near = reinterpret_cast<const float*>(smem) + head * kPart;
-  const float* const far = row.part(unit, 0) + head * kPart;
+  const float* const far = row.part(of.unit, 0) + head * kPart;
   float2 totals[1] = {{kNone, 0.0f}};
   if (holder >= 0) {
     totals[0] = *totals_of(near + holder * row.size);
@@ -199,18 +191,18 @@ __device__ __forceinline__ Sums add_parts(const Row& row, int unit, int head, co
   return sums;
 }
 
-// How many units are under way together; with more the largest states would spill elsewhere.
+// How many units are under way together; elsewhere more would spill.
 #if __CUDA_ARCH__ == 900
-constexpr int kAtOnce = 16;
+constexpr int kTogether = 16;
 #else
-constexpr int kAtOnce = 8;
+constexpr int kTogether = 4;
 #endif
 
 // Of a head, all units in their order. Many are under way together: to wait for one takes the
 // better part of a microsecond, and that at the end of a kernel.
 __device__ __forceinline__ Sums add_units(const Row& row, int head) {
-  constexpr int kTotals = kMostUnits / 32, kTogether = kAtOnce;
-  const int lane = threadIdx.x % 32, units = row.cut.units, stride = row.args.max_parts * row.size;
+  constexpr int kTotals = kMostUnits / 32;
+  const int lane = threadIdx.x % 32, units = row.units, stride = row.args.max_parts * row.size;
   const float* const first = row.part(0, 0) + head * kPart;
   float2 totals[kTotals];  // of unit lane + 32 i
 #pragma unroll
@@ -263,23 +255,23 @@ struct Meeting {
   const SplitKFlashAttnArgs& args;
   Shared& shared;
 
-  // What the warp's item is, then of how many blocks its row has.
-  __device__ __forceinline__ void hold(const Held& item) const {
+  // Keeps what the warp's item is.
+  __device__ __forceinline__ void hold(const Task& task) const {
     const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x);
-    if (thread % 32 == 0) shared.held[thread / 32] = item;
+    if (thread % 32 > 0) return;
+    const int row = task.slot * args.kv_heads + task.head;
+    shared.held[thread / 32] = {row, task.unit, task.units, task.part, task.parts};
   }
-  __device__ __forceinline__ Held held(int blocks) const {
-    const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x);
-    if (thread % 32 == 0) shared.held[thread / 32].blocks = blocks;
+  __device__ __forceinline__ Held held() const {
     __syncwarp();
-    return shared.held[thread / 32];
+    return shared.held[ptx::anew<uint32_t>(threadIdx.x) / 32];
   }
 
   // At the end all threads of the CTA come, whether their warp holds an item or not.
   __device__ __forceinline__ void hand_over(bool holds, const State& state, bool end) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (end && args.max_units == 1 && args.max_parts == 1) return;
     if (end) {
+      if (args.max_parts == 1) return;
       if (!holds && lane == 0 && warp < kWarps) shared.held[warp].row = kNoRow;
       __syncthreads();
     }
@@ -289,10 +281,9 @@ struct Meeting {
       float* const near = reinterpret_cast<float*>(smem) + warp * row.size;
       leave(state, args.group, end ? near : row.part(held.unit, held.part));
       __syncwarp();
-      const int parts = row.cut.parts(args, held.unit);
-      if (!end && parts > 1) {
+      if (!end && held.parts > 1) {
         bool last = false;
-        if (lane == 0) last = arrive(row.parts_of_unit(held.unit), parts);
+        if (lane == 0) last = arrive(row.parts_of_unit(held.unit), held.parts);
         if (!__ballot_sync(0xffffffff, last)) return;
       }
     }
@@ -301,41 +292,48 @@ struct Meeting {
   }
 
  private:
-  __device__ __forceinline__ bool before(int number, const Held& of) const {
-    bool found = false;
-    for (int i = 0; i < number; i++)
-      found |= shared.held[i].row == of.row && shared.held[i].unit == of.unit;
-    return found;
-  }
-
   // The warp's own unit, or at the end those of all warps, of which a warp takes heads in turns.
   __device__ __forceinline__ void add_up(bool end) const {
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const int step = end ? kWarps + 1 : 1;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = end ? kWarps + 1 : 1;
+    // Lane w looks at what warp w holds: which is the first of a unit.
+    const Held lanes = shared.held[end ? min(lane, kWarps - 1) : warp];
+    bool first = end ? lane < kWarps && lanes.row >= 0 : lane == 0;
+#pragma unroll
+    for (int i = 0; i < kWarps - 1; i++) {
+      const int row = __shfl_sync(0xffffffff, lanes.row, i);
+      const int unit = __shfl_sync(0xffffffff, static_cast<int>(lanes.unit), i);
+      if (row == lanes.row && unit == lanes.unit && i < lane) first = false;
+    }
     int head = end ? warp : 0, left = 0;
     int mine = 0, mine_head = 0;  // whose sums over a unit the lane says to be there
-    const int first = end ? 0 : warp;
 #pragma unroll 1
-    for (int i = first; i < (end ? kWarps : first + 1); i++) {
-      const Held of = shared.held[i];
-      if (of.row < 0 || (end && before(i, of))) continue;
+    for (uint32_t all = __ballot_sync(0xffffffff, first); all; all &= all - 1) {
+      const int number = end ? __ffs(all) - 1 : warp;
+      const Held of = shared.held[number];
       const Row row(args, of);
-      const int parts = row.cut.parts(args, of.unit);
-      if (end && parts > 1 && threadIdx.x == 0) *row.parts_of_unit(of.unit) = 0;
-#pragma unroll 1
-      for (; head < args.group; head += step) {
-        if (end || parts > 1) {
-          const Sums sums = add_parts(row, of.unit, head, shared, end);
-          if (row.cut.units == 1) {
-            sums.store(row.outputs(head));
-          } else {
-            sums.leave(row.part(of.unit, 0) + head * kPart);
-          }
+      if (end && of.parts > 1 && threadIdx.x == 0) *row.parts_of_unit(of.unit) = 0;
+      if (head < args.group) {
+        int holder = kInMemory;
+#pragma unroll
+        for (int i = 0; i < kWarps; i++) {
+          const bool same = end && lanes.row == of.row && lanes.unit == of.unit;
+          const int part = __shfl_sync(0xffffffff, same ? lanes.part : kInMemory, i);
+          if (part == lane) holder = i;
         }
-        if (row.cut.units == 1) continue;
-        if (lane == left) mine = i, mine_head = head;
-        left++;
+#pragma unroll 1
+        for (; head < args.group; head += step) {
+          if (end || of.parts > 1) {
+            const Sums sums = add_parts(row, of, head, holder);
+            if (row.units == 1) {
+              sums.store(row.outputs(head));
+            } else {
+              sums.leave(row.part(of.unit, 0) + head * kPart);
+            }
+          }
+          if (row.units == 1) continue;
+          if (lane == left) mine = number, mine_head = head;
+          left++;
+        }
       }
       head -= args.group;
     }
@@ -344,7 +342,7 @@ struct Meeting {
     bool last = false;
     if (lane < left) {
       const Row row(args, shared.held[mine]);
-      last = arrive(row.units_of_head(mine_head), row.cut.units);
+      last = arrive(row.units_of_head(mine_head), row.units);
     }
 #pragma unroll 1
     for (uint32_t all = __ballot_sync(0xffffffff, last); all; all &= all - 1) {

@@ -5,18 +5,21 @@
 
 // A block of an item and where it lies: what the copying warp tells the one that attends.
 struct Task {
-  int slot, first;         // of the item, no slot: there is nothing more; the item's first block
-  uint16_t head, unit;     // of the item
-  uint16_t number, count;  // of its blocks: which it is, and how many there are
-  uint8_t part, k_stage, v_stage;
+  int slot, first;  // of the item, no slot: there is nothing more; the item's first block
+  uint16_t head, unit, units;  // of the item; how many units there are
+  uint16_t number, count;      // of its blocks: which it is, and how many there are
+  uint8_t part, parts;         // of the unit
+  uint8_t k_stage, v_stage;
 };
 
 // A warp's item, while it is not known what becomes of it; at the end there may be none.
 constexpr int kNoRow = -1;
 struct Held {
-  int row;     // the slot's number times the KV heads, plus the head's
-  int blocks;  // of that
-  uint16_t unit, part;
+  int row;  // the slot's number times the KV heads, plus the head's
+  uint16_t unit, units;
+  uint8_t part, parts;
+
+  __device__ __forceinline__ bool whole() const { return units == 1 && parts == 1; }
 };
 
 constexpr int kDepth = 2;  // blocks that a warp may have before it: windows are 4 copies at most
@@ -78,13 +81,14 @@ struct Given {
 struct Producer {
   const Ring& ring;
   const int window;
-  int slot, head, unit, part, first, number, count = 0;  // the lane's item, its next block
-  int rows;                                         // cached positions from there on
-  const uint8_t* from;                              // where that lies
-  int given = 0;                                    // blocks so far
-  Given last, before_last;                          // of those
-  RingPosition fill;                                // of all warps: the next stage
-  int issued = 0;                                   // copies
+  int slot, head, unit, units, part, parts;  // the lane's item
+  int first, number, count = 0;              // of its blocks, and the next
+  int rows;                                  // cached positions from there on
+  const uint8_t* from;                       // where that lies
+  int given = 0;                             // blocks so far
+  Given last, before_last;                   // of those
+  RingPosition fill;                         // of all warps: the next stage
+  int issued = 0;                            // copies
 
   __device__ __forceinline__ Producer(const Ring& ring, int window) : ring(ring), window(window) {}
 
@@ -99,6 +103,7 @@ struct Producer {
           if (items.done()) continue;
           if (lane == warp) {
             slot = items.slot, head = items.head, unit = items.unit, part = items.part;
+            units = items.cut.units, parts = items.parts;
             first = items.first_block(), number = 0, count = items.block_count(),
             rows = items.length - first * kBlock, from = items.address();
           }
@@ -127,8 +132,8 @@ struct Producer {
     }
     const int place = threadIdx.x % 32 * kDepth + given % kDepth;
     Task& task = ring.shared.tasks[place];
-    task.slot = slot, task.first = first, task.head = head, task.unit = unit;
-    task.number = number, task.count = count, task.part = part;
+    task.slot = slot, task.first = first, task.head = head, task.unit = unit, task.units = units;
+    task.number = number, task.count = count, task.part = part, task.parts = parts;
     task.k_stage = fill.stage, task.v_stage = values.stage;
     ptx::mbarrier_arrive(ring.task_barrier[place]);
   }

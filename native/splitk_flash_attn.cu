@@ -88,32 +88,34 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
   bool more = told(ring, 0);
 #pragma unroll 1
   for (int taken = 0;;) {
-    bool holds = false;
+    // Whether others attend to more of the item, which is now complete; and only in other CTAs.
+    bool holds = false, at_once = false;
     if (more) {
       const int number = threadIdx.x / 32 * kDepth + taken % kDepth;
       const Task task = ring.shared.tasks[number];
-      if (task.number == 0)
-        meeting.hold({task.slot * args.kv_heads + task.head, 0, task.unit, task.part});
+      if (task.number == 0) meeting.hold(task);
       const bool last = task.number + 1 == task.count;
       item.add(args, ring, task, number, taken / kDepth % 2);
       if (last) {
-        const Held held = meeting.held((item.length - 1) / kBlock + 1);
-        const Row row(args, held);
-        holds = !row.whole(held.unit);
-        if (!holds) store(row, item.state);
+        const Held held = meeting.held();
+        holds = !held.whole();
+        at_once = holds && held.parts == 1;
+        if (!holds) store(Row(args, held), item.state);
       }
-      more = told(ring, ++taken);
+      taken++;
+      if (!at_once) more = told(ring, taken);
       if (!last) continue;
     }
     if (holds || !more) meeting.hand_over(holds, item.state, !more);
     item.reset();  // in any case, so the compiler sees that nothing need be kept meanwhile
     if (!more) break;
+    if (at_once) more = told(ring, taken);
   }
 }
 
 // Two CTAs to an SM, that of this op and that of the next; elsewhere the largest states would
 // spill.
-#if GROUP_TILES == 2 && HEAD_DIM == 128 && __CUDA_ARCH__ != 900
+#if HEAD_DIM == 128 && (__CUDA_ARCH__ == 1200 || (GROUP_TILES == 2 && __CUDA_ARCH__ != 900))
 constexpr int kCtasOfSm = 1;
 #else
 constexpr int kCtasOfSm = 2;

@@ -44,7 +44,7 @@ struct SplitKFlashAttnArgs {
   int* arrivals;            // [slots][kv_heads][group + max_units]: zero before and after
   int64_t stride;
   int tier_count, kv_heads, group;
-  int slot_blocks;   // that a cache has room for, of each KV head
+  int slot_blocks;               // that a cache has room for, of each KV head
   int unit_blocks, part_blocks;  // at most, unless there is no warp left for a part
   int max_units, max_parts;
   int stages;
@@ -106,7 +106,9 @@ struct Items {
     int total = 0;
 #pragma unroll 4
     for (int first = tier.first_slot; first < next.first_slot; first += 32) {
-      total += first + lane < next.first_slot ? blocks_of(args, first + lane) : 0;
+      if (first + lane >= next.first_slot) continue;
+      ptx::prefetch(args.caches + first + lane);
+      total += blocks_of(args, first + lane);
     }
 #pragma unroll
     for (int far = 1; far < 32; far *= 2)

@@ -102,8 +102,11 @@ def test_how_it_is_launched(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "heads", "chunk"),
-    [(32, 512, 32), (17, 448, 16), (2048, 8, 32), (32, 8, 4), (32, 64, 4), (32, 128, 8), (1, 9, 4)],
-)
-def test_chunks_leave_items_for_all(blocks: int, heads: int, chunk: int) -> None:
-    assert chunk_blocks(blocks, heads) == chunk
+    ("blocks", "heads", "unit", "part"),
+    [
+        (32, 512, 32, 32), (17, 448, 16, 16), (2048, 8, 128, 32), (32, 8, 4, 4), (32, 64, 16, 4),
+        (32, 128, 32, 8), (1, 9, 4, 4), (128, 100, 16, 16), (20_000, 1, 157, 157),
+    ],
+)  # fmt: skip
+def test_units_and_parts_leave_items_for_all(blocks: int, heads: int, unit: int, part: int) -> None:
+    assert cut(blocks, heads) == (unit, part)

@@ -15,7 +15,8 @@ from dakrun.units import ceil_div
 PART_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up
 ITEMS = 512  # or more, where parts can be that short: about four for each SM of a large GPU
 MOST_PARTS = 7  # of a unit: the warps of a CTA
-UNITS = 128  # or more, where units can be that short: about one for each SM
+UNITS = 128  # about one for each SM of a large GPU
+FULL = 0.85  # the share of them from which on one for each SM is better than many
 MOST_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
 MOST_UNITS = 128  # of a head: whoever is the last to be done adds up all of them
 
@@ -94,9 +95,11 @@ def attention_config(
 def cut(blocks: int, heads: int) -> tuple[int, int]:
     """The blocks of units and of parts."""
     enough = (part for part in PART_BLOCKS if heads * ceil_div(blocks, part) >= ITEMS)
-    part = next(enough, PART_BLOCKS[-1])
-    unit = max(part, ceil_div(heads * blocks, UNITS), ceil_div(blocks, MOST_UNITS))
-    return min(unit, blocks), part
+    part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, MOST_UNITS))
+    units = UNITS // heads
+    if units * heads >= FULL * UNITS:
+        return max(part, ceil_div(blocks, units)), part
+    return part, part
 
 
 def _window(stages: int, wanted: int) -> int:

@@ -421,6 +421,8 @@ inline void bulk_load_once(uint32_t destination, const void* source, uint32_t by
   bulk_load(destination, source, bytes, barrier);
 }
 
+inline void prefetch(const void*) {}
+
 inline void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
                                 uint32_t barrier, uint16_t ctas) {
   check_bulk(destination, source, bytes);
