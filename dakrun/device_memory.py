@@ -126,6 +126,13 @@ def enable_peer_access(peer: int, device: int) -> None:
                 ) from None
 
 
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor`, of the CPU, on `device` in stream order: the CPU does not wait for the copy."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class _Pointer:
     """A tensor's memory under the interface by which CUDA libraries hand arrays on."""
 

@@ -144,9 +144,10 @@ struct Producer {
     const uint32_t barrier = ring.full_barrier[fill.stage];
     const bool two = kPairs && w.at.second && second.octets > 0;
     ptx::mbarrier_arrive_expect_tx(barrier, w.bytes() + (two ? second.bytes() : 0));
-    ptx::bulk_load(ring.w(fill.stage), w.from, w.bytes(), barrier);
+    ptx::bulk_load_once(ring.w(fill.stage), w.from, w.bytes(), barrier);
     if (two) {
-      ptx::bulk_load(ring.w(fill.stage) + ring.group_bytes, second.from, second.bytes(), barrier);
+      ptx::bulk_load_once(ring.w(fill.stage) + ring.group_bytes, second.from, second.bytes(),
+                          barrier);
       second.next();
     }
     w.next();

@@ -34,6 +34,7 @@ from dakrun.hardware import LOCAL, load_profile
 from dakrun.known_models import known_model
 from dakrun.llm import LLM
 from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.plan.prefill import predict_prefill
 from dakrun.plan.roofline import Links
 
 H200, PEERS = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
@@ -60,10 +61,14 @@ def a_plan(profile: str = "h200-pcie5", batch_size: int = 8, **fixed: Any) -> Pl
     return make_plan(config, workload, load_profile(profile), Policy(**fixed))
 
 
+# Of three batches of eight, the last one not full.
+TTFT_S = (*[0.1] * 7, 0.3, *[0.1] * 7, 0.2, 0.1, 0.1)
+
+
 def row(point: Point = POINT, **changes: Any) -> ModelRow:
     plan = a_plan(batch_size=point.batch_size, **changes)
     run = Run(
-        plan=plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=(0.1, 0.3, 0.2), prefill_s=0.4,
+        plan=plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=TTFT_S, prefill_s=0.4,
         kv_bytes=1e9, limit_s=0.015, ceiling_bytes_per_s=5e12, gap_s=2e-6, gpu_bytes=14 * 2**30,
     )  # fmt: skip
     return measured_row(point, run)
@@ -176,6 +181,7 @@ def test_the_limit_of_a_cpu_is_its_memory(ratio: float) -> None:
 def test_a_row() -> None:
     found, plan = row(offload_ratio=0.25), a_plan(offload_ratio=0.25)
     assert found.tpot_s == 0.03 and found.steps == 3 and found.ttft_s == 0.2
+    assert found.predicted_ttft_s == predict_prefill(plan).predicted_s
     assert found.tokens_per_s == pytest.approx(8 / 0.03)
     assert found.eb_bytes_per_s == plan.weight_bytes / 0.03
     assert found.eb_total_bytes_per_s == pytest.approx((plan.weight_bytes + 1e9) / 0.03, rel=1e-3)

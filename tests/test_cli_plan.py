@@ -70,7 +70,7 @@ def test_table() -> None:
     for text in ("hbm memory", "host memory", "TTFT", "TPOT", "tokens/s", "EB total"):
         assert text in result.stdout
     titles = [line[:15].strip() for line in lines]
-    for title in ("offload ratio", "phase", "KV per step", "uniform bound", "advice"):
+    for title in ("offload ratio", "phase", "KV per step", "prefill", "uniform bound", "advice"):
         assert title in titles
     assert "gh200" in result.stdout and "spec-sheet, 2026-11-21" in result.stdout
 
@@ -115,7 +115,7 @@ def test_json() -> None:
     assert shown["strategy"] == "greedy" and shown["required_ratio"] == 0
     for kind in ("tpot_s", "ttft_s"):
         assert 0 < shown["bound"][kind] < shown["predicted"][kind]
-    assert shown["prefill"]["tokens"] == 8 * 1024 and shown["prefill"]["chunks"] == 4
+    assert shown["prefill"]["tokens"] == 8 * 1024 and shown["prefill"]["chunks"] == 2
     assert shown["phase"] == 1
     assert shown["uniform"]["runs"] and set(shown["uniform"]["predicted"]) == set(shown["bound"])
     qkv = shown["ops"][0]

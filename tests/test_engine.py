@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 
 from dakrun.config import SamplingParams
-from dakrun.engine import engine as engine_module
 from dakrun.engine.request import Completion, Request
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.llm import LLM
@@ -141,10 +140,11 @@ def test_a_slot_keeps_nothing_of_its_last_request(path: Path) -> None:
     assert by_id(list(llm.stream(requests(3)))) == before
 
 
-def test_long_prompts_are_prefilled_in_chunks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_prefilled_in_chunks(path: Path) -> None:
     whole = by_id(list(load(path).stream(requests(6))))
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK_TOKENS", 4)
-    assert by_id(list(load(path).stream(requests(6)))) == whole
+    llm = load(path)
+    llm.engine.runner.chunk_tokens = 4
+    assert by_id(list(llm.stream(requests(6)))) == whole
 
 
 def test_statistics_count_what_was_done(path: Path) -> None:

@@ -162,6 +162,7 @@ def test_prompts_that_go_on_in_a_peer_s_slots(model: tuple[Path, PreTrainedModel
     for ratio in (0.0, 1.0):
         fixed = {"offload_ratio": 0.2, "kv_offload_ratio": ratio, "transport": "direct"}
         with load(path, 12, profile, remote=("peer",), **fixed) as llm:
+            llm.engine.runner.chunk_tokens = 1100
             found.append(greedy(llm, given, 16))
     assert found[0] == found[1]
 
@@ -215,12 +216,33 @@ def test_samples_do_not_depend_on_the_batch(model: tuple[Path, PreTrainedModel])
     assert results[0] == results[1]
 
 
-def test_long_prompts_go_through_cublas(model: tuple[Path, PreTrainedModel]) -> None:
-    """Together they have more rows than go through the kernels, in chunks."""
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_long_prompts_go_on_in_further_passes(
+    model: tuple[Path, PreTrainedModel], ratio: float
+) -> None:
+    """Some of them in slots in host memory, and others of other lengths beside them."""
     path, reference = model
     generator = torch.Generator().manual_seed(2)
     given = torch.randint(3, VOCAB, (12, 250), generator=generator).tolist()
-    with load(path, 12, offload_ratio=0.2) as llm:
+    given[5:8] = [prompt[:length] for prompt, length in zip(given[5:8], (1, 64, 201), strict=True)]
+    with load(path, 12, offload_ratio=0.2, kv_offload_ratio=ratio) as llm:
+        plan, runner = llm.plan, llm.engine.runner
+        assert plan.prefill.transport == "staged" and runner.chunk_tokens == 4096
+        runner.chunk_tokens = 600
         found = greedy(llm, given, 16)
     ours, theirs = shortfalls(path, reference, given, found)
     assert ours <= 2 * theirs + 0.01
+
+
+def test_prefill_keeps_to_the_memory_that_is_planned(model: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = model
+    generator = torch.Generator().manual_seed(3)
+    given = torch.randint(3, VOCAB, (64, 256), generator=generator).tolist()
+    for fixed in ({"offload_ratio": 0.0}, {"offload_ratio": 1.0, "kv_offload_ratio": 0.5}):
+        with load(path, 64, **fixed) as llm:
+            greedy(llm, given, 2)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            greedy(llm, given, 2)
+            used = torch.cuda.max_memory_allocated() - before
+            assert used <= llm.plan.memory(0)["activations"]

@@ -17,6 +17,7 @@ from dakrun.engine.build import manifest_of
 from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
+from dakrun.engine.staging import StagedOperands, staged_bytes
 from dakrun.hardware import load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.kernels import attention, gemm
@@ -33,6 +34,7 @@ from dakrun.plan.planner import Policy, make_plan
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3
 CPU = torch.device("cpu")
+ROOM = 2**16  # of keys and values on their way to remote slots
 COMMON = {
     "vocab_size": 203, "hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 128,
     "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0,
@@ -127,6 +129,14 @@ def test_a_slot_is_read_where_the_gpu_that_computes_is(monkeypatch: pytest.Monke
         assert all(x.is_meta and x.shape == (12, 9, 64) for x in cache.read(0, slot, 9))
 
 
+def staged(kernels: KernelDecoder) -> StagedOperands:
+    """All matrices, through a ring that holds two of them."""
+    ring = 2 * max(staged_bytes(matrix) for matrix in kernels.matrices.values())
+    names = [name for name in kernels.order if staged_bytes(kernels.matrices[name])]
+    room = torch.empty(ring, dtype=torch.uint8)
+    return StagedOperands(kernels.matrices, names, room, ahead=False)
+
+
 @torch.no_grad()
 def logits(reference: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return reference(torch.tensor([ids])).logits[0, -1]
@@ -153,7 +163,9 @@ def test_prompts_and_steps(
     kernels, cache, rows = decoder(path, 2)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
-    prompt_pass = PromptPass(kernels, cache)
+    prompt_pass = PromptPass(
+        kernels, staged(kernels), cache, torch.empty(ROOM, dtype=torch.uint8), 128
+    )
     prompt_pass.logits(prompts[0][:66], [Segment(0, 0, 66)])
     segments = [Segment(0, 66, 4), Segment(1, 0, 9)]
     found = prompt_pass.logits([*prompts[0][66:], *prompts[1]], segments)

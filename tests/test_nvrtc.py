@@ -19,6 +19,7 @@ from dakrun.kernels import (
     nvrtc,
     operands,
     select_greedy,
+    store_kv,
     tiled_gemm,
     tiled_shapes,
 )
@@ -52,7 +53,7 @@ OF_DTYPE = [operands.defines(dtype) for dtype in DTYPES]
 OF_SOURCE = {
     gemm.SOURCE: GEMMS,
     attention.SOURCE: ATTENTIONS,
-    **{wrapper.SOURCE: OF_DTYPE for wrapper in (embed, normalize, select_greedy)},
+    **{wrapper.SOURCE: OF_DTYPE for wrapper in (embed, normalize, select_greedy, store_kv)},
 }
 VARIANTS = [
     (source, defines, arch)

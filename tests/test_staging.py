@@ -1,10 +1,14 @@
 """Where staged matrices come to lie, and when they may be copied there."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_matrices import normal, packed
 
-from dakrun.engine.staging import Place, places
+from dakrun.engine.staging import Place, StagedOperands, places, staged_bytes
+from dakrun.hardware import LOCAL
+from dakrun.kernels.packing import Split
 
 
 def test_a_ring_of_two() -> None:
@@ -47,3 +51,36 @@ def test_nothing_is_copied_over_what_is_still_to_be_read(sizes: list[int], ring:
             ):
                 copy(waiting.pop(0))
         assert not waiting, "the next step finds its first matrices"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_passes_find_their_matrices(device: str) -> None:
+    """Those that fill the ring anew, and those that find in it what the one before has left."""
+    tiers = (Split(2, 2, 1, 64), Split(3, 1, 2, 64), Split(1, 1, 1, 64))
+    dense = {f"{i}": normal(48, 128, dtype=torch.float16, device=device) for i in range(7)}
+    matrices = {name: packed(weight, tiers) for name, weight in dense.items()}
+    staged = [name for name in matrices if name != "3"]
+    ring = torch.empty(2 * staged_bytes(matrices["0"]), dtype=torch.uint8, device=device)
+    steps = StagedOperands(matrices, staged, ring)
+    prompts = StagedOperands(matrices, staged, ring, ahead=False)
+
+    def run(operands: StagedOperands) -> None:
+        operands.begin()
+        for name, weight in dense.items():
+            found = operands.fetch(name)
+            assert torch.equal(found.dense(device), weight)
+            if name in staged:
+                assert [part.tier for part in found.parts[1:]] == [LOCAL, LOCAL]
+                for part in found.parts[1:]:
+                    start = part.data.data_ptr() - ring.data_ptr()
+                    assert 0 <= start <= ring.numel() - part.data.nbytes
+            operands.release(name)
+        operands.end()
+
+    for _ in range(2):
+        for _ in range(2):
+            ring.fill_(255)
+            run(prompts)
+        steps.fill()
+        for _ in range(3):
+            run(steps)

@@ -52,6 +52,27 @@ def test_laws(
         assert len(launches) == (count > 0)
 
 
+@given(
+    n=st.integers(1, 4096),
+    octets=st.lists(st.integers(0, 4000), min_size=2, max_size=4).filter(lambda o: any(o[1:])),
+    cols=st.integers(1, 30_000),
+    sms=st.integers(28, 160),
+    limits=st.sampled_from([H200, SMALL]),
+)
+def test_what_is_staged_has_all_sms(
+    n: int, octets: list[int], cols: int, sms: int, limits: Limits
+) -> None:
+    config = tiled_config(n, octets, [LOCAL] * len(octets), cols=cols, sms=sms, limits=limits)
+    whole = tiled_config(n, [sum(octets)], [LOCAL], cols=cols, sms=sms, limits=limits)
+    assert len({launch.shape.k_ctas for launch in (*config.launches, *whole.launches)}) == 1
+    assert len(config.launches) == 1 + (octets[0] > 0)
+    for launch in config.launches:
+        assert launch.ctas <= sms and launch.shape.sums_fit(launch.stages)
+    for number, count in enumerate(octets):
+        launches = [launch for launch in config.launches if launch.tiers[number].clusters]
+        assert launches == ([config.launches[number == 0 and octets[0] > 0]] if count else [])
+
+
 @pytest.mark.parametrize("rows", [7168, 21504, 28672])
 def test_many_rows_of_x_make_the_largest_tiles(rows: int) -> None:
     (launch,) = tiled_config(2048, [rows // 8], [LOCAL], cols=7168, sms=132).launches

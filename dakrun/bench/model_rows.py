@@ -13,6 +13,7 @@ from dakrun.bench.output import Column
 from dakrun.bench.rows import microseconds
 from dakrun.plan.plan import Plan
 from dakrun.plan.policy import Strategy
+from dakrun.plan.prefill import predict_prefill
 from dakrun.probe.measurement import spread
 from dakrun.units import format_decimal, format_seconds
 
@@ -22,9 +23,9 @@ class Run:
     """What was measured of a point whose `plan` was obeyed; times in seconds.
 
     `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV each on average;
-    `ttft_s` is by request, `prefill_s` that of a batch. All tiers in use together give
-    `ceiling_bytes_per_s`. `gap_s` is the time between steps on a GPU
-    and `gpu_bytes` what was taken of its memory beside the CUDA context, where there is one.
+    `ttft_s` is by request, batch after batch, `prefill_s` that of a batch. All tiers in use
+    together give `ceiling_bytes_per_s`. `gap_s` is the time between steps on a GPU and `gpu_bytes`
+    what was taken of its memory beside the CUDA context, where there is one.
     """
 
     plan: Plan
@@ -68,6 +69,7 @@ class ModelRow:
     predicted_s: float | None = None
     prediction_error: float | None = None
     ttft_s: float | None = None
+    predicted_ttft_s: float | None = None
     prefill_s: float | None = None
     gap_s: float | None = None
     rival_s: float | None = None
@@ -132,7 +134,8 @@ def measured_row(point: Point, run: Run, rival_s: float | None = None) -> ModelR
         bound_s=plan.bound_s,
         predicted_s=plan.predicted_s,
         prediction_error=plan.predicted_s / time - 1,
-        ttft_s=statistics.median(run.ttft_s),
+        ttft_s=statistics.median(_last_of_batches(run.ttft_s, point.batch_size)),
+        predicted_ttft_s=predict_prefill(plan).predicted_s,
         prefill_s=run.prefill_s,
         gap_s=run.gap_s,
         rival_s=rival_s,
@@ -143,6 +146,11 @@ def measured_row(point: Point, run: Run, rival_s: float | None = None) -> ModelR
         gpu_bytes=run.gpu_bytes,
         planned_gpu_bytes=planned_gpu_bytes(plan) if on_gpu else None,
     )
+
+
+def _last_of_batches(ttft_s: Sequence[float], batch_size: int) -> list[float]:
+    """What the last request of each batch took."""
+    return [max(ttft_s[i : i + batch_size]) for i in range(0, len(ttft_s), batch_size)]
 
 
 def planned_gpu_bytes(plan: Plan) -> int:
@@ -176,6 +184,7 @@ _COLUMNS = (
     Column("predicted_s", "predicted ms", _milliseconds),
     Column("prediction_error", "error", "{:+.1%}".format),
     Column("ttft_s", "TTFT ms", _milliseconds),
+    Column("predicted_ttft_s", "plan ms", _milliseconds),
     Column("gap_s", "gap us", microseconds),
     Column("gpu_bytes", "GPU GiB", _gibibytes),
     Column("planned_gpu_bytes", "plan GiB", _gibibytes),

@@ -11,15 +11,18 @@ from dakrun.engine.accesses import tier_accesses
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kvcache import KVCache
 from dakrun.engine.packed_cache import PackedKVCache
+from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Runner, TorchRunner
-from dakrun.engine.staging import StagedOperands
+from dakrun.engine.staging import StagedOperands, staged_bytes
 from dakrun.kernels.kv_blocks import BLOCK
 from dakrun.loading import Packing, Tensors, load
 from dakrun.memory import Tier
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.models.llama import Llama
 from dakrun.models.opt import Opt
-from dakrun.plan.planner import STAGING_BUFFERS, Plan
+from dakrun.plan.ops import kv_staging_bytes
+from dakrun.plan.planner import Plan
+from dakrun.plan.prefill_choice import STAGING_BUFFERS
 
 DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
@@ -58,17 +61,30 @@ def graph_runner(
     torch.cuda.empty_cache()  # of what loading took, which no other program could use
     positions = cache.shape.blocks * BLOCK
     decoder = KernelDecoder(plan.model, manifest, weights, accesses, positions)
-    return GraphRunner(decoder, _operands(plan, decoder), cache, accesses["attention"])
+    steps, prefill = _operands(plan, decoder)
+    staged = kv_staging_bytes(plan.model, plan.workload, plan.prefill.chunk_tokens)
+    room = torch.empty(staged if any(cache.counts[1:]) else 0, dtype=torch.uint8, device=device)
+    prompts = PromptPass(decoder, prefill, cache, room, plan.prefill.chunk_tokens)
+    return GraphRunner(decoder, steps, prompts, cache, accesses["attention"])
 
 
-def _operands(plan: Plan, decoder: KernelDecoder) -> Operands:
-    """Operands of decode steps: where they lie, or, of staged ops, through a ring."""
-    staged = [
+def _operands(plan: Plan, decoder: KernelDecoder) -> tuple[Operands, Operands]:
+    """Operands of decode steps and of prefill: where they lie, or staged through one ring."""
+    remote = [
         name
         for name in decoder.order
-        if plan.op(name.split(".")[-1]).transport == "staged"
-        and any(part.data.nbytes for part in decoder.matrices[name].parts[1:])
+        if any(part.data.nbytes for part in decoder.matrices[name].parts[1:])
     ]
-    if not staged:
-        return Resident(decoder.matrices)
-    return StagedOperands(decoder.matrices, staged, buffers=STAGING_BUFFERS)
+    in_steps = [name for name in remote if plan.op(name.split(".")[-1]).transport == "staged"]
+    in_prefill = remote if plan.prefill.transport == "staged" else []
+    sizes = [staged_bytes(decoder.matrices[name]) for name in {*in_steps, *in_prefill}]
+    ring = torch.empty(
+        STAGING_BUFFERS * max(sizes, default=0), dtype=torch.uint8, device=decoder.like.device
+    )
+
+    def operands(staged: list[str], *, ahead: bool) -> Operands:
+        if not staged:
+            return Resident(decoder.matrices)
+        return StagedOperands(decoder.matrices, staged, ring, ahead=ahead)
+
+    return operands(in_steps, ahead=True), operands(in_prefill, ahead=False)

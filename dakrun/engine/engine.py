@@ -14,14 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from dakrun.engine.request import Completion, Request
-from dakrun.engine.runner import Row, Runner, choose
+from dakrun.engine.runner import Chosen, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.engine.tokenizer import StopStrings
 from dakrun.models.layers import Segment
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
 from dakrun.plan.planner import Plan
 
 Detokenize = Callable[[Sequence[int]], str]
@@ -128,7 +125,8 @@ class Engine:
     def _prefill(self, new: Sequence[_Running]) -> None:
         """Cache the prompts of `new`, chunk by chunk, and sample their first tokens."""
         start = time.perf_counter()
-        for chunk in _chunks(new):
+        behind: tuple[list[_Running], Chosen] | None = None  # what the pass before has come to
+        for chunk in _chunks(new, self.runner.chunk_tokens):
             parts = [r.request.prompt_ids[s.start : s.start + s.length] for r, s in chunk]
             logits = self.runner.prefill([t for part in parts for t in part], [s for _, s in chunk])
             ends = []
@@ -136,13 +134,21 @@ class Engine:
                 r.cached += s.length
                 if r.cached == len(r.request.prompt_ids):
                     ends.append(number)
-            if ends:
-                done = [chunk[number][0] for number in ends]
-                rows = [Row(r.slot, r.cached, 0, r.request.params, r.seed) for r in done]
-                chosen = choose(logits[torch.tensor(ends, device=logits.device)], rows).tolist()
-                self.runner.begin([r.slot for r in done], chosen)
-                self._take(done, chosen)
+            done = [chunk[number][0] for number in ends]
+            rows = [Row(r.slot, r.cached, 0, r.request.params, r.seed) for r in done]
+            chosen = Chosen(logits[ends[0] : ends[-1] + 1], rows) if ends else None
+            self._begin(behind)  # while the pass is computed
+            behind = (done, chosen) if chosen else None
+        self._begin(behind)
         self.stats.prefill_s += time.perf_counter() - start
+
+    def _begin(self, ready: "tuple[list[_Running], Chosen] | None") -> None:
+        """Take the first tokens of requests, if there are some."""
+        if ready is not None:
+            done, chosen = ready
+            tokens = chosen.tokens()
+            self.runner.begin([r.slot for r in done], tokens)
+            self._take(done, tokens)
 
     def _launch(self, going: Sequence[_Running]) -> None:
         """Start a decode step: every request's newest token goes in, its next will come out."""
@@ -205,10 +211,10 @@ class Engine:
         )
 
 
-def _chunks(new: Sequence[_Running]) -> Iterator[list[tuple[_Running, Segment]]]:
-    """The prompts of `new` as passes of at most PREFILL_CHUNK_TOKENS tokens."""
+def _chunks(new: Sequence[_Running], chunk_tokens: int) -> Iterator[list[tuple[_Running, Segment]]]:
+    """The prompts of `new` as passes of at most `chunk_tokens` tokens."""
     chunk: list[tuple[_Running, Segment]] = []
-    room = PREFILL_CHUNK_TOKENS
+    room = chunk_tokens
     for r in new:
         start, end = 0, len(r.request.prompt_ids)
         while start < end:
@@ -217,6 +223,6 @@ def _chunks(new: Sequence[_Running]) -> Iterator[list[tuple[_Running, Segment]]]
             start, room = start + length, room - length
             if room == 0:
                 yield chunk
-                chunk, room = [], PREFILL_CHUNK_TOKENS
+                chunk, room = [], chunk_tokens
     if chunk:
         yield chunk

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 
+from dakrun.device_memory import upload
 from dakrun.engine.buckets import Bucket, buckets, fill_order, fitting
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Row, choose
-from dakrun.kernels.graph import capture, replay_seconds
+from dakrun.kernels.graph import capture, edge_kinds, replay_seconds
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.models.layers import Segment
+
+LEAST_OVERLAPS = 2  # of a layer: launches that start before those ahead of them end
 
 
 @dataclass
@@ -53,16 +56,21 @@ class GraphRunner:
         self,
         decoder: KernelDecoder,
         operands: Operands,
+        prompts: PromptPass,
         cache: PackedKVCache,
         accesses: Sequence[TierAccess],
     ) -> None:
-        """Captures all buckets; `accesses` says how attention reads the tiers."""
+        """Captures all buckets; `accesses` says how attention reads the tiers.
+
+        `operands` are those of steps. A pass of `prompts` may use the memory that they go through.
+        """
+        self.chunk_tokens = prompts.chunk_tokens
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
         self._gaps_s: list[float] = []  # between replays, on the GPU
         self.decoder, self._operands, self._cache = decoder, operands, cache
         self._rows = DecodeStep(decoder, cache, accesses)
-        self._prompts = PromptPass(decoder, cache)
+        self._prompts, self._filled = prompts, False
         self._buckets = buckets(cache.counts)
         self._mapped: list[int] | None = None  # the slots of the rows
         self._steps: deque[_Step] = deque()
@@ -82,6 +90,7 @@ class GraphRunner:
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
         """Logits [S, V] after the last token of each segment."""
+        self._filled = False
         return self._prompts.logits(tokens, segments)
 
     @torch.inference_mode()
@@ -100,6 +109,9 @@ class GraphRunner:
         mapped = self._arrange(rows, bucket)
         if mapped != self._mapped:
             self._map(mapped, rows)
+        if not self._filled:
+            self._operands.fill()
+            self._filled = True
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.graphs[bucket].replay()
@@ -134,10 +146,16 @@ class GraphRunner:
         """Capture all buckets, the largest first, in one pool of memory."""
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
+        self._operands.fill()
         for bucket in reversed(self._buckets):
             self._rows.prepare(bucket)
             self._step(bucket)  # compiles kernels, all rows being idle
-            self.graphs[bucket] = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
+            graph = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
+            if isinstance(self._operands, Resident):  # no copies between kernels
+                overlapping, others = edge_kinds(graph)
+                least = LEAST_OVERLAPS * self.decoder.config.num_layers
+                assert overlapping >= least, f"{others} of a step's launches wait for those before"
+            self.graphs[bucket] = graph
 
     @torch.inference_mode()
     def op_seconds(self, length: int) -> dict[str, float]:
@@ -207,5 +225,4 @@ class GraphRunner:
 
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:
         """int32 on the GPU, without waiting for it."""
-        pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=True)
-        return pinned.to(self.decoder.like.device, non_blocking=True)
+        return upload(torch.tensor(numbers, dtype=torch.int32), self.decoder.like.device)

@@ -43,11 +43,9 @@ class PackedKVCache:
         """Number of slots in all tiers."""
         return len(self._slots)
 
-    def write(
-        self, layer: int, slot: int, keys: torch.Tensor, values: torch.Tensor, start: int
-    ) -> None:
-        """Keep keys and values [Hkv, P, D] as the positions from `start` on."""
-        kv_blocks.write(self._views[slot][layer], keys, values, start, self.shape)
+    def slot(self, number: int) -> torch.Tensor:
+        """The bytes of a slot, uint8 [layers, bytes], in its tier."""
+        return self._slots[number]
 
     def read(self, layer: int, slot: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [Hkv, end, D] of the first `end` positions, on the cache's device."""

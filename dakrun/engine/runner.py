@@ -15,6 +15,7 @@ from dakrun.config import SamplingParams
 from dakrun.engine.kvcache import KVCache
 from dakrun.engine.sampler import sample
 from dakrun.models.layers import Decoder, Segment
+from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,12 @@ class Runner(Protocol):
     """A model in its tiers, with slots for requests.
 
     `order` are the slots, those to fill first first. `ahead` steps may be launched before the
-    tokens of the oldest are collected.
+    tokens of the oldest are collected. `chunk_tokens` are those that prefill takes, at most.
     """
 
     order: Sequence[int]
     ahead: int
+    chunk_tokens: int
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds of a decode step by op, as far as known; of a full batch of such lengths.
@@ -70,10 +72,31 @@ class Runner(Protocol):
         ...
 
 
+class Chosen:
+    """The next tokens of some rows, on their way from the device."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        """As `choose` does, from logits [n, V], without waiting for it."""
+        chosen = choose(logits, rows)
+        self._ready: torch.cuda.Event | None = None
+        self._tokens = chosen
+        if chosen.is_cuda:
+            kept = torch.empty(len(rows), dtype=chosen.dtype, pin_memory=True)
+            self._tokens = kept.copy_(chosen, non_blocking=True)
+            self._ready = torch.cuda.current_stream().record_event()
+
+    def tokens(self) -> list[int]:
+        """They, in the order of the rows; waits."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return [int(token) for token in self._tokens]
+
+
 class TorchRunner:
     """A decoder in plain torch: a step is done when `launch` returns."""
 
     ahead = 1
+    chunk_tokens = PREFILL_CHUNK_TOKENS
 
     def __init__(self, decoder: Decoder, cache: KVCache, device: torch.device) -> None:
         self.order: Sequence[int] = range(cache.slots)

@@ -1,7 +1,7 @@
 """Matrices whose remote rows the copy engine brings into HBM ahead of their use.
 
-Knows in which order a step uses them, not what for: a ring of HBM holds those that come next, over
-the end of a layer as over that of a step.
+Knows in which order a pass uses them, not what for: a ring of HBM holds those that come next, over
+the end of a layer as, where passes follow each other, over that of a pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dakrun.kernels.copy_engine import copy
+from dakrun.hardware import LOCAL
+from dakrun.kernels.copy_engine import CopyStream
 from dakrun.kernels.packing import PackedTensor
 from dakrun.memory import aligned
 
@@ -53,58 +54,66 @@ def places(sizes: Sequence[int], ring: int) -> list[Place]:
 
 
 class StagedOperands:
-    """Operands of a decode step: `staged` ones, in the order of their use, go through a ring.
+    """Operands of a pass: `staged` ones, in the order of their use, go through `ring`, of uint8.
 
-    The others are read where they lie. `begin` and `end` go around what is launched for a step,
-    which may be captured in a CUDA graph; every step leaves the first matrices of the next one in
-    the ring. One stream launches, and one for each remote tier copies, so that links work side by
-    side.
+    The others are read where they lie. `begin` and `end` go around what is launched for a pass,
+    which may be captured in a CUDA graph. With `ahead` every pass leaves the first matrices of the
+    next one in the ring, which `fill` does for the first one, and after others have used the ring.
+    One stream launches, and one for each remote tier copies, so that links work side by side.
     """
 
     def __init__(
-        self, matrices: Mapping[str, PackedTensor], staged: Sequence[str], *, buffers: int
+        self,
+        matrices: Mapping[str, PackedTensor],
+        staged: Sequence[str],
+        ring: torch.Tensor,
+        *,
+        ahead: bool = True,
     ) -> None:
-        """Take a ring of `buffers` times the largest, and fill it for the first step."""
+        """Raises ValueError where one of them does not fit into the ring."""
         self._matrices = matrices
-        sizes = [sum(aligned(part.data.nbytes) for part in matrices[n].parts[1:]) for n in staged]
-        ring = buffers * max(sizes)
-        found = places(sizes, ring)
+        sizes = [staged_bytes(matrices[name]) for name in staged]
+        found = places(sizes, ring.numel())
+        if not ahead:
+            found = [replace(p, after=None, early=False) if p.early else p for p in found]
         self._number = {name: number for number, name in enumerate(staged)}
         self._places = found
-        device = next(iter(matrices.values())).parts[0].data.device
-        self._ring = torch.empty(ring, dtype=torch.uint8, device=device)
         self._staged = [
-            _moved(matrices[name], self._ring[place.start : place.end])
+            _moved(matrices[name], ring[place.start : place.end])
             for name, place in zip(staged, found, strict=True)
         ]
         self._sources = [matrices[name] for name in staged]
-        self._streams = [torch.cuda.Stream(device) for _ in self._sources[0].parts[1:]]
-        early = [i for i, place in enumerate(found) if place.early]
-        self._order = [*range(len(early), len(found)), *early]  # of a step's copies
-        for number in early:
+        self._streams = [CopyStream(ring.device) for _ in self._sources[0].parts[1:]]
+        self._early = [i for i, place in enumerate(found) if place.early]
+        self._order = [*range(len(self._early), len(found)), *self._early]  # of a pass's copies
+        self._next, self._copied = 0, dict[int, list[torch.cuda.Event | None]]()
+
+    def fill(self) -> None:
+        """Bring what the pass before would have left in the ring."""
+        self._follow()
+        for number in self._early:
             self._copy(number)
-        for stream in self._streams:
-            stream.synchronize()
-        self._next, self._copied = 0, dict[int, list[torch.cuda.Event]]()
+        self.end()
 
     def begin(self) -> None:
-        """Start a step's copies."""
-        self._wait()
+        """Start a pass's copies."""
+        self._follow()
         self._next, self._copied = 0, {}
         self._advance(None)
 
     def end(self) -> None:
         """Let what is launched next wait for the copies."""
         for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+            stream.join()
 
     def fetch(self, name: str) -> PackedTensor:
         """The matrix, its remote rows in the ring where it is staged."""
         number = self._number.get(name)
         if number is None:
             return self._matrices[name]
-        for copied in self._copied.get(number, ()):  # else the step before has copied it
-            torch.cuda.current_stream().wait_event(copied)
+        for copied in self._copied.get(number, ()):  # else the pass before has copied it
+            if copied is not None:
+                torch.cuda.current_stream().wait_event(copied)
         return self._staged[number]
 
     def release(self, name: str) -> None:
@@ -117,7 +126,7 @@ class StagedOperands:
         return name not in self._number
 
     def _advance(self, done: int | None) -> None:
-        """Start the copies that only waited for matrix `done` of the step."""
+        """Start the copies that only waited for matrix `done` of the pass."""
         waited = False
         while self._next < len(self._order):
             number = self._order[self._next]
@@ -126,30 +135,34 @@ class StagedOperands:
             if after is not None and (done is None or after > done):
                 return
             if not waited:
-                self._wait()
+                self._follow()
                 waited = True
             self._copy(number)
             if not place.early:
-                self._copied[number] = [stream.record_event() for stream in self._streams]
+                self._copied[number] = [stream.copied() for stream in self._streams]
             self._next += 1
 
-    def _wait(self) -> None:
+    def _follow(self) -> None:
         """Let copies that are started next wait for what is launched."""
         for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.follow()
 
     def _copy(self, number: int) -> None:
         to, of = self._staged[number].parts[1:], self._sources[number].parts[1:]
         for stream, here, there in zip(self._streams, to, of, strict=True):
             if there.data.nbytes:
-                with torch.cuda.stream(stream):
-                    copy(here.data, there.data)
+                stream.copy((here.data, there.data))
+
+
+def staged_bytes(matrix: PackedTensor) -> int:
+    """Bytes of a ring that the matrix's remote rows take."""
+    return sum(aligned(part.data.nbytes) for part in matrix.parts[1:])
 
 
 def _moved(matrix: PackedTensor, room: torch.Tensor) -> PackedTensor:
     """`matrix` with its remote parts, one after the other, in `room`."""
     parts, at = [matrix.parts[0]], 0
     for part in matrix.parts[1:]:
-        parts.append(replace(part, data=room[at : at + part.data.nbytes]))
+        parts.append(replace(part, tier=LOCAL, data=room[at : at + part.data.nbytes]))
         at += aligned(part.data.nbytes)
     return replace(matrix, parts=tuple(parts))

@@ -19,6 +19,8 @@ from dakrun.errors import CannotRun
 from dakrun.kernels.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
 
+SHARED_BYTES = 227 * 1024  # of a CTA: what the kernels are laid out for
+
 
 class Kernel:
     """One kernel of a loaded module, on the device that was current when it was loaded.
@@ -111,6 +113,15 @@ def architecture(device: int) -> str:
             hint="dakrun's kernels run on 9.0 (H100, H200, GH200), 10.0 (B200) and 12.0",
         )
     return found
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether `device` runs the kernels: a target of theirs, with the shared memory of a Hopper."""
+    if device.type != "cuda":
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)
+    target = f"sm_{properties.major}{properties.minor}a"
+    return target in ARCHITECTURES and properties.shared_memory_per_block_optin >= SHARED_BYTES
 
 
 def cached_cubin(source: str, arch: str, defines: Mapping[str, int] | None = None) -> Path:

@@ -37,9 +37,14 @@ class KVShape:
         return ceil_div(self.positions, BLOCK)
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of one head: keys and values of 16 bits."""
+        return 2 * self.head_dim * BLOCK * 2
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot: keys and values of 16 bits."""
-        return self.kv_heads * self.blocks * 2 * self.head_dim * BLOCK * 2
+        return self.kv_heads * self.blocks * self.block_bytes
 
 
 def pack(keys: torch.Tensor, values: torch.Tensor, shape: KVShape) -> torch.Tensor:

@@ -59,7 +59,8 @@ def tiled_config(
 ) -> TiledConfig:
     """Choose for a W of `cols` columns with `octets` in each of `tiers`, and an X of `n` rows.
 
-    The local tier comes first. `sms` are those of the GPU, `limits` an H200's where none are given.
+    The local tier comes first, and one without limits is in local memory, too: all SMs compute it,
+    before what comes first. `sms` are those of the GPU, `limits` an H200's where none are given.
     Without `multicast` a remote octet crosses the link once for each 512 rows of X.
     """
     if not 1 <= n <= MAX_ROWS:
@@ -69,7 +70,9 @@ def tiled_config(
     launches = []
     nobody = tuple(TierTiles(0) for _ in octets)
     left = sms
-    if any(octets[1:]):
+    if any(octets[1:]) and all(access == TierAccess() for access in tiers[1:]):
+        launches.append(_local_too(n, octets, segments, sms, atoms, limits))
+    elif any(octets[1:]):
         shape = _remote_shape(n, segments, limits, multicast=multicast)
         remote = [
             _remote_clusters(count, sum(octets), access, shape, sms) if count else 0
@@ -88,6 +91,22 @@ def tiled_config(
         tier = local_tier(n, octets[0], shape, left, atoms, limits, window=tiers[0])
         launches.append(Launch(shape, shape.stages(limits), (tier, *nobody[1:])))
     return TiledConfig(tuple(launches))
+
+
+def _local_too(
+    n: int, octets: Sequence[int], segments: int, sms: int, atoms: int, limits: Limits
+) -> Launch:
+    """All tiers but the first one, each on as many of all SMs as its share of them asks for."""
+    total = sum(octets[1:])
+    options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
+    shape = _best(n, total, sms, atoms, options, limits)
+    clusters = _clusters(sms, shape.ctas)
+    given = _at_most([max(1, clusters * count // total) for count in octets[1:]], clusters)
+    tiers = [
+        local_tier(n, count, shape, own * shape.ctas, atoms, limits) if count else TierTiles(0)
+        for count, own in zip(octets[1:], given, strict=True)
+    ]
+    return Launch(shape, shape.stages(limits), (TierTiles(0), *tiers))
 
 
 def shapes(limits: Limits) -> Iterator[Shape]:

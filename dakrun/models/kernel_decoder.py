@@ -15,6 +15,7 @@ import torch
 
 from dakrun.checkpoint import Manifest, Weights
 from dakrun.config import ModelConfig
+from dakrun.hardware import LOCAL
 from dakrun.kernels.embed import embed
 from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, GemmConfig, TierAccess, gemm_config
@@ -31,6 +32,10 @@ _config = functools.cache(gemm_config)
 
 class Operands(Protocol):
     """Where a pass finds its matrices."""
+
+    def fill(self) -> None:
+        """Bring what a pass leaves for the next one; others may have overwritten it."""
+        ...
 
     def begin(self) -> None:
         """Say that a pass begins."""
@@ -58,6 +63,9 @@ class Resident:
 
     def __init__(self, matrices: Mapping[str, PackedTensor]) -> None:
         self._matrices = matrices
+
+    def fill(self) -> None:
+        """Nothing to do."""
 
     def begin(self) -> None:
         """Nothing to do."""
@@ -233,8 +241,11 @@ class KernelDecoder:
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
-        remote = any(part.split.octets for part in weight.parts[1:])
-        accesses = self._accesses[name.split(".")[-1]]
+        remote = any(part.split.octets for part in weight.parts if part.tier != LOCAL)
+        accesses = tuple(
+            TierAccess() if part.tier == LOCAL else access
+            for part, access in zip(weight.parts, self._accesses[name.split(".")[-1]], strict=True)
+        )
         # A link is not to be waited for twice.
         if len(x) > (1 if remote else self._many_rows.from_passes) * MAX_ROWS:
             if norm != "none":

@@ -39,7 +39,8 @@ class ManyRows:
         self._tiles = tiles(device)
         self._workspace: Workspace | None = None  # kept, as graphs read and write it
         if self._tiles is not None:
-            self._workspace = Workspace.largest(sm_count(device), device)
+            # A launch for staged rows and the one behind it have all SMs each.
+            self._workspace = Workspace.largest(2 * sm_count(device), device)
         # Of SplitK_GEMM's rows: passes that cost less than what else there is.
         self.from_passes = 2 if self._tiles is None else 1
 
@@ -86,7 +87,8 @@ def _unpacked(
 ) -> None:
     """The same by torch, with a part of the rows of W at a time."""
     rows, cols = weight.shape
-    step = max(1, PIECE_BYTES // (cols * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
+    widest = max(cols, len(x))  # of what is unpacked, and of its products
+    step = max(1, PIECE_BYTES // (widest * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
     piece = x.new_empty(min(step, rows), cols)
     for first in range(0, rows, step):
         last = min(first + step, rows)

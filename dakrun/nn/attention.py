@@ -13,6 +13,7 @@ from torch import nn
 from dakrun.kernels import kv_blocks
 from dakrun.kernels.attention import MAX_GROUP, Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
+from dakrun.kernels.jit import has_kernels
 from dakrun.nn.kv_cache import PartitionedKVCache
 from dakrun.nn.remote_tier import sm_count
 
@@ -125,7 +126,7 @@ def _check(
 
 
 def _has_kernel(query: torch.Tensor) -> bool:
-    return query.is_cuda
+    return has_kernels(query.device)
 
 
 def _prefill(

@@ -6,7 +6,7 @@ Packed for SplitK_GEMM where that can be, else row by row. Knows tensors and tie
 import torch
 
 from dakrun.hardware import LOCAL
-from dakrun.kernels import storage
+from dakrun.kernels import jit, storage
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import PackedTensor, octet_bytes
 from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
@@ -18,7 +18,7 @@ TieredWeight = PackedTensor | PartitionedTensor
 
 def has_kernel(like: torch.Tensor, cols: int) -> bool:
     """Whether SplitK_GEMM takes a weight of `cols` columns, of the dtype and device of `like`."""
-    return like.is_cuda and storage.can_pack(like.dtype, cols)
+    return jit.has_kernels(like.device) and storage.can_pack(like.dtype, cols)
 
 
 def allocate(

@@ -12,7 +12,7 @@ from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.octets import first_row, octet_count
 
 KV_BLOCK = 64
-PREFILL_CHUNK_TOKENS = 2048
+PREFILL_CHUNK_TOKENS = 2048  # of a pass, in plain torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,13 +184,35 @@ def vector_bytes(model: ModelConfig) -> int:
     return (norms + biases + positions) * DTYPE_BYTES[model.dtype]
 
 
-def activation_bytes(model: ModelConfig, workload: Workload) -> int:
-    """Upper estimate of activations and workspace: one prefill chunk, and the batch's logits."""
-    tokens = min(PREFILL_CHUNK_TOKENS, workload.batch_size * workload.max_model_len)
-    width = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.ffn_size
+def activation_bytes(
+    model: ModelConfig, workload: Workload, chunk_tokens: int = PREFILL_CHUNK_TOKENS
+) -> int:
+    """Upper estimate of activations and workspace: one prefill chunk, and the batch's logits.
+
+    Plain torch, which chunks of PREFILL_CHUNK_TOKENS have room for, needs more of it for a token
+    than the kernels, with which there are larger ones.
+    """
+    size, qkv = DTYPE_BYTES[model.dtype], model.q_size + 2 * model.kv_size
+    tokens = _pass_tokens(workload, PREFILL_CHUNK_TOKENS)
+    width = 4 * model.hidden_size + 2 * qkv + 3 * model.ffn_size
     scores = model.num_heads * min(tokens, workload.max_model_len)
-    logits = 3 * workload.batch_size * model.vocab_size * 4
-    return tokens * width * DTYPE_BYTES[model.dtype] + tokens * scores * 4 + logits
+    in_torch = tokens * (width * size + scores * 4)
+    hidden = max(model.hidden_size, model.q_size)  # normalized, or what attention returns
+    width = model.hidden_size + qkv + model.q_size + model.ffn_size + hidden
+    cached = 3 * 2 * model.kv_size * workload.max_model_len  # of a prompt that goes on
+    in_kernels = (_pass_tokens(workload, chunk_tokens) * width + cached) * size
+    in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
+    return max(in_torch, in_kernels) + 3 * workload.batch_size * model.vocab_size * 4
+
+
+def kv_staging_bytes(model: ModelConfig, workload: Workload, chunk_tokens: int) -> int:
+    """What keys and values of a layer take that a pass computes, on their way to remote slots."""
+    tokens = _pass_tokens(workload, chunk_tokens)
+    return 2 * model.kv_size * tokens * DTYPE_BYTES[model.dtype]
+
+
+def _pass_tokens(workload: Workload, chunk_tokens: int) -> int:
+    return min(chunk_tokens, workload.batch_size * workload.max_model_len)
 
 
 def _embedding(model: ModelConfig, n: int, size: int) -> Op:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile
-from dakrun.plan.ops import Op, weight_bytes
+from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, weight_bytes
 from dakrun.plan.policy import Policy, Transport
 from dakrun.plan.roofline import Regime
 
@@ -47,13 +47,25 @@ class OpPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefillPlan:
+    """How prompts are prefilled: in passes of `chunk_tokens` tokens, the last maybe shorter.
+
+    Each reads the remote parts of matrices where they lie (direct), once for PREFILL_LAUNCH_ROWS
+    tokens, or once in all, after the copy engine has brought them (staged).
+    """
+
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS
+    transport: Transport = "direct"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The decision for one run. `tiers[0]` is the local tier; budgets are bytes per tier.
 
     `fixed_bytes` names what lies in the local tier besides weights and KV. `required_ratio` is
     the share of weight and KV bytes that capacity forces out of the local tier; `phase` is how far
     the greedy went: 1 up to the ops' a, 2 up to their b, 3 beyond. `forgone` is a plan with a
-    remote share that would be too little faster.
+    remote share that would be too little faster. All but `prefill` is of decode steps.
     """
 
     model: ModelConfig
@@ -66,6 +78,7 @@ class Plan:
     required_ratio: float
     phase: Literal[1, 2, 3]
     ops: tuple[OpPlan, ...]
+    prefill: PrefillPlan = PrefillPlan()
     forgone: "Plan | None" = None
 
     def op(self, name: str) -> OpPlan:

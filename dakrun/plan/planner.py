@@ -16,20 +16,20 @@ from dakrun.plan.greedy import best_total, greedy_shares, uniform_shares
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Policy
+from dakrun.plan.prefill_choice import staging_bytes, with_prefill
 from dakrun.plan.problem import Problem
 from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares, split_units
 from dakrun.plan.settle import settled
 
 __all__ = ["OpPlan", "Plan", "Policy", "make_plan"]
 
-STAGING_BUFFERS = 2
 WORTH = 0.02  # of a step: what predictions are off by. A remote share for less could make it slower
 
 
 def make_plan(
     model: ModelConfig, workload: Workload, profile: HardwareProfile, policy: Policy
 ) -> Plan:
-    """Choose every op's offload ratio and transport, and round to octets and slots.
+    """Choose every op's offload ratio and transport, round to octets and slots, and plan prefill.
 
     Raises CannotRun where the budgets do not hold the model, saying by how much, and UsageError
     where the workload does not suit the model. What needs no remote tier gets one only for a gain
@@ -41,8 +41,14 @@ def make_plan(
             f"positions of {model.name}",
             hint=f"use --max-model-len {model.max_positions} or less",
         )
+    return with_prefill(_decode_plan(model, workload, profile, policy))
+
+
+def _decode_plan(
+    model: ModelConfig, workload: Workload, profile: HardwareProfile, policy: Policy
+) -> Plan:
     plan, staging = _best_plan(Problem(model, workload, profile, policy, 0)), 0
-    while (needed := _staging_bytes(plan)) > staging:
+    while (needed := staging_bytes(plan)) > staging:
         staging = needed
         plan = _best_plan(Problem(model, workload, profile, policy, staging))
     free = policy.offload_ratio is None and policy.kv_offload_ratio is None
@@ -52,17 +58,6 @@ def make_plan(
     alone = _best_plan(Problem(model, workload, profile, local, 0))
     gain = 1 - plan.predicted_s / alone.predicted_s
     return plan if gain >= WORTH else replace(alone, policy=policy, forgone=plan)
-
-
-def _staging_bytes(plan: Plan) -> int:
-    """Buffers in the local tier through which staged bytes pass: the largest op's, twice."""
-    sizes = [
-        op.op.unit_bytes(counts[0], op.op.units)
-        for op in plan.ops
-        if op.transport == "staged"
-        for counts in set(op.placement)
-    ]
-    return STAGING_BUFFERS * max(sizes, default=0)
 
 
 def _best_plan(problem: Problem) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.advice import Advice, Alternative
-from dakrun.plan.ops import KV_BLOCK, PREFILL_CHUNK_TOKENS, kv_positions
+from dakrun.plan.ops import KV_BLOCK, kv_positions
 from dakrun.plan.overview import Comparison, Forecast, Overview
 from dakrun.plan.planner import OpPlan, Plan
 
@@ -54,7 +54,7 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "mean_kv_len_tokens": plan.workload.mean_kv_len,
             "kv_tokens_kept_per_slot": kv_positions(plan.workload),
             "kv_block_tokens": KV_BLOCK,
-            "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS,
+            "prefill_chunk_tokens": plan.prefill.chunk_tokens,
         },
         "profile": _profile_dict(plan),
         "strategy": plan.policy.strategy,
@@ -66,6 +66,7 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
         "prefill": {
             "tokens": forecast.prefill.tokens,
             "chunks": forecast.prefill.chunks,
+            "transport": plan.prefill.transport,
             "flops": forecast.prefill.flops,
         },
         "bound": bound_figures(forecast),

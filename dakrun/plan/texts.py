@@ -107,12 +107,21 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
             f"{format_bytes(kv['hbm_read_bytes_per_step'])} read from {plan.tiers[0]}, "
             f"{format_bytes(kv['link_read_bytes_per_step'])} over the link",
         ),
+        ("prefill", _prefill_text(shown.chosen)),
         ("bound", _speed_text(bound_figures(shown.chosen))),
         ("predicted", _speed_text(predicted_figures(shown.chosen))),
         *_uniform_rows(shown.uniform),
         *(("published", _published_text(other)) for other in shown.published),
         ("advice", shown.advice.sentence),
     ]
+
+
+def _prefill_text(forecast: Forecast) -> str:
+    """Passes, and how they read what weights are remote."""
+    plan, found = forecast.plan, forecast.prefill
+    text = f"{found.tokens:,} tokens in passes of up to {plan.prefill.chunk_tokens:,}"
+    remote = any(op.ratio > 0 for op in plan.weights())
+    return text + (f", remote weights {plan.prefill.transport}" if remote else "")
 
 
 def _need_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:

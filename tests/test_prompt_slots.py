@@ -1,0 +1,65 @@
+"""Keys and values of prompts in slots of several tiers, by copies or where they lie."""
+
+import pytest
+import torch
+
+from dakrun.config import Workload
+from dakrun.engine.packed_cache import PackedKVCache
+from dakrun.engine.prompt_slots import PromptSlots
+from dakrun.hardware import load_profile
+from dakrun.kernels import kv_blocks
+from dakrun.known_models import known_model
+from dakrun.memory import allocate_tiers
+from dakrun.models.layers import Segment
+from dakrun.plan.planner import Policy, make_plan
+
+BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3, 4, 100], ids=lambda n: f"room for {n} blocks")
+def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
+    """Prompts begin, and go on, in local and remote slots; a block is filled up in two passes."""
+    torch.manual_seed(0)
+    device = torch.device(kernel_device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    config = known_model("opt-125m")
+    assert config is not None
+    work = Workload(batch_size=4, prompt_len=16, new_tokens=8, max_model_len=250)
+    plan = make_plan(config, work, load_profile("h200-pcie5"), Policy(kv_offload_ratio=0.5))
+    with allocate_tiers({"hbm": 2**26, "host": 2**26}, device) as tiers:
+        cache = PackedKVCache(plan, tiers, torch.float16, device)
+        assert cache.counts == (2, 2)
+        room = torch.full((blocks * BLOCK_BYTES,), 255, dtype=torch.uint8, device=device)
+        slots = PromptSlots(cache, room)
+        kept = torch.randn(2, 4, 12, 250, 64, device=device).half()  # of layer 5
+        for passed in (
+            [Segment(3, 0, 130), Segment(0, 0, 70), Segment(2, 0, 1)],
+            [Segment(2, 1, 63), Segment(3, 130, 100), Segment(1, 0, 5), Segment(0, 70, 10)],
+            [Segment(2, 64, 65), Segment(1, 5, 100)],
+        ):
+            spans = [range(s.start, s.start + s.length) for s in passed]
+            positions = torch.tensor([p for span in spans for p in span], dtype=torch.int32)
+            qkv = torch.randn(len(positions), 36, 64, device=device).half()
+            first = 0
+            for s, span in zip(passed, spans, strict=True):
+                at = slice(span.start, span.stop)
+                for number, of in enumerate(kept[:, s.slot, :, at]):
+                    heads = slice(12 * (1 + number), 12 * (2 + number))
+                    qkv[first : first + s.length, heads] = of.transpose(0, 1)
+                first += s.length
+            slots.begin(passed)
+            for layer in (4, 5, 6):  # others have other values
+                other = qkv if layer == 5 else torch.randn_like(qkv)
+                slots.store(layer, other, positions.to(device), None)
+            slots.end()
+        for slot, end in enumerate((80, 105, 129, 230)):
+            found = cache.read(5, slot, end)
+            for x, wanted in zip(found, kept[:, slot, :, :end], strict=True):
+                assert torch.equal(x, wanted), (slot, end)
+
+
+def test_blocks_of_a_slot() -> None:
+    shape = kv_blocks.KVShape(12, 64, 250)
+    assert 12 * shape.block_bytes == BLOCK_BYTES
+    assert shape.slot_bytes == shape.blocks * BLOCK_BYTES
