@@ -1,137 +1,17 @@
-// The softmax state of a warp, and how those of a head's chunks come together.
+// How what warps leave of a KV head's parts and units comes together.
 #pragma once
 
-#include "attention_operands.cuh"
+#include "attention_state.cuh"
 
-// A warp's softmax and weighted values over the positions that it has seen. Lane 4g + t has query
-// heads 2t and 2t + 1 of each tile: of the sums of weights its own rows' part, and of the outputs
-// dimensions 16 s + g (low) and + 8 (high).
-struct State {
-  float2 most[GROUP_TILES], sum[GROUP_TILES];
-  float2 low[GROUP_TILES][kSteps], high[GROUP_TILES][kSteps];
+// Weighted values of a head, a lane's four of them, up to what all of them are to be divided by.
+struct Sums {
+  float4 value = {};
+  float most, sum;
 
-  __device__ __forceinline__ void reset() {
-#pragma unroll
-    for (int tile = 0; tile < GROUP_TILES; tile++) {
-      most[tile] = {kNone, kNone};
-      sum[tile] = {0.0f, 0.0f};
-#pragma unroll
-      for (int s = 0; s < kSteps; s++)
-        low[tile][s] = high[tile][s] = {0.0f, 0.0f};
-    }
-  }
-};
-
-// The largest, or the sum, over the lanes that have the same heads: those of equal t.
-__device__ __forceinline__ float over_rows(float value, bool largest) {
-#pragma unroll
-  for (int far = 4; far < 32; far *= 2) {
-    const float other = __shfl_xor_sync(0xffffffff, value, far);
-    value = largest ? fmaxf(value, other) : value + other;
-  }
-  return value;
-}
-
-// Of a KV head's chunks, the parts that warps leave: [chunks][group][kPart], and how many of them
-// are there. `row` is its slot times the KV heads, plus itself.
-struct Parts {
-  const SplitKFlashAttnArgs& args;
-  const int row, chunks, size;
-  float* const first;
-
-  __device__ __forceinline__ Parts(const SplitKFlashAttnArgs& args, int row)
-      : args(args),
-        row(row),
-        chunks(chunks_of(args, blocks_of(args, row / args.kv_heads))),
-        size(args.group * kPart),
-        first(args.partials + static_cast<int64_t>(row) * args.max_chunks * size) {}
-
-  __device__ __forceinline__ Element* outputs(int head) const {
-    return args.out + (static_cast<int64_t>(row) * args.group + head) * HEAD_DIM;
-  }
-
-  // By a lane for the warp's part, then for all of them: whether it was the last to come.
-  __device__ __forceinline__ bool arrive() const {
-    const bool last = ptx::add_in_order(args.arrivals + row, 1) == chunks - 1;
-    if (last) args.arrivals[row] = 0;
-    return last;
-  }
-
-  // Adds up all parts of some heads, in their order, into their outputs: those behind the last head
-  // are its own once more. Of up to 32 * kTotals parts kParts are under way together: to wait for
-  // one takes the better part of a microsecond, and that at the end of a kernel.
-  template <int kHeads, int kParts, int kTotals>
-  __device__ __forceinline__ void add_up(int first_head) const {
-    const int lane = threadIdx.x % 32;
-    const float* of_head[kHeads];
-    float2 totals[kHeads][kTotals];  // largest score and sum of weights of part lane + 32 i
-#pragma unroll
-    for (int h = 0; h < kHeads; h++) {
-      of_head[h] = first + min(first_head + h, args.group - 1) * kPart;
-#pragma unroll
-      for (int i = 0; i < kTotals; i++) {
-        const int part = 32 * i + lane;
-        totals[h][i] = {kNone, 0.0f};
-        if (part < chunks) totals[h][i] = ptx::load_from_l2(total_of(of_head[h] + part * size));
-      }
-    }
-    float4 value[kHeads] = {}, more[kParts][kHeads];
-    load(more, of_head, 0);
-#pragma unroll
-    for (int h = 0; h < kHeads; h++)
-      weigh(totals[h]);
-#pragma unroll
-    for (int i = 0; i < kTotals; i++) {
-#pragma unroll
-      for (int within = 0; within < 32; within += kParts) {
-        if (32 * i + within >= chunks) break;
-        if (i + within > 0) load(more, of_head, 32 * i + within);
-#pragma unroll
-        for (int j = 0; j < kParts; j++) {
-#pragma unroll
-          for (int h = 0; h < kHeads; h++) {
-            const float by = __shfl_sync(0xffffffff, totals[h][i].x, within + j);
-            value[h].x += by * more[j][h].x, value[h].y += by * more[j][h].y;
-            value[h].z += by * more[j][h].z, value[h].w += by * more[j][h].w;
-          }
-        }
-      }
-    }
-    if (4 * lane >= HEAD_DIM) return;
-#pragma unroll
-    for (int h = 0; h < kHeads; h++) {
-      const int head = min(first_head + h, args.group - 1);
-      uint32_t* const out = reinterpret_cast<uint32_t*>(outputs(head) + 4 * lane);
-      out[0] = packed(value[h].x, value[h].y), out[1] = packed(value[h].z, value[h].w);
-    }
-  }
-
- private:
-  __device__ __forceinline__ static const float2* total_of(const float* part) {
-    return reinterpret_cast<const float2*>(part + HEAD_DIM);
-  }
-
-  // Four values of each of some parts; behind the last: zeros.
-  template <int kParts, int kHeads>
-  __device__ __forceinline__ void load(float4 (&values)[kParts][kHeads],
-                                       const float* const (&of_head)[kHeads], int from) const {
-    const int dim = min(4 * static_cast<int>(threadIdx.x % 32), HEAD_DIM - 4);
-#pragma unroll
-    for (int j = 0; j < kParts; j++) {
-#pragma unroll
-      for (int h = 0; h < kHeads; h++) {
-        values[j][h] = {};
-        if (from + j >= chunks) continue;
-        const float* const part = of_head[h] + (from + j) * size + dim;
-        values[j][h] = ptx::load_from_l2(reinterpret_cast<const float4*>(part));
-      }
-    }
-  }
-
-  // Puts what each part counts by in the place of its largest score; behind the last: zero.
+  // Makes of the lane's largest scores and sums of weights what each counts by, and those of all.
   template <int kTotals>
-  __device__ __forceinline__ static void weigh(float2 (&totals)[kTotals]) {
-    float most = kNone, sum = 0.0f;
+  __device__ __forceinline__ void weigh(float2 (&totals)[kTotals]) {
+    most = kNone, sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kTotals; i++)
       most = fmaxf(most, totals[i].x);
@@ -146,105 +26,228 @@ struct Parts {
 #pragma unroll
     for (int far = 1; far < 32; far *= 2)
       sum += __shfl_xor_sync(0xffffffff, sum, far);
-#pragma unroll
-    for (int i = 0; i < kTotals; i++)
-      totals[i].x /= sum;
+  }
+  __device__ __forceinline__ void add(float by, const float4& more) {
+    value.x += by * more.x, value.y += by * more.y;
+    value.z += by * more.z, value.w += by * more.w;
+  }
+  __device__ __forceinline__ void leave(float* to) const {
+    const int lane = threadIdx.x % 32;
+    if (4 * lane < HEAD_DIM) reinterpret_cast<float4*>(to)[lane] = value;
+    if (lane == 0) to[HEAD_DIM] = most, to[HEAD_DIM + 1] = sum;
+  }
+  __device__ __forceinline__ void store(Element* to) const {
+    const int lane = threadIdx.x % 32;
+    if (4 * lane >= HEAD_DIM) return;
+    const float scale = 1.0f / sum;
+    uint32_t* const out = reinterpret_cast<uint32_t*>(to + 4 * lane);
+    out[0] = packed(scale * value.x, scale * value.y);
+    out[1] = packed(scale * value.z, scale * value.w);
   }
 };
 
-// Stores an item's outputs, or where its KV head has several chunks its part.
-__device__ __forceinline__ void store(const Parts& parts, int chunk, const State& state) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const bool whole = parts.chunks == 1;
-#pragma unroll
-  for (int tile = 0; tile < GROUP_TILES; tile++) {
-    const float2 sums = {over_rows(state.sum[tile].x, false), over_rows(state.sum[tile].y, false)};
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int head = 8 * tile + 2 * t + i;
-      if (head >= parts.args.group) continue;
-      const float sum = i ? sums.y : sums.x, most = i ? state.most[tile].y : state.most[tile].x;
-      const float scale = whole ? 1.0f / sum : 1.0f;
-      Element* const out = parts.outputs(head);
-      float* const part = parts.first + chunk * parts.size + head * kPart;
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        const float2 low = state.low[tile][s], high = state.high[tile][s];
-        const float values[2] = {scale * (i ? low.y : low.x), scale * (i ? high.y : high.x)};
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int dim = 16 * s + g + 8 * half;
-          if (whole) {
-            convert(out[dim], values[half]);
-          } else {
-            part[dim] = values[half];
-          }
-        }
-      }
-      if (!whole && g == 0) part[HEAD_DIM] = most, part[HEAD_DIM + 1] = sum;
-    }
-  }
+// Which four dimensions of a head are a lane's; those behind the last are the last once more.
+__device__ __forceinline__ int lanes_dimension() {
+  return min(4 * static_cast<int>(threadIdx.x % 32), HEAD_DIM - 4);
 }
 
-// What becomes of the parts that a warp leaves. Whoever is the last of a KV head adds them up: few
-// of them at once; many at the end of a CTA, where all its warps share that work, and only where a
-// warp has more KV heads waiting than fit here before.
-struct Leaver {
-  static constexpr int kFew = 8, kNotLast = -1;
+__device__ __forceinline__ const float2* totals_of(const float* head) {
+  return reinterpret_cast<const float2*>(head + HEAD_DIM);
+}
 
-  const SplitKFlashAttnArgs& args;
-  Shared& shared;
-  int* const rows;  // of the warp's parts that wait
-  int count = 0;
+// Of a head, the parts of a unit in their order. Lane p has the warp that has left part p in the
+// ring, or kInMemory.
+constexpr int kInMemory = -1;
 
-  __device__ __forceinline__ Leaver(const SplitKFlashAttnArgs& args, Shared& shared)
-      : args(args), shared(shared), rows(shared.left[threadIdx.x / 32]) {}
-
-  __device__ __forceinline__ void leave(const Task& task, const State& state) {
-    const int row = task.slot * args.kv_heads + task.head;
-    const Parts parts(args, row);
-    store(parts, task.chunk, state);
-    if (parts.chunks == 1) return;
-    if (threadIdx.x % 32 == 0) rows[count] = row;
-    if (parts.chunks > kFew) {
-      count++;
-    } else if (arrive(count, 1)) {
-#pragma unroll 1
-      for (int head = 0; head < args.group; head += 2)
-        parts.add_up<2, 4, 1>(head);
+__device__ __forceinline__ Sums add_parts(const Row& row, const Held& of, int head, int holder) {
+  const int lane = threadIdx.x % 32, parts = of.parts;
+  const float* const near = reinterpret_cast<const float*>(smem) + head * kPart;
+  const float* const far = row.part(of.unit, 0) + head * kPart;
+  float2 totals[1] = {{kNone, 0.0f}};
+  if (holder >= 0) {
+    totals[0] = *totals_of(near + holder * row.size);
+  } else if (lane < parts) {
+    totals[0] = ptx::load_from_l2(totals_of(far + lane * row.size));
+  }
+  float4 values[kWarps];
+#pragma unroll
+  for (int part = 0; part < kWarps; part++) {
+    values[part] = {};
+    const int from = __shfl_sync(0xffffffff, holder, part);
+    const int at = (from < 0 ? part : from) * row.size + lanes_dimension();
+    if (from >= 0) {
+      values[part] = *reinterpret_cast<const float4*>(near + at);
+    } else if (part < parts) {
+      values[part] = ptx::load_from_l2(reinterpret_cast<const float4*>(far + at));
     }
   }
-  __device__ __forceinline__ bool full() const { return count == kMostLeft; }
+  Sums sums;
+  sums.weigh(totals);
+#pragma unroll
+  for (int part = 0; part < kWarps; part++)
+    sums.add(__shfl_sync(0xffffffff, totals[0].x, part), values[part]);
+  return sums;
+}
 
-  // Of the warp's rows alone, or at the end, when no warp has any more items, of all of them.
-  __device__ __forceinline__ void add_up(bool end) {
-    if (args.max_chunks <= kFew) return;
-    const uint32_t last = arrive(0, count);
-    const int lane = threadIdx.x % 32;
-    if (lane < kMostLeft && !(last >> lane & 1)) rows[lane] = kNotLast;
-    if (end) ptx::named_barrier_sync(kMergeBarrier, 32 * kWarps);
-    __syncwarp();
-    const int* const from = end ? shared.left[0] : rows;
-    const int entries = end ? kWarps * kMostLeft : kMostLeft, warps = end ? kWarps : 1;
-    int head = end ? threadIdx.x / 32 : 0;  // of the row, where warps take heads in turns
-#pragma unroll 1
-    for (int i = 0; i < entries; i++) {
-      if (from[i] == kNotLast) continue;
-#pragma unroll 1
-      for (; head < args.group; head += warps)
-        Parts(args, from[i]).add_up<1, 16, kMostChunks / 32>(head);
-      head -= args.group;
+// How many units are under way together; elsewhere more would spill.
+#if __CUDA_ARCH__ == 900
+constexpr int kTogether = 16;
+#else
+constexpr int kTogether = 4;
+#endif
+
+// Of a head, all units in their order. Many are under way together: to wait for one takes the
+// better part of a microsecond, and that at the end of a kernel.
+__device__ __forceinline__ Sums add_units(const Row& row, int head) {
+  constexpr int kTotals = kMostUnits / 32;
+  const int lane = threadIdx.x % 32, units = row.units, stride = row.args.max_parts * row.size;
+  const float* const first = row.part(0, 0) + head * kPart;
+  float2 totals[kTotals];  // of unit lane + 32 i
+#pragma unroll
+  for (int i = 0; i < kTotals; i++) {
+    totals[i] = {kNone, 0.0f};
+    if (32 * i + lane < units) {
+      totals[i] = ptx::load_from_l2(totals_of(first + (32 * i + lane) * stride));
     }
+  }
+  float4 values[kTogether];
+  const auto load = [&](int from) {
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) {
+      values[j] = {};
+      if (from + j >= units) continue;
+      const float* const at = first + (from + j) * stride + lanes_dimension();
+      values[j] = ptx::load_from_l2(reinterpret_cast<const float4*>(at));
+    }
+  };
+  load(0);
+  Sums sums;
+  sums.weigh(totals);
+#pragma unroll
+  for (int i = 0; i < kTotals; i++) {
+#pragma unroll
+    for (int within = 0; within < 32; within += kTogether) {
+      if (32 * i + within >= units) break;
+      if (i + within > 0) load(32 * i + within);
+#pragma unroll
+      for (int j = 0; j < kTogether; j++)
+        sums.add(__shfl_sync(0xffffffff, totals[i].x, within + j), values[j]);
+    }
+  }
+  return sums;
+}
+
+// Says by lane 0 for its warp, or by some lanes each for what is theirs, that one more is there of
+// what there are to be so many: whether it was the last.
+__device__ __forceinline__ bool arrive(int* at, int all) {
+  const bool last = ptx::add_in_order(at, 1) == all - 1;
+  if (last) *at = 0;
+  return last;
+}
+
+// An item that others attend to more of, and what becomes of its unit. Amid a CTA's items it goes
+// through memory, and whoever is the last of a unit adds up its parts, while other warps go on. At
+// the end, when copies have no use for the ring any more, all warps leave their last items there,
+// and share what is to be added up. Units meet in memory: the last of a KV head adds them up.
+struct Meeting {
+  const SplitKFlashAttnArgs& args;
+  Shared& shared;
+
+  // Keeps what the warp's item is.
+  __device__ __forceinline__ void hold(const Task& task) const {
+    const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x);
+    if (thread % 32 > 0) return;
+    const int row = task.slot * args.kv_heads + task.head;
+    shared.held[thread / 32] = {row, task.unit, task.units, task.part, task.parts};
+  }
+  __device__ __forceinline__ Held held() const {
     __syncwarp();
-    count = 0;
+    return shared.held[ptx::anew<uint32_t>(threadIdx.x) / 32];
+  }
+
+  // At the end all threads of the CTA come, whether their warp holds an item or not.
+  __device__ __forceinline__ void hand_over(bool holds, const State& state, bool end) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (end) {
+      if (args.max_parts == 1) return;
+      if (!holds && lane == 0 && warp < kWarps) shared.held[warp].row = kNoRow;
+      __syncthreads();
+    }
+    if (holds) {
+      const Held held = shared.held[warp];
+      const Row row(args, held);
+      float* const near = reinterpret_cast<float*>(smem) + warp * row.size;
+      leave(state, args.group, end ? near : row.part(held.unit, held.part));
+      __syncwarp();
+      if (!end && held.parts > 1) {
+        bool last = false;
+        if (lane == 0) last = arrive(row.parts_of_unit(held.unit), held.parts);
+        if (!__ballot_sync(0xffffffff, last)) return;
+      }
+    }
+    if (end) __syncthreads();
+    add_up(end);
   }
 
  private:
-  // Says that the warp's parts of some of the rows are there: the bits of those that now have all.
-  __device__ __forceinline__ uint32_t arrive(int from, int count) const {
+  // The warp's own unit, or at the end those of all warps, of which a warp takes heads in turns.
+  __device__ __forceinline__ void add_up(bool end) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = end ? kWarps + 1 : 1;
+    // Lane w looks at what warp w holds: which is the first of a unit.
+    const Held lanes = shared.held[end ? min(lane, kWarps - 1) : warp];
+    bool first = end ? lane < kWarps && lanes.row >= 0 : lane == 0;
+#pragma unroll
+    for (int i = 0; i < kWarps - 1; i++) {
+      const int row = __shfl_sync(0xffffffff, lanes.row, i);
+      const int unit = __shfl_sync(0xffffffff, static_cast<int>(lanes.unit), i);
+      if (row == lanes.row && unit == lanes.unit && i < lane) first = false;
+    }
+    int head = end ? warp : 0, left = 0;
+    int mine = 0, mine_head = 0;  // whose sums over a unit the lane says to be there
+#pragma unroll 1
+    for (uint32_t all = __ballot_sync(0xffffffff, first); all; all &= all - 1) {
+      const int number = end ? __ffs(all) - 1 : warp;
+      const Held of = shared.held[number];
+      const Row row(args, of);
+      if (end && of.parts > 1 && threadIdx.x == 0) *row.parts_of_unit(of.unit) = 0;
+      if (head < args.group) {
+        int holder = kInMemory;
+#pragma unroll
+        for (int i = 0; i < kWarps; i++) {
+          const bool same = end && lanes.row == of.row && lanes.unit == of.unit;
+          const int part = __shfl_sync(0xffffffff, same ? lanes.part : kInMemory, i);
+          if (part == lane) holder = i;
+        }
+#pragma unroll 1
+        for (; head < args.group; head += step) {
+          if (end || of.parts > 1) {
+            const Sums sums = add_parts(row, of, head, holder);
+            if (row.units == 1) {
+              sums.store(row.outputs(head));
+            } else {
+              sums.leave(row.part(of.unit, 0) + head * kPart);
+            }
+          }
+          if (row.units == 1) continue;
+          if (lane == left) mine = number, mine_head = head;
+          left++;
+        }
+      }
+      head -= args.group;
+    }
     __syncwarp();
-    const int lane = threadIdx.x % 32;
-    const bool last = lane >= from && lane < from + count && Parts(args, rows[lane]).arrive();
-    return __ballot_sync(0xffffffff, last);
+    if (left == 0) return;
+    bool last = false;
+    if (lane < left) {
+      const Row row(args, shared.held[mine]);
+      last = arrive(row.units_of_head(mine_head), row.units);
+    }
+#pragma unroll 1
+    for (uint32_t all = __ballot_sync(0xffffffff, last); all; all &= all - 1) {
+      const int from = __ffs(all) - 1;
+      const Row row(args, shared.held[__shfl_sync(0xffffffff, mine, from)]);
+      const int of_head = __shfl_sync(0xffffffff, mine_head, from);
+      add_units(row, of_head).store(row.outputs(of_head));
+    }
   }
 };

@@ -5,14 +5,23 @@
 
 // A block of an item and where it lies: what the copying warp tells the one that attends.
 struct Task {
-  int slot, first;         // of the item, no slot: there is nothing more; the item's first block
-  uint16_t head, chunk;    // of the item
-  uint16_t number, count;  // of its blocks: which it is, and how many there are
+  int slot, first;  // of the item, no slot: there is nothing more; the item's first block
+  uint16_t head, unit, units;  // of the item; how many units there are
+  uint16_t number, count;      // of its blocks: which it is, and how many there are
+  uint8_t part, parts;         // of the unit
   uint8_t k_stage, v_stage;
 };
 
-constexpr int kMergeBarrier = 1;  // where warps wait that have no more items
-constexpr int kMostLeft = 6;      // parts of a warp
+// A warp's item, while it is not known what becomes of it; at the end there may be none.
+constexpr int kNoRow = -1;
+struct Held {
+  int row;  // the slot's number times the KV heads, plus the head's
+  uint16_t unit, units;
+  uint8_t part, parts;
+
+  __device__ __forceinline__ bool whole() const { return units == 1 && parts == 1; }
+};
+
 constexpr int kDepth = 2;  // blocks that a warp may have before it: windows are 4 copies at most
 
 struct Shared {
@@ -22,7 +31,7 @@ struct Shared {
   uint64_t empty_barriers[kMaxStages];      // the warp is done with the stage
   Task tasks[kWarps * kDepth];
   uint32_t landing[kMaxStages];  // of a copy into a stage: barrier, plus the parity of its phase
-  int left[kWarps][kMostLeft];   // KV heads of slots that warps have left parts of, see there
+  Held held[kWarps];
 };
 
 // Beside it and 1 KiB that the system takes, the ring is to leave room for another CTA on an SM.
@@ -72,13 +81,14 @@ struct Given {
 struct Producer {
   const Ring& ring;
   const int window;
-  int slot, head, chunk, first, number, count = 0;  // the lane's item, and the next of its blocks
-  int rows;                                         // cached positions from there on
-  const uint8_t* from;                              // where that lies
-  int given = 0;                                    // blocks so far
-  Given last, before_last;                          // of those
-  RingPosition fill;                                // of all warps: the next stage
-  int issued = 0;                                   // copies
+  int slot, head, unit, units, part, parts;  // the lane's item
+  int first, number, count = 0;              // of its blocks, and the next
+  int rows;                                  // cached positions from there on
+  const uint8_t* from;                       // where that lies
+  int given = 0;                             // blocks so far
+  Given last, before_last;                   // of those
+  RingPosition fill;                         // of all warps: the next stage
+  int issued = 0;                            // copies
 
   __device__ __forceinline__ Producer(const Ring& ring, int window) : ring(ring), window(window) {}
 
@@ -92,7 +102,8 @@ struct Producer {
         if (__shfl_sync(0xffffffff, count, warp) == 0) {
           if (items.done()) continue;
           if (lane == warp) {
-            slot = items.slot, head = items.head, chunk = items.chunk;
+            slot = items.slot, head = items.head, unit = items.unit, part = items.part;
+            units = items.cut.units, parts = items.parts;
             first = items.first_block(), number = 0, count = items.block_count(),
             rows = items.length - first * kBlock, from = items.address();
           }
@@ -121,8 +132,8 @@ struct Producer {
     }
     const int place = threadIdx.x % 32 * kDepth + given % kDepth;
     Task& task = ring.shared.tasks[place];
-    task.slot = slot, task.first = first, task.head = head, task.chunk = chunk;
-    task.number = number, task.count = count;
+    task.slot = slot, task.first = first, task.head = head, task.unit = unit, task.units = units;
+    task.number = number, task.count = count, task.part = part, task.parts = parts;
     task.k_stage = fill.stage, task.v_stage = values.stage;
     ptx::mbarrier_arrive(ring.task_barrier[place]);
   }
@@ -155,6 +166,6 @@ struct Producer {
     }
     if (copy >= ring.stages) wait_barrier(ring.empty_barrier[to.stage], to.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-    if (bytes > 0) ptx::bulk_load(ring.stage(to.stage), source, bytes, barrier);
+    if (bytes > 0) ptx::bulk_load_once(ring.stage(to.stage), source, bytes, barrier);
   }
 };

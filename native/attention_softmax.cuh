@@ -1,8 +1,8 @@
 // A block's share of the attention: scores of its keys, their softmax, weighted values.
 #pragma once
 
-#include "attention_merge.cuh"
 #include "attention_operands.cuh"
+#include "attention_state.cuh"
 
 // Scores of a block's keys, of which the first `valid` count: of tile 16 i, + 8 in high.
 struct Scores {

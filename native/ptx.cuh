@@ -168,6 +168,11 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Has a line brought to L1.
+__device__ __forceinline__ void prefetch(const void* line) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(line) : "memory");
+}
+
 // What another SM wrote, if fences put it before; caches of this SM are passed by.
 __device__ __forceinline__ float4 load_from_l2(const float4* from) {
   float4 value;

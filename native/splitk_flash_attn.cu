@@ -9,11 +9,11 @@
 // KV head at once: keys and values are the A operands, queries and probabilities the B operands, so
 // that the tensor cores read them once for a group.
 //
-// What a warp computes, an item, is a chunk of blocks of one KV head of one slot; the warps of a
-// CTA are at different items, so that one's loads and stores hide behind the others' work. Chunks
-// depend on what a cache has room for and a slot's length, and their results are added up in order,
-// so neither tiers nor batches nor CTAs change a bit. A tier's CTAs share its items so that each
-// reads as many blocks.
+// A KV head of a slot is one CTA's, or some CTAs' if there are few, each of which has units of it.
+// What a warp computes, an item, is a part of a unit; the warps of a CTA are at different items, so
+// that one's loads and stores hide behind the others' work. Units and parts depend on what a cache
+// has room for and a slot's length, and their results are added up in order, so neither tiers nor
+// batches nor CTAs change a bit. A tier's CTAs share its units so that each reads as many blocks.
 
 #include "attention_merge.cuh"
 #include "attention_operands.cuh"
@@ -72,31 +72,50 @@ struct Attended {
   }
 };
 
+// Waits for what a warp is told of its next block; whether there is one.
+__device__ __forceinline__ bool told(const Ring& ring, int taken) {
+  const int warp = threadIdx.x / 32, number = warp * kDepth + taken % kDepth;
+  if (warp == kWarps) return false;
+  wait_barrier(ring.task_barrier[number], taken / kDepth % 2);
+  return ring.shared.tasks[number].slot >= 0;
+}
+
+// All warps; that which copies comes when it has nothing more to copy.
 __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const Ring& ring) {
-  Leaver parts(args, ring.shared);
+  const Meeting meeting{args, ring.shared};
   Attended item;
   item.reset();
+  bool more = told(ring, 0);
 #pragma unroll 1
-  for (int taken = 0;; taken++) {
-    const int number = threadIdx.x / 32 * kDepth + taken % kDepth;
-    const uint32_t parity = taken / kDepth % 2;
-    wait_barrier(ring.task_barrier[number], parity);
-    const Task task = ring.shared.tasks[number];
-    const bool end = task.slot < 0;
-    if (!end) {
-      item.add(args, ring, task, number, parity);
-      if (task.number + 1 < task.count) continue;
-      parts.leave(task, item.state);
+  for (int taken = 0;;) {
+    // Whether others attend to more of the item, which is now complete; and only in other CTAs.
+    bool holds = false, at_once = false;
+    if (more) {
+      const int number = threadIdx.x / 32 * kDepth + taken % kDepth;
+      const Task task = ring.shared.tasks[number];
+      if (task.number == 0) meeting.hold(task);
+      const bool last = task.number + 1 == task.count;
+      item.add(args, ring, task, number, taken / kDepth % 2);
+      if (last) {
+        const Held held = meeting.held();
+        holds = !held.whole();
+        at_once = holds && held.parts == 1;
+        if (!holds) store(Row(args, held), item.state);
+      }
+      taken++;
+      if (!at_once) more = told(ring, taken);
+      if (!last) continue;
     }
+    if (holds || !more) meeting.hand_over(holds, item.state, !more);
     item.reset();  // in any case, so the compiler sees that nothing need be kept meanwhile
-    if (end || parts.full()) parts.add_up(end);
-    if (end) break;
+    if (!more) break;
+    if (at_once) more = told(ring, taken);
   }
 }
 
 // Two CTAs to an SM, that of this op and that of the next; elsewhere the largest states would
 // spill.
-#if GROUP_TILES == 2 && HEAD_DIM == 128 && __CUDA_ARCH__ != 900
+#if HEAD_DIM == 128 && (__CUDA_ARCH__ == 1200 || (GROUP_TILES == 2 && __CUDA_ARCH__ != 900))
 constexpr int kCtasOfSm = 1;
 #else
 constexpr int kCtasOfSm = 2;
@@ -121,5 +140,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   // Every thread waits, also those that read nothing: that this kernel is complete then implies
   // that those before it are, at any distance.
   ptx::wait_for_dependencies();
-  if (!copies) consume(args, ring);
+  consume(args, ring);
 }

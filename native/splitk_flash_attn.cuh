@@ -18,7 +18,7 @@ constexpr int kSwizzle = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;  // di
 constexpr int kSteps = HEAD_DIM / 16;
 
 constexpr int kPart = HEAD_DIM + 4;  // values of a head, largest score, sum of weights
-constexpr int kMostChunks = 128;     // of a KV head of a slot
+constexpr int kMostUnits = 128;      // of a KV head of a slot
 
 // One cubin per dtype, head size and size of the groups: BFLOAT16, HEAD_DIM, GROUP_TILES.
 constexpr float kNone = -1e30f;  // less than any score, and no infinity: less itself it is zero
@@ -40,13 +40,13 @@ struct SplitKFlashAttnArgs {
   const Element* v;
   const float2* rotations;  // [positions][HEAD_DIM / 2] (cos, sin), or null
   Element* out;             // [slots][kv_heads * group][HEAD_DIM]
-  float* partials;          // [slots][kv_heads][max_chunks][group][kPart]
-  int* arrivals;            // [slots][kv_heads]: zero before and after
+  float* partials;          // [slots][kv_heads][max_units][max_parts][group][kPart]
+  int* arrivals;            // [slots][kv_heads][group + max_units]: zero before and after
   int64_t stride;
   int tier_count, kv_heads, group;
-  int slot_blocks;   // that a cache has room for, of each KV head
-  int chunk_blocks;  // of an item, at most
-  int max_chunks;
+  int slot_blocks;               // that a cache has room for, of each KV head
+  int unit_blocks, part_blocks;  // at most, unless there is no warp left for a part
+  int max_units, max_parts;
   int stages;
   float scale;  // of the scores, times log2(e)
 };
@@ -62,21 +62,43 @@ __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int sl
   return length < 0 ? 0 : length / kBlock + 1;
 }
 
-// Into how many chunks a slot of so many blocks is cut: as few as can be.
-__device__ __forceinline__ int chunks_of(const SplitKFlashAttnArgs& args, int blocks) {
-  return (blocks + args.chunk_blocks - 1) / args.chunk_blocks;
-}
+// How the blocks of a KV head are shared out: to CTAs by units, as few as can be, and of a unit to
+// warps by parts, as even as can be. What a warp attends to, an item, is a part.
+struct Cut {
+  int blocks, units;
 
-// The items of a CTA, one after the other: chunk by chunk, head by head, slot by slot.
+  Cut() = default;
+  __device__ __forceinline__ Cut(const SplitKFlashAttnArgs& args, int blocks)
+      : blocks(blocks), units(over(blocks, args.unit_blocks)) {}
+
+  __device__ __forceinline__ int first_block(int unit) const { return unit * blocks / units; }
+  __device__ __forceinline__ int block_count(int unit) const {
+    return first_block(unit + 1) - first_block(unit);
+  }
+  __device__ __forceinline__ int parts(const SplitKFlashAttnArgs& args, int unit) const {
+    return min(kWarps, over(block_count(unit), args.part_blocks));
+  }
+
+ private:
+  // Rounded up. A divisor that the compiler knows would have its reciprocal in a register for good.
+  __device__ __forceinline__ static int over(int blocks, int divisor) {
+    const int other = ptx::anew(divisor);
+    return (blocks + other - 1) / other;
+  }
+};
+
+// The items of a CTA, one after the other: part by part, unit by unit, head by head, slot by slot.
 struct Items {
   const SplitKFlashAttnArgs& args;
-  int slot, head = 0, chunk = 0, blocks = 0;  // of the slot
-  int length = 0;                             // its cached positions
-  int chunks = 0;
-  uint8_t* cache = nullptr;  // its own
+  int slot, head = 0, unit = 0, part = 0;
+  int length = 0;            // of the slot: its cached positions
+  Cut cut = {};              // of each of its heads
+  int first = 0, count = 0;  // blocks of the unit
+  int parts = 1;
+  uint8_t* cache = nullptr;  // the slot's own
   int64_t left;              // blocks up to where the next CTA's items start
 
-  // All lanes of a warp. An item is the CTA's in whose even share of the tier's blocks it starts.
+  // All lanes of a warp. A unit is the CTA's in whose even share of the tier's blocks it starts.
   __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int number)
       : args(args), slot(args.tiers[number].first_slot) {
     const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
@@ -84,7 +106,9 @@ struct Items {
     int total = 0;
 #pragma unroll 4
     for (int first = tier.first_slot; first < next.first_slot; first += 32) {
-      total += first + lane < next.first_slot ? blocks_of(args, first + lane) : 0;
+      if (first + lane >= next.first_slot) continue;
+      ptx::prefetch(args.caches + first + lane);
+      total += blocks_of(args, first + lane);
     }
 #pragma unroll
     for (int far = 1; far < 32; far *= 2)
@@ -115,22 +139,21 @@ struct Items {
       return;
     }
     enter();
-    if (blocks == 0) {
+    if (cut.blocks == 0) {
       left = 0;
       return;
     }
-    head = static_cast<int>(start / blocks);
-    const int within = static_cast<int>(start % blocks);
-    chunk = (within * chunks + blocks - 1) / blocks;
-    left -= first_block() - within;
+    head = static_cast<int>(start / cut.blocks);
+    const int within = static_cast<int>(start % cut.blocks);
+    unit = (within * cut.units + cut.blocks - 1) / cut.blocks;
+    left -= cut.first_block(unit) - within;
     settle();
   }
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
-  // Chunks are as even as can be.
-  __device__ __forceinline__ int first_block() const { return chunk * blocks / chunks; }
+  __device__ __forceinline__ int first_block() const { return first + part * count / parts; }
   __device__ __forceinline__ int block_count() const {
-    return (chunk + 1) * blocks / chunks - first_block();
+    return first + (part + 1) * count / parts - first_block();
   }
   // The first block of the item.
   __device__ __forceinline__ uint8_t* address() const {
@@ -138,28 +161,33 @@ struct Items {
     return cache + at * 2 * kHalfBytes;
   }
   __device__ __forceinline__ void next() {
-    left -= block_count();
-    chunk++;
+    if (++part < parts) return;
+    left -= count;
+    unit++;
     settle();
   }
 
  private:
-  // On to the next head or slot where this one has no more chunks; `left` bounds the slots.
+  // To the unit, of the next head or slot where this one has no more; `left` bounds the slots.
   __device__ __forceinline__ void settle() {
-    while (left > 0 && chunk >= chunks) {
-      chunk = 0;
-      if (++head < args.kv_heads) continue;
-      head = 0;
-      do {
-        slot++;
-        enter();
-      } while (blocks == 0);
+    if (left <= 0) return;
+    if (unit >= cut.units) {
+      unit = 0;
+      if (++head >= args.kv_heads) {
+        head = 0;
+        do {
+          slot++;
+          enter();
+        } while (cut.blocks == 0);
+      }
     }
+    part = 0;
+    first = cut.first_block(unit), count = cut.block_count(unit);
+    parts = cut.parts(args, unit);
   }
   __device__ __forceinline__ void enter() {
     length = args.lengths[slot];
-    blocks = blocks_of(args, slot);
-    chunks = chunks_of(args, blocks);
+    cut = Cut(args, blocks_of(args, slot));
     cache = reinterpret_cast<uint8_t*>(args.caches[slot]);
   }
 };

@@ -73,32 +73,35 @@ def test_no_bit_depends_on_tiers_sms_or_batches(group: int, build: Build) -> Non
         assert torch.equal(alone.run(alone.config(sms=2), alone.slots())[0], wanted[number])
 
 
-@pytest.mark.parametrize("chunk_blocks", [1, 2, 4, 100])
-def test_chunks_add_up(chunk_blocks: int) -> None:
-    case = Case((640, 63, 64, 330), 2, 4, 64)
-    config = dataclasses.replace(case.config((3, 1), sms=SMS), chunk_blocks=chunk_blocks)
-    slots = case.slots()
-    case.check(case.run(config, slots), slots, 1e-3)
+@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize(
+    ("unit", "part"), [(1, 1), (2, 1), (4, 2), (4, 4), (100, 3), (100, 1), (100, 100)]
+)
+def test_units_and_parts_add_up(unit: int, part: int, group: int) -> None:
+    """However they are shared out: one CTA, whose warps have all, or more than there are units."""
+    found = []
+    for tiers, sms in (((4,), 1), ((3, 1), SMS), ((4,), 70)):
+        case = Case((640, 63, 64, 330), 2, group, 64)
+        config = dataclasses.replace(
+            case.config(tiers, sms=sms), unit_blocks=unit, part_blocks=part
+        )
+        slots = case.slots()
+        found.append(case.run(config, slots))
+        case.check(found[-1], slots, 1e-3)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_more_parts_than_a_warp_keeps_account_of() -> None:
-    """78 chunks of one CTA: its warps leave more than eight parts each."""
-    case = Case((640, 641, 642, 330), 2, 4, 64)
-    config = dataclasses.replace(case.config(sms=1), chunk_blocks=1)
-    slots = case.slots()
-    found = case.run(config, slots)
-    case.check(found, slots, 1e-3)
-    many = dataclasses.replace(case.config(sms=60), chunk_blocks=1)
-    assert torch.equal(case.run(many, case.slots()), found)
-
-
-def test_chunks_are_alike() -> None:
-    """Of 11 blocks, at most 10 to a chunk, there are 6 and 5, and not 10 and 1."""
+@pytest.mark.parametrize("parts", [False, True])
+def test_units_and_parts_are_alike(parts: bool) -> None:
+    """Of 11 blocks, at most 10 to a unit or part, there are 6 and 5, and not 10 and 1."""
     case = Case((640, 300), 1, 4, 64)
-    most, some, fewer = (
-        case.run(dataclasses.replace(case.config(sms=SMS), chunk_blocks=blocks), case.slots())
+    configs = (
+        dataclasses.replace(
+            case.config(sms=SMS), unit_blocks=100 if parts else blocks, part_blocks=blocks
+        )
         for blocks in (10, 6, 5)
     )
+    most, some, fewer = (case.run(config, case.slots()) for config in configs)
     assert torch.equal(most[0], some[0]) and not torch.equal(some[0], fewer[0])
 
 

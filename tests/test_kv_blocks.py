@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.kernels.attention_heuristics import attention_config, chunk_blocks, stage_bytes
+from dakrun.kernels.attention_heuristics import attention_config, cut, stage_bytes
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, read, unpack, write
 from dakrun.octets import SHARED_BYTES
@@ -94,14 +94,19 @@ def test_how_it_is_launched(
     assert config.ctas[1] <= min(8, sms * 8, remote * heads)
     in_flight = config.ctas[1] * config.windows[1] * stage_bytes(shape)
     assert config.windows[1] == 1 or in_flight <= window
-    assert config.max_chunks <= 128
+    assert config.max_units <= 128 and config.max_parts <= 7
     alone = attention_config(shape, (1,), tiers[:1], sms=132, capacity=9)
-    assert alone.chunk_blocks == config.chunk_blocks, "chunks depend on what there is room for"
+    assert (alone.unit_blocks, alone.part_blocks) == (config.unit_blocks, config.part_blocks), (
+        "units and parts depend on what there is room for"
+    )
 
 
 @pytest.mark.parametrize(
-    ("blocks", "heads", "chunk"),
-    [(32, 512, 32), (17, 448, 16), (2048, 8, 32), (32, 8, 4), (32, 64, 4), (32, 128, 8), (1, 9, 4)],
-)
-def test_chunks_leave_items_for_all(blocks: int, heads: int, chunk: int) -> None:
-    assert chunk_blocks(blocks, heads) == chunk
+    ("blocks", "heads", "unit", "part"),
+    [
+        (32, 512, 32, 32), (17, 448, 16, 16), (2048, 8, 128, 32), (32, 8, 4, 4), (32, 64, 16, 4),
+        (32, 128, 32, 8), (1, 9, 4, 4), (128, 100, 16, 16), (20_000, 1, 157, 157),
+    ],
+)  # fmt: skip
+def test_units_and_parts_leave_items_for_all(blocks: int, heads: int, unit: int, part: int) -> None:
+    assert cut(blocks, heads) == (unit, part)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.kernels.attention_heuristics import AttentionConfig
+from dakrun.kernels.attention_heuristics import MOST_PARTS, AttentionConfig
 from dakrun.kernels.jit import Kernel, kernel
 from dakrun.kernels.kv_blocks import BLOCK, DTYPES
 from dakrun.units import ceil_div
@@ -35,17 +35,18 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("out", "partials", "arrivals")),
         ("stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("tier_count", "kv_heads", "group", "slot_blocks")),
-        *((name, ctypes.c_int) for name in ("chunk_blocks", "max_chunks", "stages")),
+        *((name, ctypes.c_int) for name in ("unit_blocks", "part_blocks", "max_units")),
+        *((name, ctypes.c_int) for name in ("max_parts", "stages")),
         ("scale", ctypes.c_float),
     )
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where the parts of chunks meet: one for all launches of a stream.
+    """Where units and parts meet: one for all launches of a stream.
 
-    `partials` is float32 [slots, Hkv, chunks, group, D + 4], `arrivals` int32 [slots, Hkv], zero
-    between launches.
+    `partials` is float32 [slots, Hkv, units, parts, group, D + 4], `arrivals` int32 [slots, Hkv,
+    group + units], zero between launches.
     """
 
     partials: torch.Tensor
@@ -54,12 +55,19 @@ class Workspace:
     @classmethod
     def empty(cls, config: AttentionConfig, group: int, device: torch.device) -> "Workspace":
         """For launches of `config` with `group` query heads for each KV head."""
-        heads = (sum(config.slots), config.shape.kv_heads)
-        size = (*heads, config.max_chunks, group, config.shape.head_dim + 4)
+        partials, arrivals = _workspace_sizes(config, group)
         return cls(
-            torch.empty(size, dtype=torch.float32, device=device),
-            torch.zeros(heads, dtype=torch.int32, device=device),
+            torch.empty(partials, dtype=torch.float32, device=device),
+            torch.zeros(arrivals, dtype=torch.int32, device=device),
         )
+
+
+def _workspace_sizes(
+    config: AttentionConfig, group: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    heads = (sum(config.slots), config.shape.kv_heads)
+    parts = (config.max_units, config.max_parts, group, config.shape.head_dim + 4)
+    return (*heads, *parts), (*heads, group + config.max_units)
 
 
 def splitk_flash_attn(
@@ -108,8 +116,10 @@ def splitk_flash_attn(
         kv_heads=kv_heads,
         group=group,
         slot_blocks=config.shape.blocks,
-        chunk_blocks=config.chunk_blocks,
-        max_chunks=config.max_chunks,
+        unit_blocks=config.unit_blocks,
+        part_blocks=config.part_blocks,
+        max_units=config.max_units,
+        max_parts=config.max_parts,
         stages=config.stages,
         scale=scale * math.log2(math.e),
     )
@@ -171,9 +181,9 @@ def _check_operands(
         or not rotations.is_contiguous()
     ):
         raise ValueError(f"expected rotations for {shape}, got {list(rotations.shape)}")
-    size = (slots, heads, config.max_chunks, group, dim + 4)
-    if workspace.partials.shape != size or workspace.arrivals.shape != (slots, heads):
-        raise ValueError(f"expected a workspace of {list(size)}")
+    sizes = _workspace_sizes(config, group)
+    if (workspace.partials.shape, workspace.arrivals.shape) != sizes:
+        raise ValueError(f"expected a workspace of {list(sizes[0])} and {list(sizes[1])}")
 
 
 def _check_gpu(q: torch.Tensor) -> None:
@@ -183,7 +193,7 @@ def _check_gpu(q: torch.Tensor) -> None:
 
 def _threads(group: int) -> int:
     """Of a CTA: warps that attend, fewer where each has more heads to keep, and one that copies."""
-    return 32 * ((7 if group <= 8 else 3) + 1)
+    return 32 * ((MOST_PARTS if group <= 8 else 3) + 1)
 
 
 def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:

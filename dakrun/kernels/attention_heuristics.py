@@ -12,18 +12,22 @@ from dakrun.kernels.kv_blocks import KVShape
 from dakrun.octets import SHARED_BYTES
 from dakrun.units import ceil_div
 
-CHUNK_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up
-ITEMS = 512  # or more, where chunks can be that short: about four for each SM of a large GPU
+PART_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up
+ITEMS = 512  # or more, where parts can be that short: about four for each SM of a large GPU
+MOST_PARTS = 7  # of a unit: the warps of a CTA
+UNITS = 128  # about one for each SM of a large GPU
+FULL = 0.85  # the share of them from which on one for each SM is better than many
 MOST_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
-MOST_CHUNKS = 128  # of a head: whoever is the last to be done adds up all of them
+MOST_UNITS = 128  # of a head: whoever is the last to be done adds up all of them
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier.
 
-    A stage is the keys, or the values, of a block. A slot is cut into as few chunks as have at most
-    `chunk_blocks`, all as long but the last.
+    A stage is the keys, or the values, of a block. A KV head of a slot is cut into as few units as
+    have at most `unit_blocks`, each of them a CTA's, and units into parts of `part_blocks`, each of
+    them a warp's, or into longer ones where there are not as many warps.
     """
 
     shape: KVShape
@@ -31,12 +35,19 @@ class AttentionConfig:
     ctas: tuple[int, ...]
     windows: tuple[int, ...]
     stages: int
-    chunk_blocks: int
+    unit_blocks: int
+    part_blocks: int
 
     @property
-    def max_chunks(self) -> int:
-        """Chunks of the longest slot."""
-        return ceil_div(self.shape.blocks, self.chunk_blocks)
+    def max_units(self) -> int:
+        """Units of a KV head of the longest slot."""
+        return ceil_div(self.shape.blocks, self.unit_blocks)
+
+    @property
+    def max_parts(self) -> int:
+        """Parts of the longest unit."""
+        longest = min(self.shape.blocks, self.unit_blocks)
+        return min(MOST_PARTS, ceil_div(longest, self.part_blocks))
 
     @property
     def shared_bytes(self) -> int:
@@ -77,14 +88,18 @@ def attention_config(
         for tier, count in zip(tiers, ctas, strict=True)
     )
     heads = (capacity or sum(slots)) * shape.kv_heads
-    chunk = max(chunk_blocks(shape.blocks, heads), ceil_div(shape.blocks, MOST_CHUNKS))
-    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, chunk)
+    unit, part = cut(shape.blocks, heads)
+    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, unit, part)
 
 
-def chunk_blocks(blocks: int, heads: int) -> int:
-    """The longest chunks that make ITEMS of `heads` of `blocks`, else the shortest."""
-    enough = (chunk for chunk in CHUNK_BLOCKS if heads * ceil_div(blocks, chunk) >= ITEMS)
-    return next(enough, CHUNK_BLOCKS[-1])
+def cut(blocks: int, heads: int) -> tuple[int, int]:
+    """The blocks of units and of parts."""
+    enough = (part for part in PART_BLOCKS if heads * ceil_div(blocks, part) >= ITEMS)
+    part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, MOST_UNITS))
+    units = UNITS // heads
+    if units * heads >= FULL * UNITS:
+        return max(part, ceil_div(blocks, units)), part
+    return part, part
 
 
 def _window(stages: int, wanted: int) -> int:

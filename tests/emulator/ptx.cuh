@@ -427,6 +427,7 @@ inline void bulk_load_kept(uint32_t destination, const void* source, uint32_t by
                            uint32_t barrier, uint64_t) {
   bulk_load(destination, source, bytes, barrier);
 }
+inline void prefetch(const void*) {}
 
 inline void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
                                 uint32_t barrier, uint16_t ctas) {
