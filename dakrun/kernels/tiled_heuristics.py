@@ -161,13 +161,6 @@ def _best(
     )
 
 
-def predicted_cycles(n: int, octets: int, cols: int, *, sms: int, limits: Limits = H200) -> float:
-    """What a launch takes of 1.75 GHz where all `octets` of W are local; see `tiled_config`."""
-    atoms = ceil_div(cols, ATOM_COLS)
-    shape = _best(n, octets, sms, atoms, shapes(limits), limits)
-    return min(_options(n, octets, sms, atoms, shape, limits))[0]
-
-
 def _options(
     n: int, octets: int, sms: int, atoms: int, shape: Shape, limits: Limits
 ) -> Iterator[tuple[float, int, bool]]:

@@ -18,7 +18,7 @@ from dakrun.config import ModelConfig
 from dakrun.hardware import LOCAL
 from dakrun.kernels.embed import embed
 from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
-from dakrun.kernels.heuristics import MAX_ROWS, GemmConfig, TierAccess, gemm_config
+from dakrun.kernels.heuristics import FEW_ROWS, MAX_ROWS, GemmConfig, TierAccess, gemm_config
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import PackedTensor
 from dakrun.models.layers import rope_table
@@ -245,12 +245,14 @@ class KernelDecoder:
             TierAccess() if part.tier == LOCAL else access
             for part, access in zip(weight.parts, self._accesses[name.split(".")[-1]], strict=True)
         )
-        if self._many_rows.takes(len(x), weight, normalized=norm != "none"):
-            if norm != "none":
-                x = normalize(x, torch.empty_like(x), norm, eps=self._eps)
+        many = self._many_rows.takes(len(x), weight)
+        if norm != "none" and (many or len(x) > FEW_ROWS):
+            x, norm, overlap = normalize(x, torch.empty_like(x), norm, eps=self._eps), "none", False
+        overlap = overlap and operands.overlaps(name)
+        if many:
             self._many_rows(
                 x, weight, accesses, out, bias=bias, activation=activation, residual=residual,
-                overlap=overlap and norm == "none" and operands.overlaps(name),
+                overlap=overlap,
             )  # fmt: skip
         else:
             splits, sms = tuple(part.split for part in weight.parts), sm_count(x.device)
@@ -261,8 +263,7 @@ class KernelDecoder:
                 splitk_gemm(
                     x[rows], weight, config, out[rows], bias=bias, activation=activation,
                     residual=None if residual is None else residual[rows], norm=norm,
-                    eps=self._eps, workspace=self._workspace(config),
-                    overlap=overlap and operands.overlaps(name),
+                    eps=self._eps, workspace=self._workspace(config), overlap=overlap,
                 )  # fmt: skip
         operands.release(name)
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import Activation
-from dakrun.kernels.gemm_choice import tiles_are_faster
+from dakrun.kernels.heuristics import FEW_ROWS, TierAccess
 from dakrun.kernels.heuristics import MAX_ROWS as SPLITK_ROWS
-from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
 from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
 from dakrun.kernels.tiled_heuristics import tiled_config
@@ -45,22 +44,14 @@ class ManyRows:
         if self._tiles is not None:
             # A launch for staged rows and the one behind it have all SMs each.
             self._workspace = Workspace.largest(2 * sm_count(device), device)
-        # Of SplitK_GEMM's rows: passes that cost less than what else there is.
-        self.from_passes = 2 if self._tiles is None else 1
+        # Of X, which SplitK_GEMM multiplies faster, be it in two passes.
+        self.few_rows = 2 * SPLITK_ROWS if self._tiles is None else FEW_ROWS
 
-    def takes(self, n: int, weight: PackedTensor, *, normalized: bool) -> bool:
-        """Whether products of `n` rows had better be computed here than by SplitK_GEMM.
-
-        `normalized` says that rows are normalized first, which SplitK_GEMM does itself.
-        """
-        if self._tiles is None:  # a link is not to be waited for twice
-            remote = any(part.split.octets for part in weight.parts if part.tier != LOCAL)
-            return n > (1 if remote else self.from_passes) * SPLITK_ROWS
-        octets = sum(part.split.octets for part in weight.parts)
-        return tiles_are_faster(
-            n, octets, weight.shape[1], sms=sm_count(self._device), limits=self._tiles,
-            normalized=normalized,
-        )  # fmt: skip
+    def takes(self, n: int, weight: PackedTensor) -> bool:
+        """Whether products of `n` rows had better be computed here than by SplitK_GEMM."""
+        remote = any(part.split.octets for part in weight.parts if part.tier != LOCAL)
+        # A link is not to be waited for twice.
+        return n > (min(self.few_rows, SPLITK_ROWS) if remote else self.few_rows)
 
     def __call__(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.hardware import Sweep
-from dakrun.kernels.heuristics import MAX_ROWS
+from dakrun.kernels.heuristics import FEW_ROWS
 from dakrun.kernels.jit import architecture, compile_ahead
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import octet_bytes
@@ -46,8 +46,8 @@ VOCABULARIES = 2**15, 2**17
 
 def many_rows(bench: Bench) -> tuple[int, ...]:
     """Rows to measure that are too many for SplitK_GEMM."""
-    passes = ManyRows(bench.hbm.tensor.device).from_passes
-    return tuple(n for n in bench.effort.many_rows if n > passes * MAX_ROWS)
+    few = ManyRows(bench.hbm.tensor.device).few_rows
+    return tuple(n for n in bench.effort.many_rows if n > few)
 
 
 def many_rows_sweep(bench: Bench) -> Sweep:
@@ -85,7 +85,7 @@ def norm_sweep(bench: Bench) -> Sweep:
     """
     memory, rows = random_memory(bench), []
     for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
-        x, few = random(memory, n, cols), n <= MAX_ROWS
+        x, few = random(memory, n, cols), n <= FEW_ROWS
         octets, weights = NORM_OCTETS[few], memory if few else memory[:NORM_BYTES]
         linear, count = product(bench, weights, octets, x)
         after, _ = product(bench, weights, octets, x, norm=few, overlap=few)

@@ -92,8 +92,8 @@ def product(
         PackedTensor((out.shape[1], cols), DTYPE, (PackedPart(LOCAL, split, data),))
         for data in pieces(memory, octets * octet_bytes(cols))
     ]
-    if n > MAX_ROWS:
-        many = ManyRows(x.device)
+    many = ManyRows(x.device)
+    if n > min(many.few_rows, MAX_ROWS):
 
         def launch_many(number: int) -> None:
             many(
