@@ -180,9 +180,10 @@ def test_a_quick_profile(kept: None) -> None:
     assert (profile.device, profile.device_name) == ("cuda", torch.cuda.get_device_name())
     shows_what_the_method_rests_on(profile)
     linear, attention = profile.linear, profile.attention
-    assert linear.rows == QUICK.rows and attention.rows == (8,)
-    assert all(0 < seconds < 20e-6 for seconds in (*linear.seconds, *attention.seconds))
-    assert all(efficiency > 0.7 for efficiency in (*linear.efficiency, *attention.efficiency))
+    assert linear.rows == QUICK.rows and attention.rows == QUICK.slots
+    assert all(0 < seconds < 30e-6 for seconds in (*linear.seconds, *attention.seconds))
+    assert all(efficiency > 0.7 for efficiency in linear.efficiency)
+    assert all(efficiency > 0.5 for efficiency in attention.efficiency)
     assert set(profile.compute) == {"float16", "bfloat16", "float32"}
     assert profile.facts["l2_bytes"] > 0 and "numa" in profile.facts
     assert all(m.value > 0 and m.runs >= 3 for m in measurements)
