@@ -13,7 +13,6 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from dakrun.errors import DakrunError
-from dakrun.hardware import find_profile, gpu_names
 from dakrun.machine_checks import (
     Check,
     Gpu,
@@ -28,6 +27,7 @@ from dakrun.machine_checks import (
     peers,
     visible_gpus,
 )
+from dakrun.profile_files import find_profile, gpu_names
 from dakrun.resources import cache_dir
 from dakrun.units import format_bytes
 

@@ -26,12 +26,13 @@ from dakrun.engine.rows import BadRow, PromptRules
 from dakrun.engine.runner import Runner
 from dakrun.engine.tokenizer import Tokenizer
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
+from dakrun.hardware import HardwareProfile
 from dakrun.hf_config import read_model_config
 from dakrun.host_limits import available_host_memory
 from dakrun.loading import tier_capacities
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, choose_batch_size
 from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.profile_files import cpu_name, find_profile, load_profile
 from dakrun.report import make_report
 
 DEFAULT_MAX_MODEL_LEN = 4096

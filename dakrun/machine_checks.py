@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dakrun.hardware import gpu_names
 from dakrun.host_limits import (
     available_host_memory,
     cgroup_limit,
@@ -20,6 +19,7 @@ from dakrun.host_limits import (
     numa_nodes,
     pci_address,
 )
+from dakrun.profile_files import gpu_names
 from dakrun.units import format_bytes
 
 ROOT = Path("/")

@@ -205,7 +205,7 @@ def resolve_model(name: str, dtype: Any) -> "ModelConfig":
 
 def resolve_profile(name: str) -> "HardwareProfile":
     """The profile that --profile asks for; auto is this machine's GPU, or else its CPU."""
-    from dakrun.hardware import find_profile, gpu_names, load_profile
+    from dakrun.profile_files import find_profile, gpu_names, load_profile
 
     if name != "auto":
         return load_profile(name)
@@ -217,7 +217,7 @@ def resolve_run_profile(
 ) -> "HardwareProfile":
     """The profile that --profile asks for on --device; auto may measure, and tells `note` so."""
     from dakrun import probe
-    from dakrun.hardware import load_profile
+    from dakrun.profile_files import load_profile
 
     if name != "auto":
         return load_profile(name)

@@ -102,18 +102,6 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
-// The same for bytes that nothing reads again: L2 gives them up before all else.
-__device__ __forceinline__ void bulk_load_once(uint32_t destination, const void* source,
-                                               uint32_t bytes, uint32_t barrier) {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
 // How L2 keeps what is read: nothing reads it again, so that it goes before all else, or any.
 __device__ __forceinline__ uint64_t l2_policy(bool once) {
   uint64_t first, normal;
@@ -122,6 +110,7 @@ __device__ __forceinline__ uint64_t l2_policy(bool once) {
   return once ? first : normal;
 }
 
+// The same, to be kept by L2 as `policy` says.
 __device__ __forceinline__ void bulk_load_kept(uint32_t destination, const void* source,
                                                uint32_t bytes, uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -129,6 +118,12 @@ __device__ __forceinline__ void bulk_load_kept(uint32_t destination, const void*
       "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
       "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
+}
+
+// The same for bytes that nothing reads again.
+__device__ __forceinline__ void bulk_load_once(uint32_t destination, const void* source,
+                                               uint32_t bytes, uint32_t barrier) {
+  bulk_load_kept(destination, source, bytes, barrier, l2_policy(true));
 }
 
 // The same bytes to the same offset in every CTA of the cluster whose bit is set in `ctas`; each

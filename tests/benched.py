@@ -14,9 +14,10 @@ from dakrun.bench import tiers
 from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.effort import MIB, Effort
 from dakrun.bench.output import Record, as_text
-from dakrun.hardware import LOCAL, load_profile
+from dakrun.hardware import LOCAL
 from dakrun.memory import allocate_tiers
 from dakrun.probe import chain
+from dakrun.profile_files import load_profile
 
 PROFILE = load_profile("h200-pcie5")
 TINY = Effort(

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dakrun.hardware import HardwareProfile, find_profile, load_profile
+from dakrun.hardware import HardwareProfile
+from dakrun.profile_files import find_profile, load_profile
 
 
 def readable_peer() -> int:

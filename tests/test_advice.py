@@ -9,12 +9,12 @@ from click.testing import CliRunner
 
 from dakrun import cli
 from dakrun.config import Workload
-from dakrun.hardware import load_profile
 from dakrun.known_models import known_model
 from dakrun.plan.advice import WORTH, Advice, advise
 from dakrun.plan.limits import busy_shares, limits, resource_text
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.roofline import Links, time_of
+from dakrun.profile_files import load_profile
 
 GIB = 2**30
 

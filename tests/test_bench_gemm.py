@@ -40,7 +40,7 @@ from dakrun.bench.output import Record, as_text, check_target, render, write
 from dakrun.bench.sweep import TURNING_POINT, parse_ratio
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
+from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
 from dakrun.kernels.gemm import Workspace, splitk_gemm
 from dakrun.kernels.heuristics import MAX_ROWS, TierAccess
 from dakrun.kernels.packing import CHUNK, PackedTensor, octet_bytes
@@ -50,6 +50,7 @@ from dakrun.octets import octet_count
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.roofline import norm_time
 from dakrun.probe import chain
+from dakrun.profile_files import load_profile
 
 
 def sweep(**asked: Any) -> GemmSweep:

@@ -30,12 +30,13 @@ from dakrun.bench.model_sweep import ModelSweep, Point, model_sweep
 from dakrun.bench.output import Record, as_text, render
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL, load_profile
+from dakrun.hardware import LOCAL
 from dakrun.known_models import known_model
 from dakrun.llm import LLM
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.prefill import predict_prefill
 from dakrun.plan.roofline import Links
+from dakrun.profile_files import load_profile
 
 H200, PEERS = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 RATES = Ceilings({LOCAL: 4.7e12, "host": 5.1e10}, copied={"host": 5.5e10})

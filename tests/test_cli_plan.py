@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import dakrun
-from dakrun import cli, hardware
+from dakrun import cli, profile_files
 from dakrun.errors import CannotRun
-from dakrun.hardware import load_profile
+from dakrun.profile_files import load_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ("plan", "--model", "opt-30b", "--profile", "gh200", "--batch-size", "8")
@@ -171,12 +171,12 @@ def test_options_reach_the_planner() -> None:
 
 
 def test_auto_batch_size_and_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpu_names", list)
+    monkeypatch.setattr(profile_files, "gpu_names", list)
     small = ("--profile", "auto", "--model", "opt-125m", "--batch-size", "auto")
     shown = plan_json(*small, said="profile cpu of CPU: not measured")
     assert shown["profile"]["name"] == "cpu"
     assert shown["workload"]["batch_size"] > 1
-    monkeypatch.setattr(hardware, "gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(profile_files, "gpu_names", lambda: ["NVIDIA H200"])
     said = "profile h200-pcie5 of NVIDIA H200: measured "
     assert plan_json("--profile", "auto", said=said)["profile"]["name"] == "h200-pcie5"
 

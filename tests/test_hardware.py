@@ -7,20 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun import hardware
+from dakrun import profile_files
 from dakrun.errors import UsageError
-from dakrun.hardware import (
-    ComputeRate,
-    HardwareProfile,
-    OpCosts,
-    Provenance,
-    RemoteTier,
-    Sweep,
-    find_profile,
-    gpu_names,
-    load_profile,
-    shipped_profiles,
-)
+from dakrun.hardware import ComputeRate, HardwareProfile, OpCosts, Provenance, RemoteTier, Sweep
+from dakrun.profile_files import find_profile, gpu_names, load_profile, shipped_profiles
 
 GH200 = load_profile("gh200").to_toml()
 
@@ -244,7 +234,7 @@ def test_unknown_profiles(name: str) -> None:
 def test_profile_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, gpu: str, found: str | None
 ) -> None:
-    monkeypatch.setattr(hardware, "gpu_names", lambda: [gpu])
+    monkeypatch.setattr(profile_files, "gpu_names", lambda: [gpu])
     assert find_profile(device="cpu").name == "cpu"
     if found:
         assert find_profile(device="cuda").name == found

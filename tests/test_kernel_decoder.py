@@ -18,7 +18,6 @@ from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.hardware import load_profile
 from dakrun.hf_config import read_model_config
 from dakrun.kernels import attention, gemm
 from dakrun.kernels.kv_blocks import BLOCK
@@ -30,6 +29,7 @@ from dakrun.models import kernel_decoder, many_rows
 from dakrun.models.kernel_decoder import KernelDecoder, Resident
 from dakrun.models.layers import Segment
 from dakrun.plan.planner import Policy, make_plan
+from dakrun.profile_files import load_profile
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3

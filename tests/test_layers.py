@@ -23,7 +23,7 @@ LAYERS = (
     ("models", "nn"),
     ("kernels", "checkpoint", "loading", "dummy", "streaming", "folding", "bins"),
     ("memory", "host_memory", "device_memory", "host_limits", "plan"),
-    ("hardware", "hardware_parts", "config", "hf_config", "known_models", "hub"),
+    ("profile_files", "hardware", "hardware_parts", "config", "hf_config", "known_models", "hub"),
     ("errors", "octets", "units", "toml_text", "resources", "interrupt", "__init__"),
 )  # fmt: skip
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
@@ -37,8 +37,17 @@ REFUSED = {
 }
 
 # Planning needs no GPU and starts at once.
-LIGHT_PARTS = {"plan", "config", "hf_config", "hardware", "hardware_parts", "known_models"}
-LIGHT_PARTS |= {"host_limits", "errors", "octets", "units", "toml_text", "resources", "__init__"}
+LIGHT_PARTS = {"plan", "config", "hf_config", "hardware", "hardware_parts", "profile_files"}
+LIGHT_PARTS |= {
+    "known_models",
+    "host_limits",
+    "errors",
+    "octets",
+    "units",
+    "toml_text",
+    "resources",
+    "__init__",
+}
 HEAVY = {"torch", "transformers", "cupy"}
 
 # Only these touch CuPy or the driver.

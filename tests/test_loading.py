@@ -20,7 +20,6 @@ from dakrun.dummy import Dummy
 from dakrun.engine.accesses import tier_accesses
 from dakrun.errors import CannotRun
 from dakrun.folding import Fold
-from dakrun.hardware import load_profile
 from dakrun.kernels.packing import DTYPES, PackedTensor
 from dakrun.known_models import known_model
 from dakrun.loading import Packing, can_pack, load, tier_capacities
@@ -28,6 +27,7 @@ from dakrun.memory import allocate_tiers
 from dakrun.models.llama import Llama
 from dakrun.models.opt import Opt
 from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.profile_files import load_profile
 
 CPU = torch.device("cpu")
 SMS = 5

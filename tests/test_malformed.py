@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from dakrun.cli import main
 from dakrun.demo import MODEL
-from dakrun.hardware import load_profile
+from dakrun.profile_files import load_profile
 
 Spoil = Callable[[Path], object]
 USAGE, CANNOT_RUN = 2, 3

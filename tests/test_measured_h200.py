@@ -3,12 +3,13 @@
 import pytest
 
 from dakrun.config import Dtype, Workload
-from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.hardware import HardwareProfile
 from dakrun.known_models import known_model
 from dakrun.plan.ops import linear_op
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.roofline import predicted_time
 from dakrun.probe.congestion import fixed_cost
+from dakrun.profile_files import load_profile
 
 KIB, MIB = 2**10, 2**20
 PROFILE = load_profile("h200-pcie5")

@@ -10,13 +10,14 @@ import pytest
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.hardware import HardwareProfile
 from dakrun.known_models import known_model
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, candidates, choose_batch_size
 from dakrun.plan.ops import decode_ops
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.present import plan_dict
 from dakrun.plan.roofline import compute_time
+from dakrun.profile_files import load_profile
 
 GH200 = load_profile("gh200")
 GIB = 2**30

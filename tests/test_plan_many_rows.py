@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import ModelConfig, Workload
-from dakrun.hardware import HardwareProfile, OpCosts, load_profile
+from dakrun.hardware import HardwareProfile, OpCosts
 from dakrun.known_models import known_model
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import decode_ops, linear_op
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.roofline import compute_time, kernel_time, predicted_time, sampling_time
+from dakrun.profile_files import load_profile
 
 MANY = OpCosts(rows=(128, 512), seconds=(8e-6, 4e-6), efficiency=(0.9, 0.8))
 NORM = OpCosts(rows=(128, 512), seconds=(3e-6, 5e-6), efficiency=(0.5, 1.0))

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware import load_profile
 from dakrun.known_models import known_model
 from dakrun.plan.overview import overview
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.present import overview_dict
 from dakrun.plan.table import render
 from dakrun.plan.texts import summary_rows
+from dakrun.profile_files import load_profile
 
 WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
 

@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 from dakrun import cli
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware import load_profile
 from dakrun.known_models import known_model
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plot import Point, clusters, plot_plan, points, ratio_curve
+from dakrun.profile_files import load_profile
 
 
 def a_plan(batch_size: int = 8, *, profile: str = "gh200", **fixed: object) -> Plan:

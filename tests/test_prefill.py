@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.hardware import load_profile, shipped_profiles
 from dakrun.kernels.tiled_shapes import MAX_ROWS
 from dakrun.known_models import known_model
 from dakrun.plan.ops import activation_bytes
@@ -17,6 +16,7 @@ from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.policy import Transport
 from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, predict_prefill, prefill_chunks
 from dakrun.plan.prefill_choice import staging_bytes
+from dakrun.profile_files import load_profile, shipped_profiles
 
 GIB = 2**30
 

@@ -11,14 +11,15 @@ import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from dakrun import cli, hardware, probe
+from dakrun import cli, hardware, probe, profile_files
 from dakrun.demo import MODEL, task
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
+from dakrun.hardware import HardwareProfile
 from dakrun.probe import cpu
 from dakrun.probe.cpu import Sizes, measure_cpu
 from dakrun.probe.measurement import Measurement
 from dakrun.probe.table import facts, render
+from dakrun.profile_files import cpu_name, find_profile, load_profile
 
 TINY = Sizes(
     buffer_bytes=2**18, caches=0, weight_size=16, batch_sizes=(1, 8, 64), seconds=0.0, runs=3
@@ -28,7 +29,7 @@ TINY = Sizes(
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, and tiny sizes."""
-    monkeypatch.setattr(hardware, "gpu_names", list)
+    monkeypatch.setattr(profile_files, "gpu_names", list)
     monkeypatch.setattr(cpu, "FULL", TINY)
     monkeypatch.setattr(cpu, "QUICK", dataclasses.replace(TINY, batch_sizes=(8,)))
 
@@ -148,7 +149,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[str, boo
             )  # fmt: skip
             return probe.Probe(found, ())
 
-        monkeypatch.setattr(hardware, "gpu_names", lambda: [name])
+        monkeypatch.setattr(profile_files, "gpu_names", lambda: [name])
         monkeypatch.setattr(probe, "device_name", lambda device: name)
         monkeypatch.setattr(probe, "measure", measure)
         return measured

@@ -12,9 +12,10 @@ from test_plot import png_size
 
 from dakrun import cli, probe
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, Sweep, load_profile
+from dakrun.hardware import HardwareProfile, Sweep
 from dakrun.probe.plot import best_by_doubling, chains, curves, draw
 from dakrun.probe.table import render
+from dakrun.profile_files import load_profile
 
 KIB, MIB = 2**10, 2**20
 SMS = 132

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from dakrun import hardware
+from dakrun import profile_files
 from dakrun.config import Workload
 from dakrun.errors import UsageError
-from dakrun.hardware import (
-    SCHEMA,
-    HardwareProfile,
+from dakrun.hardware import SCHEMA, HardwareProfile
+from dakrun.known_models import known_model
+from dakrun.plan.planner import Policy, make_plan
+from dakrun.profile_files import (
     cpu_name,
     find_profile,
     kept_profiles_dir,
     load_profile,
     shipped_profiles,
 )
-from dakrun.known_models import known_model
-from dakrun.plan.planner import Policy, make_plan
+from dakrun.resources import resource_dir
 
 WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
 
@@ -55,7 +55,7 @@ def test_every_profile_is_whole(name: str) -> None:
     assert HardwareProfile.from_toml(profile.to_toml(), source=name) == profile
     plan = make_plan(known_model("opt-6.7b"), WORKLOAD, profile, Policy())
     assert 0 < plan.bound_s <= plan.predicted_s
-    text = Path(hardware.resource_dir("profiles") / f"{name}.toml").read_text(encoding="utf-8")
+    text = Path(resource_dir("profiles") / f"{name}.toml").read_text(encoding="utf-8")
     assert ("data sheet" in text) or profile.provenance.kind != "spec-sheet"
 
 
@@ -95,13 +95,13 @@ def test_measured_facts() -> None:
 def test_the_shipped_profile_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch, gpu: str, found: str
 ) -> None:
-    monkeypatch.setattr(hardware, "gpu_names", lambda: [gpu, "NVIDIA B200"])
+    monkeypatch.setattr(profile_files, "gpu_names", lambda: [gpu, "NVIDIA B200"])
     assert find_profile(device="cuda").name == found
 
 
 @pytest.mark.parametrize("gpus", [[], ["NVIDIA H100 PCIe"]])
 def test_no_profile_of_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
-    monkeypatch.setattr(hardware, "gpu_names", lambda: gpus)
+    monkeypatch.setattr(profile_files, "gpu_names", lambda: gpus)
     with pytest.raises(UsageError, match="no profile for"):
         find_profile(device="cuda")
 
@@ -116,7 +116,7 @@ def test_a_kept_profile_comes_first(cache: Path, monkeypatch: pytest.MonkeyPatch
     keep(cache, "c-old", cpu_name(), age=30)
     assert find_profile(device="cpu").name == "b-new"
     assert load_profile("c-old").name == "c-old"
-    monkeypatch.setattr(hardware, "gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(profile_files, "gpu_names", lambda: ["NVIDIA H200"])
     keep(cache, "my-card", "NVIDIA H200", like="h200-spec")
     assert find_profile(device="cuda").name == "my-card"
 

@@ -8,8 +8,9 @@ import torch
 
 import dakrun
 from dakrun.bench.ceilings import Ceilings
-from dakrun.hardware import HardwareProfile, cpu_name
+from dakrun.hardware import HardwareProfile
 from dakrun.machine_checks import driver, visible_gpus
+from dakrun.profile_files import cpu_name
 
 
 def head(

@@ -6,8 +6,9 @@ import re
 
 import torch
 
-from dakrun.hardware import HardwareProfile, find_profile, load_profile
+from dakrun.hardware import HardwareProfile
 from dakrun.kernels.heuristics import TierAccess
+from dakrun.profile_files import find_profile, load_profile
 
 
 def check_remote(ratio: float, remote: str) -> None:

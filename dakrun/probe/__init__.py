@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import (
-    HardwareProfile,
+from dakrun.hardware import HardwareProfile
+from dakrun.profile_files import (
     cpu_name,
     find_profile,
     kept_profile,

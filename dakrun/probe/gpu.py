@@ -10,14 +10,7 @@ import torch
 
 from dakrun import memory
 from dakrun.config import Dtype
-from dakrun.hardware import (
-    LOCAL,
-    ComputeRate,
-    HardwareProfile,
-    OpCosts,
-    RemoteTier,
-    Sweep,
-)
+from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.probe.batch_costs import many_rows_sweep, norm_sweep, sampling_sweep
 from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened
 from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
