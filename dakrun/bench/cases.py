@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from dakrun.bench.sweep import TURNING_POINT, BenchDtype, Ratio
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.ops import Op
-from dakrun.plan.roofline import Links, compute_time, predicted_time, time_of
-from dakrun.plan.waves import read_time, sms_by_tier
+from dakrun.plan.roofline import Links, compute_time, predicted_time, times_of
+from dakrun.plan.waves import launch_times, sms_by_tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,9 @@ def forecast(
     """What `profile` predicts for a case of `op` with its remote units in the tiers `remote`."""
     compute = compute_time(op, profile, dtype)
     shares = [count / sum(case.units) for count in case.units]
-    bound = time_of(Links.of(profile, remote).lines(op.read_bytes, compute), shares)
-    sms = sms_by_tier(op, [case.units], compute, bound, profile, remote)
-    read = read_time(op, case.units, sms, profile, remote)
-    return Forecast(predicted_time(op, max(bound, read), profile), sms)
+    lines = Links.of(profile, remote).named_lines(op.read_bytes, compute)
+    kernel, link = times_of(lines, shares)
+    sms = sms_by_tier(op, [case.units], compute, max(kernel, link), profile, remote)
+    launched = launch_times(op, case.units, sms, compute, profile, remote)
+    kernel, link = max(kernel, launched[0]), max(link, launched[1])
+    return Forecast(predicted_time(op, kernel, profile, link=link), sms)

@@ -103,7 +103,8 @@ def times_of(lines: Mapping[str, Line], shares: Sequence[float]) -> tuple[float,
     """
     here = (COMPUTE, LOCAL)
     links = [line for name, line in lines.items() if name not in here]
-    return time_of((lines[name] for name in here), shares), time_of(links, shares)
+    kernel = time_of((lines[name] for name in here), shares)
+    return kernel, time_of(links, shares) if links else 0.0
 
 
 def line_time(line: Line, shares: Sequence[float]) -> float:
