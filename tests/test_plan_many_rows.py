@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile, OpCosts
+from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.tiled_heuristics import tiled_config
 from dakrun.known_models import known_model
-from dakrun.plan.many_rows import many_rows_sms, many_rows_times
+from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
 from dakrun.plan.ops import decode_ops, linear_op
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.roofline import compute_time, kernel_time, predicted_time, sampling_time
@@ -117,6 +119,13 @@ def test_staging_costs_what_the_profile_says() -> None:
         either = plan(8, profile, offload_ratio=0.1, kv_offload_ratio=0.0)
         assert either.predicted_s <= min(direct.predicted_s, staged.predicted_s) * (1 + 1e-9)
     assert {op.transport for op in plan(8, slow, offload_ratio=0.1).weights()} == {"direct"}
+
+
+@pytest.mark.parametrize("n", [128, 256, 512, 1024])
+def test_rings_are_the_kernel_s(n: int) -> None:
+    access = TierAccess(), TierAccess(sms=8, window_bytes=2**18)
+    (launch,) = tiled_config(n, (0, 896), access, cols=7168, sms=132).launches
+    assert ring_stages(n) == launch.stages
 
 
 @given(

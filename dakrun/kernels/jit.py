@@ -53,10 +53,7 @@ class Kernel:
             raise ValueError(f"expected a positive multiple of {cluster} CTAs, got {grid}")
         driver = _driver()
         self._allow(shared_bytes)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = shared_bytes
+        config = _launch_config(driver, grid, block, shared_bytes)
         config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
         attributes = []
         if cluster > 1:
@@ -78,10 +75,7 @@ class Kernel:
         """How many clusters of `size` such CTAs run at a time where nothing else runs."""
         driver = _driver()
         self._allow(shared_bytes)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = shared_bytes
+        config = _launch_config(driver, size, block, shared_bytes)
         config.attrs, config.numAttrs = [_cluster_attribute(driver, size)], 1
         status, found = driver.cuOccupancyMaxActiveClusters(driver.CUfunction(self._handle), config)
         if status != driver.CUresult.CUDA_SUCCESS:
@@ -183,6 +177,14 @@ def _publish(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
+
+
+def _launch_config(driver: Any, grid: int, block: int, shared_bytes: int) -> Any:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    return config
 
 
 def _cluster_attribute(driver: Any, size: int) -> Any:

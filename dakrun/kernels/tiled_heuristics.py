@@ -51,7 +51,7 @@ ADD_CYCLES = 110
 JOIN_CYCLES = 800
 # Of a launch, from the end of the one before until something is multiplied, beyond a tile's start.
 LAUNCH_CYCLES = 6000
-FEW_ROWS = 128  # of X, for which HBM has to give W faster than most of it is multiplied
+SMALL_TILE_ROWS = 128  # of X, for which HBM has to give W faster than most of it is multiplied
 
 
 def tiled_config(
@@ -170,7 +170,7 @@ def _options(
     whole ones read less of X.
     """
     clusters = limits.most_clusters(sms, shape.ctas)
-    small = even_tile(n, octets, clusters, shape) if n <= FEW_ROWS else shape.octets
+    small = even_tile(n, octets, clusters, shape) if n <= SMALL_TILE_ROWS else shape.octets
     for tile_octets, even in ((small, False), (shape.octets, True)):
         tiles = _tiles(n, octets, tile_octets, shape)
         if even and not (shape.k_ctas == 1 and shares(tiles, clusters)):

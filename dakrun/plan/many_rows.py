@@ -17,7 +17,7 @@ LINK_SECONDS = 2.3e-6  # a link's rate for so long must be in flight: a peer on 
 # rows of X; the most rows, the octets, the most stages, and bytes of all of them.
 ATOM_BYTES = 1024
 TILE_ROWS, TILE_OCTETS = 512, 8
-MOST_STAGES, RING_BYTES = 8, 210 * 1024
+MOST_STAGES, RING_BYTES = 13, 210 * 1024
 
 
 def many_rows_times(
@@ -95,12 +95,13 @@ def bytes_needed(tier: RemoteTier) -> float:
     return tier.direct_bytes_per_s * LINK_SECONDS
 
 
-def _ring_rate(tier: RemoteTier, rows: int, ctas: int) -> float:
-    """Bytes/s of `tier` where `ctas` CTAs of a product of many rows read it.
-
-    A stage of their rings holds 64 rows of W and all of X, up to 512 rows of it.
-    """
+def ring_stages(rows: int) -> int:
+    """Stages of a CTA's ring that reads a remote part: of 64 rows of W and all of X, up to 512."""
     across = ceil_div(min(rows, TILE_ROWS), OCTET_ROWS)
-    stages = min(MOST_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_OCTETS + across)))
-    held = ctas * stages * ATOM_BYTES * TILE_OCTETS
+    return min(MOST_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_OCTETS + across)))
+
+
+def _ring_rate(tier: RemoteTier, rows: int, ctas: int) -> float:
+    """Bytes/s of `tier` where `ctas` CTAs of a product of many rows read it."""
+    held = ctas * ring_stages(rows) * ATOM_BYTES * TILE_OCTETS
     return tier.direct_bytes_per_s * min(1.0, held / bytes_needed(tier))
