@@ -412,7 +412,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+    def seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
+        assert new == (runs == 2), "to find out how long a chain is to be"
         seen.clear()
         launch()
         return [once * len(seen) / 3] * runs
