@@ -75,9 +75,8 @@ def norm_sweep(bench: Bench) -> Sweep:
     for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
         x, few = random(memory, n, cols), n <= FEW_ROWS
         octets, weights = NORM_OCTETS[few], memory if few else memory[:NORM_BYTES]
-        linear, count = product(bench, weights, octets, x)
-        both, _ = normed_product(bench, weights, octets, x)
-        more, less = (launch_seconds(f, count, replays=bench.effort.runs) for f in (both, linear))
+        chains = [f(bench, weights, octets, x) for f in (normed_product, product)]
+        more, less = seconds_in_turns(chains, replays=bench.effort.runs, load=False)
         added = [max(a - b, LEAST_SECONDS) for a, b in zip(more, less, strict=True)]
         rows.append(row(n, 2 * x.nbytes, added))
     return rounded(COLUMNS, rows)
