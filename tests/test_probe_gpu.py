@@ -211,9 +211,9 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     shows_what_the_method_rests_on(profile)
     linear, attention = profile.linear, profile.attention
     assert linear.rows == QUICK.rows and attention.rows == QUICK.slots
-    assert all(0 < seconds < 30e-6 for seconds in (*linear.seconds, *attention.seconds))
-    assert all(efficiency > 0.7 for efficiency in linear.efficiency)
-    assert all(efficiency > 0.5 for efficiency in attention.efficiency)
+    assert all(0 < seconds < 30e-6 for seconds in linear.seconds)
+    assert all(0 < seconds < 80e-6 for seconds in attention.seconds)
+    assert all(value > 0.7 for value in (*linear.efficiency, *attention.efficiency))
     assert set(profile.compute) == {"float16", "bfloat16", "float32"}
     assert profile.facts["l2_bytes"] > 0 and "numa" in profile.facts
     assert all(m.value > 0 and m.runs >= 3 for m in measurements)
