@@ -298,7 +298,7 @@ def bench(
     --model alone: decode steps of batches of requests, a part of all weights in a remote tier;
     without a GPU on the CPU.
 
-    gemm: X W^T for few rows of X, a part of W in a remote tier; cuBLAS has all of W in HBM.
+    gemm: X W^T, a part of W in a remote tier; cuBLAS has all of W in HBM.
 
     attention: a new token for each slot, some slots in a remote tier; torch's SDPA has all in HBM.
     """

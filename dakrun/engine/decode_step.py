@@ -13,9 +13,9 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.kernels.attention import Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
 from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.jit import sm_count
 from dakrun.kernels.select_greedy import select_greedy
 from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands
-from dakrun.nn.remote_tier import sm_count
 
 LOG_STEPS = 8  # tokens of a slot that are kept for the CPU, more than steps run ahead
 IDLE = -1  # the length of a row without a request

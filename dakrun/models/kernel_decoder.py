@@ -5,7 +5,6 @@ cache. Norms that precede a matrix are folded into it (dakrun.loading), so a pro
 than the scale of its rows.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,17 +16,15 @@ from dakrun.checkpoint import Manifest, Weights
 from dakrun.config import ModelConfig
 from dakrun.hardware import LOCAL
 from dakrun.kernels.embed import embed
-from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
-from dakrun.kernels.heuristics import FEW_ROWS, MAX_ROWS, GemmConfig, TierAccess, gemm_config
+from dakrun.kernels.gemm import Activation, Norm
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import PackedTensor
+from dakrun.kernels.products import Products
 from dakrun.models.layers import rope_table
-from dakrun.models.many_rows import ManyRows
 from dakrun.models.opt import POSITION_OFFSET
-from dakrun.nn.remote_tier import sm_count
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
-_config = functools.cache(gemm_config)
 
 
 class Operands(Protocol):
@@ -134,8 +131,8 @@ class KernelDecoder:
         self._ffn_ops = ("gate_up", "down") if llama else ("fc1", "fc2")
         self._activation: Activation = "silu_mul" if llama else "relu"
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
-        self._workspaces: dict[int, Workspace] = {}  # by octets
-        self._many_rows = ManyRows(self.like.device)
+        self._products = Products(self.like.device)
+        self._products.reserve()
         self.rotations = None
         if llama:
             table = torch.stack(rope_table(config, positions, torch.float32), -1)
@@ -245,36 +242,11 @@ class KernelDecoder:
             TierAccess() if part.tier == LOCAL else access
             for part, access in zip(weight.parts, self._accesses[name.split(".")[-1]], strict=True)
         )
-        many = self._many_rows.takes(len(x), weight)
-        if norm != "none" and (many or len(x) > FEW_ROWS):
-            x, norm, overlap = normalize(x, torch.empty_like(x), norm, eps=self._eps), "none", False
-        overlap = overlap and operands.overlaps(name)
-        if many:
-            self._many_rows(
-                x, weight, accesses, out, bias=bias, activation=activation, residual=residual,
-                overlap=overlap,
-            )  # fmt: skip
-        else:
-            splits, sms = tuple(part.split for part in weight.parts), sm_count(x.device)
-            for first in range(0, len(x), MAX_ROWS):
-                rows = slice(first, first + MAX_ROWS)
-                cols = x.shape[1] if norm == "none" else 0
-                config = _config(len(x[rows]), splits, accesses, sms=sms, cols=cols)
-                splitk_gemm(
-                    x[rows], weight, config, out[rows], bias=bias, activation=activation,
-                    residual=None if residual is None else residual[rows], norm=norm,
-                    eps=self._eps, workspace=self._workspace(config), overlap=overlap,
-                )  # fmt: skip
+        self._products(
+            x, weight, accesses, out, bias=bias, residual=residual, activation=activation,
+            norm=norm, eps=self._eps, overlap=overlap and operands.overlaps(name),
+        )  # fmt: skip
         operands.release(name)
-
-    def _workspace(self, config: GemmConfig) -> Workspace | None:
-        """Where halves of sums meet: kept, as graphs read and write it."""
-        if not config.half_cols:
-            return None
-        octets = sum(split.octets for split in config.splits)
-        if octets not in self._workspaces:
-            self._workspaces[octets] = Workspace.empty(config, self.like.device)
-        return self._workspaces[octets]
 
     def _normalize(self, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The norm `name` of the rows of x, for norms that no matrix has folded."""

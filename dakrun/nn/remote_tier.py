@@ -1,6 +1,5 @@
 """The remote tier of a module: what may be asked of it, and how a GPU reads it."""
 
-import functools
 import math
 import re
 
@@ -8,6 +7,7 @@ import torch
 
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.jit import sm_count as sm_count
 from dakrun.profile_files import find_profile, load_profile
 
 
@@ -38,9 +38,3 @@ def profiled_access(
         profile = load_profile(profile)
     tier = profile.tier(remote)
     return TierAccess(tier.sms, tier.window_bytes)
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """SMs of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
