@@ -5,8 +5,9 @@ what is unpacked piece by piece. Knows operands, no models and no plans.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from dakrun.kernels.unpack import unpack
 PIECE_BYTES = 64 << 20
 
 By = Literal["splitk", "tiled", "torch"]
+Launch = Callable[..., object]  # of x, out and the epilogue
 
 _splitk_config = functools.cache(gemm_config)
 _tiled_config = functools.cache(tiled_config)
@@ -104,45 +106,34 @@ class Products:
         step = TILED_ROWS if by == "tiled" else SPLITK_ROWS
         for first in range(0, len(x), step):
             rows = slice(first, first + step)
-            added = None if residual is None else residual[rows]
-            options: dict[str, Any] = {
-                "bias": bias, "residual": added, "activation": activation, "overlap": overlap,
-            }  # fmt: skip
             if by == "tiled":
-                self._tiled(x[rows], weight, accesses, out[rows], **options)
+                launch = self._tiled(len(x[rows]), weight, tuple(accesses))
             else:
-                self._splitk(x[rows], weight, accesses, out[rows], norm=norm, eps=eps, **options)
+                launch = self._splitk(len(x[rows]), weight, tuple(accesses), norm, eps)
+            launch(
+                x[rows], out=out[rows], bias=bias, activation=activation, overlap=overlap,
+                residual=None if residual is None else residual[rows],
+            )  # fmt: skip
 
     def _splitk(
-        self,
-        x: torch.Tensor,
-        weight: PackedTensor,
-        accesses: Sequence[TierAccess],
-        out: torch.Tensor,
-        **options: Any,
-    ) -> None:
+        self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...], norm: Norm, eps: float
+    ) -> Launch:
         splits = tuple(part.split for part in weight.parts)
-        cols = x.shape[1] if options["norm"] == "none" else 0
-        config = _splitk_config(
-            len(x), splits, tuple(accesses), sms=sm_count(self._device), cols=cols
-        )
-        gemm.splitk_gemm(x, weight, config, out, workspace=self._meeting(config), **options)
+        cols = weight.shape[1] if norm == "none" else 0
+        config = _splitk_config(n, splits, accesses, sms=sm_count(self._device), cols=cols)
+        return partial(
+            gemm.splitk_gemm, weight=weight, config=config, norm=norm, eps=eps,
+            workspace=self._meeting(config),
+        )  # fmt: skip
 
-    def _tiled(
-        self,
-        x: torch.Tensor,
-        weight: PackedTensor,
-        accesses: Sequence[TierAccess],
-        out: torch.Tensor,
-        **options: Any,
-    ) -> None:
+    def _tiled(self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]) -> Launch:
         assert self._tiles is not None
         config = _tiled_config(
-            len(x), tuple(part.split.octets for part in weight.parts), tuple(accesses),
-            cols=weight.shape[1], sms=sm_count(self._device), limits=self._tiles,
+            n, tuple(part.split.octets for part in weight.parts), accesses, cols=weight.shape[1],
+            sms=sm_count(self._device), limits=self._tiles,
         )  # fmt: skip
         workspace = self._carried if config.carriers else None
-        tiled_gemm.tiled_gemm(x, weight, config, out, workspace=workspace, **options)
+        return partial(tiled_gemm.tiled_gemm, weight=weight, config=config, workspace=workspace)
 
     def _meeting(self, config: GemmConfig) -> gemm.Workspace | None:
         """Where halves of sums meet."""
