@@ -48,8 +48,9 @@ class DecodeStep:
         """Take what memory a step of `bucket` needs for itself."""
         cache, model, device = self._cache, self.decoder.config, self.decoder.like.device
         config = attention_config(
-            cache.shape, bucket, self._accesses, sms=sm_count(device), capacity=cache.slots
-        )
+            cache.shape, bucket, self._accesses, sms=sm_count(device), capacity=cache.slots,
+            alone=self.decoder.fills_sms(sum(bucket)),
+        )  # fmt: skip
         workspace = Workspace.empty(config, model.num_heads // model.num_kv_heads, device)
         self._attention[bucket] = config, workspace
 

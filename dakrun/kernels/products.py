@@ -95,11 +95,13 @@ class Products:
         """out [N, M] = activation(norm(x) W^T + bias) + residual, which `out` may be.
 
         `accesses` say how W's tiers are read. The norm is without weight and bias. With `overlap`
-        it may start while the kernel before it ends.
+        it may start while the kernel before it ends. A norm that is a kernel of its own is small:
+        only CTAs that an SM has room for one of are placed evenly beside it.
         """
         by = self.by(len(x), weight)
         if norm != "none" and (by != "splitk" or len(x) > FEW_ROWS):
-            x, norm, overlap = normalize(x, torch.empty_like(x), norm, eps=eps), "none", False
+            x = normalize(x, torch.empty_like(x), norm, eps=eps, overlap=overlap)
+            norm, overlap = "none", overlap and by == "tiled"
         if by == "torch":
             _unpacked(x, weight, out, bias, residual, activation)
             return

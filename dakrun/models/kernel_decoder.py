@@ -200,6 +200,10 @@ class KernelDecoder:
             )
             yield down, partial(added, f"{name}.{down}", a.ffn, f"{name}.ffn_norm")
 
+    def fills_sms(self, n: int) -> bool:
+        """Whether CTAs of the products of `n` rows have an SM each."""
+        return self._products.by(n, self.matrices["layers.0.qkv"]) == "tiled"
+
     def logits(self, operands: Operands, x: torch.Tensor, out: torch.Tensor) -> None:
         """out [n, V] of what the layers left in x [n, H]."""
         alone = self.config.final_norm and "lm_head" not in self._folded
@@ -234,7 +238,8 @@ class KernelDecoder:
 
         `out` may be `residual`. Without `overlap` it starts when the kernel before it has ended.
         That has to be so after small kernels: beside their few CTAs the GPU would put two of this
-        one on an SM and none on another, and those of all that follow where they leave room.
+        one on an SM and none on another, and those of all that follow where they leave room; but
+        for many rows, of whose CTAs an SM has room for one.
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
