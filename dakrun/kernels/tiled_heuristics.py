@@ -48,7 +48,8 @@ def tiled_config(
     """Choose for a W of `cols` columns with `octets` in each of `tiers`, and an X of `n` rows.
 
     The local tier comes first, and one without limits is in local memory, too: all SMs compute it,
-    before what comes first. `sms` are those of the GPU, `limits` an H200's where none are given.
+    before what comes first. Of another one what may be in flight counts, and SMs are as many as end
+    beside the local ones. `sms` are those of the GPU, `limits` an H200's where none are given.
     Without `multicast` a remote octet crosses the link once for each 512 rows of X.
     """
     if not 1 <= n <= MAX_ROWS:

@@ -20,7 +20,7 @@ from dakrun.kernels.tiled_shapes import (
 from dakrun.kernels.tiled_tiers import even_tile, shares, tier_tiles, tile_count, tiles_cycles
 from dakrun.units import ceil_div
 
-LINK_CYCLES = 5000  # for which a byte is under way over a link, at least
+LINK_CYCLES = 6000  # from a copy over a link until it has landed: a host on PCIe 5, under load
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Remote:
         return tier_tiles(self.n, octets, shape, clusters, access, stages, size, even=even)
 
     def _cycles(self, shape: Shape, tier: int, tiles: TierTiles) -> tuple[float, float]:
-        """What products take, and what the link does if it is as fast as what is in flight."""
+        """What products take, and the link, if it is as fast as what is in flight lets it be."""
         n, octets, size = self.n, self.octets[tier], tiles.tile_octets
         waves = tile_count(n, octets, size, shape) / tiles.clusters
         products = tiles_cycles(
@@ -117,8 +117,11 @@ class Remote:
         )  # fmt: skip
         if self.tiers[tier].window_bytes is None:
             return products, 0.0
+        cycles: float = LINK_CYCLES
+        if tiles.window == shape.stages(self.limits):  # one is filled when it was multiplied
+            cycles += products / (ceil_div(self.atoms, shape.k_ctas) * max(1.0, waves))
         flying = tiles.clusters * shape.k_ctas * tiles.window * size
-        return products, LINK_CYCLES * self.atoms * octets * ceil_div(n, shape.rows) / flying
+        return products, cycles * self.atoms * octets * ceil_div(n, shape.rows) / flying
 
     def _key(
         self, launch: Launch, sms: int, local: Callable[[int], float] | None
