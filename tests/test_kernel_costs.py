@@ -13,6 +13,7 @@ from dakrun.kernels.attention import Workspace
 from dakrun.kernels.attention_heuristics import AttentionConfig
 from dakrun.kernels.heuristics import GemmConfig, TierAccess
 from dakrun.kernels.packing import PackedTensor
+from dakrun.kernels.tiled_shapes import H200
 from dakrun.probe import attention_costs, batch_costs, chain, kernel_costs, staged_costs
 from dakrun.probe.effort import MIB, QUICK
 from dakrun.probe.sweeps import Bench, Buffer
@@ -41,7 +42,6 @@ class Launches:
         self.slots: list[tuple[int, ...]] = []
         self.chains: list[list[range]] = []  # the weights of each graph
         self.written: torch.Tensor | None = None  # by the last launch, if it was attention
-        self.behind_norm = False
         self.attended = 0.0  # seconds
         self.norms = self.fused = self.selections = 0
         self.launched_before = 0  # chains
@@ -63,17 +63,18 @@ class Launches:
         self.read(x, weight, overlap)
 
     def read(self, x: torch.Tensor, weight: PackedTensor, overlap: bool) -> None:
-        assert overlap == (not self.behind_norm), "not beside a norm"
+        assert overlap, "as in a decode step"
         assert self.written is None or self.written.data_ptr() == x.data_ptr()
-        self.behind_norm, self.written = False, None
+        self.written = None
         for part in weight.parts:
             start = part.data.data_ptr()
             self.weights.append(range(start, start + part.data.numel()))
 
-    def normalize(self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float) -> None:
-        assert x.data_ptr() == out.data_ptr() and (norm, eps) == ("layer", 1e-5)
+    def normalize(
+        self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float, overlap: bool
+    ) -> None:
+        assert x.data_ptr() == out.data_ptr() and (norm, eps, overlap) == ("layer", 1e-5, True)
         self.norms += 1
-        self.behind_norm = True
 
     def select_greedy(self, logits: torch.Tensor, *of_rows: torch.Tensor, overlap: bool) -> None:
         assert overlap and all(len(values) == len(logits) for values in of_rows)
@@ -114,6 +115,7 @@ class Launches:
     ) -> None:
         assert overlap and workspace and scale == 128**-0.5
         slots = len(q)
+        assert config.alone == (slots > 32), "behind products whose CTAs fill an SM"
         assert q.shape == k.shape == v.shape == (slots, 32, 128) and out.shape == (slots, 4096)
         assert lengths.tolist() == [config.shape.positions - 1] * slots
         size, end = config.shape.slot_bytes, self.memory.data_ptr() + self.memory.numel()
@@ -136,7 +138,7 @@ class Launches:
         self.weights.clear()
         self.slots.clear()
         self.norms = self.fused = self.selections = 0
-        self.written, self.behind_norm, self.attended = None, False, 0.0
+        self.written, self.attended = None, 0.0
         launch()
         self.chains.append(list(self.weights))
         linear = LINEAR_S * len(self.weights) + self.attended
@@ -156,6 +158,7 @@ def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches(bench.hbm.tensor)
     monkeypatch.setattr(kernel_costs, "splitk_gemm", found.splitk_gemm)
     monkeypatch.setattr(kernel_costs, "normalize", found.normalize)
+    monkeypatch.setattr(kernel_costs, "tiles", lambda _: H200)
     monkeypatch.setattr(attention_costs, "splitk_flash_attn", found.splitk_flash_attn)
     for module in (kernel_costs, batch_costs):
         monkeypatch.setattr(module, "ManyRows", lambda _: found)

@@ -86,7 +86,8 @@ def _attention(
     Any number is taken: sets have their turns.
     """
     shape, count = KVShape(HEADS, HEAD_DIM, BLOCK * blocks), len(out)
-    config = attention_config(shape, (count,), ACCESS, sms=bench.sms)
+    alone = count > FEW_ROWS
+    config = attention_config(shape, (count,), ACCESS, sms=bench.sms, alone=alone)
     workspace = Workspace.empty(config, 1, memory.device)
     q, k, v = random(memory, 3, count, HEADS, HEAD_DIM)
     lengths = torch.full((count,), shape.positions - 1, dtype=torch.int32, device=memory.device)

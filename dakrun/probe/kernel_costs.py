@@ -14,7 +14,7 @@ from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.heuristics import FEW_ROWS, MAX_ROWS, TierAccess, gemm_config, split_octets
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.models.many_rows import ManyRows
+from dakrun.models.many_rows import ManyRows, tiles
 from dakrun.octets import OCTET_ROWS
 from dakrun.probe.chain import Launch, launch_seconds
 from dakrun.probe.measurement import spread
@@ -88,16 +88,17 @@ def normed_product(
 ) -> tuple[Launch, int]:
     """The same with a norm of x ahead, as in a decode step.
 
-    Few rows are normalised by the product itself. Many are by a launch of its own, and the product
-    starts when that has ended.
+    Few rows are normalised by the product itself. Many are by a launch of its own; where torch is
+    to multiply most of them, a product starts when that has ended.
     """
     few = len(x) <= FEW_ROWS
-    launch, count = product(bench, memory, octets, x, norm=few, overlap=few)
+    overlap = few or tiles(x.device) is not None
+    launch, count = product(bench, memory, octets, x, norm=few, overlap=overlap)
     if few:
         return launch, count
 
     def both(number: int) -> None:
-        normalize(x, x, "layer", eps=EPS)
+        normalize(x, x, "layer", eps=EPS, overlap=True)
         launch(number)
 
     return both, count
