@@ -52,6 +52,11 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const 
       : "memory");
 }
 
+// Has bytes brought to L2, for whoever reads them next.
+__device__ __forceinline__ void bulk_prefetch(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // A box of a 3-D tensor map at element (x, y, z); `map` is a kernel parameter or in global memory.
 __device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMap* map, int x,
                                             int y, int z, uint32_t barrier) {

@@ -43,6 +43,11 @@ __device__ __forceinline__ uint64_t globaltimer() {
   return ns;
 }
 
+// For about so long, at most twice.
+__device__ __forceinline__ void sleep(uint32_t ns) {
+  asm volatile("nanosleep.u32 %0;" ::"r"(ns));
+}
+
 // By all four warps of a warpgroup: registers that a thread gives back, or takes from then on.
 
 template <int registers>

@@ -11,7 +11,7 @@ import torch
 from dakrun.hardware import Sweep
 from dakrun.kernels.attention import Workspace
 from dakrun.kernels.attention_heuristics import AttentionConfig
-from dakrun.kernels.heuristics import GemmConfig, TierAccess
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import PackedTensor
 from dakrun.kernels.tiled_shapes import H200
 from dakrun.probe import attention_costs, batch_costs, chain, kernel_costs, staged_costs
@@ -28,13 +28,10 @@ class Launches:
     """Launches that a CPU makes note of, checking operands: what each product and attention read.
 
     A graph takes so many seconds for each launch in it, and for each block of slots; long ones take
-    twice as many beside products. Of many rows it is a ManyRows, too.
+    twice as many beside products. It stands in for Products, too.
     """
 
     few_rows = 64
-
-    def __call__(self, *operands: Any, **options: Any) -> None:
-        self.many_rows(*operands, **options)
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -46,21 +43,29 @@ class Launches:
         self.norms = self.fused = self.selections = 0
         self.launched_before = 0  # chains
 
-    def many_rows(
+    def __call__(
         self,
         x: torch.Tensor,
         weight: PackedTensor,
         accesses: tuple[TierAccess, ...],
         out: torch.Tensor,
         *,
-        bias: None,
-        residual: None,
-        activation: str,
+        norm: str,
+        eps: float,
         overlap: bool,
+        ahead: torch.Tensor | None,
     ) -> None:
-        assert len(x) > 64 and weight.shape == (out.shape[1], x.shape[1])
-        assert len(accesses) == len(weight.parts) == 1 and activation == "none"
+        assert weight.shape == (out.shape[1], x.shape[1]) and len(x) == len(out)
+        assert len(accesses) == len(weight.parts) == 1 and eps == 1e-5
+        assert norm == "none" or (norm == "layer" and len(x) <= 32)
+        assert ahead is None or ahead.dtype == torch.uint8
         self.read(x, weight, overlap)
+        self.fused += norm == "layer"
+
+    def ahead(
+        self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]
+    ) -> torch.Tensor | None:
+        return None if n > 32 else weight.parts[0].data[:128]
 
     def read(self, x: torch.Tensor, weight: PackedTensor, overlap: bool) -> None:
         assert overlap, "as in a decode step"
@@ -79,25 +84,6 @@ class Launches:
     def select_greedy(self, logits: torch.Tensor, *of_rows: torch.Tensor, overlap: bool) -> None:
         assert overlap and all(len(values) == len(logits) for values in of_rows)
         self.selections += 1
-
-    def splitk_gemm(
-        self,
-        x: torch.Tensor,
-        weight: PackedTensor,
-        config: GemmConfig,
-        out: torch.Tensor,
-        *,
-        norm: str = "none",
-        eps: float = 0.0,
-        overlap: bool,
-    ) -> None:
-        assert norm in ("none", "layer") and config.splits == tuple(
-            part.split for part in weight.parts
-        )
-        assert weight.shape == (out.shape[1], x.shape[1]) and len(x) == len(out)
-        assert not config.half_cols, "as in a decode step"
-        self.read(x, weight, overlap)
-        self.fused += norm == "layer"
 
     def splitk_flash_attn(
         self,
@@ -156,12 +142,11 @@ def bench() -> Bench:
 @pytest.fixture
 def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches(bench.hbm.tensor)
-    monkeypatch.setattr(kernel_costs, "splitk_gemm", found.splitk_gemm)
     monkeypatch.setattr(kernel_costs, "normalize", found.normalize)
     monkeypatch.setattr(kernel_costs, "tiles", lambda _: H200)
     monkeypatch.setattr(attention_costs, "splitk_flash_attn", found.splitk_flash_attn)
     for module in (kernel_costs, batch_costs):
-        monkeypatch.setattr(module, "ManyRows", lambda _: found)
+        monkeypatch.setattr(module, "Products", lambda _: found)
     monkeypatch.setattr(batch_costs, "select_greedy", found.select_greedy)
     monkeypatch.setattr(chain, "graph_seconds", found.seconds)
     monkeypatch.setattr(chain, "recorded", lambda launch: launch)

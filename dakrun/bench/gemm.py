@@ -4,11 +4,12 @@ The ceilings come first, in the same process: bulk copies of random bytes into s
 HBM by all SMs and from the remote tier by the profile's SMs within its window, medians of five.
 Then a CUDA graph is made for every case: a chain of launches of one shape with programmatic
 dependent launch, each of which reads what the one before wrote (two buffers in turn) and a weight
-of its own. The kernel is the one that computes so many rows of X everywhere else, too. There are
-eight weights at least, of more than 2 GiB in all, so L2 does not help; the chain goes through them
-as often as takes 4 ms. A time is the graph's over its launches: the median of seven replays, after
-as many to warm up. Weights are random: packing is a permutation, so random values are packed ones,
-too. Remote parts lie in page-locked host memory or in a peer GPU's.
+of its own, and may have L2 look ahead at the next one's, as decode steps do. The kernel is the one
+that computes so many rows of X everywhere else, too. There are eight weights at least, of more than
+2 GiB in all, so L2 does not help otherwise; the chain goes through them as often as takes 4 ms. A
+time is the graph's over its launches: the median of seven replays, after as many to warm up.
+Weights are random: packing is a permutation, so random values are packed ones, too. Remote parts
+lie in page-locked host memory or in a peer GPU's.
 
 cuBLAS does the same with torch.mm and dense weights, all of them in HBM whatever the ratio. The
 ablations take the window off (stages as deep as shared memory allows) and the alignment (groups of
@@ -185,7 +186,9 @@ class Chains:
         ]
 
         def launch(operand: int, x: torch.Tensor, out: torch.Tensor) -> None:
-            self._products(x, weights[operand], access, out, overlap=True)
+            following = weights[(operand + 1) % case.launches]
+            ahead = self._products.ahead(case.n, following, access)
+            self._products(x, weights[operand], access, out, overlap=True, ahead=ahead)
 
         return self._seconds(case, launch), self._products.by(case.n, weights[0])
 

@@ -91,12 +91,14 @@ class Products:
         norm: Norm = "none",
         eps: float = 0.0,
         overlap: bool = False,
+        ahead: torch.Tensor | None = None,
     ) -> None:
         """out [N, M] = activation(norm(x) W^T + bias) + residual, which `out` may be.
 
         `accesses` say how W's tiers are read. The norm is without weight and bias. With `overlap`
-        it may start while the kernel before it ends. A norm that is a kernel of its own is small:
-        only CTAs that an SM has room for one of are placed evenly beside it.
+        it may start while the kernel before it ends. L2 may be brought what is `ahead`. A norm that
+        is a kernel of its own is small: only CTAs of which an SM has room for one are then placed
+        evenly.
         """
         by = self.by(len(x), weight)
         if norm != "none" and (by != "splitk" or len(x) > FEW_ROWS):
@@ -111,21 +113,39 @@ class Products:
             if by == "tiled":
                 launch = self._tiled(len(x[rows]), weight, tuple(accesses))
             else:
-                launch = self._splitk(len(x[rows]), weight, tuple(accesses), norm, eps)
+                launch = self._splitk(len(x[rows]), weight, tuple(accesses), norm, eps, ahead)
             launch(
                 x[rows], out=out[rows], bias=bias, activation=activation, overlap=overlap,
                 residual=None if residual is None else residual[rows],
             )  # fmt: skip
 
+    def ahead(
+        self, n: int, weight: PackedTensor, accesses: Sequence[TierAccess]
+    ) -> torch.Tensor | None:
+        """What L2 is to bring of `weight` for a product of `n` rows, while the one before it ends.
+
+        Nothing where that has many rows, or where it is not read from the GPU's own memory.
+        """
+        if n > FEW_ROWS or self.by(n, weight) != "splitk":
+            return None
+        splits, sms = tuple(part.split for part in weight.parts), sm_count(self._device)
+        return gemm.look_ahead(weight, _splitk_config(n, splits, tuple(accesses), sms=sms, cols=0))
+
     def _splitk(
-        self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...], norm: Norm, eps: float
+        self,
+        n: int,
+        weight: PackedTensor,
+        accesses: tuple[TierAccess, ...],
+        norm: Norm,
+        eps: float,
+        ahead: torch.Tensor | None,
     ) -> Launch:
         splits = tuple(part.split for part in weight.parts)
         cols = weight.shape[1] if norm == "none" else 0
         config = _splitk_config(n, splits, accesses, sms=sm_count(self._device), cols=cols)
         return partial(
             gemm.splitk_gemm, weight=weight, config=config, norm=norm, eps=eps,
-            workspace=self._meeting(config),
+            workspace=self._meeting(config), ahead=ahead,
         )  # fmt: skip
 
     def _tiled(self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]) -> Launch:

@@ -5,6 +5,7 @@ cache. Norms that precede a matrix are folded into it (dakrun.loading), so a pro
 than the scale of its rows.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -133,6 +134,7 @@ class KernelDecoder:
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
         self._products = Products(self.like.device)
         self._products.reserve()
+        self._following = dict(itertools.pairwise(self.order))
         self.rotations = None
         if llama:
             table = torch.stack(rope_table(config, positions, torch.float32), -1)
@@ -243,15 +245,27 @@ class KernelDecoder:
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
-        accesses = tuple(
+        self._products(
+            x, weight, self._tier_accesses(name, weight), out, bias=bias, residual=residual,
+            activation=activation, norm=norm, eps=self._eps,
+            overlap=overlap and operands.overlaps(name), ahead=self._ahead(operands, name, len(x)),
+        )  # fmt: skip
+        operands.release(name)
+
+    def _tier_accesses(self, name: str, weight: PackedTensor) -> tuple[TierAccess, ...]:
+        """How the parts of `weight` are read, the matrix `name` or what stands in for it."""
+        return tuple(
             TierAccess() if part.tier == LOCAL else access
             for part, access in zip(weight.parts, self._accesses[name.split(".")[-1]], strict=True)
         )
-        self._products(
-            x, weight, accesses, out, bias=bias, residual=residual, activation=activation,
-            norm=norm, eps=self._eps, overlap=overlap and operands.overlaps(name),
-        )  # fmt: skip
-        operands.release(name)
+
+    def _ahead(self, operands: Operands, name: str, n: int) -> torch.Tensor | None:
+        """What L2 is to bring of the matrix behind `name`, unless it is staged."""
+        following = self._following.get(name)
+        if following is None or not operands.overlaps(following):
+            return None
+        weight = self.matrices[following]
+        return self._products.ahead(n, weight, self._tier_accesses(following, weight))
 
     def _normalize(self, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The norm `name` of the rows of x, for norms that no matrix has folded."""

@@ -7,7 +7,6 @@ import torch
 
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.jit import sm_count as sm_count
 from dakrun.profile_files import find_profile, load_profile
 
 

@@ -11,8 +11,8 @@ import torch
 from dakrun.hardware import Sweep
 from dakrun.kernels.heuristics import FEW_ROWS
 from dakrun.kernels.packing import octet_bytes
+from dakrun.kernels.products import Products
 from dakrun.kernels.select_greedy import select_greedy
-from dakrun.models.many_rows import ManyRows
 from dakrun.probe.chain import Launch, launch_seconds, seconds_in_turns
 from dakrun.probe.kernel_costs import (
     COLUMNS,
@@ -43,7 +43,7 @@ MOST_LOGITS = 512  # of a chain: 256 MiB of the smallest
 
 def many_rows(bench: Bench) -> tuple[int, ...]:
     """Rows to measure that are too many for SplitK_GEMM."""
-    few = ManyRows(bench.hbm.tensor.device).few_rows
+    few = Products(bench.hbm.tensor.device).few_rows
     return tuple(n for n in bench.effort.many_rows if n > few)
 
 

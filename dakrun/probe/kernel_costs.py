@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.hardware import LOCAL, Sweep
-from dakrun.kernels.gemm import splitk_gemm
-from dakrun.kernels.heuristics import FEW_ROWS, MAX_ROWS, TierAccess, gemm_config, split_octets
+from dakrun.kernels.heuristics import FEW_ROWS, TierAccess, split_octets
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.models.many_rows import ManyRows, tiles
+from dakrun.kernels.products import Products, tiles
 from dakrun.octets import OCTET_ROWS
 from dakrun.probe.chain import Launch, launch_seconds
 from dakrun.probe.measurement import spread
@@ -62,22 +61,13 @@ def product(
         PackedTensor((out.shape[1], cols), DTYPE, (PackedPart(LOCAL, split, data),))
         for data in pieces(memory, octets * octet_bytes(cols))
     ]
-    many = ManyRows(x.device)
-    if n > min(many.few_rows, MAX_ROWS):
-
-        def launch_many(number: int) -> None:
-            many(
-                x, weights[number], ACCESS, out, bias=None, residual=None, activation="none",
-                overlap=overlap,
-            )  # fmt: skip
-
-        return launch_many, len(weights)
-    config = gemm_config(n, [split], ACCESS, sms=bench.sms)
+    products = Products(x.device)
 
     def launch(number: int) -> None:
-        splitk_gemm(
-            x, weights[number], config, out, norm="layer" if norm else "none", eps=EPS,
-            overlap=overlap,
+        following = weights[(number + 1) % len(weights)]
+        products(
+            x, weights[number], ACCESS, out, norm="layer" if norm else "none", eps=EPS,
+            overlap=overlap, ahead=products.ahead(n, following, ACCESS),
         )  # fmt: skip
 
     return launch, len(weights)
