@@ -11,7 +11,7 @@ import torch
 from dakrun.hardware import Sweep
 from dakrun.kernels.attention import Workspace
 from dakrun.kernels.attention_heuristics import AttentionConfig
-from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.heuristics import GemmConfig, TierAccess
 from dakrun.kernels.packing import PackedTensor
 from dakrun.kernels.tiled_shapes import H200
 from dakrun.probe import attention_costs, batch_costs, chain, kernel_costs, staged_costs
@@ -300,7 +300,14 @@ def test_staging_is_what_it_adds(
         assert copied in (0, len(parts) // 2) and len(near) >= 96 * MIB
         return [launch_s + STAGED_S * copied] * runs
 
-    monkeypatch.setattr(staged_costs, "splitk_gemm", launches.splitk_gemm)
+    def product(
+        x: torch.Tensor, weight: PackedTensor, config: GemmConfig, out: torch.Tensor, *,
+        overlap: bool,
+    ) -> None:  # fmt: skip
+        assert config.splits == tuple(part.split for part in weight.parts)
+        launches.read(x, weight, overlap)
+
+    monkeypatch.setattr(staged_costs, "splitk_gemm", product)
     monkeypatch.setattr(staged_costs, "StagedOperands", Staging)
     monkeypatch.setattr(staged_costs, "graph_seconds", seconds)
     monkeypatch.setattr(staged_costs, "OCTETS", 64)

@@ -78,15 +78,20 @@ class Kernels:
             x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, *,
             bias: torch.Tensor, residual: torch.Tensor, workspace: Any, overlap: bool,
             activation: str, norm: str = "none", eps: float = 0.0,
+            ahead: torch.Tensor | None = None,
         ) -> None:  # fmt: skip
-            assert activation == "none" and overlap == (len(self.launched) == 0)
+            assert activation == "none" and ahead is None
+            assert overlap == (by == "tiled" or not self.launched), "small kernels end first"
             self.launched.append((by, len(x), norm))
             self.workspaces.append(workspace)
             out.copy_(F.linear(x.float(), weight.dense().float(), bias.float()) + residual)
 
         return launch
 
-    def normalize(self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float) -> Any:
+    def normalize(
+        self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float, overlap: bool
+    ) -> Any:
+        assert overlap
         self.launched.append(("normalize", len(x), norm))
         return out.copy_(x)
 
