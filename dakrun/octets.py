@@ -9,6 +9,7 @@ import functools
 from dakrun.units import ceil_div
 
 OCTET_ROWS = 8
+FEW_ROWS = 32  # of X: what SplitK_GEMM multiplies faster than the tiled GEMM, and normalizes itself
 MAX_GROUP = 16  # octets that a CTA multiplies together
 SHARE_OF_X = 0.25  # what reading X for a group costs, in octets
 TAIL = 0.05  # what storing a CTA's last group costs, in that group

@@ -12,7 +12,6 @@ from dakrun.octets import MAX_GROUP, OCTET_ROWS, SHARED_BYTES, even_group
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch
-FEW_ROWS = 32  # of X: what it multiplies faster than the tiled GEMM, and normalizes itself
 X_TILES = (1, 2, 4, 8)
 MAX_STAGES = 16
 ATOM_BYTES = 2 * OCTET_ROWS * ATOM_COLS

@@ -16,8 +16,8 @@ from dakrun.hardware import LOCAL
 from dakrun.kernels import gemm, tiled_gemm
 from dakrun.kernels.gemm import Activation, Norm
 from dakrun.kernels.graph import capture_id
-from dakrun.kernels.heuristics import FEW_ROWS, GemmConfig, TierAccess, gemm_config, tiles_for
 from dakrun.kernels.heuristics import MAX_ROWS as SPLITK_ROWS
+from dakrun.kernels.heuristics import GemmConfig, TierAccess, gemm_config, tiles_for
 from dakrun.kernels.jit import sm_count
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
@@ -25,6 +25,7 @@ from dakrun.kernels.tiled_heuristics import tiled_config
 from dakrun.kernels.tiled_shapes import MAX_ROWS as TILED_ROWS
 from dakrun.kernels.tiled_shapes import X_TILES, Limits
 from dakrun.kernels.unpack import unpack
+from dakrun.octets import FEW_ROWS
 
 PIECE_BYTES = 64 << 20
 

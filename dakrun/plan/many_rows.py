@@ -31,10 +31,12 @@ def many_rows_times(
     """(kernel, link) seconds of one layer of a product of many rows, part beside part.
 
     `sms[t]` SMs take their share of the arithmetic, which takes all of them `compute` seconds, for
-    `counts[t]` octets of each tier t. Links are as fast as the rings of so many CTAs allow.
+    `counts[t]` octets of each tier t, and HBM has to give the local ones. Links are as fast as the
+    rings of so many CTAs allow.
     """
     unit, octets = op.read_bytes / op.units, sum(counts)
     parts = [compute * n / octets * profile.sms / s for n, s in zip(counts, sms, strict=True) if n]
+    parts.append(unit * counts[0] / profile.hbm_bytes_per_s)
     links = [
         unit * n / _ring_rate(profile.tier(name), op.batch_size, s)
         for name, n, s in zip(remote, counts[1:], sms[1:], strict=True)
@@ -52,8 +54,8 @@ def many_rows_sms(
 ) -> tuple[int, ...]:
     """SMs for each tier's part of a product of many rows, of which all layers have `counts` octets.
 
-    A remote part gets the fewest with which it ends before the local one, or one less where that
-    is sooner.
+    A remote part gets the fewest with which it ends before the local one, or no later than its link
+    allows, or one less where that is sooner.
     """
     layer = [n * op.units / sum(counts) for n in counts]
     sms = [int(n > 0) for n in counts]
@@ -78,9 +80,11 @@ def many_rows_sms(
     for tier in tiers * min(2, len(tiers)):  # the second time knowing of the others
         most = profile.sms - sum(sms[1:]) + sms[tier] - int(counts[0] > 0)
 
-        def ends(count: int, tier: int = tier) -> bool:
+        best = seconds(tier, most)[tier] * (1 + 1e-9)  # with what its link allows
+
+        def ends(count: int, tier: int = tier, best: float = best) -> bool:
             parts = seconds(tier, count)
-            return parts[tier] <= parts[0]
+            return parts[tier] <= max(parts[0], best)
 
         enough = min(most, 1 + bisect.bisect_left(range(1, most + 1), True, key=ends))
         options = sorted({max(1, enough - 1), enough})

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.octets import OCTET_ROWS, SHARED_BYTES, even_group
+from dakrun.octets import FEW_ROWS, OCTET_ROWS, SHARED_BYTES, even_group
 from dakrun.plan.many_rows import bytes_needed, many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
-from dakrun.plan.roofline import has_many_rows, predicted_time
+from dakrun.plan.roofline import predicted_time
 from dakrun.units import ceil_div
 
 MOST_ROWS = 64  # of X, in one launch
@@ -39,7 +39,7 @@ def sms_by_tier(
     the fewest with which the op ends as soon, but for what is NO_LATER.
     """
     units = [sum(counts) for counts in zip(*placement, strict=True)]
-    if has_many_rows(op, profile):
+    if _is_tiled(op, profile):
         return many_rows_sms(op, units, compute, profile, remote)
     sms, needed = [], []
     for name, held in zip(remote, units[1:], strict=True):
@@ -65,6 +65,12 @@ def sms_by_tier(
     return (profile.sms - sum(sms) if units[0] else 0, *sms)
 
 
+def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
+    """Whether the tiled GEMM computes `op`, on a machine that has been seen to have it."""
+    many = op.category == "linear" and op.batch_size > FEW_ROWS
+    return many and profile.many_rows is not None
+
+
 def launch_times(
     op: Op,
     counts: Sequence[int],
@@ -77,7 +83,7 @@ def launch_times(
 
     With few rows `compute` seconds of arithmetic are left aside.
     """
-    if has_many_rows(op, profile):
+    if _is_tiled(op, profile):
         return many_rows_times(op, counts, sms, compute, profile, remote)
     return read_times(op, counts, sms, profile, remote)
 

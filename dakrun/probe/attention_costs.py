@@ -11,9 +11,9 @@ import torch
 from dakrun.hardware import Sweep
 from dakrun.kernels.attention import Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import attention_config
-from dakrun.kernels.heuristics import FEW_ROWS
 from dakrun.kernels.kv_blocks import BLOCK, KVShape
 from dakrun.kernels.packing import octet_bytes
+from dakrun.octets import FEW_ROWS
 from dakrun.probe.chain import Launch, seconds_in_turns
 from dakrun.probe.kernel_costs import (
     ACCESS,

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.hardware import Sweep
-from dakrun.kernels.heuristics import FEW_ROWS
 from dakrun.kernels.packing import octet_bytes
 from dakrun.kernels.products import Products
 from dakrun.kernels.select_greedy import select_greedy
+from dakrun.octets import FEW_ROWS
 from dakrun.probe.chain import Launch, launch_seconds, seconds_in_turns
 from dakrun.probe.kernel_costs import (
     COLUMNS,

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.hardware import LOCAL, Sweep
-from dakrun.kernels.heuristics import FEW_ROWS, TierAccess, split_octets
+from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
 from dakrun.kernels.products import Products, tiles
-from dakrun.octets import OCTET_ROWS
+from dakrun.octets import FEW_ROWS, OCTET_ROWS
 from dakrun.probe.chain import Launch, launch_seconds
 from dakrun.probe.measurement import spread
 from dakrun.probe.sweeps import Bench, rounded

@@ -15,7 +15,8 @@ from dakrun.kernels import (
     tiled_shapes,
     unpack,
 )
-from dakrun.kernels.heuristics import FEW_ROWS, MAX_ROWS, tiles_for
+from dakrun.kernels.heuristics import MAX_ROWS, tiles_for
+from dakrun.octets import FEW_ROWS
 from dakrun.probe.attention_costs import HEAD_DIM
 from dakrun.probe.effort import Effort
 from dakrun.probe.kernel_costs import DTYPE
