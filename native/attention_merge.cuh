@@ -110,29 +110,25 @@ __device__ __forceinline__ Sums add_units(const Row& row, int head) {
       totals[i] = ptx::load_from_l2(totals_of(first + (32 * i + lane) * stride));
     }
   }
-  float4 values[kTogether];
-  const auto load = [&](int from) {
+  Sums sums;
+#pragma unroll 1
+  for (int from = 0; from < units; from += kTogether) {
+    float4 values[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; j++) {
-      values[j] = {};
-      if (from + j >= units) continue;
       const float* const at = first + (from + j) * stride + lanes_dimension();
-      values[j] = ptx::load_from_l2(reinterpret_cast<const float4*>(at));
+      values[j] = ptx::load_from_l2_or_zero(reinterpret_cast<const float4*>(at), from + j < units);
     }
-  };
-  load(0);
-  Sums sums;
-  sums.weigh(totals);
+    if (from == 0) {
+      sums.weigh(totals);
+    } else if (from % 32 == 0) {  // the next 32 weights are the lanes'
 #pragma unroll
-  for (int i = 0; i < kTotals; i++) {
-#pragma unroll
-    for (int within = 0; within < 32; within += kTogether) {
-      if (32 * i + within >= units) break;
-      if (i + within > 0) load(32 * i + within);
-#pragma unroll
-      for (int j = 0; j < kTogether; j++)
-        sums.add(__shfl_sync(0xffffffff, totals[i].x, within + j), values[j]);
+      for (int i = 0; i + 1 < kTotals; i++)
+        totals[i] = totals[i + 1];
     }
+#pragma unroll
+    for (int j = 0; j < kTogether; j++)
+      sums.add(__shfl_sync(0xffffffff, totals[0].x, from % 32 + j), values[j]);
   }
   return sums;
 }
