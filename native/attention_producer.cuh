@@ -101,6 +101,7 @@ struct Producer {
       for (int warp = 0; warp < kWarps; warp++) {
         if (__shfl_sync(0xffffffff, count, warp) == 0) {
           if (items.done()) continue;
+          items.settle();
           if (lane == warp) {
             slot = items.slot, head = items.head, unit = items.unit, part = items.part;
             units = items.cut.units, parts = items.parts;

@@ -96,7 +96,7 @@ struct Items {
   int first = 0, count = 0;  // blocks of the unit
   int parts = 1;
   uint8_t* cache = nullptr;  // the slot's own
-  int64_t left;              // blocks up to where the next CTA's items start
+  int left;                  // blocks up to where the next CTA's items start
 
   // All lanes of a warp. A unit is the CTA's in whose even share of the tier's blocks it starts.
   __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int number)
@@ -113,11 +113,11 @@ struct Items {
 #pragma unroll
     for (int far = 1; far < 32; far *= 2)
       total += __shfl_xor_sync(0xffffffff, total, far);
-    const int64_t all = static_cast<int64_t>(total) * args.kv_heads;
     const int ctas = next.first_cta - tier.first_cta;
     const int cta = static_cast<int>(blockIdx.x) - tier.first_cta;
-    int64_t start = all * cta / ctas;
-    left = all * (cta + 1) / ctas - start;
+    const int all = total * args.kv_heads, each = all / ctas, more = all % ctas;
+    int start = each * cta + more * cta / ctas;
+    left = each * (cta + 1) + more * (cta + 1) / ctas - start;
     // The first slot that ends behind `start`, 32 slots at a time.
     while (slot < next.first_slot) {
       int sum = slot + lane < next.first_slot ? blocks_of(args, slot + lane) : 0;
@@ -127,9 +127,9 @@ struct Items {
         if (lane >= far) sum += before;
       }
       // Slots of these that end at `start` or before.
-      const int64_t ends = static_cast<int64_t>(sum) * args.kv_heads;
+      const int ends = sum * args.kv_heads;
       const int behind = __popc(__ballot_sync(0xffffffff, ends <= start));
-      const int64_t passed = behind ? __shfl_sync(0xffffffff, ends, behind - 1) : 0;
+      const int passed = behind ? __shfl_sync(0xffffffff, ends, behind - 1) : 0;
       slot += behind;
       start -= passed;
       if (behind < 32) break;
@@ -143,11 +143,10 @@ struct Items {
       left = 0;
       return;
     }
-    head = static_cast<int>(start / cut.blocks);
-    const int within = static_cast<int>(start % cut.blocks);
+    head = start / cut.blocks;
+    const int within = start - head * cut.blocks;
     unit = (within * cut.units + cut.blocks - 1) / cut.blocks;
     left -= cut.first_block(unit) - within;
-    settle();
   }
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
@@ -163,14 +162,12 @@ struct Items {
   __device__ __forceinline__ void next() {
     if (++part < parts) return;
     left -= count;
-    unit++;
-    settle();
+    unit++, part = 0;
   }
-
- private:
-  // To the unit, of the next head or slot where this one has no more; `left` bounds the slots.
+  // To be called before the item is looked at, where there is one: goes to the next head or slot
+  // where this one has no more units; `left` bounds the slots.
   __device__ __forceinline__ void settle() {
-    if (left <= 0) return;
+    if (part > 0) return;
     if (unit >= cut.units) {
       unit = 0;
       if (++head >= args.kv_heads) {
@@ -181,10 +178,11 @@ struct Items {
         } while (cut.blocks == 0);
       }
     }
-    part = 0;
     first = cut.first_block(unit), count = cut.block_count(unit);
     parts = cut.parts(args, unit);
   }
+
+ private:
   __device__ __forceinline__ void enter() {
     length = args.lengths[slot];
     cut = Cut(args, blocks_of(args, slot));
