@@ -46,6 +46,7 @@ struct SplitKFlashAttnArgs {
   int tier_count, kv_heads, group;
   int slot_blocks;               // that a cache has room for, of each KV head
   int unit_blocks, part_blocks;  // at most, unless there is no warp left for a part
+  int item_units;                // at most, of an item that is no part: 1 where units have parts
   int max_units, max_parts;
   int stages;
   float scale;  // of the scores, times log2(e)
@@ -63,7 +64,8 @@ __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int sl
 }
 
 // How the blocks of a KV head are shared out: to CTAs by units, as few as can be, and of a unit to
-// warps by parts, as even as can be. What a warp attends to, an item, is a part.
+// warps by parts, as even as can be. What a warp attends to, an item, is a part, or some units, of
+// which each has a softmax of its own.
 struct Cut {
   int blocks, units;
 
@@ -74,6 +76,10 @@ struct Cut {
   __device__ __forceinline__ int first_block(int unit) const { return unit * blocks / units; }
   __device__ __forceinline__ int block_count(int unit) const {
     return first_block(unit + 1) - first_block(unit);
+  }
+  // The first unit that starts at `block` or behind it.
+  __device__ __forceinline__ int unit_from(int block) const {
+    return (block * units + blocks - 1) / blocks;
   }
   __device__ __forceinline__ int parts(const SplitKFlashAttnArgs& args, int unit) const {
     return min(kWarps, over(block_count(unit), args.part_blocks));
@@ -91,9 +97,10 @@ struct Cut {
 struct Items {
   const SplitKFlashAttnArgs& args;
   int slot, head = 0, unit = 0, part = 0;
-  int length = 0;            // of the slot: its cached positions
-  Cut cut = {};              // of each of its heads
-  int first = 0, count = 0;  // blocks of the unit
+  int length = 0;  // of the slot: its cached positions
+  Cut cut = {};    // of each of its heads
+  int item_units = 1;
+  int first = 0, count = 0;  // blocks of these units
   int parts = 1;
   uint8_t* cache = nullptr;  // the slot's own
   int left;                  // blocks up to where the next CTA's items start
@@ -145,7 +152,7 @@ struct Items {
     }
     head = start / cut.blocks;
     const int within = start - head * cut.blocks;
-    unit = (within * cut.units + cut.blocks - 1) / cut.blocks;
+    unit = cut.unit_from(within);
     left -= cut.first_block(unit) - within;
   }
 
@@ -162,7 +169,7 @@ struct Items {
   __device__ __forceinline__ void next() {
     if (++part < parts) return;
     left -= count;
-    unit++, part = 0;
+    unit += item_units, part = 0;
   }
   // To be called before the item is looked at, where there is one: goes to the next head or slot
   // where this one has no more units; `left` bounds the slots.
@@ -178,7 +185,10 @@ struct Items {
         } while (cut.blocks == 0);
       }
     }
-    first = cut.first_block(unit), count = cut.block_count(unit);
+    // The units that start in the CTA's share.
+    const int end = min(cut.units, cut.unit_from(cut.first_block(unit) + min(left, cut.blocks)));
+    item_units = min(args.item_units, end - unit);
+    first = cut.first_block(unit), count = cut.first_block(unit + item_units) - first;
     parts = cut.parts(args, unit);
   }
 

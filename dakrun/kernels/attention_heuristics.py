@@ -27,7 +27,8 @@ class AttentionConfig:
 
     A stage is the keys, or the values, of a block. A KV head of a slot is cut into as few units as
     have at most `unit_blocks`, each of them a CTA's, and units into parts of `part_blocks`, each of
-    them a warp's, or into longer ones where there are not as many warps.
+    them a warp's, or into longer ones where there are not as many warps. A unit without parts is a
+    warp's, with others behind it of the same head, `item_units` at most: no bit depends on how many.
     """
 
     shape: KVShape
@@ -37,6 +38,7 @@ class AttentionConfig:
     stages: int
     unit_blocks: int
     part_blocks: int
+    item_units: int
 
     @property
     def max_units(self) -> int:
@@ -88,18 +90,18 @@ def attention_config(
         for tier, count in zip(tiers, ctas, strict=True)
     )
     heads = (capacity or sum(slots)) * shape.kv_heads
-    unit, part = cut(shape.blocks, heads)
-    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, unit, part)
+    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, *cut(shape.blocks, heads))
 
 
-def cut(blocks: int, heads: int) -> tuple[int, int]:
-    """The blocks of units and of parts."""
+def cut(blocks: int, heads: int) -> tuple[int, int, int]:
+    """The blocks of units and of parts, and the units of an item."""
     enough = (part for part in PART_BLOCKS if heads * ceil_div(blocks, part) >= ITEMS)
     part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, MOST_UNITS))
     units = UNITS // heads
     if units * heads >= FULL * UNITS:
-        return max(part, ceil_div(blocks, units)), part
-    return part, part
+        return max(part, ceil_div(blocks, units)), part, 1
+    items = heads * ceil_div(blocks, part)
+    return part, part, max(1, min(PART_BLOCKS[0] // part, int(items / (FULL * ITEMS))))
 
 
 def _window(stages: int, wanted: int) -> int:
