@@ -1,21 +1,21 @@
-"""The `dakrun` command: options in, texts and exit codes out; the one place that prints results.
+"""The `dakrun` command: options in, texts and exit codes out.
 
 Everything but click is imported when a command needs it, so that --help and plan start at once.
 """
 
 import json
-import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dakrun import __version__
-from dakrun.bench.options import MODEL, bench_options, own_options
+from dakrun.cli_machine import bench, doctor, profile
+from dakrun.console import WIDTH, stdout_console, tell
 from dakrun.error_lines import ErrorLines
-from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
+from dakrun.errors import EXIT_FAILED, UsageError
 from dakrun.options import (
     Size,
     device_option,
@@ -31,28 +31,15 @@ from dakrun.options import (
     workload_options,
 )
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-WIDTH = 120  # columns of tables that do not go to a terminal
-
-
-def stdout_console() -> "Console":
-    """A console on stdout: as wide as the terminal, or of a fixed width in pipes and files."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else WIDTH)
-
-
-def tell(text: str) -> None:
-    """A line on stderr."""
-    click.echo(text, err=True)
-
 
 @click.group("dakrun", cls=ErrorLines, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dakrun", message="%(prog)s %(version)s")
 def main() -> None:
     """Offline batch inference for OPT and Llama models in several memory tiers."""
+
+
+for command in (bench, doctor, profile):
+    main.add_command(command)
 
 
 @main.command()
@@ -225,110 +212,6 @@ def convert(*, source: Path, target: Path, shard_size: int) -> None:
     note = tell if sys.stderr.isatty() else lambda _: None
     result = run(source.expanduser(), target.expanduser(), shard_bytes=shard_size, note=note)
     tell(result.summary())
-
-
-@main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-def doctor(*, as_json: bool) -> int:
-    """Show what this machine has and lacks, each lack with its remedy.
-
-    Exits with 3 where generate cannot run at all.
-    """
-    from dakrun.doctor import can_generate, examine, render
-
-    checks = examine()
-    if as_json:
-        click.echo(json.dumps([vars(check) for check in checks]))
-    else:
-        render(checks, stdout_console())
-    return 0 if can_generate(checks) else EXIT_CANNOT_RUN
-
-
-@main.command()
-@click.option("-o", "--output", metavar="FILE.toml", help="Where to write it; else in the cache.")
-@click.option(
-    "--quick", is_flag=True, help="Some seconds; else about a minute, or more with peer GPUs."
-)
-@click.option("--name", help="Name of the profile; default: that of the file or device.")
-@device_option("What to measure.")
-@click.option("--plot", metavar="FILE.png", help="Draw what was measured, and the roofline.")
-def profile(
-    *, output: str | None, quick: bool, name: str | None, device: Any, plot: str | None
-) -> None:
-    """Measure this machine for the planner.
-
-    Writes a hardware profile for --profile: of torch's current GPU, host memory and the peer GPUs
-    that it can read, or of the CPU. Without -o it is kept in the cache folder, where --profile auto
-    finds it.
-    """
-    from dakrun import probe
-    from dakrun.probe.table import render
-
-    kind = probe.measured_device(device)
-    path = probe.target(output, name, kind)
-    if plot:
-        from dakrun.picture import check_target
-
-        check_target(Path(plot))
-    tell(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
-    result = probe.measure(name or path.stem, kind, quick=quick)
-    probe.save(result.profile, path)
-    render(result, stdout_console())
-    tell(f"written to {path}" + ("" if output else "; --profile auto uses it"))
-    if plot:
-        from dakrun.probe.plot import draw
-
-        draw(result.profile, Path(plot))
-
-
-@main.command()
-@bench_options
-@profile_option
-def bench(
-    *,
-    kernel: str | None,
-    profile: str,
-    form: str | None,
-    output: Path | None,
-    plot: Path | None,
-    **asked: Any,
-) -> None:
-    """Measure a model or a kernel beside what memory allows and the profile predicts.
-
-    --model alone: decode steps of batches of requests, a part of all weights in a remote tier;
-    without a GPU on the CPU.
-
-    gemm: X W^T for few rows of X, a part of W in a remote tier; cuBLAS has all of W in HBM.
-
-    attention: a new token for each slot, some slots in a remote tier; torch's SDPA has all in HBM.
-    """
-    from dakrun import picture
-    from dakrun.bench.output import as_text, check_target, render, write
-    from dakrun.bench.run import asked_sweep, check, measure
-    from dakrun.probe import told
-
-    subject = kernel or MODEL
-    sweep = asked_sweep(subject, own_options(subject, asked))
-    if output:
-        check_target(output)
-    if plot:
-        picture.check_target(plot)
-    check(sweep)
-    hardware = resolve_run_profile(profile, "cuda" if kernel else "auto", tell)
-    if profile == "auto":
-        tell(told(hardware))
-    command = shlex.join(["dakrun", *sys.argv[1:]])
-    for record in measure(sweep, hardware, command=command, note=tell):
-        if output:
-            write(record, output)
-    if plot:
-        from dakrun.bench.model_plot import draw
-
-        draw(record, plot)
-    if form:
-        click.echo(as_text(record, form), nl=False)
-    else:
-        render(record, stdout_console())
 
 
 @main.command()

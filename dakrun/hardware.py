@@ -35,7 +35,8 @@ class HardwareProfile:
     """One machine. Bandwidths are in bytes/s, sizes in bytes, times in seconds.
 
     `linear` and `attention` are what ops cost besides what bandwidths and compute rates allow, and
-    `many_rows` is the same of linear ops with more rows of X than `linear` has. `norm` is what a
+    `many_rows` is the same of linear ops with more rows of X than `linear` has. The fixed cost of
+    attention has in it what it and the products beside it cost each other. `norm` is what a
     norm ahead of a linear op costs besides X read and written, `sampling` what the next tokens
     cost besides logits read; None where it is not known, and left out of predictions.
     `staged_seconds` is what an op costs more whose bytes the copy engine has brought.

@@ -18,6 +18,9 @@
 constexpr int kTurnBarrier = 1;  // and the next: where warpgroups wait for their turn
 constexpr int kNormBarrier = 3;  // where they wait for the moments of X
 
+constexpr int kLastCopies = 2;  // that are in flight when L2 is to look ahead
+constexpr int kIdleNs = 2000;   // in which the next launch's CTAs have come to their SMs
+
 // A stage is W, [groups][atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
 struct Ring {
   Barriers full_barrier;   // [stages]: W, and with it X, has landed
@@ -137,6 +140,20 @@ struct Producer {
       if (issued >= ring.stages) wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
       load();
     }
+  }
+
+  // Gives memory something to do while this launch ends and the next one waits for it. Earlier, it
+  // would take from the CTAs that are behind.
+  __device__ __forceinline__ void look_ahead(const SplitKGemmArgs& args) const {
+    if (args.ahead_bytes == 0 || blockIdx.x >= args.tiers[1].first_cta) return;
+    // A barrier tells of the last copy into its stage alone.
+    const int landed = issued - min(kLastCopies, ring.stages - 1);
+    if (landed > 0) {
+      const RingPosition last(landed - 1, ring.stages);
+      wait_barrier(ring.full_barrier[last.stage], last.parity);
+    }
+    ptx::bulk_prefetch(args.ahead + static_cast<int64_t>(blockIdx.x) * args.ahead_bytes,
+                       args.ahead_bytes);
   }
 
  private:
@@ -264,7 +281,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance.
   if (idle) {
+    const uint64_t start = ptx::globaltimer();
     ptx::wait_for_dependencies();
+    while (ptx::globaltimer() - start < kIdleNs)
+      ptx::sleep(100);
     return;
   }
   const bool copies = warp >= kConsumers / 32 && ptx::elect_one();
@@ -282,7 +302,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   } else if (copies && warp > kConsumers / 32) {
     load_x(args, ring, number);
   } else {
-    if (copies) producer.run();
+    if (copies) {
+      producer.run();
+      producer.look_ahead(args);
+    }
     ptx::wait_for_dependencies();
   }
 }

@@ -44,6 +44,8 @@ struct SplitKGemmArgs {
   int half;                   // atoms along k of a sum's first half: all, or with kHalves fewer
   int* arrivals;              // [octets], zero between launches; with halves
   float2* halves;             // [2][octets][X_TILES][32], see there
+  const uint8_t* ahead;       // what a launch soon reads, a part for each of the first tier's CTAs
+  int ahead_bytes;            // of such a part
 };
 
 __device__ __forceinline__ bool has_halves(const SplitKGemmArgs& args) {

@@ -247,7 +247,9 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
     }
   }
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
-  // kernel is complete then implies that those before it are, at any distance.
+  // kernel is complete then implies that those before it are, at any distance. And none does before
+  // the CTA is done: while a warp waits, the others' work may stand still (H200, kAfterRemote).
+  __syncthreads();
   ptx::wait_for_dependencies();
   if (place.sharers > 1) {
     __syncwarp();

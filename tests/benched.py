@@ -41,7 +41,7 @@ def run(kernel: str, *args: str) -> Result:
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are a CPU's; a graph takes 10 ms, and its launches are made once."""
 
-    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+    def seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
         if runs > 2:  # not to find out how long a chain is to be
             launch()
         return [1e-2] * runs

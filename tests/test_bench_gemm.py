@@ -41,16 +41,19 @@ from dakrun.bench.sweep import TURNING_POINT, parse_ratio
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
-from dakrun.kernels.gemm import Workspace, splitk_gemm
-from dakrun.kernels.heuristics import MAX_ROWS, TierAccess
+from dakrun.kernels import products as products_of
+from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import CHUNK, PackedTensor, octet_bytes
+from dakrun.kernels.products import Products
 from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
 from dakrun.octets import octet_count
 from dakrun.plan.planner import Policy, make_plan
-from dakrun.plan.roofline import norm_time
 from dakrun.probe import chain
 from dakrun.profile_files import load_profile
+
+PRODUCTS = Products(torch.device("cpu"))
 
 
 def sweep(**asked: Any) -> GemmSweep:
@@ -74,7 +77,7 @@ def case(octets: tuple[int, ...] = (96, 32), **changes: Any) -> GemmCase:
 def record(rows: int = 2, **asked: Any) -> Record:
     wanted = sweep(shapes=("1024x1024",), **asked)
     found = GemmRow(
-        case=case(), samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6,
+        case=case(), by="splitk", samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6,
         rival_s=5e-6, alignment_off_s=2.5e-6,
     )  # fmt: skip
     head = HEAD | {"command": "dakrun bench --kernel gemm -n 8"}
@@ -237,15 +240,16 @@ def test_predictions_are_the_plans(model: str, n: int, ratio: float) -> None:
     policy = Policy(
         offload_ratio=ratio, kv_offload_ratio=0.0, strategy="uniform", transport="direct"
     )
-    plan = make_plan(config, workload, PROFILE, policy)
+    plan = make_plan(
+        config, workload, dataclasses.replace(PROFILE, norm=None), policy
+    )  # bench has no norms
     for op in plan.weights():
         if op.op.category != "linear":
             continue
         (counts,) = set(op.placement)
         same = case(counts, shape=Shape(*op.op.shape), n=n)
         found = predicted(same, ("host",), config.dtype)
-        planned = op.predicted_s[0] - norm_time(op.op, PROFILE)  # which bench does without
-        assert found.seconds == pytest.approx(planned, rel=1e-9)
+        assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
         assert found.sms == op.sms
 
 
@@ -267,9 +271,12 @@ def test_a_row() -> None:
 
 
 def test_keys_carry_units() -> None:
-    plain = {"shape", "ops", "n", "asked_ratio", "ratio", "launches", "spread", "bound_over_time"}
+    plain = {
+        *("shape", "ops", "n", "by", "asked_ratio", "ratio", "launches", "spread"),
+        *("bound_over_time", "speedup"),
+    }
     row = record(ablations=True).rows[0]
-    assert all(key.endswith(("_s", "_bytes")) for key in row.keys() - plain - {"speedup"})
+    assert all(key.endswith(("_s", "_bytes")) for key in row.keys() - plain)
     for columns in (gemm_columns(sweep()), gemm_columns(sweep(model="opt-30b", ablations=True))):
         assert {column.key for column in columns} <= row.keys()
 
@@ -297,10 +304,10 @@ def test_markdown() -> None:
     assert head.endswith("`dakrun bench --kernel gemm -n 8`")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert len({len(row) for row in cells}) == 1
-    assert cells[0][:4] == ["shape", "N", "remote", "time us"]
+    assert cells[0][:5] == ["shape", "N", "by", "remote", "time us"]
     assert cells[2] == [
-        *("1024x1024", "8", "25.00%", "2.00", "50.0%", "1,049", "75.0%", "1.90", "5.00", "2.50"),
-        *("-", "2.50"),
+        *("1024x1024", "8", "splitk", "25.00%", "2.00", "50.0%", "1,049", "75.0%", "1.90", "5.00"),
+        *("2.50", "-", "2.50"),
     ]
 
 
@@ -315,7 +322,7 @@ def test_the_table(width: int) -> None:
     assert lines[0].startswith("NVIDIA H200") and "…" not in out.getvalue()
     if width == 120:
         (row,) = (line.split() for line in lines if line.startswith("128256x16384"))
-        assert row[1:4] == ["gate_up", "8", "25.00%"]
+        assert row[1:5] == ["gate_up", "8", "splitk", "25.00%"]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.md"])
@@ -346,7 +353,6 @@ def test_bad_targets(tmp_path: Path) -> None:
         (("--shape", "8x9"), 2, "takes columns in eights", "8x16"),
         (("--ratio", "2"), 2, "'2' is not a remote share", "--ratio 0.1"),
         (("-n", "0"), 2, "0 is not in the range", "dakrun bench --help"),
-        (("-n", "8", "-n", "65"), 2, "65 rows of X are more", f"-n {MAX_ROWS}"),
         (("--model", "opt-30"), 2, "no such model directory or known name", "opt-30b"),
         (("--dtype", "float32"), 2, "'float32' is not one of", "--help"),
         (("-o", "a.txt"), 2, "a.txt: a benchmark is written as", "-o a.csv"),
@@ -397,22 +403,24 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         weight: PackedTensor,
         config: Any,
         out: torch.Tensor,
-        *,
-        workspace: Workspace,
-        overlap: bool,
+        **options: Any,
     ) -> None:
-        assert overlap and workspace and config.splits == tuple(part.split for part in weight.parts)
+        assert options["overlap"] and len(x) <= 64
+        assert config.splits == tuple(part.split for part in weight.parts)
         out.copy_(x.float() @ weight.dense().float().T)
 
     on_the_cpu(monkeypatch)
-    monkeypatch.setattr(gemm, "splitk_gemm", multiply)
+    monkeypatch.setattr("dakrun.kernels.gemm.splitk_gemm", multiply)
+    monkeypatch.setattr(products_of, "sm_count", lambda _: 132)
+    monkeypatch.setattr(gemm, "Products", lambda _: PRODUCTS)
 
 
 @pytest.mark.parametrize(("once", "rounds"), [(1e-2, 1), (4e-3, 1), (1e-3, 4), (3e-3, 2)])
 def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def seconds(launch: Callable[[], None], runs: int) -> list[float]:
+    def seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
+        assert new == (runs == 2), "to find out how long a chain is to be"
         seen.clear()
         launch()
         return [once * len(seen) / 3] * runs
@@ -432,19 +440,19 @@ def test_chains_read_every_weight(cpu: None, octets: tuple[int, ...], aligned: b
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with allocate_tiers(sizes, torch.device("cpu")) as memories:
         buffers = tiers.whole(memories)
-        chains = gemm.Chains(buffers, torch.float16, 132, replays=3)
+        chains = gemm.Chains(buffers, torch.float16, 132, 3, PRODUCTS)
         chains.fill(200)
         weights = [buffer.view(torch.float16).float() for buffer in buffers.values()]
         assert all(w.std() == pytest.approx(200**-0.5, rel=0.05) for w in weights if len(w))
         access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(octets)]
-        assert chains.splitk(some, access, aligned=aligned) == [1e-2 / 4] * 3
+        assert chains.product(some, access, aligned=aligned) == ([1e-2 / 4] * 3, "splitk")
         assert chains.cublas(some) == [1e-2 / 4] * 3
 
 
 def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
     some = case((2,), shape=Shape(16, 16), n=2, unit_bytes=octet_bytes(16), launches=5)
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
-    chains = gemm.Chains({LOCAL: buffer}, torch.float16, 132, replays=3)
+    chains = gemm.Chains({LOCAL: buffer}, torch.float16, 132, 3, PRODUCTS)
     ends: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     chains._seconds(some, lambda number, x, out: ends.append((number, x, out)))
     assert [number for number, *_ in ends] == [0, 1, 2, 3, 4]
@@ -494,7 +502,7 @@ def test_too_little_memory(
 @pytest.mark.gpu
 def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = sweep(
-        shapes=("2048x1024", "1000x520"), rows=(1, 16), ratios=("0", "0.5", TURNING_POINT),
+        shapes=("2048x1024", "1000x520"), rows=(16, 64), ratios=("0", "0.5", TURNING_POINT),
         ablations=True, dtype="bfloat16",
     )  # fmt: skip
     taken = torch.cuda.memory_allocated()
@@ -502,6 +510,9 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 13
     check_measured(found, "weight", ("cublas_s", "alignment_off_s", "predicted_s"))
     assert all((row["window_off_s"] is None) == (row["ratio"] == 0) for row in found.rows)
+    few = Products(torch.device("cuda", torch.cuda.current_device())).few_rows
+    by = {16: "splitk", 64: "splitk" if few >= 64 else "tiled"}
+    assert all(row["by"] == by[row["n"]] for row in found.rows)
     assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"
 
 
@@ -512,7 +523,8 @@ def test_activations_stay_finite() -> None:
     ends: list[torch.Tensor] = []
     with tiers.take(sizes, torch.device("cuda", torch.cuda.current_device())) as memories:
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        chains = gemm.Chains(tiers.whole(memories), torch.float16, sms, replays=3)
+        products = Products(torch.device("cuda", torch.cuda.current_device()))
+        chains = gemm.Chains(tiers.whole(memories), torch.float16, sms, 3, products)
         chains.fill(512)
         patch = pytest.MonkeyPatch()
         with patch.context() as patched:
@@ -521,8 +533,8 @@ def test_activations_stay_finite() -> None:
                 ends.append(x)
                 return splitk_gemm(x, *rest, **options)
 
-            patched.setattr(gemm, "splitk_gemm", keeping)
-            chains.splitk(some, [TierAccess(), TierAccess(8, 256 * 1024)])
+            patched.setattr("dakrun.kernels.gemm.splitk_gemm", keeping)
+            chains.product(some, [TierAccess(), TierAccess(8, 256 * 1024)])
         torch.cuda.synchronize()
         for end in ends[-2:]:
             assert torch.isfinite(end).all() and 1e-3 < end.float().std() < 1e3

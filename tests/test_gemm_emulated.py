@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from dakrun.kernels import gemm, heuristics
-from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
+from dakrun.kernels.gemm import Activation, Norm, Workspace, look_ahead, splitk_gemm
 from dakrun.kernels.heuristics import (
     GemmConfig,
     Ring,
@@ -82,6 +82,7 @@ def run(
     norm: Norm = "none",
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Y of `x`, or a random one, which depends on the shapes alone."""
     m, k = weight.shape
@@ -95,7 +96,7 @@ def run(
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
     splitk_gemm(
         x, matrix, config, out, bias=bias, residual=residual, activation=activation, norm=norm,
-        eps=EPS, workspace=workspace,
+        eps=EPS, workspace=workspace, ahead=ahead,
     )  # fmt: skip
     assert not workspace.arrivals.any()
     return out
@@ -233,6 +234,33 @@ def test_any_shape(
     assert error(run(weight, n, octets, access), exact) < 1e-3
 
 
+@pytest.mark.parametrize("octets", [(), (9, 8), (0, 17)])
+def test_looking_ahead_changes_nothing(octets: tuple[int, ...]) -> None:
+    weight = normal(130, 520, scale=0.05)
+    ahead = torch.zeros(4096, dtype=torch.uint8)
+    assert run(weight, 8, octets).equal(run(weight, 8, octets, ahead=ahead))
+
+
+def test_what_is_ahead_is_bytes() -> None:
+    with pytest.raises(ValueError, match="expected ahead as contiguous bytes on x's GPU"):
+        run(normal(8, 8), 1, ahead=normal(8, 8))
+
+
+@pytest.mark.parametrize(("rows", "found"), [(8, 32 * 1024), (64, 0)])
+def test_what_is_ahead_follows_the_first_copies(rows: int, found: int) -> None:
+    weight = normal(3 * 8 * 16, 1024)
+    matrix = packed(weight, (48,), ACCESS[:1], aligned=True)
+    config = gemm_config(rows, [matrix.parts[0].split], ACCESS[:1], sms=SMS)
+    ahead = look_ahead(matrix, dataclasses.replace(config, half_cols=512 * (rows == 64)))
+    data, (ring,) = matrix.parts[0].data, config.rings
+    first = 1024 * matrix.parts[0].split.wave * ring.atoms * ring.stages
+    if found:
+        assert ahead is not None and ahead.data_ptr() == data.data_ptr() + first
+        assert ahead.numel() == min(3 * found, data.numel() - first) > 0
+    else:
+        assert ahead is None
+
+
 def outcome(config: GemmConfig, kernel: EmulatedKernel, seed: int) -> str:
     weight = normal(64, 1280, scale=0.03)
     data = pack(weight, config.splits[0])
@@ -240,7 +268,7 @@ def outcome(config: GemmConfig, kernel: EmulatedKernel, seed: int) -> str:
     x, out = normal(8, 1280), torch.full((8, 64), math.nan, dtype=weight.dtype)
     kernel.seed = seed
     try:
-        splitk_gemm(x, matrix, config, out)
+        splitk_gemm(x, matrix, config, out, ahead=data)
     except AssertionError as problem:
         return str(problem)
     return "right" if error(out, x.double() @ weight.double().T) < 1e-3 else "wrong"

@@ -6,22 +6,23 @@ import ctypes
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from packed_linear import (
-    ACCESS,
-    all_sms,
-    linear,
-    normal,
-    poisoned,
-    same_bits,
-    weight_of,
-    written,
+from packed_linear import ACCESS, all_sms, linear, normal, poisoned, same_bits, written
+from product_checks import (
+    CHAIN,
+    EPILOGUES,
+    EPS,
+    FEW_SMS,
+    SHAPES,
+    chain,
+    check,
+    check_shapes,
+    placements,
+    run_of_chain,
 )
-from torch.nn import functional as F
 
 from dakrun.kernels import heuristics
 from dakrun.kernels.gemm import NORMS, Norm, splitk_gemm
@@ -32,79 +33,15 @@ from dakrun.octets import octet_count
 pytestmark = pytest.mark.gpu
 KIB = 1024
 ROWS = (1, 3, 7, 8, 13, 16, 24, 32, 33, 48, 64)
-FEW_SMS = 16  # by which large matrices are dealt out as larger ones are to a whole GPU
-SHAPES = ((1, 8), (30, 72), (1000, 200), (264, 1000), (776, 2048), (4104, 4096))
-EPILOGUES = [
-    (activation, *operands)
-    for activation in ("none", "relu", "silu_mul")
-    for operands in itertools.product((False, True), repeat=2)
-    if activation != "silu_mul" or not operands[1]
-]
-EPS = 0.01
 CHAINS = ((1, 0), (16, 0), (24, 0), (64, 0), (64, 512))  # rows, columns of the first half of sums
 PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
-WIDTH = 1024  # of the matrices of a chain
-CHAIN = ((128,), (64, 64), (0, 128), (127, 1), (128,), (43, 43, 42)) * 2  # their octets per tier
-
-
-def scaled(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """x, each row scaled as `norm` does, reckoned in float32 or more."""
-    if norm == "none":
-        return x
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    spread = wide.var(1, correction=0) if norm == "layer" else wide.square().mean(1)
-    return (wide * (spread + EPS).rsqrt()[:, None]).to(x.dtype)
-
-
-def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str,
-    norm: Norm,
-) -> torch.Tensor:
-    y = F.linear(scaled(x, norm), weight, bias)
-    if activation == "relu":
-        y = F.relu(y)
-    elif activation == "silu_mul":
-        y = F.silu(y[:, ::2]) * y[:, 1::2]
-    return y if residual is None else y + residual
-
-
-def check(
-    run: Callable[..., torch.Tensor],
-    n: int,
-    m: int,
-    k: int,
-    dtype: torch.dtype,
-    epilogue: Any,
-    norm: Norm = "none",
-) -> None:
-    """Errors of `run` against float64 are at most twice those of cuBLAS."""
-    activation, biased, added = epilogue
-    x, weight = normal(n, k, dtype=dtype), weight_of(m, k, dtype)
-    bias = normal(m, dtype=dtype) if biased else None
-    residual = normal(n, m, dtype=dtype) if added else None
-    out = poisoned(n, m // 2 if activation == "silu_mul" else m, dtype)
-    run(x, out, bias=bias, residual=residual, activation=activation, norm=norm, eps=EPS)
-    operands = (x, weight, bias, residual)
-    exact = reference(*(None if t is None else t.double() for t in operands), activation, norm)
-    errors = [
-        (y.double() - exact).abs().max().item()
-        for y in (out, reference(*operands, activation, norm))
-    ]
-    assert written(out), (m, k, epilogue)
-    assert errors[0] <= 2 * errors[1] + 1e-6, (m, k, epilogue)
 
 
 @pytest.mark.parametrize("sms", [0, FEW_SMS])
 @pytest.mark.parametrize("n", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int, sms: int) -> None:
-    for (m, k), epilogue in itertools.product(SHAPES, EPILOGUES):
-        if m % 2 == 0 or epilogue[0] != "silu_mul":
-            check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue)
+    check_shapes(linear, n, dtype, sms=sms)
 
 
 @pytest.mark.parametrize("sms", [0, FEW_SMS])
@@ -117,7 +54,7 @@ def test_norms_err_at_most_twice_as_much_as_before_cublas(
     for m, k in SHAPES:
         for epilogue in [("none", True, False), ("relu", True, True), ("silu_mul", False, False)]:
             if m % 2 == 0 or epilogue[0] != "silu_mul":
-                check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue, norm)
+                check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue, norm=norm)
 
 
 @pytest.mark.parametrize("sms", [0, FEW_SMS])
@@ -149,16 +86,13 @@ def test_rings_of_any_number_of_turns(n: int, m: int, window: int | None) -> Non
 def test_no_bit_depends_on_where_a_weight_lies(
     m: int, k: int, n: int, sms: int, norm: Norm
 ) -> None:
-    count, third, dtype = octet_count(m), octet_count(m) // 3, torch.float16
+    dtype = torch.float16
     x = normal(n, k, dtype=dtype)
     added = {"bias": normal(m, dtype=dtype), "residual": normal(n, m, dtype=dtype)}
     options: dict[str, Any] = {**added, "norm": norm, "eps": EPS}
     expected = linear(m, k, dtype, sms=sms)(x, poisoned(n, m, dtype), **options)
     assert written(expected)
-    for octets in [
-        (count, 0), (count - 1, 1), (count - count // 2, count // 2), (0, count),
-        (third, 0, count - third), (third, third, count - 2 * third),
-    ]:  # fmt: skip
+    for octets in placements(octet_count(m)):
         run = linear(m, k, dtype, octets, sms=sms)
         out = run(x, poisoned(n, m, dtype), **options)
         assert same_bits(out, expected) and written(out), octets
@@ -180,36 +114,18 @@ def test_no_bit_depends_on_windows_sms_or_groups(
         assert same_bits(out, expected) and written(out), (window, sms, aligned)
 
 
-def chain(x: torch.Tensor, outs: Sequence[torch.Tensor], *, overlap: bool) -> None:
-    """Launches each of which reads what the one before wrote, and writes the next of `outs`."""
-    steps = zip(CHAIN, itertools.cycle(outs), itertools.cycle(NORMS), strict=False)
-    for octets, out, norm in steps:
-        run = linear(WIDTH, WIDTH, x.dtype, octets)
-        run(x, out, residual=x, activation="relu", norm=norm, eps=EPS, overlap=overlap)
-        x = out
-
-
-def run_of_chain(n: int, count: int) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """x, poisoned outputs, and what comes to stand in them without overlap."""
-    x = normal(n, WIDTH, dtype=torch.float16)
-    expected, outs = ([poisoned(n, WIDTH, x.dtype) for _ in range(count)] for _ in range(2))
-    chain(x, expected, overlap=False)
-    assert all(written(out) for out in expected)
-    return x, outs, expected
-
-
 @pytest.mark.parametrize("count", [2, len(CHAIN)])  # of two, each launch overwrites what was read
 @pytest.mark.parametrize(("n", "half"), CHAINS)
 def test_overlapping_launches_change_no_bit(
     n: int, half: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
-    x, outs, expected = run_of_chain(n, count)
+    x, outs, expected = run_of_chain(linear, n, count, norms=NORMS)
     for delay in range(20):
         for out in outs:
             out.fill_(math.nan)
         torch.cuda._sleep(1000 * delay)  # cycles
-        chain(x, outs, overlap=True)
+        chain(linear, x, outs, overlap=True, norms=NORMS)
         assert all(map(same_bits, outs, expected)), delay
 
 
@@ -240,10 +156,10 @@ def test_a_graph_changes_no_bit(
     n: int, half: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
-    x, outs, expected = run_of_chain(n, len(CHAIN))
+    x, outs, expected = run_of_chain(linear, n, len(CHAIN), norms=NORMS)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
-        chain(x, outs, overlap=overlap)
+        chain(linear, x, outs, overlap=overlap, norms=NORMS)
     assert edge_types(graph) == [PROGRAMMATIC * overlap] * (len(CHAIN) - 1)
     for _ in range(3):
         for out in outs:
@@ -257,12 +173,12 @@ def test_a_thousand_replays_under_delays(
     n: int, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
-    x, outs, expected = run_of_chain(n, 3)
+    x, outs, expected = run_of_chain(linear, n, 3, norms=NORMS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for out in outs:
             out.fill_(math.nan)
-        chain(x, outs, overlap=True)
+        chain(linear, x, outs, overlap=True, norms=NORMS)
     chosen, aside = random.Random(n), torch.cuda.Stream()
     noise = torch.zeros(1 << 22, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

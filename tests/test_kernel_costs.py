@@ -11,9 +11,10 @@ import torch
 from dakrun.hardware import Sweep
 from dakrun.kernels.attention import Workspace
 from dakrun.kernels.attention_heuristics import AttentionConfig
-from dakrun.kernels.heuristics import GemmConfig, TierAccess
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import PackedTensor
-from dakrun.probe import batch_costs, chain, kernel_costs, staged_costs
+from dakrun.kernels.tiled_shapes import H200
+from dakrun.probe import attention_costs, batch_costs, chain, kernel_costs, staged_costs
 from dakrun.probe.effort import MIB, QUICK
 from dakrun.probe.sweeps import Bench, Buffer
 
@@ -26,74 +27,63 @@ STAGED_S = 4e-6  # of a copy that is waited for
 class Launches:
     """Launches that a CPU makes note of, checking operands: what each product and attention read.
 
-    A graph takes so many seconds for each launch in it. Of many rows it is a ManyRows, too.
+    A graph takes so many seconds for each launch in it, and for each block of slots; long ones take
+    twice as many beside products. It stands in for Products, too.
     """
 
     few_rows = 64
-
-    def __call__(self, *operands: Any, **options: Any) -> None:
-        self.many_rows(*operands, **options)
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.weights: list[range] = []
         self.slots: list[tuple[int, ...]] = []
         self.chains: list[list[range]] = []  # the weights of each graph
-        self.written: torch.Tensor | None = None
+        self.written: torch.Tensor | None = None  # by the last launch, if it was attention
+        self.attended = 0.0  # seconds
         self.norms = self.fused = self.selections = 0
+        self.launched_before = 0  # chains
 
-    def many_rows(
+    def __call__(
         self,
         x: torch.Tensor,
         weight: PackedTensor,
         accesses: tuple[TierAccess, ...],
         out: torch.Tensor,
         *,
-        bias: None,
-        residual: None,
-        activation: str,
+        norm: str,
+        eps: float,
         overlap: bool,
+        ahead: torch.Tensor | None,
     ) -> None:
-        assert len(x) > 64 and weight.shape == (out.shape[1], x.shape[1])
-        assert len(accesses) == len(weight.parts) == 1 and activation == "none"
-        assert overlap == (not self.norms), "not beside a norm"
-        self.read(weight)
+        assert weight.shape == (out.shape[1], x.shape[1]) and len(x) == len(out)
+        assert len(accesses) == len(weight.parts) == 1 and eps == 1e-5
+        assert norm == "none" or (norm == "layer" and len(x) <= 32)
+        assert ahead is None or ahead.dtype == torch.uint8
+        self.read(x, weight, overlap)
+        self.fused += norm == "layer"
 
-    def read(self, weight: PackedTensor) -> None:
+    def ahead(
+        self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]
+    ) -> torch.Tensor | None:
+        return None if n > 32 else weight.parts[0].data[:128]
+
+    def read(self, x: torch.Tensor, weight: PackedTensor, overlap: bool) -> None:
+        assert overlap, "as in a decode step"
+        assert self.written is None or self.written.data_ptr() == x.data_ptr()
+        self.written = None
         for part in weight.parts:
             start = part.data.data_ptr()
             self.weights.append(range(start, start + part.data.numel()))
 
-    def normalize(self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float) -> None:
-        assert x.data_ptr() == out.data_ptr() and (norm, eps) == ("layer", 1e-5)
+    def normalize(
+        self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float, overlap: bool
+    ) -> None:
+        assert x.data_ptr() == out.data_ptr() and (norm, eps, overlap) == ("layer", 1e-5, True)
         self.norms += 1
 
     def select_greedy(self, logits: torch.Tensor, *of_rows: torch.Tensor, overlap: bool) -> None:
         assert overlap and all(len(values) == len(logits) for values in of_rows)
         self.selections += 1
-
-    def splitk_gemm(
-        self,
-        x: torch.Tensor,
-        weight: PackedTensor,
-        config: GemmConfig,
-        out: torch.Tensor,
-        *,
-        norm: str = "none",
-        eps: float = 0.0,
-        overlap: bool,
-    ) -> None:
-        assert (
-            norm in ("none", "layer")
-            and overlap == (not self.norms)
-            and config.splits == tuple(part.split for part in weight.parts)
-        )
-        assert weight.shape == (out.shape[1], x.shape[1]) and len(x) == len(out)
-        assert not config.half_cols, "as in a decode step"
-        self.read(weight)
-        self.fused += norm == "layer"
-        if self.slots:
-            assert self.written is not None and self.written.data_ptr() == x.data_ptr()
 
     def splitk_flash_attn(
         self,
@@ -111,6 +101,7 @@ class Launches:
     ) -> None:
         assert overlap and workspace and scale == 128**-0.5
         slots = len(q)
+        assert config.alone == (slots > 32), "behind products whose CTAs fill an SM"
         assert q.shape == k.shape == v.shape == (slots, 32, 128) and out.shape == (slots, 4096)
         assert lengths.tolist() == [config.shape.positions - 1] * slots
         size, end = config.shape.slot_bytes, self.memory.data_ptr() + self.memory.numel()
@@ -121,18 +112,22 @@ class Launches:
         values = torch.frombuffer(held, dtype=torch.float16).float()
         assert values.std() == pytest.approx(1, rel=0.05)
         self.slots.append(tuple(caches.tolist()))
-        self.written = out
+        self.written = out if self.weights else None
+        beside = 2 if self.weights and config.shape.blocks > 1 else 1
+        self.attended += ATTENTION_S * config.shape.blocks * beside
 
-    def seconds(self, launch: Callable[[], None], runs: int) -> list[float]:
+    def seconds(self, launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
+        self.launched_before += not new
         return [self.launched(launch)] * runs
 
     def launched(self, launch: Callable[[], None]) -> float:
         self.weights.clear()
         self.slots.clear()
         self.norms = self.fused = self.selections = 0
+        self.written, self.attended = None, 0.0
         launch()
         self.chains.append(list(self.weights))
-        linear = LINEAR_S * len(self.weights) + ATTENTION_S * len(self.slots)
+        linear = LINEAR_S * len(self.weights) + self.attended
         norms = NORM_S * self.norms + FUSED_S * self.fused
         return linear + norms + SELECT_S * self.selections
 
@@ -147,14 +142,14 @@ def bench() -> Bench:
 @pytest.fixture
 def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches(bench.hbm.tensor)
-    monkeypatch.setattr(kernel_costs, "splitk_gemm", found.splitk_gemm)
-    monkeypatch.setattr(kernel_costs, "splitk_flash_attn", found.splitk_flash_attn)
+    monkeypatch.setattr(kernel_costs, "normalize", found.normalize)
+    monkeypatch.setattr(kernel_costs, "tiles", lambda _: H200)
+    monkeypatch.setattr(attention_costs, "splitk_flash_attn", found.splitk_flash_attn)
     for module in (kernel_costs, batch_costs):
-        monkeypatch.setattr(module, "ManyRows", lambda _: found)
-    monkeypatch.setattr(batch_costs, "normalize", found.normalize)
+        monkeypatch.setattr(module, "Products", lambda _: found)
     monkeypatch.setattr(batch_costs, "select_greedy", found.select_greedy)
     monkeypatch.setattr(chain, "graph_seconds", found.seconds)
-    monkeypatch.setattr(chain, "captured", lambda launch: launch)
+    monkeypatch.setattr(chain, "recorded", lambda launch: launch)
     monkeypatch.setattr(chain, "_replayed", found.launched)
     monkeypatch.setattr(chain, "LEAST_SECONDS", 1e-4)
     monkeypatch.setattr(chain, "LOAD_SECONDS", 0.0)
@@ -177,23 +172,41 @@ def test_products_read_one_weight_after_the_other(bench: Bench, launches: Launch
     assert set(large) == {range(start, start + sizes[1])}
 
 
-def test_attention_is_what_it_adds(bench: Bench, launches: Launches) -> None:
-    sweep = kernel_costs.attention_sweep(bench)
-    sizes = [(8, 8 * MIB), (8, 48 * MIB), (24, 24 * MIB), (24, 48 * MIB)]
-    assert points(sweep, "n", "op_bytes") == sizes
-    assert sweep.column("op_s") == pytest.approx([ATTENTION_S] * 4)
-    assert len(launches.weights) == len(launches.slots) >= 7
-    half = bench.hbm.tensor.data_ptr() + 48 * MIB
-    assert all(weight.stop <= half for weight in launches.weights)
+@pytest.mark.parametrize("most", [24, 36])
+def test_attention_is_what_it_adds(bench: Bench, launches: Launches, most: int) -> None:
+    """Short slots beside products, long ones alone."""
+    launches.memory = torch.zeros(4 * most * MIB, dtype=torch.uint8)
+    sweep = attention_costs.attention_sweep(replace(bench, hbm=Buffer(launches.memory)))
+    long = 2 * most // 8
+    assert points(sweep, "n", "op_bytes") == [
+        (8, 8 * MIB), (8, 8 * long * MIB), (most, most * MIB), (most, 2 * most * MIB),
+    ]  # fmt: skip
+    assert sweep.column("op_s") == pytest.approx([ATTENTION_S * n for n in (1, long, 1, 2)])
+    half = launches.memory.data_ptr() + 2 * most * MIB
+    assert all(weight.stop <= half for chain in launches.chains for weight in chain)
     assert all(half <= slots[0] for slots in launches.slots)
+
+
+def test_attention_is_beside_the_products_of_a_step(bench: Bench, launches: Launches) -> None:
+    attention_costs.attention_sweep(replace(bench, effort=replace(bench.effort, slots=(8,))))
+    size = 64 * 2**10  # of an octet
+    for chain_ in launches.chains:
+        sizes = [len(weight) for weight in chain_]
+        assert sizes[::2] == [576 * size] * len(sizes[::2])
+        assert sizes[1::2] == [192 * size] * len(sizes[::2])
 
 
 def test_short_slots_are_many(bench: Bench, launches: Launches) -> None:
     memory = kernel_costs.random_memory(bench)
-    launch = kernel_costs._attention(bench, memory, 1, memory.new_empty(8, 4096))
+    launch, sets = attention_costs._attention(bench, memory, 1, memory.new_empty(8, 4096))
     for number in range(13):
         launch(number)
-    assert len(set(launches.slots)) == 12 and launches.slots[12] == launches.slots[0]
+    assert len(set(launches.slots)) == sets == 12 and launches.slots[12] == launches.slots[0]
+
+
+def test_chains_are_recorded_without_being_launched_again(bench: Bench, launches: Launches) -> None:
+    kernel_costs.linear_sweep(bench)
+    assert launches.launched_before == 4 and len(launches.chains) == 8
 
 
 def test_products_of_many_rows_have_their_turns(bench: Bench, launches: Launches) -> None:
@@ -226,6 +239,21 @@ def test_sampling_reads_all_logits(bench: Bench, launches: Launches) -> None:
     sizes = [(n, 2 * n * v) for n in (2, 8) for v in batch_costs.VOCABULARIES]
     assert points(sweep, "n", "op_bytes") == sizes
     assert sweep.column("op_s") == pytest.approx([SELECT_S] * 4)
+
+
+def test_few_logits_are_enough(
+    bench: Bench, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def seconds(launch: chain.Launch, operands: int, *, replays: int) -> list[float]:
+        counts.append(operands)
+        return [1.0] * replays
+
+    monkeypatch.setattr(batch_costs, "launch_seconds", seconds)
+    monkeypatch.setattr(batch_costs, "MOST_LOGITS", 50)
+    batch_costs.sampling_sweep(replace(bench, effort=replace(bench.effort, slots=(8, 64))))
+    assert counts == [50, 48, 24, 6]
 
 
 class Staging:

@@ -19,13 +19,12 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.staging import StagedOperands, staged_bytes
 from dakrun.hf_config import read_model_config
-from dakrun.kernels import attention, gemm
+from dakrun.kernels import attention, gemm, products
 from dakrun.kernels.kv_blocks import BLOCK
 from dakrun.kernels.tiled_shapes import Limits
 from dakrun.known_models import known_model
 from dakrun.loading import Packing, load, tier_capacities
 from dakrun.memory import allocate_tiers
-from dakrun.models import kernel_decoder, many_rows
 from dakrun.models.kernel_decoder import KernelDecoder, Resident
 from dakrun.models.layers import Segment
 from dakrun.plan.planner import Policy, make_plan
@@ -76,7 +75,7 @@ def on_the_cpu(emulated_kernels: Callable[..., object], monkeypatch: pytest.Monk
     monkeypatch.setattr("dakrun.kernels.tiled_gemm.atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for module in (kernel_decoder, decode_step, many_rows):
+    for module in (decode_step, products):
         monkeypatch.setattr(module, "sm_count", lambda _: SMS)
 
 
@@ -154,12 +153,14 @@ def test_prompts_and_steps(
     The products of prompts are SplitK_GEMM's, or, in some models, the tiled GEMM's or torch's.
     """
     path, reference = model
+    by = "splitk"
     if path.name.startswith(IN_TILES):
-        monkeypatch.setattr(many_rows, "tiles", lambda _: Limits(x_tiles=(8,)))
+        by = "tiled"
+        monkeypatch.setattr(products, "tiles", lambda _: Limits(x_tiles=(8,)))
     elif path.name.startswith(IN_TORCH):
-        monkeypatch.setattr(many_rows, "PIECE_BYTES", 2**14)
-    if path.name.startswith(IN_TILES + IN_TORCH):
-        monkeypatch.setattr(many_rows.ManyRows, "takes", lambda *_, **__: True)
+        by = "torch"
+        monkeypatch.setattr(products, "PIECE_BYTES", 2**14)
+    monkeypatch.setattr(products.Products, "by", lambda *_: by)
     kernels, cache, rows = decoder(path, 2)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
@@ -171,7 +172,7 @@ def test_prompts_and_steps(
     found = prompt_pass.logits([*prompts[0][66:], *prompts[1]], segments)
     assert all(close(f, logits(reference, p)) for f, p in zip(found, prompts, strict=True))
 
-    monkeypatch.setattr(many_rows.ManyRows, "takes", lambda *_, **__: False)
+    by = "splitk"
     bucket = cache.counts
     rows.prepare(bucket)
     rows.slots.copy_(torch.arange(2))

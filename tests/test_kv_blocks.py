@@ -1,10 +1,13 @@
 """The packed form of slots: back and forth, byte by byte, and what does not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dakrun.kernels import jit
 from dakrun.kernels.attention_heuristics import attention_config, cut, stage_bytes
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, read, unpack, write
@@ -99,6 +102,9 @@ def test_how_it_is_launched(
     assert (alone.unit_blocks, alone.part_blocks) == (config.unit_blocks, config.part_blocks), (
         "units and parts depend on what there is room for"
     )
+    lone = attention_config(shape, (local, remote), tiers, sms=sms, capacity=9, alone=True)
+    assert lone == replace(config, alone=True)
+    assert SHARED_BYTES < lone.shared_bytes < jit.SHARED_BYTES
 
 
 @pytest.mark.parametrize(

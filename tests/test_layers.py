@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Top to bottom; a part (a module or subpackage of dakrun) imports from its own layer and below.
 LAYERS = (
-    ("cli", "options", "error_lines", "__main__"),
+    ("cli", "cli_machine", "options", "console", "error_lines", "__main__"),
     ("bench", "report", "plot", "doctor", "demo", "convert", "llm", "generate", "option_types"),
     ("engine", "probe", "machine_checks", "picture"),
     ("models", "nn"),

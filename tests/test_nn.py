@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.kernels.heuristics import GemmConfig, TierAccess
+from dakrun.kernels import products
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import DTYPES, PackedTensor, octet_bytes
+from dakrun.kernels.tiled_shapes import H200
 from dakrun.memory import PartitionedTensor
 from dakrun.nn import SplitKGEMM, gemm, replace_linears, tiered_weight
 from dakrun.octets import octet_count
@@ -206,33 +208,39 @@ def test_what_is_replaced() -> None:
 
 
 @pytest.fixture
-def kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GemmConfig]]:
-    """CPU weights packed as on an H200, a stand-in for the kernel, and its configurations."""
-    launched: list[GemmConfig] = []
+def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """CPU weights packed as on an H200, stand-ins for its kernels; which, and rows, of launches."""
+    launched: list[tuple[str, int]] = []
 
-    def stand_in(
-        x: torch.Tensor, weight: PackedTensor, config: GemmConfig, out: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        assert config.splits == tuple(part.split for part in weight.parts)
-        assert len(x) <= 8 * config.x_tiles and x.data_ptr() % 16 == 0 == out.data_ptr() % 16
-        assert x.is_contiguous() and out.is_contiguous() and options["overlap"]
-        launched.append(config)
-        return out.copy_(F.linear(x, weight.dense(), options["bias"]))
+    def stand_in(by: str) -> Callable[..., None]:
+        def launch(
+            x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, **options: Any
+        ) -> None:
+            assert x.data_ptr() % 16 == 0 == out.data_ptr() % 16
+            assert x.is_contiguous() and out.is_contiguous() and options["overlap"]
+            launched.append((by, len(x)))
+            out.copy_(F.linear(x, weight.dense(), options["bias"]))
+
+        return launch
 
     def has_kernel(like: torch.Tensor, cols: int) -> bool:
         return like.dtype in DTYPES and cols % 8 == 0
 
-    monkeypatch.setattr(gemm, "splitk_gemm", stand_in)
+    monkeypatch.setattr("dakrun.kernels.gemm.splitk_gemm", stand_in("splitk"))
+    monkeypatch.setattr("dakrun.kernels.tiled_gemm.tiled_gemm", stand_in("tiled"))
+    monkeypatch.setattr(products, "tiles", lambda _: H200)
+    monkeypatch.setattr(gemm, "products", products.Products)
     for module in (gemm, tiered_weight):
         monkeypatch.setattr(module, "has_kernel", has_kernel)
+    for module in (products, tiered_weight):
         monkeypatch.setattr(module, "sm_count", lambda device: 132)
-    yield launched
+    return launched
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("cols", "rows"), [(136, 3), (512, 9000), (1096, 331)])
 def test_packed_weights(
-    kernel_on_the_cpu: list[GemmConfig], ratio: float, cols: int, rows: int
+    kernels_on_the_cpu: list[tuple[str, int]], ratio: float, cols: int, rows: int
 ) -> None:
     linear = make_linear(cols, rows, dtype=torch.bfloat16)
     module = SplitKGEMM.from_linear(linear, ratio=ratio, access=ACCESS, overlap=True)
@@ -252,10 +260,10 @@ def test_packed_weights(
     flat = torch.randn(200 * cols + 1, dtype=torch.bfloat16)
     for x in (flat[1 : 1 + cols], flat[1:].view(40, 5, cols), torch.empty(3, 0, cols).bfloat16()):
         torch.testing.assert_close(module(x), linear(x), rtol=2e-2, atol=2e-2)
-    assert [config.x_tiles for config in kernel_on_the_cpu] == [1, 8, 8, 8, 1]
+    assert kernels_on_the_cpu == [("splitk", 1), ("tiled", 200)]
 
 
-def test_how_the_remote_tier_is_read(kernel_on_the_cpu: list[GemmConfig]) -> None:
+def test_how_the_remote_tier_is_read(kernels_on_the_cpu: list[tuple[str, int]]) -> None:
     linear = make_linear(512, 512, dtype=torch.float16)
     module = SplitKGEMM.from_linear(linear, profile="h200-nvlink-peer", remote="peer:1")
     assert module._access.sms and module._access.window_bytes
@@ -281,7 +289,7 @@ def test_at_every_ratio_the_error_is_that_of_cublas_and_bits_are_the_same(
     for module in modules:
         assert isinstance(module.weight, PackedTensor)
         assert_same_state(module, linear)
-    for n in (1, 3, 7, 8, 13, 33, 64, 65, 200):
+    for n in (1, 3, 7, 8, 13, 33, 64, 65, 200, 1000):
         x = torch.randn(n, cols, device="cuda", dtype=dtype)
         exact = F.linear(x.double(), linear.weight.double(), linear.bias.double())
         allowed = 2 * error(linear(x), exact) + 1e-6
@@ -311,7 +319,7 @@ def test_inputs_of_any_shape_and_place() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("n", [1, 7, 65])
+@pytest.mark.parametrize("n", [1, 7, 65, 600])
 def test_a_captured_graph_gives_the_same_bits(n: int, overlap: bool) -> None:
     torch.manual_seed(n)
     first, second = (
@@ -401,7 +409,7 @@ def test_a_transformers_model_in_a_graph() -> None:
     model = copy.deepcopy(plain)
     replaced = replace_linears(model, ratio=0.3, access=ACCESS)
     assert len(replaced) == 15
-    prompt = torch.randint(4, 331, (2, 40), device="cuda")  # 80 rows: two launches
+    prompt = torch.randint(4, 331, (2, 40), device="cuda")  # 80 rows: the tiled GEMM's
     with torch.inference_mode():
         wanted = exact(prompt).logits
         assert error(model(prompt).logits, wanted) <= 2 * error(plain(prompt).logits, wanted)

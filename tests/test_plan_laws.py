@@ -310,8 +310,9 @@ def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Pol
     assert sum(tier["weights_bytes"] for tier in tiers) == plan.weight_bytes
     assert sum(tier["kv_bytes"] for tier in tiers) == shown["kv"]["resident_bytes"]
     read = sum(tier["read_bytes_per_step"] for tier in tiers)
-    assert shown["sampling_s"] == plan.sampling_s
-    figures = ("bound", plan.bound_s, 0.0), ("predicted", plan.predicted_s, plan.sampling_s)
+    assert (shown["sampling_s"], shown["waits_s"]) == (plan.sampling_s, plan.waits_s)
+    others = plan.sampling_s + plan.waits_s
+    figures = ("bound", plan.bound_s, 0.0), ("predicted", plan.predicted_s, others)
     for kind, seconds, others in figures:
         assert (
             shown[kind]["tpot_s"]
@@ -367,7 +368,8 @@ def test_few_remote_octets_leave_even_waves() -> None:
     for name in ("qkv", "o", "fc1", "fc2"):
         octets = few.op(name).placement[0][0]
         assert -(-octets // few.op(name).sms[0]) * 128 == few.op(name).op.units
-        assert many.op(name).sms == (profile.sms - host, host) and host < 32
+        used = many.op(name).sms
+        assert sum(used) == profile.sms and 0.75 * host <= used[1] <= host < 32
 
 
 def test_a_peer_is_worth_it_and_a_slow_link_is_not() -> None:

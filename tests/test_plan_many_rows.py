@@ -11,10 +11,11 @@ from dakrun.hardware import HardwareProfile, OpCosts
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.tiled_heuristics import tiled_config
 from dakrun.known_models import known_model
+from dakrun.plan.assemble import waits_s
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
 from dakrun.plan.ops import decode_ops, linear_op
 from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.plan.roofline import compute_time, kernel_time, predicted_time, sampling_time
+from dakrun.plan.roofline import Links, compute_time, kernel_time, predicted_time, sampling_time
 from dakrun.profile_files import load_profile
 
 MANY = OpCosts(rows=(128, 512), seconds=(8e-6, 4e-6), efficiency=(0.9, 0.8))
@@ -51,8 +52,7 @@ def test_many_rows_have_costs_of_their_own() -> None:
     op = linear_op("m", (4096, 4096), n=512, element_bytes=2)
     assert kernel_time(op, 4e-5, AFTER) == pytest.approx(5e-5)
     assert predicted_time(op, 4e-5, AFTER) == pytest.approx(5.4e-5)
-    of_few = max(AFTER.linear.efficiency)
-    assert predicted_time(op, 4e-5, AFTER, link=1e-3) == pytest.approx(1e-3 / of_few + 4e-6)
+    assert predicted_time(op, 4e-5, AFTER, link=1e-3) == pytest.approx(1e-3 + 4e-6)
     seconds, efficiency = BEFORE.linear.at(512)
     expected = 4e-5 / efficiency + seconds
     assert predicted_time(op, 4e-5, BEFORE) == pytest.approx(expected), "no costs of many rows"
@@ -114,8 +114,13 @@ def test_staging_costs_what_the_profile_says() -> None:
         )
         for op in staged.weights():
             assert op.transport == "staged"
-            at_full_rate = predicted_time(op.op, max(op.bounds_s), profile)
-            assert max(op.predicted_s) == pytest.approx(at_full_rate + profile.staged_seconds)
+            counts = op.placement[0]
+            bytes_there = op.op.tier_bytes(counts)[1]
+            link = bytes_there / profile.tier("host").staged_bytes_per_s
+            here = (op.op.read_bytes + bytes_there) / profile.hbm_bytes_per_s
+            here = max(here, compute_time(op.op, profile, "float16"))
+            kernel = predicted_time(op.op, here, profile) + profile.staged_seconds
+            assert op.predicted_s[0] == pytest.approx(max(kernel, link))
         either = plan(8, profile, offload_ratio=0.1, kv_offload_ratio=0.0)
         assert either.predicted_s <= min(direct.predicted_s, staged.predicted_s) * (1 + 1e-9)
     assert {op.transport for op in plan(8, slow, offload_ratio=0.1).weights()} == {"direct"}
@@ -177,3 +182,22 @@ def test_greedy_is_not_predicted_slower_than_uniform(
         )
         assert greedy.predicted_s <= uniform.predicted_s * (1 + 1e-9)
         assert greedy.ratio == pytest.approx(uniform.ratio, abs=0.002 if batch_size > 8 else 0.02)
+
+
+def test_direct_and_staged_reads_wait_for_each_other() -> None:
+    """So a step mixes them only where that is worth it; both wait as long as the shorter takes."""
+    for batch_size in (8, 64, 512):
+        options = [
+            plan(batch_size, AFTER, offload_ratio=0.05, kv_offload_ratio=0.0, transport=transport)
+            for transport in ("direct", "staged", None)
+        ]
+        assert [one.waits_s for one in options[:2]] == [0, 0]
+        assert options[2].predicted_s <= min(one.predicted_s for one in options[:2])
+    tier = AFTER.tier("host")
+    mixed = replace(options[0], ops=(*options[0].ops[:3], *options[1].ops[3:]))
+    rates = {"direct": tier.direct_bytes_per_s, "staged": tier.staged_bytes_per_s}
+    needed = [
+        sum(op.read_bytes(1) for op in mixed.weights() if op.transport == transport) / rate
+        for transport, rate in rates.items()
+    ]
+    assert waits_s(mixed.ops, Links.of(AFTER, ("host",))) == pytest.approx(min(needed))

@@ -10,7 +10,9 @@ from test_measured_h200 import shows_what_the_method_rests_on
 
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.kernels import jit
 from dakrun.kernels.bandwidth import MAX_SOURCES, Reader, read_multicast, read_once, read_window
+from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES, X_TILES
 from dakrun.probe import gpu
 from dakrun.probe.congestion import PER_SM
 from dakrun.probe.effort import FULL, KIB, MIB, QUICK, Effort, buffer_sizes, ring_for
@@ -18,6 +20,7 @@ from dakrun.probe.kernel_costs import COLUMNS
 from dakrun.probe.measurement import Measurement
 from dakrun.probe.origin import provenance
 from dakrun.probe.sweeps import Bench, Buffer
+from dakrun.probe.variants import variants
 from dakrun.profile_files import load_profile
 
 GIB = 2**30
@@ -56,6 +59,19 @@ def test_buffers() -> None:
         buffer_sizes(QUICK, GIB // 4, 128 * GIB, [])
     with pytest.raises(CannotRun, match="of host memory at least"):
         buffer_sizes(QUICK, 140 * GIB, GIB // 2, [])
+
+
+@pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
+def test_what_is_compiled_ahead(effort: Effort) -> None:
+    for x_tiles in (X_TILES, PORTABLE_X_TILES):
+        needed = variants(effort, x_tiles)
+        sources = [source for source, _ in needed]
+        assert len(needed) == len({(source, *macros.items()) for source, macros in needed})
+        assert sources.count("tiled_gemm.cu") == (4 if x_tiles == X_TILES else 0)
+        assert sources.count("unpack.cu") == (x_tiles != X_TILES)
+        assert sources.count("splitk_flash_attn.cu") == 1
+    of_few = [macros for source, macros in variants(QUICK, X_TILES) if source == "splitk_gemm.cu"]
+    assert [macros["NORM"] for macros in of_few] == [0, 1], "8 rows; 64 are the tiled GEMM's"
 
 
 def remote(name: str, rate: float) -> RemoteTier:
@@ -174,17 +190,30 @@ def kept(cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_quick_profile(kept: None) -> None:
+def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.cuda.mem_get_info()[0]
+    ahead: list[tuple[str, dict[str, int]]] = []
+
+    def compile_ahead(needed: list[tuple[str, dict[str, int]]], arch: str) -> None:
+        ahead.extend(needed)
+        jit.compile_ahead(needed, arch)
+
+    monkeypatch.setattr(gpu, "compile_ahead", compile_ahead)
+    folder = tmp_path / "cubins"
+    monkeypatch.setenv("DAKRUN_CACHE_DIR", str(tmp_path))
+    jit._kernel.cache_clear()
+    jit._module.cache_clear()
     profile, measurements = gpu.measure_gpu("quick", QUICK)
+    compiled = [path.name for path in folder.iterdir() if not path.name.startswith("bandwidth-")]
+    assert len(compiled) == len(ahead), "all of them ahead, and no more"
     assert HardwareProfile.from_toml(profile.to_toml(), source="quick") == profile
     assert (profile.device, profile.device_name) == ("cuda", torch.cuda.get_device_name())
     shows_what_the_method_rests_on(profile)
     linear, attention = profile.linear, profile.attention
     assert linear.rows == QUICK.rows and attention.rows == QUICK.slots
-    assert all(0 < seconds < 30e-6 for seconds in (*linear.seconds, *attention.seconds))
-    assert all(efficiency > 0.7 for efficiency in linear.efficiency)
-    assert all(efficiency > 0.5 for efficiency in attention.efficiency)
+    assert all(0 < seconds < 30e-6 for seconds in linear.seconds)
+    assert all(0 < seconds < 80e-6 for seconds in attention.seconds)
+    assert all(value > 0.7 for value in (*linear.efficiency, *attention.efficiency))
     assert set(profile.compute) == {"float16", "bfloat16", "float32"}
     assert profile.facts["l2_bytes"] > 0 and "numa" in profile.facts
     assert all(m.value > 0 and m.runs >= 3 for m in measurements)

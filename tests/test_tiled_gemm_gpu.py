@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed_linear import (
-    Linear,
-    all_sms,
-    linear,
-    normal,
-    poisoned,
-    same_bits,
-    weight_of,
-    written,
-)
-from torch.nn import functional as F
+from packed_linear import Linear, all_sms, linear, normal, poisoned, same_bits, written
+from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placements, run_of_chain
 
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import DTYPES
@@ -30,17 +21,7 @@ from dakrun.kernels.tiled_shapes import Launch, Limits, Shape, TiledConfig
 from dakrun.octets import octet_count
 
 pytestmark = pytest.mark.gpu
-ROWS = (65, 100, 128, 129, 256, 300, 512, 1000, 4096)
-FEW_SMS = 16  # by which matrices are dealt out, in groups of many octets
-SHAPES = ((1, 8), (30, 72), (1000, 200), (264, 1000), (776, 2048), (4104, 4096))
-EPILOGUES = [
-    (activation, *operands)
-    for activation in ("none", "relu", "silu_mul")
-    for operands in itertools.product((False, True), repeat=2)
-    if activation != "silu_mul" or not operands[1]
-]
-WIDTH = 1024  # of the matrices of a chain
-CHAIN = ((128,), (64, 64), (0, 128), (127, 1), (128,), (43, 43, 42)) * 2  # their octets per tier
+ROWS = (33, 64, 65, 100, 128, 129, 256, 300, 512, 1000, 4096)
 
 
 class Shared:
@@ -90,46 +71,10 @@ def tiled(*args: Any, **options: Any) -> Tiled:
     return Tiled(linear(*args, **options))
 
 
-def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str,
-) -> torch.Tensor:
-    y = F.linear(x, weight, bias)
-    if activation == "relu":
-        y = F.relu(y)
-    elif activation == "silu_mul":
-        y = F.silu(y[:, ::2]) * y[:, 1::2]
-    return y if residual is None else y + residual
-
-
-def check(
-    run: Tiled, n: int, m: int, k: int, dtype: torch.dtype, epilogue: Any, **options: Any
-) -> None:
-    """Errors of `run` against float64 are at most twice those of cuBLAS."""
-    activation, biased, added = epilogue
-    x, weight = normal(n, k, dtype=dtype), weight_of(m, k, dtype)
-    bias = normal(m, dtype=dtype) if biased else None
-    residual = normal(n, m, dtype=dtype) if added else None
-    out = poisoned(n, m // 2 if activation == "silu_mul" else m, dtype)
-    run(x, out, bias=bias, residual=residual, activation=activation, **options)
-    operands = (x, weight, bias, residual)
-    exact = reference(*(None if t is None else t.double() for t in operands), activation)
-    errors = [
-        (y.double() - exact).abs().max().item() for y in (out, reference(*operands, activation))
-    ]
-    assert written(out), (n, m, k, epilogue)
-    assert errors[0] <= 2 * errors[1] + 1e-6, (n, m, k, epilogue)
-
-
 @pytest.mark.parametrize("n", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int) -> None:
-    for (m, k), epilogue in itertools.product(SHAPES, EPILOGUES):
-        if m % 2 == 0 or epilogue[0] != "silu_mul":
-            check(tiled(m, k, dtype), n, m, k, dtype, epilogue)
+    check_shapes(tiled, n, dtype)
 
 
 def local(run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, even: bool) -> TiledConfig:
@@ -211,7 +156,7 @@ def test_multicast_changes_no_bit(n: int, octets: tuple[int, ...]) -> None:
 def test_no_bit_depends_on_where_the_weight_lies(n: int, epilogue: Any) -> None:
     m, k, dtype = 1544, 1096, torch.float16
     activation, _, added = epilogue
-    x, count = normal(n, k, dtype=dtype), octet_count(m)
+    x = normal(n, k, dtype=dtype)
     options = {
         "bias": normal(m, dtype=dtype),
         "residual": normal(n, m, dtype=dtype) if added else None,
@@ -220,14 +165,7 @@ def test_no_bit_depends_on_where_the_weight_lies(n: int, epilogue: Any) -> None:
     width = m // 2 if activation == "silu_mul" else m
     expected = tiled(m, k, dtype)(x, poisoned(n, width, dtype), **options)
     assert written(expected)
-    third = count // 3
-    for octets, sms in itertools.product(
-        [
-            (count, 0), (count - 1, 1), (count - count // 2, count // 2), (0, count),
-            (third, 0, count - third), (third, third, count - 2 * third),
-        ],
-        (0, FEW_SMS),
-    ):  # fmt: skip
+    for octets, sms in itertools.product(placements(octet_count(m)), (0, FEW_SMS)):
         out = tiled(m, k, dtype, octets, sms=sms)(x, poisoned(n, width, dtype), **options)
         assert same_bits(out, expected) and written(out), (octets, sms)
 
@@ -245,27 +183,16 @@ def test_no_bit_depends_on_windows_sms_or_groups(n: int) -> None:
         assert same_bits(out, expected) and written(out), (window, sms, aligned)
 
 
-def chain(x: torch.Tensor, outs: list[torch.Tensor], *, overlap: bool) -> None:
-    """Launches each of which reads what the one before wrote, and writes the next of `outs`."""
-    for octets, out in zip(CHAIN, itertools.cycle(outs), strict=False):
-        run = tiled(WIDTH, WIDTH, x.dtype, octets)
-        run(x, out, residual=x, activation="relu", overlap=overlap)
-        x = out
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("count", [2, len(CHAIN)])  # of two, each launch overwrites what was read
 @pytest.mark.parametrize("n", [65, 300])
 def test_a_graph_changes_no_bit(n: int, count: int, overlap: bool) -> None:
-    x = normal(n, WIDTH, dtype=torch.float16)
-    expected, outs = ([poisoned(n, WIDTH, x.dtype) for _ in range(count)] for _ in range(2))
-    chain(x, expected, overlap=False)
-    assert all(written(out) for out in expected)
-    chain(x, outs, overlap=overlap)
+    x, outs, expected = run_of_chain(tiled, n, count)
+    chain(tiled, x, outs, overlap=overlap)
     assert all(map(same_bits, outs, expected))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain(x, outs, overlap=overlap)
+        chain(tiled, x, outs, overlap=overlap)
     for delay in range(20):
         for out in outs:
             out.fill_(math.nan)

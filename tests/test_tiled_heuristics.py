@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.tiled_heuristics import even_tile, tiled_config
+from dakrun.kernels.tiled_heuristics import tiled_config
 from dakrun.kernels.tiled_shapes import (
     H200,
     MAX_CLUSTER,
@@ -14,6 +14,7 @@ from dakrun.kernels.tiled_shapes import (
     Limits,
     Shape,
 )
+from dakrun.kernels.tiled_tiers import even_tile
 from dakrun.units import ceil_div
 
 SMALL = Limits(99 * 1024, PORTABLE_X_TILES)
@@ -113,9 +114,20 @@ def test_a_remote_octet_crosses_the_link_once(n: int) -> None:
     assert alone.shape.x_ctas == 1
 
 
-def test_remote_octets_are_computed_in_clusters_as_large_as_their_share() -> None:
-    remote, local = tiled_config(4096, [800, 96], [LOCAL, HOST], cols=7168, sms=132).launches
-    assert (remote.shape.x_ctas, remote.tiers[1].clusters, local.ctas) == (8, 2, 116)
+@pytest.mark.parametrize("n", [128, 256, 512, 1024, 4096])
+@pytest.mark.parametrize(("rows", "cols"), [(4096, 4096), (16384, 4096), (4096, 16384)])
+def test_a_small_remote_part_is_not_waited_for(n: int, rows: int, cols: int) -> None:
+    """Its CTAs multiply about as much as local ones, from a link that is kept busy."""
+    far = rows // 8 // 32
+    remote, local = tiled_config(
+        n, [rows // 8 - far, far], [LOCAL, HOST], cols=cols, sms=132
+    ).launches
+    tier, others = remote.tiers[1], local.tiers[0]
+    shares = far * n / (tier.clusters * remote.shape.ctas), (rows // 8 - far) * n / local.ctas
+    assert others.clusters and shares[0] < 1.1 * shares[1]
+    in_flight = 1024 * tier.clusters * remote.shape.k_ctas * tier.window * tier.tile_octets
+    enough = 2.3e-6 * far * 16 * cols / (2 * n * rows * cols / 500e12)  # while the rest multiplies
+    assert in_flight >= min(128 * 1024, enough)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""SplitK_GEMM beside its ceilings and cuBLAS: `dakrun bench --kernel gemm`.
+"""Products X W^T beside their ceilings and cuBLAS: `dakrun bench --kernel gemm`.
 
 The ceilings come first, in the same process: bulk copies of random bytes into shared memory, from
 HBM by all SMs and from the remote tier by the profile's SMs within its window, medians of five.
 Then a CUDA graph is made for every case: a chain of launches of one shape with programmatic
 dependent launch, each of which reads what the one before wrote (two buffers in turn) and a weight
-of its own. There are eight weights at least, of more than 2 GiB in all, so L2 does not help; the
-chain goes through them as often as takes 4 ms. A time is the graph's over its launches: the median
-of seven replays, after as many to warm up. Weights are random: packing is a permutation, so random
-values are packed ones, too. Remote parts lie in page-locked host memory or in a peer GPU's.
+of its own, and may have L2 look ahead at the next one's, as decode steps do. The kernel is the one
+that computes so many rows of X everywhere else, too. There are eight weights at least, of more than
+2 GiB in all, so L2 does not help otherwise; the chain goes through them as often as takes 4 ms. A
+time is the graph's over its launches: the median of seven replays, after as many to warm up.
+Weights are random: packing is a permutation, so random values are packed ones, too. Remote parts
+lie in page-locked host memory or in a peer GPU's.
 
 cuBLAS does the same with torch.mm and dense weights, all of them in HBM whatever the ratio. The
 ablations take the window off (stages as deep as shared memory allows) and the alignment (groups of
@@ -30,32 +32,17 @@ from dakrun.bench.gemm_sweep import GemmSweep
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
 from dakrun.bench.tiers import fill_random, measure_ceilings, operands, tier_access
-from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.gemm import SOURCE, Workspace, defines, splitk_gemm
-from dakrun.kernels.heuristics import (
-    MAX_ROWS,
-    TierAccess,
-    gemm_config,
-    split_octets,
-    tiles_for,
-)
+from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.jit import architecture, compile_ahead
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
+from dakrun.kernels.products import By, Products
 from dakrun.memory import aligned
 from dakrun.octets import octet_count
 from dakrun.probe.chain import launch_seconds
 
 # Puts a launch with one of the weights, from x [N, K] to out [N, M], on the current stream.
 Launch = Callable[[int, torch.Tensor, torch.Tensor], object]
-
-
-def check_rows(sweep: GemmSweep) -> None:
-    """Raise UsageError where the kernel takes no such rows."""
-    if (most := max(sweep.rows)) > MAX_ROWS:
-        raise UsageError(
-            f"{most} rows of X are more than the kernel takes", hint=f"use -n {MAX_ROWS} or less"
-        )
 
 
 def measure_gemm(
@@ -73,14 +60,14 @@ def measure_gemm(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = getattr(torch, sweep.dtype)
-    x_tiles = {tiles_for(n) for n in sweep.rows}
-    compile_ahead(((SOURCE, defines(dtype, some)) for some in x_tiles), architecture(device.index))
+    products = Products(device)
+    compile_ahead(products.variants(sweep.rows, dtype), architecture(device.index))
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     ceilings = measure_ceilings(sweep.remote_tiers(profile), effort, device)
     tiers = len(ceilings.rates)
     cases = list(gemm_cases(sweep, ceilings.turning_point, effort, tiers=tiers))
     with operands(cases, "weights", ceilings.rates, device, note) as buffers:
-        chains = Chains(buffers, dtype, sms, effort.replays)
+        chains = Chains(buffers, dtype, sms, effort.replays, products)
         rows = _Bench(sweep, profile, ceilings, chains, note).rows(cases)
     return Record(
         head=head({"kernel": "gemm"}, sweep.dtype, ceilings, profile, command),
@@ -134,9 +121,11 @@ class _Bench:
         dtype = self.sweep.dtype
         expected = forecast(case, case.op(dtype), dtype, self.profile, remote)
         access = tier_access(self.profile, remote, expected.sms)
+        samples_s, by = self.chains.product(case, access)
         row = GemmRow(
             case=case,
-            samples_s=self.chains.splitk(case, access),
+            by=by,
+            samples_s=samples_s,
             bound_s=self.ceilings.seconds(case.tier_bytes),
             predicted_s=expected.seconds,
             rival_s=cublas_s,
@@ -148,8 +137,8 @@ class _Bench:
         window_off_s = None
         if row.case.ratio:
             deep = [replace(tier, window_bytes=None) for tier in access]
-            window_off_s = statistics.median(self.chains.splitk(row.case, deep))
-        uneven = self.chains.splitk(row.case, access, aligned=False)
+            window_off_s = statistics.median(self.chains.product(row.case, deep)[0])
+        uneven, _ = self.chains.product(row.case, access, aligned=False)
         alignment_off_s = statistics.median(uneven)
         return replace(row, window_off_s=window_off_s, alignment_off_s=alignment_off_s)
 
@@ -161,24 +150,27 @@ class Chains:
     """
 
     def __init__(
-        self, buffers: dict[str, torch.Tensor], dtype: torch.dtype, sms: int, replays: int
+        self,
+        buffers: dict[str, torch.Tensor],
+        dtype: torch.dtype,
+        sms: int,
+        replays: int,
+        products: Products,
     ) -> None:
         self.buffers = buffers
-        self._dtype, self._sms, self._replays = dtype, sms, replays
+        self._dtype, self._sms, self._replays, self._products = dtype, sms, replays, products
 
     def fill(self, cols: int) -> None:
         """Put random weights of `cols` columns into all buffers."""
         # So scaled, products of products neither vanish nor overflow.
         fill_random(self.buffers, self._dtype, scale=cols**-0.5)
 
-    def splitk(
+    def product(
         self, case: GemmCase, access: Sequence[TierAccess], *, aligned: bool = True
-    ) -> list[float]:
-        """SplitK_GEMM with the case's octets in each tier, read as `access` says."""
+    ) -> tuple[list[float], By]:
+        """With the case's octets in each tier, read as `access` says; and what computes it."""
         shape = (case.shape.rows, case.shape.cols)
         splits = split_octets(case.units, access, sms=self._sms, aligned=aligned)
-        config = gemm_config(case.n, splits, access, sms=self._sms, cols=case.shape.cols)
-        workspace = Workspace.empty(config, self.buffers[LOCAL].device)
         weights = [
             PackedTensor(
                 shape,
@@ -194,9 +186,11 @@ class Chains:
         ]
 
         def launch(operand: int, x: torch.Tensor, out: torch.Tensor) -> None:
-            splitk_gemm(x, weights[operand], config, out, workspace=workspace, overlap=True)
+            following = weights[(operand + 1) % case.launches]
+            ahead = self._products.ahead(case.n, following, access)
+            self._products(x, weights[operand], access, out, overlap=True, ahead=ahead)
 
-        return self._seconds(case, launch)
+        return self._seconds(case, launch), self._products.by(case.n, weights[0])
 
     def cublas(self, case: GemmCase) -> list[float]:
         """cuBLAS with the case's weight dense and all in HBM."""

@@ -14,9 +14,13 @@ from dakrun.bench.rows import Row, common_columns, microseconds
 
 @dataclass(frozen=True, kw_only=True)
 class GemmRow(Row):
-    """Seconds of a launch of one case, beside cuBLAS. An ablation that does not apply is None."""
+    """Seconds of a launch of one case, beside cuBLAS. An ablation that does not apply is None.
+
+    `by` is what computes it: SplitK_GEMM ("splitk"), the tiled GEMM, or torch.
+    """
 
     case: GemmCase
+    by: str
     window_off_s: float | None = None
     alignment_off_s: float | None = None
 
@@ -28,6 +32,7 @@ class GemmRow(Row):
             "shape": str(shape),
             "ops": "+".join(shape.ops),
             "n": self.case.n,
+            "by": self.by,
             **self.common(operand="weight", rival="cublas"),
         } | (off if ablations else {})
 
@@ -43,6 +48,7 @@ def gemm_columns(sweep: GemmSweep) -> tuple[Column, ...]:
         Column("shape", "shape"),
         *ops,
         Column("n", "N"),
+        Column("by", "by"),
         *common_columns(Column("cublas_s", "cuBLAS us", microseconds)),
         *(off if sweep.ablations else ()),
     )

@@ -30,15 +30,11 @@ def asked_sweep(subject: str, asked: dict[str, Any]) -> AnySweep:
 
 
 def check(sweep: AnySweep) -> None:
-    """Raise UsageError where its kernel does not take the sweep, CannotRun without its GPU."""
+    """Raise CannotRun where the sweep needs a GPU and there is none."""
     if isinstance(sweep, ModelSweep) and sweep.rival is None:
         return
     from dakrun.bench.tiers import check_gpu
 
-    if isinstance(sweep, GemmSweep):
-        from dakrun.bench.gemm import check_rows
-
-        check_rows(sweep)
     check_gpu()
 
 

@@ -13,9 +13,9 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.kernels.attention import Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
 from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.jit import sm_count
 from dakrun.kernels.select_greedy import select_greedy
 from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands
-from dakrun.nn.remote_tier import sm_count
 
 LOG_STEPS = 8  # tokens of a slot that are kept for the CPU, more than steps run ahead
 IDLE = -1  # the length of a row without a request
@@ -48,8 +48,9 @@ class DecodeStep:
         """Take what memory a step of `bucket` needs for itself."""
         cache, model, device = self._cache, self.decoder.config, self.decoder.like.device
         config = attention_config(
-            cache.shape, bucket, self._accesses, sms=sm_count(device), capacity=cache.slots
-        )
+            cache.shape, bucket, self._accesses, sms=sm_count(device), capacity=cache.slots,
+            alone=self.decoder.fills_sms(sum(bucket)),
+        )  # fmt: skip
         workspace = Workspace.empty(config, model.num_heads // model.num_kv_heads, device)
         self._attention[bucket] = config, workspace
 

@@ -18,6 +18,7 @@ MOST_PARTS = 7  # of a unit: the warps of a CTA
 UNITS = 128  # about one for each SM of a large GPU
 FULL = 0.85  # the share of them from which on one for each SM is better than many
 MOST_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
+LONE_BYTES = SHARED_BYTES + 1024  # of shared memory, that an SM has not got twice
 MOST_UNITS = 128  # of a head: whoever is the last to be done adds up all of them
 
 
@@ -28,7 +29,8 @@ class AttentionConfig:
     A stage is the keys, or the values, of a block. A KV head of a slot is cut into as few units as
     have at most `unit_blocks`, each of them a CTA's, and units into parts of `part_blocks`, each of
     them a warp's, or into longer ones where there are not as many warps. A unit without parts is a
-    warp's, with others behind it of the same head, `item_units` at most: no bit depends on how many.
+    warp's, with others behind it of the same head, at most `item_units`: no bit depends on how
+    many. Where a CTA is to be `alone`, an SM has room for no other.
     """
 
     shape: KVShape
@@ -39,6 +41,7 @@ class AttentionConfig:
     unit_blocks: int
     part_blocks: int
     item_units: int
+    alone: bool = False
 
     @property
     def max_units(self) -> int:
@@ -54,7 +57,8 @@ class AttentionConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA."""
-        return self.stages * stage_bytes(self.shape)
+        stages = self.stages * stage_bytes(self.shape)
+        return max(stages, LONE_BYTES) if self.alone else stages
 
 
 def stage_bytes(shape: KVShape) -> int:
@@ -69,12 +73,14 @@ def attention_config(
     *,
     sms: int,
     capacity: int | None = None,
+    alone: bool = False,
 ) -> AttentionConfig:
     """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
 
     Remote tiers get the SMs that they are read by, the local one the rest, one CTA each. Results
     are the same to the bit for equal shapes and `capacity`: the slots that a cache has, if launches
-    are for some of them.
+    are for some of them. It is to be `alone` behind kernels whose CTAs fill an SM each: of these
+    some end before others, and an SM would get two of it that another one has none of.
     """
     remote = [
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
@@ -90,7 +96,8 @@ def attention_config(
         for tier, count in zip(tiers, ctas, strict=True)
     )
     heads = (capacity or sum(slots)) * shape.kv_heads
-    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, *cut(shape.blocks, heads))
+    unit, part, items = cut(shape.blocks, heads)
+    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, unit, part, items, alone)
 
 
 def cut(blocks: int, heads: int) -> tuple[int, int, int]:

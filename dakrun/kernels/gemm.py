@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from dakrun.kernels.heuristics import GemmConfig
+from dakrun.hardware import LOCAL
+from dakrun.kernels.heuristics import ATOM_BYTES, GemmConfig
 from dakrun.kernels.jit import Kernel, kernel
 from dakrun.kernels.packing import ATOM_COLS, OCTET_ROWS, PackedTensor, padded_cols
 from dakrun.kernels.tensor_map import atoms_map
@@ -20,6 +21,8 @@ from dakrun.units import ceil_div
 MAX_TIERS = 9
 THREADS = 320
 SOURCE = "splitk_gemm.cu"
+AHEAD_BYTES = 32 * 1024  # a CTA: what memory can bring while one launch ends and the next begins
+AHEAD_ALIGN = 128
 
 Activation = Literal["none", "relu", "silu_mul"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu_mul")
@@ -62,6 +65,8 @@ class _Args(ctypes.Structure):
         ("half", ctypes.c_int),
         ("arrivals", ctypes.c_uint64),
         ("halves", ctypes.c_uint64),
+        ("ahead", ctypes.c_uint64),
+        ("ahead_bytes", ctypes.c_int),
     )
 
 
@@ -99,6 +104,7 @@ def splitk_gemm(
     eps: float = 0.0,
     workspace: Workspace | None = None,
     overlap: bool = False,
+    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out [N, M] = activation(r x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
 
@@ -109,7 +115,8 @@ def splitk_gemm(
 
     All in the weight's dtype on one GPU, sums in float32. With "silu_mul" the weight's rows are
     gates and what they multiply in turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With
-    `overlap` the launch may start while the kernel before it ends, and reads weights meanwhile. A
+    `overlap` the launch may start while the kernel before it ends, and reads weights meanwhile.
+    `ahead` (uint8, 1-D, in the GPU's own memory) is brought to L2 as this launch ends. A
     configuration with sums of halves needs a `workspace`, and x no norm.
     Raises ValueError where an operand does not fit the others.
     """
@@ -144,7 +151,18 @@ def splitk_gemm(
         arrivals=0 if workspace is None else workspace.arrivals.data_ptr(),
         halves=0 if workspace is None else workspace.halves.data_ptr(),
     )
+    if ahead is not None and (
+        ahead.dtype != torch.uint8
+        or ahead.dim() != 1
+        or not ahead.is_contiguous()
+        or ahead.device != x.device
+        or ahead.data_ptr() % 16
+    ):
+        raise ValueError("expected ahead as contiguous bytes on x's GPU, aligned to 16 of them")
     args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), 8 * config.x_tiles, x_atoms)
+    if ahead is not None and config.splits[0].ctas:
+        args.ahead = ahead.data_ptr()
+        args.ahead_bytes = ahead.numel() // config.splits[0].ctas // AHEAD_ALIGN * AHEAD_ALIGN
     octet = cta = 0
     tiers = zip(weight.parts, config.splits, config.rings, strict=True)
     for number, (part, split, ring) in enumerate(tiers):
@@ -168,6 +186,19 @@ def splitk_gemm(
         config.ctas, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap
     )
     return out
+
+
+def look_ahead(weight: PackedTensor, config: GemmConfig) -> torch.Tensor | None:
+    """What a launch reads of its first tier behind what it reads at once: the `ahead` of another.
+
+    Of none where that is not the GPU's own memory, or where it reads two groups at a time.
+    """
+    part, ring = weight.parts[0], config.rings[0]
+    if part.tier != LOCAL or ring.groups > 1 or config.half_cols:
+        return None
+    first = part.split.wave * ring.atoms * ring.stages * ATOM_BYTES
+    found = part.data[first : first + part.split.ctas * AHEAD_BYTES]
+    return found if found.numel() else None
 
 
 def _check_operands(

@@ -34,6 +34,21 @@ def replay_seconds(launches: Callable[[], object], replays: int = 5) -> float:
     return statistics.median(times)
 
 
+def capture_id() -> int:
+    """A number of its own for the capture that torch's current stream is in; 0 where it is in none.
+
+    Streams that a capture is spread over have the same one.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import runtime
+
+    stream = runtime.cudaStream_t(torch.cuda.current_stream().cuda_stream)
+    status, _, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
+    _check(status)
+    return int(number)
+
+
 def edge_kinds(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:
     """How many edges between its nodes are programmatic, and how many are not.
 

@@ -135,6 +135,12 @@ def has_kernels(device: torch.device) -> bool:
     return target in ARCHITECTURES and properties.shared_memory_per_block_optin >= SHARED_BYTES
 
 
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """SMs of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def cached_cubin(source: str, arch: str, defines: Mapping[str, int] | None = None) -> Path:
     """The file that holds the cubin, compiled and published at once where it is not there yet.
 

@@ -200,12 +200,17 @@ def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
     return {**operands.defines(dtype), "X_TILES": x_tiles}
 
 
+def x_tiles(device: int) -> tuple[int, ...]:
+    """What `device`, a CUDA device index, has of the kernel; asking compiles nothing."""
+    return X_TILES if torch.cuda.get_device_capability(device) == (9, 0) else PORTABLE_X_TILES
+
+
 @functools.cache
 def limits(device: int) -> Limits:
     """What `device`, a CUDA device index, sets to configurations."""
     properties: Any = torch.cuda.get_device_properties(device)
     shared_bytes = properties.shared_memory_per_block_optin
-    if (properties.major, properties.minor) != (9, 0):
+    if x_tiles(device) != X_TILES:
         return Limits(shared_bytes, PORTABLE_X_TILES)
     with torch.cuda.device(device):
         kernel = jit.kernel(SOURCE, "tiled_gemm", defines(torch.float16, X_TILES[0]))

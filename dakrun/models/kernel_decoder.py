@@ -5,7 +5,7 @@ cache. Norms that precede a matrix are folded into it (dakrun.loading), so a pro
 than the scale of its rows.
 """
 
-import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,17 +17,15 @@ from dakrun.checkpoint import Manifest, Weights
 from dakrun.config import ModelConfig
 from dakrun.hardware import LOCAL
 from dakrun.kernels.embed import embed
-from dakrun.kernels.gemm import Activation, Norm, Workspace, splitk_gemm
-from dakrun.kernels.heuristics import FEW_ROWS, MAX_ROWS, GemmConfig, TierAccess, gemm_config
+from dakrun.kernels.gemm import Activation, Norm
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import PackedTensor
+from dakrun.kernels.products import Products
 from dakrun.models.layers import rope_table
-from dakrun.models.many_rows import ManyRows
 from dakrun.models.opt import POSITION_OFFSET
-from dakrun.nn.remote_tier import sm_count
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
-_config = functools.cache(gemm_config)
 
 
 class Operands(Protocol):
@@ -134,8 +132,9 @@ class KernelDecoder:
         self._ffn_ops = ("gate_up", "down") if llama else ("fc1", "fc2")
         self._activation: Activation = "silu_mul" if llama else "relu"
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
-        self._workspaces: dict[int, Workspace] = {}  # by octets
-        self._many_rows = ManyRows(self.like.device)
+        self._products = Products(self.like.device)
+        self._products.reserve()
+        self._following = dict(itertools.pairwise(self.order))
         self.rotations = None
         if llama:
             table = torch.stack(rope_table(config, positions, torch.float32), -1)
@@ -203,6 +202,10 @@ class KernelDecoder:
             )
             yield down, partial(added, f"{name}.{down}", a.ffn, f"{name}.ffn_norm")
 
+    def fills_sms(self, n: int) -> bool:
+        """Whether CTAs of the products of `n` rows have an SM each."""
+        return self._products.by(n, self.matrices["layers.0.qkv"]) == "tiled"
+
     def logits(self, operands: Operands, x: torch.Tensor, out: torch.Tensor) -> None:
         """out [n, V] of what the layers left in x [n, H]."""
         alone = self.config.final_norm and "lm_head" not in self._folded
@@ -237,44 +240,32 @@ class KernelDecoder:
 
         `out` may be `residual`. Without `overlap` it starts when the kernel before it has ended.
         That has to be so after small kernels: beside their few CTAs the GPU would put two of this
-        one on an SM and none on another, and those of all that follow where they leave room.
+        one on an SM and none on another, and those of all that follow where they leave room; but
+        for many rows, of whose CTAs an SM has room for one.
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
-        accesses = tuple(
+        self._products(
+            x, weight, self._tier_accesses(name, weight), out, bias=bias, residual=residual,
+            activation=activation, norm=norm, eps=self._eps,
+            overlap=overlap and operands.overlaps(name), ahead=self._ahead(operands, name, len(x)),
+        )  # fmt: skip
+        operands.release(name)
+
+    def _tier_accesses(self, name: str, weight: PackedTensor) -> tuple[TierAccess, ...]:
+        """How the parts of `weight` are read, the matrix `name` or what stands in for it."""
+        return tuple(
             TierAccess() if part.tier == LOCAL else access
             for part, access in zip(weight.parts, self._accesses[name.split(".")[-1]], strict=True)
         )
-        many = self._many_rows.takes(len(x), weight)
-        if norm != "none" and (many or len(x) > FEW_ROWS):
-            x, norm, overlap = normalize(x, torch.empty_like(x), norm, eps=self._eps), "none", False
-        overlap = overlap and operands.overlaps(name)
-        if many:
-            self._many_rows(
-                x, weight, accesses, out, bias=bias, activation=activation, residual=residual,
-                overlap=overlap,
-            )  # fmt: skip
-        else:
-            splits, sms = tuple(part.split for part in weight.parts), sm_count(x.device)
-            for first in range(0, len(x), MAX_ROWS):
-                rows = slice(first, first + MAX_ROWS)
-                cols = x.shape[1] if norm == "none" else 0
-                config = _config(len(x[rows]), splits, accesses, sms=sms, cols=cols)
-                splitk_gemm(
-                    x[rows], weight, config, out[rows], bias=bias, activation=activation,
-                    residual=None if residual is None else residual[rows], norm=norm,
-                    eps=self._eps, workspace=self._workspace(config), overlap=overlap,
-                )  # fmt: skip
-        operands.release(name)
 
-    def _workspace(self, config: GemmConfig) -> Workspace | None:
-        """Where halves of sums meet: kept, as graphs read and write it."""
-        if not config.half_cols:
+    def _ahead(self, operands: Operands, name: str, n: int) -> torch.Tensor | None:
+        """What L2 is to bring of the matrix behind `name`, unless it is staged."""
+        following = self._following.get(name)
+        if following is None or not operands.overlaps(following):
             return None
-        octets = sum(split.octets for split in config.splits)
-        if octets not in self._workspaces:
-            self._workspaces[octets] = Workspace.empty(config, self.like.device)
-        return self._workspaces[octets]
+        weight = self.matrices[following]
+        return self._products.ahead(n, weight, self._tier_accesses(following, weight))
 
     def _normalize(self, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The norm `name` of the rows of x, for norms that no matrix has folded."""

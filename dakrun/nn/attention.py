@@ -13,9 +13,8 @@ from torch import nn
 from dakrun.kernels import kv_blocks
 from dakrun.kernels.attention import MAX_GROUP, Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
-from dakrun.kernels.jit import has_kernels
+from dakrun.kernels.jit import has_kernels, sm_count
 from dakrun.nn.kv_cache import PartitionedKVCache
-from dakrun.nn.remote_tier import sm_count
 
 _config = functools.cache(attention_config)
 

@@ -3,7 +3,6 @@
 Knows modules, tensors and tiers, no plans: how much lies in the remote tier is the caller's choice.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -13,14 +12,12 @@ from torch import nn
 
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels import reference
-from dakrun.kernels.gemm import splitk_gemm
-from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config
+from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import PackedTensor
+from dakrun.kernels.products import products
 from dakrun.memory import HOST
-from dakrun.nn.remote_tier import check_remote, profiled_access, sm_count
+from dakrun.nn.remote_tier import check_remote, profiled_access
 from dakrun.nn.tiered_weight import TieredWeight, allocate, fill, has_kernel, remote_share
-
-_config = functools.cache(gemm_config)
 
 
 class SplitKGEMM(nn.Module):
@@ -30,9 +27,10 @@ class SplitKGEMM(nn.Module):
     the share of W, its last rows, in the tier `remote`: "host", or "peer:N" for the memory of GPU
     N; as an attribute it is that share as rounded to whole octets of 8 rows.
 
-    On a GPU, float16 and bfloat16 with in_features a multiple of 8 are packed, and SplitK_GEMM
-    reads both tiers at once. It takes 64 rows of x at a time, so that for more of them, as in a
-    prefill, W is read anew for every 64. CUDA graphs can capture it once it has run with as many
+    On a GPU, float16 and bfloat16 with in_features a multiple of 8 are packed, and a kernel reads
+    both tiers at once: SplitK_GEMM, or the tiled GEMM for more than 32 rows of x, as in a prefill,
+    where the GPU is a Hopper. On others cuBLAS computes more than 128 rows, 64 with a remote part,
+    from what is unpacked piece by piece. CUDA graphs can capture it once it has run with as many
     rows, which compiles the kernel. Elsewhere W lies row by row and plain torch computes; on a GPU
     it then copies the remote rows for every call, which no graph can capture.
 
@@ -156,17 +154,13 @@ class SplitKGEMM(nn.Module):
         )
 
     def _gemm(self, x: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
-        """y [N, out_features] of x [N, in_features] by the kernel, MAX_ROWS rows a launch."""
+        """y [N, out_features] of x [N, in_features] by the kernels."""
         if x.data_ptr() % 16:  # what the tensor memory accelerator asks for
             x = x.clone()
         y = x.new_empty(x.shape[0], self.out_features)
-        splits, reads = tuple(part.split for part in weight.parts), (TierAccess(), self._access)
-        sms = sm_count(self._device)
+        reads = (TierAccess(), self._access)
         with torch.cuda.device_of(x):
-            for some, out in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-                if len(some):
-                    config = _config(len(some), splits, reads, sms=sms)
-                    splitk_gemm(some, weight, config, out, bias=self.bias, overlap=self.overlap)
+            products(x.device)(x, weight, reads, y, bias=self.bias, overlap=self.overlap)
         return y
 
     def _save_to_state_dict(

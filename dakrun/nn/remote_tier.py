@@ -1,6 +1,5 @@
 """The remote tier of a module: what may be asked of it, and how a GPU reads it."""
 
-import functools
 import math
 import re
 
@@ -38,9 +37,3 @@ def profiled_access(
         profile = load_profile(profile)
     tier = profile.tier(remote)
     return TierAccess(tier.sms, tier.window_bytes)
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """SMs of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

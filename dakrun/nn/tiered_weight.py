@@ -8,9 +8,10 @@ import torch
 from dakrun.hardware import LOCAL
 from dakrun.kernels import jit, storage
 from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.jit import sm_count
 from dakrun.kernels.packing import PackedTensor, octet_bytes
 from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
-from dakrun.nn.remote_tier import remote_count, sm_count
+from dakrun.nn.remote_tier import remote_count
 from dakrun.octets import first_row, octet_count
 
 TieredWeight = PackedTensor | PartitionedTensor

@@ -3,7 +3,7 @@
 Takes the placements as given; planner.py chose them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from dakrun.errors import CannotRun
@@ -12,7 +12,7 @@ from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Transport
 from dakrun.plan.problem import Problem
-from dakrun.plan.roofline import predicted_time, regime, sampling_time
+from dakrun.plan.roofline import Links, predicted_time, regime, sampling_time, staged_time
 from dakrun.plan.waves import launch_times, sms_by_tier
 from dakrun.units import format_bytes
 
@@ -22,10 +22,26 @@ Counts = tuple[int, ...]
 def assemble(problem: Problem, placements: Mapping[str, tuple[Counts, ...]]) -> Plan:
     """The plan with the given units per layer and tier of every op.
 
-    Raises CannotRun where a tier then holds more than its budget.
+    Remote parts of matrices are read as asked for, or else all of them directly, all staged, or
+    each as is predicted to be faster, whatever the whole step is fastest with. Raises CannotRun
+    where a tier then holds more than its budget.
     """
-    ops = tuple(_op_plan(problem, op, placements[op.name]) for op in problem.ops)
-    plan = Plan(
+    transports: tuple[Transport, ...] = ("direct", "staged")
+    if problem.policy.transport:
+        transports = (problem.policy.transport,)
+    options = [
+        tuple(_op_plan(problem, op, placements[op.name], transport) for op in problem.ops)
+        for transport in transports
+    ]
+    each = (min(of, key=lambda op: sum(op.predicted_s)) for of in zip(*options, strict=True))
+    plans = [_plan(problem, ops) for ops in (*options, tuple(each))]
+    plan = min(plans, key=lambda plan: plan.predicted_s)
+    _check(problem, plan)
+    return plan
+
+
+def _plan(problem: Problem, ops: tuple[OpPlan, ...]) -> Plan:
+    return Plan(
         model=problem.model,
         workload=problem.workload,
         profile=problem.profile,
@@ -37,9 +53,25 @@ def assemble(problem: Problem, placements: Mapping[str, tuple[Counts, ...]]) -> 
         phase=_phase(problem, ops),
         ops=ops,
         sampling_s=sampling_time(problem.model, problem.workload.batch_size, problem.profile),
+        waits_s=waits_s(ops, problem.links),
     )
-    _check(problem, plan)
-    return plan
+
+
+def waits_s(ops: Sequence[OpPlan], links: Links) -> float:
+    """Seconds that direct and staged reads of matrices from the same tier wait for each other.
+
+    Copies run ahead, and are under way while ops read directly: each takes the link from the other,
+    for as long as the shorter of both needs it. `links` are of the tiers of `ops`, in their order.
+    """
+    seconds = 0.0
+    for tier, name in enumerate(links.direct):
+        needed = {"direct": 0.0, "staged": 0.0}
+        for op in ops:
+            if tier and op.op.category == "linear":
+                rates = links.staged if op.transport == "staged" else links.direct
+                needed[op.transport] += op.read_bytes(tier) / rates[name]
+        seconds += min(needed.values())
+    return seconds
 
 
 def _phase(problem: Problem, ops: tuple[OpPlan, ...]) -> Literal[1, 2, 3]:
@@ -51,20 +83,12 @@ def _phase(problem: Problem, ops: tuple[OpPlan, ...]) -> Literal[1, 2, 3]:
     return 2 if moved <= sum(curve.b * curve.resident for curve in curves) else 3
 
 
-def _op_plan(problem: Problem, op: Op, placement: tuple[Counts, ...]) -> OpPlan:
-    """With the transport that was asked for, or else the one that is predicted to be faster."""
-    transports: tuple[Transport, ...] = ("direct", "staged")
-    if op.category != "linear":  # slots and rows of a table are read where they lie
-        transports = ("direct",)
-    elif problem.policy.transport:
-        transports = (problem.policy.transport,)
-    plans = [_with_transport(problem, op, placement, transport) for transport in transports]
-    return min(plans, key=lambda plan: sum(plan.predicted_s))
-
-
-def _with_transport(
+def _op_plan(
     problem: Problem, op: Op, placement: tuple[Counts, ...], transport: Transport
 ) -> OpPlan:
+    """With its matrix read by `transport`; slots and rows of a table are read where they lie."""
+    if op.category != "linear":
+        transport = "direct"
     profile, remote = problem.profile, problem.remote
     curve, compute = problem.curves[op.name], problem.compute[op.name]
     scale = op.read_bytes / op.resident_bytes
@@ -83,8 +107,9 @@ def _with_transport(
         if transport == "direct":
             launched = launch_times(op, counts, sms, compute, profile, remote)
             kernel, link = max(kernel, launched[0]), max(link, launched[1])
-        waits = profile.staged_seconds if transport == "staged" and any(counts[1:]) else 0.0
-        return predicted_time(op, kernel, profile, link=link) + waits
+        elif any(counts[1:]):
+            return staged_time(op, kernel, profile, link=link)
+        return predicted_time(op, kernel, profile, link=link)
 
     predictions = {counts: predicted(counts) for counts in times}
     return OpPlan(

@@ -65,8 +65,9 @@ class Plan:
     `fixed_bytes` names what lies in the local tier besides weights and KV. `required_ratio` is
     the share of weight and KV bytes that capacity forces out of the local tier; `phase` is how far
     the greedy went: 1 up to the ops' a, 2 up to their b, 3 beyond. `sampling_s` is what a step's
-    next tokens are predicted to take. `forgone` is a plan with a remote share that would be too
-    little faster. All but `prefill` is of decode steps.
+    next tokens are predicted to take, `waits_s` how long direct and staged reads of matrices wait
+    for each other. `forgone` is a plan with a remote share that would be too little faster. All but
+    `prefill` is of decode steps.
     """
 
     model: ModelConfig
@@ -80,6 +81,7 @@ class Plan:
     phase: Literal[1, 2, 3]
     ops: tuple[OpPlan, ...]
     sampling_s: float = 0.0
+    waits_s: float = 0.0
     prefill: PrefillPlan = PrefillPlan()
     forgone: "Plan | None" = None
 
@@ -124,4 +126,4 @@ class Plan:
     @property
     def predicted_s(self) -> float:
         """Time of a decode step with the profile's efficiencies and fixed costs."""
-        return sum(sum(op.predicted_s) for op in self.ops) + self.sampling_s
+        return sum(sum(op.predicted_s) for op in self.ops) + self.sampling_s + self.waits_s

@@ -72,6 +72,7 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
         "bound": bound_figures(forecast),
         "predicted": predicted_figures(forecast),
         "sampling_s": plan.sampling_s,
+        "waits_s": plan.waits_s,
         "ops": [_op_dict(plan, op) for op in plan.ops],
     }
 

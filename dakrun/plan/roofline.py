@@ -153,17 +153,21 @@ def kernel_time(op: Op, compute: float, profile: HardwareProfile) -> float:
 def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: float = 0.0) -> float:
     """Seconds that `op` is expected to take, with its fixed cost and that of a norm ahead of it.
 
-    It is bounded by `kernel` seconds of arithmetic and of reading local bytes, and by `link`
-    seconds of reading remote ones. Many slots, or rows, make for less efficient kernels, but wait
-    for links as efficiently as few.
+    It is bounded by `kernel` seconds of arithmetic and of reading local bytes, for which a norm has
+    to end first, and by `link` seconds of reading remote ones. These kernels wait for at a link's
+    full rate, whatever the efficiency of the rest: their requests go out while ops before end.
     """
     seconds, efficiency = op_cost(op, profile)
-    of_link = efficiency
-    if op.category == "attention":
-        of_link = max(profile.attention.efficiency)
-    elif has_many_rows(op, profile):
-        of_link = max(profile.linear.efficiency)
-    return max(kernel / efficiency, link / of_link) + seconds + norm_time(op, profile)
+    return max(kernel / efficiency + norm_time(op, profile), link) + seconds
+
+
+def staged_time(op: Op, kernel: float, profile: HardwareProfile, *, link: float) -> float:
+    """Seconds that `op` is expected to take where the copy engine brings its remote bytes.
+
+    That takes `link` seconds, beside ops before and whatever they wait for. Then `kernel` seconds
+    follow as elsewhere, but not overlapping the op before.
+    """
+    return max(predicted_time(op, kernel, profile) + profile.staged_seconds, link)
 
 
 def norm_time(op: Op, profile: HardwareProfile) -> float:

@@ -48,7 +48,8 @@ def _settled(problem: Problem, op: Op, start: int) -> int:
         compute = problem.compute[op.name]
         sms = sms_by_tier(op, [counts], compute, least, profile, problem.remote)
         kernel, link = launch_times(op, counts, sms, compute, profile, problem.remote)
-        return max(least, kernel_time(op, kernel, profile), link)
+        work = kernel_time(op, max(kernel, compute), profile)
+        return max(least, work, link)
 
     near = range(max(1, start - REACH), min(op.units, start + REACH + 1))
     options = [units for units in near if bound(units) <= most]

@@ -11,7 +11,7 @@ from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.octets import OCTET_ROWS, SHARED_BYTES, even_group
 from dakrun.plan.many_rows import bytes_needed, many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
-from dakrun.plan.roofline import has_many_rows
+from dakrun.plan.roofline import has_many_rows, predicted_time
 from dakrun.units import ceil_div
 
 MOST_ROWS = 64  # of X, in one launch
@@ -20,6 +20,7 @@ MOST_ROWS = 64  # of X, in one launch
 OTHERS_COST = 0.48
 EVEN_SMS = 0.97  # of all, at work in the chains that the costs of ops were measured in
 ENOUGH_SMS = 0.5  # of all, for HBM's whole rate
+NO_LATER = 1.002  # times the soonest: what SMs more for a remote part have to gain
 FEWER_SMS_COST = 0.05  # of a link's rate, by half of the SMs that fill its window: PCIe 5
 
 
@@ -34,8 +35,8 @@ def sms_by_tier(
     """SMs for each tier's part of `op`, the local one first.
 
     A remote part gets what saturates its link, or what its share of the arithmetic needs to end
-    within `bound` seconds if that is more, as long as the local part keeps one. It gets fewer
-    where a linear op then ends sooner.
+    within `bound` seconds if that is more, as long as the local part keeps one. A linear op's gets
+    the fewest with which the op ends as soon, but for what is NO_LATER.
     """
     units = [sum(counts) for counts in zip(*placement, strict=True)]
     if has_many_rows(op, profile):
@@ -54,11 +55,13 @@ def sms_by_tier(
 
             def seconds(count: int, tier: int = tier) -> float:
                 given = [*sms[:tier], count, *sms[tier + 1 :]]
-                return read_time(op, counts, (profile.sms - sum(given), *given), profile, remote)
+                dealt = (profile.sms - sum(given), *given)
+                kernel, link = read_times(op, counts, dealt, profile, remote)
+                return predicted_time(op, max(kernel, compute), profile, link=link)
 
-            # Of those that make no difference, the most: the link is then the limit.
-            fewest = min(max(1, needed[tier]), most)
-            sms[tier] = min(range(most, fewest - 1, -1), key=seconds)
+            options = {n: seconds(n) for n in range(min(max(1, needed[tier]), most), most + 1)}
+            soonest = min(options.values())
+            sms[tier] = min(n for n, took in options.items() if took <= soonest * NO_LATER)
     return (profile.sms - sum(sms) if units[0] else 0, *sms)
 
 
@@ -72,27 +75,27 @@ def launch_times(
 ) -> tuple[float, float]:
     """(kernel, link) seconds of a layer of `op` with `sms[t]` SMs for `counts[t]` units of tier t.
 
-    Those of few rows are as one, `compute` seconds of arithmetic left aside.
+    With few rows `compute` seconds of arithmetic are left aside.
     """
     if has_many_rows(op, profile):
         return many_rows_times(op, counts, sms, compute, profile, remote)
-    return read_time(op, counts, sms, profile, remote), 0.0
+    return read_times(op, counts, sms, profile, remote)
 
 
-def read_time(
+def read_times(
     op: Op,
     counts: Sequence[int],
     sms: Sequence[int],
     profile: HardwareProfile,
     remote: Sequence[str],
-) -> float:
-    """Seconds in which `sms[t]` SMs read `counts[t]` units of one layer of each tier t.
+) -> tuple[float, float]:
+    """(kernel, link) seconds in which `sms[t]` SMs read `counts[t]` units of one layer of tier t.
 
     Beside what `roofline` bounds that counts the SMs that HBM lacks where others read remote
     tiers, and the last waves, of fewer CTAs.
     """
     if profile.device != "cuda" or op.category == "gather":
-        return 0.0
+        return 0.0, 0.0
     unit = op.read_bytes / op.units
 
     def hbm_rate(ctas: int, group: int = 1) -> float:
@@ -101,12 +104,12 @@ def read_time(
         return profile.hbm_bytes_per_s * min(1.0, share / ENOUGH_SMS) / (1 + others)
 
     if op.category == "attention":  # its chunks are short, and dealt out by need
-        return unit * counts[0] / hbm_rate(sms[0]) if counts[0] else 0.0
-    parts = [unit * _waves(counts[0], sms[0], hbm_rate)]
-    for name, octets, most in zip(remote, counts[1:], sms[1:], strict=True):
-        rate = _link_rate(profile.tier(name), op.batch_size)
-        parts.append(unit * _waves(octets, most, rate))
-    return max(parts)
+        return (unit * counts[0] / hbm_rate(sms[0]) if counts[0] else 0.0), 0.0
+    links = [
+        unit * _waves(octets, most, _link_rate(profile.tier(name), op.batch_size))
+        for name, octets, most in zip(remote, counts[1:], sms[1:], strict=True)
+    ]
+    return unit * _waves(counts[0], sms[0], hbm_rate), max(links, default=0.0)
 
 
 def _waves(octets: int, sms: int, rate: Callable[[int, int], float]) -> float:

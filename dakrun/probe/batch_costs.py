@@ -10,18 +10,14 @@ import torch
 
 from dakrun.hardware import Sweep
 from dakrun.kernels.heuristics import FEW_ROWS
-from dakrun.kernels.jit import architecture, compile_ahead
-from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import octet_bytes
+from dakrun.kernels.products import Products
 from dakrun.kernels.select_greedy import select_greedy
-from dakrun.kernels.tiled_gemm import SOURCE, defines
-from dakrun.kernels.tiled_shapes import X_TILES
-from dakrun.models.many_rows import ManyRows, tiles
-from dakrun.probe.chain import Launch, launch_seconds, sustained_seconds
+from dakrun.probe.chain import Launch, launch_seconds, seconds_in_turns
 from dakrun.probe.kernel_costs import (
     COLUMNS,
     DTYPE,
-    EPS,
+    normed_product,
     pieces,
     product,
     random,
@@ -42,11 +38,12 @@ NORM_OCTETS = {False: 64, True: 768}
 NORM_BYTES = 2**26  # of the weights of small products, which need not be read from HBM
 LEAST_SECONDS = 1e-8  # that are told from nothing
 VOCABULARIES = 2**15, 2**17
+MOST_LOGITS = 512  # of a chain: 256 MiB of the smallest
 
 
 def many_rows(bench: Bench) -> tuple[int, ...]:
     """Rows to measure that are too many for SplitK_GEMM."""
-    few = ManyRows(bench.hbm.tensor.device).few_rows
+    few = Products(bench.hbm.tensor.device).few_rows
     return tuple(n for n in bench.effort.many_rows if n > few)
 
 
@@ -58,46 +55,28 @@ def many_rows_sweep(bench: Bench) -> Sweep:
     weights stand in where the buffer has no room.
     """
     memory, rows = random_memory(bench), []
-    _compile(memory.device)
     for n in many_rows(bench):
         sizes, chains = [], []
         for octets, cols in WEIGHTS:
             octets = min(octets, memory.numel() // octet_bytes(cols))
             sizes.append(octets * octet_bytes(cols))
             chains.append(product(bench, memory, octets, random(memory, n, cols)))
-        times = sustained_seconds(chains, replays=bench.effort.runs)
+        times = seconds_in_turns(chains, replays=bench.effort.runs, load=True)
         rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
     return rounded(COLUMNS, rows)
-
-
-def _compile(device: torch.device) -> None:
-    """All variants of the tiled GEMM at once, where it computes: one by one takes seconds."""
-    if tiles(device) is not None:
-        variants = ((SOURCE, defines(DTYPE, n)) for n in X_TILES)
-        compile_ahead(variants, architecture(device.index))
 
 
 def norm_sweep(bench: Bench) -> Sweep:
     """What a norm of X adds to each launch of a chain of products, by rows and bytes of X.
 
-    Few rows are normalised by the product itself. Many are by a launch of its own, and the product
-    starts when that has ended. Bytes count twice: they are read and written.
+    Bytes of X count twice: they are read and written.
     """
     memory, rows = random_memory(bench), []
     for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
         x, few = random(memory, n, cols), n <= FEW_ROWS
         octets, weights = NORM_OCTETS[few], memory if few else memory[:NORM_BYTES]
-        linear, count = product(bench, weights, octets, x)
-        after, _ = product(bench, weights, octets, x, norm=few, overlap=few)
-
-        def both(
-            number: int, x: torch.Tensor = x, after: Launch = after, alone: bool = not few
-        ) -> None:
-            if alone:
-                normalize(x, x, "layer", eps=EPS)
-            after(number)
-
-        more, less = (launch_seconds(f, count, replays=bench.effort.runs) for f in (both, linear))
+        chains = [f(bench, weights, octets, x) for f in (normed_product, product)]
+        more, less = seconds_in_turns(chains, replays=bench.effort.runs, load=False)
         added = [max(a - b, LEAST_SECONDS) for a, b in zip(more, less, strict=True)]
         rows.append(row(n, 2 * x.nbytes, added))
     return rounded(COLUMNS, rows)
@@ -108,7 +87,8 @@ def sampling_sweep(bench: Bench) -> Sweep:
     memory, rows = random_memory(bench), []
     for n, vocabulary in itertools.product(bench.effort.slots, VOCABULARIES):
         size = 2 * n * vocabulary
-        logits = [piece.view(DTYPE).view(n, vocabulary) for piece in pieces(memory, size)]
+        found = pieces(memory, size)[:MOST_LOGITS]
+        logits = [piece.view(DTYPE).view(n, vocabulary) for piece in found]
         seconds = launch_seconds(_selecting(logits), len(logits), replays=bench.effort.runs)
         rows.append(row(n, size, seconds))
     return rounded(COLUMNS, rows)

@@ -22,15 +22,23 @@ def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of what `launch` puts on the current stream, which it first does once."""
     launch()
     torch.cuda.synchronize()
+    return recorded(launch)
+
+
+def recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """The same of what has been launched before: its kernels are loaded, what it needs is there."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
     return graph
 
 
-def graph_seconds(launch: Callable[[], None], runs: int) -> list[float]:
-    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times."""
-    graph = captured(launch)
+def graph_seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
+    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times.
+
+    It is `new` unless it has been launched before.
+    """
+    graph = captured(launch) if new else recorded(launch)
 
     def samples() -> list[float]:
         return [_replayed(graph) for _ in range(runs)]
@@ -44,31 +52,39 @@ def launch_seconds(launch: Launch, operands: int, *, replays: int) -> list[float
 
     All `operands` have their turns, as often as it takes for LEAST_SECONDS.
     """
-    once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2))
-    length = operands * math.ceil(LEAST_SECONDS / once)
-    graph = _chain(launch, operands, length)
-    return [seconds / length for seconds in graph_seconds(graph, replays)]
+    length = _length(launch, operands)
+    seconds = graph_seconds(_chain(launch, operands, length), replays, new=False)
+    return [chain / length for chain in seconds]
 
 
-def sustained_seconds(chains: Sequence[tuple[Launch, int]], *, replays: int) -> list[list[float]]:
-    """Seconds of a launch of each of `chains` of (launch, operands), in each replay, under load.
+def seconds_in_turns(
+    chains: Sequence[tuple[Launch, int]], *, replays: int, load: bool
+) -> list[list[float]]:
+    """Seconds of a launch of each of `chains` of (launch, operands), in each replay.
 
-    They have their turns, first until the GPU has been at work for LOAD_SECONDS.
+    The chains have their turns, so that clocks that change do for all of them. Under `load` they
+    are first replayed until the GPU has been at work for LOAD_SECONDS.
     """
-    graphs, lengths = [], []
-    for launch, operands in chains:
-        once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2))
-        lengths.append(operands * math.ceil(LEAST_SECONDS / once))
-        graphs.append(captured(_chain(launch, operands, lengths[-1])))
+    lengths = [_length(*chain) for chain in chains]
+    graphs = [
+        recorded(_chain(*chain, length)) for chain, length in zip(chains, lengths, strict=True)
+    ]
 
-    def round_seconds() -> list[float]:
+    def a_turn() -> list[float]:
         times = [_replayed(graph) for graph in graphs]
         return [seconds / length for seconds, length in zip(times, lengths, strict=True)]
 
     start = time.perf_counter()
-    while time.perf_counter() - start < LOAD_SECONDS:
-        round_seconds()
-    return [list(times) for times in zip(*(round_seconds() for _ in range(replays)), strict=True)]
+    a_turn()
+    while load and time.perf_counter() - start < LOAD_SECONDS:
+        a_turn()
+    return [list(times) for times in zip(*(a_turn() for _ in range(replays)), strict=True)]
+
+
+def _length(launch: Launch, operands: int) -> int:
+    """Launches of a chain of LEAST_SECONDS in which all operands have as many turns."""
+    once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2))
+    return operands * math.ceil(LEAST_SECONDS / once)
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:

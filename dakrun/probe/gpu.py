@@ -4,6 +4,7 @@ The sweeps are in sweeps.py, costs.py and the files of kernels' costs; files are
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -11,11 +12,14 @@ import torch
 from dakrun import memory
 from dakrun.config import Dtype
 from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.kernels.jit import architecture, compile_ahead
+from dakrun.kernels.tiled_gemm import x_tiles
+from dakrun.probe.attention_costs import attention_sweep
 from dakrun.probe.batch_costs import many_rows_sweep, norm_sweep, sampling_sweep
 from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened
 from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
 from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
-from dakrun.probe.kernel_costs import attention_sweep, linear_sweep
+from dakrun.probe.kernel_costs import linear_sweep
 from dakrun.probe.measurement import Log, Measurement, spread
 from dakrun.probe.origin import description, facts, provenance
 from dakrun.probe.staged_costs import staged_seconds
@@ -32,6 +36,7 @@ from dakrun.probe.sweeps import (
     rounded,
     staging_rates,
 )
+from dakrun.probe.variants import variants
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
@@ -55,7 +60,9 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     host_memory = memory.available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
     sizes = buffer_sizes(effort, free, host_memory, peers)
-    with memory.allocate_tiers(sizes, device) as tiers:
+    with ThreadPoolExecutor(1) as pool, memory.allocate_tiers(sizes, device) as tiers:
+        needed = variants(effort, x_tiles(device.index))
+        compiled = pool.submit(compile_ahead, needed, architecture(device.index))
         buffers = {
             tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
             for tier, memories in tiers.items()
@@ -64,13 +71,14 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
             _fill(buffer.tensor)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         probe = _Probe(Bench(sms, buffers.pop(LOCAL), effort))
+        probe.launches()
+        compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
+        compiled.result()  # until here nothing but the GPU was measured
         remote = [
             probe.remote_tier(tier, buffer, _capacity(tier, host_memory))
             for tier, buffer in buffers.items()
         ]
         together = probe.peers_together(buffers)
-        probe.launches()
-        compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
         costs = probe.kernels(compute["float16"])
         staged = probe.log.measure(
             "cost of staging an op", "s", lambda: staged_seconds(probe.bench, buffers["host"])

@@ -1,4 +1,4 @@
-"""How long the project's own kernels take, launched as in a decode step: in chains, in CUDA graphs.
+"""How long the project's products take, launched as in a decode step: in chains, in CUDA graphs.
 
 Knows a buffer in HBM, which it fills with random values, and the kernels; no profiles.
 """
@@ -10,13 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.hardware import LOCAL, Sweep
-from dakrun.kernels.attention import Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import attention_config
-from dakrun.kernels.gemm import splitk_gemm
-from dakrun.kernels.heuristics import MAX_ROWS, TierAccess, gemm_config, split_octets
-from dakrun.kernels.kv_blocks import BLOCK, KVShape
+from dakrun.kernels.heuristics import FEW_ROWS, TierAccess, split_octets
+from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.models.many_rows import ManyRows
+from dakrun.kernels.products import Products, tiles
 from dakrun.octets import OCTET_ROWS
 from dakrun.probe.chain import Launch, launch_seconds
 from dakrun.probe.measurement import spread
@@ -26,9 +23,7 @@ DTYPE = torch.float16
 ACCESS = (TierAccess(),)
 CHAIN_BYTES = 2**31  # of different operands, at most: L2 keeps far less
 WEIGHTS = (512, 4096), (3584, 7168)  # octets and columns: 32 and 392 MiB
-HEADS, HEAD_DIM = 32, 128
 EPS = 1e-5
-ATTENTION_BYTES = 384 * 2**20  # of all slots, where they are long
 COLUMNS = ("n", "op_bytes", "op_s", "bytes_per_s", "spread")
 
 
@@ -43,32 +38,6 @@ def linear_sweep(bench: Bench) -> Sweep:
         launch, weights = product(bench, memory, octets, random(memory, n, cols))
         seconds = launch_seconds(launch, weights, replays=bench.effort.runs)
         rows.append(row(n, octets * octet_bytes(cols), seconds))
-    return rounded(COLUMNS, rows)
-
-
-def attention_sweep(bench: Bench) -> Sweep:
-    """What SplitK_FlashAttn adds to each launch of a chain of products, by slots and their bytes.
-
-    Each product reads what attention before it wrote. Fewer or shorter slots stand in where the
-    buffer has no room.
-    """
-    weights, memory = random_memory(bench).chunk(2)
-    block, rows = KVShape(HEADS, HEAD_DIM, BLOCK).slot_bytes, []
-    for slots in sorted({min(n, memory.numel() // (2 * block)) for n in bench.effort.slots}):
-        heads = random(weights, slots, HEADS * HEAD_DIM)
-        linear, count = product(bench, weights, WEIGHTS[0][0], heads)
-        alone = launch_seconds(linear, count, replays=bench.effort.runs)
-        room = min(memory.numel(), ATTENTION_BYTES) // (slots * block)
-        for blocks in (1, max(2, room)):
-            attend = _attention(bench, memory, blocks, heads)
-
-            def layer(number: int, attend: Launch = attend, linear: Launch = linear) -> None:
-                attend(number)
-                linear(number)
-
-            both = launch_seconds(layer, count, replays=bench.effort.runs)
-            added = [more - less for more, less in zip(both, alone, strict=True)]
-            rows.append(row(slots, slots * blocks * block, added))
     return rounded(COLUMNS, rows)
 
 
@@ -92,44 +61,37 @@ def product(
         PackedTensor((out.shape[1], cols), DTYPE, (PackedPart(LOCAL, split, data),))
         for data in pieces(memory, octets * octet_bytes(cols))
     ]
-    many = ManyRows(x.device)
-    if n > min(many.few_rows, MAX_ROWS):
-
-        def launch_many(number: int) -> None:
-            many(
-                x, weights[number], ACCESS, out, bias=None, residual=None, activation="none",
-                overlap=overlap,
-            )  # fmt: skip
-
-        return launch_many, len(weights)
-    config = gemm_config(n, [split], ACCESS, sms=bench.sms)
+    products = Products(x.device)
 
     def launch(number: int) -> None:
-        splitk_gemm(
-            x, weights[number], config, out, norm="layer" if norm else "none", eps=EPS,
-            overlap=overlap,
+        following = weights[(number + 1) % len(weights)]
+        products(
+            x, weights[number], ACCESS, out, norm="layer" if norm else "none", eps=EPS,
+            overlap=overlap, ahead=products.ahead(n, following, ACCESS),
         )  # fmt: skip
 
     return launch, len(weights)
 
 
-def _attention(bench: Bench, memory: torch.Tensor, blocks: int, out: torch.Tensor) -> Launch:
-    """Attention to one of the sets of slots that `memory` holds, all of them `blocks` long."""
-    shape, count = KVShape(HEADS, HEAD_DIM, BLOCK * blocks), len(out)
-    config = attention_config(shape, (count,), ACCESS, sms=bench.sms)
-    workspace = Workspace.empty(config, 1, memory.device)
-    q, k, v = random(memory, 3, count, HEADS, HEAD_DIM)
-    lengths = torch.full((count,), shape.positions - 1, dtype=torch.int32, device=memory.device)
-    slots = [piece.data_ptr() for piece in pieces(memory, shape.slot_bytes)]
-    sets = torch.tensor(slots[: len(slots) // count * count], device=memory.device).view(-1, count)
+def normed_product(
+    bench: Bench, memory: torch.Tensor, octets: int, x: torch.Tensor
+) -> tuple[Launch, int]:
+    """The same with a norm of x ahead, as in a decode step.
 
-    def launch(number: int) -> None:
-        splitk_flash_attn(
-            q, k, v, sets[number % len(sets)], lengths, config, workspace, out,
-            scale=HEAD_DIM**-0.5, overlap=True,
-        )  # fmt: skip
+    Few rows are normalised by the product itself. Many are by a launch of its own; where torch is
+    to multiply most of them, a product starts when that has ended.
+    """
+    few = len(x) <= FEW_ROWS
+    overlap = few or tiles(x.device) is not None
+    launch, count = product(bench, memory, octets, x, norm=few, overlap=overlap)
+    if few:
+        return launch, count
 
-    return launch
+    def both(number: int) -> None:
+        normalize(x, x, "layer", eps=EPS, overlap=True)
+        launch(number)
+
+    return both, count
 
 
 def random_memory(bench: Bench) -> torch.Tensor:

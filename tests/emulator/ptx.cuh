@@ -429,6 +429,22 @@ inline void bulk_load_kept(uint32_t destination, const void* source, uint32_t by
 }
 inline void prefetch(const void*) {}
 
+inline void bulk_prefetch(const void* source, uint32_t bytes) {
+  check_bulk(0, source, bytes);
+  const volatile uint8_t* const from = static_cast<const uint8_t*>(source);
+  for (uint32_t i = 0; i < bytes; i++)
+    (void)from[i];
+}
+
+inline uint64_t globaltimer() {
+  static uint64_t ns = 0;
+  return ns += 100;
+}
+
+inline void sleep(uint32_t) {
+  emulator::wait([] { return true; });
+}
+
 inline void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
                                 uint32_t barrier, uint16_t ctas) {
   check_bulk(destination, source, bytes);

@@ -1,0 +1,187 @@
+"""Which kernel computes a product, with which memory: of a stream, or of a graph; on a GPU also
+that products on streams and in graphs beside each other have the bits that they have alone.
+"""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packed_linear import linear, normal, poisoned, same_bits, written
+from packed_matrices import packed
+from torch.nn import functional as F
+
+from dakrun.hardware import LOCAL
+from dakrun.kernels import gemm, products, tiled_gemm
+from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.packing import PackedPart, PackedTensor, Split
+from dakrun.kernels.products import Products
+from dakrun.kernels.tiled_heuristics import tiled_config
+from dakrun.kernels.tiled_shapes import H200, WARPGROUPS
+from dakrun.octets import octet_count
+
+CPU = torch.device("cpu")
+ACCESS = (TierAccess(), TierAccess(8, 256 * 1024))
+SPLITS = (Split(3, 2, 1, 64), Split(2, 1, 1, 64))
+COLS = 72
+
+
+def weight(*, remote: bool) -> PackedTensor:
+    splits = SPLITS if remote else (Split(5, 2, 1, 64), Split(0, 0, 1, 64))
+    found = packed(torch.randn(40, COLS, dtype=torch.float16), splits)
+    here, there = found.parts
+    parts = PackedPart(LOCAL, here.split, here.data), PackedPart("host", there.split, there.data)
+    return PackedTensor(found.shape, found.dtype, parts)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "remote", "rows"),
+    [
+        (True, False, {1: "splitk", 32: "splitk", 33: "tiled", 64: "tiled", 5000: "tiled"}),
+        (True, True, {32: "splitk", 33: "tiled"}),
+        (False, False, {64: "splitk", 128: "splitk", 129: "torch"}),
+        (False, True, {64: "splitk", 65: "torch"}),
+    ],
+)
+def test_what_computes(
+    tiles: bool, remote: bool, rows: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
+    found = Products(CPU)
+    assert {n: found.by(n, weight(remote=remote)) for n in rows} == rows
+
+
+def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = torch.float16
+    few = list(Products(CPU).variants((8, 40, 100, 1000), half))
+    assert few == [(gemm.SOURCE, gemm.defines(half, n)) for n in (1, 8)]
+    monkeypatch.setattr(products, "tiles", lambda _: H200)
+    many = list(Products(CPU).variants((32, 33), half))
+    assert many[0] == (gemm.SOURCE, gemm.defines(half, 4))
+    assert many[1:] == [(tiled_gemm.SOURCE, tiled_gemm.defines(half, n)) for n in H200.x_tiles]
+
+
+class Kernels:
+    """Stand-ins for the kernels that make note of launches: which, of how many rows, the norm."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[tuple[str, int, str]] = []
+        self.workspaces: list[Any] = []
+        monkeypatch.setattr(gemm, "splitk_gemm", self.kernel("splitk"))
+        monkeypatch.setattr(tiled_gemm, "tiled_gemm", self.kernel("tiled"))
+        monkeypatch.setattr(products, "normalize", self.normalize)
+        monkeypatch.setattr(products, "sm_count", lambda _: 132)
+
+    def kernel(self, by: str) -> Any:
+        def launch(
+            x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, *,
+            bias: torch.Tensor, residual: torch.Tensor, workspace: Any, overlap: bool,
+            activation: str, norm: str = "none", eps: float = 0.0,
+        ) -> None:  # fmt: skip
+            assert activation == "none" and overlap == (len(self.launched) == 0)
+            self.launched.append((by, len(x), norm))
+            self.workspaces.append(workspace)
+            out.copy_(F.linear(x.float(), weight.dense().float(), bias.float()) + residual)
+
+        return launch
+
+    def normalize(self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float) -> Any:
+        self.launched.append(("normalize", len(x), norm))
+        return out.copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "n", "wanted"),
+    [
+        (True, 32, [("splitk", 32, "rms")]),
+        (
+            True, 8200,
+            [("normalize", 8200, "rms"), *(("tiled", n, "none") for n in (4096, 4096, 8))],
+        ),
+        (False, 33, [("normalize", 33, "rms"), ("splitk", 33, "none")]),
+        (False, 128, [("normalize", 128, "rms"), *[("splitk", 64, "none")] * 2]),
+    ],
+)  # fmt: skip
+def test_launches(
+    tiles: bool, n: int, wanted: list[tuple[str, int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows that a launch takes, each with its rows of the residual; large x normalized first."""
+    monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
+    kernels, w = Kernels(monkeypatch), weight(remote=False)
+    x, bias, residual = (torch.randn(shape).half() for shape in ((n, COLS), (40,), (n, 40)))
+    out = torch.full((n, 40), torch.nan).half()
+    found = Products(CPU)
+    found(x, w, ACCESS, out, bias=bias, residual=residual, norm="rms", eps=1e-5, overlap=True)
+    assert kernels.launched == wanted
+    exact = F.linear(x.float(), w.dense().float(), bias.float()) + residual
+    torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=1e-2)
+
+
+def test_streams_and_graphs_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(stream=1, capture=0)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=now.stream)
+    )
+    monkeypatch.setattr(products, "capture_id", lambda: now.capture)
+    monkeypatch.setattr(products, "_current", {})
+
+    def at(stream: int, capture: int = 0) -> Products:
+        now.stream, now.capture = stream, capture
+        return products.products(CPU)
+
+    eager = at(1)
+    assert at(1) is eager and at(2) is not eager and at(1) is eager
+    first = at(3, 7)
+    assert at(3, 7) is first and at(4, 7) is not first
+    assert at(3, 8) is not first and at(1) is eager
+
+
+def test_memory_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "sm_count", lambda _: 2)
+    Products(CPU).reserve()  # nothing without tiles
+    monkeypatch.setattr(products, "tiles", lambda _: H200)
+    found = Products(CPU)
+    found.reserve()
+    kept = found._carried
+    assert kept is found._carried and not kept.flags.any()
+    assert kept.flags.numel() == 2 * 2 * 4 * WARPGROUPS
+
+
+def leaves_sums(n: int, m: int, k: int) -> bool:
+    """Whether clusters leave sums for others, of a product on an H200."""
+    return tiled_config(n, (octet_count(m),), ACCESS[:1], cols=k, sms=132).carriers > 0
+
+
+@pytest.mark.gpu
+def test_streams_and_graphs_beside_each_other() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    m, k = 12288, 2048
+    n = next(n for n in range(100, 4000, 100) if leaves_sums(n, m, k))
+    w = linear(m, k, torch.float16).weight
+    xs = [normal(n, k, dtype=torch.float16) * scale for scale in (1, 2, 4)]
+    alone = [poisoned(n, m, torch.float16) for _ in xs]
+    for x, out in zip(xs, alone, strict=True):
+        products.products(device)(x, w, ACCESS[:1], out)
+        assert written(out)
+    torch.cuda.synchronize()
+    outs = [poisoned(n, m, torch.float16) for _ in range(2 * len(xs))]
+    graphs, streams = [], [torch.cuda.Stream() for _ in outs]
+    for x, out in zip(xs, outs, strict=False):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # all of them captured from one stream
+            for _ in range(2):
+                products.products(device)(x, w, ACCESS[:1], out, overlap=True)
+        graphs.append(graph)
+    for _ in range(30):
+        for out in outs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for x, out, stream in zip(xs, outs[3:], streams[3:], strict=True):
+            with torch.cuda.stream(stream):
+                products.products(device)(x, w, ACCESS[:1], out, overlap=True)
+        torch.cuda.synchronize()
+        assert all(map(same_bits, outs, itertools.chain(alone, alone)))
