@@ -110,37 +110,33 @@ __device__ __forceinline__ Sums add_units(const Row& row, int head) {
       totals[i] = ptx::load_from_l2(totals_of(first + (32 * i + lane) * stride));
     }
   }
-  float4 values[kTogether];
-  const auto load = [&](int from) {
+  Sums sums;
+#pragma unroll 1
+  for (int from = 0; from < units; from += kTogether) {
+    float4 values[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; j++) {
-      values[j] = {};
-      if (from + j >= units) continue;
       const float* const at = first + (from + j) * stride + lanes_dimension();
-      values[j] = ptx::load_from_l2(reinterpret_cast<const float4*>(at));
+      values[j] = ptx::load_from_l2_or_zero(reinterpret_cast<const float4*>(at), from + j < units);
     }
-  };
-  load(0);
-  Sums sums;
-  sums.weigh(totals);
+    if (from == 0) {
+      sums.weigh(totals);
+    } else if (from % 32 == 0) {  // the next 32 weights are the lanes'
 #pragma unroll
-  for (int i = 0; i < kTotals; i++) {
-#pragma unroll
-    for (int within = 0; within < 32; within += kTogether) {
-      if (32 * i + within >= units) break;
-      if (i + within > 0) load(32 * i + within);
-#pragma unroll
-      for (int j = 0; j < kTogether; j++)
-        sums.add(__shfl_sync(0xffffffff, totals[i].x, within + j), values[j]);
+      for (int i = 0; i + 1 < kTotals; i++)
+        totals[i] = totals[i + 1];
     }
+#pragma unroll
+    for (int j = 0; j < kTogether; j++)
+      sums.add(__shfl_sync(0xffffffff, totals[0].x, from % 32 + j), values[j]);
   }
   return sums;
 }
 
-// Says by lane 0 for its warp, or by some lanes each for what is theirs, that one more is there of
-// what there are to be so many: whether it was the last.
-__device__ __forceinline__ bool arrive(int* at, int all) {
-  const bool last = ptx::add_in_order(at, 1) == all - 1;
+// Says by lane 0 for its warp, or by some lanes each for what is theirs, that some more are there
+// of what there are to be so many: whether they were the last.
+__device__ __forceinline__ bool arrive(int* at, int more, int all) {
+  const bool last = ptx::add_in_order(at, more) == all - more;
   if (last) *at = 0;
   return last;
 }
@@ -156,18 +152,27 @@ struct Meeting {
   // Keeps what the warp's item is.
   __device__ __forceinline__ void hold(const Task& task) const {
     const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x);
+    sync_warp();  // what it kept before has been read
     if (thread % 32 > 0) return;
     const int row = task.slot * args.kv_heads + task.head;
-    shared.held[thread / 32] = {row, task.unit, task.units, task.part, task.parts};
+    Held& held = shared.held[thread / 32];
+    const uint8_t before = held.left > 1 ? held.item_units : 0;
+    held = {row,
+            task.unit,
+            task.units,
+            task.part,
+            task.parts,
+            task.left,
+            static_cast<uint8_t>(before + 1)};
   }
   __device__ __forceinline__ Held held() const {
-    __syncwarp();
+    sync_warp();
     return shared.held[ptx::anew<uint32_t>(threadIdx.x) / 32];
   }
 
   // At the end all threads of the CTA come, whether their warp holds an item or not.
   __device__ __forceinline__ void hand_over(bool holds, const State& state, bool end) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int thread = ptx::anew<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (end) {
       if (args.max_parts == 1) return;
       if (!holds && lane == 0 && warp < kWarps) shared.held[warp].row = kNoRow;
@@ -178,10 +183,11 @@ struct Meeting {
       const Row row(args, held);
       float* const near = reinterpret_cast<float*>(smem) + warp * row.size;
       leave(state, args.group, end ? near : row.part(held.unit, held.part));
+      if (held.left > 1) return;
       __syncwarp();
       if (!end && held.parts > 1) {
         bool last = false;
-        if (lane == 0) last = arrive(row.parts_of_unit(held.unit), held.parts);
+        if (lane == 0) last = arrive(row.parts_of_unit(held.unit), 1, held.parts);
         if (!__ballot_sync(0xffffffff, last)) return;
       }
     }
@@ -192,7 +198,8 @@ struct Meeting {
  private:
   // The warp's own unit, or at the end those of all warps, of which a warp takes heads in turns.
   __device__ __forceinline__ void add_up(bool end) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = end ? kWarps + 1 : 1;
+    const int thread = ptx::anew<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+    const int step = end ? kWarps + 1 : 1;
     // Lane w looks at what warp w holds: which is the first of a unit.
     const Held lanes = shared.held[end ? min(lane, kWarps - 1) : warp];
     bool first = end ? lane < kWarps && lanes.row >= 0 : lane == 0;
@@ -239,8 +246,10 @@ struct Meeting {
     if (left == 0) return;
     bool last = false;
     if (lane < left) {
-      const Row row(args, shared.held[mine]);
-      last = arrive(row.units_of_head(mine_head), row.units);
+      const Held& of = shared.held[mine];
+      const Row row(args, of);
+      last = of.item_units == of.units ||
+             arrive(row.units_of_head(mine_head), of.item_units, of.units);
     }
 #pragma unroll 1
     for (uint32_t all = __ballot_sync(0xffffffff, last); all; all &= all - 1) {

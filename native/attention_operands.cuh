@@ -37,7 +37,7 @@ struct Queries {
   uint32_t step[GROUP_TILES][kSteps][2];
 
   __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, int slot, int head) {
-    const int lane = threadIdx.x % 32, t = lane % 4;
+    const int lane = lane_anew(), t = lane % 4;
 #pragma unroll
     for (int tile = 0; tile < GROUP_TILES; tile++) {
       const int of = min(8 * tile + lane / 4, args.group - 1);  // behind the last: never stored
@@ -51,7 +51,7 @@ struct Queries {
   }
 
   __device__ __forceinline__ void turn(const float2* rotations) {
-    const int t = threadIdx.x % 4;
+    const int t = ptx::anew<uint32_t>(threadIdx.x) % 4;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks / 2; chunk++) {
       const int dim = 8 * chunk + 2 * t, partner = chunk + kChunks / 2;
@@ -124,15 +124,15 @@ struct NewToken {
       if (dimension(i) < HEAD_DIM) put(stage, cached + kHalfBytes, dimension(i), values[i]);
     }
     const int end = (row / kTileRows + 1) * kTileRows * kRowBytes;
-    for (int at = (row + 1) * kRowBytes + threadIdx.x % 32 * 16; at < end; at += 32 * 16)
+    const int lane = lane_anew();
+#pragma unroll 1
+    for (int at = (row + 1) * kRowBytes + lane * 16; at < end; at += 32 * 16)
       *reinterpret_cast<float4*>(stage + at) = {0.0f, 0.0f, 0.0f, 0.0f};
     __syncwarp();
   }
 
  private:
-  __device__ __forceinline__ static int dimension(int number) {
-    return threadIdx.x % 32 + 32 * number;
-  }
+  __device__ __forceinline__ static int dimension(int number) { return lane_anew() + 32 * number; }
   __device__ __forceinline__ void put(uint8_t* stage, uint8_t* position, int dim,
                                       Element value) const {
     const int offset = (dim / 8 ^ swizzle_of(row)) * 16 + dim % 8 * 2;

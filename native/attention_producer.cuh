@@ -5,10 +5,11 @@
 
 // A block of an item and where it lies: what the copying warp tells the one that attends.
 struct Task {
-  int slot, first;  // of the item, no slot: there is nothing more; the item's first block
+  int slot, first;  // of the item, no slot: there is nothing more; the unit's first block
   uint16_t head, unit, units;  // of the item; how many units there are
-  uint16_t number, count;      // of its blocks: which it is, and how many there are
+  uint16_t number, count;      // of the unit's blocks: which it is, and how many there are
   uint8_t part, parts;         // of the unit
+  uint8_t left;                // units of the item, from this one on
   uint8_t k_stage, v_stage;
 };
 
@@ -18,6 +19,7 @@ struct Held {
   int row;  // the slot's number times the KV heads, plus the head's
   uint16_t unit, units;
   uint8_t part, parts;
+  uint8_t left, item_units;  // units of the item, from this one on, and up to it
 
   __device__ __forceinline__ bool whole() const { return units == 1 && parts == 1; }
 };
@@ -82,7 +84,8 @@ struct Producer {
   const Ring& ring;
   const int window;
   int slot, head, unit, units, part, parts;  // the lane's item
-  int first, number, count = 0;              // of its blocks, and the next
+  int blocks, left;                          // of the head; units of the item, and those to come
+  int first, number, count = 0;              // of the unit's blocks, and the next
   int rows;                                  // cached positions from there on
   const uint8_t* from;                       // where that lies
   int given = 0;                             // blocks so far
@@ -101,10 +104,13 @@ struct Producer {
       for (int warp = 0; warp < kWarps; warp++) {
         if (__shfl_sync(0xffffffff, count, warp) == 0) {
           if (items.done()) continue;
+          items.settle();
           if (lane == warp) {
             slot = items.slot, head = items.head, unit = items.unit, part = items.part;
-            units = items.cut.units, parts = items.parts;
-            first = items.first_block(), number = 0, count = items.block_count(),
+            units = items.cut.units, parts = items.parts, blocks = items.cut.blocks;
+            left = items.item_units;
+            first = items.first_block(), number = 0;
+            count = left > 1 ? unit_end() - first : items.block_count();
             rows = items.length - first * kBlock, from = items.address();
           }
           items.next();
@@ -113,7 +119,7 @@ struct Producer {
         RingPosition values = fill;
         values.advance(ring.stages);
         if (lane == warp) give(values);
-        __syncwarp();
+        sync_warp();
         issued += 2;
         fill = values;
         fill.advance(ring.stages);
@@ -134,6 +140,7 @@ struct Producer {
     Task& task = ring.shared.tasks[place];
     task.slot = slot, task.first = first, task.head = head, task.unit = unit, task.units = units;
     task.number = number, task.count = count, task.part = part, task.parts = parts;
+    task.left = left;
     task.k_stage = fill.stage, task.v_stage = values.stage;
     ptx::mbarrier_arrive(ring.task_barrier[place]);
   }
@@ -149,8 +156,11 @@ struct Producer {
     last.issued = issued + 1, last.at = values;
     given++;
     from += 2 * kHalfBytes, rows -= kBlock;
-    if (++number == count) count = 0;
+    if (++number < count) return;
+    first += count, number = count = 0;
+    if (--left > 0) unit++, count = unit_end() - first;
   }
+  __device__ __forceinline__ int unit_end() const { return (unit + 1) * blocks / units; }
 
   // Of a block that is only the new token's there is nothing to copy.
   __device__ __forceinline__ void load(const RingPosition& to, const uint8_t* source,

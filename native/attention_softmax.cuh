@@ -27,7 +27,7 @@ struct MatrixRow {
 __device__ __forceinline__ void multiply_keys(uint32_t keys, const Queries& queries,
                                               Scores& scores) {
   // Lanes of ldmatrix go by position, then by the next 8 dimensions.
-  const int lane = threadIdx.x % 32;
+  const int lane = lane_anew();
   const MatrixRow row(keys, lane % 16, lane / 16);
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
@@ -49,7 +49,7 @@ struct Weights {
   uint32_t pair[kTiles][GROUP_TILES][2];
 
   __device__ __forceinline__ Weights(Scores& scores, int valid, float scale, State& state) {
-    const int row = threadIdx.x % 32 / 4;
+    const int row = lane_anew() / 4;
 #pragma unroll
     for (int tile = 0; tile < GROUP_TILES; tile++) {
       float2 most = state.most[tile];
@@ -89,7 +89,7 @@ struct Weights {
 __device__ __forceinline__ void multiply_values(uint32_t values, int valid, const Weights& weights,
                                                 State& state) {
   // Lanes of ldmatrix go by dimension, then by the next 8 positions.
-  const int lane = threadIdx.x % 32;
+  const int lane = lane_anew();
   const MatrixRow row(values, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int i = 0; i < kTiles; i++) {

@@ -61,7 +61,7 @@ struct Row {
 
 // A warp's state over a whole KV head.
 __device__ __forceinline__ void store(const Row& row, const State& state) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int lane = lane_anew(), g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int tile = 0; tile < GROUP_TILES; tile++) {
     const float2 sums = {over_rows(state.sum[tile].x, false), over_rows(state.sum[tile].y, false)};
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store(const Row& row, const State& state) {
 
 // A warp's state over a part, as [group][kPart].
 __device__ __forceinline__ void leave(const State& state, int group, float* to) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int lane = lane_anew(), g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int tile = 0; tile < GROUP_TILES; tile++) {
     const float2 sums = {over_rows(state.sum[tile].x, false), over_rows(state.sum[tile].y, false)};

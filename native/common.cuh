@@ -27,6 +27,22 @@ __device__ __forceinline__ bool arrives_for_warp() {
   return kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0;
 }
 
+// The thread's lane where it matters. What depends on it is reckoned there: where that is in a
+// loop, it would else be kept in registers throughout.
+__device__ __forceinline__ uint32_t lane_anew() {
+  return ptx::anew<uint32_t>(threadIdx.x) % 32;
+}
+
+// What lanes of a warp have written or read comes before what others do next. The race checker sees
+// that only of barriers.
+__device__ __forceinline__ void sync_warp() {
+#if RACECHECK
+  ptx::named_barrier_sync(1 + threadIdx.x / 32, 32);
+#else
+  __syncwarp();
+#endif
+}
+
 // mbarriers that follow each other in shared memory, by their addresses.
 struct Barriers {
   uint32_t first;

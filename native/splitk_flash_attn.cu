@@ -74,7 +74,7 @@ struct Attended {
 
 // Waits for what a warp is told of its next block; whether there is one.
 __device__ __forceinline__ bool told(const Ring& ring, int taken) {
-  const int warp = threadIdx.x / 32, number = warp * kDepth + taken % kDepth;
+  const int warp = ptx::anew<uint32_t>(threadIdx.x) / 32, number = warp * kDepth + taken % kDepth;
   if (warp == kWarps) return false;
   wait_barrier(ring.task_barrier[number], taken / kDepth % 2);
   return ring.shared.tasks[number].slot >= 0;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
     // Whether others attend to more of the item, which is now complete; and only in other CTAs.
     bool holds = false, at_once = false;
     if (more) {
-      const int number = threadIdx.x / 32 * kDepth + taken % kDepth;
+      const int number = ptx::anew<uint32_t>(threadIdx.x) / 32 * kDepth + taken % kDepth;
       const Task task = ring.shared.tasks[number];
       if (task.number == 0) meeting.hold(task);
       const bool last = task.number + 1 == task.count;
@@ -128,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   const Ring ring(args, shared);
   const bool copies = threadIdx.x / 32 == kWarps;
   if (threadIdx.x == 32 * kWarps) ring.initialize();
+  if (threadIdx.x < kWarps) shared.held[threadIdx.x].left = 0;
   __syncthreads();
   if (copies) {
     int tier = 0;

@@ -46,6 +46,7 @@ struct SplitKFlashAttnArgs {
   int tier_count, kv_heads, group;
   int slot_blocks;               // that a cache has room for, of each KV head
   int unit_blocks, part_blocks;  // at most, unless there is no warp left for a part
+  int item_units;                // at most, of an item that is no part: 1 where units have parts
   int max_units, max_parts;
   int stages;
   float scale;  // of the scores, times log2(e)
@@ -63,7 +64,8 @@ __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int sl
 }
 
 // How the blocks of a KV head are shared out: to CTAs by units, as few as can be, and of a unit to
-// warps by parts, as even as can be. What a warp attends to, an item, is a part.
+// warps by parts, as even as can be. What a warp attends to, an item, is a part, or some units, of
+// which each has a softmax of its own.
 struct Cut {
   int blocks, units;
 
@@ -74,6 +76,10 @@ struct Cut {
   __device__ __forceinline__ int first_block(int unit) const { return unit * blocks / units; }
   __device__ __forceinline__ int block_count(int unit) const {
     return first_block(unit + 1) - first_block(unit);
+  }
+  // The first unit that starts at `block` or behind it.
+  __device__ __forceinline__ int unit_from(int block) const {
+    return (block * units + blocks - 1) / blocks;
   }
   __device__ __forceinline__ int parts(const SplitKFlashAttnArgs& args, int unit) const {
     return min(kWarps, over(block_count(unit), args.part_blocks));
@@ -91,12 +97,13 @@ struct Cut {
 struct Items {
   const SplitKFlashAttnArgs& args;
   int slot, head = 0, unit = 0, part = 0;
-  int length = 0;            // of the slot: its cached positions
-  Cut cut = {};              // of each of its heads
-  int first = 0, count = 0;  // blocks of the unit
+  int length = 0;  // of the slot: its cached positions
+  Cut cut = {};    // of each of its heads
+  int item_units = 1;
+  int first = 0, count = 0;  // blocks of these units
   int parts = 1;
   uint8_t* cache = nullptr;  // the slot's own
-  int64_t left;              // blocks up to where the next CTA's items start
+  int left;                  // blocks up to where the next CTA's items start
 
   // All lanes of a warp. A unit is the CTA's in whose even share of the tier's blocks it starts.
   __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int number)
@@ -113,11 +120,11 @@ struct Items {
 #pragma unroll
     for (int far = 1; far < 32; far *= 2)
       total += __shfl_xor_sync(0xffffffff, total, far);
-    const int64_t all = static_cast<int64_t>(total) * args.kv_heads;
     const int ctas = next.first_cta - tier.first_cta;
     const int cta = static_cast<int>(blockIdx.x) - tier.first_cta;
-    int64_t start = all * cta / ctas;
-    left = all * (cta + 1) / ctas - start;
+    const int all = total * args.kv_heads, each = all / ctas, more = all % ctas;
+    int start = each * cta + more * cta / ctas;
+    left = each * (cta + 1) + more * (cta + 1) / ctas - start;
     // The first slot that ends behind `start`, 32 slots at a time.
     while (slot < next.first_slot) {
       int sum = slot + lane < next.first_slot ? blocks_of(args, slot + lane) : 0;
@@ -127,9 +134,9 @@ struct Items {
         if (lane >= far) sum += before;
       }
       // Slots of these that end at `start` or before.
-      const int64_t ends = static_cast<int64_t>(sum) * args.kv_heads;
+      const int ends = sum * args.kv_heads;
       const int behind = __popc(__ballot_sync(0xffffffff, ends <= start));
-      const int64_t passed = behind ? __shfl_sync(0xffffffff, ends, behind - 1) : 0;
+      const int passed = behind ? __shfl_sync(0xffffffff, ends, behind - 1) : 0;
       slot += behind;
       start -= passed;
       if (behind < 32) break;
@@ -143,11 +150,10 @@ struct Items {
       left = 0;
       return;
     }
-    head = static_cast<int>(start / cut.blocks);
-    const int within = static_cast<int>(start % cut.blocks);
-    unit = (within * cut.units + cut.blocks - 1) / cut.blocks;
+    head = start / cut.blocks;
+    const int within = start - head * cut.blocks;
+    unit = cut.unit_from(within);
     left -= cut.first_block(unit) - within;
-    settle();
   }
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
@@ -163,14 +169,12 @@ struct Items {
   __device__ __forceinline__ void next() {
     if (++part < parts) return;
     left -= count;
-    unit++;
-    settle();
+    unit += item_units, part = 0;
   }
-
- private:
-  // To the unit, of the next head or slot where this one has no more; `left` bounds the slots.
+  // To be called before the item is looked at, where there is one: goes to the next head or slot
+  // where this one has no more units; `left` bounds the slots.
   __device__ __forceinline__ void settle() {
-    if (left <= 0) return;
+    if (part > 0) return;
     if (unit >= cut.units) {
       unit = 0;
       if (++head >= args.kv_heads) {
@@ -181,10 +185,14 @@ struct Items {
         } while (cut.blocks == 0);
       }
     }
-    part = 0;
-    first = cut.first_block(unit), count = cut.block_count(unit);
+    // The units that start in the CTA's share.
+    const int end = min(cut.units, cut.unit_from(cut.first_block(unit) + min(left, cut.blocks)));
+    item_units = min(args.item_units, end - unit);
+    first = cut.first_block(unit), count = cut.first_block(unit + item_units) - first;
     parts = cut.parts(args, unit);
   }
+
+ private:
   __device__ __forceinline__ void enter() {
     length = args.lengths[slot];
     cut = Cut(args, blocks_of(args, slot));

@@ -161,6 +161,7 @@ struct TileOutputs {
       } else if (whole) {
         *shared = *reinterpret_cast<const uint4*>(args.residual + at);
       } else {
+#pragma unroll 1
         for (int i = 0; i < min(kChunk, exist); i++)
           reinterpret_cast<Element*>(shared)[i] = args.residual[at + i];
       }

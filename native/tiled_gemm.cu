@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
   const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);
   RingPosition fill, landed;
   int issued = 0;
-  for (Tiles tile(args, place); !tile.done; tile.next()) {
+  for (Tiles tile(args, place); tile.next();) {
     const Octet octet(args.weight, min(tile.octet + min(lane, max(tile.octets, 1) - 1), last));
     const bool copies = lane < tile.octets && (lane == 0 || octet.place == 0);
     const int bytes = min(tile.octets - lane, octet.group_octets - octet.place) * kAtomBytes;
@@ -124,9 +124,8 @@ __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ri
   const int part = shares ? args.box_rows * place.sharer : 0;
   const int box_bytes = args.w_ctas * args.box_rows * kAtomK * 2;
   RingPosition fill;
-  Tiles tile(args, place);
-  wait_for_input(args);
-  for (; !tile.done; tile.next()) {
+  for (Tiles tile(args, place); tile.next();) {
+    if (tile.first()) wait_for_input(args);
     const int boxes = max(0, min(most, (args.n - tile.n + kXRows - 1) / kXRows));
     if (copies) {
 #pragma unroll 1
@@ -167,9 +166,8 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
   const uint32_t of_w = first_octet * kAtomBytes, of_x = first_row * kAtomK * 2;
   const Staging staging(ring.first - kWarpgroups * kStagingBytes, warpgroup);
   RingPosition stage;
-  Tiles tile(args, place);
-  wait_for_input(args);
-  for (; !tile.done; tile.next()) {
+  for (Tiles tile(args, place); tile.next();) {
+    if (tile.first()) wait_for_input(args);
     if (first_octet >= tile.octets || tile.n + first_row >= args.n) {
       pass_stages(tile.k_end - tile.k, ring, stage);
       pass_segments(args, tile);
@@ -244,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
       load_x(args, ring, place);
     } else {
       wait_for_input(args);
-      for (Tiles tile(args, place); !tile.done; tile.next())
+      for (Tiles tile(args, place); tile.next();)
         pass_segments(args, tile);
     }
   }

@@ -94,8 +94,7 @@ struct Place {
 struct Tiles {
   const TiledGemmArgs& args;
   int tier, cluster, w, x, segment;
-  int turn = 0;
-  bool done;
+  int turn = -1;
   int octet, octets;  // of W, counted from the matrix's first; there may be none
   int n;              // the first row of X
   int k, k_end;       // atoms
@@ -108,18 +107,19 @@ struct Tiles {
         cluster(place.cluster),
         w(args.w_ctas > 1 ? place.sharer : 0),
         x(args.w_ctas > 1 ? 0 : place.sharer),
-        segment(place.segment) {
-    locate();
-  }
-  __device__ __forceinline__ void next() {
+        segment(place.segment) {}
+
+  // Goes to the first tile, or the next; whether there is one.
+  __device__ __forceinline__ bool next() {
     turn++;
-    locate();
+    return locate();
   }
+  __device__ __forceinline__ bool first() const { return turn == 0; }
   // Whether this is the CTA's last one, where none are shared.
   __device__ __forceinline__ bool last() const { return turn + 1 >= args.tiers[tier].rounds; }
 
  private:
-  __device__ __forceinline__ void locate() {
+  __device__ __forceinline__ bool locate() {
     tier = ptx::anew(tier);  // else all below would stay in registers
     const TierTiles& of = args.tiers[tier];
     int number = cluster + turn * of.clusters;
@@ -128,8 +128,7 @@ struct Tiles {
     k = min(k, k_end);
     carried = leaves = false;
     if (turn >= of.rounds) number = share(of);
-    done = number >= of.w_tiles * of.x_tiles;
-    if (done) return;
+    if (number >= of.w_tiles * of.x_tiles) return false;
     const int whole = of.w_tiles * of.block_tiles, block = number / whole;
     const int in_block = number - block * whole, before = block * of.block_tiles;
     const int width = min(of.block_tiles, of.x_tiles - before), row = in_block / width;
@@ -137,6 +136,7 @@ struct Tiles {
     octets = max(0, min(of.tile_octets, args.weight.tiers[tier + 1].first_octet - octet));
     const int x_rows = kWarpgroups / of.row_groups * kXRows;
     n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
+    return true;
   }
 
   // The number of a tile, or one behind all.

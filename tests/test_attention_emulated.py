@@ -91,6 +91,22 @@ def test_units_and_parts_add_up(unit: int, part: int, group: int) -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("unit", [1, 3])
+def test_no_bit_depends_on_items(unit: int, group: int) -> None:
+    """However many units are an item, or start in a CTA's share."""
+    found = []
+    for tiers, sms, items in (((4,), 3, 1), ((4,), 1, 3), ((3, 1), SMS, 2), ((4,), 2, 100)):
+        case = Case((640, 63, 64, 330), 2, group, 64)
+        config = dataclasses.replace(
+            case.config(tiers, sms=sms), unit_blocks=unit, part_blocks=unit, item_units=items
+        )
+        slots = case.slots()
+        found.append(case.run(config, slots))
+        case.check(found[-1], slots, 1e-3)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("parts", [False, True])
 def test_units_and_parts_are_alike(parts: bool) -> None:
     """Of 11 blocks, at most 10 to a unit or part, there are 6 and 5, and not 10 and 1."""

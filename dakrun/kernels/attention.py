@@ -35,8 +35,8 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("out", "partials", "arrivals")),
         ("stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("tier_count", "kv_heads", "group", "slot_blocks")),
-        *((name, ctypes.c_int) for name in ("unit_blocks", "part_blocks", "max_units")),
-        *((name, ctypes.c_int) for name in ("max_parts", "stages")),
+        *((name, ctypes.c_int) for name in ("unit_blocks", "part_blocks", "item_units")),
+        *((name, ctypes.c_int) for name in ("max_units", "max_parts", "stages")),
         ("scale", ctypes.c_float),
     )
 
@@ -118,6 +118,7 @@ def splitk_flash_attn(
         slot_blocks=config.shape.blocks,
         unit_blocks=config.unit_blocks,
         part_blocks=config.part_blocks,
+        item_units=config.item_units,
         max_units=config.max_units,
         max_parts=config.max_parts,
         stages=config.stages,

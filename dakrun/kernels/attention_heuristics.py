@@ -28,8 +28,9 @@ class AttentionConfig:
 
     A stage is the keys, or the values, of a block. A KV head of a slot is cut into as few units as
     have at most `unit_blocks`, each of them a CTA's, and units into parts of `part_blocks`, each of
-    them a warp's, or into longer ones where there are not as many warps. Where a CTA is to be
-    `alone`, an SM has room for no other.
+    them a warp's, or into longer ones where there are not as many warps. A unit without parts is a
+    warp's, with others behind it of the same head, at most `item_units`: no bit depends on how
+    many. Where a CTA is to be `alone`, an SM has room for no other.
     """
 
     shape: KVShape
@@ -39,6 +40,7 @@ class AttentionConfig:
     stages: int
     unit_blocks: int
     part_blocks: int
+    item_units: int
     alone: bool = False
 
     @property
@@ -94,18 +96,19 @@ def attention_config(
         for tier, count in zip(tiers, ctas, strict=True)
     )
     heads = (capacity or sum(slots)) * shape.kv_heads
-    unit, part = cut(shape.blocks, heads)
-    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, unit, part, alone)
+    unit, part, items = cut(shape.blocks, heads)
+    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, unit, part, items, alone)
 
 
-def cut(blocks: int, heads: int) -> tuple[int, int]:
-    """The blocks of units and of parts."""
+def cut(blocks: int, heads: int) -> tuple[int, int, int]:
+    """The blocks of units and of parts, and the units of an item."""
     enough = (part for part in PART_BLOCKS if heads * ceil_div(blocks, part) >= ITEMS)
     part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, MOST_UNITS))
     units = UNITS // heads
     if units * heads >= FULL * UNITS:
-        return max(part, ceil_div(blocks, units)), part
-    return part, part
+        return max(part, ceil_div(blocks, units)), part, 1
+    items = heads * ceil_div(blocks, part)
+    return part, part, max(1, min(PART_BLOCKS[0] // part, int(items / (FULL * ITEMS))))
 
 
 def _window(stages: int, wanted: int) -> int:
