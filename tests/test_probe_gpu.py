@@ -216,7 +216,7 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(value > 0.7 for value in (*linear.efficiency, *attention.efficiency))
     assert set(profile.compute) == {"float16", "bfloat16", "float32"}
     assert profile.facts["l2_bytes"] > 0 and "numa" in profile.facts
-    assert all(m.value > 0 and m.runs >= 3 for m in measurements)
+    assert all(m.runs >= 3 and (m.value > 0 or "fixed cost" in m.what) for m in measurements)
     assert torch.cuda.mem_get_info()[0] > before - 600 * MIB, "the buffers are given back"
 
 
