@@ -70,7 +70,7 @@ QUICK = Effort(
     sms=(2, 4, 8, 16, 32),
     op_bytes=tuple(n * MIB for n in (8, 32, 128, 256)),
     rows=(8, 64),
-    many_rows=(128, 512, 2048),
+    many_rows=(128, 1024),
     slots=(8, 512),
     batch_sizes=(8, 64, 512, 2048),
 )
