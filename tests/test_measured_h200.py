@@ -9,6 +9,7 @@ from dakrun.plan.ops import linear_op
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.roofline import predicted_time
 from dakrun.probe.congestion import fixed_cost
+from dakrun.probe.effort import FULL
 from dakrun.profile_files import load_profile
 
 KIB, MIB = 2**10, 2**20
@@ -32,30 +33,30 @@ STEPS = {
 }  # fmt: skip
 
 # Products in chains on an H200 whose HBM gives KERNEL_RATE: the share of that rate for 8, 16 and 32
-# rows of X (SplitK_GEMM) and 64, by shape of the weight. Long rows for few outputs fare worse. Of
-# 64, 4096 x 16384 is by the tiled GEMM on a card of 4.77e12, the others still by SplitK_GEMM.
-KERNEL_RATE = 4.64e12
+# rows of X (SplitK_GEMM) and 64 (the tiled GEMM), by shape of the weight. Long rows for few outputs
+# fare worse. None: tiles that do not suit the SMs, or cards that differ.
+KERNEL_RATE = 4.727e12
 KERNELS = {
-    (28672, 7168): (0.95, 0.95, 0.94, 0.91),
-    (7168, 28672): (0.95, 0.95, 0.94, 0.90),
-    (7168, 7168): (0.90, 0.90, 0.87, 0.73),
-    (16384, 4096): (0.94, 0.93, 0.90, 0.82),
-    (4096, 16384): (0.90, 0.89, 0.85, 0.80),
-    (12288, 4096): (0.92, 0.90, 0.87, 0.75),
-    (22016, 4096): (0.96, 0.94, 0.93, 0.79),
-    (4096, 4096): (0.77, 0.74, 0.69, None),
+    (28672, 7168): (0.965, 0.961, 0.949, 0.910),
+    (7168, 28672): (0.966, 0.962, 0.951, 0.916),
+    (7168, 7168): (0.952, 0.930, 0.901, 0.808),
+    (16384, 4096): (0.957, 0.942, 0.913, 0.883),
+    (4096, 16384): (0.938, 0.921, 0.875, None),
+    (12288, 4096): (0.945, 0.925, 0.887, 0.820),
+    (22016, 4096): (0.971, 0.963, 0.936, None),
+    (4096, 4096): (0.816, 0.784, 0.719, 0.588),
 }
 
 
-# Seconds of decode steps, all in HBM, on an H200: prompts of 32 tokens, 32 new ones. Of 512 rows it
-# is the middle of what cards took: 16.17 to 17.02 ms.
+# Seconds of decode steps, all in HBM, on an H200: prompts of 32 tokens, 32 new ones.
 DECODE_STEPS: dict[tuple[str, Dtype, int], float] = {
-    ("opt-6.7b", "float16", 8): 3.346e-3,
-    ("opt-6.7b", "float16", 128): 5.986e-3,
-    ("opt-6.7b", "float16", 512): 16.6e-3,
-    ("llama-2-7b", "float16", 8): 3.294e-3,
-    ("llama-3-8b", "bfloat16", 8): 3.784e-3,
-    ("llama-3-8b", "bfloat16", 128): 5.885e-3,
+    ("opt-6.7b", "float16", 8): 3.308e-3,
+    ("opt-6.7b", "float16", 64): 4.297e-3,
+    ("opt-6.7b", "float16", 128): 5.550e-3,
+    ("opt-6.7b", "float16", 512): 15.93e-3,
+    ("llama-2-7b", "float16", 8): 3.231e-3,
+    ("llama-3-8b", "bfloat16", 8): 3.604e-3,
+    ("llama-3-8b", "bfloat16", 128): 5.519e-3,
 }
 
 
@@ -114,16 +115,13 @@ def test_chains_of_reads_of_another_card(model: str) -> None:
 
 @pytest.mark.parametrize(("model", "dtype", "batch_size"), DECODE_STEPS)
 def test_decode_steps(model: str, dtype: Dtype, batch_size: int) -> None:
-    """Of the engine, as medians of 31 steps: products of many rows, norms and sampling included.
-
-    At 128 rows layers take 13 us that no chain of launches has.
-    """
+    """Of the engine, as medians of 31 steps: products of many rows, norms and sampling included."""
     work = Workload(batch_size=batch_size, prompt_len=32, new_tokens=32, max_model_len=64)
     config = known_model(model)
     assert config is not None
     plan = make_plan(config.with_dtype(dtype), work, PROFILE, Policy(offload_ratio=0.0))
     measured = DECODE_STEPS[model, dtype, batch_size]
-    assert plan.predicted_s == pytest.approx(measured, rel=0.08 if batch_size == 128 else 0.04)
+    assert plan.predicted_s == pytest.approx(measured, rel=0.04)
     assert plan.bound_s < 0.9 * measured
 
 
@@ -156,7 +154,13 @@ def shows_what_the_method_rests_on(profile: HardwareProfile) -> None:
     assert by_size[8] >= 6 * host.direct_bytes_per_s
 
 
+def test_long_slots_are_read_at_hbm_s_rate() -> None:
+    """However many there are."""
+    assert PROFILE.attention.rows == FULL.slots
+    assert min(PROFILE.attention.efficiency) > 0.9
+
+
 def test_its_sweeps() -> None:
     shows_what_the_method_rests_on(PROFILE)
     assert {"hbm", "l2", "host direct", "chain", "matmul float16"} <= set(PROFILE.sweeps)
-    assert (PROFILE.provenance.kind, PROFILE.provenance.date) == ("measured", "2026-11-21")
+    assert (PROFILE.provenance.kind, PROFILE.provenance.date) == ("measured", "2026-11-22")
