@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dakrun.hardware import LOCAL
 from dakrun.kernels import gemm, products, tiled_gemm
-from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.packing import PackedPart, PackedTensor, Split
 from dakrun.kernels.products import Products
 from dakrun.kernels.tiled_heuristics import tiled_config
@@ -121,6 +121,30 @@ def test_launches(
     assert kernels.launched == wanted
     exact = F.linear(x.float(), w.dense().float(), bias.float()) + residual
     torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_what_is_brought_ahead(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the local octets, behind those that are read at once, for few rows."""
+    monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
+    monkeypatch.setattr(products, "sm_count", lambda _: 10)
+    splits = split_octets((60, 4), ACCESS, sms=10)
+    data = torch.randn(512, 4096, dtype=torch.float16)
+    here, there = packed(data, splits).parts
+    near, far = (
+        PackedPart(LOCAL, here.split, here.data),
+        PackedPart("host", there.split, there.data),
+    )
+    wide = PackedTensor(data.shape, data.dtype, (near, far))
+    found = Products(CPU)
+    for n in (1, 8, 32):
+        ahead = found.ahead(n, wide, ACCESS)
+        assert ahead is not None and ahead.dtype == torch.uint8
+        begin = ahead.data_ptr() - here.data.data_ptr()
+        assert begin > 0 and begin + ahead.numel() <= here.data.numel()
+    assert found.ahead(33, wide, ACCESS) is None
+    away = PackedPart("host", here.split, here.data), far
+    assert found.ahead(8, PackedTensor(wide.shape, wide.dtype, away), ACCESS) is None
 
 
 def test_streams_and_graphs_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
