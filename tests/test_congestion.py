@@ -77,8 +77,8 @@ def test_the_window_of_a_shipped_profile_is_the_one_chosen(name: str) -> None:
     for tier in profile.remote:
         if sweep := profile.sweeps.get(f"{tier.name} congestion"):
             points = [Point(int(n), int(size), a, b) for n, size, a, b, _ in sweep.rows]
-            rates = tier.direct_bytes_per_s, profile.hbm_bytes_per_s
-            found = widened(points, choose_window(points, *rates))
+            link = max(profile.sweeps[f"{tier.name} direct"].column("bytes_per_s"))
+            found = widened(points, choose_window(points, link, profile.hbm_bytes_per_s))
             assert (found.sms, found.in_flight) == (tier.sms, tier.window_bytes)
 
 

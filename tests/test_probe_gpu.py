@@ -123,12 +123,12 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tier == RemoteTier(
         name="host", capacity_bytes=GIB,
         direct_bytes_per_s=5.132e10, staged_bytes_per_s=5.2e10,  # while HBM is read, as a run does
-        window_bytes=256 * KIB, sms=16,
+        window_bytes=256 * KIB, sms=8,
     )  # fmt: skip
     said = {m.what: m.value for m in probe.log.measurements}
-    assert said["host read, window of 256.00 KiB on 16 SMs"] == 5.132e10
+    assert said["host read, window of 256.00 KiB on 8 SMs"] == 5.132e10
     assert said["host read, direct"] == 5.153e10
-    assert said["HBM read beside host, window of 256.00 KiB on 16 SMs"] == 4.741e12
+    assert said["HBM read beside host, window of 256.00 KiB on 8 SMs"] == 4.741e12
     assert said["host to HBM, copy engine"] == 5.55e10
     assert said["host, multicast to 8"] == measured.sweeps["host multicast"].rows[-1][2]
     assert probe.peers_together({"host": host, "peer:1": host}) is None
