@@ -1,7 +1,8 @@
 """The octet: 8 whole rows of a matrix, the unit in which it is placed, stored and computed.
 
 An octet lies in one tier. The last one of a matrix may have fewer rows. The octets of a tier are
-dealt out in turn, in groups, to its CTAs, one on each of its SMs.
+dealt out in turn, in groups, to its CTAs, one on each of its SMs. This is what planner and kernels
+have to agree on.
 """
 
 import functools

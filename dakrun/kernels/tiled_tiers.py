@@ -106,6 +106,11 @@ def tier_tiles(
     *,
     even: bool,
 ) -> TierTiles:
+    """How `octets` of W are computed for `n` rows of X, in tiles of `tile_octets` octets a CTA.
+
+    By `clusters`, or as many as have a tile, with rings of `stages` as far as `access` lets them be
+    in flight. They share the last tiles if `even` is wanted, and possible.
+    """
     across = ceil_div(n, shape.rows)
     even = (
         even and shape.k_ctas == 1 and shares(tile_count(n, octets, tile_octets, shape), clusters)

@@ -22,9 +22,9 @@ Counts = tuple[int, ...]
 def assemble(problem: Problem, placements: Mapping[str, tuple[Counts, ...]]) -> Plan:
     """The plan with the given units per layer and tier of every op.
 
-    Remote parts of matrices are read as asked for, or else all of them directly, all staged, or
-    each as is predicted to be faster, whatever the whole step is fastest with. Raises CannotRun
-    where a tier then holds more than its budget.
+    Remote parts of matrices are read as asked for; or else all of them directly, all staged, or
+    each in the way that is faster for its op, whichever of the three makes for the fastest step.
+    Raises CannotRun where a tier then holds more than its budget.
     """
     transports: tuple[Transport, ...] = ("direct", "staged")
     if problem.policy.transport:

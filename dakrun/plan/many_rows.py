@@ -54,8 +54,9 @@ def many_rows_sms(
 ) -> tuple[int, ...]:
     """SMs for each tier's part of a product of many rows, of which all layers have `counts` octets.
 
-    A remote part gets the fewest with which it ends before the local one, or no later than its link
-    allows, or one less where that is sooner.
+    The kernel makes its own choice, of whole clusters and tiles (kernels/tiled_remote.py), near
+    this one. Here a remote part gets the fewest with which it ends before the local one, or no
+    later than its link allows, or one less where that is sooner.
     """
     layer = [n * op.units / sum(counts) for n in counts]
     sms = [int(n > 0) for n in counts]

@@ -154,8 +154,8 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
     """Seconds that `op` is expected to take, with its fixed cost and that of a norm ahead of it.
 
     It is bounded by `kernel` seconds of arithmetic and of reading local bytes, for which a norm has
-    to end first, and by `link` seconds of reading remote ones. These kernels wait for at a link's
-    full rate, whatever the efficiency of the rest: their requests go out while ops before end.
+    to end first, and by `link` seconds of reading remote ones. Links give their full rate, whatever
+    the efficiency of the rest: kernels ask for remote bytes while ops before end.
     """
     seconds, efficiency = op_cost(op, profile)
     return max(kernel / efficiency + norm_time(op, profile), link) + seconds

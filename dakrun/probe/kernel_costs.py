@@ -28,7 +28,7 @@ COLUMNS = ("n", "op_bytes", "op_s", "bytes_per_s", "spread")
 
 
 def linear_sweep(bench: Bench) -> Sweep:
-    """Chains of SplitK_GEMM by rows of X and bytes of a weight; each launch reads another weight.
+    """Chains of products by rows of X and bytes of a weight; each launch reads another weight.
 
     Smaller weights stand in where the buffer has no room.
     """
