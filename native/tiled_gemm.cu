@@ -27,7 +27,7 @@ struct Ring {
         empty_barrier{full_barrier[kMaxStages]},
         first(in_register(ptx::smem_address(smem)) + kWarpgroups * kStagingBytes),
         stages(tier.stages),
-        w_bytes(tier.row_groups * kTileOctets * kAtomBytes),
+        w_bytes(tier.tile_octets * kAtomBytes),
         stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
         sharers(place.sharers),
         first_sharer(place.first_sharer) {}

@@ -108,6 +108,25 @@ def test_how_it_is_launched(
 
 
 @pytest.mark.parametrize(
+    ("slots", "window", "ctas"),
+    [
+        ((63, 1), 2**18, (128, 4)), ((63, 1), 2**20, (124, 8)), ((62, 2), 2**18, (124, 8)),
+        ((0, 4), 2**18, (0, 8)),
+    ],
+)  # fmt: skip
+def test_a_remote_tier_leaves_ctas_that_the_local_one_has_use_for(
+    slots: tuple[int, int], window: int, ctas: tuple[int, int]
+) -> None:
+    """504 heads are five for one of 124 CTAs, and four for each of 128."""
+    tiers = (TierAccess(), TierAccess(8, window))
+    config = attention_config(KVShape(8, 128, 2048), slots, tiers, sms=132)
+    assert config.ctas == ctas
+    assert config.ctas[1] * config.windows[1] * stage_bytes(config.shape) == min(
+        window, 8 * 112 * 1024
+    )
+
+
+@pytest.mark.parametrize(
     ("blocks", "heads", "unit", "part"),
     [
         (32, 512, 32, 32), (17, 448, 16, 16), (2048, 8, 128, 32), (32, 8, 4, 4), (32, 64, 16, 4),

@@ -81,7 +81,7 @@ def local(run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, even: boo
     """All of a weight in HBM, computed as given."""
     (part,), cols = run.of.weight.parts, run.of.weight.shape[1]
     tier = local_tier(n, part.split.octets, shape, sms, -(-cols // 64), size, even=even)
-    return TiledConfig((Launch(shape, shape.stages(size), (tier,)),))
+    return TiledConfig((Launch(shape, shape.stages(size, tier.tile_octets), (tier,)),))
 
 
 @pytest.mark.parametrize("x_tiles", [8, 16, 24, 32])

@@ -77,15 +77,22 @@ def attention_config(
 ) -> AttentionConfig:
     """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
 
-    Remote tiers get the SMs that they are read by, the local one the rest, one CTA each. Results
+    Remote tiers get the SMs that they are read by, the local one the rest, one CTA each; or fewer,
+    if they can have as much in flight and the local CTAs then have less to do. Results
     are the same to the bit for equal shapes and `capacity`: the slots that a cache has, if launches
     are for some of them. It is to be `alone` behind kernels whose CTAs fill an SM each: of these
     some end before others, and an SM would get two of it that another one has none of.
     """
+    heads = (capacity or sum(slots)) * shape.kv_heads
+    unit, part, items = cut(shape.blocks, heads)
+    units = slots[0] * shape.kv_heads * ceil_div(shape.blocks, unit)
     remote = [
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], slots[1:], strict=True)
     ]
+    for number, tier in enumerate(tiers[1:]):
+        others = sms - sum(remote) + remote[number]
+        remote[number] = _even(units, others, remote[number], tier, shape)
     local = max(1, sms - sum(remote)) if slots[0] else 0
     ctas = (local, *remote)
     stages = min(MAX_STAGES, SHARED_BYTES // stage_bytes(shape))
@@ -95,8 +102,6 @@ def attention_config(
         else _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
         for tier, count in zip(tiers, ctas, strict=True)
     )
-    heads = (capacity or sum(slots)) * shape.kv_heads
-    unit, part, items = cut(shape.blocks, heads)
     return AttentionConfig(shape, tuple(slots), ctas, windows, stages, unit, part, items, alone)
 
 
@@ -109,6 +114,22 @@ def cut(blocks: int, heads: int) -> tuple[int, int, int]:
         return max(part, ceil_div(blocks, units)), part, 1
     items = heads * ceil_div(blocks, part)
     return part, part, max(1, min(PART_BLOCKS[0] // part, int(items / (FULL * ITEMS))))
+
+
+def _even(units: int, sms: int, most: int, tier: TierAccess, shape: KVShape) -> int:
+    """The CTAs for a remote tier, `most` or fewer, with which the local ones have the least to do.
+
+    These have `units`, and what is left of `sms`. As much of the tier can be in flight.
+    """
+    if tier.window_bytes is None or not units:
+        return most
+    stages = tier.window_bytes // stage_bytes(shape)
+
+    def flying(ctas: int) -> int:
+        return ctas * max(1, min(MOST_WINDOW, stages // max(1, ctas)))
+
+    counts = (ctas for ctas in range(most, 0, -1) if flying(ctas) >= min(stages, flying(most)))
+    return min(counts, key=lambda ctas: ceil_div(units, max(1, sms - ctas)), default=most)
 
 
 def _window(stages: int, wanted: int) -> int:

@@ -172,7 +172,8 @@ def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
             raise ValueError(f"expected one launch for the octets in {part.tier}, got {config}")
     for launch in launches:
         even = any(tier.even for tier in launch.tiers)
-        if not launch.shape.sums_fit(launch.stages) or (even and launch.shape.k_ctas > 1):
+        fit = launch.shape.sums_fit(launch.stages, launch.tile_octets)
+        if not fit or (even and launch.shape.k_ctas > 1):
             raise ValueError(f"sums of segments do not fit into {launch}")
 
 

@@ -76,7 +76,8 @@ def tiled_config(
     if octets[0]:
         _, shape = local(left)
         tier = local_tier(n, octets[0], shape, left, atoms, limits, window=tiers[0])
-        launches.append(Launch(shape, shape.stages(limits), (tier, *nobody[1:])))
+        stages = shape.stages(limits, tier.tile_octets)
+        launches.append(Launch(shape, stages, (tier, *nobody[1:])))
     return TiledConfig(tuple(launches))
 
 
@@ -93,7 +94,8 @@ def _local_too(
         local_tier(n, count, shape, own * shape.ctas, atoms, limits) if count else TierTiles(0)
         for count, own in zip(octets[1:], given, strict=True)
     ]
-    return Launch(shape, shape.stages(limits), (TierTiles(0), *tiers))
+    stages = shape.stages(limits, max(tier.tile_octets for tier in tiers))
+    return Launch(shape, stages, (TierTiles(0), *tiers))
 
 
 def _at_most(counts: list[int], most: int) -> list[int]:
@@ -132,7 +134,7 @@ def local_tier(
     _, tile_octets, chosen = min(
         [option for option in options if even is None or option[2] == even] or options
     )
-    stages = shape.stages(limits)
+    stages = shape.stages(limits, tile_octets)
     return tier_tiles(n, octets, shape, clusters, access, stages, tile_octets, even=chosen)
 
 

@@ -78,25 +78,25 @@ class Shape:
         """Of X in a cluster's tile."""
         return OCTET_ROWS * self.across * self.x_ctas
 
-    @property
-    def stage_bytes(self) -> int:
-        """Of a stage: 64 columns of W and X."""
-        return ATOM_BYTES * (self.octets + self.across)
+    def stage_bytes(self, octets: int) -> int:
+        """Of a stage: 64 columns of `octets` of W, and of X."""
+        return ATOM_BYTES * (octets + self.across)
 
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
-        stages = self.stages(limits)
-        return stages >= 2 and self.sums_fit(stages)
+        stages = self.stages(limits, self.octets)
+        return stages >= 2 and self.sums_fit(stages, self.octets)
 
-    def sums_fit(self, stages: int) -> bool:
-        """Whether segments of sums can meet in `stages`."""
+    def sums_fit(self, stages: int, octets: int) -> bool:
+        """Whether segments of sums can meet in `stages` for `octets` of W."""
         own = ceil_div(self.x_tiles, PART_TILES * self.k_ctas) * PART_TILES
-        return self.k_ctas == 1 or own * self.k_ctas * SUM_BYTES <= stages * self.stage_bytes
+        needed = own * self.k_ctas * SUM_BYTES
+        return self.k_ctas == 1 or needed <= stages * self.stage_bytes(octets)
 
-    def stages(self, limits: Limits) -> int:
-        """That there is room for."""
+    def stages(self, limits: Limits, octets: int) -> int:
+        """That there is room for, of `octets` of W."""
         room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES
-        return min(MAX_STAGES, room // self.stage_bytes)
+        return min(MAX_STAGES, room // self.stage_bytes(octets))
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,12 @@ class Launch:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: outputs on their way, and the stages."""
-        return STAGING_BYTES + self.stages * self.shape.stage_bytes
+        return STAGING_BYTES + self.stages * self.shape.stage_bytes(self.tile_octets)
+
+    @property
+    def tile_octets(self) -> int:
+        """Octets of W in a CTA's tile, of the tier that has the largest."""
+        return max(tier.tile_octets for tier in self.tiers)
 
     @property
     def carriers(self) -> int:

@@ -56,7 +56,7 @@ def tiles_cycles(
     groups = ceil_div(tile_octets, TILE_OCTETS) * WARPGROUPS // shape.row_groups
     landed = tile_octets + shape.across
     shared = SHARED_CYCLES * (landed + groups * (TILE_OCTETS + shape.x_tiles))
-    lands = LANDING_CYCLES / (shape.stages(limits) - 1)
+    lands = LANDING_CYCLES / (shape.stages(limits, tile_octets) - 1)
     stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles * groups / WARPGROUPS, shared, lands)
     reads = ATOM_BYTES * (READS_OF_W * tile_octets + shape.across / shape.w_ctas) / L2_BYTES
     stage += SHARE_OF_READS * min(1.0, waves) * reads * (EVEN_READS if even else 1)

@@ -20,9 +20,9 @@ Ring = tuple[int, int]  # bytes of a chunk, stages
 class Effort:
     """How much to measure: bytes of the buffers, seconds of a reading, readings of a figure.
 
-    `windows` are bytes in flight and `sms` numbers of SMs of the congestion grid, `rows` those of X
-    that kernels are measured with, `many_rows` those that are too many for SplitK_GEMM, and `slots`
-    those of attention and sampling.
+    `l2_bytes` are those of sets that L2 may keep, `windows` bytes in flight and `sms` numbers of
+    SMs of the congestion grid, `rows` those of X that kernels are measured with, `many_rows` those
+    that are too many for SplitK_GEMM, and `slots` those of attention and sampling.
     """
 
     hbm_bytes: int
@@ -31,6 +31,7 @@ class Effort:
     seconds: float
     runs: int
     hbm_rings: tuple[Ring, ...]
+    l2_bytes: tuple[int, ...]
     remote_rings: tuple[Ring, ...]
     windows: tuple[int, ...]
     sms: tuple[int, ...]
@@ -49,6 +50,7 @@ FULL = Effort(
     runs=5,
     hbm_rings=((4 * KIB, 8), (8 * KIB, 8), (16 * KIB, 4), (16 * KIB, 8), (16 * KIB, 12),
                (32 * KIB, 6)),
+    l2_bytes=tuple(n * MIB for n in (4, 16, 24, 32, 64, 256)),
     remote_rings=((2 * KIB, 2), (4 * KIB, 4), (8 * KIB, 4), (8 * KIB, 8), (16 * KIB, 8)),
     windows=tuple(2**i for i in range(15, 24)),
     sms=(1, 2, 4, 8, 16, 32, 64),
@@ -65,6 +67,7 @@ QUICK = Effort(
     seconds=0.006,
     runs=3,
     hbm_rings=((16 * KIB, 8), (16 * KIB, 12), (32 * KIB, 6)),
+    l2_bytes=(),
     remote_rings=((8 * KIB, 4), (16 * KIB, 8)),
     windows=tuple(2**i for i in range(17, 23)),
     sms=(2, 4, 8, 16, 32),

@@ -117,7 +117,9 @@ class _Probe:
         self.bench = bench
         self.log = Log()
         hbm = hbm_sweep(bench)
-        self.sweeps: dict[str, Sweep] = {"hbm": hbm, "l2": l2_sweep(bench)}
+        self.sweeps: dict[str, Sweep] = {"hbm": hbm}
+        if bench.effort.l2_bytes:
+            self.sweeps["l2"] = l2_sweep(bench)
         _, chunk, stages, *_ = max(
             (row for row in hbm.rows if row[0] == bench.sms),
             key=lambda row: row[hbm.columns.index("bytes_per_s")],

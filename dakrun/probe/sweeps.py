@@ -13,7 +13,7 @@ import torch
 from dakrun.hardware import Sweep
 from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_window
 from dakrun.kernels.copy_engine import copy
-from dakrun.probe.effort import KIB, MIB, QUICK, Effort, Ring, ring_for
+from dakrun.probe.effort import KIB, QUICK, Effort, Ring, ring_for
 from dakrun.probe.measurement import spread, steadier
 
 
@@ -71,11 +71,10 @@ def hbm_sweep(bench: Bench) -> Sweep:
 
 
 def l2_sweep(bench: Bench) -> Sweep:
-    """Reads of sets from 4 MiB, which L2 keeps, to some that it does not."""
-    sizes = [(n * MIB,) for n in (4, 16, 24, 32, 64, 256)]
+    """Reads of the same bytes again and again, as many as L2 keeps, and more."""
     return _sweep(
         ("set_bytes", "bytes_per_s"),
-        sizes,
+        [(size,) for size in bench.effort.l2_bytes],
         lambda size: bench.alone(bench.hbm.reader(bench.sms, (8 * KIB, 8), nbytes=size)),
     )
 
