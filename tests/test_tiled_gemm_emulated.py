@@ -289,7 +289,8 @@ def test_shared_memory_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatc
         (64, {"how": TiledConfig(())}, "not one for 70 rows"),
         (64, {"how": config(TierTiles(0))}, "expected one launch for the octets"),
         (64, {"how": TiledConfig(ALONE.launches * 2)}, "expected one launch for the octets"),
-        (64, {"how": config(TierTiles(1), shape=Shape(8, 2, 1, 1, 2), stages=1)}, "do not fit"),
+        (64, {"how": config(TierTiles(1), stages=1)}, "expected two stages or more"),
+        (64, {"how": config(TierTiles(1, even=True), shape=Shape(8, 2, 1, 1, 2))}, "no segments"),
     ],
 )
 def test_what_does_not_fit_is_refused(m: int, options: dict[str, Any], message: str) -> None:

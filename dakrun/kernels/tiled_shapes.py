@@ -82,16 +82,16 @@ class Shape:
         """Of a stage: 64 columns of `octets` of W, and of X."""
         return ATOM_BYTES * (octets + self.across)
 
+    @property
+    def sums_bytes(self) -> int:
+        """Where segments of sums meet in shared memory, instead of stages."""
+        own = ceil_div(self.x_tiles, PART_TILES * self.k_ctas) * PART_TILES
+        return own * self.k_ctas * SUM_BYTES if self.k_ctas > 1 else 0
+
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
-        stages = self.stages(limits, self.octets)
-        return stages >= 2 and self.sums_fit(stages, self.octets)
-
-    def sums_fit(self, stages: int, octets: int) -> bool:
-        """Whether segments of sums can meet in `stages` for `octets` of W."""
-        own = ceil_div(self.x_tiles, PART_TILES * self.k_ctas) * PART_TILES
-        needed = own * self.k_ctas * SUM_BYTES
-        return self.k_ctas == 1 or needed <= stages * self.stage_bytes(octets)
+        room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES
+        return self.stages(limits, self.octets) >= 2 and self.sums_bytes <= room
 
     def stages(self, limits: Limits, octets: int) -> int:
         """That there is room for, of `octets` of W."""
@@ -131,7 +131,8 @@ class Launch:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: outputs on their way, and the stages."""
-        return STAGING_BYTES + self.stages * self.shape.stage_bytes(self.tile_octets)
+        stages = self.stages * self.shape.stage_bytes(self.tile_octets)
+        return STAGING_BYTES + max(stages, self.shape.sums_bytes)
 
     @property
     def tile_octets(self) -> int:
