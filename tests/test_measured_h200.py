@@ -8,6 +8,7 @@ from dakrun.known_models import known_model
 from dakrun.plan.ops import linear_op
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.roofline import predicted_time
+from dakrun.plan.waves import read_times
 from dakrun.probe.congestion import fixed_cost
 from dakrun.probe.effort import FULL
 from dakrun.profile_files import load_profile
@@ -132,6 +133,40 @@ def test_small_batches_wait_for_bytes(model: str) -> None:
     for op in plan.weights():
         assert op.regime == "memory-bound"
         assert list(op.bounds_s) == pytest.approx([bound(op.op.read_bytes)] * op.op.layers)
+
+
+# Products of 8 rows in chains, on a pair of H200s: microseconds by octets on the peer and the SMs
+# that read these. The busiest of the other CTAs counts for as much as HBM does.
+PEER_PRODUCTS = {
+    (7168, 7168): {
+        (0, 0): 23.29, (36, 8): 22.53, (54, 8): 22.26, (36, 12): 24.22, (54, 12): 24.12,
+        (65, 12): 22.27, (65, 16): 24.02,
+    },
+    (28672, 7168): {
+        (0, 0): 91.64, (143, 8): 90.49, (215, 8): 89.99, (258, 8): 87.50, (143, 12): 94.89,
+        (258, 12): 89.83, (258, 16): 93.55,
+    },
+    (12288, 4096): {
+        (0, 0): 22.84, (61, 8): 22.39, (92, 8): 22.08, (61, 12): 23.33, (111, 12): 22.10,
+        (111, 16): 22.92,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", PEER_PRODUCTS)
+def test_products_with_a_part_on_a_peer(shape: tuple[int, int]) -> None:
+    profile = load_profile("h200-nvlink-peer")
+    op = linear_op("product", shape, n=8, element_bytes=2)
+
+    def predicted(octets: int, sms: int) -> float:
+        counts, dealt = (op.units - octets, octets), (profile.sms - sms, sms)
+        kernel, link = read_times(op, counts, dealt, profile, ("peer:1",))
+        return predicted_time(op, kernel, profile, link=link)
+
+    measured = PEER_PRODUCTS[shape]
+    for (octets, sms), us in measured.items():
+        gain = predicted(octets, sms) / predicted(0, 0)
+        assert gain == pytest.approx(us / measured[0, 0], abs=0.021), (octets, sms)
 
 
 def shows_what_the_method_rests_on(profile: HardwareProfile) -> None:

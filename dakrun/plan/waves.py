@@ -15,13 +15,17 @@ from dakrun.plan.roofline import predicted_time
 from dakrun.units import ceil_div
 
 MOST_ROWS = 64  # of X, in one launch
-# Of HBM's rate, were all SMs to do something else. Decode steps of four models, with 8 to 16 of 132
-# SMs for a peer, lost so much (0.2 to 0.7), however even the waves of the others were.
-OTHERS_COST = 0.48
+# A local part takes as long as HBM for its bytes, and as its busiest CTA: so much of the latter. In
+# chains of products with 0 to 7% on a peer, read by 8 to 16 of 132 SMs, it was 0.5 to 0.7.
+BUSIEST_SHARE = 0.5
 EVEN_SMS = 0.97  # of all, at work in the chains that the costs of ops were measured in
-ENOUGH_SMS = 0.5  # of all, for HBM's whole rate
+# Of HBM's rate, were all SMs that attend to remote slots, and those that suffice for the whole one.
+OTHERS_COST = 0.48
+ENOUGH_SMS = 0.5
 NO_LATER = 1.002  # times the soonest: what SMs more for a remote part have to gain
 FEWER_SMS_COST = 0.05  # of a link's rate, by half of the SMs that fill its window: PCIe 5
+# From the end of a launch's reads to those that depend on it, in decode steps; less in chains.
+BETWEEN_SECONDS = 4.8e-6
 
 
 def sms_by_tier(
@@ -104,18 +108,46 @@ def read_times(
         return 0.0, 0.0
     unit = op.read_bytes / op.units
 
-    def hbm_rate(ctas: int, group: int = 1) -> float:
-        share = ctas / profile.sms
-        others = max(0.0, EVEN_SMS - share) * OTHERS_COST
-        return profile.hbm_bytes_per_s * min(1.0, share / ENOUGH_SMS) / (1 + others)
-
+    local = unit * counts[0] / profile.hbm_bytes_per_s
     if op.category == "attention":  # its chunks are short, and dealt out by need
-        return (unit * counts[0] / hbm_rate(sms[0]) if counts[0] else 0.0), 0.0
+        share = sms[0] / profile.sms
+        others = max(0.0, EVEN_SMS - share) * OTHERS_COST
+        return (local * (1 + others) / min(1.0, share / ENOUGH_SMS) if local else 0.0), 0.0
+    fixed = profile.linear.at(op.batch_size)[0]
     links = [
         unit * _waves(octets, most, _link_rate(profile.tier(name), op.batch_size))
+        + max(0.0, _idle(profile.tier(name), op.batch_size, octets, most) - fixed)
         for name, octets, most in zip(remote, counts[1:], sms[1:], strict=True)
     ]
-    return unit * _waves(counts[0], sms[0], hbm_rate), max(links, default=0.0)
+    return local * _unevenness(counts[0], sms[0], profile.sms), max(links, default=0.0)
+
+
+def _unevenness(octets: int, ctas: int, sms: int) -> float:
+    """Times HBM's time for `octets`: what `ctas` take, beside those of chains on all `sms`."""
+    if not octets:
+        return 1.0
+    ctas = min(max(1, ctas), octets)
+    group = even_group(octets, ctas)
+    busiest = group * ceil_div(ceil_div(octets, group), ctas)
+    return 1 + BUSIEST_SHARE * (busiest * sms / octets - 1 / EVEN_SMS)
+
+
+def _idle(tier: RemoteTier, rows: int, octets: int, sms: int) -> float:
+    """Seconds between two launches in which a link has brought all that rings hold.
+
+    HBM has as many, which are part of an op's fixed cost.
+    """
+    if not octets:
+        return 0.0
+    ctas = min(max(1, sms), octets)
+    held = _held(rows, ctas, even_group(octets, ctas))
+    return max(0.0, BETWEEN_SECONDS - held / tier.direct_bytes_per_s)
+
+
+def _held(rows: int, ctas: int, group: int) -> float:
+    """Bytes of W that rings of `ctas` hold, which X has a part of."""
+    tiles = ceil_div(min(rows, MOST_ROWS), OCTET_ROWS)
+    return ctas * SHARED_BYTES * group / (group + tiles)
 
 
 def _waves(octets: int, sms: int, rate: Callable[[int, int], float]) -> float:
@@ -140,12 +172,13 @@ def _link_rate(tier: RemoteTier, rows: int) -> Callable[[int, int], float]:
     all that the tier's SMs could hold, the link needs so much in flight as its latency says; else
     the window, which is not used as well in few hands.
     """
-    tiles, whole = ceil_div(min(rows, MOST_ROWS), OCTET_ROWS), tier.direct_bytes_per_s
-    windowed, needed = tier.window_bytes < tier.sms * SHARED_BYTES, bytes_needed(tier)
+    whole, needed = tier.direct_bytes_per_s, bytes_needed(tier)
+    windowed = tier.window_bytes < tier.sms * SHARED_BYTES
 
     def rate(ctas: int, group: int) -> float:
-        held = ctas * SHARED_BYTES * group / (group + tiles)
         fewer = max(0.0, 1 - ctas / tier.sms) if windowed else 0.0
-        return whole * min(1.0, held / needed) / (1 + FEWER_SMS_COST * 2 * fewer)
+        return (
+            whole * min(1.0, _held(rows, ctas, group) / needed) / (1 + FEWER_SMS_COST * 2 * fewer)
+        )
 
     return rate
