@@ -1,0 +1,51 @@
+"""How long SMs take with what they are dealt of an op: laws that hold for any machine."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dakrun.plan.ops import linear_op
+from dakrun.plan.waves import read_times
+from dakrun.profile_files import load_profile
+
+HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
+
+
+def test_the_busiest_cta_counts_for_as_much_as_all_bytes() -> None:
+    op = linear_op("product", (7168, 7168), n=8, element_bytes=2)
+
+    def local(octets: int, sms: int) -> float:
+        counts = (octets, op.units - octets)
+        kernel, _ = read_times(op, counts, (sms, HOST.sms - sms), HOST, ("host",))
+        return kernel * HOST.hbm_bytes_per_s / (octets * op.read_bytes / op.units)
+
+    assert local(7 * 124, 124) < local(7 * 123, 124), "seven for each, but for one"
+    seven, eight = local(7 * 120, 120), local(7 * 120 + 8, 120)
+    assert 1.04 < eight / seven < 1.1, "eight for some, seven for most"
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_a_link_never_brings_more_than_its_rate(octets: int, sms: int) -> None:
+    op = linear_op("product", (7168, 7168), n=8, element_bytes=2)
+    for profile, tier in ((HOST, "host"), (PEER, "peer:1")):
+        counts, dealt = (op.units - octets, octets), (profile.sms - sms, sms)
+        _, link = read_times(op, counts, dealt, profile, (tier,))
+        needed = octets * op.read_bytes / op.units / profile.tier(tier).direct_bytes_per_s
+        assert link >= needed * (1 - 1e-9)
+
+
+def test_rings_that_bridge_the_time_between_launches_keep_a_link_busy() -> None:
+    """Those of eight SMs hold 2 us of NVLink, and 15 of PCIe."""
+    op = linear_op("product", (12288, 4096), n=8, element_bytes=2)
+    octet = op.read_bytes / op.units
+
+    def waited(octets: int, sms: int) -> float:
+        counts, dealt = (op.units - octets, octets), (PEER.sms - sms, sms)
+        _, link = read_times(op, counts, dealt, PEER, ("peer:1",))
+        return link - octets * octet / PEER.tier("peer:1").direct_bytes_per_s
+
+    assert waited(96, 16) < waited(96, 12) < waited(96, 8), "more SMs hold more"
+    host = HOST.tier("host")
+    for octets in (8, 16, 32):  # whole groups for each of them
+        counts, dealt = (op.units - octets, octets), (HOST.sms - host.sms, host.sms)
+        _, link = read_times(op, counts, dealt, HOST, ("host",))
+        assert link * host.direct_bytes_per_s <= octets * octet * (1 + 1e-9)
