@@ -7,7 +7,7 @@ Knows nothing of models and measures nothing.
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
@@ -91,10 +91,18 @@ class HardwareProfile:
                 raise bad(f"link group {group!r} is not listed", "a rate under [link_groups]")
 
     def tier(self, name: str) -> RemoteTier:
-        """The remote tier called `name`; UsageError where the machine has none."""
+        """The remote tier called `name`, at its group's rates if these are less.
+
+        Raises UsageError where the machine has none.
+        """
         for tier in self.remote:
             if tier.name == name:
-                return tier
+                most = self.link_groups.get(tier.group or "", math.inf)
+                return replace(
+                    tier,
+                    direct_bytes_per_s=min(tier.direct_bytes_per_s, most),
+                    staged_bytes_per_s=min(tier.staged_bytes_per_s, most),
+                )
         names = ", ".join(tier.name for tier in self.remote) or "none"
         raise UsageError(
             f"profile {self.name} has no remote tier {name!r}", hint=f"it has: {names}"

@@ -5,7 +5,7 @@ The loader and the engine obey the Plan; nothing else decides where an octet or 
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
@@ -51,6 +51,12 @@ def _decode_plan(
     while (needed := staging_bytes(plan)) > staging:
         staging = needed
         plan = _best_plan(Problem(model, workload, profile, policy, staging))
+    if staging and policy.transport is None:  # without the buffers less has to be remote
+        direct = _best_plan(
+            Problem(model, workload, profile, replace(policy, transport="direct"), 0)
+        )
+        if direct.predicted_s < plan.predicted_s:
+            plan = replace(direct, policy=policy)
     free = policy.offload_ratio is None and policy.kv_offload_ratio is None
     if not free or plan.required_ratio > 0 or plan.ratio == 0:
         return plan
@@ -63,18 +69,16 @@ def _decode_plan(
 def _best_plan(problem: Problem) -> Plan:
     """The fastest of the plans with different numbers of remote KV slots.
 
-    Where a ratio is asked for the same one for every op counts as a choice of the greedy, too: it
-    knows bounds, and is not to be predicted to be slower.
+    The greedy knows bounds, and is not to be predicted to be slower than with a ratio that is asked
+    for in every op; nor, where the transport is free and something has to be remote, than what it
+    chooses for either.
     """
     plans, refusal = [], None
-    strategies: list[Strategy] = [problem.policy.strategy]
-    if strategies == ["greedy"] and problem.policy.offload_ratio is not None:
-        strategies.append("uniform")
-    for strategy in strategies:
+    for choosing, strategy in _choices(problem):
         try:
-            for slots in _slot_choices(problem, strategy):
+            for slots in _slot_choices(choosing, strategy):
                 try:
-                    plans.append(assemble(problem, _placements(problem, slots, strategy)))
+                    plans.append(assemble(problem, _placements(choosing, slots, strategy)))
                 except CannotRun as reason:
                     refusal = refusal or reason
         except CannotRun as reason:
@@ -83,6 +87,18 @@ def _best_plan(problem: Problem) -> Plan:
         assert refusal is not None
         raise refusal
     return min(plans, key=lambda plan: plan.predicted_s)
+
+
+def _choices(problem: Problem) -> Iterator[tuple[Problem, Strategy]]:
+    """By whose bounds placements of `problem` are chosen, and how."""
+    policy = problem.policy
+    yield problem, policy.strategy
+    if policy.offload_ratio is not None and policy.strategy == "greedy":
+        yield problem, "uniform"
+    required = policy.offload_ratio is not None or problem.total > problem.caps[0]
+    if required and policy.transport is None:
+        yield problem.by("direct"), policy.strategy
+        yield problem.by("staged"), policy.strategy
 
 
 def _ideal(

@@ -4,6 +4,7 @@ Knows budgets and times; chooses nothing. planner.py chooses, assemble.py makes 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun
@@ -41,7 +42,7 @@ class Problem:
         staging: int,
     ) -> None:
         self.model, self.workload, self.profile = model, workload, profile
-        self.policy = policy
+        self.policy, self._staging = policy, staging
         self.remote = policy.remote_tiers(profile)
         self.tiers = (LOCAL, *self.remote)
         self.links = Links.of(profile, self.remote)
@@ -62,6 +63,11 @@ class Problem:
         self.caps = (self.budgets[0] - sum(self.fixed.values()), *remote)
         self.total = sum(op.layers * op.resident_bytes for op in self.ops)
         self._check_budgets()
+
+    def by(self, transport: Transport) -> "Problem":
+        """The same, remote bytes being read by `transport`."""
+        policy = replace(self.policy, transport=transport)
+        return Problem(self.model, self.workload, self.profile, policy, self._staging)
 
     def lines(self, op: Op) -> tuple[Line, ...]:
         """Lower bounds of the time of all layers of `op`, by its share of every tier."""
