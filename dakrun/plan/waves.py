@@ -101,13 +101,12 @@ def read_times(
 ) -> tuple[float, float]:
     """(kernel, link) seconds in which `sms[t]` SMs read `counts[t]` units of one layer of tier t.
 
-    Beside what `roofline` bounds that counts the SMs that HBM lacks where others read remote
-    tiers, and the last waves, of fewer CTAs.
+    Beside what `roofline` bounds that counts the local part's busiest CTA, the last waves of remote
+    parts, of fewer CTAs, and that links stand still between launches.
     """
     if profile.device != "cuda" or op.category == "gather":
         return 0.0, 0.0
     unit = op.read_bytes / op.units
-
     local = unit * counts[0] / profile.hbm_bytes_per_s
     if op.category == "attention":  # its chunks are short, and dealt out by need
         share = sms[0] / profile.sms
@@ -123,7 +122,10 @@ def read_times(
 
 
 def _unevenness(octets: int, ctas: int, sms: int) -> float:
-    """Times HBM's time for `octets`: what `ctas` take, beside those of chains on all `sms`."""
+    """What `octets` dealt to `ctas` take, as a multiple of HBM's time for their bytes.
+
+    1 stands for the chains on all `sms` that the costs of ops were measured in.
+    """
     if not octets:
         return 1.0
     ctas = min(max(1, ctas), octets)
@@ -176,9 +178,7 @@ def _link_rate(tier: RemoteTier, rows: int) -> Callable[[int, int], float]:
     windowed = tier.window_bytes < tier.sms * SHARED_BYTES
 
     def rate(ctas: int, group: int) -> float:
-        fewer = max(0.0, 1 - ctas / tier.sms) if windowed else 0.0
-        return (
-            whole * min(1.0, _held(rows, ctas, group) / needed) / (1 + FEWER_SMS_COST * 2 * fewer)
-        )
+        held, fewer = _held(rows, ctas, group), max(0.0, 1 - ctas / tier.sms) if windowed else 0.0
+        return whole * min(1.0, held / needed) / (1 + FEWER_SMS_COST * 2 * fewer)
 
     return rate
