@@ -136,7 +136,9 @@ def test_small_batches_wait_for_bytes(model: str) -> None:
 
 
 # Products of 8 rows in chains, on a pair of H200s: microseconds by octets on the peer and the SMs
-# that read these. The busiest of the other CTAs counts for as much as HBM does.
+# that read these. The busiest of the other CTAs counts for as much as HBM does. Where the link is
+# the limit (65 and 111 octets by 8 SMs: 22.88 and 22.24 us), plans expect 1 and 4% more, as decode
+# steps take; of 4096x4096 with a part on the peer 2 to 15% more, which chains do not take.
 PEER_PRODUCTS = {
     (7168, 7168): {
         (0, 0): 23.29, (36, 8): 22.53, (54, 8): 22.26, (36, 12): 24.22, (54, 12): 24.12,
@@ -144,11 +146,11 @@ PEER_PRODUCTS = {
     },
     (28672, 7168): {
         (0, 0): 91.64, (143, 8): 90.49, (215, 8): 89.99, (258, 8): 87.50, (143, 12): 94.89,
-        (258, 12): 89.83, (258, 16): 93.55,
+        (215, 12): 93.67, (258, 12): 89.83, (258, 16): 93.55,
     },
     (12288, 4096): {
-        (0, 0): 22.84, (61, 8): 22.39, (92, 8): 22.08, (61, 12): 23.33, (111, 12): 22.10,
-        (111, 16): 22.92,
+        (0, 0): 22.84, (61, 8): 22.39, (92, 8): 22.08, (61, 12): 23.33, (92, 12): 23.10,
+        (111, 12): 22.10, (111, 16): 22.92,
     },
 }  # fmt: skip
 

@@ -4,8 +4,9 @@ Needs no GPU. Chunks depend on what there is room for, so no bit of a result dep
 the slots of a launch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dakrun.kernels.heuristics import MAX_STAGES, TierAccess
 from dakrun.kernels.kv_blocks import KVShape
@@ -78,9 +79,9 @@ def attention_config(
     """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
 
     Remote tiers get the SMs that they are read by, the local one the rest, one CTA each; or fewer,
-    if they can have as much in flight and the local CTAs then have less to do. Results
-    are the same to the bit for equal shapes and `capacity`: the slots that a cache has, if launches
-    are for some of them. It is to be `alone` behind kernels whose CTAs fill an SM each: of these
+    if they can have as much in flight and the local CTAs then have less to do. Results are the same
+    to the bit for equal shapes and `capacity`: the slots that a cache has, if launches are for some
+    of them. It is to be `alone` behind kernels whose CTAs fill an SM each: of these
     some end before others, and an SM would get two of it that another one has none of.
     """
     heads = (capacity or sum(slots)) * shape.kv_heads
@@ -90,18 +91,20 @@ def attention_config(
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], slots[1:], strict=True)
     ]
+    stages = min(MAX_STAGES, SHARED_BYTES // stage_bytes(shape))
+
+    def window(tier: TierAccess, count: int) -> int:
+        """Stages of `count` CTAs each."""
+        if tier.window_bytes is None or not count:
+            return stages
+        return _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
+
     for number, tier in enumerate(tiers[1:]):
-        others = sms - sum(remote) + remote[number]
-        remote[number] = _even(units, others, remote[number], tier, shape)
+        rest = sms - sum(remote) + remote[number]
+        remote[number] = _even(units, rest, remote[number], partial(window, tier))
     local = max(1, sms - sum(remote)) if slots[0] else 0
     ctas = (local, *remote)
-    stages = min(MAX_STAGES, SHARED_BYTES // stage_bytes(shape))
-    windows = tuple(
-        stages
-        if tier.window_bytes is None or not count
-        else _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
-        for tier, count in zip(tiers, ctas, strict=True)
-    )
+    windows = tuple(window(tier, count) for tier, count in zip(tiers, ctas, strict=True))
     return AttentionConfig(shape, tuple(slots), ctas, windows, stages, unit, part, items, alone)
 
 
@@ -116,19 +119,13 @@ def cut(blocks: int, heads: int) -> tuple[int, int, int]:
     return part, part, max(1, min(PART_BLOCKS[0] // part, int(items / (FULL * ITEMS))))
 
 
-def _even(units: int, sms: int, most: int, tier: TierAccess, shape: KVShape) -> int:
+def _even(units: int, sms: int, most: int, window: Callable[[int], int]) -> int:
     """The CTAs for a remote tier, `most` or fewer, with which the local ones have the least to do.
 
-    These have `units`, and what is left of `sms`. As much of the tier can be in flight.
+    These have `units`, and what is left of `sms`. `window` tells how many stages each of so many
+    CTAs may have in flight: all together are to have no fewer.
     """
-    if tier.window_bytes is None or not units:
-        return most
-    stages = tier.window_bytes // stage_bytes(shape)
-
-    def flying(ctas: int) -> int:
-        return ctas * max(1, min(MOST_WINDOW, stages // max(1, ctas)))
-
-    counts = (ctas for ctas in range(most, 0, -1) if flying(ctas) >= min(stages, flying(most)))
+    counts = (ctas for ctas in range(most, 0, -1) if ctas * window(ctas) >= most * window(most))
     return min(counts, key=lambda ctas: ceil_div(units, max(1, sms - ctas)), default=most)
 
 

@@ -78,9 +78,7 @@ class Remote:
                 rest = local(sms - shape.ctas * (others + count))
                 found = self._tiles(shape, tier, count)
                 products, link = self._cycles(shape, tier, found)
-                whole = found.window < shape.stages(
-                    self.limits, shape.octets
-                )  # what may be in flight is
+                whole = found.window < self._stages(shape)  # what may be in flight is
                 return products <= rest and (link <= rest or whole)
 
             counts = range(1, max(1, most))
@@ -89,7 +87,11 @@ class Remote:
             self._tiles(shape, tier, count) if count else TierTiles(0)
             for tier, count in enumerate(clusters)
         )
-        return Launch(shape, shape.stages(self.limits, shape.octets), (TierTiles(0), *tiles))
+        return Launch(shape, self._stages(shape), (TierTiles(0), *tiles))
+
+    def _stages(self, shape: Shape) -> int:
+        """Of all tiers' rings: as many as the largest tile leaves room for."""
+        return shape.stages(self.limits, shape.octets)
 
     def _useful(self, shape: Shape, tier: int) -> int:
         """Clusters that have tiles, and at least a stage of what may be in flight."""
@@ -106,7 +108,7 @@ class Remote:
             tile_count(self.n, octets, shape.octets, shape), clusters
         )
         size = shape.octets if even else even_tile(self.n, octets, clusters, shape)
-        stages, access = shape.stages(self.limits, shape.octets), self.tiers[tier]
+        stages, access = self._stages(shape), self.tiers[tier]
         return tier_tiles(self.n, octets, shape, clusters, access, stages, size, even=even)
 
     def _cycles(self, shape: Shape, tier: int, tiles: TierTiles) -> tuple[float, float]:
@@ -120,9 +122,7 @@ class Remote:
         if self.tiers[tier].window_bytes is None:
             return products, 0.0
         cycles: float = LINK_CYCLES
-        if tiles.window == shape.stages(
-            self.limits, shape.octets
-        ):  # one is filled when it was multiplied
+        if tiles.window == self._stages(shape):  # one is filled when it was multiplied
             cycles += products / (ceil_div(self.atoms, shape.k_ctas) * max(1.0, waves))
         flying = tiles.clusters * shape.k_ctas * tiles.window * size
         return products, cycles * self.atoms * octets * ceil_div(n, shape.rows) / flying

@@ -1,0 +1,179 @@
+// How W and X come to a CTA of SplitK_GEMM: the ring of stages, and the threads that fill it.
+#pragma once
+
+#include "splitk_gemm.cuh"
+
+constexpr int kLastCopies = 2;  // that are in flight when L2 is to look ahead
+
+// A stage is W, [groups][atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
+struct Ring {
+  Barriers full_barrier;   // [stages]: W, and with it X, has landed
+  Barriers x_barrier;      // [stages]: X has landed, where the window is to count W alone
+  Barriers empty_barrier;  // [stages]: all warps that read the stage are done with it
+  uint32_t first;
+  int stages, group_bytes, w_bytes, stage_bytes;
+  bool windowed;
+  bool split;   // the warpgroups share groups
+  bool shared;  // they share stages
+
+  __device__ __forceinline__ Ring(const SplitKGemmArgs& args, const Tier& tier, uint64_t* barriers)
+      : full_barrier{in_register(ptx::smem_address(barriers))},
+        x_barrier{full_barrier[kMaxStages]},
+        empty_barrier{full_barrier[2 * kMaxStages]},
+        first(in_register(ptx::smem_address(smem))),
+        stages(tier.stages),
+        group_bytes(tier.group_octets * tier.stage_atoms * kAtomBytes),
+        w_bytes((kPairs ? tier.groups : 1) * group_bytes),
+        stage_bytes(w_bytes + tier.stage_atoms * kXAtomBytes),
+        windowed(tier.window < tier.stages),
+        split(tier.group_octets > kTileOctets),
+        shared(split || kPairs && tier.groups == 2 || has_halves(args)) {}
+
+  // By the thread that copies W, and that which copies X. All that there could be: loops are
+  // slower.
+  __device__ __forceinline__ void initialize_w() const {
+#pragma unroll
+    for (int i = 0; i < kMaxStages; i++)
+      ptx::mbarrier_init(full_barrier[i], windowed ? 1 : 2);
+    ptx::fence_mbarrier_init();
+  }
+  __device__ __forceinline__ void initialize_x() const {
+    const int readers = (shared ? kConsumers : kWarpgroup) / 32 * kArrivalsOfWarp;
+#pragma unroll
+    for (int i = 0; i < kMaxStages; i++) {
+      ptx::mbarrier_init(empty_barrier[i], readers);
+      ptx::mbarrier_init(x_barrier[i], 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __device__ __forceinline__ uint32_t w(int stage) const { return first + stage * stage_bytes; }
+  __device__ __forceinline__ uint32_t x(int stage) const { return w(stage) + w_bytes; }
+};
+
+// Where the W of a CTA's stages lies, of the first or second of the groups that they have. One
+// thread goes through it, an instruction after the other, so what a stage costs counts: no
+// division, no multiplication that can be an addition.
+struct Source {
+  const Tier tier;
+  Cursor at;
+  const int k_end, first;      // atoms along k; the group's octet in a wave
+  const uint8_t *step, *from;  // the next step of the wave; the stage
+  int octets, in_wave, left;   // of the group; of the wave; atoms of the step
+
+  __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number, int group = 0)
+      : tier(args.tiers[number]),
+        at(args, number),
+        k_end(args.k / kAtomK),
+        first(group ? (at.octet + at.second) % at.wave_octets : at.octet) {
+    at.octet += group * at.second;
+    begin_group();
+  }
+  __device__ __forceinline__ bool done() const { return at.done(); }
+  __device__ __forceinline__ uint32_t bytes() const {
+    return octets * min(at.stage_atoms, left) * kAtomBytes;
+  }
+  __device__ __forceinline__ void next() {
+    from += bytes();
+    left -= at.stage_atoms;
+    if (at.next_stage()) {
+      begin_group();
+    } else if (left <= 0) {
+      begin_step();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void begin_group() {
+    const int wave = at.octet - first;
+    octets = at.octets();
+    in_wave = min(at.wave_octets, at.tier_octets - wave);
+    step = tier.base + static_cast<int64_t>(wave) * k_end * kAtomBytes;
+    if (kHalves) step += static_cast<int64_t>(in_wave * at.k) * kAtomBytes;
+    begin_step();
+  }
+  __device__ __forceinline__ void begin_step() {
+    left = min(tier.step_atoms, k_end - at.k);
+    from = step + static_cast<uint32_t>(first * left * kAtomBytes);  // a wave's step is below 2 GiB
+    step += static_cast<uint32_t>(in_wave * left * kAtomBytes);
+  }
+};
+
+// Keeps copies of W in flight. The first ones do not depend on the kernels before, and come before
+// all else: how soon a launch starts to read is what counts between the end of one and the next.
+struct Producer {
+  const Ring& ring;
+  Source w, second;
+  RingPosition fill;
+  int issued = 0;
+
+  __device__ __forceinline__ Producer(const SplitKGemmArgs& args, const Ring& ring, int number)
+      : ring(ring), w(args, number), second(args, number, 1) {}
+
+  __device__ __forceinline__ void fill_ring(int window) {
+    for (; issued < window && !w.done(); issued++)
+      load();
+  }
+
+  __device__ __forceinline__ void run() {
+    RingPosition landed;
+    for (; !w.done(); issued++) {
+      if (ring.windowed) {
+        wait_barrier(ring.full_barrier[landed.stage], landed.parity);
+        landed.advance(ring.stages);
+      }
+      if (issued >= ring.stages) wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+      load();
+    }
+  }
+
+  // Gives memory something to do while this launch ends and the next one waits for it. Earlier, it
+  // would take from the CTAs that are behind.
+  __device__ __forceinline__ void look_ahead(const SplitKGemmArgs& args) const {
+    if (args.ahead_bytes == 0 || blockIdx.x >= args.tiers[1].first_cta) return;
+    // A barrier tells of the last copy into its stage alone.
+    const int landed = issued - min(kLastCopies, ring.stages - 1);
+    if (landed > 0) {
+      const RingPosition last(landed - 1, ring.stages);
+      wait_barrier(ring.full_barrier[last.stage], last.parity);
+    }
+    ptx::bulk_prefetch(args.ahead + static_cast<int64_t>(blockIdx.x) * args.ahead_bytes,
+                       args.ahead_bytes);
+  }
+
+ private:
+  __device__ __forceinline__ void load() {
+    const uint32_t barrier = ring.full_barrier[fill.stage];
+    const bool two = kPairs && w.at.second && second.octets > 0;
+    ptx::mbarrier_arrive_expect_tx(barrier, w.bytes() + (two ? second.bytes() : 0));
+    ptx::bulk_load_once(ring.w(fill.stage), w.from, w.bytes(), barrier);
+    if (two) {
+      ptx::bulk_load_once(ring.w(fill.stage) + ring.group_bytes, second.from, second.bytes(),
+                          barrier);
+      second.next();
+    }
+    w.next();
+    fill.advance(ring.stages);
+  }
+};
+
+// Brings X, which the kernels before wrote, in whole boxes: what lies behind K comes as zeros.
+__device__ __forceinline__ void load_x(const SplitKGemmArgs& args, const Ring& ring, int number) {
+  const uint32_t box = args.x_atoms * kXAtomBytes;
+  const int boxes = args.tiers[number].x_boxes;
+  const bool flat = args.x_atoms == 1;  // the map
+  RingPosition fill;
+  fill.parity = 1;
+  Cursor at(args, number);
+  ptx::wait_for_dependencies();
+  for (; !at.done(); at.next_stage()) {
+    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
+    const uint32_t barrier = (ring.windowed ? ring.x_barrier : ring.full_barrier)[fill.stage];
+    uint32_t to = ring.x(fill.stage);
+    ptx::mbarrier_arrive_expect_tx(barrier, boxes * box);
+#pragma unroll 1
+    for (int i = 0, atom = at.k; i < boxes; i++, atom += args.x_atoms, to += box) {
+      ptx::tensor_load(to, &args.x, flat ? atom * kAtomK : 0, 0, flat ? 0 : atom, barrier);
+    }
+    fill.advance(ring.stages);
+  }
+}
