@@ -71,7 +71,7 @@ def tiles_cycles(
         rest += (math.ceil(waves) - 1) * LANDING_CYCLES
     if even:  # tiles beside each other are at other columns, so that L2 does not have W for them
         fetched *= ceil_div(n, shape.rows)
-        return max(waves * products, fetched) + rest + CARRY_CYCLES * shape.x_tiles
+        return max(waves * products + CARRY_CYCLES * shape.x_tiles, fetched) + rest
     return max(math.ceil(waves) * products, fetched) + rest
 
 
