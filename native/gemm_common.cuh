@@ -10,14 +10,17 @@ constexpr int kWarpgroup = 128;
 constexpr int kConsumers = kWarpgroups * kWarpgroup;
 constexpr int kThreads = kConsumers + 2 * 32;  // and two warps that copy
 constexpr int kAtomK = 64;
-constexpr int kTileOctets = 8;  // what a warpgroup multiplies at a time, 2 a warp
 
-// One cubin per dtype and N: -DBFLOAT16 is 0 or 1, and a warpgroup multiplies 8 * X_TILES rows of
-// X.
+// One cubin per dtype and N: -DBFLOAT16 is 0 or 1, and a warpgroup multiplies 64 rows of W and
+// 8 * X_TILES of X at a time, or, with -DWIDE=1, 64 rows of X and 8 * X_TILES of W.
+#ifndef WIDE
+#define WIDE 0
+#endif
 #ifndef SETS
 #define SETS (X_TILES == 1 ? 4 : X_TILES == 2 ? 2 : 1)
 #endif
-constexpr int kXRows = 8 * X_TILES;
+constexpr int kXRows = WIDE ? 64 : 8 * X_TILES;
+constexpr int kTileOctets = WIDE ? X_TILES : 8;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 
 extern __shared__ __align__(1024) uint8_t smem[];
@@ -29,9 +32,9 @@ __device__ __forceinline__ float silu_mul(float gate, float up) {
 }
 
 // Sums of one thread, lane 4g + t of warp w: for rows 8i to 8i + 7 of X, of rows 2t (x) and 2t + 1
-// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1]. For few
-// rows of X there are several sets of them, which products go to in turns: one that adds to what
-// another one adds to waits for it.
+// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1]; with WIDE
+// the same with X and W exchanged. For few rows of X there are several sets of them, which products
+// go to in turns: one that adds to what another one adds to waits for it.
 struct Sums {
   static constexpr int kSets = SETS;
 

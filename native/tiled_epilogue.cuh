@@ -1,28 +1,8 @@
-// How the tiled GEMM's sums become outputs: bias, activation, residual.
-//
-// A thread has sums of one row of W, and rows of X, but Y's rows follow W's: so outputs pass, some
-// rows of Y at a time, through shared memory, where a row is 128 bytes of 16-byte chunks, of 8
-// outputs each, chunk c of row r at c ^ (r % 8).
+// How the tiled GEMM's sums become outputs: bias, activation, residual. A thread has sums of one
+// row of W, and rows of X, but Y's rows follow W's: so they are transposed on their way to Y.
 #pragma once
 
-#include "tiled_gemm.cuh"
-
-constexpr int kStagingBarrier = 1;  // and the next: each warpgroup's own
-constexpr int kChunk = 8;           // outputs
-constexpr int kRowChunks = kTileOctets;
-constexpr int kRowBytes = 16 * kRowChunks;
-
-struct Staging {
-  const uint32_t address;
-  const int barrier;
-
-  __device__ __forceinline__ Staging(uint32_t first, int warpgroup)
-      : address(first + warpgroup * kStagingBytes), barrier(kStagingBarrier + warpgroup) {}
-  __device__ __forceinline__ uint32_t chunk(int row, int number) const {
-    return address + row * kRowBytes + ((number ^ row % 8) << 4);
-  }
-  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(barrier, kWarpgroup); }
-};
+#include "tiled_staging.cuh"
 
 // The outputs of a warpgroup's rows of W and of X.
 struct TileOutputs {
@@ -37,8 +17,8 @@ struct TileOutputs {
                                          int octet, int octets, int n)
       : args(args),
         staging(staging),
-        column(octet * kOctetRows / gates()),
-        columns(min(octets * kOctetRows, args.m - octet * kOctetRows) / gates()),
+        column(octet * kOctetRows / gates(args)),
+        columns(min(octets * kOctetRows, args.m - octet * kOctetRows) / gates(args)),
         n(n) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
 #pragma unroll
@@ -49,34 +29,35 @@ struct TileOutputs {
   }
 
   __device__ __forceinline__ void put(const Sums& sums) const {
+    constexpr int kPassTiles = kPassRows / 8;
 #pragma unroll
-    for (int pass = 0; pass < kXRows / kPassRows; pass++)
-      put_rows<kPassRows / 8>(sums.tile[0] + 2 * pass * (kPassRows / 8), pass * kPassRows);
+    for (int tile = 0; tile < X_TILES; tile += kPassTiles)
+      put_tiles<kPassTiles>(sums.tile[0] + 2 * tile, tile);
   }
 
-  // Of tiles of 8 rows of X, from the one at `row` of the warpgroup's on.
+  // Of tiles of 8 rows of X, from the warpgroup's `tile` on.
   template <int tiles>
-  __device__ __forceinline__ void put_rows(const float2* sums, int row) const {
+  __device__ __forceinline__ void put_tiles(const float2* sums, int tile) const {
     const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x) % kWarpgroup;
-    const int first = n + row, rows = min(8 * tiles, args.n - first);
-    if (rows <= 0) return;
+    const int first = n + 8 * tile;
+    const OutputBlock block = {first, min(8 * tiles, args.n - first), column, columns};
+    const int chunks = kRowChunks / gates(args);
+    if (block.rows <= 0) return;
     if (args.activation == kSiluMul) {
       stage_gated<tiles>(sums, thread);
     } else {
       if (args.residual) {
-        move<false>(first, rows, thread);
+        staging.move<false>(args, block, chunks, thread);
         staging.sync();
       }
       stage<tiles>(sums, thread);
     }
     staging.sync();
-    move<true>(first, rows, thread);
+    staging.move<true>(args, block, chunks, thread);
     staging.sync();
   }
 
  private:
-  __device__ __forceinline__ int gates() const { return args.activation == kSiluMul ? 2 : 1; }
-
   // Four 8 x 8 matrices at a time: of two octets of W and 16 rows of X.
   template <int tiles>
   __device__ __forceinline__ void stage(const float2* sums, uint32_t thread) const {
@@ -87,16 +68,8 @@ struct TileOutputs {
       uint32_t words[4];
       if (args.residual) ptx::ldmatrix_x4_trans(words, at);
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        float2 sum = sums[2 * i + j];
-        sum.x += bias[j % 2], sum.y += bias[j % 2];
-        if (args.activation == kRelu) sum = {fmaxf(sum.x, 0.0f), fmaxf(sum.y, 0.0f)};
-        if (args.residual) {
-          const float2 more = unpacked(words[j]);
-          sum.x += more.x, sum.y += more.y;
-        }
-        words[j] = packed(sum);
-      }
+      for (int j = 0; j < 4; j++)
+        words[j] = output(args, sums[2 * i + j], {bias[j % 2], bias[j % 2]}, words[j]);
       ptx::stmatrix_x4_trans(at, words);
     }
   }
@@ -124,62 +97,5 @@ struct TileOutputs {
       }
       ptx::stmatrix_x4_trans(at, words);
     }
-  }
-
-  // Between shared memory and `rows` of Y, or of the residual into it, from `first` on.
-  template <bool out>
-  __device__ __forceinline__ void move(int first, int rows, uint32_t thread) const {
-    const int chunks = kRowChunks / gates();
-    const int number = thread % chunks, step = kWarpgroup / chunks;
-    const int exist = columns - number * kChunk;
-    // With kSiluMul half a chunk has an octet's outputs, and a tile may begin with the second half.
-    const bool whole = exist >= kChunk && (args.width | column) % kChunk == 0;
-    const bool halves = exist >= kChunk && (args.width | column) % (kChunk / 2) == 0;
-    if (exist <= 0) return;
-    const int64_t place = static_cast<int64_t>(first) * args.width + column + number * kChunk;
-#pragma unroll 1
-    for (int row = thread / chunks; row < rows; row += step) {
-      const int64_t at = place + static_cast<int64_t>(row) * args.width;
-      uint4* const shared =
-          reinterpret_cast<uint4*>(smem + (staging.chunk(row, number) - ptx::smem_address(smem)));
-      if (out) {
-        uint4 words = *shared;
-        if (args.activation == kSiluMul) words = in_order(words);
-        if (whole) {
-          *reinterpret_cast<uint4*>(args.y + at) = words;
-          continue;
-        }
-        if (halves) {
-          *reinterpret_cast<uint2*>(args.y + at) = {words.x, words.y};
-          *reinterpret_cast<uint2*>(args.y + at + kChunk / 2) = {words.z, words.w};
-          continue;
-        }
-        const Chunk chunk = *reinterpret_cast<const Chunk*>(&words);
-#pragma unroll
-        for (int i = 0; i < kChunk; i++)
-          if (i < exist) args.y[at + i] = chunk.of[i];
-      } else if (whole) {
-        *shared = *reinterpret_cast<const uint4*>(args.residual + at);
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < min(kChunk, exist); i++)
-          reinterpret_cast<Element*>(shared)[i] = args.residual[at + i];
-      }
-    }
-  }
-
-  // Outputs 0, 4, 1, 5, 2, 6, 3, 7 of a chunk.
-  static __device__ __forceinline__ uint4 in_order(uint4 words) {
-    return {words.x & 0xffff | words.y << 16, words.z & 0xffff | words.w << 16,
-            words.x >> 16 | words.y & 0xffff0000, words.z >> 16 | words.w & 0xffff0000};
-  }
-  static __device__ __forceinline__ uint32_t packed(float2 values) {
-    Pair pair;
-    convert(pair.first, values.x), convert(pair.second, values.y);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-  static __device__ __forceinline__ float2 unpacked(uint32_t word) {
-    const Pair pair = *reinterpret_cast<const Pair*>(&word);
-    return {to_float(pair.first), to_float(pair.second)};
   }
 };

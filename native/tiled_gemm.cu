@@ -1,17 +1,17 @@
 // Y[N, M] = epilogue(X[N, K] W[M, K]^T) for many rows of X, the rows of W lying in several tiers.
 //
 // W is packed as SplitK_GEMM reads it (dakrun/kernels/packing.py). A CTA serves one tier and
-// computes tiles, one after the other: two warpgroups multiply 64 rows of W and kXRows of X each,
-// beside each other along W or along X. A warp keeps copies of W in flight into a ring of stages,
-// another those of X. CTAs of a cluster share W or X, which each of them then brings a part of, or
-// sum segments of K, of which there are as many as shapes and the GPU make it. In a segment sums go
-// in one order, and then those of segments, so that no bit of Y depends on tiers, tiles or the
-// number of CTAs.
+// computes tiles, one after the other: two warpgroups multiply 64 rows of W and up to 256 of X
+// each, or the other way round, beside each other along W or along X. A warp keeps copies of W in
+// flight into a ring of stages, another those of X. CTAs of a cluster share W or X, which each of
+// them then brings a part of, or sum segments of K, of which there are as many as shapes and the
+// GPU make it. In a segment sums go in one order, and then those of segments, so that no bit of Y
+// depends on tiers, tiles or the number of CTAs.
 
 #include "gemm_multiply.cuh"
 #include "tiled_sums.cuh"
 
-static_assert(WGMMA || X_TILES <= 8, "with more, operands of mma would spill");
+static_assert(WGMMA || X_TILES <= 8 && !WIDE, "with more, operands of mma would spill");
 
 // Shared memory: outputs on their way, then stages, each W [octets][8 rows][128 bytes] and X
 // [rows][128 bytes], 64 columns of both.
@@ -183,7 +183,8 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 #pragma unroll 1
     for (int left = tile.k_end - tile.k; left > 0; left--) {
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
-      multiply(ring.w(stage.stage) + of_w, 0, ring.x(stage.stage) + of_x, 1, sums);
+      const uint32_t w = ring.w(stage.stage) + of_w, x = ring.x(stage.stage) + of_x;
+      multiply(WIDE ? x : w, 0, WIDE ? w : x, 1, sums);
 #if WGMMA
       wait_but_for_last();
       if (before) ring.release(before);

@@ -4,14 +4,14 @@
 #include "gemm_common.cuh"
 
 static_assert(kWarpgroups == 2, "row_groups are 1 or 2");
-static_assert(X_TILES % 8 == 0 && X_TILES <= 32, "rows of X by 64, at most 256 a warpgroup");
+static_assert(X_TILES % (WIDE ? 4 : 8) == 0 && X_TILES <= 32, "at most 256 rows a warpgroup");
 
 constexpr int kTiledThreads = kConsumers + kWarpgroup;  // of these two warps copy
 // A thread that multiplies takes registers from those that do not.
 constexpr int kCopyRegisters = 40, kConsumerRegisters = 232;
 constexpr int kMaxStages = 13;
-constexpr int kPassRows = 64;  // of X, whose outputs a warpgroup stages at a time
-constexpr int kStagingBytes = kPassRows * kTileOctets * kOctetRows * 2;  // of a warpgroup
+constexpr int kPassRows = 64;  // of X, whose outputs a warpgroup stages at a time, for 64 of W
+constexpr int kStagingBytes = kPassRows * 64 * 2;
 
 // How a tier's octets are computed, by clusters of its own. A cluster's tile is that of its CTAs.
 struct TierTiles {

@@ -2,12 +2,16 @@
 // where CTAs of a cluster sum segments of them, at the end.
 #pragma once
 
+#if WIDE
+#include "wide_epilogue.cuh"
+#else
 #include "tiled_epilogue.cuh"
+#endif
 
 static_assert(Sums::kSets == 1, "sums are in one set");
 
 constexpr int kWarps = kConsumers / 32;
-constexpr int kPartTiles = 4;  // of X: what one CTA adds the segments of
+constexpr int kPartTiles = 4;  // what one CTA adds the segments of
 constexpr int kParts = X_TILES / kPartTiles;
 constexpr int kPartBytes = kPartTiles * kConsumers * 16;
 
@@ -47,7 +51,7 @@ __device__ __forceinline__ void take_sums(const TiledGemmArgs& args, int cluster
 }
 
 // A tile's segments, whose CTAs each add some parts of all of them. They meet where the stages are,
-// in shared memory, [segments][parts of the CTA][tiles of X][threads].
+// in shared memory, [segments][parts of the CTA][tiles][threads].
 struct Segments {
   const uint32_t address;
   const int number, count, sharers, sharer;  // of CTAs beside each other in the cluster
@@ -94,7 +98,7 @@ struct Segments {
           sums[2 * j + 1].x += more.z, sums[2 * j + 1].y += more.w;
         }
       }
-      outputs.put_rows<kPartTiles>(sums, (number + part * count) * kPartTiles * 8);
+      outputs.put_tiles<kPartTiles>(sums, (number + part * count) * kPartTiles);
     }
   }
 

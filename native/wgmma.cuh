@@ -61,6 +61,8 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   WGMMA_16                                                                   \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
   "%30, %31"
+#define WGMMA_48 \
+  WGMMA_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_64                             \
   WGMMA_32                                   \
   ", %32, %33, %34, %35, %36, %37, %38, %39" \
@@ -73,6 +75,10 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   ", %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87" \
   ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_112                                \
+  WGMMA_96                                       \
+  ", %96, %97, %98, %99, %100, %101, %102, %103" \
+  ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define WGMMA_128                                    \
   WGMMA_96                                           \
   ", %96, %97, %98, %99, %100, %101, %102, %103"     \
@@ -92,11 +98,18 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   __device__ __forceinline__ void wgmma(float2(&sums)[16], uint64_t a, uint64_t b, Element) { \
     WGMMA_ASM("64", type, WGMMA_32, "32", "33", WGMMA_8_SUMS(0));                             \
   }                                                                                           \
+  __device__ __forceinline__ void wgmma(float2(&sums)[24], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("96", type, WGMMA_48, "48", "49", WGMMA_8_SUMS(0), WGMMA_4_SUMS(8));            \
+  }                                                                                           \
   __device__ __forceinline__ void wgmma(float2(&sums)[32], uint64_t a, uint64_t b, Element) { \
     WGMMA_ASM("128", type, WGMMA_64, "64", "65", WGMMA_16_SUMS(0));                           \
   }                                                                                           \
   __device__ __forceinline__ void wgmma(float2(&sums)[48], uint64_t a, uint64_t b, Element) { \
     WGMMA_ASM("192", type, WGMMA_96, "96", "97", WGMMA_16_SUMS(0), WGMMA_8_SUMS(16));         \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma(float2(&sums)[56], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("224", type, WGMMA_112, "112", "113", WGMMA_16_SUMS(0), WGMMA_8_SUMS(16),       \
+              WGMMA_4_SUMS(24));                                                              \
   }                                                                                           \
   __device__ __forceinline__ void wgmma(float2(&sums)[64], uint64_t a, uint64_t b, Element) { \
     WGMMA_ASM("256", type, WGMMA_128, "128", "129", WGMMA_16_SUMS(0), WGMMA_16_SUMS(16));     \

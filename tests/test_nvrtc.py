@@ -21,11 +21,11 @@ from dakrun.kernels import (
     select_greedy,
     store_kv,
     tiled_gemm,
-    tiled_shapes,
 )
 from dakrun.kernels.heuristics import X_TILES
 from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
 from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
+from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES
 from dakrun.resources import resource_dir
 
 SOURCES = sorted(path.name for path in resource_dir("native").glob("*.cu"))
@@ -41,13 +41,13 @@ ATTENTIONS = [
     for head_dim in HEAD_DIMS
     for group in (8, 16)
 ]
+PORTABLE_TILED_GEMMS = [
+    tiled_gemm.defines(dtype, tiles) for dtype in DTYPES for tiles in PORTABLE_X_TILES
+]
 TILED_GEMMS = {
-    arch: [tiled_gemm.defines(dtype, tiles) for dtype in DTYPES for tiles in x_tiles]
-    for arch, x_tiles in [
-        ("sm_90a", tiled_shapes.X_TILES),
-        ("sm_100a", tiled_shapes.PORTABLE_X_TILES),
-        ("sm_120a", tiled_shapes.PORTABLE_X_TILES),
-    ]
+    "sm_90a": [macros for dtype in DTYPES for macros in tiled_gemm.all_defines(dtype)],
+    "sm_100a": PORTABLE_TILED_GEMMS,
+    "sm_120a": PORTABLE_TILED_GEMMS,
 }
 OF_DTYPE = [operands.defines(dtype) for dtype in DTYPES]
 OF_SOURCE = {

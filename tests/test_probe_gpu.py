@@ -12,7 +12,7 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import jit
 from dakrun.kernels.bandwidth import MAX_SOURCES, Reader, read_multicast, read_once, read_window
-from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES, X_TILES
+from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES, WIDE_TILES, X_TILES
 from dakrun.probe import gpu
 from dakrun.probe.congestion import PER_SM
 from dakrun.probe.effort import FULL, KIB, MIB, QUICK, Effort, buffer_sizes, ring_for
@@ -67,7 +67,8 @@ def test_what_is_compiled_ahead(effort: Effort) -> None:
         needed = variants(effort, x_tiles)
         sources = [source for source, _ in needed]
         assert len(needed) == len({(source, *macros.items()) for source, macros in needed})
-        assert sources.count("tiled_gemm.cu") == (4 if x_tiles == X_TILES else 0)
+        tiled = {macros["X_TILES"] for source, macros in needed if source == "tiled_gemm.cu"}
+        assert tiled == ({*X_TILES, *WIDE_TILES} if x_tiles == X_TILES else set())
         assert sources.count("unpack.cu") == (x_tiles != X_TILES)
         assert sources.count("splitk_flash_attn.cu") == 1
     of_few = [macros for source, macros in variants(QUICK, X_TILES) if source == "splitk_gemm.cu"]

@@ -17,7 +17,7 @@ from dakrun.kernels import gemm, products, tiled_gemm
 from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.packing import PackedPart, PackedTensor, Split
 from dakrun.kernels.products import Products
-from dakrun.kernels.tiled_heuristics import tiled_config
+from dakrun.kernels.tiled_heuristics import shapes, tiled_config
 from dakrun.kernels.tiled_shapes import H200, WARPGROUPS
 from dakrun.octets import octet_count
 
@@ -59,7 +59,9 @@ def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     many = list(Products(CPU).variants((32, 33), half))
     assert many[0] == (gemm.SOURCE, gemm.defines(half, 4))
-    assert many[1:] == [(tiled_gemm.SOURCE, tiled_gemm.defines(half, n)) for n in H200.x_tiles]
+    assert many[1:] == [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(half)]
+    needed = [tiled_gemm.defines(half, shape.tiles, wide=shape.wide) for shape in shapes(H200)]
+    assert all((tiled_gemm.SOURCE, macros) in many for macros in needed)
 
 
 class Kernels:

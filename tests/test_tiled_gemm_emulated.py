@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.packing import PackedPart, PackedTensor, pack
 from dakrun.kernels.tiled_shapes import (
     PORTABLE_X_TILES,
+    WIDE_TILES,
     X_TILES,
     Launch,
     Shape,
@@ -61,15 +63,27 @@ def packed(weight: torch.Tensor, octets: Sequence[int], sms: int) -> PackedTenso
     return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
 
 
-WIDE, NARROW = Shape(8, 2), Shape(8, 1)
+ALONG_W, ALONG_X, WIDE = Shape(8, 2), Shape(8, 1), Shape(12, 1, wide=True)
 
 
-def launch(*tiers: TierTiles, shape: Shape = WIDE, stages: int = 3) -> Launch:
+def launch(*tiers: TierTiles, shape: Shape = ALONG_W, stages: int = 3) -> Launch:
     return Launch(shape, stages, tiers)
 
 
-def config(*tiers: TierTiles, shape: Shape = WIDE, stages: int = 3) -> TiledConfig:
+def config(*tiers: TierTiles, shape: Shape = ALONG_W, stages: int = 3) -> TiledConfig:
     return TiledConfig((launch(*tiers, shape=shape, stages=stages),))
+
+
+def kernel_of(shape: Shape, build: Build) -> EmulatedKernel:
+    macros = tiled_gemm.defines(torch.float16, shape.tiles, wide=shape.wide)
+    return build(tiled_gemm.SOURCE, "tiled_gemm", macros)
+
+
+@pytest.fixture(autouse=True)
+def there_is_such_a_kernel(wgmma: int, request: pytest.FixtureRequest) -> None:
+    shape = getattr(request.node, "callspec", None) and request.node.callspec.params.get("shape")
+    if shape and not wgmma and (shape.wide or shape.tiles not in PORTABLE_X_TILES):
+        pytest.skip("only with wgmma")
 
 
 NOBODY = TierTiles(0)
@@ -107,6 +121,7 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return ((got.double() - exact).norm() / exact.norm()).item()
 
 
+@pytest.mark.parametrize("shape", [ALONG_W, WIDE])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("activation", ["none", "relu", "silu_mul"])
 @pytest.mark.parametrize(
@@ -114,7 +129,13 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     [(136, 72, 67, torch.float16), (90, 200, 130, torch.bfloat16), (211, 64, 40, torch.float16)],
 )
 def test_epilogues(
-    m: int, k: int, n: int, dtype: torch.dtype, activation: Activation, residual: bool
+    m: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    residual: bool,
+    shape: Shape,
 ) -> None:
     gated = activation == "silu_mul"
     if gated and (m % 2 or residual):
@@ -128,31 +149,46 @@ def test_epilogues(
         exact = exact.relu()
     if more is not None:
         exact += more.double()
-    found = run(weight, n, x=x, activation=activation, bias=bias, residual=more)
+    how = config(TierTiles(2, shape.octets), shape=shape)
+    found = run(weight, n, how, x=x, activation=activation, bias=bias, residual=more)
     assert error(found, exact) < (5e-4 if dtype == torch.float16 else 4e-3)
 
 
-def test_gated_tiles_that_begin_with_any_octet() -> None:
+@pytest.mark.parametrize("shape", [ALONG_W, WIDE])
+def test_gated_tiles_that_begin_with_any_octet(shape: Shape) -> None:
     m, k, n = 240, 72, 67
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
     exact = F.silu(exact[:, ::2]) * exact[:, 1::2]
-    how = config(TierTiles(2, 7), TierTiles(1, 8))
+    how = config(TierTiles(2, 7), TierTiles(1, 8), shape=shape)
     found = run(weight, n, how, (17, 13), bias=bias, activation="silu_mul")
     assert error(found, exact) < 5e-4
 
 
-@pytest.mark.parametrize("x_tiles", X_TILES)
-@pytest.mark.parametrize("row_groups", [1, 2])
-def test_tiles(x_tiles: int, row_groups: int, wgmma: int) -> None:
-    if not wgmma and x_tiles not in PORTABLE_X_TILES:
-        return
-    m, k, n = 208, 136, 16 * x_tiles - 5
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(Shape(tiles, row_groups) for tiles in X_TILES for row_groups in (1, 2)),
+        *(Shape(tiles, 1, wide=True) for tiles in WIDE_TILES),
+        Shape(12, 2, wide=True),
+    ],
+)
+def test_tiles(shape: Shape) -> None:
+    m, k, n = 8 * shape.octets + 80, 136, 2 * shape.rows - 5
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
-    shape = Shape(x_tiles, row_groups)
-    how = config(TierTiles(2, 8 * row_groups - 1), shape=shape, stages=2)
+    how = config(TierTiles(2, shape.octets - 1), shape=shape, stages=2)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
     assert error(run(weight, n, how, bias=bias), exact) < 5e-4
+
+
+@pytest.mark.parametrize("octets", [1, 5, 11])
+def test_wide_tiles_of_few_octets(octets: int, wgmma: int) -> None:
+    """More is read than a stage has."""
+    if not wgmma:
+        pytest.skip("only with wgmma")
+    weight, n = normal(8 * octets, 200, scale=0.1), 100
+    how = config(TierTiles(1, octets), shape=Shape(28, 1, wide=True))
+    assert torch.equal(run(weight, n, how), run(weight, n))
 
 
 @pytest.mark.parametrize("sms", [1, 3, 30])
@@ -168,13 +204,13 @@ def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
     cases: list[tuple[tuple[int, ...], TiledConfig]] = [
         ((30,), config(local, stages=4)),
         ((21, 9), config(local, remote)),
-        ((17, 13), config(TierTiles(2, 7), windowed, shape=NARROW)),
-        ((0, 30), config(NOBODY, windowed, shape=NARROW, stages=5)),
+        ((17, 13), config(TierTiles(2, 7), windowed, shape=ALONG_X)),
+        ((0, 30), config(NOBODY, windowed, shape=ALONG_X, stages=5)),
         ((10, 9, 11), config(local, remote, windowed)),
         (
             (10, 9, 11),
             TiledConfig(
-                (launch(NOBODY, remote, windowed, shape=NARROW), launch(local, NOBODY, NOBODY))
+                (launch(NOBODY, remote, windowed, shape=ALONG_X), launch(local, NOBODY, NOBODY))
             ),
         ),
     ]
@@ -184,13 +220,13 @@ def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
         assert torch.equal(found, wanted), octets
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW, Shape(8, 2, 2), Shape(8, 1, 1, 2)])
+@pytest.mark.parametrize("shape", [ALONG_W, ALONG_X, Shape(8, 2, 2), Shape(8, 1, 1, 2), WIDE])
 @pytest.mark.parametrize("clusters", [2, 3])
 def test_clusters_that_share_the_last_tiles(shape: Shape, clusters: int, build: Build) -> None:
     """Sums that one cluster begins and another ends are those of one, in any number of rounds."""
     m, k = 300, 200
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
-    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
+    kernel = kernel_of(shape, build)
     kernel.together = clusters
     try:
         for n, tile_octets in ((67, 16), (330, 7)):
@@ -205,13 +241,16 @@ def test_clusters_that_share_the_last_tiles(shape: Shape, clusters: int, build: 
 
 @pytest.mark.parametrize(
     "shape",
-    [Shape(8, 2, 2), Shape(8, 1, 4), Shape(8, 2, 1, 2), Shape(8, 1, 1, 4), Shape(8, 2, 8)],
+    [
+        *(Shape(8, 2, 2), Shape(8, 1, 4), Shape(8, 2, 1, 2), Shape(8, 1, 1, 4), Shape(8, 2, 8)),
+        *(Shape(12, 1, 2, wide=True), Shape(12, 1, 1, 2, wide=True)),
+    ],
 )
 def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
     """Ragged in both directions: some CTAs have nothing to compute, and bring their part."""
     m, k, n = 235, 328, 150
     weight, bias, more = normal(m, k, scale=k**-0.5), normal(m), normal(n, m)
-    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
+    kernel = kernel_of(shape, build)
     wanted = run(weight, n, bias=bias, residual=more)
     cases = ((shape.octets, 3, (30,)), (5, 1, (19, 11)), (3, 2, (19, 11)))
     for seed, (tile_octets, window, octets) in enumerate(cases):
@@ -222,17 +261,15 @@ def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
         assert torch.equal(found, wanted), (tile_octets, window, octets)
 
 
-@pytest.mark.parametrize("x_tiles", [8, 16, 32])
+@pytest.mark.parametrize("shape", [*(Shape(tiles, 1) for tiles in (8, 16, 32)), WIDE])
 @pytest.mark.parametrize("segments", [2, 3, 4])
 @pytest.mark.parametrize("activation", ["relu", "silu_mul"])
 def test_segments_of_sums(
-    x_tiles: int, segments: int, activation: Activation, wgmma: int, build: Build
+    shape: Shape, segments: int, activation: Activation, build: Build
 ) -> None:
     """Bits are the same in any tiles of a launch, one tile after the other, and shared or not."""
-    shape = Shape(x_tiles, 1, k_ctas=segments)
-    stages = 7 if x_tiles == 8 else 5
-    if not wgmma and x_tiles not in PORTABLE_X_TILES:
-        return
+    shape = replace(shape, k_ctas=segments)
+    stages = 7 if shape.tiles == 8 else 5
     m, k, n = 134, 392, 150
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
     more = normal(n, m) if activation == "relu" else None
@@ -241,7 +278,7 @@ def test_segments_of_sums(
         exact = F.silu(exact[:, ::2]) * exact[:, 1::2]
     else:
         exact = exact.relu() + more.double()
-    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, x_tiles))
+    kernel = kernel_of(shape, build)
     found = []
     for seed, (octets, tiers) in enumerate(
         [((17,), (TierTiles(1, 8),)), ((9, 8), (TierTiles(2, 5), TierTiles(1, 3, window=1)))]
@@ -250,7 +287,7 @@ def test_segments_of_sums(
         how = config(*tiers, shape=shape, stages=stages)
         found.append(run(weight, n, how, octets, bias=bias, residual=more, activation=activation))
         assert error(found[-1], exact) < 5e-4
-    both = config(TierTiles(1, 8), shape=Shape(x_tiles, 1, 1, 2, segments), stages=stages)
+    both = config(TierTiles(1, 8), shape=replace(shape, x_ctas=2), stages=stages)
     found.append(run(weight, n, both, bias=bias, residual=more, activation=activation))
     assert all(torch.equal(other, found[0]) for other in found)
 
@@ -269,7 +306,7 @@ def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
     kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
     for window in range(1, stages + 1):
         kernel.seed = 77 * window
-        how = config(TierTiles(1, 3, 2, window=window), shape=NARROW, stages=stages)
+        how = config(TierTiles(1, 3, 2, window=window), shape=ALONG_X, stages=stages)
         assert error(run(weight, 130, how), exact) < 5e-4
 
 

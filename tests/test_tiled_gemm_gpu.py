@@ -17,7 +17,7 @@ from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.packing import DTYPES
 from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
 from dakrun.kernels.tiled_heuristics import local_tier, shapes, tiled_config
-from dakrun.kernels.tiled_shapes import Launch, Limits, Shape, TiledConfig
+from dakrun.kernels.tiled_shapes import WIDE_TILES, X_TILES, Launch, Limits, Shape, TiledConfig
 from dakrun.octets import octet_count
 
 pytestmark = pytest.mark.gpu
@@ -84,22 +84,24 @@ def local(run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, even: boo
     return TiledConfig((Launch(shape, shape.stages(size, tier.tile_octets), (tier,)),))
 
 
-@pytest.mark.parametrize("x_tiles", [8, 16, 24, 32])
+@pytest.mark.parametrize(
+    "kernel", [*((n, False) for n in X_TILES), *((n, True) for n in WIDE_TILES)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_shape(dtype: torch.dtype, x_tiles: int) -> None:
+def test_every_shape(dtype: torch.dtype, kernel: tuple[int, bool]) -> None:
     """With the shared memory of this GPU, and of a small one; few and many tiles, shared or not.
 
     Bits depend on segments alone.
     """
     here = limits(torch.cuda.current_device())
-    if x_tiles not in here.x_tiles:
+    if kernel not in ((shape.tiles, shape.wide) for shape in shapes(here)):
         pytest.skip("no such tiles on this GPU")
     m, k = 776, 1000
     run = tiled(m, k, dtype, sms=FEW_SMS)
     for n in (65, 300, 1000):
         found: dict[int, torch.Tensor] = {}
         for size in (here, Limits(99 * 1024, here.x_tiles)):
-            options = [shape for shape in shapes(size) if shape.x_tiles == x_tiles]
+            options = [shape for shape in shapes(size) if (shape.tiles, shape.wide) == kernel]
             for shape, sms, even in itertools.product(
                 options, (8, FEW_SMS, all_sms()), (False, True)
             ):
@@ -111,11 +113,17 @@ def test_every_shape(dtype: torch.dtype, x_tiles: int) -> None:
                 assert same_bits(out, found.setdefault(shape.k_ctas, out)), (n, shape, sms, even)
 
 
-@pytest.mark.parametrize("shape", [Shape(32, 2), Shape(32, 2, 2), Shape(16, 1), Shape(32, 1, 1, 8)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(Shape(32, 2), Shape(32, 2, 2), Shape(16, 1), Shape(32, 1, 1, 8)),
+        *(Shape(24, 1, wide=True), Shape(28, 1, 2, wide=True)),
+    ],
+)
 def test_sums_that_clusters_leave_for_others(shape: Shape) -> None:
     """Again and again, with other kernels' CTAs around them."""
     here = limits(torch.cuda.current_device())
-    if shape.x_tiles not in here.x_tiles:
+    if shape.tiles not in (here.wide_tiles if shape.wide else here.x_tiles):
         pytest.skip("no such tiles on this GPU")
     m, k, n, dtype = 4104, 1096, 1500, torch.float16
     run = tiled(m, k, dtype)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.kernels.heuristics import ATOM_BYTES, TILE_OCTETS, TierAccess
+from dakrun.kernels.heuristics import ATOM_BYTES, TierAccess
 from dakrun.kernels.tiled_heuristics import shapes, tiled_config
 from dakrun.kernels.tiled_shapes import (
     BARRIER_BYTES,
@@ -18,7 +18,7 @@ from dakrun.kernels.tiled_shapes import (
     Shape,
     TierTiles,
 )
-from dakrun.kernels.tiled_tiers import even_tile
+from dakrun.kernels.tiled_tiers import even_tile, tile_count
 from dakrun.units import ceil_div
 
 SMALL = Limits(99 * 1024, PORTABLE_X_TILES)
@@ -26,27 +26,28 @@ LOCAL, HOST = TierAccess(), TierAccess(8, 256 * 1024)
 
 
 def sums_fit(launch: Launch) -> bool:
-    """A CTA has room for what native/tiled_sums.cuh puts there: all segments of its parts of X.
+    """A CTA has room for what native/tiled_sums.cuh puts there: all segments of its parts.
 
-    A part is 4 tiles of 8 rows of X, 16 bytes of each for each of 256 threads.
+    A part is 4 tiles of 8 rows by 64, 16 bytes of each for each of 256 threads.
     """
     shape = launch.shape
-    parts = ceil_div(ceil_div(shape.x_tiles, 4), shape.k_ctas)
+    parts = ceil_div(ceil_div(shape.tiles, 4), shape.k_ctas)
     met = shape.k_ctas * parts * 4 * 256 * 16 if shape.k_ctas > 1 else 0
     return launch.shared_bytes - STAGING_BYTES >= met
 
 
 @pytest.mark.parametrize("limits", [H200, Limits(99 * 1024), SMALL])
 def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
-    """Warpgroups read 8 octets of W each, but nothing behind the stage of a smaller tile."""
+    """Warpgroups read all octets that they may have, but nothing behind shared memory."""
     for shape in shapes(limits):
         for octets in range(1, shape.octets + 1):
             stages = shape.stages(limits, octets)
             launch = Launch(shape, stages, (TierTiles(1, octets),))
             assert stages >= 2 and sums_fit(launch)
             assert launch.shared_bytes <= limits.shared_bytes - BARRIER_BYTES
-            reading = shape.row_groups if octets > TILE_OCTETS else 1
-            assert reading * TILE_OCTETS * ATOM_BYTES <= shape.stage_bytes(octets)
+            reading = ceil_div(octets, shape.group_octets) * shape.group_octets
+            last = (stages - 1) * shape.stage_bytes(octets)
+            assert STAGING_BYTES + last + reading * ATOM_BYTES <= launch.shared_bytes
 
 
 @given(
@@ -75,7 +76,8 @@ def test_laws(
     assert len(segments) == 1  # bits do not depend on where octets lie
     for launch in config.launches:
         shape = launch.shape
-        assert shape.x_tiles in limits.x_tiles and shape.ctas <= MAX_CLUSTER
+        assert shape.tiles in (limits.wide_tiles if shape.wide else limits.x_tiles)
+        assert shape.ctas <= MAX_CLUSTER
         assert 2 <= launch.stages <= MAX_STAGES and launch.shared_bytes < limits.shared_bytes
         assert sums_fit(launch)
         for count, tier in zip(octets, launch.tiers, strict=True):
@@ -124,9 +126,21 @@ def test_few_rows_of_x_leave_few_sms_without_work(rows: int) -> None:
     assert launch.ctas > 110
 
 
+@pytest.mark.parametrize(
+    ("n", "rows"), [(256, 6144), (256, 7168), (256, 12288), (512, 6144), (512, 7168), (1024, 6144)]
+)
+def test_wide_tiles_leave_few_sms_without_work(n: int, rows: int) -> None:
+    """W is cut by octets, so that one wave or two have a tile for nearly every SM."""
+    (launch,) = tiled_config(n, [rows // 8], [LOCAL], cols=7168, sms=132).launches
+    shape, (tier,) = launch.shape, launch.tiers
+    tiles = tile_count(n, rows // 8, tier.tile_octets, shape)
+    assert shape.wide and tiles > 0.96 * ceil_div(tiles, tier.clusters) * tier.clusters
+    assert launch.ctas >= 126
+
+
 def test_a_small_gpu_has_small_tiles() -> None:
     (launch,) = tiled_config(2048, [3584], [LOCAL], cols=7168, sms=84, limits=SMALL).launches
-    assert launch.shape.x_tiles == 8 and launch.stages >= 3
+    assert launch.shape.tiles == 8 and not launch.shape.wide and launch.stages >= 3
 
 
 @pytest.mark.parametrize("n", [256, 512, 1024, 2048, 4096])

@@ -72,7 +72,7 @@ class Products:
         for x_tiles in sorted({tiles_for(n) for n in few}):
             yield gemm.SOURCE, gemm.defines(dtype, x_tiles)
         if self._tiles is not None and max(rows) > self.few_rows:
-            yield from ((tiled_gemm.SOURCE, tiled_gemm.defines(dtype, n)) for n in X_TILES)
+            yield from ((tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype))
 
     def reserve(self) -> None:
         """Take the memory for many rows now."""

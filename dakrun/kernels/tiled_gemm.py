@@ -22,6 +22,7 @@ from dakrun.kernels.tiled_shapes import (
     SUM_BYTES,
     THREADS,
     WARPGROUPS,
+    WIDE_TILES,
     X_TILES,
     Launch,
     Limits,
@@ -149,7 +150,9 @@ def tiled_gemm(
         )
         args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), args.box_rows, 1)
         args.tiers[:] = _tiers(n, weight, launch)
-        kernel = jit.kernel(SOURCE, "tiled_gemm", defines(weight.dtype, shape.x_tiles))
+        kernel = jit.kernel(
+            SOURCE, "tiled_gemm", defines(weight.dtype, shape.tiles, wide=shape.wide)
+        )
         kernel.launch(
             launch.ctas, THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
             overlap=overlap or order == AFTER_REMOTE,
@@ -195,9 +198,15 @@ def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ..
     return (*found, *[_TierTiles(first_cluster=cluster)] * none)
 
 
-def defines(dtype: torch.dtype, x_tiles: int) -> dict[str, int]:
-    """The macros of one variant of the kernel."""
-    return {**operands.defines(dtype), "X_TILES": x_tiles}
+def defines(dtype: torch.dtype, tiles: int, *, wide: bool = False) -> dict[str, int]:
+    """The macros of one variant of the kernel: of `Shape.tiles`, and whether it is wide."""
+    return {**operands.defines(dtype), "X_TILES": tiles, "WIDE": int(wide)}
+
+
+def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
+    """Those of all variants for GPUs with wgmma, the longest to compile first."""
+    sizes = [(tiles, False) for tiles in X_TILES] + [(tiles, True) for tiles in WIDE_TILES]
+    return [defines(dtype, tiles, wide=wide) for tiles, wide in sorted(sizes)[::-1]]
 
 
 def x_tiles(device: int) -> tuple[int, ...]:

@@ -115,6 +115,10 @@ def shapes(limits: Limits) -> Iterator[Shape]:
         shape = Shape(x_tiles, row_groups, w_ctas, 1, k_ctas)
         if shape.fits(limits):
             yield shape
+    for tiles, (w_ctas, k_ctas) in itertools.product(limits.wide_tiles, sharing):
+        shape = Shape(tiles, 1, w_ctas, 1, k_ctas, wide=True)
+        if shape.fits(limits):
+            yield shape
 
 
 def local_tier(

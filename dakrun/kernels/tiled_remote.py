@@ -136,4 +136,4 @@ class Remote:
         for tier, tiles in enumerate(launch.tiers[1:]):
             if tiles.clusters:
                 parts += self._cycles(shape, tier, tiles)
-        return max(parts), shape.octets, launch.ctas, shape.x_ctas, shape.x_tiles
+        return max(parts), shape.octets, launch.ctas, shape.x_ctas, shape.tiles

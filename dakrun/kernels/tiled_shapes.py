@@ -12,11 +12,12 @@ from dakrun.units import ceil_div
 MAX_ROWS = 4096  # of X in one launch
 X_TILES = (8, 16, 24, 32)  # of 8 rows of X, that a warpgroup multiplies
 PORTABLE_X_TILES = (8,)  # the same where there is no wgmma
+WIDE_TILES = (12, 24, 28)  # of 8 rows of W, that a warpgroup multiplies by 64 rows of X
 WARPGROUPS = 2
 THREADS = 128 * (WARPGROUPS + 1)
 MAX_STAGES = 13
 MAX_CLUSTER = 8  # CTAs
-PART_TILES = 4  # of X: what one CTA adds the segments of
+PART_TILES = 4  # what one CTA adds the segments of
 PASS_ROWS = 64  # of X, whose outputs a warpgroup stages at a time
 STAGING_BYTES = WARPGROUPS * PASS_ROWS * TILE_OCTETS * OCTET_ROWS * 2
 SUM_BYTES = 4 * OCTET_ROWS * WARPGROUPS * TILE_OCTETS * OCTET_ROWS  # a CTA's, of a tile of X
@@ -35,6 +36,11 @@ class Limits:
     x_tiles: tuple[int, ...] = X_TILES
     clusters: tuple[int, ...] = (66, 39, 30, 22, 17, 15, 15)
 
+    @property
+    def wide_tiles(self) -> tuple[int, ...]:
+        """Of W, that a warpgroup multiplies with wgmma where shapes are wide."""
+        return WIDE_TILES if self.x_tiles == X_TILES else ()
+
     def most_clusters(self, sms: int, ctas: int) -> int:
         """That run at a time on `sms`, of `ctas` CTAs."""
         return sms if ctas == 1 else min(sms // ctas, self.clusters[ctas - 2])
@@ -45,18 +51,20 @@ H200 = Limits()
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cluster of CTAs multiplies: a warpgroup `x_tiles` x 8 rows of X and 64 of W.
+    """What a cluster of CTAs multiplies: a warpgroup `tiles` x 8 rows of X and 64 of W.
 
-    The two warpgroups of a CTA have rows beside each other of W, with 2 `row_groups`, or of X. So
-    have `w_ctas` or `x_ctas`, of which one is 1 and the other a power of two: they bring what they
-    share once. Each of `k_ctas` sums a segment of K.
+    If it is `wide`, `tiles` x 8 rows of W and 64 of X. The two warpgroups of a CTA have rows beside
+    each other of W, with 2 `row_groups`, or of X. So have `w_ctas` or `x_ctas`, of which one is 1
+    and the other a power of two: they bring what they share once. Each of `k_ctas` sums a segment
+    of K.
     """
 
-    x_tiles: int
+    tiles: int
     row_groups: int
     w_ctas: int = 1
     x_ctas: int = 1
     k_ctas: int = 1
+    wide: bool = False
 
     @property
     def ctas(self) -> int:
@@ -66,12 +74,22 @@ class Shape:
     @property
     def octets(self) -> int:
         """Of W in a CTA's tile, at most."""
-        return self.row_groups * TILE_OCTETS
+        return self.row_groups * self.group_octets
+
+    @property
+    def group_octets(self) -> int:
+        """Of W, that a warpgroup multiplies."""
+        return self.tiles if self.wide else TILE_OCTETS
 
     @property
     def across(self) -> int:
         """Tiles of 8 rows of X of a CTA."""
         return self.x_tiles * WARPGROUPS // self.row_groups
+
+    @property
+    def x_tiles(self) -> int:
+        """Of 8 rows of X, that a warpgroup multiplies."""
+        return TILE_OCTETS if self.wide else self.tiles
 
     @property
     def rows(self) -> int:
@@ -82,10 +100,15 @@ class Shape:
         """Of a stage: 64 columns of `octets` of W, and of X."""
         return ATOM_BYTES * (octets + self.across)
 
+    def bytes_behind(self, octets: int) -> int:
+        """That are read behind a stage with `octets` of W: a warpgroup multiplies whole groups."""
+        whole = ceil_div(octets, self.group_octets) * self.group_octets
+        return ATOM_BYTES * max(0, whole - octets - self.across)
+
     @property
     def sums_bytes(self) -> int:
         """Where segments of sums meet in shared memory, instead of stages."""
-        own = ceil_div(self.x_tiles, PART_TILES * self.k_ctas) * PART_TILES
+        own = ceil_div(self.tiles, PART_TILES * self.k_ctas) * PART_TILES
         return own * self.k_ctas * SUM_BYTES if self.k_ctas > 1 else 0
 
     def fits(self, limits: Limits) -> bool:
@@ -95,7 +118,7 @@ class Shape:
 
     def stages(self, limits: Limits, octets: int) -> int:
         """That there is room for, of `octets` of W."""
-        room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES
+        room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES - self.bytes_behind(octets)
         return min(MAX_STAGES, room // self.stage_bytes(octets))
 
 
@@ -132,12 +155,17 @@ class Launch:
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: outputs on their way, and the stages."""
         stages = self.stages * self.shape.stage_bytes(self.tile_octets)
+        stages += self.shape.bytes_behind(min(self._tile_sizes))
         return STAGING_BYTES + max(stages, self.shape.sums_bytes)
 
     @property
     def tile_octets(self) -> int:
         """Octets of W in a CTA's tile, of the tier that has the largest."""
-        return max(tier.tile_octets for tier in self.tiers)
+        return max(self._tile_sizes)
+
+    @property
+    def _tile_sizes(self) -> list[int]:
+        return [tier.tile_octets for tier in self.tiers if tier.clusters] or [1]
 
     @property
     def carriers(self) -> int:
@@ -147,7 +175,7 @@ class Launch:
     @property
     def carried(self) -> int:
         """Bytes of these sums."""
-        return self.carriers * self.shape.x_tiles * SUM_BYTES
+        return self.carriers * self.shape.tiles * SUM_BYTES
 
 
 @dataclass(frozen=True)

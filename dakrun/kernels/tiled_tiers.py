@@ -11,10 +11,11 @@ from dakrun.kernels.tiled_shapes import WARPGROUPS, Limits, Shape, TierTiles
 from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
-# Cycles of an SM, at 1.75 GHz. Of a stage: for 8 rows of X a warpgroup multiplies, what it takes to
-# issue it, at least, and until it has landed; for 1 KiB that goes to or from shared memory; where
-# CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, of which
-# those of W, often on their way from HBM, count more; and what taking them adds to products.
+# Cycles of an SM, at 1.75 GHz. Of a stage: for 8 rows by 64 that warpgroups multiply, what it takes
+# to issue it, at least, and until it has landed; for 1 KiB that goes to or from shared memory;
+# where CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, of
+# which those of W, often on their way from HBM, count more; and what taking them adds to products,
+# wide ones and others.
 ATOM_CYCLES = 36
 STAGE_CYCLES = 290
 LANDING_CYCLES = 1800
@@ -23,9 +24,9 @@ SHARING_CYCLES = 43
 HBM_BYTES = 19.8
 L2_BYTES = 68
 READS_OF_W = 6
-SHARE_OF_READS = 0.192
+SHARE_OF_READS, SHARE_OF_WIDE_READS = 0.192, 0.154
 EVEN_READS = 1.24  # where clusters share the last tiles, and others are at other columns
-# Of a tile, when nothing is multiplied: before it, and for 8 rows of X a warpgroup outputs, sums
+# Of a tile, when nothing is multiplied: before it, and for 8 rows by 64 a warpgroup outputs, sums
 # left and taken, and segments added. Of a launch, before it waits for others: CTAs that share.
 START_CYCLES = 1500
 STORE_CYCLES = 195
@@ -53,17 +54,18 @@ def tiles_cycles(
 
     With `even` clusters share the last ones. That is products, or the copies that they wait for.
     """
-    groups = ceil_div(tile_octets, TILE_OCTETS) * WARPGROUPS // shape.row_groups
+    groups = ceil_div(tile_octets, shape.group_octets) * WARPGROUPS // shape.row_groups
     landed = tile_octets + shape.across
-    shared = SHARED_CYCLES * (landed + groups * (TILE_OCTETS + shape.x_tiles))
+    shared = SHARED_CYCLES * (landed + groups * (TILE_OCTETS + shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(limits, tile_octets) - 1)
-    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.x_tiles * groups / WARPGROUPS, shared, lands)
+    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
     reads = ATOM_BYTES * (READS_OF_W * tile_octets + shape.across / shape.w_ctas) / L2_BYTES
-    stage += SHARE_OF_READS * min(1.0, waves) * reads * (EVEN_READS if even else 1)
+    share = SHARE_OF_WIDE_READS if shape.wide else SHARE_OF_READS
+    stage += share * min(1.0, waves) * reads * (EVEN_READS if even else 1)
     stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
-    per_tile = START_CYCLES + STORE_CYCLES * shape.x_tiles
+    per_tile = START_CYCLES + STORE_CYCLES * shape.tiles
     if shape.k_ctas > 1:
-        per_tile += MEET_CYCLES + ADD_CYCLES * shape.x_tiles
+        per_tile += MEET_CYCLES + ADD_CYCLES * shape.tiles
     products = ceil_div(atoms, shape.k_ctas) * stage
     fetched = ATOM_BYTES * atoms * octets / (HBM_BYTES * sms)
     rest = math.ceil(waves) * per_tile + (JOIN_CYCLES if shape.w_ctas > 1 else 0)
@@ -71,7 +73,7 @@ def tiles_cycles(
         rest += (math.ceil(waves) - 1) * LANDING_CYCLES
     if even:  # tiles beside each other are at other columns, so that L2 does not have W for them
         fetched *= ceil_div(n, shape.rows)
-        return max(waves * products + CARRY_CYCLES * shape.x_tiles, fetched) + rest
+        return max(waves * products + CARRY_CYCLES * shape.tiles, fetched) + rest
     return max(math.ceil(waves) * products, fetched) + rest
 
 

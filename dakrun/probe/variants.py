@@ -32,7 +32,7 @@ def variants(effort: Effort, x_tiles: Sequence[int]) -> list[Variant]:
     tiled = tuple(x_tiles) == tiled_shapes.X_TILES
     rows = {n for n in (*effort.rows, *effort.slots) if n <= (FEW_ROWS if tiled else MAX_ROWS)}
     few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}
-    found = [(tiled_gemm.SOURCE, tiled_gemm.defines(DTYPE, n)) for n in sorted(x_tiles)[::-1]]
+    found = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(DTYPE)]
     return [
         *(found if tiled else [(unpack.SOURCE, {})]),
         (attention.SOURCE, attention.defines(DTYPE, HEAD_DIM, 1)),

@@ -587,21 +587,32 @@ inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
   load_matrices(fragment, address, true);
 }
 
-inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
+inline void store_matrices(uint32_t address, const uint32_t (&fragment)[4], bool transposed) {
   struct Given {
     uint32_t address;
+    bool transposed;
     uint16_t elements[4][2];
   };
-  Given own = {address};
+  Given own = {address, transposed};
   std::memcpy(own.elements, fragment, sizeof fragment);
   emulator::together<Given, int>(own, [](const Given* const* given, int* const*) {
     for (int number = 0; number < 4 * emulator::kWarp * 2; number++) {
       const int matrix = number / 64, lane = number / 2 % 32, i = number % 2;
-      const uint32_t to = given[8 * matrix + lane % 4 * 2 + i]->address;
+      int row = lane / 4, col = lane % 4 * 2 + i;
+      if (given[lane]->transposed) std::swap(row, col);
+      const uint32_t to = given[8 * matrix + row]->address;
       if (to % 16) emulator::fail("a row of a matrix is not aligned to 16 bytes");
-      std::memcpy(emulator::at(to, 16) + 2 * (lane / 4), &given[lane]->elements[matrix][i], 2);
+      std::memcpy(emulator::at(to, 16) + 2 * col, &given[lane]->elements[matrix][i], 2);
     }
   });
+}
+
+inline void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4]) {
+  store_matrices(address, fragment, false);
+}
+
+inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
+  store_matrices(address, fragment, true);
 }
 
 inline uint32_t movmatrix_trans(uint32_t fragment) {
