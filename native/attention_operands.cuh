@@ -20,17 +20,6 @@ __device__ __forceinline__ const float2* rotations_of(const SplitKFlashAttnArgs&
   return args.rotations + static_cast<int64_t>(position) * (HEAD_DIM / 2);
 }
 
-__device__ __forceinline__ uint32_t packed(float first, float second) {
-  Pair pair;
-  convert(pair.first, first), convert(pair.second, second);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ float2 unpacked(uint32_t both) {
-  const Pair pair = *reinterpret_cast<const Pair*>(&both);
-  return {to_float(pair.first), to_float(pair.second)};
-}
-
 // Queries of a group as B operand: lane 4g + t has the dimensions 16 s + 2t, + 1 and 8 more of
 // query head g of each tile of 8 heads.
 struct Queries {

@@ -27,6 +27,23 @@ __device__ __forceinline__ void convert(__nv_bfloat16& to, float value) {
   to = __float2bfloat16_rn(value);
 }
 
+// The same in a register: what loads one as its two elements waits for it, to take it apart.
+__device__ __forceinline__ uint32_t packed(float first, float second) {
+  Pair pair;
+  convert(pair.first, first), convert(pair.second, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ float2 unpacked(uint32_t both) {
+  const Pair pair = *reinterpret_cast<const Pair*>(&both);
+  return {to_float(pair.first), to_float(pair.second)};
+}
+
+// Two neighbours, or only the first of them, where they are not aligned.
+__device__ __forceinline__ uint32_t load_unaligned(const Element* from, bool both) {
+  const uint16_t* const words = reinterpret_cast<const uint16_t*>(from);
+  return both ? words[0] | words[1] << 16 : words[0];
+}
+
 // Eight neighbours, likewise.
 struct __align__(16) Chunk {
   Element of[8];

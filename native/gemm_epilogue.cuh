@@ -3,34 +3,23 @@
 
 #include "gemm_norm.cuh"
 
-// Two neighbouring elements, at once where their address allows it, or else each by itself, the
-// second one where it exists.
-__device__ __forceinline__ Pair load_pair(const Element* from, bool both, bool aligned) {
-  if (aligned) return *reinterpret_cast<const Pair*>(from);
-  Pair pair = {from[0], from[0]};
-  if (both) pair.second = from[1];
-  return pair;
-}
-
 // Stores two outputs of row `n` of X, those of rows `m` and m + 1 of W. With kSiluMul even rows of
 // W are gates and the odd ones what they multiply: silu(gate) * up.
 __device__ __forceinline__ void store(const SplitKGemmArgs& args, int m, int n, float2 sums,
-                                      Pair bias, Pair residual) {
-  if (args.bias) sums.x += to_float(bias.first), sums.y += to_float(bias.second);
+                                      uint32_t bias, uint32_t residual) {
+  if (args.bias) sums.x += unpacked(bias).x, sums.y += unpacked(bias).y;
   if (args.activation == kSiluMul) {
     convert(args.y[static_cast<int64_t>(n) * (args.m / 2) + m / 2], silu_mul(sums.x, sums.y));
     return;
   }
   if (args.activation == kRelu) sums.x = fmaxf(sums.x, 0.0f), sums.y = fmaxf(sums.y, 0.0f);
-  if (args.residual) sums.x += to_float(residual.first), sums.y += to_float(residual.second);
+  if (args.residual) sums.x += unpacked(residual).x, sums.y += unpacked(residual).y;
   Element* const y = args.y + static_cast<int64_t>(n) * args.m + m;
-  Pair pair;
-  convert(pair.first, sums.x), convert(pair.second, sums.y);
   if (args.m % 2 == 0) {
-    *reinterpret_cast<Pair*>(y) = pair;
+    *reinterpret_cast<uint32_t*>(y) = packed(sums.x, sums.y);
   } else {
-    y[0] = pair.first;
-    if (m + 1 < args.m) y[1] = pair.second;
+    convert(y[0], sums.x);
+    if (m + 1 < args.m) convert(y[1], sums.y);
   }
 }
 
@@ -43,7 +32,7 @@ struct Outputs {
   const SplitKGemmArgs& args;
   const int m, n;  // of the first; others are 8 further
   const int octets;
-  Pair bias[2], residual[kAhead ? 2 * X_TILES : 1];
+  uint32_t bias[2], residual[kAhead ? 2 * X_TILES : 1];  // pairs
 
   // Of the warp's two octets, from row `first_row` of W on, `octets` exist.
   __device__ __forceinline__ Outputs(const SplitKGemmArgs& args, int first_row, int octets)
@@ -51,15 +40,10 @@ struct Outputs {
         m(first_row + threadIdx.x % 32 / 8 * 2),
         n(threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2),
         octets(octets) {
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      if (j >= octets || row(j) >= args.m) continue;
-      if (args.bias) bias[j] = load(args.bias, j);
-      if (!kAhead || args.residual == nullptr) continue;
-#pragma unroll
-      for (int i = 0; i < X_TILES; i++) {
-        if (column(i) < args.n) residual[2 * i + j] = load(args.residual + offset(i), j);
-      }
+    if (args.m % 2 == 0) {
+      load_ahead<true>();
+    } else {
+      load_ahead<false>();
     }
   }
 
@@ -73,11 +57,12 @@ struct Outputs {
         const float2 own = sums.total(2 * i + j);
         const float other = __shfl_xor_sync(0xffffffff, odd ? own.x : own.y, 4);
         if (row(j) >= args.m || column(i) >= args.n) continue;
-        Pair more;
+        uint32_t more;
         if (kAhead) {
           more = residual[2 * i + j];
         } else if (args.residual) {
-          more = load(args.residual + offset(i), j);
+          more = args.m % 2 ? load<false>(args.residual + offset(i), j)
+                            : load<true>(args.residual + offset(i), j);
         }
         float2 pair = odd ? float2{other, own.y} : float2{own.x, other};
         if (NORM) {
@@ -95,7 +80,24 @@ struct Outputs {
   __device__ __forceinline__ int64_t offset(int i) const {
     return static_cast<int64_t>(column(i)) * args.m;
   }
-  __device__ __forceinline__ Pair load(const Element* from, int j) const {
-    return load_pair(from + row(j), row(j) + 1 < args.m, args.m % 2 == 0);
+  // One after the other, with no branch between them: none waits for another.
+  template <bool aligned>
+  __device__ __forceinline__ void load_ahead() {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const bool exists = j < octets && row(j) < args.m;
+      if (exists && args.bias) bias[j] = load<aligned>(args.bias, j);
+#pragma unroll
+      for (int i = 0; kAhead && i < X_TILES; i++) {
+        if (exists && args.residual && column(i) < args.n)
+          residual[2 * i + j] = load<aligned>(args.residual + offset(i), j);
+      }
+    }
+  }
+  template <bool aligned>
+  __device__ __forceinline__ uint32_t load(const Element* from, int j) const {
+    from += row(j);
+    if (aligned) return *reinterpret_cast<const uint32_t*>(from);
+    return load_unaligned(from, row(j) + 1 < args.m);
   }
 };

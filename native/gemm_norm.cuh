@@ -26,12 +26,14 @@ struct Moments {
 };
 
 // What a warp adds up: one share of an octet, or two octets. A product of an octet, above as many
-// rows of ones, with its transpose has the squares on its diagonal, and the sums below.
+// rows of ones, with its transpose has the squares on its diagonal, and the sums below. They go to
+// parts in turns, of which none waits for another.
 struct RowSums {
   static constexpr int kOctets = (X_TILES + 3) / 4, kShares = Moments::kShares;
+  static constexpr int kParts = 2;  // with more, too few registers are left for attention's CTAs
 
   const int octet, share;
-  float2 squares[kOctets] = {}, sums[kOctets] = {};
+  float2 squares[kOctets][kParts] = {}, sums[kOctets][kParts] = {};
 
   __device__ __forceinline__ RowSums(int warp)
       : octet(warp % X_TILES * kOctets), share(warp / X_TILES) {}
@@ -51,9 +53,10 @@ struct RowSums {
           uint32_t b[4];
           ptx::ldmatrix_x4(b, (x ^ 64 * half) + j * 8 * 128);
 #pragma unroll
-          for (int step = 0; step < 4; step += 2) {
-            const uint32_t a[4] = {b[step], kOnes, b[step + 1], kOnes};
-            ptx::mma(squares[j], sums[j], a, b[step], b[step + 1], Element());
+          for (int part = 0; part < kParts; part++) {
+            const uint32_t low = b[2 * part], high = b[2 * part + 1],
+                           a[4] = {low, kOnes, high, kOnes};
+            ptx::mma(squares[j][part], sums[j][part], a, low, high, Element());
           }
         }
       }
@@ -67,8 +70,13 @@ struct RowSums {
 #pragma unroll
     for (int j = 0; j < kOctets; j++) {
       const int n = 8 * (octet + j) + row;
-      to.sums[share][n] = row % 2 ? sums[j].y : sums[j].x;
-      to.squares[share][n] = row % 2 ? squares[j].y : squares[j].x;
+      float sum = 0.0f, square = 0.0f;
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        sum += row % 2 ? sums[j][part].y : sums[j][part].x;
+        square += row % 2 ? squares[j][part].y : squares[j][part].x;
+      }
+      to.sums[share][n] = sum, to.squares[share][n] = square;
     }
   }
 };

@@ -10,7 +10,7 @@ struct TileOutputs {
   const Staging& staging;
   const int column, columns;  // of Y: the first one, and how many there are
   const int n;                // the first row
-  float bias[2];              // of rows g of octets 2w and 2w + 1
+  Element bias[2];            // of rows g of octets 2w and 2w + 1, read ahead of the sums
 
   // `octets` of W exist from `octet` on.
   __device__ __forceinline__ TileOutputs(const TiledGemmArgs& args, const Staging& staging,
@@ -24,7 +24,7 @@ struct TileOutputs {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = (octet + 2 * warp + i) * kOctetRows + lane / 4;
-      bias[i] = args.bias && row < args.m ? to_float(args.bias[row]) : 0.0f;
+      if (args.bias && row < args.m) bias[i] = args.bias[row];
     }
   }
 
@@ -58,6 +58,10 @@ struct TileOutputs {
   }
 
  private:
+  __device__ __forceinline__ float bias_of(int octet) const {
+    return args.bias ? to_float(bias[octet]) : 0.0f;
+  }
+
   // Four 8 x 8 matrices at a time: of two octets of W and 16 rows of X.
   template <int tiles>
   __device__ __forceinline__ void stage(const float2* sums, uint32_t thread) const {
@@ -69,7 +73,7 @@ struct TileOutputs {
       if (args.residual) ptx::ldmatrix_x4_trans(words, at);
 #pragma unroll
       for (int j = 0; j < 4; j++)
-        words[j] = output(args, sums[2 * i + j], {bias[j % 2], bias[j % 2]}, words[j]);
+        words[j] = output(args, sums[2 * i + j], {bias_of(j % 2), bias_of(j % 2)}, words[j]);
       ptx::stmatrix_x4_trans(at, words);
     }
   }
@@ -88,12 +92,12 @@ struct TileOutputs {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         float2 low = sums[2 * (i + j)], high = sums[2 * (i + j) + 1];
-        low.x += bias[0], low.y += bias[0], high.x += bias[1], high.y += bias[1];
+        low.x += bias_of(0), low.y += bias_of(0), high.x += bias_of(1), high.y += bias_of(1);
         const float2 given = odd ? low : high, own = odd ? high : low;
         const float2 other = {__shfl_xor_sync(0xffffffff, given.x, 4),
                               __shfl_xor_sync(0xffffffff, given.y, 4)};
         const float2 gate = odd ? other : own, up = odd ? own : other;
-        words[j] = packed({silu_mul(gate.x, up.x), silu_mul(gate.y, up.y)});
+        words[j] = packed(silu_mul(gate.x, up.x), silu_mul(gate.y, up.y));
       }
       ptx::stmatrix_x4_trans(at, words);
     }

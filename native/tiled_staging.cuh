@@ -85,17 +85,6 @@ __device__ __forceinline__ int gates(const TiledGemmArgs& args) {
   return args.activation == kSiluMul ? 2 : 1;
 }
 
-__device__ __forceinline__ uint32_t packed(float2 values) {
-  Pair pair;
-  convert(pair.first, values.x), convert(pair.second, values.y);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ float2 unpacked(uint32_t word) {
-  const Pair pair = *reinterpret_cast<const Pair*>(&word);
-  return {to_float(pair.first), to_float(pair.second)};
-}
-
 // What becomes of a sum and the one beside it, without a gate.
 __device__ __forceinline__ uint32_t output(const TiledGemmArgs& args, float2 sum, float2 bias,
                                            uint32_t residual) {
@@ -105,5 +94,5 @@ __device__ __forceinline__ uint32_t output(const TiledGemmArgs& args, float2 sum
     const float2 more = unpacked(residual);
     sum.x += more.x, sum.y += more.y;
   }
-  return packed(sum);
+  return packed(sum.x, sum.y);
 }

@@ -26,7 +26,9 @@ from dakrun.kernels.heuristics import X_TILES
 from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
 from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
 from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES
+from dakrun.octets import FEW_ROWS
 from dakrun.resources import resource_dir
+from dakrun.units import ceil_div
 
 SOURCES = sorted(path.name for path in resource_dir("native").glob("*.cu"))
 GEMMS = [
@@ -78,6 +80,26 @@ def test_every_kernel_compiles_without_spills_or_warnings(
         )
         assert not kernel.spills, kernel
     assert compiled.warnings == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_sm_has_room_for_launches_that_follow_each_other(dtype: torch.dtype) -> None:
+    """CTAs of a decode step's kernels, two of any: else they come to SMs unevenly, and wait.
+
+    An SM's registers are in four parts, which warps are dealt out to; a warp has them by 256.
+    """
+
+    def of_warp(source: str, defines: dict[str, int]) -> int:
+        (found,) = compile_cubin(source, "sm_90a", defines).kernels
+        return 256 * ceil_div(32 * found.registers, 256)
+
+    few = [tiles for tiles in X_TILES if 8 * tiles <= FEW_ROWS]
+    products = [gemm.defines(dtype, tiles, norm) for tiles in few for norm in (False, True)]
+    product = max(of_warp(gemm.SOURCE, defines) for defines in products)
+    attends = of_warp(attention.SOURCE, attention.defines(dtype, 128, 1))
+    warps, beside = gemm.THREADS // 32, attention._threads(1) // 32
+    assert ceil_div(warps, 4) * product + beside // 4 * attends <= 64 * 1024 // 4
+    assert 2 * warps // 4 * product <= 64 * 1024 // 4
 
 
 @pytest.fixture
