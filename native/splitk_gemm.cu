@@ -125,7 +125,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   if (warp < kConsumers / 32) {
     consume(args, ring, number, warp, moments);
   } else if (copies && warp > kConsumers / 32) {
-    load_x(args, ring, number);
+    XLoader x(args, ring, number);
+    ptx::wait_for_dependencies();
+    x.run();
   } else {
     if (copies) {
       producer.run();

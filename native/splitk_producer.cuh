@@ -156,24 +156,55 @@ struct Producer {
   }
 };
 
-// Brings X, which the kernels before wrote, in whole boxes: what lies behind K comes as zeros.
-__device__ __forceinline__ void load_x(const SplitKGemmArgs& args, const Ring& ring, int number) {
-  const uint32_t box = args.x_atoms * kXAtomBytes;
-  const int boxes = args.tiers[number].x_boxes;
-  const bool flat = args.x_atoms == 1;  // the map
+// Brings X, which the kernels before wrote, in whole boxes: what lies behind K comes as zeros. What
+// can be done before these have ended is: how soon the first stages have their X is what a launch
+// waits for.
+struct XLoader {
+  const SplitKGemmArgs& args;
+  const Ring& ring;
+  const uint32_t first_barrier, box;
+  const int boxes, x_atoms;
+  const bool flat;  // the map
+  Cursor at;
   RingPosition fill;
-  fill.parity = 1;
-  Cursor at(args, number);
-  ptx::wait_for_dependencies();
-  for (; !at.done(); at.next_stage()) {
-    wait_barrier(ring.empty_barrier[fill.stage], fill.parity);
-    const uint32_t barrier = (ring.windowed ? ring.x_barrier : ring.full_barrier)[fill.stage];
+  int announced = 0;  // the first stages
+
+  __device__ __forceinline__ XLoader(const SplitKGemmArgs& args, const Ring& ring, int number)
+      : args(args),
+        ring(ring),
+        first_barrier(ptx::anew((ring.windowed ? ring.x_barrier : ring.full_barrier).first)),
+        box(ptx::anew(args.x_atoms * kXAtomBytes)),
+        boxes(ptx::anew(args.tiers[number].x_boxes)),
+        x_atoms(ptx::anew(args.x_atoms)),
+        flat(x_atoms == 1),
+        at(args, number) {
+    Cursor next = at;
+    for (; announced < ring.stages && !next.done(); announced++, next.next_stage())
+      announce(announced);
+  }
+
+  __device__ __forceinline__ void run() {
+    for (int i = 0; i < announced; i++, at.next_stage())
+      load();
+    for (; !at.done(); at.next_stage()) {
+      wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+      announce(fill.stage);
+      load();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t barrier(int stage) const { return first_barrier + 8 * stage; }
+  __device__ __forceinline__ void announce(int stage) const {
+    ptx::mbarrier_arrive_expect_tx(barrier(stage), boxes * box);
+  }
+  __device__ __forceinline__ void load() {
     uint32_t to = ring.x(fill.stage);
-    ptx::mbarrier_arrive_expect_tx(barrier, boxes * box);
 #pragma unroll 1
-    for (int i = 0, atom = at.k; i < boxes; i++, atom += args.x_atoms, to += box) {
-      ptx::tensor_load(to, &args.x, flat ? atom * kAtomK : 0, 0, flat ? 0 : atom, barrier);
+    for (int i = 0, atom = at.k; i < boxes; i++, atom += x_atoms, to += box) {
+      ptx::tensor_load(to, &args.x, flat ? atom * kAtomK : 0, 0, flat ? 0 : atom,
+                       barrier(fill.stage));
     }
     fill.advance(ring.stages);
   }
-}
+};
