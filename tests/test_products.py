@@ -187,8 +187,8 @@ def leaves_sums(n: int, m: int, k: int) -> bool:
 @pytest.mark.gpu
 def test_streams_and_graphs_beside_each_other() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    m, k = 12288, 2048
-    n = next(n for n in range(100, 4000, 100) if leaves_sums(n, m, k))
+    m, k = 22016, 4096
+    n = next(n for n in range(40, 4000, 8) if leaves_sums(n, m, k))
     w = linear(m, k, torch.float16).weight
     xs = [normal(n, k, dtype=torch.float16) * scale for scale in (1, 2, 4)]
     alone = [poisoned(n, m, torch.float16) for _ in xs]
