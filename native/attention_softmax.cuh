@@ -62,19 +62,21 @@ struct Weights {
         most = {fmaxf(most.x, fmaxf(low.x, high.x)), fmaxf(most.y, fmaxf(low.y, high.y))};
       }
       most = {over_rows(most.x, true), over_rows(most.y, true)};
-      const float2 kept = {exp2f(state.most[tile].x - most.x), exp2f(state.most[tile].y - most.y)};
+      const float2 kept = {ptx::exp2(state.most[tile].x - most.x), ptx::exp2(state.most[tile].y - most.y)};
       float2 sum = {state.sum[tile].x * kept.x, state.sum[tile].y * kept.y};
       state.most[tile] = most;
 #pragma unroll
       for (int i = 0; i < kTiles; i++) {
         const float2 low = scores.low[i][tile], high = scores.high[i][tile];
-        const float2 above = {exp2f(low.x - most.x), exp2f(low.y - most.y)};
-        const float2 below = {exp2f(high.x - most.x), exp2f(high.y - most.y)};
+        const float2 above = {ptx::exp2(low.x - most.x), ptx::exp2(low.y - most.y)};
+        const float2 below = {ptx::exp2(high.x - most.x), ptx::exp2(high.y - most.y)};
         sum = {sum.x + above.x + below.x, sum.y + above.y + below.y};
         pair[i][tile][0] = ptx::movmatrix_trans(packed(above.x, above.y));
         pair[i][tile][1] = ptx::movmatrix_trans(packed(below.x, below.y));
       }
       state.sum[tile] = sum;
+      // Mostly the largest score stays the largest.
+      if (!__ballot_sync(0xffffffff, kept.x != 1.0f || kept.y != 1.0f)) continue;
 #pragma unroll
       for (int s = 0; s < kSteps; s++) {
         float2 &first = state.low[tile][s], &second = state.high[tile][s];

@@ -37,6 +37,13 @@ __device__ __forceinline__ Word anew(Word value) {
   return value;
 }
 
+// 2 to the power of `value`; zero where that is no normal number.
+__device__ __forceinline__ float exp2(float value) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+  return power;
+}
+
 __device__ __forceinline__ uint64_t globaltimer() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));

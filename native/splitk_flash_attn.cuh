@@ -73,7 +73,9 @@ struct Cut {
   __device__ __forceinline__ Cut(const SplitKFlashAttnArgs& args, int blocks)
       : blocks(blocks), units(over(blocks, args.unit_blocks)) {}
 
-  __device__ __forceinline__ int first_block(int unit) const { return unit * blocks / units; }
+  __device__ __forceinline__ int first_block(int unit) const {
+    return unit == 0 ? 0 : unit * blocks / units;
+  }
   __device__ __forceinline__ int block_count(int unit) const {
     return first_block(unit + 1) - first_block(unit);
   }
@@ -88,22 +90,25 @@ struct Cut {
  private:
   // Rounded up. A divisor that the compiler knows would have its reciprocal in a register for good.
   __device__ __forceinline__ static int over(int blocks, int divisor) {
+    if (blocks <= divisor) return blocks > 0;
     const int other = ptx::anew(divisor);
     return (blocks + other - 1) / other;
   }
 };
 
 // The items of a CTA, one after the other: part by part, unit by unit, head by head, slot by slot.
+// Short slots have many for what there is to copy: where an item is a whole head, nothing is
+// divided to find the next.
 struct Items {
   const SplitKFlashAttnArgs& args;
   int slot, head = 0, unit = 0, part = 0;
   int length = 0;  // of the slot: its cached positions
   Cut cut = {};    // of each of its heads
   int item_units = 1;
-  int first = 0, count = 0;  // blocks of these units
-  int parts = 1;
-  uint8_t* cache = nullptr;  // the slot's own
-  int left;                  // blocks up to where the next CTA's items start
+  int first = 0, count = 0;        // blocks of these units
+  int parts = 1, whole_parts = 1;  // of the unit; of the slot's heads, if these are units
+  uint8_t* cache = nullptr;        // the slot's own
+  int left;                        // blocks up to where the next CTA's items start
 
   // All lanes of a warp. A unit is the CTA's in whose even share of the tier's blocks it starts.
   __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int number)
@@ -157,9 +162,11 @@ struct Items {
   }
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
-  __device__ __forceinline__ int first_block() const { return first + part * count / parts; }
+  __device__ __forceinline__ int first_block() const {
+    return parts == 1 ? first : first + part * count / parts;
+  }
   __device__ __forceinline__ int block_count() const {
-    return first + (part + 1) * count / parts - first_block();
+    return parts == 1 ? count : first + (part + 1) * count / parts - first_block();
   }
   // The first block of the item.
   __device__ __forceinline__ uint8_t* address() const {
@@ -185,6 +192,10 @@ struct Items {
         } while (cut.blocks == 0);
       }
     }
+    if (cut.units == 1) {
+      item_units = 1, first = 0, count = cut.blocks, parts = whole_parts;
+      return;
+    }
     // The units that start in the CTA's share.
     const int end = min(cut.units, cut.unit_from(cut.first_block(unit) + min(left, cut.blocks)));
     item_units = min(args.item_units, end - unit);
@@ -196,6 +207,7 @@ struct Items {
   __device__ __forceinline__ void enter() {
     length = args.lengths[slot];
     cut = Cut(args, blocks_of(args, slot));
+    if (cut.units == 1) whole_parts = cut.parts(args, 0);
     cache = reinterpret_cast<uint8_t*>(args.caches[slot]);
   }
 };

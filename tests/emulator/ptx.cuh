@@ -436,6 +436,10 @@ inline void bulk_prefetch(const void* source, uint32_t bytes) {
     (void)from[i];
 }
 
+inline float exp2(float value) {
+  return value < -126.0f ? 0.0f : exp2f(value);
+}
+
 inline uint64_t globaltimer() {
   static uint64_t ns = 0;
   return ns += 100;
