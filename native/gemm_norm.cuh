@@ -30,7 +30,7 @@ struct Moments {
 // parts in turns, of which none waits for another.
 struct RowSums {
   static constexpr int kOctets = (X_TILES + 3) / 4, kShares = Moments::kShares;
-  static constexpr int kParts = 2;  // with more, too few registers are left for attention's CTAs
+  static constexpr int kParts = X_TILES < 4 ? 2 : 4;  // more take registers that others need
 
   const int octet, share;
   float2 squares[kOctets][kParts] = {}, sums[kOctets][kParts] = {};
@@ -53,8 +53,9 @@ struct RowSums {
           uint32_t b[4];
           ptx::ldmatrix_x4(b, (x ^ 64 * half) + j * 8 * 128);
 #pragma unroll
-          for (int part = 0; part < kParts; part++) {
-            const uint32_t low = b[2 * part], high = b[2 * part + 1],
+          for (int pair = 0; pair < 2; pair++) {
+            const int part = (2 * half + pair) % kParts;
+            const uint32_t low = b[2 * pair], high = b[2 * pair + 1],
                            a[4] = {low, kOnes, high, kOnes};
             ptx::mma(squares[j][part], sums[j][part], a, low, high, Element());
           }

@@ -112,12 +112,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
       ptx::sleep(100);
     return;
   }
-  const bool copies = warp >= kConsumers / 32 && ptx::elect_one();
+  const bool copies = warp >= kConsumers / 32 && (kWholeWarps || ptx::elect_one());
   Producer producer(args, ring, number);
   if (copies && warp == kConsumers / 32) {
-    ring.initialize_w();
+    if (copies_for_warp()) ring.initialize_w();
     producer.fill_ring(min(tier.window, tier.stages));
-  } else if (copies) {
+  } else if (copies && copies_for_warp()) {
     ptx::prefetch_tensor_map(&args.x);
     ring.initialize_x();
   }

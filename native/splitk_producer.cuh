@@ -3,6 +3,15 @@
 
 #include "splitk_gemm.cuh"
 
+// Where X has many rows, stages are small, and what one costs counts: a whole warp then goes
+// through them, with what it reckons in uniform registers, from which copies start at once. For few
+// rows it is sooner that a single thread has its first copies under way.
+constexpr bool kWholeWarps = X_TILES >= 4;
+
+__device__ __forceinline__ bool copies_for_warp() {
+  return !kWholeWarps || ptx::elect_one();
+}
+
 constexpr int kLastCopies = 2;  // that are in flight when L2 is to look ahead
 
 // A stage is W, [groups][atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
@@ -136,21 +145,22 @@ struct Producer {
       const RingPosition last(landed - 1, ring.stages);
       wait_barrier(ring.full_barrier[last.stage], last.parity);
     }
-    ptx::bulk_prefetch(args.ahead + static_cast<int64_t>(blockIdx.x) * args.ahead_bytes,
-                       args.ahead_bytes);
+    if (copies_for_warp())
+      ptx::bulk_prefetch(args.ahead + static_cast<int64_t>(blockIdx.x) * args.ahead_bytes,
+                         args.ahead_bytes);
   }
 
  private:
   __device__ __forceinline__ void load() {
     const uint32_t barrier = ring.full_barrier[fill.stage];
     const bool two = kPairs && w.at.second && second.octets > 0;
-    ptx::mbarrier_arrive_expect_tx(barrier, w.bytes() + (two ? second.bytes() : 0));
-    ptx::bulk_load_once(ring.w(fill.stage), w.from, w.bytes(), barrier);
-    if (two) {
-      ptx::bulk_load_once(ring.w(fill.stage) + ring.group_bytes, second.from, second.bytes(),
-                          barrier);
-      second.next();
+    if (copies_for_warp()) {
+      const uint32_t to = ring.w(fill.stage), bytes = w.bytes(), more = two ? second.bytes() : 0;
+      ptx::mbarrier_arrive_expect_tx(barrier, bytes + more);
+      ptx::bulk_load_once(to, w.from, bytes, barrier);
+      if (two) ptx::bulk_load_once(to + ring.group_bytes, second.from, more, barrier);
     }
+    if (two) second.next();
     w.next();
     fill.advance(ring.stages);
   }
@@ -196,14 +206,16 @@ struct XLoader {
  private:
   __device__ __forceinline__ uint32_t barrier(int stage) const { return first_barrier + 8 * stage; }
   __device__ __forceinline__ void announce(int stage) const {
-    ptx::mbarrier_arrive_expect_tx(barrier(stage), boxes * box);
+    if (copies_for_warp()) ptx::mbarrier_arrive_expect_tx(barrier(stage), boxes * box);
   }
   __device__ __forceinline__ void load() {
     uint32_t to = ring.x(fill.stage);
 #pragma unroll 1
     for (int i = 0, atom = at.k; i < boxes; i++, atom += x_atoms, to += box) {
-      ptx::tensor_load(to, &args.x, flat ? atom * kAtomK : 0, 0, flat ? 0 : atom,
-                       barrier(fill.stage));
+      const int column = flat ? atom * kAtomK : 0, of_map = flat ? 0 : atom;
+      if (copies_for_warp()) {
+        ptx::tensor_load(to, &args.x, column, 0, of_map, barrier(fill.stage));
+      }
     }
     fill.advance(ring.stages);
   }
