@@ -3,8 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.plan.ops import linear_op
-from dakrun.plan.waves import read_times
+from dakrun.config import Workload
+from dakrun.known_models import known_model
+from dakrun.octets import SHARED_BYTES
+from dakrun.plan.ops import decode_ops, linear_op
+from dakrun.plan.waves import read_times, sms_by_tier
 from dakrun.profile_files import load_profile
 
 HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
@@ -49,3 +52,21 @@ def test_rings_that_bridge_the_time_between_launches_keep_a_link_busy() -> None:
         counts, dealt = (op.units - octets, octets), (HOST.sms - host.sms, host.sms)
         _, link = read_times(op, counts, dealt, HOST, ("host",))
         assert link * host.direct_bytes_per_s <= octets * octet * (1 + 1e-9)
+
+
+def test_attention_gets_no_more_sms_for_a_peer_than_keep_its_link_busy() -> None:
+    workload = Workload(batch_size=64, prompt_len=32, new_tokens=32, max_model_len=2048)
+    ops = decode_ops(known_model("llama-3-8b"), workload)
+    op = next(op for op in ops if op.category == "attention")
+
+    def dealt(local: int, remote: int) -> tuple[int, ...]:
+        return sms_by_tier(op, [(local, remote)], 0.0, 0.0, PEER, ("peer:1",))
+
+    peer = PEER.tier("peer:1")
+    local, few = dealt(60, 4)
+    assert local + few == PEER.sms
+    assert few < peer.sms and few * SHARED_BYTES > 2e-6 * peer.direct_bytes_per_s
+    assert dealt(64, 0) == (PEER.sms, 0)
+    assert dealt(0, 64) == (0, peer.sms), "no others could have the rest"
+    host = sms_by_tier(op, [(60, 4)], 0.0, 0.0, HOST, ("host",))
+    assert host == (HOST.sms - HOST.tier("host").sms, HOST.tier("host").sms)

@@ -23,6 +23,9 @@ EVEN_SMS = 0.97  # of all, at work in the chains that the costs of ops were meas
 OTHERS_COST = 0.48
 ENOUGH_SMS = 0.5
 NO_LATER = 1.002  # times the soonest: what SMs more for a remote part have to gain
+# Over what a link needs in flight, for attention: its rings hold blocks until they are attended to.
+# 4 of 64 slots of 8,192 positions on a peer, read by 16, 11 and 10 SMs: 489, 475 and 475 us.
+KEPT_IN_RINGS = 1.3
 FEWER_SMS_COST = 0.05  # of a link's rate, by half of the SMs that fill its window: PCIe 5
 # From the end of a launch's reads to those that depend on it, in decode steps; less in chains.
 BETWEEN_SECONDS = 4.8e-6
@@ -40,7 +43,8 @@ def sms_by_tier(
 
     A remote part gets what saturates its link, or what its share of the arithmetic needs to end
     within `bound` seconds if that is more, as long as the local part keeps one. A linear op's gets
-    the fewest with which the op ends as soon, but for what is NO_LATER.
+    the fewest with which the op ends as soon, but for what is NO_LATER, and attention's no more
+    than keep the link busy.
     """
     units = [sum(counts) for counts in zip(*placement, strict=True)]
     if _is_tiled(op, profile):
@@ -66,7 +70,17 @@ def sms_by_tier(
             options = {n: seconds(n) for n in range(min(max(1, needed[tier]), most), most + 1)}
             soonest = min(options.values())
             sms[tier] = min(n for n, took in options.items() if took <= soonest * NO_LATER)
+    if op.category == "attention" and units[0]:
+        enough = [_attention_sms(profile.tier(name)) for name in remote]
+        sms = [min(most, max(least)) for most, *least in zip(sms, needed, enough, strict=True)]
     return (profile.sms - sum(sms) if units[0] else 0, *sms)
+
+
+def _attention_sms(tier: RemoteTier) -> int:
+    """SMs whose rings hold what the link of `tier` needs in flight; with a window all its own."""
+    if tier.window_bytes < tier.sms * SHARED_BYTES:
+        return tier.sms
+    return math.ceil(KEPT_IN_RINGS * bytes_needed(tier) / SHARED_BYTES)
 
 
 def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
