@@ -1,5 +1,6 @@
 """SplitK_FlashAttn on a GPU: as exact as on the CPU, the same bits in a graph and from any tier."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -32,6 +33,22 @@ def test_it_is_exact(dim: int, group: int, dtype: torch.dtype) -> None:
         slots = case.slots()
         out = case.run(case.config(sms=all_sms()), slots)
         case.check(out, slots, 1e-3 if dtype == torch.float16 else 8e-3)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 16])
+def test_units_of_a_warp_each_add_up(group: int) -> None:
+    """However many they are, of which few are added up for some heads at a time."""
+    for unit in (2, 8):
+        found = []
+        for items, sms in ((1, all_sms()), (2, 20)):
+            case = on_the_gpu(group, 128, torch.float16, rope=True)
+            config = dataclasses.replace(
+                case.config(sms=sms), unit_blocks=unit, part_blocks=unit, item_units=items
+            )
+            slots = case.slots()
+            found.append(case.run(config, slots))
+            case.check(found[-1], slots, 1e-3)
+        assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16)), unit
 
 
 @pytest.mark.parametrize("tier", ["host", "peer"])
