@@ -22,7 +22,6 @@ HINT = "install dakrun's CUDA packages: pip install 'dakrun[cuda13]'"
 OPTIONS = (
     "-std=c++17",
     "-default-device",
-    "-lineinfo",
     "--ptxas-options=-v",
     "--ptxas-options=--warn-on-spills",
 )
