@@ -62,7 +62,8 @@ struct Weights {
         most = {fmaxf(most.x, fmaxf(low.x, high.x)), fmaxf(most.y, fmaxf(low.y, high.y))};
       }
       most = {over_rows(most.x, true), over_rows(most.y, true)};
-      const float2 kept = {ptx::exp2(state.most[tile].x - most.x), ptx::exp2(state.most[tile].y - most.y)};
+      const float2 kept = {ptx::exp2(state.most[tile].x - most.x),
+                           ptx::exp2(state.most[tile].y - most.y)};
       float2 sum = {state.sum[tile].x * kept.x, state.sum[tile].y * kept.y};
       state.most[tile] = most;
 #pragma unroll

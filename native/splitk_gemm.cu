@@ -5,10 +5,10 @@
 // depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on neither
 // tiers nor the number of CTAs, and they change no bit of Y.
 //
-// Every CTA serves one tier. A thread keeps copies of W in flight into a ring of stages, another
-// those of X, and two warpgroups multiply. Of groups of more than 8 octets each takes its part, so
-// that X is read once for both; smaller ones they take in turns, one storing while the other
-// multiplies, or two at once, where that X is read once for both counts for more.
+// Every CTA serves one tier. A thread, or a warp as one, keeps copies of W in flight into a ring of
+// stages, another those of X, and two warpgroups multiply. Of groups of more than 8 octets each
+// takes its part, so that X is read once for both; smaller ones they take in turns, one storing
+// while the other multiplies, or two at once, where that X is read once for both counts for more.
 
 #include "gemm_epilogue.cuh"
 #include "gemm_halves.cuh"
