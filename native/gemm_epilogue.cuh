@@ -36,6 +36,8 @@ struct Outputs {
   }
 
  private:
+  // The same, known anew: else the compiler reckons addresses ahead, to stay in registers while
+  // products go on.
   __device__ __forceinline__ Outputs(const Outputs& of, int m, int n, int octets)
       : args(of.args), m(m), n(n), octets(octets) {
 #pragma unroll

@@ -8,6 +8,7 @@
 // rows it is sooner that a single thread has its first copies under way.
 constexpr bool kWholeWarps = X_TILES >= 4;
 
+// True in the thread of those that go through the stages which starts copies and arrives for all.
 __device__ __forceinline__ bool copies_for_warp() {
   return !kWholeWarps || ptx::elect_one();
 }
