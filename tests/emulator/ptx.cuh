@@ -45,7 +45,7 @@ struct Fiber {
   std::function<bool()> ready;  // whether what it waits for has come
   uint32_t thread;
   bool done = false, waited_for_dependencies = false;
-  int cluster_phase = 0;
+  int cluster_phase = -1;  // of the cluster's barrier, that it has arrived in
   std::vector<std::function<void()>> products;  // of wgmma, and those committed, group by group
   std::deque<std::vector<std::function<void()>>> groups;
 };
@@ -248,6 +248,7 @@ inline std::string run(const std::vector<uint32_t>& indices, int cluster, int th
       left--;
       cta->left--;
       cta->cluster->threads--;
+      if (fiber.cluster_phase == cta->cluster->phase) cta->cluster->arrived--;  // and is not to wait
       cta->cluster->settle();
     }
     for (size_t i = 0; i < copies.size();) {
