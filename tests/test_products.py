@@ -38,8 +38,8 @@ def weight(*, remote: bool) -> PackedTensor:
 @pytest.mark.parametrize(
     ("tiles", "remote", "rows"),
     [
-        (True, False, {1: "splitk", 32: "splitk", 33: "tiled", 64: "tiled", 5000: "tiled"}),
-        (True, True, {32: "splitk", 33: "tiled"}),
+        (True, False, {1: "splitk", 64: "splitk", 65: "tiled", 5000: "tiled"}),
+        (True, True, {64: "splitk", 65: "tiled"}),
         (False, False, {64: "splitk", 128: "splitk", 129: "torch"}),
         (False, True, {64: "splitk", 65: "torch"}),
     ],
@@ -48,8 +48,29 @@ def test_what_computes(
     tiles: bool, remote: bool, rows: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
+    monkeypatch.setattr(products, "sm_count", lambda _: 132)
     found = Products(CPU)
     assert {n: found.by(n, weight(remote=remote)) for n in rows} == rows
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "by"),
+    [
+        (3072, 768, "splitk"), (4096, 1024, "splitk"), (16384, 768, "tiled"),
+        (1024, 4096, "tiled"), (2048, 2048, "tiled"),
+    ],
+)  # fmt: skip
+def test_a_small_weight_is_left_to_few_rows(
+    m: int, k: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OPT-125m and OPT-350m's have fewer bytes than the tiled GEMM's beginning and end cost."""
+    monkeypatch.setattr(products, "tiles", lambda _: H200)
+    monkeypatch.setattr(products, "sm_count", lambda _: 132)
+    split = Split(octet_count(m), 132, 1, 64)
+    part = PackedPart(LOCAL, split, torch.empty(2 * m * k, dtype=torch.uint8))
+    small = PackedTensor((m, k), torch.float16, (part,))
+    found = {n: Products(CPU).by(n, small) for n in (32, 33, 64, 65)}
+    assert found == {32: "splitk", 33: by, 64: by, 65: "tiled"}
 
 
 def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +79,8 @@ def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     assert few == [(gemm.SOURCE, gemm.defines(half, n)) for n in (1, 8)]
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     many = list(Products(CPU).variants((32, 33), half))
-    assert many[0] == (gemm.SOURCE, gemm.defines(half, 4))
-    assert many[1:] == [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(half)]
+    assert many[:2] == [(gemm.SOURCE, gemm.defines(half, n)) for n in (4, 8)]
+    assert many[2:] == [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(half)]
     needed = [tiled_gemm.defines(half, shape.tiles, wide=shape.wide) for shape in shapes(H200)]
     assert all((tiled_gemm.SOURCE, macros) in many for macros in needed)
 

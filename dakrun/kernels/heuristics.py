@@ -22,6 +22,7 @@ STEP_ATOMS = 8  # of them, at most: halves of sums begin with one
 COPY_BYTES = 8 * 1024  # of W for a stage, at least, where that leaves
 STAGES = 5  # or more; a copy takes time to issue, however small it is
 L2_SHARE = 1.6  # bytes that an SM has from L2 in the time of one from HBM
+LITTLE_BYTES = 256 * 1024  # of W and X that a CTA reads in less time than others take to begin
 JOIN_BYTES = 60 * 1024  # that an SM could read from HBM while the halves of the last sums meet
 
 
@@ -73,6 +74,16 @@ def tiles_for(n: int) -> int:
     if not 1 <= n <= MAX_ROWS:
         raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
     return X_TILES[bisect.bisect_left(X_TILES, ceil_div(n, 8))]
+
+
+def reads_little(n: int, octets: int, cols: int, *, sms: int) -> bool:
+    """Whether CTAs of a product of `n` rows, more than FEW_ROWS, have little to read.
+
+    The tiled GEMM is made for them, but takes longer to begin and to end.
+    """
+    x = OCTET_ROWS * tiles_for(n)
+    w = OCTET_ROWS * ceil_div(octets, sms)
+    return 2 * cols * (x + w) <= LITTLE_BYTES
 
 
 def split_octets(

@@ -1,7 +1,7 @@
 """X W^T on a GPU by whichever kernel is the fastest for so many rows of X, with what it needs.
 
-SplitK_GEMM for few rows, the tiled GEMM for more where the GPU has wgmma; elsewhere torch, from
-what is unpacked piece by piece. Knows operands, no models and no plans.
+SplitK_GEMM for few rows, or some more and a small W, else the tiled GEMM where the GPU has wgmma;
+elsewhere torch, from what is unpacked piece by piece. Knows operands, no models and no plans.
 """
 
 import functools
@@ -17,7 +17,7 @@ from dakrun.kernels import gemm, tiled_gemm
 from dakrun.kernels.gemm import Activation, Norm
 from dakrun.kernels.graph import capture_id
 from dakrun.kernels.heuristics import MAX_ROWS as SPLITK_ROWS
-from dakrun.kernels.heuristics import GemmConfig, TierAccess, gemm_config, tiles_for
+from dakrun.kernels.heuristics import GemmConfig, TierAccess, gemm_config, reads_little, tiles_for
 from dakrun.kernels.jit import sm_count
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
@@ -62,13 +62,19 @@ class Products:
         # A link is not to be waited for twice.
         if n <= (min(self.few_rows, SPLITK_ROWS) if remote else self.few_rows):
             return "splitk"
-        return "torch" if self._tiles is None else "tiled"
+        if self._tiles is None:
+            return "torch"
+        octets = sum(part.split.octets for part in weight.parts)
+        little = n <= SPLITK_ROWS and reads_little(
+            n, octets, weight.shape[1], sms=sm_count(self._device)
+        )
+        return "splitk" if little else "tiled"
 
     def variants(
         self, rows: Sequence[int], dtype: torch.dtype
     ) -> Iterator[tuple[str, Mapping[str, int]]]:
         """(source, defines) of the kernels for products of so many rows without a norm."""
-        few = (min(n, SPLITK_ROWS) for n in rows if n <= self.few_rows)
+        few = (min(n, SPLITK_ROWS) for n in rows if n <= max(self.few_rows, SPLITK_ROWS))
         for x_tiles in sorted({tiles_for(n) for n in few}):
             yield gemm.SOURCE, gemm.defines(dtype, x_tiles)
         if self._tiles is not None and max(rows) > self.few_rows:
