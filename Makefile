@@ -10,7 +10,7 @@ demo: $(VENV)/.base ## run the main job on a tiny bundled model
 	$(BIN)/dakrun demo
 
 test: lint ## lint, then run all tests (the gpu ones where there is a GPU)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define __device__
 #define __global__
@@ -45,12 +46,20 @@ struct __half {
   uint16_t bits;
 };
 
+inline const std::vector<float> values_of_half = [] {  // by its bits
+  std::vector<float> all(1 << 16);
+  for (int bits = 0; bits < 1 << 16; bits++) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float value = std::ldexp(static_cast<float>(exponent ? fraction | 1024 : fraction),
+                             std::max(exponent, 1) - 25);
+    if (exponent == 31) value = fraction ? NAN : INFINITY;
+    all[bits] = bits >> 15 ? -value : value;
+  }
+  return all;
+}();
+
 inline float __half2float(__half half) {
-  const int exponent = half.bits >> 10 & 31, fraction = half.bits & 1023;
-  float value = std::ldexp(static_cast<float>(exponent ? fraction | 1024 : fraction),
-                           std::max(exponent, 1) - 25);
-  if (exponent == 31) value = fraction ? NAN : INFINITY;
-  return half.bits >> 15 ? -value : value;
+  return values_of_half[half.bits];
 }
 
 inline __half __float2half_rn(float value) {

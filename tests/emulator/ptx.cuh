@@ -8,8 +8,6 @@
 // copy will overwrite is NaN from when it starts.
 #pragma once
 
-#include <ucontext.h>
-
 #include <deque>
 #include <functional>
 #include <map>
@@ -22,6 +20,7 @@
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "fiber.cuh"
 
 struct alignas(64) TensorMap {  // as tests/emulator.py writes it
   uint64_t address, rows, cols, box_rows, box_atoms;
@@ -39,9 +38,8 @@ constexpr int kBoxDepth = 64;
 struct Cta;
 
 struct Fiber {
-  ucontext_t context;
+  Context context;
   Cta* cta;
-  std::vector<char> stack;
   std::function<bool()> ready;  // whether what it waits for has come
   uint32_t thread;
   bool done = false, waited_for_dependencies = false;
@@ -95,7 +93,6 @@ struct Cta {
 };
 
 inline Cta* cta;
-inline ucontext_t scheduler;
 inline std::vector<Copy> copies;
 inline std::mt19937 random;
 inline std::string problem;
@@ -113,7 +110,7 @@ inline void wait(std::function<bool()> ready) {
   if (ready() && random() % 4) return;
   Fiber* const self = cta->running;
   self->ready = std::move(ready);
-  swapcontext(&self->context, &scheduler);
+  self->context.leave();
 }
 
 inline uint8_t* at(uint32_t address, size_t bytes, Cta& of = *cta) {
@@ -187,7 +184,7 @@ inline void enter() {
     fail("products are under way at the end");
   }
   cta->running->done = true;
-  swapcontext(&cta->running->context, &scheduler);
+  cta->running->context.leave();
 }
 
 // Runs `kernel` in CTAs beside each other, clusters of `cluster` of them, which are all that there
@@ -224,13 +221,8 @@ inline std::string run(const std::vector<uint32_t>& indices, int cluster, int th
       fiber.cta = &block;
       fiber.waited_for_dependencies = complete;
       fiber.thread = i;
-      fiber.stack.resize(64 * 1024);
       fiber.ready = [] { return true; };
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data();
-      fiber.context.uc_stack.ss_size = fiber.stack.size();
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, enter, 0);
+      fiber.context.begin_with(enter);
     }
   }
   for (size_t left = fibers.size(); left > 0 && problem.empty();) {
@@ -243,7 +235,7 @@ inline std::string run(const std::vector<uint32_t>& indices, int cluster, int th
       if (!fiber.ready() || random() % 8 == 0) continue;
       moved = true;
       cta->running = &fiber;
-      swapcontext(&scheduler, &fiber.context);
+      fiber.context.go_on();
       if (!fiber.done) continue;
       left--;
       cta->left--;
