@@ -60,7 +60,7 @@ def test_what_computes(
         (1024, 4096, "tiled"), (2048, 2048, "tiled"),
     ],
 )  # fmt: skip
-def test_a_small_weight_is_left_to_few_rows(
+def test_small_weights_are_splitk_gemms_up_to_64_rows(
     m: int, k: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OPT-125m and OPT-350m's have fewer bytes than the tiled GEMM's beginning and end cost."""

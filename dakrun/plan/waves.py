@@ -84,7 +84,10 @@ def _attention_sms(tier: RemoteTier) -> int:
 
 
 def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
-    """Whether the tiled GEMM computes `op`, on a machine that has been seen to have it."""
+    """Whether the tiled GEMM computes `op`, on a machine that has been seen to have it.
+
+    Small weights at up to 64 rows are SplitK_GEMM's; their ops are planned for as if they were not.
+    """
     many = op.category == "linear" and op.batch_size > FEW_ROWS
     return many and profile.many_rows is not None
 

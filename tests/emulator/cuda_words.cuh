@@ -1,0 +1,75 @@
+// Words of CUDA C++ that name the running thread and its CTA, or join the lanes of its warp.
+#pragma once
+
+#include "cuda_fp16.h"
+#include "machine.cuh"
+
+struct BlockIndex {
+  struct {
+    operator uint32_t() const { return emulator::cta->index; }
+  } x;
+};
+inline BlockIndex blockIdx;
+struct ThreadIndex {
+  struct {
+    operator uint32_t() const { return emulator::cta->running->thread; }
+  } x;
+};
+inline ThreadIndex threadIdx;
+
+inline void __threadfence() {}
+
+inline int atomicAdd(int* to, int value) {
+  const int before = *to;
+  *to += value;
+  return before;
+}
+
+inline void __syncwarp() {
+  emulator::together<int, int>(0, [](const int* const*, int* const*) {});
+}
+
+template <class T>
+T __shfl_sync(uint32_t, T value, int lane) {
+  struct Given {
+    T value;
+    int lane;
+  };
+  return emulator::together<Given, T>({value, lane},
+                                      [](const Given* const* given, T* const* taken) {
+                                        for (int i = 0; i < emulator::kWarp; i++) {
+                                          *taken[i] = given[given[i]->lane]->value;
+                                        }
+                                      });
+}
+
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  return emulator::together<bool, uint32_t>(
+      value, [](const bool* const* given, uint32_t* const* taken) {
+        uint32_t all = 0;
+        for (int i = 0; i < emulator::kWarp; i++)
+          all |= static_cast<uint32_t>(*given[i]) << i;
+        for (int i = 0; i < emulator::kWarp; i++)
+          *taken[i] = all;
+      });
+}
+
+inline int __popc(uint32_t bits) {
+  return __builtin_popcount(bits);
+}
+
+inline int __ffs(uint32_t bits) {
+  return __builtin_ffs(bits);
+}
+
+template <class T>
+T __shfl_xor_sync(uint32_t all, T value, int mask) {
+  return __shfl_sync(all, value, static_cast<int>(threadIdx.x % emulator::kWarp) ^ mask);
+}
+
+struct BlockSize {
+  struct {
+    operator uint32_t() const { return static_cast<uint32_t>(emulator::cta->fibers.size()); }
+  } x;
+};
+inline BlockSize blockDim;

@@ -1,0 +1,267 @@
+// CTAs beside each other, their threads as fibers, and copies that are under way.
+//
+// A fiber runs until it waits: for the rest of its warp, a barrier, or bytes. Which one goes on,
+// and which copy lands, is drawn at random from a seed, so that other seeds are other
+// interleavings, and copies overtake each other. What no interleaving may do ends the run with a
+// message: waiting for ever, more arrivals than a barrier counts, copies that land after the end,
+// or outside of shared memory, or what reaches another CTA of the cluster that has ended. What a
+// copy will overwrite is NaN from when it starts.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "fiber.cuh"
+
+namespace emulator {
+
+constexpr uint32_t kStatic = 1 << 20;  // where shared arrays of fixed size have their addresses
+constexpr size_t kGuard = 64 * 1024;   // bytes behind shared memory that nobody may write
+constexpr int kCtaShift = 24;  // above, in addresses of the cluster's CTAs, their ranks and one
+constexpr int kWarp = 32;
+
+struct Cta;
+
+struct Fiber {
+  Context context;
+  Cta* cta;
+  std::function<bool()> ready;  // whether what it waits for has come
+  uint32_t thread;
+  bool done = false, waited_for_dependencies = false;
+  int cluster_phase = -1;  // of the cluster's barrier, that it has arrived in
+  std::vector<std::function<void()>> products;  // of wgmma, and those committed, group by group
+  std::deque<std::vector<std::function<void()>>> groups;
+};
+
+struct Barrier {
+  int arrivals = 0, pending = 0, phase = 0;
+  int64_t bytes = 0;
+};
+
+struct Copy {
+  int turns;  // until it lands; of all fibers
+  std::function<void()> land;
+};
+
+// Lanes of a warp that have come to an instruction that all take part in.
+struct Meeting {
+  int arrived = 0, left = 0;
+  const void* given[kWarp];
+  void* taken[kWarp];
+};
+
+// CTAs that run beside each other, and threads of theirs that have come to the clusters' barrier.
+struct Cluster {
+  std::vector<Cta*> ctas;
+  int arrived = 0, threads = 0, phase = 0;
+
+  void settle() {
+    if (arrived < threads || threads == 0) return;
+    arrived = 0;
+    phase++;
+  }
+};
+
+struct Cta {
+  uint32_t index = 0, rank = 0;
+  int left = 0;  // threads that have not ended
+  std::shared_ptr<Cluster> cluster;
+  std::vector<uint8_t> memory;
+  size_t shared = 0;
+  std::vector<Fiber> fibers;
+  Fiber* running = nullptr;
+  std::map<uint32_t, Barrier> barriers;
+  std::map<int, std::pair<int, int>> named;  // arrived, phase
+  std::vector<Meeting> meetings;
+  const uint8_t* fixed = nullptr;
+  std::set<void*> forgotten;
+};
+
+inline Cta* cta;
+inline std::vector<Copy> copies;
+inline std::mt19937 random;
+inline std::string problem;
+
+// Shared memory of fixed size, which a CTA finds full of NaN.
+inline void forget(void* memory, size_t bytes) {
+  if (cta->forgotten.insert(memory).second) std::memset(memory, 0xff, bytes);
+}
+
+inline void fail(const std::string& found) {
+  if (problem.empty()) problem = found;
+}
+
+inline void wait(std::function<bool()> ready) {
+  if (ready() && random() % 4) return;
+  Fiber* const self = cta->running;
+  self->ready = std::move(ready);
+  self->context.leave();
+}
+
+inline uint8_t* at(uint32_t address, size_t bytes, Cta& of = *cta) {
+  if (address + bytes > of.shared) {
+    throw std::out_of_range("shared memory at " + std::to_string(address));
+  }
+  return of.memory.data() + address;
+}
+
+inline Cta& of_cluster(uint32_t rank) {
+  if (rank >= cta->cluster->ctas.size()) throw std::out_of_range("no such CTA in the cluster");
+  Cta& found = *cta->cluster->ctas[rank];
+  if (found.left == 0) fail("what reaches another CTA finds that it has ended");
+  return found;
+}
+
+inline void settle(Barrier& barrier) {
+  if (barrier.pending < 0) fail("a barrier has more arrivals than it counts");
+  if (barrier.pending == 0 && barrier.bytes == 0) {
+    barrier.phase++;
+    barrier.pending = barrier.arrivals;
+  }
+}
+
+// The whole warp comes here; the last lane computes for all of them.
+template <class Given, class Taken, class Function>
+Taken together(const Given& given, Function compute) {
+  const uint32_t thread = cta->running->thread;
+  Meeting& meeting = cta->meetings[thread / kWarp];
+  Taken taken;
+  wait([&meeting] { return meeting.left == 0; });  // all have left the meeting before
+  meeting.given[thread % kWarp] = &given;
+  meeting.taken[thread % kWarp] = &taken;
+  if (++meeting.arrived == kWarp) {
+    compute(reinterpret_cast<const Given* const*>(meeting.given),
+            reinterpret_cast<Taken* const*>(meeting.taken));
+    meeting.left = kWarp;
+    meeting.arrived = 0;
+  } else {
+    wait([&meeting] { return meeting.left > 0; });
+  }
+  meeting.left--;
+  return taken;
+}
+
+// From now on `to`, of CTA `of`, is NaN; `land` puts there what it then has, and a barrier knows.
+inline void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
+                 std::function<void(uint8_t*)> land) {
+  uint8_t* const memory = at(to, bytes, of);
+  if (of.barriers.count(barrier) == 0) fail("a copy names no barrier");
+  std::memset(memory, 0xff, bytes);
+  const int turns = random() % 8 ? random() % 8 : random() % 2000;  // some are slow
+  copies.push_back({turns, [=, &of] {
+                      if (of.left == 0) fail("a copy lands in a CTA that has ended");
+                      land(memory);
+                      Barrier& found = of.barriers[barrier];
+                      found.bytes -= bytes;
+                      settle(found);
+                    }});
+}
+
+inline thread_local std::function<void()> body;
+
+inline void enter() {
+  try {
+    body();
+  } catch (const std::exception& problem) {
+    fail(problem.what());
+  }
+  if (cta->running->products.size() + cta->running->groups.size()) {
+    fail("products are under way at the end");
+  }
+  cta->running->done = true;
+  cta->running->context.leave();
+}
+
+// Runs `kernel` in CTAs beside each other, clusters of `cluster` of them, which are all that there
+// are or some of them, each `threads` fibers with `shared` bytes of shared memory; what went wrong,
+// or "". With `complete` what the kernel depends on is, before it waits for that.
+inline std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
+                       size_t shared, uint32_t seed, bool complete, std::function<void()> kernel) {
+  std::vector<std::unique_ptr<Cta>> ctas;
+  std::vector<Fiber*> fibers;
+  copies.clear();
+  problem.clear();
+  random.seed(seed);
+  body = std::move(kernel);
+  for (const uint32_t index : indices) {
+    Cta& block = *ctas.emplace_back(std::make_unique<Cta>());
+    block.index = index;
+    block.rank = index % cluster;
+    if ((ctas.size() - 1) % cluster == 0) {
+      block.cluster = std::make_shared<Cluster>();
+      block.cluster->ctas.resize(cluster);
+    } else {
+      block.cluster = ctas[ctas.size() - 2]->cluster;
+    }
+    block.cluster->ctas[block.rank] = &block;
+    block.cluster->threads += threads;
+    block.left = threads;
+    block.shared = shared;
+    block.memory.assign(shared + kGuard, 0xff);
+    block.meetings.resize((threads + kWarp - 1) / kWarp);
+    block.fibers.resize(threads);
+    for (int i = 0; i < threads; i++) {
+      Fiber& fiber = block.fibers[i];
+      fibers.push_back(&fiber);
+      fiber.cta = &block;
+      fiber.waited_for_dependencies = complete;
+      fiber.thread = i;
+      fiber.ready = [] { return true; };
+      fiber.context.begin_with(enter);
+    }
+  }
+  for (size_t left = fibers.size(); left > 0 && problem.empty();) {
+    bool moved = false;
+    const size_t first = random() % fibers.size();
+    for (size_t i = 0; i < fibers.size() && problem.empty(); i++) {
+      Fiber& fiber = *fibers[(first + i) % fibers.size()];
+      if (fiber.done) continue;
+      cta = fiber.cta;
+      if (!fiber.ready() || random() % 8 == 0) continue;
+      moved = true;
+      cta->running = &fiber;
+      fiber.context.go_on();
+      if (!fiber.done) continue;
+      left--;
+      cta->left--;
+      cta->cluster->threads--;
+      if (fiber.cluster_phase == cta->cluster->phase) cta->cluster->arrived--;  // and is not to wait
+      cta->cluster->settle();
+    }
+    for (size_t i = 0; i < copies.size();) {
+      if (copies[i].turns-- > 0) {
+        i++;
+        continue;
+      }
+      const Copy landing = copies[i];
+      copies.erase(copies.begin() + static_cast<long>(i));
+      landing.land();
+    }
+    if (!moved && copies.empty()) {
+      bool stuck = true;  // nobody can go on, unless it was left out by chance
+      for (Fiber* const fiber : fibers) {
+        cta = fiber->cta;
+        stuck &= fiber->done || !fiber->ready();
+      }
+      if (stuck) fail("all threads wait for ever");
+    }
+  }
+  if (problem.empty() && !copies.empty()) fail("copies are under way at the end");
+  for (const auto& block : ctas) {
+    for (size_t i = shared; i < block->memory.size(); i++) {
+      if (block->memory[i] != 0xff) fail("memory behind the shared memory is written");
+    }
+  }
+  return problem;
+}
+
+}  // namespace emulator

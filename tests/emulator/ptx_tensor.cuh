@@ -1,0 +1,140 @@
+// native/ptx_tensor.cuh for a host compiler: all lanes of a warp give, the last computes for them.
+#pragma once
+
+#include "cuda_bf16.h"
+#include "cuda_words.cuh"
+
+namespace ptx {
+
+// What the lanes have of four 8x8 matrices whose rows they give the addresses of.
+inline void load_matrices(uint32_t (&fragment)[4], uint32_t address, bool transposed) {
+  struct Taken {
+    uint16_t elements[4][2];
+  };
+  const Taken taken = emulator::together<uint32_t, Taken>(
+      address, [transposed](const uint32_t* const* given, Taken* const* lanes) {
+        for (int number = 0; number < 4 * emulator::kWarp * 2; number++) {
+          const int matrix = number / 64, lane = number / 2 % 32, i = number % 2;
+          const int row = transposed ? lane % 4 * 2 + i : lane / 4;
+          const int col = transposed ? lane / 4 : lane % 4 * 2 + i;
+          const uint32_t from = *given[8 * matrix + row];
+          if (from % 16) emulator::fail("a row of a matrix is not aligned to 16 bytes");
+          std::memcpy(&lanes[lane]->elements[matrix][i], emulator::at(from, 16) + 2 * col, 2);
+        }
+      });
+  std::memcpy(fragment, taken.elements, sizeof fragment);
+}
+
+inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
+  load_matrices(fragment, address, false);
+}
+
+inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
+  load_matrices(fragment, address, true);
+}
+
+inline void store_matrices(uint32_t address, const uint32_t (&fragment)[4], bool transposed) {
+  struct Given {
+    uint32_t address;
+    bool transposed;
+    uint16_t elements[4][2];
+  };
+  Given own = {address, transposed};
+  std::memcpy(own.elements, fragment, sizeof fragment);
+  emulator::together<Given, int>(own, [](const Given* const* given, int* const*) {
+    for (int number = 0; number < 4 * emulator::kWarp * 2; number++) {
+      const int matrix = number / 64, lane = number / 2 % 32, i = number % 2;
+      int row = lane / 4, col = lane % 4 * 2 + i;
+      if (given[lane]->transposed) std::swap(row, col);
+      const uint32_t to = given[8 * matrix + row]->address;
+      if (to % 16) emulator::fail("a row of a matrix is not aligned to 16 bytes");
+      std::memcpy(emulator::at(to, 16) + 2 * col, &given[lane]->elements[matrix][i], 2);
+    }
+  });
+}
+
+inline void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4]) {
+  store_matrices(address, fragment, false);
+}
+
+inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
+  store_matrices(address, fragment, true);
+}
+
+inline uint32_t movmatrix_trans(uint32_t fragment) {
+  return emulator::together<uint32_t, uint32_t>(
+      fragment, [](const uint32_t* const* given, uint32_t* const* taken) {
+        for (int lane = 0; lane < emulator::kWarp; lane++) {
+          uint16_t pair[2];
+          for (int i = 0; i < 2; i++) {
+            const int row = lane % 4 * 2 + i, col = lane / 4;
+            pair[i] = static_cast<uint16_t>(*given[4 * row + col / 2] >> 16 * (col % 2));
+          }
+          std::memcpy(taken[lane], pair, 4);
+        }
+      });
+}
+
+inline float to_float(uint16_t bits, __half) {
+  return __half2float({bits});
+}
+inline float to_float(uint16_t bits, __nv_bfloat16) {
+  return __bfloat162float({bits});
+}
+
+// Rows 0 to 7 of the sums are in `low`, 8 to 15 in `high`.
+template <class Element>
+void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Element) {
+  struct Given {
+    float sums[4];
+    uint32_t a[4], b[2];
+  };
+  struct Taken {
+    float sums[4];
+  };
+  const Given own = {{low.x, low.y, high.x, high.y}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const Taken taken =
+      emulator::together<Given, Taken>(own, [](const Given* const* given, Taken* const* lanes) {
+        float w[16][16], x[16][8];
+        auto half = [](uint32_t word, int upper) {
+          return to_float(static_cast<uint16_t>(word >> 16 * upper), Element());
+        };
+        for (int lane = 0; lane < emulator::kWarp; lane++) {
+          const int g = lane / 4, t = lane % 4;
+          for (int i = 0; i < 2; i++) {
+            for (int part = 0; part < 4; part++) {
+              w[g + part % 2 * 8][2 * t + i + part / 2 * 8] = half(given[lane]->a[part], i);
+            }
+            for (int part = 0; part < 2; part++) {
+              x[2 * t + i + part * 8][g] = half(given[lane]->b[part], i);
+            }
+          }
+        }
+        for (int lane = 0; lane < emulator::kWarp; lane++) {
+          for (int i = 0; i < 4; i++) {
+            const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
+            float sum = given[lane]->sums[i];
+            for (int k = 0; k < 16; k++)
+              sum += w[row][k] * x[k][col];
+            lanes[lane]->sums[i] = sum;
+          }
+        }
+      });
+  low = {taken.sums[0], taken.sums[1]};
+  high = {taken.sums[2], taken.sums[3]};
+}
+
+template <class Element>
+uint32_t max_nan(uint32_t a, uint32_t b, Element of) {
+  uint32_t larger = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto first = static_cast<uint16_t>(a >> shift), second = static_cast<uint16_t>(b >> shift);
+    const float x = to_float(first, of), y = to_float(second, of);
+    const bool takes_first = x > y || (x == y && !std::signbit(x));
+    const uint32_t bits = std::isnan(x) || std::isnan(y) ? 0x7fff : takes_first ? first : second;
+    larger |= bits << shift;
+  }
+  return larger;
+}
+
+}  // namespace ptx
