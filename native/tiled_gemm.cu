@@ -80,7 +80,7 @@ __device__ __forceinline__ void pass_segments(const TiledGemmArgs& args, const T
 __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ring,
                                        const Place& place) {
   const TierTiles& tier = args.tiers[place.tier];
-  const int lane = threadIdx.x % 32, last = args.weight.tiers[place.tier + 1].first_octet - 1;
+  const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_octet - 1;
   const int window = tier.window < ring.stages ? tier.window : 1 << 30;
   const bool shares = args.x_ctas > 1;
   const int turns = args.x_ctas - 1, turn = shares ? place.sharer : 0;

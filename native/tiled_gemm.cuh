@@ -14,8 +14,10 @@ constexpr int kPassRows = 64;  // of X, whose outputs a warpgroup stages at a ti
 constexpr int kStagingBytes = kPassRows * 64 * 2;
 
 // How a tier's octets are computed, by clusters of its own. A cluster's tile is that of its CTAs.
+// The matrix may have them in several parts, each packed by itself: tiles go over their borders.
 struct TierTiles {
-  int first_cluster;     // clusters of this tier: to the next one's
+  int first_octet;       // of the matrix; octets of this tier: to the next one's
+  int first_cluster;     // clusters of this tier, likewise
   int clusters;          // as many
   int row_groups;        // warpgroups along W: 2, or 1, and the other one has the next rows of X
   int tile_octets;       // of W in a CTA's tile, at most row_groups * kTileOctets
@@ -132,8 +134,8 @@ struct Tiles {
     const int whole = of.w_tiles * of.block_tiles, block = number / whole;
     const int in_block = number - block * whole, before = block * of.block_tiles;
     const int width = min(of.block_tiles, of.x_tiles - before), row = in_block / width;
-    octet = args.weight.tiers[tier].first_octet + (row * args.w_ctas + w) * of.tile_octets;
-    octets = max(0, min(of.tile_octets, args.weight.tiers[tier + 1].first_octet - octet));
+    octet = of.first_octet + (row * args.w_ctas + w) * of.tile_octets;
+    octets = max(0, min(of.tile_octets, args.tiers[tier + 1].first_octet - octet));
     const int x_rows = kWarpgroups / of.row_groups * kXRows;
     n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
     return true;

@@ -53,12 +53,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) 
     return (scale * torch.randn(shape, generator=generator)).to(dtype)
 
 
-def packed(weight: torch.Tensor, octets: Sequence[int], sms: int) -> PackedTensor:
+def packed(
+    weight: torch.Tensor, octets: Sequence[int], sms: int, name: str = "tier {}"
+) -> PackedTensor:
     access = [TierAccess(sms=2)] * len(octets)
     parts, row = [], 0
     for tier, split in enumerate(split_octets(octets, access, sms=sms)):
         data = pack(weight[row : row + 8 * split.octets], split)
-        parts.append(PackedPart(f"tier {tier}", split, data))
+        parts.append(PackedPart(name.format(tier), split, data))
         row += 8 * split.octets
     return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
 
@@ -115,6 +117,21 @@ def run(
     )  # fmt: skip
     assert not workspace.flags.any()
     return out
+
+
+@pytest.mark.parametrize("shape", [ALONG_W, ALONG_X, WIDE])
+@pytest.mark.parametrize("octets", [(20, 7), (3, 24), (0, 27), (11, 9, 7)])
+def test_parts_of_one_tier_are_computed_as_one(octets: tuple[int, ...], shape: Shape) -> None:
+    """As staged rows are with local ones: tiles go over the border, and bits are the same."""
+    weight, x = normal(211, 200), normal(130, 200)
+    how = config(TierTiles(2, shape.octets, even=True), shape=shape)
+    out = torch.full((130, 211), math.nan, dtype=weight.dtype)
+    matrix = packed(weight, octets, 3, "hbm")
+    assert tiled_gemm.octets_by_tier(matrix) == (("hbm", 27),)
+    workspace = tiled_gemm.Workspace.empty(how, "cpu")
+    tiled_gemm.tiled_gemm(x, matrix, how, out, workspace=workspace)
+    assert torch.equal(out, run(weight, 130, how, x=x))
+    assert error(out, x.double() @ weight.double().T) < 1e-3
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:

@@ -157,8 +157,10 @@ class Products:
 
     def _tiled(self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]) -> Launch:
         assert self._tiles is not None
+        tiers, octets = zip(*tiled_gemm.octets_by_tier(weight), strict=True)
+        access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
         config = _tiled_config(
-            n, tuple(part.split.octets for part in weight.parts), accesses, cols=weight.shape[1],
+            n, octets, tuple(access[tier] for tier in tiers), cols=weight.shape[1],
             sms=sm_count(self._device), limits=self._tiles,
         )  # fmt: skip
         workspace = self._carried if config.carriers else None
@@ -176,7 +178,7 @@ class Products:
     @functools.cached_property
     def _carried(self) -> tiled_gemm.Workspace:
         """Where clusters of the tiled GEMM leave sums for others."""
-        # A launch for staged rows and the one behind it have all SMs each.
+        # A launch for remote rows and the one behind it may have all SMs each.
         return tiled_gemm.Workspace.largest(2 * sm_count(self._device), self._device)
 
 

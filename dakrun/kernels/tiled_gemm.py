@@ -5,6 +5,7 @@ Knows operands and a configuration, no models and no plans.
 
 import ctypes
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,8 @@ class _TierTiles(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            *("first_cluster", "clusters", "row_groups", "tile_octets", "w_tiles", "x_tiles"),
-            *("block_tiles", "rounds", "stages", "window"),
+            *("first_octet", "first_cluster", "clusters", "row_groups", "tile_octets"),
+            *("w_tiles", "x_tiles", "block_tiles", "rounds", "stages", "window"),
         )
     )
 
@@ -86,6 +87,15 @@ class Workspace:
         """Whether it has what `config` needs."""
         carried, flags = self.carried.numel(), self.flags.numel()
         return carried >= config.carried and flags >= config.carriers * WARPS
+
+
+def octets_by_tier(weight: PackedTensor) -> tuple[tuple[str, int], ...]:
+    """The tiers that rows of `weight` lie in, in their order, and how many octets each has.
+
+    Parts of one tier that follow each other, as staged rows do behind local ones, are one.
+    """
+    runs = itertools.groupby(weight.parts, key=lambda part: part.tier)
+    return tuple((tier, sum(part.split.octets for part in parts)) for tier, parts in runs)
 
 
 def tiled_gemm(
@@ -164,15 +174,15 @@ def tiled_gemm(
 
 def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
     """Each tier that holds octets is computed by one launch, and sums have the same segments."""
-    launches = config.launches
-    if any(len(launch.tiers) != len(weight.parts) for launch in launches) or (
+    launches, tiers = config.launches, octets_by_tier(weight)
+    if any(len(launch.tiers) != len(tiers) for launch in launches) or (
         len({launch.shape.k_ctas for launch in launches}) > 1
     ):
         raise ValueError(f"the configuration is not one for this weight: {config}")
-    for number, part in enumerate(weight.parts):
+    for number, (tier, octets) in enumerate(tiers):
         by = sum(launch.tiers[number].clusters > 0 for launch in launches)
-        if by != (part.split.octets > 0):
-            raise ValueError(f"expected one launch for the octets in {part.tier}, got {config}")
+        if by != (octets > 0):
+            raise ValueError(f"expected one launch for the octets in {tier}, got {config}")
     for launch in launches:
         even = any(tier.even for tier in launch.tiers)
         if launch.stages < 2 or (even and launch.shape.k_ctas > 1):
@@ -180,22 +190,23 @@ def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
 
 
 def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ...]:
-    found, cluster, shape = [], 0, launch.shape
-    for part, tier in zip(weight.parts, launch.tiers, strict=True):
-        w_tiles = ceil_div(part.split.octets, tier.tile_octets * shape.w_ctas)
+    found, first, cluster, shape = [], 0, 0, launch.shape
+    for (_, octets), tier in zip(octets_by_tier(weight), launch.tiers, strict=True):
+        w_tiles = ceil_div(octets, tier.tile_octets * shape.w_ctas)
         x_tiles = ceil_div(n, shape.rows)
         rounds = ceil_div(w_tiles * x_tiles, max(1, tier.clusters))
         if tier.even and w_tiles * x_tiles % tier.clusters:
             rounds = max(0, rounds - 2)  # what is left is a tile for each, and less than another
         found.append(
             _TierTiles(
-                cluster, tier.clusters, shape.row_groups, tier.tile_octets, w_tiles, x_tiles,
-                tier.block_tiles, rounds, launch.stages, tier.window,
+                first, cluster, tier.clusters, shape.row_groups, tier.tile_octets, w_tiles,
+                x_tiles, tier.block_tiles, rounds, launch.stages, tier.window,
             )
         )  # fmt: skip
+        first += octets
         cluster += tier.clusters
     none = operands.MAX_TIERS + 1 - len(found)
-    return (*found, *[_TierTiles(first_cluster=cluster)] * none)
+    return (*found, *[_TierTiles(first_octet=first, first_cluster=cluster)] * none)
 
 
 def defines(dtype: torch.dtype, tiles: int, *, wide: bool = False) -> dict[str, int]:
