@@ -146,6 +146,26 @@ def test_launches(
     torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(("tier", "launches"), [(LOCAL, 1), ("host", 2)])
+def test_staged_rows_are_no_launch_of_their_own(
+    tier: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a copy has brought are computed with local ones, as if they had been there."""
+    monkeypatch.setattr(products, "tiles", lambda _: H200)
+    monkeypatch.setattr(products, "sm_count", lambda _: 132)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        tiled_gemm, "tiled_gemm", lambda *_, config, **__: asked.append(config.launches)
+    )
+    here, there = weight(remote=True).parts
+    parts = here, PackedPart(tier, there.split, there.data)
+    w = PackedTensor((40, COLS), torch.float16, parts)
+    x, out = torch.zeros(500, COLS).half(), torch.zeros(500, 40).half()
+    access = (TierAccess(), TierAccess() if tier == LOCAL else ACCESS[1])
+    Products(CPU)(x, w, access, out)
+    assert [len(found) for found in asked] == [launches]
+
+
 @pytest.mark.parametrize("tiles", [True, False])
 def test_what_is_brought_ahead(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the local octets, behind those that are read at once, for few rows."""
