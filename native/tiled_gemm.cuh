@@ -55,6 +55,7 @@ struct TiledGemmArgs {
   PackedMatrix weight;             // [M, K]
 };
 
+// The matrix has as many parts as there are tiers, or more; behind the last tier no cluster begins.
 __device__ __forceinline__ int tier_of(const TiledGemmArgs& args, int cluster) {
   int tier = 0;
   while (tier + 1 < args.weight.tier_count && cluster >= args.tiers[tier + 1].first_cluster)

@@ -98,7 +98,7 @@ def test_laws(
     sms=st.integers(28, 160),
     limits=st.sampled_from([H200, SMALL]),
 )
-def test_what_is_staged_has_all_sms(
+def test_tiers_without_limits_have_all_sms(
     n: int, octets: list[int], cols: int, sms: int, limits: Limits
 ) -> None:
     config = tiled_config(n, octets, [LOCAL] * len(octets), cols=cols, sms=sms, limits=limits)

@@ -178,7 +178,7 @@ class Products:
     @functools.cached_property
     def _carried(self) -> tiled_gemm.Workspace:
         """Where clusters of the tiled GEMM leave sums for others."""
-        # A launch for remote rows and the one behind it may have all SMs each.
+        # A launch for tiers without limits and the one behind it have all SMs each.
         return tiled_gemm.Workspace.largest(2 * sm_count(self._device), self._device)
 
 

@@ -112,10 +112,10 @@ def tiled_gemm(
 ) -> torch.Tensor:
     """out [N, M] = activation(x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
 
-    All in the weight's dtype on one GPU, sums in float32; N is up to 4,096. With "silu_mul" the
-    weight's rows are gates and what they multiply in turn, silu(x gate^T) * (x up^T), and out is
-    [N, M / 2]. With `overlap` the launch may start while the kernel before it ends, and reads
-    weights meanwhile.
+    All in the weight's dtype on one GPU, sums in float32; N is up to 4,096. `config` has the tiers
+    of octets_by_tier(weight). With "silu_mul" the weight's rows are gates and what they multiply in
+    turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With `overlap` the launch may start
+    while the kernel before it ends, and reads weights meanwhile.
     Raises ValueError where an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]

@@ -47,9 +47,10 @@ def tiled_config(
 ) -> TiledConfig:
     """Choose for a W of `cols` columns with `octets` in each of `tiers`, and an X of `n` rows.
 
-    The local tier comes first, and one without limits is in local memory, too: all SMs compute it,
-    before what comes first. Of another one what may be in flight counts, and SMs are as many as end
-    beside the local ones. `sms` are those of the GPU, `limits` an H200's where none are given.
+    The local tier comes first. Where the others have no limits, nothing is known of their links:
+    all SMs compute them, before what comes first. Else what may be in flight counts, and SMs are as
+    many as end beside the local ones. `sms` are those of the GPU, `limits` an H200's where none are
+    given.
     Without `multicast` a remote octet crosses the link once for each 512 rows of X.
     """
     if not 1 <= n <= MAX_ROWS:
@@ -67,7 +68,7 @@ def tiled_config(
         return _best(n, octets[0], sms, atoms, options, limits)
 
     if any(octets[1:]) and all(access == TierAccess() for access in tiers[1:]):
-        launches.append(_local_too(n, octets, segments, sms, atoms, limits))
+        launches.append(_without_limits(n, octets, segments, sms, atoms, limits))
     elif any(octets[1:]):
         remote = Remote(n, tuple(octets[1:]), tuple(tiers[1:]), atoms, segments, limits)
         rest = (lambda sms: local(sms)[0]) if octets[0] else None
@@ -81,7 +82,7 @@ def tiled_config(
     return TiledConfig(tuple(launches))
 
 
-def _local_too(
+def _without_limits(
     n: int, octets: Sequence[int], segments: int, sms: int, atoms: int, limits: Limits
 ) -> Launch:
     """All tiers but the first one, each on as many of all SMs as its share of them asks for."""
