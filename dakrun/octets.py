@@ -29,16 +29,21 @@ def first_row(octet: int, rows: int) -> int:
     return min(octet * OCTET_ROWS, rows)
 
 
+def group_count(group: int, octets: int, mixed: int = 0) -> int:
+    """Groups of up to `group` octets, each of them of one tier or of the one mixed with it."""
+    return ceil_div(octets, group) + ceil_div(mixed, group)
+
+
 @functools.cache
-def even_group(octets: int, ctas: int) -> int:
-    """The group with which the busiest of `ctas` has least to do.
+def even_group(octets: int, ctas: int, mixed: int = 0) -> int:
+    """The group with which the busiest of `ctas` has least to do, of a tier's octets.
 
     That is its octets, for each group of them an X to read, and the last group's outputs, whose
-    storing nothing hides.
+    storing nothing hides. CTAs may also have `mixed` octets of another tier, in groups as large.
     """
 
     def work(group: int) -> float:
-        groups = ceil_div(ceil_div(octets, group), ctas)
+        groups = ceil_div(group_count(group, octets, mixed), ctas)
         return groups * (group + SHARE_OF_X) + TAIL * group
 
-    return min(range(MAX_GROUP, 0, -1), key=work) if octets else 1
+    return min(range(MAX_GROUP, 0, -1), key=work) if octets or mixed else 1

@@ -50,6 +50,31 @@ struct Barriers {
   __device__ __forceinline__ uint32_t operator[](int number) const { return first + 8 * number; }
 };
 
+// A launch's CTAs by what they read: the first ones HBM, the rest other memory, or nothing. CTAs
+// side by side tend to be on SMs that have a way to HBM in common, so the rest are spread.
+struct CtaOrder {
+  int first_ones;
+  int others_share;  // of the rest among all CTAs, in 2^-16, rounded up
+
+  __device__ __forceinline__ int number() const {
+    const int cta = blockIdx.x;
+    const int before = cta * others_share >> 16, with = (cta + 1) * others_share >> 16;
+    return with > before ? first_ones + before : cta - before;
+  }
+};
+
+// What a CTA does that only fills an SM, where a launch has fewer to do than there are: waits for
+// the kernels before, as all threads do, and until the next launch's CTAs have come to their SMs.
+// Else two of them would come to one, and to the next launch's, and so on.
+constexpr int kIdleNs = 2000;
+
+__device__ __forceinline__ void fill_sm() {
+  const uint64_t start = ptx::globaltimer();
+  ptx::wait_for_dependencies();
+  while (ptx::globaltimer() - start < kIdleNs)
+    ptx::sleep(100);
+}
+
 // Position in a ring of `stages`: the stage, and the parity of the barrier phase that is next.
 struct RingPosition {
   int stage = 0;

@@ -13,7 +13,8 @@
 // What a warp computes, an item, is a part of a unit; the warps of a CTA are at different items, so
 // that one's loads and stores hide behind the others' work. Units and parts depend on what a cache
 // has room for and a slot's length, and their results are added up in order, so neither tiers nor
-// batches nor CTAs change a bit. A tier's CTAs share its units so that each reads as many blocks.
+// batches nor CTAs change a bit. A tier's CTAs share its units so that each reads as many blocks;
+// slots of several tiers that the same CTAs read take turns head by head.
 
 #include "attention_merge.cuh"
 #include "attention_operands.cuh"
@@ -125,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
     splitk_flash_attn(const __grid_constant__ SplitKFlashAttnArgs args) {
   __shared__ Shared shared;
   ptx::launch_dependents();
+  if (args.order.number() >= args.tiers[args.tier_count].first_cta) return fill_sm();
   const Ring ring(args, shared);
   const bool copies = threadIdx.x / 32 == kWarps;
   if (threadIdx.x == 32 * kWarps) ring.initialize();
@@ -132,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   __syncthreads();
   if (copies) {
     int tier = 0;
-    while (tier + 1 < args.tier_count && blockIdx.x >= args.tiers[tier + 1].first_cta)
+    while (tier + 1 < args.tier_count && args.order.number() >= args.tiers[tier + 1].first_cta)
       tier++;
     Producer(ring, args.tiers[tier].window).run(Items(args, tier));
   } else {

@@ -28,7 +28,9 @@ extern __shared__ __align__(1024) uint8_t smem[];
 struct Tier {
   int first_slot;  // slots are ordered by tiers
   int first_cta;
-  int window;  // stages, each half a block, that a CTA may have in flight
+  int window;     // stages, each half a block, that a CTA may have in flight
+  int slot_step;  // from a slot to the next one that its CTAs go to, behind the last from the first
+  int heads;      // of a slot, that they go to before they do
 };
 
 struct SplitKFlashAttnArgs {
@@ -43,6 +45,7 @@ struct SplitKFlashAttnArgs {
   float* partials;          // [slots][kv_heads][max_units][max_parts][group][kPart]
   int* arrivals;            // [slots][kv_heads][group + max_units]: zero before and after
   int64_t stride;
+  CtaOrder order;
   int tier_count, kv_heads, group;
   int slot_blocks;               // that a cache has room for, of each KV head
   int unit_blocks, part_blocks;  // at most, unless there is no warp left for a part
@@ -96,12 +99,16 @@ struct Cut {
   }
 };
 
-// The items of a CTA, one after the other: part by part, unit by unit, head by head, slot by slot.
-// Short slots have many for what there is to copy: where an item is a whole head, nothing is
-// divided to find the next.
+// The items of a CTA, one after the other: part by part, unit by unit, head by head, slot by slot,
+// and where a tier's heads are not gone to at once, from the first slot again. Short slots have
+// many for what there is to copy: where an item is a whole head, nothing is divided to find the
+// next.
 struct Items {
   const SplitKFlashAttnArgs& args;
-  int slot, head = 0, unit = 0, part = 0;
+  const int first_slot, slots, slot_step, heads;
+  int number = 0;      // of the slot, as they are gone to
+  int first_head = 0;  // of those that are gone to before the next slot
+  int slot = 0, head = 0, unit = 0, part = 0;
   int length = 0;  // of the slot: its cached positions
   Cut cut = {};    // of each of its heads
   int item_units = 1;
@@ -111,42 +118,50 @@ struct Items {
   int left;                        // blocks up to where the next CTA's items start
 
   // All lanes of a warp. A unit is the CTA's in whose even share of the tier's blocks it starts.
-  __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int number)
-      : args(args), slot(args.tiers[number].first_slot) {
-    const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
+  __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int of_tier)
+      : args(args),
+        first_slot(args.tiers[of_tier].first_slot),
+        slots(args.tiers[of_tier + 1].first_slot - first_slot),
+        slot_step(args.tiers[of_tier].slot_step),
+        heads(args.tiers[of_tier].heads) {
+    const Tier &tier = args.tiers[of_tier], &next = args.tiers[of_tier + 1];
     const int lane = threadIdx.x % 32;
     int total = 0;
 #pragma unroll 4
-    for (int first = tier.first_slot; first < next.first_slot; first += 32) {
-      if (first + lane >= next.first_slot) continue;
-      ptx::prefetch(args.caches + first + lane);
-      total += blocks_of(args, first + lane);
+    for (int first = 0; first < slots; first += 32) {
+      if (first + lane >= slots) continue;
+      ptx::prefetch(args.caches + first_slot + first + lane);
+      total += blocks_of(args, first_slot + first + lane);
     }
 #pragma unroll
     for (int far = 1; far < 32; far *= 2)
       total += __shfl_xor_sync(0xffffffff, total, far);
     const int ctas = next.first_cta - tier.first_cta;
-    const int cta = static_cast<int>(blockIdx.x) - tier.first_cta;
+    const int cta = args.order.number() - tier.first_cta;
     const int all = total * args.kv_heads, each = all / ctas, more = all % ctas;
     int start = each * cta + more * cta / ctas;
     left = each * (cta + 1) + more * (cta + 1) / ctas - start;
+    if (heads < args.kv_heads && total > 0) {
+      first_head = start / (total * heads) * heads;
+      start -= first_head * total;
+    }
     // The first slot that ends behind `start`, 32 slots at a time.
-    while (slot < next.first_slot) {
-      int sum = slot + lane < next.first_slot ? blocks_of(args, slot + lane) : 0;
+    while (number < slots) {
+      int sum = number + lane < slots ? blocks_of(args, slot_of(number + lane)) : 0;
 #pragma unroll
       for (int far = 1; far < 32; far *= 2) {
         const int before = __shfl_sync(0xffffffff, sum, lane < far ? lane : lane - far);
         if (lane >= far) sum += before;
       }
       // Slots of these that end at `start` or before.
-      const int ends = sum * args.kv_heads;
+      const int ends = sum * heads;
       const int behind = __popc(__ballot_sync(0xffffffff, ends <= start));
       const int passed = behind ? __shfl_sync(0xffffffff, ends, behind - 1) : 0;
-      slot += behind;
+      number += behind;
       start -= passed;
       if (behind < 32) break;
     }
-    if (slot >= next.first_slot) {
+    if (number >= slots) {
       left = 0;
       return;
     }
@@ -157,6 +172,7 @@ struct Items {
     }
     head = start / cut.blocks;
     const int within = start - head * cut.blocks;
+    head += first_head;
     unit = cut.unit_from(within);
     left -= cut.first_block(unit) - within;
   }
@@ -184,12 +200,12 @@ struct Items {
     if (part > 0) return;
     if (unit >= cut.units) {
       unit = 0;
-      if (++head >= args.kv_heads) {
-        head = 0;
+      if (++head >= first_head + heads) {
         do {
-          slot++;
+          if (++number == slots) number = 0, first_head += heads;
           enter();
         } while (cut.blocks == 0);
+        head = first_head;
       }
     }
     if (cut.units == 1) {
@@ -204,7 +220,11 @@ struct Items {
   }
 
  private:
+  __device__ __forceinline__ int slot_of(int number) const {
+    return first_slot + (slot_step == 1 ? number : number * slot_step % slots);
+  }
   __device__ __forceinline__ void enter() {
+    slot = slot_of(number);
     length = args.lengths[slot];
     cut = Cut(args, blocks_of(args, slot));
     if (cut.units == 1) whole_parts = cut.parts(args, 0);

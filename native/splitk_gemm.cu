@@ -5,10 +5,12 @@
 // depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on neither
 // tiers nor the number of CTAs, and they change no bit of Y.
 //
-// Every CTA serves one tier. A thread, or a warp as one, keeps copies of W in flight into a ring of
-// stages, another those of X, and two warpgroups multiply. Of groups of more than 8 octets each
-// takes its part, so that X is read once for both; smaller ones they take in turns, one storing
-// while the other multiplies, or two at once, where that X is read once for both counts for more.
+// A CTA serves one tier, or in turns two: where a link needs no window, what little lies behind it
+// is read by all SMs, so that none is missing where HBM is read. A thread, or a warp as one, keeps
+// copies of W in flight into a ring of stages, another those of X, and two warpgroups multiply. Of
+// groups of more than 8 octets each takes its part, so that X is read once for both; smaller ones
+// they take in turns, one storing while the other multiplies, or two at once, where that X is read
+// once for both counts for more.
 
 #include "gemm_epilogue.cuh"
 #include "gemm_halves.cuh"
@@ -17,7 +19,6 @@
 
 constexpr int kTurnBarrier = 1;  // and the next: where warpgroups wait for their turn
 constexpr int kNormBarrier = 3;  // where they wait for the moments of X
-constexpr int kIdleNs = 2000;    // in which the next launch's CTAs have come to their SMs
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring, int number,
                                         int warp, Moments& moments) {
@@ -27,7 +28,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
   const int group = ring.shared && !ring.split ? warpgroup : 0;
   const int warp_octet = first + warp % kWarps * 2;
   const Tier& tier = args.tiers[number];
-  const int tier_octet = tier.first_octet, stage_atoms = tier.stage_atoms;
+  const int stage_atoms = tier.stage_atoms;
   const bool arrives = arrives_for_warp();
   // Where a group of the other warpgroup leaves the ring.
   const RingPosition others(tier.group_stages, ring.stages);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       continue;
     }
     const int octets = kPairs ? max(at.octets(group), 0) : at.octets();
-    const int octet = tier_octet + at.octet + group * at.second + warp_octet;
+    const int octet = at.first_octet + at.octet + group * at.second + warp_octet;
     const Outputs outputs(args, octet * kOctetRows, octets - warp_octet);
     if (!ring.shared && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
     const bool normalises = NORM && turn == 0;
@@ -100,18 +101,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   ptx::launch_dependents();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const int number = tier_of_cta(args);
-  const bool idle = blockIdx.x >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
+  const bool idle =
+      args.order.number() >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
   const Tier& tier = args.tiers[number];
   const Ring ring(args, tier, barriers);
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance.
-  if (idle) {
-    const uint64_t start = ptx::globaltimer();
-    ptx::wait_for_dependencies();
-    while (ptx::globaltimer() - start < kIdleNs)
-      ptx::sleep(100);
-    return;
-  }
+  if (idle) return fill_sm();
   const bool copies = warp >= kConsumers / 32 && (kWholeWarps || ptx::elect_one());
   Producer producer(args, ring, number);
   if (copies && warp == kConsumers / 32) {

@@ -5,19 +5,23 @@
 
 constexpr int kMaxStages = 16;
 
-// With -DNORM=1 X is normalised.
+// With -DNORM=1 X is normalised, with -DMIXES=1 the first tier's CTAs take groups of another, too.
 constexpr bool kPairs = X_TILES == 8;  // X is then so large that it counts how often it is read
 constexpr bool kHalves = kPairs && !NORM;
+constexpr bool kMixes = MIXES;
+static_assert(!kMixes || !kPairs, "two groups at once are a tier's own");
 
 enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 
 // Of its octets a tier's CTAs take groups in turn: CTA c the groups c, c + CTAs, ... What they take
 // at a time, a wave, is stored by steps of k, each step by groups, so that CTAs side by side read
-// memory side by side. A group's step is [atoms along k][octets], 1 KiB each.
+// memory side by side. A group's step is [atoms along k][octets], 1 KiB each. One remote tier may
+// have no CTAs: the first tier's then take its groups among their own.
 struct Tier {
   const uint8_t* base;
   int first_octet;  // octets of this tier: to the next tier's first
   int first_cta;
+  int wave_octets;
   int group_octets;  // at most kWarpgroups * kTileOctets; the tier's last group may have fewer
   int step_atoms;    // a multiple of what a stage has
   int stage_atoms;   // a multiple of x_atoms
@@ -26,6 +30,8 @@ struct Tier {
   int x_boxes;       // copies of X for a stage
   int group_stages;  // that a whole group takes
   int groups;        // that stages have: with kPairs two, of up to kTileOctets
+  // With kMixes: what its CTAs go through, and how many of these are the mixed tier's.
+  int all_groups, mixed_groups;
 };
 
 // What a CTA needs first lies together, as every line of it is fetched anew at each launch.
@@ -35,6 +41,8 @@ struct SplitKGemmArgs {
   int m, n, k;  // k counts the padding, a multiple of 64
   int x_atoms;  // that a copy of X brings; if it is 1, the map is [1][N][K], and K may be ragged
   int activation;
+  CtaOrder order;
+  int mixed_tier;             // whose groups are the first one's CTAs'
   const Element* bias;        // [M], or null
   Tier tiers[kMaxTiers + 1];  // one more, for the ends
   const Element* residual;    // [N, M], or null; not with kSiluMul
@@ -54,7 +62,7 @@ __device__ __forceinline__ bool has_halves(const SplitKGemmArgs& args) {
 
 __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
   int tier = 0;
-  while (tier + 1 < args.tier_count && blockIdx.x >= args.tiers[tier + 1].first_cta)
+  while (tier + 1 < args.tier_count && args.order.number() >= args.tiers[tier + 1].first_cta)
     tier++;
   return tier;
 }
@@ -64,19 +72,23 @@ __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
 // CTA's and the next one's, of which each takes one half of both; a CTA that has none beside it
 // takes both halves of its own, one after the other.
 struct Cursor {
-  int stage_atoms, k_begin = 0, k_middle, k_end, group_octets, wave_octets, tier_octets;
+  const SplitKGemmArgs& args;
+  const int tier;  // whose CTA it is
+  int stage_atoms, k_begin = 0, k_middle, k_end, group_octets;
+  int number, first_octet, tier_octets, wave_octets;  // the group's tier
+  int group;       // with kMixes: its number, of both tiers' groups
   int second = 0;  // octets from a group to the one that stages have as well, or 0
   int octet, stride, k;
 
-  __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int number)
-      : k_middle(args.k / kAtomK), k_end(args.k / kAtomK) {
-    const Tier &tier = args.tiers[number], &next = args.tiers[number + 1];
-    const int cta = static_cast<int>(blockIdx.x) - tier.first_cta;
+  __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int of_tier)
+      : args(args), tier(of_tier), k_middle(args.k / kAtomK), k_end(args.k / kAtomK) {
+    const Tier &tier = args.tiers[of_tier], &next = args.tiers[of_tier + 1];
+    const int cta = args.order.number() - tier.first_cta;
     const int ctas = next.first_cta - tier.first_cta;
     stage_atoms = tier.stage_atoms;
     group_octets = tier.group_octets;
-    stride = wave_octets = ctas * group_octets;
-    tier_octets = next.first_octet - tier.first_octet;
+    enter(of_tier);
+    stride = wave_octets;
     octet = cta * group_octets;
     const bool halves = has_halves(args), two = kPairs && tier.groups == 2;
     if (two && !halves) {
@@ -90,9 +102,12 @@ struct Cursor {
       k_middle = args.half;
     }
     k = k_begin;
+    if (kMixes) find(cta);
   }
   __device__ __forceinline__ bool done() const { return octet >= tier_octets; }
-  __device__ __forceinline__ bool last_group() const { return octet + stride >= tier_octets; }
+  __device__ __forceinline__ bool last_group() const {
+    return kMixes ? group + ctas() >= all_groups() : octet + stride >= tier_octets;
+  }
   // Of the first or the second group, which may have none or less.
   __device__ __forceinline__ int octets(int group = 0) const {
     if (group && second == 0) return 0;
@@ -103,7 +118,11 @@ struct Cursor {
     k = end();
     if (k < k_end) return;
     k = k_begin;
-    octet += stride;
+    if (kMixes) {
+      find(group + ctas());
+    } else {
+      octet += stride;
+    }
   }
   // True where that is the next group's.
   __device__ __forceinline__ bool next_stage() {
@@ -114,5 +133,26 @@ struct Cursor {
       k += stage_atoms;
     }
     return last;
+  }
+
+ private:
+  __device__ __forceinline__ void enter(int tier) {
+    number = tier;
+    first_octet = args.tiers[tier].first_octet;
+    tier_octets = args.tiers[tier + 1].first_octet - first_octet;
+    wave_octets = args.tiers[tier].wave_octets;
+  }
+  __device__ __forceinline__ int ctas() const {
+    return args.tiers[tier + 1].first_cta - args.tiers[tier].first_cta;
+  }
+  __device__ __forceinline__ int all_groups() const { return args.tiers[tier].all_groups; }
+  // Goes to a group, among which those of the mixed tier lie evenly.
+  __device__ __forceinline__ void find(int number_of_group) {
+    group = number_of_group;
+    const int all = all_groups(), mixed = args.tiers[tier].mixed_groups;
+    const int before = group * mixed / all;
+    const bool is_mixed = (group + 1) * mixed >= (before + 1) * all;
+    enter(is_mixed ? args.mixed_tier : tier);
+    octet = group < all ? (is_mixed ? before : group - before) * group_octets : tier_octets;
   }
 };

@@ -64,16 +64,16 @@ struct Ring {
 // thread goes through it, an instruction after the other, so what a stage costs counts: no
 // division, no multiplication that can be an addition.
 struct Source {
-  const Tier tier;
   Cursor at;
-  const int k_end, first;      // atoms along k; the group's octet in a wave
+  const int k_end, step_atoms;
+  int first;                   // the group's octet in a wave
   const uint8_t *step, *from;  // the next step of the wave; the stage
   int octets, in_wave, left;   // of the group; of the wave; atoms of the step
 
   __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number, int group = 0)
-      : tier(args.tiers[number]),
-        at(args, number),
+      : at(args, number),
         k_end(args.k / kAtomK),
+        step_atoms(args.tiers[number].step_atoms),
         first(group ? (at.octet + at.second) % at.wave_octets : at.octet) {
     at.octet += group * at.second;
     begin_group();
@@ -94,15 +94,16 @@ struct Source {
 
  private:
   __device__ __forceinline__ void begin_group() {
+    if (kMixes) first = at.octet % at.wave_octets;
     const int wave = at.octet - first;
     octets = at.octets();
     in_wave = min(at.wave_octets, at.tier_octets - wave);
-    step = tier.base + static_cast<int64_t>(wave) * k_end * kAtomBytes;
+    step = at.args.tiers[at.number].base + static_cast<int64_t>(wave) * k_end * kAtomBytes;
     if (kHalves) step += static_cast<int64_t>(in_wave * at.k) * kAtomBytes;
     begin_step();
   }
   __device__ __forceinline__ void begin_step() {
-    left = min(tier.step_atoms, k_end - at.k);
+    left = min(step_atoms, k_end - at.k);
     from = step + static_cast<uint32_t>(first * left * kAtomBytes);  // a wave's step is below 2 GiB
     step += static_cast<uint32_t>(in_wave * left * kAtomBytes);
   }
@@ -139,7 +140,7 @@ struct Producer {
   // Gives memory something to do while this launch ends and the next one waits for it. Earlier, it
   // would take from the CTAs that are behind.
   __device__ __forceinline__ void look_ahead(const SplitKGemmArgs& args) const {
-    if (args.ahead_bytes == 0 || blockIdx.x >= args.tiers[1].first_cta) return;
+    if (args.ahead_bytes == 0 || args.order.number() >= args.tiers[1].first_cta) return;
     // A barrier tells of the last copy into its stage alone.
     const int landed = issued - min(kLastCopies, ring.stages - 1);
     if (landed > 0) {
@@ -147,7 +148,7 @@ struct Producer {
       wait_barrier(ring.full_barrier[last.stage], last.parity);
     }
     if (copies_for_warp())
-      ptx::bulk_prefetch(args.ahead + static_cast<int64_t>(blockIdx.x) * args.ahead_bytes,
+      ptx::bulk_prefetch(args.ahead + static_cast<int64_t>(args.order.number()) * args.ahead_bytes,
                          args.ahead_bytes);
   }
 

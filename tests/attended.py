@@ -62,10 +62,13 @@ class Case:
         ]
         self.turns = rotations(self.room.positions, self.dim, self.device) if self.rope else None
 
-    def config(self, tiers: Sequence[int] = (), *, sms: int) -> AttentionConfig:
-        """With slots in as many `tiers`, or all in the first."""
+    def config(
+        self, tiers: Sequence[int] = (), *, sms: int, mixed: bool = False
+    ) -> AttentionConfig:
+        """With slots in as many `tiers`, or all in the first; the second may be `mixed` with it."""
         tiers = tiers or (len(self.lengths),)
-        return attention_config(self.shape, tiers, ACCESS[: len(tiers)], sms=sms, capacity=8)
+        access = (ACCESS[0], dataclasses.replace(ACCESS[1], mixed=mixed))
+        return attention_config(self.shape, tiers, access[: len(tiers)], sms=sms, capacity=8)
 
     def slots(self) -> list[torch.Tensor]:
         """The packed slots, with NaN behind what is cached."""

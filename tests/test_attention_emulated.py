@@ -91,6 +91,28 @@ def test_units_and_parts_add_up(unit: int, part: int, group: int) -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(-1, 400), min_size=1, max_size=70).filter(lambda n: max(n) >= 0),
+    st.integers(1, 3), st.integers(0, 3), st.integers(1, 12), st.integers(0, 2**31),
+)  # fmt: skip
+def test_tiers_that_share_ctas_change_no_bit(
+    lengths: Sequence[int], kv_heads: int, remote: int, sms: int, seed: int
+) -> None:
+    """Where a CTA's heads are of all tiers."""
+    case = Case(lengths, kv_heads, 2, 64)
+    attention._kernel(case.dtype, case.dim, 2, 0).seed = seed
+    there = min(remote, len(lengths) - 1)
+    tiers = (len(lengths) - there, there)
+    config = case.config(tiers, sms=sms, mixed=True)
+    assert config.spread == (there > 0) and config.slots[0] == len(lengths)
+    slots = case.slots()
+    out = case.run(config, slots)
+    case.check(out, slots, 1e-3)
+    kept = ~out.isnan()
+    assert torch.equal(out[kept], case.run(case.config(sms=sms), case.slots())[kept])
+
+
 @pytest.mark.parametrize("group", [4, 16])
 @pytest.mark.parametrize("unit", [1, 3])
 def test_no_bit_depends_on_items(unit: int, group: int) -> None:

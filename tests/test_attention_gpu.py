@@ -59,11 +59,14 @@ def test_no_bit_depends_on_tiers_or_sms(group: int, tier: str) -> None:
     case = on_the_gpu(group, 128, torch.float16, rope=True)
     wanted = case.run(case.config(sms=all_sms()), case.slots())
     for local, sms in ((7, 20), (4, all_sms()), (0, all_sms()), (6, 50)):
-        slots: Sequence[torch.Tensor] = case.slots()
-        slots = [*slots[:local], *(moved(slot, tier) for slot in slots[local:])]
-        out = case.run(case.config((local, len(slots) - local), sms=sms), slots)
-        assert torch.equal(out.view(torch.int16), wanted.view(torch.int16)), (local, sms)
-        case.check(out, slots, 1e-3)
+        for mixed in (False, True):
+            fresh = [
+                moved(slot, tier) if n >= local else slot for n, slot in enumerate(case.slots())
+            ]
+            config = case.config((local, len(fresh) - local), sms=sms, mixed=mixed)
+            out = case.run(config, fresh)
+            assert torch.equal(out.view(torch.int16), wanted.view(torch.int16)), (local, sms, mixed)
+            case.check(out, fresh, 1e-3)
 
 
 def launch(case: Case, config: AttentionConfig, slots: Sequence[torch.Tensor]) -> torch.Tensor:

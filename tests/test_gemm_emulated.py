@@ -31,13 +31,13 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=32 * 1024))
 EPS = 0.02
-Build = Callable[[torch.dtype, int, bool, int], EmulatedKernel]
+Build = Callable[[torch.dtype, int, bool, bool, int], EmulatedKernel]
 
 
 @pytest.fixture(scope="module", params=[1, 0], ids=["wgmma", "mma"])
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    def defines(dtype: torch.dtype, x_tiles: int, norm: bool) -> dict[str, int]:
-        return {**gemm.defines(dtype, x_tiles, norm), "WGMMA": request.param}
+    def defines(dtype: torch.dtype, x_tiles: int, norm: bool, mixes: bool) -> dict[str, int]:
+        return {**gemm.defines(dtype, x_tiles, norm, mixes), "WGMMA": request.param}
 
     return kernels(
         gemm.SOURCE, "splitk_gemm", "SplitKGemmArgs", defines,
@@ -63,7 +63,7 @@ def packed(
 ) -> PackedTensor:
     splits = split_octets(octets, access, sms=SMS, aligned=aligned)
     parts, row = [], 0
-    for tier, split in zip(("hbm", "host"), splits, strict=False):
+    for tier, split in zip(("hbm", "host", "peer"), splits, strict=False):
         data = pack(weight[row : row + 8 * split.octets], split)
         parts.append(PackedPart(tier, split, data))
         row += 8 * split.octets
@@ -155,7 +155,7 @@ def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build:
     for seed, (octets, aligned) in enumerate(
         [((23,), True), ((21, 2), True), ((2, 21), True), ((21, 2), False)]
     ):
-        build(dtype, tiles_for(n), True, 0).seed = 1000 * seed
+        build(dtype, tiles_for(n), True, False, 0).seed = 1000 * seed
         found.append(
             run(weight, n, octets, aligned=aligned, x=x, norm=norm, bias=bias, residual=residual)
         )
@@ -174,7 +174,7 @@ def test_sums_of_halves(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -
     for seed, (octets, access, aligned) in enumerate(
         [((40,), ACCESS, True), ((28, 12), free, True), ((27, 13), ACCESS, False)]
     ):
-        build(weight.dtype, tiles_for(n), False, 0).seed = 1001 * seed
+        build(weight.dtype, tiles_for(n), False, False, 0).seed = 1001 * seed
         found.append(run(weight, n, octets, access, aligned=aligned, bias=bias, residual=residual))
     assert error(found[0], exact) < 5e-4
     assert all(torch.equal(other, found[0]) for other in found)
@@ -205,7 +205,7 @@ def test_an_unknown_norm_is_refused() -> None:
 @pytest.mark.parametrize("n", [8, 13, 24, 64])
 def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     weight = normal(203, 1416, scale=0.03)
-    kernel, wanted = build(weight.dtype, tiles_for(n), False, 0), run(weight, n)
+    kernel, wanted = build(weight.dtype, tiles_for(n), False, False, 0), run(weight, n)
     assert not wanted.isnan().any()
     windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
     for seed, (octets, access, aligned) in enumerate(
@@ -216,6 +216,26 @@ def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     ):  # fmt: skip
         kernel.seed = 1000 * seed
         assert torch.equal(run(weight, n, octets, access, aligned=aligned), wanted), octets
+
+
+@pytest.mark.parametrize("norm", ["none", "layer"])
+@pytest.mark.parametrize("n", [8, 13, 24, 64])
+def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -> None:
+    """One CTA, several, and more groups than CTAs; beside a tier that has CTAs of its own."""
+    weight = normal(403, 712, scale=0.03)
+    wanted = run(weight, n, norm=norm)
+    kernel = build(weight.dtype, tiles_for(n), norm != "none", n < 64, 0)
+    mixed = (TierAccess(), TierAccess(mixed=True))
+    for seed, (octets, access, aligned) in enumerate(
+        [
+            ((50, 1), mixed, True), ((1, 50), mixed, True), ((33, 18), mixed, False),
+            ((47, 4), mixed, True), ((20, 12, 19), (*mixed, TierAccess(1)), True),
+            ((20, 12, 19), (mixed[0], TierAccess(1), mixed[1]), True),
+        ]
+    ):  # fmt: skip
+        kernel.seed = 1000 * seed
+        found = run(weight, n, octets, access, aligned=aligned, norm=norm)
+        assert torch.equal(found, wanted), octets
 
 
 @settings(deadline=None, max_examples=20)
@@ -229,7 +249,7 @@ def test_any_shape(
     weight, count = normal(m, 8 * eights, scale=0.1), octet_count(m)
     octets = (count - count // 2, count // 2) if remote and count > 1 else (count,)
     access = (TierAccess(), TierAccess(1, window))
-    gemm._kernel(weight.dtype, 1, False, 0).seed = seed
+    gemm._kernel(weight.dtype, 1, False, False, 0).seed = seed
     exact = normal(n, 8 * eights).double() @ weight.double().T
     assert error(run(weight, n, octets, access), exact) < 1e-3
 
@@ -288,11 +308,11 @@ def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
     for window in range(1, stages + 1):
         config = alone(Ring(atoms, stages, window))
         for seed in range(2):
-            assert outcome(config, build(torch.float16, 1, False, 0), 50 * seed) == "right"
+            assert outcome(config, build(torch.float16, 1, False, False, 0), 50 * seed) == "right"
 
 
 def test_shared_memory_that_is_too_small_is_found(build: Build) -> None:
     config = alone(Ring(2, 5, 5))
-    kernel = build(torch.float16, 1, False, 0)
+    kernel = build(torch.float16, 1, False, False, 0)
     short = dataclasses.replace(config, shared_bytes=config.shared_bytes - 4096)
     assert "shared memory at" in outcome(short, kernel, 0)

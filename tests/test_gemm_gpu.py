@@ -114,6 +114,25 @@ def test_no_bit_depends_on_windows_sms_or_groups(
         assert same_bits(out, expected) and written(out), (window, sms, aligned)
 
 
+@pytest.mark.parametrize("norm", ["none", "rms"])
+@pytest.mark.parametrize("n", [3, 16, 24, 64])
+def test_no_bit_depends_on_which_ctas_read_a_tier(n: int, norm: Norm) -> None:
+    """Those of the local tier read one of two remote ones, too, in one wave and in several."""
+    m, k, dtype = 1544, 1096, torch.float16
+    x = normal(n, k, dtype=dtype)
+    options: dict[str, Any] = {"norm": norm, "eps": EPS, "overlap": True}
+    expected = linear(m, k, dtype)(x, poisoned(n, m, dtype), **options)
+    for octets, mixed, sms in itertools.product(
+        [(100, 40, 53), (191, 1, 1), (1, 2, 190)], (1, 2), (7, 60, 0)
+    ):
+        access = tuple(
+            TierAccess(sms=2 if number else None, mixed=number == mixed) for number in range(3)
+        )
+        run = linear(m, k, dtype, octets, access=access, sms=sms)
+        out = run(x, poisoned(n, m, dtype), **options)
+        assert same_bits(out, expected) and written(out), (octets, mixed, sms)
+
+
 @pytest.mark.parametrize("count", [2, len(CHAIN)])  # of two, each launch overwrites what was read
 @pytest.mark.parametrize(("n", "half"), CHAINS)
 def test_overlapping_launches_change_no_bit(

@@ -19,6 +19,7 @@ from dakrun.kernels.heuristics import (
     split_octets,
     tiles_for,
 )
+from dakrun.kernels.operands import CtaOrder
 from dakrun.kernels.packing import ATOM_COLS, PackedPart, PackedTensor, Split, pack
 from dakrun.known_models import known_model, known_names
 from dakrun.octets import MAX_GROUP, SHARED_BYTES, octet_count
@@ -116,6 +117,32 @@ def test_shared_memory_suffices(
 
 
 @given(
+    st.lists(st.integers(1, 4000), min_size=2, max_size=3), st.integers(1, 200),
+    st.integers(1, MAX_ROWS), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_a_mixed_tier_has_no_ctas(
+    octets: list[int], sms: int, n: int, last: bool, aligned: bool
+) -> None:
+    mixed = len(octets) - 1 if last else 1
+    tiers = [TierAccess(sms=2, mixed=number == mixed) for number in range(len(octets))]
+    tiers[0] = TierAccess()
+    splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
+    assert [split.mixed for split in splits] == [number == mixed for number in range(len(octets))]
+    local, other = splits[0], splits[mixed]
+    assert (local.group, local.step_cols) == (other.group, other.step_cols)
+    groups = ceil_div(octets[0], local.group) + ceil_div(octets[mixed], local.group)
+    apart = sum(split.ctas for split in splits[1:] if not split.mixed)
+    assert local.ctas == min(max(1, sms - apart), groups), "none is without work"
+    config = gemm_config(n, splits, tiers, sms=sms)
+    assert config.mixes == (config.x_tiles < 8)
+    if config.mixes:
+        assert config.ctas == max(sms, local.ctas + apart)
+        assert config.rings[0] == config.rings[mixed], "they share a CTA's"
+    none = split_octets((0, *octets[1:]), tiers, sms=sms, aligned=aligned)
+    assert not any(split.mixed for split in none) and none[mixed].ctas <= 2
+
+
+@given(
     st.integers(1, 4000), st.integers(0, 4000), st.integers(1, 64), st.integers(1, MAX_ROWS),
     st.integers(1, 1 << 23), st.booleans(),
 )  # fmt: skip
@@ -166,6 +193,21 @@ def test_halves_do_not_depend_on_tiers(
     config = gemm_config(64, splits, tiers, sms=sms, cols=cols)
     assert config.half_cols == half_columns(sum(octets), cols, config.x_tiles, sms)
     assert not config.half_cols or all(config.half_cols % s.step_cols == 0 for s in splits)
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_ctas_of_other_memory_are_spread(first_ones: int, others: int) -> None:
+    """By the kernel's arithmetic each number is one CTA's, and no stretch of CTAs has them all."""
+    ctas = max(1, first_ones + others)
+    order = CtaOrder.of(ctas - others if first_ones else 0, ctas)
+    before = [cta * order.others_share >> 16 for cta in range(ctas + 1)]
+    numbers = [
+        order.first_ones + before[cta] if before[cta + 1] > before[cta] else cta - before[cta]
+        for cta in range(ctas)
+    ]
+    assert sorted(numbers) == list(range(ctas))
+    for half in (numbers[: ctas // 2], numbers[ctas // 2 :]):
+        assert abs(sum(n >= order.first_ones for n in half) - others * len(half) / ctas) <= 1
 
 
 def test_tiles() -> None:

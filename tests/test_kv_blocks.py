@@ -95,6 +95,7 @@ def test_how_it_is_launched(
     assert config.stages >= 2 and config.shared_bytes <= SHARED_BYTES
     assert bool(config.ctas[0]) == bool(local) and bool(config.ctas[1]) == bool(remote)
     assert config.ctas[1] <= min(8, sms * 8, remote * heads)
+    assert config.idle == max(0, sms - sum(config.ctas)), "one for each SM"
     in_flight = config.ctas[1] * config.windows[1] * stage_bytes(shape)
     assert config.windows[1] == 1 or in_flight <= window
     assert config.max_units <= 128 and config.max_parts <= 7
@@ -124,6 +125,25 @@ def test_a_remote_tier_leaves_ctas_that_the_local_one_has_use_for(
     assert config.ctas[1] * config.windows[1] * stage_bytes(config.shape) == min(
         window, 8 * 112 * 1024
     )
+
+
+@pytest.mark.parametrize(
+    ("slots", "mixed", "merged"),
+    [
+        ((60, 4), (1,), (64,)), ((60, 2, 2), (1, 2), (64,)), ((60, 2, 2), (1,), (62, 2)),
+        ((60, 2, 2), (2,), (60, 2, 2)), ((60, 0, 4), (2,), (64,)), ((0, 4), (1,), (4,)),
+    ],
+)  # fmt: skip
+def test_mixed_tiers_share_the_local_ctas(
+    slots: tuple[int, ...], mixed: tuple[int, ...], merged: tuple[int, ...]
+) -> None:
+    tiers = [TierAccess(8, 2**21, mixed=number in mixed) for number in range(len(slots))]
+    tiers[0], shape = TierAccess(), KVShape(8, 128, 2048)
+    config = attention_config(shape, slots, tiers, sms=132)
+    assert config.slots == merged and sum(config.ctas) == 132
+    assert config.spread == (slots[0] > 0 and merged[0] > slots[0])
+    alone = attention_config(shape, merged[:1], tiers[:1], sms=config.ctas[0])
+    assert (config.ctas[0], config.windows[0]) == (alone.ctas[0], alone.windows[0])
 
 
 @pytest.mark.parametrize(

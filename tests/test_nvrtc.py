@@ -22,7 +22,6 @@ from dakrun.kernels import (
     store_kv,
     tiled_gemm,
 )
-from dakrun.kernels.heuristics import X_TILES
 from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
 from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
 from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES
@@ -31,12 +30,7 @@ from dakrun.resources import resource_dir
 from dakrun.units import ceil_div
 
 SOURCES = sorted(path.name for path in resource_dir("native").glob("*.cu"))
-GEMMS = [
-    gemm.defines(dtype, tiles, norm)
-    for dtype in (torch.float16, torch.bfloat16)
-    for tiles in X_TILES
-    for norm in (False, True)
-]
+GEMMS = [macros for dtype in DTYPES for macros in gemm.all_defines(dtype)]
 ATTENTIONS = [
     attention.defines(dtype, head_dim, group)
     for dtype in DTYPES
@@ -93,8 +87,7 @@ def test_an_sm_has_room_for_launches_that_follow_each_other(dtype: torch.dtype) 
         (found,) = compile_cubin(source, "sm_90a", defines).kernels
         return 256 * ceil_div(32 * found.registers, 256)
 
-    few = [tiles for tiles in X_TILES if 8 * tiles <= FEW_ROWS]
-    products = [gemm.defines(dtype, tiles, norm) for tiles in few for norm in (False, True)]
+    products = [some for some in gemm.all_defines(dtype) if 8 * some["X_TILES"] <= FEW_ROWS]
     product = max(of_warp(gemm.SOURCE, defines) for defines in products)
     attends = of_warp(attention.SOURCE, attention.defines(dtype, 128, 1))
     warps, beside = gemm.THREADS // 32, attention._threads(1) // 32

@@ -13,6 +13,7 @@ import torch
 from dakrun.kernels.attention_heuristics import MOST_PARTS, AttentionConfig
 from dakrun.kernels.jit import Kernel, kernel
 from dakrun.kernels.kv_blocks import BLOCK, DTYPES
+from dakrun.kernels.operands import CtaOrder
 from dakrun.units import ceil_div
 
 MAX_TIERS = 9
@@ -25,6 +26,8 @@ class _Tier(ctypes.Structure):
         ("first_slot", ctypes.c_int),
         ("first_cta", ctypes.c_int),
         ("window", ctypes.c_int),
+        ("slot_step", ctypes.c_int),
+        ("heads", ctypes.c_int),
     )
 
 
@@ -34,6 +37,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("caches", "lengths", "q", "k", "v", "rotations")),
         *((name, ctypes.c_uint64) for name in ("out", "partials", "arrivals")),
         ("stride", ctypes.c_int64),
+        ("order", CtaOrder),
         *((name, ctypes.c_int) for name in ("tier_count", "kv_heads", "group", "slot_blocks")),
         *((name, ctypes.c_int) for name in ("unit_blocks", "part_blocks", "item_units")),
         *((name, ctypes.c_int) for name in ("max_units", "max_parts", "stages")),
@@ -112,6 +116,7 @@ def splitk_flash_attn(
         partials=workspace.partials.data_ptr(),
         arrivals=workspace.arrivals.data_ptr(),
         stride=q.stride(0),
+        order=CtaOrder.of(config.ctas[0], sum(config.ctas) + config.idle),
         tier_count=len(config.slots),
         kv_heads=kv_heads,
         group=group,
@@ -126,14 +131,27 @@ def splitk_flash_attn(
     )
     slot = cta = 0
     for number, count in enumerate(config.slots):
-        args.tiers[number] = _Tier(slot, cta, config.windows[number])
+        spread = config.spread and number == 0
+        step, heads = (_spread_step(count), 1) if spread else (1, kv_heads)
+        args.tiers[number] = _Tier(slot, cta, config.windows[number], step, heads)
         slot += count
         cta += config.ctas[number]
     args.tiers[len(config.slots)] = _Tier(slot, cta)
     _kernel(q.dtype, dim, group, torch.cuda.current_device()).launch(
-        cta, _threads(group), args, shared_bytes=config.shared_bytes, overlap=overlap
+        cta + config.idle, _threads(group), args, shared_bytes=config.shared_bytes, overlap=overlap
     )
     return out
+
+
+@functools.cache
+def _spread_step(slots: int) -> int:
+    """By which `slots` are gone through so that those of a tier, side by side, come evenly.
+
+    The number next to the golden section of them that shares no divisor with them.
+    """
+    golden = slots * (math.sqrt(5) - 1) / 2
+    steps = (step for step in range(1, slots) if math.gcd(step, slots) == 1)
+    return min(steps, key=lambda step: abs(step - golden), default=1)
 
 
 def _check_operands(

@@ -25,13 +25,16 @@ MOST_UNITS = 128  # of a head: whoever is the last to be done adds up all of the
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How decode attention is launched: `ctas` and `windows` (stages a CTA) of each tier.
+    """How decode attention is launched: `ctas` and `windows` (stages a CTA) for some `slots` each.
 
-    A stage is the keys, or the values, of a block. A KV head of a slot is cut into as few units as
+    These are a tier's, the first ones also of tiers that are mixed with the local one; they are
+    then `spread`: CTAs go through them head by head, so that each has its share of every tier. A
+    stage is the keys, or the values, of a block. A KV head of a slot is cut into as few units as
     have at most `unit_blocks`, each of them a CTA's, and units into parts of `part_blocks`, each of
     them a warp's, or into longer ones where there are not as many warps. A unit without parts is a
     warp's, with others behind it of the same head, at most `item_units`: no bit depends on how
-    many. Where a CTA is to be `alone`, an SM has room for no other.
+    many. Where a CTA is to be `alone`, an SM has room for no other. There are `idle` CTAs more, so
+    that there is one for each SM: else two of the next launch might come to share one.
     """
 
     shape: KVShape
@@ -43,6 +46,8 @@ class AttentionConfig:
     part_blocks: int
     item_units: int
     alone: bool = False
+    spread: bool = False
+    idle: int = 0
 
     @property
     def max_units(self) -> int:
@@ -79,11 +84,15 @@ def attention_config(
     """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
 
     Remote tiers get the SMs that they are read by, the local one the rest, one CTA each; or fewer,
-    if they can have as much in flight and the local CTAs then have less to do. Results are the same
+    if they can have as much in flight and the local CTAs then have less to do. Those that are mixed
+    with it are read by its CTAs, but behind one that is not. Results are the same
     to the bit for equal shapes and `capacity`: the slots that a cache has, if launches are for some
     of them. It is to be `alone` behind kernels whose CTAs fill an SM each: of these
     some end before others, and an SM would get two of it that another one has none of.
     """
+    mixed = _mixed_count(slots, tiers)
+    spread = slots[0] < sum(slots[:mixed]) and slots[0] > 0
+    slots, tiers = (sum(slots[:mixed]), *slots[mixed:]), (tiers[0], *tiers[mixed:])
     heads = (capacity or sum(slots)) * shape.kv_heads
     unit, part, items = cut(shape.blocks, heads)
     units = slots[0] * shape.kv_heads * ceil_div(shape.blocks, unit)
@@ -105,7 +114,21 @@ def attention_config(
     local = max(1, sms - sum(remote)) if slots[0] else 0
     ctas = (local, *remote)
     windows = tuple(window(tier, count) for tier, count in zip(tiers, ctas, strict=True))
-    return AttentionConfig(shape, tuple(slots), ctas, windows, stages, unit, part, items, alone)
+    return AttentionConfig(
+        shape, slots, ctas, windows, stages, unit, part, items, alone, spread,
+        idle=max(0, sms - sum(ctas)),
+    )  # fmt: skip
+
+
+def _mixed_count(slots: Sequence[int], tiers: Sequence[TierAccess]) -> int:
+    """How many of the first tiers the local CTAs read: their slots are to lie behind each other."""
+    found = 1
+    for number, (count, tier) in enumerate(zip(slots, tiers, strict=True)):
+        if number and count:
+            if not tier.mixed:
+                break
+            found = number + 1
+    return found
 
 
 def cut(blocks: int, heads: int) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ Knows operands and a configuration, no models and no plans.
 
 import ctypes
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -12,8 +13,9 @@ from typing import Literal
 import torch
 
 from dakrun.hardware import LOCAL
-from dakrun.kernels.heuristics import ATOM_BYTES, GemmConfig
+from dakrun.kernels.heuristics import ATOM_BYTES, X_TILES, GemmConfig, can_mix
 from dakrun.kernels.jit import Kernel, kernel
+from dakrun.kernels.operands import CtaOrder
 from dakrun.kernels.packing import ATOM_COLS, OCTET_ROWS, PackedTensor, padded_cols
 from dakrun.kernels.tensor_map import atoms_map
 from dakrun.units import ceil_div
@@ -35,6 +37,7 @@ class _Tier(ctypes.Structure):
         ("base", ctypes.c_uint64),
         ("first_octet", ctypes.c_int),
         ("first_cta", ctypes.c_int),
+        ("wave_octets", ctypes.c_int),
         ("group_octets", ctypes.c_int),
         ("step_atoms", ctypes.c_int),
         ("stage_atoms", ctypes.c_int),
@@ -43,6 +46,8 @@ class _Tier(ctypes.Structure):
         ("x_boxes", ctypes.c_int),
         ("group_stages", ctypes.c_int),
         ("groups", ctypes.c_int),
+        ("all_groups", ctypes.c_int),
+        ("mixed_groups", ctypes.c_int),
     )
 
 
@@ -55,6 +60,8 @@ class _Args(ctypes.Structure):
         ("k", ctypes.c_int),
         ("x_atoms", ctypes.c_int),
         ("activation", ctypes.c_int),
+        ("order", CtaOrder),
+        ("mixed_tier", ctypes.c_int),
         ("bias", ctypes.c_uint64),
         ("tiers", _Tier * (MAX_TIERS + 1)),
         ("residual", ctypes.c_uint64),
@@ -163,13 +170,19 @@ def splitk_gemm(
     if ahead is not None and config.splits[0].ctas:
         args.ahead = ahead.data_ptr()
         args.ahead_bytes = ahead.numel() // config.splits[0].ctas // AHEAD_ALIGN * AHEAD_ALIGN
+    groups = [ceil_div(split.octets, split.group) for split in config.splits]
+    if config.mixes:
+        args.mixed_tier = next(i for i, split in enumerate(config.splits) if split.mixed)
+    args.order = CtaOrder.of(config.splits[0].ctas, config.ctas)
     octet = cta = 0
     tiers = zip(weight.parts, config.splits, config.rings, strict=True)
     for number, (part, split, ring) in enumerate(tiers):
+        mixed = groups[args.mixed_tier] if config.mixes and number == 0 else 0
         args.tiers[number] = _Tier(
             part.data.data_ptr(),
             octet,
             cta,
+            split.wave,
             split.group,
             split.step_cols // ATOM_COLS,
             ring.atoms,
@@ -178,13 +191,15 @@ def splitk_gemm(
             ring.atoms // x_atoms,
             ceil_div(atoms, ring.atoms),
             ring.groups,
+            groups[number] + mixed,
+            mixed,
         )
         octet += split.octets
-        cta += split.ctas
+        cta += 0 if config.mixes and split.mixed else split.ctas
     args.tiers[len(weight.parts)] = _Tier(first_octet=octet, first_cta=cta)
-    _kernel(weight.dtype, config.x_tiles, norm != "none", torch.cuda.current_device()).launch(
-        config.ctas, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap
-    )
+    _kernel(
+        weight.dtype, config.x_tiles, norm != "none", config.mixes, torch.cuda.current_device()
+    ).launch(config.ctas, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap)
     return out
 
 
@@ -255,12 +270,24 @@ def _halves(octets: int, config: GemmConfig) -> int:
     return 2 * octets * OCTET_ROWS * OCTET_ROWS * config.x_tiles
 
 
-def defines(dtype: torch.dtype, x_tiles: int, norm: bool = False) -> dict[str, int]:
+def defines(
+    dtype: torch.dtype, x_tiles: int, norm: bool = False, mixes: bool = False
+) -> dict[str, int]:
     """The macros of one variant of the kernel: with `norm` for "rms" and "layer"."""
-    return {"BFLOAT16": int(dtype == torch.bfloat16), "X_TILES": x_tiles, "NORM": int(norm)}
+    macros = {"BFLOAT16": int(dtype == torch.bfloat16), "X_TILES": x_tiles}
+    return {**macros, "NORM": int(norm), "MIXES": int(mixes)}
+
+
+def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
+    """The macros of all variants of the kernel for `dtype`."""
+    return [
+        defines(dtype, x_tiles, norm, mixes)
+        for x_tiles, norm, mixes in itertools.product(X_TILES, (False, True), (False, True))
+        if not mixes or can_mix(x_tiles)
+    ]
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, x_tiles: int, norm: bool, device: int) -> Kernel:
+def _kernel(dtype: torch.dtype, x_tiles: int, norm: bool, mixes: bool, device: int) -> Kernel:
     del device  # a kernel is loaded on one
-    return kernel(SOURCE, "splitk_gemm", defines(dtype, x_tiles, norm))
+    return kernel(SOURCE, "splitk_gemm", defines(dtype, x_tiles, norm, mixes))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dakrun.kernels.packing import ATOM_COLS, Split
-from dakrun.octets import MAX_GROUP, OCTET_ROWS, SHARED_BYTES, even_group
+from dakrun.octets import MAX_GROUP, OCTET_ROWS, SHARED_BYTES, even_group, group_count
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch
@@ -33,11 +33,14 @@ JOIN_BYTES = 60 * 1024  # that an SM could read from HBM while the halves of the
 class TierAccess:
     """How a tier is read: by how many SMs, and with how many bytes in flight over all of them.
 
-    None stands for no limit.
+    None stands for no limit. A remote tier that is `mixed` is read by the local tier's SMs, among
+    their own octets or slots: no SM waits for its link alone. Limits are then for launches that
+    cannot do that, those of many rows.
     """
 
     sms: int | None = None
     window_bytes: int | None = None
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,10 @@ class GemmConfig:
     """How a skinny GEMM is launched. Bits of the result depend on `x_tiles` and `half_cols` alone.
 
     `x_tiles` are tiles of 8 rows of X; sums are made of two halves, of the first `half_cols`
-    columns and the others, or whole where it is 0; each tier has a split and a ring. Where the
-    splits have fewer CTAs than there are SMs, others without work make it `ctas`: else two of the
-    next launch might come to share an SM.
+    columns and the others, or whole where it is 0; each tier has a split and a ring. With `mixes`
+    the groups of the split that is mixed are the local CTAs'. Where the splits have fewer CTAs than
+    there are SMs, others without work make it `ctas`: else two of the next launch might come to
+    share an SM.
     """
 
     ctas: int
@@ -70,6 +74,7 @@ class GemmConfig:
     shared_bytes: int
     splits: tuple[Split, ...]
     rings: tuple[Ring, ...]
+    mixes: bool = False
 
 
 def tiles_for(n: int) -> int:
@@ -77,6 +82,11 @@ def tiles_for(n: int) -> int:
     if not 1 <= n <= MAX_ROWS:
         raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
     return X_TILES[bisect.bisect_left(X_TILES, ceil_div(n, 8))]
+
+
+def can_mix(x_tiles: int) -> bool:
+    """Whether the local CTAs can take groups of a mixed tier; else it has CTAs of its own."""
+    return x_tiles != PAIRED_TILES
 
 
 def reads_little(n: int, octets: int, cols: int, *, sms: int) -> bool:
@@ -94,25 +104,45 @@ def split_octets(
 ) -> tuple[Split, ...]:
     """Deal `octets` per tier (the local one first) to the `sms` of a GPU, one CTA each.
 
-    Remote tiers get the SMs that they are read by, the local one the rest. With `aligned` the size
-    of a tier's groups is chosen for even waves, else it is MAX_GROUP.
+    Remote tiers get the SMs that they are read by, the local one the rest, and with them the groups
+    of the first tier that is mixed. With `aligned` the size of a tier's groups is chosen for even
+    waves, else it is MAX_GROUP.
     """
+    mixed = _mixed_tier(octets, tiers)
+    others = octets[mixed] if mixed else 0
     remote = [
-        min(sms if tier.sms is None else tier.sms, count)
-        for tier, count in zip(tiers[1:], octets[1:], strict=True)
+        min(sms if tier.sms is None else tier.sms, count) if number != mixed else 0
+        for number, (tier, count) in enumerate(zip(tiers, octets, strict=True))
+        if number > 0
     ]
-    ctas = [min(max(1, sms - sum(remote)), octets[0]), *remote]
-    return tuple(
-        _split(count, of, even_group(count, of) if aligned else MAX_GROUP)
-        for count, of in zip(octets, ctas, strict=True)
+    local = min(max(1, sms - sum(remote)), octets[0] + others)
+    splits = []
+    for number, count in enumerate(octets):
+        if number in (0, mixed):
+            ctas, dealt = local, (octets[0], local, others)
+        else:
+            ctas = remote[number - 1]
+            dealt = (count, ctas, 0)
+        group = even_group(*dealt) if aligned else MAX_GROUP
+        ctas = min(ctas, group_count(group, count, 0 if number else others))
+        splits.append(Split(count, ctas, group, _step_cols(group), mixed=0 < number == mixed))
+    return tuple(splits)
+
+
+def _mixed_tier(octets: Sequence[int], tiers: Sequence[TierAccess]) -> int:
+    """The remote tier whose groups the local CTAs take among their own, or 0."""
+    options = (
+        number
+        for number, (count, tier) in enumerate(zip(octets, tiers, strict=True))
+        if number and count and octets[0] and tier.mixed
     )
+    return next(options, 0)
 
 
-def _split(octets: int, ctas: int, group: int) -> Split:
-    """Steps of up to STEP_BYTES, in atoms a power of two, so that stages can be parts of them."""
+def _step_cols(group: int) -> int:
+    """Columns of steps of up to STEP_BYTES, a power of two, so that stages can be parts of them."""
     atoms = max(1, min(STEP_ATOMS, STEP_BYTES // (ATOM_BYTES * group)))
-    atoms = 1 << (atoms.bit_length() - 1)
-    return Split(octets, min(ctas, ceil_div(octets, group)), group, ATOM_COLS * atoms)
+    return ATOM_COLS << (atoms.bit_length() - 1)
 
 
 def gemm_config(
@@ -129,13 +159,14 @@ def gemm_config(
     """
     x_tiles = tiles_for(n)
     half_cols = half_columns(sum(split.octets for split in splits), cols, x_tiles, sms)
+    mixes = can_mix(x_tiles) and any(split.mixed for split in splits)
     rings = [
-        ring(split, tier, x_tiles, halves=half_cols > 0)
+        ring(split, tiers[0] if mixes and split.mixed else tier, x_tiles, halves=half_cols > 0)
         for split, tier in zip(splits, tiers, strict=True)
     ]
     return GemmConfig(
         half_cols=half_cols,
-        ctas=max(sms, sum(split.ctas for split in splits)),
+        ctas=max(sms, sum(split.ctas for split in splits if not (mixes and split.mixed))),
         x_tiles=x_tiles,
         shared_bytes=max(
             ring_bytes(split, ring, x_tiles)
@@ -144,6 +175,7 @@ def gemm_config(
         ),
         splits=tuple(splits),
         rings=tuple(rings),
+        mixes=mixes,
     )
 
 

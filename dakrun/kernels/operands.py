@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from dakrun.kernels.packing import ATOM_COLS, CHUNK, DTYPES, PackedTensor, padded_cols
+from dakrun.units import ceil_div
 
 MAX_TIERS = 9
 
@@ -33,6 +34,17 @@ class PackedMatrix(ctypes.Structure):
         ("atoms", ctypes.c_int),
         ("tiers", PackedTier * (MAX_TIERS + 1)),
     )
+
+
+class CtaOrder(ctypes.Structure):
+    """native/common.cuh's."""
+
+    _fields_ = (("first_ones", ctypes.c_int), ("others_share", ctypes.c_int))
+
+    @classmethod
+    def of(cls, first_ones: int, ctas: int) -> "CtaOrder":
+        """Of `ctas`, the first of which read the GPU's own memory."""
+        return cls(first_ones, ceil_div((ctas - first_ones) << 16, ctas))
 
 
 def packed_matrix(weight: PackedTensor) -> PackedMatrix:

@@ -26,13 +26,15 @@ _ATOM = OCTET_ROWS * ATOM_COLS // 4  # words of 8 bytes
 class Split:
     """How a tier's octets are dealt to `ctas`: in turn, in groups, the last maybe smaller.
 
-    A step is `step_cols` columns, a multiple of 64, of a group of `group` octets.
+    A step is `step_cols` columns, a multiple of 64, of a group of `group` octets. With `mixed` that
+    is how they are stored, but it is the local part's CTAs that take the groups, among their own.
     """
 
     octets: int
     ctas: int
     group: int
     step_cols: int
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.group <= MAX_GROUP or self.step_cols % ATOM_COLS or self.step_cols < 1:
