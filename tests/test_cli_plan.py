@@ -66,7 +66,7 @@ def test_table() -> None:
     assert lines[second + 1].split() == heading.split()
     assert [line.split()[0] for line in lines[second + 2 : second + 8]] == names
     choice = lines[second + 2].split()
-    assert choice[:7] == ["qkv", "10.1%", "115968/13056", "122/10", "4", "MiB", "direct"]
+    assert choice[:6] == ["qkv", "9.8%", "116400/12624", "132/0", "-", "direct"]
     for text in ("hbm memory", "host memory", "TTFT", "TPOT", "tokens/s", "EB total"):
         assert text in result.stdout
     titles = [line[:15].strip() for line in lines]
@@ -122,7 +122,8 @@ def test_json() -> None:
     qkv = shown["ops"][0]
     assert qkv["transport"] == "direct"
     assert qkv["ridge_flops_per_byte"] == shown["profile"]["ridge_flops_per_byte"]
-    assert [tier["window_bytes"] for tier in qkv["tiers"]] == [None, 4 << 20]
+    assert [tier["window_bytes"] for tier in qkv["tiers"]] == [None, None]
+    assert [tier["mixed"] for tier in qkv["tiers"]] == [False, True]
     assert sum(tier["sms"] for tier in qkv["tiers"]) == shown["profile"]["sms"]
 
 

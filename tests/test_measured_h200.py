@@ -155,6 +155,32 @@ PEER_PRODUCTS = {
 }  # fmt: skip
 
 
+# The same with the peer's octets mixed with the local ones, on another pair.
+MIXED_PRODUCTS = {
+    (21504, 7168): {0: 68.09, 150: 64.63, 168: 64.21, 192: 63.78, 215: 69.86},
+    (7168, 7168): {0: 23.19, 50: 22.15, 56: 21.93, 64: 21.81, 72: 24.23},
+    (28672, 7168): {0: 90.64, 200: 86.14, 224: 85.70, 256: 85.17, 287: 92.20},
+    (7168, 28672): {0: 90.82, 50: 86.48, 56: 85.98, 64: 85.39, 72: 92.56},
+    (12288, 4096): {0: 22.86, 90: 21.65, 108: 21.54, 123: 23.72},
+}
+
+
+@pytest.mark.parametrize("shape", MIXED_PRODUCTS)
+def test_products_with_a_mixed_part(shape: tuple[int, int]) -> None:
+    profile = load_profile("h200-nvlink-peer")
+    op = linear_op("product", shape, n=8, element_bytes=2)
+
+    def predicted(octets: int) -> float:
+        counts = (op.units - octets, octets)
+        kernel, link = read_times(op, counts, (profile.sms, 0), profile, ("peer:1",))
+        return predicted_time(op, kernel, profile, link=link)
+
+    measured = MIXED_PRODUCTS[shape]
+    for octets, us in measured.items():
+        gain = predicted(octets) / predicted(0)
+        assert gain == pytest.approx(us / measured[0], abs=0.016), octets
+
+
 @pytest.mark.parametrize("shape", PEER_PRODUCTS)
 def test_products_with_a_part_on_a_peer(shape: tuple[int, int]) -> None:
     profile = load_profile("h200-nvlink-peer")

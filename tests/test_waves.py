@@ -4,9 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
+from dakrun.hardware import HardwareProfile
 from dakrun.known_models import known_model
 from dakrun.octets import SHARED_BYTES
 from dakrun.plan.ops import decode_ops, linear_op
+from dakrun.plan.roofline import predicted_time
 from dakrun.plan.waves import read_times, sms_by_tier
 from dakrun.profile_files import load_profile
 
@@ -54,6 +56,27 @@ def test_rings_that_bridge_the_time_between_launches_keep_a_link_busy() -> None:
         assert link * host.direct_bytes_per_s <= octets * octet * (1 + 1e-9)
 
 
+@given(st.integers(0, 896), st.integers(1, 32))
+def test_a_part_is_mixed_where_that_ends_sooner(octets: int, rows: int) -> None:
+    op = linear_op("product", (7168, 7168), n=rows, element_bytes=2)
+    counts = (op.units - octets, octets)
+    for profile, tier in ((HOST, "host"), (PEER, "peer:1")):
+
+        def seconds(
+            sms: tuple[int, ...], profile: HardwareProfile = profile, tier: str = tier
+        ) -> float:
+            kernel, link = read_times(op, counts, sms, profile, (tier,))
+            return predicted_time(op, kernel, profile, link=link)
+
+        sms = sms_by_tier(op, [counts], 0.0, 0.0, profile, (tier,))
+        assert sum(sms) == profile.sms or octets == op.units
+        if profile is HOST or not 0 < octets < op.units:
+            assert (sms[1] > 0) == (octets > 0), "a window is its own SMs'"
+        elif sms[1] == 0:
+            assert all(seconds(sms) < seconds((profile.sms - n, n)) for n in (8, 12, 16))
+            assert octets < 0.09 * op.units, "else the link is waited for"
+
+
 def test_attention_gets_no_more_sms_for_a_peer_than_keep_its_link_busy() -> None:
     workload = Workload(batch_size=64, prompt_len=32, new_tokens=32, max_model_len=2048)
     ops = decode_ops(known_model("llama-3-8b"), workload)
@@ -63,10 +86,10 @@ def test_attention_gets_no_more_sms_for_a_peer_than_keep_its_link_busy() -> None
         return sms_by_tier(op, [(local, remote)], 0.0, 0.0, PEER, ("peer:1",))
 
     peer = PEER.tier("peer:1")
-    local, few = dealt(60, 4)
+    local, few = dealt(48, 16)
     assert local + few == PEER.sms
     assert few < peer.sms and few * SHARED_BYTES > 2e-6 * peer.direct_bytes_per_s
-    assert dealt(64, 0) == (PEER.sms, 0)
+    assert dealt(64, 0) == dealt(60, 4) == (PEER.sms, 0), "mixed, where HBM takes longer"
     assert dealt(0, 64) == (0, peer.sms), "no others could have the rest"
     host = sms_by_tier(op, [(60, 4)], 0.0, 0.0, HOST, ("host",))
     assert host == (HOST.sms - HOST.tier("host").sms, HOST.tier("host").sms)

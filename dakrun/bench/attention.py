@@ -30,7 +30,8 @@ from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.effort import FULL, Effort
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
-from dakrun.bench.tiers import fill_random, measure_ceilings, operands, tier_access
+from dakrun.bench.tiers import fill_random, measure_ceilings, operands
+from dakrun.engine.accesses import direct_accesses
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import Workspace, splitk_flash_attn
 from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
@@ -88,7 +89,7 @@ def _rows(
         sdpa_s = statistics.median(chains.sdpa(alike[0]))
         for case in alike:
             expected = forecast(case, case.op(sweep.dtype), sweep.dtype, profile, remote)
-            access = tier_access(profile, remote, expected.sms)
+            access = [TierAccess(), *direct_accesses(profile, remote, expected.sms[1:])]
             yield AttentionRow(
                 case=case,
                 samples_s=chains.splitk(case, access),

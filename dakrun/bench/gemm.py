@@ -31,7 +31,8 @@ from dakrun.bench.gemm_rows import GemmRow, gemm_columns
 from dakrun.bench.gemm_sweep import GemmSweep
 from dakrun.bench.header import head
 from dakrun.bench.output import Record
-from dakrun.bench.tiers import fill_random, measure_ceilings, operands, tier_access
+from dakrun.bench.tiers import fill_random, measure_ceilings, operands
+from dakrun.engine.accesses import direct_accesses
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.jit import architecture, compile_ahead
@@ -120,7 +121,7 @@ class _Bench:
         remote = tuple(self.chains.buffers)[1:]
         dtype = self.sweep.dtype
         expected = forecast(case, case.op(dtype), dtype, self.profile, remote)
-        access = tier_access(self.profile, remote, expected.sms)
+        access = [TierAccess(), *direct_accesses(self.profile, remote, expected.sms[1:])]
         samples_s, by = self.chains.product(case, access)
         row = GemmRow(
             case=case,

@@ -15,10 +15,9 @@ from dakrun.bench.ceilings import HBM_RING, Ceilings, link_ring
 from dakrun.bench.effort import Effort
 from dakrun.device_memory import check_free, check_peer, device_index, peer_index
 from dakrun.errors import CannotRun
-from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
+from dakrun.hardware import LOCAL, RemoteTier
 from dakrun.kernels.bandwidth import Reader, read_window
 from dakrun.kernels.copy_engine import copy
-from dakrun.kernels.heuristics import TierAccess
 from dakrun.memory import ALIGNMENT, HOST, Tiers, allocate_tiers, available_host_memory
 from dakrun.probe.measurement import steadier
 from dakrun.probe.sweeps import Buffer, copy_seconds
@@ -150,13 +149,3 @@ def fill(buffer: torch.Tensor, block: torch.Tensor) -> None:
     for part in buffer.split(block.numel()):
         copy(part, block[: part.numel()])
     torch.cuda.synchronize()
-
-
-def tier_access(
-    profile: HardwareProfile, remote: Sequence[str], sms: Sequence[int]
-) -> list[TierAccess]:
-    """How a kernel reads the local tier and the `remote` ones: by `sms` of each, in its window."""
-    return [TierAccess()] + [
-        TierAccess(count, profile.tier(name).window_bytes)
-        for name, count in zip(remote, sms[1:], strict=True)
-    ]

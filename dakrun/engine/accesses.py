@@ -1,5 +1,8 @@
 """How the GPU reads each tier of each op, as a plan has it."""
 
+from collections.abc import Sequence
+
+from dakrun.hardware import HardwareProfile
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.plan.plan import OpPlan, Plan
 
@@ -12,13 +15,24 @@ def tier_accesses(plan: Plan) -> dict[str, tuple[TierAccess, ...]]:
     return {op.op.name: (TierAccess(), *_remote(plan, op)) for op in plan.ops}
 
 
+def direct_accesses(
+    profile: HardwareProfile, remote: Sequence[str], sms: Sequence[int]
+) -> list[TierAccess]:
+    """How the tiers `remote` are read where they lie: by `sms` of each, in its window.
+
+    Where a plan has no SMs for a tier, those of the local one read it among their own units.
+    """
+    tiers = (profile.tier(name) for name in remote)
+    return [
+        TierAccess(own or tier.sms, tier.window_bytes, mixed=not own)
+        for tier, own in zip(tiers, sms, strict=True)
+    ]
+
+
 def _remote(plan: Plan, op: OpPlan) -> list[TierAccess]:
     names, total = plan.tiers[1:], op.op.layers * op.op.resident_bytes
     if op.transport == "direct":
-        return [
-            TierAccess(max(1, sms), plan.profile.tier(name).window_bytes)
-            for name, sms in zip(names, op.sms[1:], strict=True)
-        ]
+        return direct_accesses(plan.profile, names, op.sms[1:])
     shares = [op.resident_bytes(tier) / total for tier in range(1, len(plan.tiers))]
     spare = 1 if op.resident_bytes(0) else 0
     most = plan.profile.sms - spare - len(shares) + 1

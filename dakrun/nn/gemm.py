@@ -74,7 +74,7 @@ class SplitKGEMM(nn.Module):
         _check(in_features, out_features, like)
         check_remote(ratio, remote)
         if access is None and has_kernel(like, in_features):
-            access = profiled_access(profile, remote, like.device)
+            access = profiled_access(profile, remote, like.device, ratio)
         self.in_features, self.out_features = in_features, out_features
         self.remote, self.overlap = remote, overlap
         self._device, self._access = like.device, access or TierAccess()

@@ -60,7 +60,7 @@ class PartitionedKVCache:
             raise ValueError(f"expected a CPU or a CUDA GPU, got {self.device}")
         check_remote(ratio, remote)
         if access is None and self.device.type == "cuda":
-            access = profiled_access(profile, remote, self.device)
+            access = profiled_access(profile, remote, self.device, ratio)
         there = remote_count(ratio, batch)
         self.slots = (batch - there, there)  # in the local tier, and the remote one
         self.batch, self.layers, self.dtype, self.ratio = batch, layers, dtype, there / batch

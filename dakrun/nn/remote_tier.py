@@ -7,6 +7,7 @@ import torch
 
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.heuristics import TierAccess
+from dakrun.plan.many_rows import is_windowed
 from dakrun.profile_files import find_profile, load_profile
 
 
@@ -24,9 +25,12 @@ def remote_count(ratio: float, count: int) -> int:
 
 
 def profiled_access(
-    profile: HardwareProfile | str | None, remote: str, device: torch.device
+    profile: HardwareProfile | str | None, remote: str, device: torch.device, ratio: float
 ) -> TierAccess:
-    """How a profile has the tier `remote` be read.
+    """How a profile has the tier `remote` be read, with the share `ratio` of an operand in it.
+
+    Where its link needs no window, and brings that share in the time in which HBM gives the rest,
+    no SM reads it alone.
 
     The profile may be given by name or file; None is the one that `dakrun profile` kept of the GPU
     `device`, else a shipped one. Raises UsageError where there is none, or none with that tier.
@@ -36,4 +40,6 @@ def profiled_access(
     elif isinstance(profile, str):
         profile = load_profile(profile)
     tier = profile.tier(remote)
-    return TierAccess(tier.sms, tier.window_bytes)
+    both = tier.direct_bytes_per_s + profile.hbm_bytes_per_s
+    mixed = not is_windowed(tier) and ratio <= tier.direct_bytes_per_s / both
+    return TierAccess(tier.sms, tier.window_bytes, mixed=mixed)

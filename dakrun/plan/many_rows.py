@@ -93,11 +93,14 @@ def many_rows_sms(
     return tuple(given(tiers[0], sms[tiers[0]])) if tiers else (profile.sms, *sms[1:])
 
 
+def is_windowed(tier: RemoteTier) -> bool:
+    """Whether the window of `tier` is less than the rings of all its SMs hold."""
+    return tier.window_bytes < tier.sms * SHARED_BYTES
+
+
 def bytes_needed(tier: RemoteTier) -> float:
-    """Bytes in flight that a link needs: its window, unless rings of all its SMs hold no more."""
-    if tier.window_bytes < tier.sms * SHARED_BYTES:
-        return tier.window_bytes
-    return tier.direct_bytes_per_s * LINK_SECONDS
+    """Bytes in flight that a link needs: its window, where it has one."""
+    return tier.window_bytes if is_windowed(tier) else tier.direct_bytes_per_s * LINK_SECONDS
 
 
 def ring_stages(rows: int) -> int:

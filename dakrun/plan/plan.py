@@ -17,8 +17,9 @@ class OpPlan:
     """Where one op's units lie, and the time that follows.
 
     `placement[layer][t]` units are in the plan's tier t, in the order of the tiers; `bounds_s`
-    and `predicted_s` hold seconds per layer. `sms[t]` SMs work on tier t. `a` and `b` are the
-    shares between which the op is no slower than at its best.
+    and `predicted_s` hold seconds per layer. `sms[t]` SMs work on tier t; where that are none, a
+    part that is read where it lies is mixed: the local tier's SMs read it among their own. `a` and
+    `b` are the shares between which the op is no slower than at its best.
     """
 
     op: Op
@@ -39,6 +40,11 @@ class OpPlan:
     def read_bytes(self, tier: int) -> float:
         """Bytes that a decode step reads from the plan's tier number `tier`."""
         return self.resident_bytes(tier) * (self.op.read_bytes / self.op.resident_bytes)
+
+    def mixed(self, tier: int) -> bool:
+        """Whether the local tier's SMs read the part in the plan's tier number `tier`."""
+        held = tier > 0 and self.resident_bytes(tier) > 0
+        return held and self.transport == "direct" and self.sms[tier] == 0
 
     @property
     def ratio(self) -> float:

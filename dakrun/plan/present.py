@@ -127,9 +127,9 @@ def op_eb(op: OpPlan) -> float:
 def window(plan: Plan, op: OpPlan, tier: int) -> int | None:
     """Most bytes of the op that direct reads keep in flight from remote tier number `tier`.
 
-    None where the op does not read that tier directly.
+    None where the op does not read that tier directly, or mixed with the local one.
     """
-    if tier == 0 or op.transport == "staged" or not op.resident_bytes(tier):
+    if tier == 0 or op.transport == "staged" or not op.resident_bytes(tier) or op.mixed(tier):
         return None
     return plan.profile.tier(plan.tiers[tier]).window_bytes
 
@@ -199,6 +199,7 @@ def _op_tier_dict(plan: Plan, op: OpPlan, tier: int) -> dict[str, Any]:
         "resident_bytes": op.resident_bytes(tier),
         "read_bytes_per_step": op.read_bytes(tier),
         "sms": op.sms[tier],
+        "mixed": op.mixed(tier),
         "window_bytes": window(plan, op, tier),
     }
 

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.octets import FEW_ROWS, OCTET_ROWS, SHARED_BYTES, even_group
-from dakrun.plan.many_rows import bytes_needed, many_rows_sms, many_rows_times
+from dakrun.octets import FEW_ROWS, OCTET_ROWS, SHARED_BYTES, even_group, group_count
+from dakrun.plan.many_rows import bytes_needed, is_windowed, many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import predicted_time
 from dakrun.units import ceil_div
@@ -26,6 +26,9 @@ NO_LATER = 1.002  # times the soonest: what SMs more for a remote part have to g
 # Over what a link needs in flight, for attention: its rings hold blocks until they are attended to.
 # 4 of 64 slots of 8,192 positions on a peer, read by 16, 11 and 10 SMs: 489, 475 and 475 us.
 KEPT_IN_RINGS = 1.3
+# Of a link's rate, where local CTAs read it among their own: products with 8% on a peer, in chains,
+# and 64 slots with 5 of them there.
+MIXED_LINK = 0.965
 FEWER_SMS_COST = 0.05  # of a link's rate, by half of the SMs that fill its window: PCIe 5
 # From the end of a launch's reads to those that depend on it, in decode steps; less in chains.
 BETWEEN_SECONDS = 4.8e-6
@@ -44,7 +47,8 @@ def sms_by_tier(
     A remote part gets what saturates its link, or what its share of the arithmetic needs to end
     within `bound` seconds if that is more, as long as the local part keeps one. A linear op's gets
     the fewest with which the op ends as soon, but for what is NO_LATER, and attention's no more
-    than keep the link busy.
+    than keep the link busy. A part that is to be mixed with the local one, whose SMs then read it,
+    gets none: where the op so ends sooner, and the link needs no window.
     """
     units = [sum(counts) for counts in zip(*placement, strict=True)]
     if _is_tiled(op, profile):
@@ -73,12 +77,36 @@ def sms_by_tier(
     if op.category == "attention" and units[0]:
         enough = [_attention_sms(profile.tier(name)) for name in remote]
         sms = [min(most, max(least)) for most, *least in zip(sms, needed, enough, strict=True)]
-    return (profile.sms - sum(sms) if units[0] else 0, *sms)
+    local = profile.sms - sum(sms) if units[0] else 0
+    return _mixed(op, placement, compute, (local, *sms), profile, remote)
+
+
+def _mixed(
+    op: Op,
+    placement: Sequence[Sequence[int]],
+    compute: float,
+    sms: tuple[int, ...],
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[int, ...]:
+    """With the first remote part that may be read by the local one's SMs read so, if that pays."""
+    counts = [math.ceil(sum(of) / len(placement)) for of in zip(*placement, strict=True)]
+    first = next((tier for tier, count in enumerate(counts) if tier and count), 0)
+    many = op.category == "linear" and op.batch_size > FEW_ROWS
+    if not (first and counts[0]) or many or is_windowed(profile.tier(remote[first - 1])):
+        return sms
+    mixed = (sms[0] + sms[first], *(0 if t == first else n for t, n in enumerate(sms) if t))
+
+    def seconds(dealt: Sequence[int]) -> float:
+        kernel, link = read_times(op, counts, dealt, profile, remote)
+        return predicted_time(op, max(kernel, compute), profile, link=link)
+
+    return mixed if seconds(mixed) < seconds(sms) else sms
 
 
 def _attention_sms(tier: RemoteTier) -> int:
     """SMs whose rings hold what the link of `tier` needs in flight; with a window all its own."""
-    if tier.window_bytes < tier.sms * SHARED_BYTES:
+    if is_windowed(tier):
         return tier.sms
     return math.ceil(KEPT_IN_RINGS * bytes_needed(tier) / SHARED_BYTES)
 
@@ -118,52 +146,60 @@ def read_times(
 ) -> tuple[float, float]:
     """(kernel, link) seconds in which `sms[t]` SMs read `counts[t]` units of one layer of tier t.
 
-    Beside what `roofline` bounds that counts the local part's busiest CTA, the last waves of remote
-    parts, of fewer CTAs, and that links stand still between launches.
+    Where that are none, the local tier's read them. Beside what `roofline` bounds that counts the
+    local part's busiest CTA, the last waves of remote parts, of fewer CTAs, and that links stand
+    still between launches.
     """
     if profile.device != "cuda" or op.category == "gather":
         return 0.0, 0.0
     unit = op.read_bytes / op.units
     local = unit * counts[0] / profile.hbm_bytes_per_s
+    parts = list(zip(map(profile.tier, remote), counts[1:], sms[1:], strict=True))
+    mixed = sum(count for _, count, own in parts if not own)
     if op.category == "attention":  # its chunks are short, and dealt out by need
         share = sms[0] / profile.sms
         others = max(0.0, EVEN_SMS - share) * OTHERS_COST
-        return (local * (1 + others) / min(1.0, share / ENOUGH_SMS) if local else 0.0), 0.0
-    fixed = profile.linear.at(op.batch_size)[0]
-    links = [
-        unit * _waves(octets, most, _link_rate(profile.tier(name), op.batch_size))
-        + max(0.0, _idle(profile.tier(name), op.batch_size, octets, most) - fixed)
-        for name, octets, most in zip(remote, counts[1:], sms[1:], strict=True)
-    ]
-    return local * _unevenness(counts[0], sms[0], profile.sms), max(links, default=0.0)
+        kernel = local * (1 + others) / min(1.0, share / ENOUGH_SMS) if local else 0.0
+        links = [_mixed_seconds(unit * n, tier) for tier, n, own in parts if not own]
+        return kernel, max(links, default=0.0)
+    fixed, rows = profile.linear.at(op.batch_size)[0], op.batch_size
+    links = []
+    for tier, octets, own in parts:
+        if not octets:
+            continue
+        if own:
+            ctas, group = float(min(own, octets)), even_group(octets, min(own, octets))
+            seconds = unit * _waves(octets, own, _link_rate(tier, rows))
+        else:
+            ctas = sms[0] * octets / (counts[0] + mixed)
+            group = even_group(counts[0], sms[0], mixed)
+            seconds = _mixed_seconds(unit * octets, tier)
+        # HBM stands still as well between launches, which is part of an op's fixed cost.
+        idle = max(0.0, BETWEEN_SECONDS - _held(rows, ctas, group) / tier.direct_bytes_per_s)
+        links.append(seconds + max(0.0, idle - fixed))
+    return local * _unevenness(counts[0], sms[0], profile.sms, mixed), max(links, default=0.0)
 
 
-def _unevenness(octets: int, ctas: int, sms: int) -> float:
+def _mixed_seconds(nbytes: float, tier: RemoteTier) -> float:
+    """Seconds in which local CTAs read `nbytes` of `tier` among their own."""
+    return nbytes / (tier.direct_bytes_per_s * MIXED_LINK)
+
+
+def _unevenness(octets: int, ctas: int, sms: int, mixed: int = 0) -> float:
     """What `octets` dealt to `ctas` take, as a multiple of HBM's time for their bytes.
 
-    1 stands for the chains on all `sms` that the costs of ops were measured in.
+    They have `mixed` octets of another tier among them. 1 stands for the chains on all `sms` that
+    the costs of ops were measured in.
     """
     if not octets:
         return 1.0
-    ctas = min(max(1, ctas), octets)
-    group = even_group(octets, ctas)
-    busiest = group * ceil_div(ceil_div(octets, group), ctas)
-    return 1 + BUSIEST_SHARE * (busiest * sms / octets - 1 / EVEN_SMS)
+    ctas = min(max(1, ctas), octets + mixed)
+    group = even_group(octets, ctas, mixed)
+    busiest = group * ceil_div(group_count(group, octets, mixed), ctas)
+    return 1 + BUSIEST_SHARE * (busiest * sms / (octets + mixed) - 1 / EVEN_SMS)
 
 
-def _idle(tier: RemoteTier, rows: int, octets: int, sms: int) -> float:
-    """Seconds between two launches in which a link has brought all that rings hold.
-
-    HBM has as many, which are part of an op's fixed cost.
-    """
-    if not octets:
-        return 0.0
-    ctas = min(max(1, sms), octets)
-    held = _held(rows, ctas, even_group(octets, ctas))
-    return max(0.0, BETWEEN_SECONDS - held / tier.direct_bytes_per_s)
-
-
-def _held(rows: int, ctas: int, group: int) -> float:
+def _held(rows: int, ctas: float, group: int) -> float:
     """Bytes of W that rings of `ctas` hold, which X has a part of."""
     tiles = ceil_div(min(rows, MOST_ROWS), OCTET_ROWS)
     return ctas * SHARED_BYTES * group / (group + tiles)
@@ -192,7 +228,7 @@ def _link_rate(tier: RemoteTier, rows: int) -> Callable[[int, int], float]:
     the window, which is not used as well in few hands.
     """
     whole, needed = tier.direct_bytes_per_s, bytes_needed(tier)
-    windowed = tier.window_bytes < tier.sms * SHARED_BYTES
+    windowed = is_windowed(tier)
 
     def rate(ctas: int, group: int) -> float:
         held, fewer = _held(rows, ctas, group), max(0.0, 1 - ctas / tier.sms) if windowed else 0.0
