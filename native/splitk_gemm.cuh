@@ -73,7 +73,7 @@ __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
 // takes both halves of its own, one after the other.
 struct Cursor {
   const SplitKGemmArgs& args;
-  const int tier;  // whose CTA it is
+  const int own_tier;  // whose CTA it is
   int stage_atoms, k_begin = 0, k_middle, k_end, group_octets;
   int number, first_octet, tier_octets, wave_octets;  // the group's tier
   int group;       // with kMixes: its number, of both tiers' groups
@@ -81,7 +81,7 @@ struct Cursor {
   int octet, stride, k;
 
   __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int of_tier)
-      : args(args), tier(of_tier), k_middle(args.k / kAtomK), k_end(args.k / kAtomK) {
+      : args(args), own_tier(of_tier), k_middle(args.k / kAtomK), k_end(args.k / kAtomK) {
     const Tier &tier = args.tiers[of_tier], &next = args.tiers[of_tier + 1];
     const int cta = args.order.number() - tier.first_cta;
     const int ctas = next.first_cta - tier.first_cta;
@@ -143,16 +143,16 @@ struct Cursor {
     wave_octets = args.tiers[tier].wave_octets;
   }
   __device__ __forceinline__ int ctas() const {
-    return args.tiers[tier + 1].first_cta - args.tiers[tier].first_cta;
+    return args.tiers[own_tier + 1].first_cta - args.tiers[own_tier].first_cta;
   }
-  __device__ __forceinline__ int all_groups() const { return args.tiers[tier].all_groups; }
+  __device__ __forceinline__ int all_groups() const { return args.tiers[own_tier].all_groups; }
   // Goes to a group, among which those of the mixed tier lie evenly.
   __device__ __forceinline__ void find(int number_of_group) {
     group = number_of_group;
-    const int all = all_groups(), mixed = args.tiers[tier].mixed_groups;
+    const int all = all_groups(), mixed = args.tiers[own_tier].mixed_groups;
     const int before = group * mixed / all;
     const bool is_mixed = (group + 1) * mixed >= (before + 1) * all;
-    enter(is_mixed ? args.mixed_tier : tier);
+    enter(is_mixed ? args.mixed_tier : own_tier);
     octet = group < all ? (is_mixed ? before : group - before) * group_octets : tier_octets;
   }
 };

@@ -85,10 +85,10 @@ def attention_config(
 
     Remote tiers get the SMs that they are read by, the local one the rest, one CTA each; or fewer,
     if they can have as much in flight and the local CTAs then have less to do. Those that are mixed
-    with it are read by its CTAs, but behind one that is not. Results are the same
-    to the bit for equal shapes and `capacity`: the slots that a cache has, if launches are for some
-    of them. It is to be `alone` behind kernels whose CTAs fill an SM each: of these
-    some end before others, and an SM would get two of it that another one has none of.
+    with it are read by its CTAs, unless there are slots of another one between. Results are the
+    same to the bit for equal shapes and `capacity`: the slots that a cache has, if launches are for
+    some of them. It is to be `alone` behind kernels whose CTAs fill an SM each: of these some end
+    before others, and an SM would get two of it that another one has none of.
     """
     mixed = _mixed_count(slots, tiers)
     spread = slots[0] < sum(slots[:mixed]) and slots[0] > 0

@@ -1,0 +1,50 @@
+"""How the GPU reads tiers, as plans and modules have it."""
+
+import pytest
+import torch
+
+from dakrun.config import Workload
+from dakrun.engine.accesses import tier_accesses
+from dakrun.kernels.heuristics import TierAccess
+from dakrun.known_models import known_model
+from dakrun.nn.remote_tier import profiled_access
+from dakrun.plan.planner import Policy, make_plan
+from dakrun.profile_files import load_profile
+
+
+def test_a_plan_s_sms_and_windows() -> None:
+    """Few octets on a peer are the local SMs', those of the host never."""
+    work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
+    profile = load_profile("h200-nvlink-peer")
+    for tier, ratio, mixed in (("peer", 0.06, True), ("peer", 0.3, False), ("host", 0.01, False)):
+        policy = Policy(
+            remote=(tier,), offload_ratio=ratio, kv_offload_ratio=0.0, transport="direct"
+        )
+        plan = make_plan(known_model("opt-30b"), work, profile, policy)
+        of_tier, accesses = profile.tier(plan.tiers[1]), tier_accesses(plan)
+        for name in ("qkv", "o", "fc1", "fc2", "lm_head"):
+            local, remote = accesses[name]
+            own = plan.op(name).sms[1]
+            assert local == TierAccess() and plan.op(name).mixed(1) == mixed == (own == 0)
+            assert remote == TierAccess(own or of_tier.sms, of_tier.window_bytes, mixed)
+
+
+def test_what_is_staged_is_no_link_s() -> None:
+    work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
+    policy = Policy(remote=("peer",), offload_ratio=0.06, kv_offload_ratio=0.0, transport="staged")
+    plan = make_plan(known_model("opt-30b"), work, load_profile("h200-nvlink-peer"), policy)
+    for name in ("qkv", "o", "fc1", "fc2"):
+        _, remote = tier_accesses(plan)[name]
+        assert remote == TierAccess(round(plan.op(name).ratio * plan.profile.sms))
+        assert not plan.op(name).mixed(1)
+
+
+@pytest.mark.parametrize(
+    ("remote", "ratio", "mixed"),
+    [("peer:1", 0.05, True), ("peer:1", 0.1, False), ("host", 0.005, False)],
+)
+def test_a_module_s_access(remote: str, ratio: float, mixed: bool) -> None:
+    profile = load_profile("h200-nvlink-peer")
+    tier = profile.tier(remote)
+    found = profiled_access(profile, remote, torch.device("cpu"), ratio)
+    assert found == TierAccess(tier.sms, tier.window_bytes, mixed)
