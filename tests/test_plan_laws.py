@@ -252,8 +252,9 @@ def test_no_number_of_remote_slots_is_faster(
     except CannotRun:
         assume(False)
     allowed = sum(unit_time(op.op, profile) for op in plan.weights())
-    # Few octets leave most SMs idle, so that one more or less counts for more than slots do.
-    idle = sum(sum(op.predicted_s) - sum(op.bounds_s) for op in plan.weights())
+    # Few octets leave SMs idle, so that one more or less counts for more than slots do.
+    few = (op for op in plan.weights() if op.op.units < profile.sms)
+    idle = sum(sum(op.predicted_s) - sum(op.bounds_s) for op in few)
     # A gain that is not WORTH it, and the SMs of slots that all tiers together read fastest.
     slack = WORTH + OTHERS_COST * profile.tier("host").sms / profile.sms
     for slots in range(workload.batch_size + 1):

@@ -7,7 +7,7 @@ import torch
 
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.heuristics import TierAccess
-from dakrun.plan.many_rows import is_windowed
+from dakrun.plan.in_flight import is_windowed
 from dakrun.profile_files import find_profile, load_profile
 
 

@@ -7,12 +7,12 @@ import bisect
 from collections.abc import Sequence
 
 from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.octets import OCTET_ROWS, SHARED_BYTES
+from dakrun.octets import OCTET_ROWS
+from dakrun.plan.in_flight import bytes_needed
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import kernel_time
 from dakrun.units import ceil_div
 
-LINK_SECONDS = 2.3e-6  # a link's rate for so long must be in flight: a peer on NVLink 4
 # Of a CTA's ring: bytes of an atom, of which a stage has one for each octet of W and for every 8
 # rows of X; the most rows, the octets, the most stages, and bytes of all of them.
 ATOM_BYTES = 1024
@@ -91,16 +91,6 @@ def many_rows_sms(
         options = sorted({max(1, enough - 1), enough})
         sms[tier] = min(options, key=lambda count: max(seconds(tier, count)))
     return tuple(given(tiers[0], sms[tiers[0]])) if tiers else (profile.sms, *sms[1:])
-
-
-def is_windowed(tier: RemoteTier) -> bool:
-    """Whether the window of `tier` is less than the rings of all its SMs hold."""
-    return tier.window_bytes < tier.sms * SHARED_BYTES
-
-
-def bytes_needed(tier: RemoteTier) -> float:
-    """Bytes in flight that a link needs: its window, where it has one."""
-    return tier.window_bytes if is_windowed(tier) else tier.direct_bytes_per_s * LINK_SECONDS
 
 
 def ring_stages(rows: int) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.octets import FEW_ROWS, OCTET_ROWS, SHARED_BYTES, even_group, group_count
-from dakrun.plan.many_rows import bytes_needed, is_windowed, many_rows_sms, many_rows_times
+from dakrun.plan.in_flight import bytes_needed, is_windowed
+from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import predicted_time
 from dakrun.units import ceil_div
