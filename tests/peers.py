@@ -1,4 +1,4 @@
-"""A second GPU, for tests that need one."""
+"""Other GPUs, for tests that need them."""
 
 from dataclasses import replace
 
@@ -9,17 +9,24 @@ from dakrun.hardware import HardwareProfile
 from dakrun.profile_files import find_profile, load_profile
 
 
+def readable_peers(count: int) -> list[int]:
+    """The numbers of `count` GPUs whose memory torch's current one can read; skips without."""
+    here = torch.cuda.current_device()
+    others = [n for n in range(torch.cuda.device_count()) if n != here]
+    found = [n for n in others if torch.cuda.can_device_access_peer(here, n)]
+    if len(found) < count:
+        pytest.skip(f"needs {count} more GPUs that this one can read")
+    return found[:count]
+
+
 def readable_peer() -> int:
     """The number of a GPU whose memory torch's current one can read; skips where there is none."""
-    here = torch.cuda.current_device()
-    for other in range(torch.cuda.device_count()):
-        if other != here and torch.cuda.can_device_access_peer(here, other):
-            return other
-    pytest.skip("needs a second GPU that this one can read")
+    return readable_peers(1)[0]
 
 
-def with_peer(peer: int) -> HardwareProfile:
-    """The current GPU's profile, with GPU `peer` read as one H200 reads another."""
+def with_peers(*peers: int) -> HardwareProfile:
+    """The current GPU's profile, with GPUs `peers` read as one H200 reads another."""
     here = find_profile(device="cuda", name=torch.cuda.get_device_name())
-    there = replace(load_profile("h200-nvlink-peer").tier("peer:1"), name=f"peer:{peer}")
-    return replace(here, name="with-peer", remote=(here.tier("host"), there))
+    like = load_profile("h200-nvlink-peer").tier("peer:1")
+    there = tuple(replace(like, name=f"peer:{peer}") for peer in peers)
+    return replace(here, name="with-peers", remote=(here.tier("host"), *there))

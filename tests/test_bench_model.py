@@ -15,7 +15,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner, Result
-from peers import readable_peer, with_peer
+from peers import readable_peer, with_peers
 from rich.console import Console
 
 from dakrun import cli
@@ -447,7 +447,7 @@ def test_a_small_model_on_two_gpus() -> None:
         model="opt-125m", batch_sizes=(2,), ratios=("0.5", "auto"), remote="host,peer",
         transports=("direct", "staged"), prompt_len=8, new_tokens=9, peer_budget=60 * 2**20,
     )  # fmt: skip
-    *_, found = bench.measure_model(wanted, with_peer(peer), command="it", note=print)
+    *_, found = bench.measure_model(wanted, with_peers(peer), command="it", note=print)
     tiers = [LOCAL, "host", f"peer:{peer}"]
     assert list(found.head["ceilings_bytes_per_s"]) == tiers
     assert list(found.head["copied_bytes_per_s"]) == tiers[1:]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import readable_peer, with_peer
+from peers import readable_peer, readable_peers, with_peers
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
 from dakrun.config import SamplingParams
@@ -132,7 +132,7 @@ def test_what_lies_elsewhere_changes_no_bit(model: tuple[Path, PreTrainedModel])
 def test_a_peer_changes_no_bit(model: tuple[Path, PreTrainedModel]) -> None:
     """Weights and slots on another GPU, alone or beside the host's, and more of them by turns."""
     path, _ = model
-    profile = with_peer(readable_peer())
+    profile = with_peers(readable_peer())
     given = prompts(12)
     small = {"remote": ("host", "peer"), "peer_budget": 40 << 20, "offload_ratio": 0.6}
     with load(path, 8, offload_ratio=0.0) as llm:
@@ -155,10 +155,29 @@ def test_a_peer_changes_no_bit(model: tuple[Path, PreTrainedModel]) -> None:
             assert greedy(llm, given) == wanted, policy
 
 
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_several_peers_change_no_bit(model: tuple[Path, PreTrainedModel], transport: str) -> None:
+    """What they lend adds up, and beside them the host's memory may have a part, too."""
+    path, _ = model
+    first, second = readable_peers(2)
+    profile = with_peers(first, second)
+    given = prompts(12)
+    with load(path, 8, offload_ratio=0.0) as llm:
+        wanted = greedy(llm, given)
+    fixed = {"transport": transport, "peer_budget": 64 << 20, "kv_offload_ratio": 0.5}
+    for remote, ratio in (
+        ((f"peer:{first}", f"peer:{second}"), 0.2),
+        ((f"peer:{second}", "host", f"peer:{first}"), 0.6),
+    ):
+        with load(path, 8, profile, remote=remote, offload_ratio=ratio, **fixed) as llm:
+            assert all(llm.plan.memory(1 + tier)["weights"] for tier in range(len(remote)))
+            assert greedy(llm, given) == wanted, remote
+
+
 def test_prompts_that_go_on_in_a_peer_s_slots(model: tuple[Path, PreTrainedModel]) -> None:
     """Passes of prefill end in the middle of a prompt, which is then read where its slot lies."""
     path, _ = model
-    profile = with_peer(readable_peer())
+    profile = with_peers(readable_peer())
     generator = torch.Generator().manual_seed(2)
     given = torch.randint(3, VOCAB, (12, 250), generator=generator).tolist()
     found = []
@@ -173,7 +192,7 @@ def test_prompts_that_go_on_in_a_peer_s_slots(model: tuple[Path, PreTrainedModel
 def test_a_peer_s_free_memory_is_its_budget(model: tuple[Path, PreTrainedModel]) -> None:
     path, _ = model
     peer = readable_peer()
-    profile = with_peer(peer)
+    profile = with_peers(peer)
     free = torch.cuda.mem_get_info(peer)[0]
     with load(path, 2, profile, remote=("peer",)) as llm:
         assert 0 < llm.plan.budgets[1] <= free

@@ -6,7 +6,6 @@ Takes the placements as given; planner.py chose them.
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from dakrun.errors import CannotRun
 from dakrun.plan.greedy import best_total
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
@@ -14,7 +13,6 @@ from dakrun.plan.policy import Transport
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import Links, predicted_time, regime, sampling_time, staged_time
 from dakrun.plan.waves import launch_times, sms_by_tier
-from dakrun.units import format_bytes
 
 Counts = tuple[int, ...]
 
@@ -133,9 +131,4 @@ def _check(problem: Problem, plan: Plan) -> None:
         if over > 0 and ratios == (None, None) and not tier:
             raise problem.too_small(over)
         if over > 0:
-            raise CannotRun(
-                f"with these offload ratios {name} memory is over its budget of "
-                f"{format_bytes(budget)} by {format_bytes(over)}",
-                hint="leave --offload-ratio and --kv-offload-ratio at auto, or raise the "
-                "budget of that tier",
-            )
+            raise problem.over_budget(name, budget, over)

@@ -123,7 +123,9 @@ def _ideal(
     free = (resident, *caps[1:]) if wanted is not None else caps
     shares = mixed_shares(mixed, free, wanted, uniform=uniform)
     if shares is None:
-        raise problem.too_small(max(resident, wanted or 0.0) - sum(free) or 1.0)
+        if wanted is not None and wanted > limit:
+            raise problem.over_budget(" and ".join(problem.remote), limit, wanted - limit)
+        raise problem.too_small(max(resident - sum(caps), -min(free), 1.0))
     return shares
 
 

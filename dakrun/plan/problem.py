@@ -111,6 +111,16 @@ class Problem:
             "--max-model-len",
         )
 
+    def over_budget(self, where: str, budget: float, over: float) -> CannotRun:
+        """The error for ratios that were asked for, with which memory `where` has `over` bytes more
+        than its `budget`."""
+        return CannotRun(
+            f"with these offload ratios {where} memory is over its budget of "
+            f"{format_bytes(budget)} by {format_bytes(over)}",
+            hint="leave --offload-ratio and --kv-offload-ratio at auto, or raise the budget of "
+            "that tier",
+        )
+
     def _budget_options(self) -> list[str]:
         """The options that say how much of each tier in use there is, remote ones first."""
         peers = any(name.startswith("peer") for name in self.remote)
