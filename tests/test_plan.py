@@ -5,6 +5,7 @@ The laws that hold for every plan are in test_plan_laws.py.
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -62,6 +63,16 @@ def test_kv_cache_of_opt_30b() -> None:
     assert kv["resident_bytes"] == model.kv_bytes_per_token * 128 * 1088  # whole blocks of 64
     read = kv["hbm_read_bytes_per_step"] + kv["link_read_bytes_per_step"]
     assert read == pytest.approx(model.kv_bytes_per_token * 128 * 1040)
+
+
+@pytest.mark.parametrize("transport", [None, "staged"])
+def test_what_is_all_local_is_not_staged(transport: Literal["staged"] | None) -> None:
+    """Its kernel is planned as it is launched, and reports have a measured time for it."""
+    fixed = Policy(offload_ratio=0.0, kv_offload_ratio=0.0)
+    local = make_plan(known("opt-125m"), work(8), GH200, fixed)
+    plan = make_plan(known("opt-125m"), work(8), GH200, replace(fixed, transport=transport))
+    assert all(op.transport == "direct" for op in plan.ops)
+    assert plan.predicted_s == local.predicted_s
 
 
 @pytest.mark.parametrize(("ratio", "slots"), [(0.0, 0), (0.5, 8), (1.0, 16), (0.26, 4)])

@@ -94,6 +94,7 @@ class Engine:
                     running += new
                 elif going and len(self._steps) < self.runner.ahead:
                     self._launch(going)
+                    continue
                 elif self._steps:
                     self._collect()
                 else:

@@ -131,8 +131,9 @@ class GraphRunner:
             self._gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
         self._last = step
         if step.sampled is not None:
-            return [int(token) for token in step.sampled]
-        return [int(self._rows.log[row.slot, row.position % LOG_STEPS]) for row in step.rows]
+            return step.sampled.tolist()  # type: ignore[no-any-return]
+        places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
+        return self._rows.log.take(torch.tensor(places)).tolist()  # type: ignore[no-any-return]
 
     def _sample(self, rows: Sequence[Row], mapped: Sequence[int]) -> torch.Tensor:
         """Draw the rows' tokens in place of the likeliest ones, which the graph has chosen."""

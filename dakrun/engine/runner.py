@@ -6,8 +6,7 @@ GPU's kernels.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,8 +17,7 @@ from dakrun.models.layers import Decoder, Segment
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A request's part in a decode step.
 
     Its newest token, number `step` of those generated, enters `slot` at `position`; the next one
@@ -89,7 +87,7 @@ class Chosen:
         """They, in the order of the rows; waits."""
         if self._ready is not None:
             self._ready.synchronize()
-        return [int(token) for token in self._tokens]
+        return self._tokens.tolist()  # type: ignore[no-any-return]
 
 
 class TorchRunner:

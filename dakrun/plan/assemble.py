@@ -84,8 +84,11 @@ def _phase(problem: Problem, ops: tuple[OpPlan, ...]) -> Literal[1, 2, 3]:
 def _op_plan(
     problem: Problem, op: Op, placement: tuple[Counts, ...], transport: Transport
 ) -> OpPlan:
-    """With its matrix read by `transport`; slots and rows of a table are read where they lie."""
-    if op.category != "linear":
+    """With its matrix read by `transport`, where some of it is remote.
+
+    Slots and rows of a table are read where they lie.
+    """
+    if op.category != "linear" or not any(sum(counts[1:]) for counts in placement):
         transport = "direct"
     profile, remote = problem.profile, problem.remote
     curve, compute = problem.curves[op.name], problem.compute[op.name]
