@@ -20,7 +20,6 @@ from dakrun.probe.kernel_costs import COLUMNS
 from dakrun.probe.measurement import Measurement
 from dakrun.probe.origin import provenance
 from dakrun.probe.sweeps import Bench, Buffer
-from dakrun.probe.variants import variants
 from dakrun.profile_files import load_profile
 
 GIB = 2**30
@@ -64,15 +63,16 @@ def test_buffers() -> None:
 @pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
 def test_what_is_compiled_ahead(effort: Effort) -> None:
     for x_tiles in (X_TILES, PORTABLE_X_TILES):
-        needed = variants(effort, x_tiles)
+        needed = gpu.kernels(effort, x_tiles)
         sources = [source for source, _ in needed]
         assert len(needed) == len({(source, *macros.items()) for source, macros in needed})
         tiled = {macros["X_TILES"] for source, macros in needed if source == "tiled_gemm.cu"}
         assert tiled == ({*X_TILES, *WIDE_TILES} if x_tiles == X_TILES else set())
         assert sources.count("unpack.cu") == (x_tiles != X_TILES)
         assert sources.count("splitk_flash_attn.cu") == 1
-    of_few = [macros for source, macros in variants(QUICK, X_TILES) if source == "splitk_gemm.cu"]
-    assert [macros["NORM"] for macros in of_few] == [0, 1], "8 rows; 64 are the tiled GEMM's"
+    quick = gpu.kernels(QUICK, X_TILES)
+    of_few = sorted(macros["NORM"] for source, macros in quick if source == "splitk_gemm.cu")
+    assert of_few == [0, 1], "8 rows; 64 are the tiled GEMM's"
 
 
 def remote(name: str, rate: float) -> RemoteTier:

@@ -1,6 +1,7 @@
 """From a plan and where weights come from to a runner: on the GPU's kernels, or in plain torch."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -14,12 +15,17 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Runner, TorchRunner
 from dakrun.engine.staging import StagedOperands, staged_bytes
+from dakrun.kernels.heuristics import X_TILES
+from dakrun.kernels.jit import architecture, compile_ahead
 from dakrun.kernels.kv_blocks import BLOCK
+from dakrun.kernels.tiled_gemm import x_tiles
+from dakrun.kernels.variants import Variant, variants
 from dakrun.loading import Packing, Tensors, load
 from dakrun.memory import Tier
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.models.llama import Llama
 from dakrun.models.opt import Opt
+from dakrun.octets import OCTET_ROWS
 from dakrun.plan.ops import kv_staging_bytes
 from dakrun.plan.planner import Plan
 from dakrun.plan.prefill_choice import STAGING_BUFFERS
@@ -57,7 +63,10 @@ def graph_runner(
     accesses = tier_accesses(plan)
     cache = PackedKVCache(plan, tiers, getattr(torch, plan.model.dtype), device)
     packing = Packing(accesses, plan.profile.sms)
-    weights = load(source, manifest, plan, tiers, device, packing=packing)
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(compile_ahead, _kernels(plan, device), architecture(device.index))
+        weights = load(source, manifest, plan, tiers, device, packing=packing)
+        compiled.result()
     torch.cuda.empty_cache()  # of what loading took, which no other program could use
     positions = cache.shape.blocks * BLOCK
     decoder = KernelDecoder(plan.model, manifest, weights, accesses, positions)
@@ -66,6 +75,17 @@ def graph_runner(
     room = torch.empty(staged if any(cache.counts[1:]) else 0, dtype=torch.uint8, device=device)
     prompts = PromptPass(decoder, prefill, cache, room, plan.prefill.chunk_tokens)
     return GraphRunner(decoder, steps, prompts, cache, accesses["attention"])
+
+
+def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
+    """All that the plan's model may be run with, for any number of rows."""
+    model, remote = plan.model, range(1, len(plan.tiers))
+    mixes = any(op.mixed(tier) for op in plan.weights() for tier in remote)
+    return variants(
+        getattr(torch, model.dtype), [OCTET_ROWS * tiles for tiles in X_TILES],
+        x_tiles(device.index), head_dim=model.head_dim,
+        group=model.num_heads // model.num_kv_heads, mixes=mixes,
+    )  # fmt: skip
 
 
 def _operands(plan: Plan, decoder: KernelDecoder) -> tuple[Operands, Operands]:

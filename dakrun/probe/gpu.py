@@ -12,14 +12,18 @@ import torch
 from dakrun import memory
 from dakrun.config import Dtype
 from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.kernels.heuristics import MAX_ROWS
 from dakrun.kernels.jit import architecture, compile_ahead
 from dakrun.kernels.tiled_gemm import x_tiles
-from dakrun.probe.attention_costs import attention_sweep
+from dakrun.kernels.tiled_shapes import X_TILES
+from dakrun.kernels.variants import Variant, variants
+from dakrun.octets import FEW_ROWS
+from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep
 from dakrun.probe.batch_costs import many_rows_sweep, norm_sweep, sampling_sweep
 from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened
 from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
 from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
-from dakrun.probe.kernel_costs import linear_sweep
+from dakrun.probe.kernel_costs import DTYPE, linear_sweep
 from dakrun.probe.measurement import Log, Measurement, spread
 from dakrun.probe.origin import description, facts, provenance
 from dakrun.probe.staged_costs import staged_seconds
@@ -36,7 +40,6 @@ from dakrun.probe.sweeps import (
     rounded,
     staging_rates,
 )
-from dakrun.probe.variants import variants
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
@@ -61,7 +64,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     peers = _peers(device.index, effort.peer_bytes)
     sizes = buffer_sizes(effort, free, host_memory, peers)
     with ThreadPoolExecutor(1) as pool, memory.allocate_tiers(sizes, device) as tiers:
-        needed = variants(effort, x_tiles(device.index))
+        needed = kernels(effort, x_tiles(device.index))
         compiled = pool.submit(compile_ahead, needed, architecture(device.index))
         buffers = {
             tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
@@ -265,6 +268,13 @@ def _capacity(tier: str, host_memory: int) -> int:
     if tier == "host":
         return int(HOST_SHARE * host_memory)
     return int(torch.cuda.mem_get_info(int(tier.removeprefix("peer:")))[1])
+
+
+def kernels(effort: Effort, x_tiles: Sequence[int]) -> list[Variant]:
+    """Those whose costs are measured on a GPU with such `x_tiles` of the tiled GEMM."""
+    most = FEW_ROWS if tuple(x_tiles) == X_TILES else MAX_ROWS
+    rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
+    return variants(DTYPE, rows, x_tiles, head_dim=HEAD_DIM)
 
 
 def grouped(

@@ -1,0 +1,57 @@
+"""Which kernels launches of some sizes are, so that they are compiled side by side, ahead.
+
+Needs no GPU.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from dakrun.kernels import (
+    attention,
+    embed,
+    gemm,
+    normalize,
+    operands,
+    select_greedy,
+    store_kv,
+    tiled_gemm,
+    tiled_shapes,
+    unpack,
+)
+from dakrun.kernels.heuristics import can_mix, tiles_for
+from dakrun.octets import FEW_ROWS
+
+Variant = tuple[str, dict[str, int]]  # a file of native/, and its macros
+
+
+def variants(
+    dtype: torch.dtype,
+    rows: Iterable[int],
+    x_tiles: Sequence[int],
+    *,
+    head_dim: int,
+    group: int = 1,
+    mixes: bool = False,
+) -> list[Variant]:
+    """Of a model's kernels, the longest to compile first.
+
+    Its heads have `head_dim` dimensions, and there are `group` query heads to a KV head. Products
+    are of many rows of X, and by SplitK_GEMM of so many `rows`, with a norm up to FEW_ROWS of them;
+    with `mixes` also of weights whose tiers are mixed. `x_tiles` are those of the GPU's tiled GEMM;
+    torch computes many rows where some are missing.
+    """
+    few = {
+        (tiles_for(n), norm, mixed)
+        for n in rows
+        for norm in (False, n <= FEW_ROWS)
+        for mixed in (False, mixes and can_mix(tiles_for(n)))
+    }
+    many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
+    small = (select_greedy, normalize, embed, store_kv)
+    return [
+        *(many if tuple(x_tiles) == tiled_shapes.X_TILES else [(unpack.SOURCE, {})]),
+        (attention.SOURCE, attention.defines(dtype, head_dim, group)),
+        *((gemm.SOURCE, gemm.defines(dtype, *variant)) for variant in sorted(few, reverse=True)),
+        *((kernel.SOURCE, operands.defines(dtype)) for kernel in small),
+    ]
