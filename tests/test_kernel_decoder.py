@@ -14,7 +14,7 @@ from dakrun.checkpoint import Checkpoint
 from dakrun.config import Workload
 from dakrun.engine import decode_step
 from dakrun.engine.accesses import tier_accesses
-from dakrun.engine.build import manifest_of
+from dakrun.engine.build import ROWS, manifest_of
 from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
@@ -22,7 +22,8 @@ from dakrun.engine.staging import StagedOperands, staged_bytes
 from dakrun.hf_config import read_model_config
 from dakrun.kernels import attention, gemm, products
 from dakrun.kernels.kv_blocks import BLOCK
-from dakrun.kernels.tiled_shapes import Limits
+from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES, X_TILES, Limits
+from dakrun.kernels.variants import variants
 from dakrun.known_models import known_model
 from dakrun.loading import Packing, load, tier_capacities
 from dakrun.memory import allocate_tiers
@@ -60,25 +61,34 @@ MIXED = ("opt-like-350m", "llama-gqa")  # whose local CTAs read the remote tier,
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(emulated_kernels: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+def launched(
+    emulated_kernels: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, dict[str, int]]]:
+    """Kernels on the CPU; those that are asked for, by file and macros."""
+    asked: list[tuple[str, dict[str, int]]] = []
+
+    def kernel(source: str, name: str, macros: dict[str, int] | None = None) -> object:
+        asked.append((source, macros or {}))
+        return emulated_kernels(source, name, macros)
+
     def splitk(*key: object) -> object:
-        return emulated_kernels(gemm.SOURCE, "splitk_gemm", gemm.defines(*key[:-1]))  # type: ignore[arg-type]
+        return kernel(gemm.SOURCE, "splitk_gemm", gemm.defines(*key[:-1]))  # type: ignore[arg-type]
 
     def flash(dtype: torch.dtype, dim: int, group: int, device: int) -> object:
-        name = "splitk_flash_attn"
-        return emulated_kernels(attention.SOURCE, name, attention.defines(dtype, dim, group))
+        return kernel(attention.SOURCE, "splitk_flash_attn", attention.defines(dtype, dim, group))
 
     monkeypatch.setattr(gemm, "_kernel", splitk)
     monkeypatch.setattr(gemm, "atoms_map", emulated.atoms_map)
     monkeypatch.setattr(gemm, "_check_operands", lambda *_: None)
     monkeypatch.setattr(attention, "_kernel", flash)
     monkeypatch.setattr(attention, "_check_gpu", lambda _: None)
-    monkeypatch.setattr("dakrun.kernels.jit.kernel", emulated_kernels)
+    monkeypatch.setattr("dakrun.kernels.jit.kernel", kernel)
     monkeypatch.setattr("dakrun.kernels.tiled_gemm.atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for module in (decode_step, products):
         monkeypatch.setattr(module, "sm_count", lambda _: SMS)
+    return asked
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -153,11 +163,14 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def test_prompts_and_steps(
-    model: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    model: tuple[Path, PreTrainedModel],
+    launched: list[tuple[str, dict[str, int]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts in two passes, one of which goes on where the other one ended, then two steps.
 
-    The products of prompts are SplitK_GEMM's, or, in some models, the tiled GEMM's or torch's.
+    The products of prompts are SplitK_GEMM's, or, in some models, the tiled GEMM's or torch's. All
+    kernels are among those that are compiled ahead.
     """
     path, reference = model
     by = "splitk"
@@ -197,3 +210,13 @@ def test_prompts_and_steps(
         position = torch.tensor([70, 9]) + step
         logged = rows.log[torch.arange(2), position % decode_step.LOG_STEPS]
         assert logged.tolist() == rows.tokens.tolist()
+    config, mixes = kernels.config, path.name.startswith(MIXED)
+    ahead = [
+        variant
+        for x_tiles in (X_TILES, PORTABLE_X_TILES)
+        for variant in variants(
+            torch.float16, ROWS, x_tiles, head_dim=config.head_dim,
+            group=config.num_heads // config.num_kv_heads, mixes=mixes,
+        )
+    ]  # fmt: skip
+    assert launched and all(variant in ahead for variant in launched)

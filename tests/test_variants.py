@@ -1,14 +1,7 @@
-"""Which kernels are compiled ahead: all that a model then launches, and none that there is not."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Which kernels are compiled ahead; that these are all, test_kernel_decoder.py sees."""
 
 import pytest
 import torch
-from tiny_models import CONFIGS
-from transformers import AutoModelForCausalLM
 
 from dakrun.kernels import attention, gemm, tiled_gemm
 from dakrun.kernels.heuristics import X_TILES
@@ -18,25 +11,6 @@ from dakrun.kernels.variants import variants
 
 HALF = torch.float16
 ROWS = [8 * tiles for tiles in X_TILES]
-# Prints what was compiled after all that was to be compiled ahead.
-LATE = """
-import os, sys
-from pathlib import Path
-from dakrun import LLM, Policy, SamplingParams
-from dakrun.engine import build
-ahead, compile_ahead = set(), build.compile_ahead
-cubins = Path(os.environ["DAKRUN_CACHE_DIR"]) / "cubins"
-def compile_and_look(*args):
-    compile_ahead(*args)
-    ahead.update(path.name for path in cubins.iterdir())
-build.compile_ahead = compile_and_look
-fixed = Policy(offload_ratio=0.2, kv_offload_ratio=0.2)
-with LLM(sys.argv[1], device="cuda", profile="h200-pcie5", batch_size=40, policy=fixed) as llm:
-    for count in (1, 12, 40):
-        llm.generate([[7] * 9] * count, SamplingParams(max_tokens=4))
-assert len(ahead) > 8
-print(*(path.name for path in cubins.iterdir() if path.name not in ahead))
-"""
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -59,15 +33,3 @@ def test_many_rows_and_attention() -> None:
     assert (attention.SOURCE, attention.defines(HALF, 80, 16)) in here
     elsewhere = [source for source, _ in variants(HALF, (1,), PORTABLE_X_TILES, head_dim=80)]
     assert "unpack.cu" in elsewhere and tiled_gemm.SOURCE not in elsewhere
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["opt-like-350m", "llama-gqa3-tied"])
-def test_nothing_is_left_to_be_compiled_behind_loading(name: str, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(CONFIGS[name], dtype=HALF).save_pretrained(tmp_path / "model")
-    late = subprocess.run(
-        [sys.executable, "-c", LATE, tmp_path / "model"], capture_output=True, text=True,
-        env={**os.environ, "DAKRUN_CACHE_DIR": str(tmp_path)}, timeout=300,
-    )  # fmt: skip
-    assert late.returncode == 0, late.stderr
-    assert not late.stdout.strip()

@@ -30,6 +30,7 @@ from dakrun.plan.ops import kv_staging_bytes
 from dakrun.plan.planner import Plan
 from dakrun.plan.prefill_choice import STAGING_BUFFERS
 
+ROWS = [OCTET_ROWS * tiles for tiles in X_TILES]  # for each variant of SplitK_GEMM
 DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
 
@@ -82,8 +83,7 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     model, remote = plan.model, range(1, len(plan.tiers))
     mixes = any(op.mixed(tier) for op in plan.weights() for tier in remote)
     return variants(
-        getattr(torch, model.dtype), [OCTET_ROWS * tiles for tiles in X_TILES],
-        x_tiles(device.index), head_dim=model.head_dim,
+        getattr(torch, model.dtype), ROWS, x_tiles(device.index), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
     )  # fmt: skip
 
