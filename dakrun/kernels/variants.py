@@ -1,4 +1,4 @@
-"""Which kernels launches of some sizes are, so that they are compiled side by side, ahead.
+"""Which kernels a model needs, so that they are compiled side by side, ahead.
 
 Needs no GPU.
 """
@@ -40,6 +40,7 @@ def variants(
     are of many rows of X, and by SplitK_GEMM of so many `rows`, with a norm up to FEW_ROWS of them;
     with `mixes` also of weights whose tiers are mixed. `x_tiles` are those of the GPU's tiled GEMM;
     torch computes many rows where some are missing.
+    Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
     few = {
         (tiles_for(n), norm, mixed)

@@ -112,8 +112,7 @@ class Problem:
         )
 
     def over_budget(self, where: str, budget: float, over: float) -> CannotRun:
-        """The error for ratios that were asked for, with which memory `where` has `over` bytes more
-        than its `budget`."""
+        """The error for ratios with which tiers `where` hold `over` bytes beyond their `budget`."""
         return CannotRun(
             f"with these offload ratios {where} memory is over its budget of "
             f"{format_bytes(budget)} by {format_bytes(over)}",
