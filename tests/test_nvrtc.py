@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from dakrun.errors import CannotRun
 from dakrun.kernels import (
     attention,
     embed,
@@ -162,6 +164,24 @@ def test_compiling_ahead(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "compile_cubin", lambda *_: pytest.fail("compiled again"))
     for source, defines in variants:
         assert jit.cached_cubin(source, "sm_90a", defines).is_file()
+
+
+def test_what_is_compiled_beside_a_failure_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def slow(source: str, *_: object) -> None:
+        begun.append(source)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(jit, "cached_cubin", slow)
+    variants: list[tuple[str, dict[str, int]]] = [(f"{number}.cu", {}) for number in range(500)]
+    with pytest.raises(CannotRun), jit.compiling(variants, "sm_90a"):
+        raise CannotRun("there is no such file", hint="give another")
+    assert len(begun) < 100
+    begun.clear()
+    with jit.compiling(variants[:8], "sm_90a") as wait:
+        wait()
+        assert len(begun) == 8
 
 
 def test_what_fails_ahead_is_said(native: Path) -> None:

@@ -1,6 +1,7 @@
 """Measuring a GPU: its pure parts, what becomes of sweeps, and on a GPU the measuring itself."""
 
 import datetime
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import jit
 from dakrun.kernels.bandwidth import MAX_SOURCES, Reader, read_multicast, read_once, read_window
 from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES, WIDE_TILES, X_TILES
+from dakrun.kernels.variants import Variant
 from dakrun.probe import gpu
 from dakrun.probe.congestion import PER_SM
 from dakrun.probe.effort import FULL, KIB, MIB, QUICK, Effort, buffer_sizes, ring_for
@@ -193,13 +195,13 @@ def kept(cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.cuda.mem_get_info()[0]
-    ahead: list[tuple[str, dict[str, int]]] = []
+    ahead: list[Variant] = []
 
-    def compile_ahead(needed: list[tuple[str, dict[str, int]]], arch: str) -> None:
+    def compiling(needed: list[Variant], arch: str) -> AbstractContextManager[Any]:
         ahead.extend(needed)
-        jit.compile_ahead(needed, arch)
+        return jit.compiling(needed, arch)
 
-    monkeypatch.setattr(gpu, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(gpu, "compiling", compiling)
     folder = tmp_path / "cubins"
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(tmp_path))
     jit._kernel.cache_clear()

@@ -1,7 +1,6 @@
 """From a plan and where weights come from to a runner: on the GPU's kernels, or in plain torch."""
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -16,7 +15,7 @@ from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Runner, TorchRunner
 from dakrun.engine.staging import StagedOperands, staged_bytes
 from dakrun.kernels.heuristics import X_TILES
-from dakrun.kernels.jit import architecture, compile_ahead
+from dakrun.kernels.jit import architecture, compiling
 from dakrun.kernels.kv_blocks import BLOCK
 from dakrun.kernels.tiled_gemm import x_tiles
 from dakrun.kernels.variants import Variant, variants
@@ -64,10 +63,8 @@ def graph_runner(
     accesses = tier_accesses(plan)
     cache = PackedKVCache(plan, tiers, getattr(torch, plan.model.dtype), device)
     packing = Packing(accesses, plan.profile.sms)
-    with ThreadPoolExecutor(1) as pool:
-        compiled = pool.submit(compile_ahead, _kernels(plan, device), architecture(device.index))
+    with compiling(_kernels(plan, device), architecture(device.index)):
         weights = load(source, manifest, plan, tiers, device, packing=packing)
-        compiled.result()
     torch.cuda.empty_cache()  # of what loading took, which no other program could use
     positions = cache.shape.blocks * BLOCK
     decoder = KernelDecoder(plan.model, manifest, weights, accesses, positions)

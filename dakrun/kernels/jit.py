@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -167,9 +167,32 @@ def compile_ahead(variants: Iterable[tuple[str, Mapping[str, int]]], arch: str) 
 
     NVRTC lets other threads run: on two cores two threads take half of the time of one.
     """
+    with compiling(variants, arch):
+        pass
+
+
+@contextlib.contextmanager
+def compiling(
+    variants: Iterable[tuple[str, Mapping[str, int]]], arch: str
+) -> Iterator[Callable[[], None]]:
+    """The same beside what is done meanwhile: all are there behind it.
+
+    Gives a function that waits for them. Where that or anything else fails, those that no thread
+    has begun with are given up.
+    """
     with ThreadPoolExecutor() as pool:
-        for _ in pool.map(lambda variant: cached_cubin(variant[0], arch, variant[1]), variants):
-            pass
+        cubins = [pool.submit(cached_cubin, source, arch, defines) for source, defines in variants]
+
+        def wait() -> None:
+            for cubin in cubins:
+                cubin.result()
+
+        try:
+            yield wait
+            wait()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _publish(path: Path, data: bytes) -> None:

@@ -4,7 +4,6 @@ The sweeps are in sweeps.py, costs.py and the files of kernels' costs; files are
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,7 @@ from dakrun import memory
 from dakrun.config import Dtype
 from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels.heuristics import MAX_ROWS
-from dakrun.kernels.jit import architecture, compile_ahead
+from dakrun.kernels.jit import architecture, compiling
 from dakrun.kernels.tiled_gemm import x_tiles
 from dakrun.kernels.tiled_shapes import X_TILES
 from dakrun.kernels.variants import Variant, variants
@@ -63,9 +62,8 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     host_memory = memory.available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
     sizes = buffer_sizes(effort, free, host_memory, peers)
-    with ThreadPoolExecutor(1) as pool, memory.allocate_tiers(sizes, device) as tiers:
-        needed = kernels(effort, x_tiles(device.index))
-        compiled = pool.submit(compile_ahead, needed, architecture(device.index))
+    needed, arch = kernels(effort, x_tiles(device.index)), architecture(device.index)
+    with compiling(needed, arch) as compiled, memory.allocate_tiers(sizes, device) as tiers:
         buffers = {
             tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
             for tier, memories in tiers.items()
@@ -76,7 +74,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         probe = _Probe(Bench(sms, buffers.pop(LOCAL), effort))
         probe.launches()
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
-        compiled.result()  # until here nothing but the GPU was measured
+        compiled()  # until here nothing but the GPU was measured
         remote = [
             probe.remote_tier(tier, buffer, _capacity(tier, host_memory))
             for tier, buffer in buffers.items()
