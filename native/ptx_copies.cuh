@@ -1,9 +1,26 @@
-// Copies from global to shared memory by the tensor memory accelerator.
+// Copies between global and shared memory, most of them by the tensor memory accelerator.
 #pragma once
 
 #include "ptx_words.cuh"
 
 namespace ptx {
+
+// Copies 16 bytes, both of whose addresses are multiples of that.
+__device__ __forceinline__ void copy_chunk(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
+// Those that the thread has begun since the last time are a group, of which there may be none.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until all of them are complete but for so many groups, the last ones.
+template <int groups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
 
 // Bulk copies from global to shared memory; both addresses and `bytes` are multiples of 16.
 
@@ -76,6 +93,30 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t destination, cons
       ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(destination),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(ctas)
       : "memory");
+}
+
+// From shared memory to a box of a 2-D tensor map at element (x, y), but for what lies beyond.
+__device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y, uint32_t source) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+      "r"(x), "r"(y), "r"(source)
+      : "memory");
+}
+
+// Those that the thread has begun since the last time are a group, of which there may be none.
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until shared memory is read no more but by so many groups, the last ones.
+template <int groups>
+__device__ __forceinline__ void wait_for_reads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory");
+}
+
+// Until all of them are complete.
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {

@@ -21,6 +21,23 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// 16 bytes at once, of shared and of global memory.
+
+__device__ __forceinline__ uint4 load_chunk(uint32_t address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
+}
+
+__device__ __forceinline__ void store_chunk(void* to, uint4 words) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
+               "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
 // True in one thread of a warp, all of which come here; the compiler then knows it is one.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

@@ -22,10 +22,11 @@ struct Ring {
   int stages, w_bytes, stage_bytes;
   int sharers, first_sharer;
 
-  __device__ __forceinline__ Ring(const TierTiles& tier, const Place& place, uint64_t* barriers)
+  __device__ __forceinline__ Ring(const TiledGemmArgs& args, const TierTiles& tier,
+                                  const Place& place, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
         empty_barrier{full_barrier[kMaxStages]},
-        first(in_register(ptx::smem_address(smem)) + kWarpgroups * kStagingBytes),
+        first(in_register(ptx::smem_address(smem)) + kWarps * args.blocks * kBlockBytes),
         stages(tier.stages),
         w_bytes(tier.tile_octets * kAtomBytes),
         stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
@@ -158,23 +159,30 @@ __device__ __forceinline__ void pass_stages(int count, const Ring& ring, RingPos
   }
 }
 
+// Puts a tile's sums, or what has been given of its segments, on the way to Y.
+template <class From, class What>
+__device__ __forceinline__ void put(const TiledGemmArgs& args, const From& from, const What& what) {
+  const Way way = way_of(args);
+  if (way == kGated) return from.template put<kGated>(what);
+  if (way == kWithResidual) return from.template put<kWithResidual>(what);
+  from.template put<kAsTheyAre>(what);
+}
+
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& ring,
                                         const Place& place, int warpgroup) {
-  const bool along_w = args.tiers[place.tier].row_groups == kWarpgroups;
-  const int first_octet = along_w ? warpgroup * kTileOctets : 0;
-  const int first_row = along_w ? 0 : warpgroup * kXRows;
-  const uint32_t of_w = first_octet * kAtomBytes, of_x = first_row * kAtomK * 2;
-  const Staging staging(ring.first - kWarpgroups * kStagingBytes, warpgroup);
+  Blocks blocks(args);
   RingPosition stage;
   for (Tiles tile(args, place); tile.next();) {
     if (tile.first()) wait_for_input(args);
-    if (first_octet >= tile.octets || tile.n + first_row >= args.n) {
+    const TilePart part(args, tile, warpgroup);
+    if (!part.exists()) {
       pass_stages(tile.k_end - tile.k, ring, stage);
       pass_segments(args, tile);
       continue;
     }
-    const TileOutputs outputs(args, staging, tile.octet + first_octet, tile.octets - first_octet,
-                              tile.n + first_row);
+    const uint32_t of_w = (part.octet - tile.octet) * kAtomBytes,
+                   of_x = (part.n - tile.n) * kAtomK * 2;
+    const TileOutputs outputs(args, part, blocks, tile.leaves, place.segment);
     Sums sums;
     take_sums(args, place.sharers, tile.carried, sums);
 #if WGMMA  // products go on behind multiply(): a stage is free when those of the next one do
@@ -201,7 +209,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     if (tile.leaves) {
       leave_sums(args, sums);
     } else if (args.k_ctas == 1) {
-      outputs.put(sums);
+      put(args, outputs, sums);
     } else {
       const Segments segments(args, place, ring.first);
       __syncwarp();
@@ -209,12 +217,13 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
       segments.give(sums);
       ptx::cluster_arrive();
       ptx::cluster_wait();
-      segments.put(outputs);
+      put(args, segments, outputs);
       if (tile.last()) continue;
       ptx::fence_proxy_async();  // before copies into stages
       cluster_meet();
     }
   }
+  ptx::wait_for_stores();
 }
 
 extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
@@ -223,8 +232,9 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   if (args.order != kBeforeLocal) ptx::launch_dependents();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const Place place(args);
-  const Ring ring(args.tiers[place.tier], place, barriers);
+  const Ring ring(args, args.tiers[place.tier], place, barriers);
   if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
+  if (threadIdx.x == 0 && args.boxes) ptx::prefetch_tensor_map(&args.y_boxes);
   if (threadIdx.x % 32 == 0) ring.initialize(warp);
   __syncthreads();
   if (place.sharers > 1) cluster_meet();  // nobody may arrive at a barrier that is not initialised

@@ -10,8 +10,6 @@ constexpr int kTiledThreads = kConsumers + kWarpgroup;  // of these two warps co
 // A thread that multiplies takes registers from those that do not.
 constexpr int kCopyRegisters = 40, kConsumerRegisters = 232;
 constexpr int kMaxStages = 13;
-constexpr int kPassRows = 64;  // of X, whose outputs a warpgroup stages at a time, for 64 of W
-constexpr int kStagingBytes = kPassRows * 64 * 2;
 
 // How a tier's octets are computed, by clusters of its own. A cluster's tile is that of its CTAs.
 // The matrix may have them in several parts, each packed by itself: tiles go over their borders.
@@ -36,7 +34,9 @@ enum Order : int {
 };
 
 struct TiledGemmArgs {
-  TensorMap x;  // [1][N][K], box of 1 x box_rows x 64, 128-byte swizzle
+  TensorMap x;        // [1][N][K], box of 1 x box_rows x 64, 128-byte swizzle
+  TensorMap y_boxes;  // [N][width], boxes as blocks of outputs are
+  int boxes;          // whether there is such a map; not with kSiluMul
   int m, n;
   int box_rows;  // w_ctas boxes have a warpgroup's rows of X, or as many of them as there are
   int activation;
@@ -45,6 +45,7 @@ struct TiledGemmArgs {
   // X, which bring the same W in turns, of which w_ctas or x_ctas is 1; and so many along K.
   int w_ctas, x_ctas, k_ctas;
   int segment;                     // atoms that each of k_ctas sums
+  int blocks;                      // of a warp's outputs on their way
   int width;                       // of y: M, or with kSiluMul M / 2
   const Element* bias;             // [M], or null
   const Element* residual;         // [N, M], or null; not with kSiluMul

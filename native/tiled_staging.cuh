@@ -1,98 +1,198 @@
 // Outputs of the tiled GEMM on their way through shared memory: a thread has sums of a few of Y's
-// columns and rows, and memory is written by lines.
+// columns and rows, and memory is written by pieces of rows.
 //
-// Some rows of Y go at a time, in rows of 128 bytes: of 16-byte chunks, of 8 outputs each, chunk c
-// of row r at c ^ (r % 8).
+// Every warp does so by itself, in blocks of its own: while TMA writes some to Y, it stages others,
+// and goes on to the next tile. Residuals are brought to blocks as far ahead as there are any. What
+// TMA cannot write the warp's lanes do.
 #pragma once
 
 #include "tiled_gemm.cuh"
 
-constexpr int kStagingBarrier = 1;  // and the next: each warpgroup's own
-constexpr int kChunk = 8;           // outputs
-constexpr int kRowChunks = 8;
-constexpr int kRowBytes = 16 * kRowChunks;
+constexpr int kPassTiles = 4;  // of a warp's sums, whose outputs are a block
+constexpr int kPasses = X_TILES / kPassTiles;
+constexpr int kLeastBlocks = 3;  // of a warp
+constexpr int kChunk = 8;        // outputs
+constexpr int kRowChunks = WIDE ? kPassTiles : 2;
+constexpr int kBlockRows = WIDE ? 16 : 8 * kPassTiles;
+constexpr int kBlockBytes = kBlockRows * kRowChunks * 16;
 
-// What a warpgroup stages: rows and columns of Y, as many as there are.
-struct OutputBlock {
-  int row, rows, column, columns;
+// What becomes of sums on their way: nothing, or the residual is added, or one gates another. Each
+// has code of its own, as short as it can be: between two tiles nothing is multiplied.
+enum Way : int { kAsTheyAre, kWithResidual, kGated };
+
+__device__ __forceinline__ Way way_of(const TiledGemmArgs& args) {
+  return args.activation == kSiluMul ? kGated : args.residual ? kWithResidual : kAsTheyAre;
+}
+
+// The outputs of a lane's sums of a pass, without a gate: words of two, that lie as sums do. Their
+// biases are bias(i).
+template <Way way, class Bias>
+__device__ __forceinline__ void outputs(const TiledGemmArgs& args, const float2* sums, Bias bias,
+                                        uint32_t (&words)[2 * kPassTiles]) {
+  float2 values[2 * kPassTiles];
+#pragma unroll
+  for (int i = 0; i < 2 * kPassTiles; i++)
+    values[i] = sums[i];
+  if (args.bias) {
+#pragma unroll
+    for (int i = 0; i < 2 * kPassTiles; i++)
+      values[i].x += bias(i).x, values[i].y += bias(i).y;
+  }
+  if (args.activation == kRelu) {
+#pragma unroll
+    for (int i = 0; i < 2 * kPassTiles; i++)
+      values[i] = {fmaxf(values[i].x, 0.0f), fmaxf(values[i].y, 0.0f)};
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kPassTiles; i++) {
+    if (way == kWithResidual) {
+      const float2 more = unpacked(words[i]);
+      values[i].x += more.x, values[i].y += more.y;
+    }
+    words[i] = packed(values[i].x, values[i].y);
+  }
+}
+
+// What a warpgroup has of a tile: octets of W, and rows of X from n on.
+struct TilePart {
+  int octet, octets;  // there may be none
+  int n;
+
+  __device__ __forceinline__ TilePart(const TiledGemmArgs& args, const Tiles& tile, int warpgroup) {
+    const bool along_w = args.tiers[tile.tier].row_groups == kWarpgroups;
+    const int before = along_w ? warpgroup * kTileOctets : 0;
+    octet = tile.octet + before;
+    octets = max(0, min(kTileOctets, tile.octets - before));
+    n = tile.n + (along_w ? 0 : warpgroup * kXRows);
+    if (n >= args.n) octets = 0;
+  }
+  __device__ __forceinline__ bool exists() const { return octets > 0; }
 };
 
-struct Staging {
-  const uint32_t address;
-  const int barrier;
+// What of a row of a block the outputs take: with a gate there are half as many.
+template <bool gated>
+struct BlockRow {
+  static constexpr int kGates = gated ? 2 : 1;
+  static constexpr int kChunks = kRowChunks / kGates;
+  static constexpr int kColumns = kChunks * kChunk;
 
-  __device__ __forceinline__ Staging(uint32_t first, int warpgroup)
-      : address(first + warpgroup * kStagingBytes), barrier(kStagingBarrier + warpgroup) {}
-  __device__ __forceinline__ uint32_t chunk(int row, int number) const {
-    return address + row * kRowBytes + ((number ^ row % 8) << 4);
+  // Where a chunk is in a block. Rows are of 16, 32 or 64 bytes, and chunks are exchanged, so that
+  // eight rows' have different banks: as a tensor map's swizzle of so many bytes does.
+  static __device__ __forceinline__ uint32_t place(int row, int chunk) {
+    return (row * kChunks + (chunk ^ row * kChunks / 8 % kChunks)) * 16;
   }
-  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(barrier, kWarpgroup); }
+};
 
-  // Between shared memory, where a row has so many chunks, and Y, or from the residual.
-  template <bool out>
-  __device__ __forceinline__ void move(const TiledGemmArgs& args, const OutputBlock& block,
-                                       int chunks, uint32_t thread) const {
-    const int number = thread % chunks, step = kWarpgroup / chunks;
-    const int exist = block.columns - number * kChunk;
-    // With kSiluMul half a chunk has an octet's outputs, and a tile may begin with the second half.
-    const bool whole = exist >= kChunk && (args.width | block.column) % kChunk == 0;
-    const bool halves = exist >= kChunk && (args.width | block.column) % (kChunk / 2) == 0;
-    if (exist <= 0) return;
-    const int64_t place =
-        static_cast<int64_t>(block.row) * args.width + block.column + number * kChunk;
-#pragma unroll 1
-    for (int row = thread / chunks; row < block.rows; row += step) {
-      const int64_t at = place + static_cast<int64_t>(row) * args.width;
-      uint4* const shared =
-          reinterpret_cast<uint4*>(smem + (chunk(row, number) - ptx::smem_address(smem)));
-      if (out) {
-        uint4 words = *shared;
-        if (args.activation == kSiluMul) words = in_order(words);
-        if (whole) {
-          *reinterpret_cast<uint4*>(args.y + at) = words;
-          continue;
-        }
-        if (halves) {
-          *reinterpret_cast<uint2*>(args.y + at) = {words.x, words.y};
-          *reinterpret_cast<uint2*>(args.y + at + kChunk / 2) = {words.z, words.w};
-          continue;
-        }
-        const Chunk chunk = *reinterpret_cast<const Chunk*>(&words);
-#pragma unroll
-        for (int i = 0; i < kChunk; i++)
-          if (i < exist) args.y[at + i] = chunk.of[i];
-      } else if (whole) {
-        *shared = *reinterpret_cast<const uint4*>(args.residual + at);
+// The blocks of a warp, which it takes in turns.
+struct Blocks {
+  const int count;
+  const uint32_t first;
+  uint32_t next;
+
+  __device__ __forceinline__ explicit Blocks(const TiledGemmArgs& args)
+      : count(args.blocks),
+        first(ptx::smem_address(smem) + threadIdx.x / 32 * count * kBlockBytes),
+        next(first) {}
+
+  __device__ __forceinline__ uint32_t after(uint32_t block) const {
+    return block + kBlockBytes == first + count * kBlockBytes ? first : block + kBlockBytes;
+  }
+  __device__ __forceinline__ uint32_t take() {
+    const uint32_t block = next;
+    next = after(block);
+    return block;
+  }
+};
+
+// A warp's outputs of a tile, and how its lanes go between blocks and Y: each has one chunk, in one
+// or two rows.
+template <bool gated>
+struct WarpOutputs {
+  using Row = BlockRow<gated>;
+  static constexpr int kStep = 32 / Row::kChunks;  // rows
+  static constexpr int kCount = kBlockRows / kStep;
+  // From one pass to the next there are other rows, or other columns.
+  static constexpr int kPassRows = WIDE ? 0 : kBlockRows;
+  static constexpr int kPassColumns = WIDE ? Row::kColumns : 0;
+
+  const TiledGemmArgs& args;
+  int row, rows;  // of Y: where the first pass begins, and how many there are
+  int column, columns;
+
+  __device__ __forceinline__ WarpOutputs(const TiledGemmArgs& args, const TilePart& part)
+      : args(args) {
+    const int warp = ptx::anew<uint32_t>(threadIdx.x) % kWarpgroup / 32;
+    row = part.n + (WIDE ? warp * kBlockRows : 0);
+    rows = args.n - row;
+    column = (part.octet * kOctetRows + (WIDE ? 0 : warp * 2 * kOctetRows)) / Row::kGates;
+    const int end = (part.octet + part.octets) * kOctetRows / Row::kGates;
+    columns = min(end, args.width) - column;
+    if (!WIDE) columns = min(columns, Row::kColumns);
+  }
+
+  // How many passes there are outputs for: the first ones.
+  __device__ __forceinline__ int passes() const {
+    if (rows <= 0 || columns <= 0) return 0;
+    const int all =
+        WIDE ? (columns + Row::kColumns - 1) / Row::kColumns : (rows + kBlockRows - 1) / kBlockRows;
+    return min(kPasses, all);
+  }
+
+  // Whether TMA can write the blocks of so many passes: they are as large as any, or have all that
+  // Y has there. What it writes has to begin at a multiple of 16 bytes, or the instruction is
+  // illegal (H200): gated outputs of a tile that begins with an odd octet do not.
+  __device__ __forceinline__ bool are_boxes(int passes) const {
+    const int wanted = WIDE ? passes * Row::kColumns : Row::kColumns;
+    return !gated && args.boxes && (columns >= wanted || column + columns == args.width);
+  }
+
+  // By one lane: begins to write a block to Y.
+  __device__ __forceinline__ void write_box(uint32_t block, int pass) const {
+    ptx::tensor_store(&args.y_boxes, column + pass * kPassColumns, row + pass * kPassRows, block);
+  }
+
+  // The same at once.
+  __device__ __forceinline__ void write(uint32_t block, int pass) const {
+    each(args.y, block, pass, [&](Element* to, uint32_t chunk, int count) {
+      if (count == kChunk && (args.width | column) % kChunk == 0) {
+        ptx::store_chunk(to, ptx::load_chunk(chunk));
       } else {
 #pragma unroll 1
-        for (int i = 0; i < min(kChunk, exist); i++)
-          reinterpret_cast<Element*>(shared)[i] = args.residual[at + i];
+        for (int i = 0; i < count; i++)
+          to[i] = *element(chunk, i);
       }
-    }
+    });
+  }
+
+  // Brings the residual to a block that nothing reads any more.
+  __device__ __forceinline__ void bring(uint32_t block, int pass) const {
+    each(args.residual, block, pass, [&](const Element* from, uint32_t chunk, int count) {
+      if (count == kChunk && (args.width | column) % kChunk == 0) {
+        ptx::copy_chunk(chunk, from);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < count; i++)
+          *element(chunk, i) = from[i];
+      }
+    });
   }
 
  private:
-  // A chunk of gated outputs has those of an octet at even places, and of the next one at odd ones:
-  // single outputs, or with WIDE two at a time.
-  static __device__ __forceinline__ uint4 in_order(uint4 words) {
-    if (WIDE) return {words.x, words.z, words.y, words.w};
-    return {words.x & 0xffff | words.y << 16, words.z & 0xffff | words.w << 16,
-            words.x >> 16 | words.y & 0xffff0000, words.z >> 16 | words.w & 0xffff0000};
+  // Calls with the place in Y or its like, the chunk, and how many outputs there are.
+  template <class Outputs, class Function>
+  __device__ __forceinline__ void each(Outputs* all, uint32_t block, int pass,
+                                       Function function) const {
+    const int lane = lane_anew(), first = lane / Row::kChunks, chunk = lane % Row::kChunks;
+    const int before = pass * kPassColumns + chunk * kChunk, row_before = pass * kPassRows + first;
+    const int count = min(kChunk, columns - before);
+    Outputs* at = all + static_cast<int64_t>(row + row_before) * args.width + column + before;
+#pragma unroll
+    for (int i = 0; i < kCount; i++, at += kStep * args.width) {
+      if (row_before + i * kStep >= rows) continue;
+      function(at, block + Row::place(first + i * kStep, chunk), count);
+    }
+  }
+  static __device__ __forceinline__ Element* element(uint32_t chunk, int number) {
+    return reinterpret_cast<Element*>(smem + (chunk - ptx::smem_address(smem))) + number;
   }
 };
-
-__device__ __forceinline__ int gates(const TiledGemmArgs& args) {
-  return args.activation == kSiluMul ? 2 : 1;
-}
-
-// What becomes of a sum and the one beside it, without a gate.
-__device__ __forceinline__ uint32_t output(const TiledGemmArgs& args, float2 sum, float2 bias,
-                                           uint32_t residual) {
-  sum.x += bias.x, sum.y += bias.y;
-  if (args.activation == kRelu) sum = {fmaxf(sum.x, 0.0f), fmaxf(sum.y, 0.0f)};
-  if (args.residual) {
-    const float2 more = unpacked(residual);
-    sum.x += more.x, sum.y += more.y;
-  }
-  return packed(sum.x, sum.y);
-}

@@ -2,18 +2,12 @@
 // where CTAs of a cluster sum segments of them, at the end.
 #pragma once
 
-#if WIDE
-#include "wide_epilogue.cuh"
-#else
-#include "tiled_epilogue.cuh"
-#endif
+#include "tiled_output.cuh"
 
 static_assert(Sums::kSets == 1, "sums are in one set");
 
 constexpr int kWarps = kConsumers / 32;
-constexpr int kPartTiles = 4;  // what one CTA adds the segments of
-constexpr int kParts = X_TILES / kPartTiles;
-constexpr int kPartBytes = kPartTiles * kConsumers * 16;
+constexpr int kPassBytes = kPassTiles * kConsumers * 16;
 
 // Every warp leaves its own, for the same one of the CTA that follows.
 __device__ __forceinline__ void leave_sums(const TiledGemmArgs& args, const Sums& sums) {
@@ -50,12 +44,12 @@ __device__ __forceinline__ void take_sums(const TiledGemmArgs& args, int cluster
   }
 }
 
-// A tile's segments, whose CTAs each add some parts of all of them. They meet where the stages are,
-// in shared memory, [segments][parts of the CTA][tiles][threads].
+// A tile's segments, whose CTAs each add those of some passes. They meet where the stages are, in
+// shared memory, [segments][passes of the CTA][tiles][threads].
 struct Segments {
   const uint32_t address;
   const int number, count, sharers, sharer;  // of CTAs beside each other in the cluster
-  const int parts;                           // of a CTA, at most
+  const int passes;                          // of a CTA, at most
 
   __device__ __forceinline__ Segments(const TiledGemmArgs& args, const Place& place,
                                       uint32_t address)
@@ -64,46 +58,53 @@ struct Segments {
         count(args.k_ctas),
         sharers(place.sharers),
         sharer(place.sharer),
-        parts((kParts + args.k_ctas - 1) / args.k_ctas) {}
+        passes((kPasses + args.k_ctas - 1) / args.k_ctas) {}
 
   // Nobody may read stages any more.
   __device__ __forceinline__ void give(const Sums& sums) const {
-    int owner = 0, part = 0;
+    int owner = 0, turn = 0;
 #pragma unroll
-    for (int i = 0; i < kParts; i++) {
-      const uint32_t to = ptx::in_cta(at(number, part), owner * sharers + sharer);
+    for (int pass = 0; pass < kPasses; pass++) {
+      const uint32_t to = ptx::in_cta(at(number, turn), owner * sharers + sharer);
 #pragma unroll
-      for (int j = 0; j < kPartTiles; j++) {
-        const float2 a = sums.tile[0][2 * (i * kPartTiles + j)];
-        const float2 b = sums.tile[0][2 * (i * kPartTiles + j) + 1];
-        ptx::store_in_cta(to + j * kConsumers * 16, {a.x, a.y, b.x, b.y});
+      for (int i = 0; i < kPassTiles; i++) {
+        const float2 a = sums.tile[0][2 * (pass * kPassTiles + i)];
+        const float2 b = sums.tile[0][2 * (pass * kPassTiles + i) + 1];
+        ptx::store_in_cta(to + i * kConsumers * 16, {a.x, a.y, b.x, b.y});
       }
-      if (++owner == count) owner = 0, part++;
+      if (++owner == count) owner = 0, turn++;
     }
   }
 
   // All have given theirs.
+  template <Way way>
   __device__ __forceinline__ void put(const TileOutputs& outputs) const {
+    Passes<way> all = outputs.passes<way>();
+    all.begin_staging();
+    const Stager stager;
 #pragma unroll 1
-    for (int part = 0; number + part * count < kParts; part++) {
-      float2 sums[2 * kPartTiles] = {};
+    for (int pass = number, turn = 0; pass < all.count; pass += count, turn++) {
+      const Biases<1> biases(outputs.args, outputs.part, pass);
+      float2 sums[2 * kPassTiles] = {};
 #pragma unroll 1
-      for (int i = 0; i < count; i++) {
+      for (int segment = 0; segment < count; segment++) {
         const float4* const from =
-            reinterpret_cast<const float4*>(smem + (at(i, part) - ptx::smem_address(smem)));
+            reinterpret_cast<const float4*>(smem + (at(segment, turn) - ptx::smem_address(smem)));
 #pragma unroll
-        for (int j = 0; j < kPartTiles; j++) {
-          const float4 more = from[j * kConsumers];
-          sums[2 * j].x += more.x, sums[2 * j].y += more.y;
-          sums[2 * j + 1].x += more.z, sums[2 * j + 1].y += more.w;
+        for (int i = 0; i < kPassTiles; i++) {
+          const float4 more = from[i * kConsumers];
+          sums[2 * i].x += more.x, sums[2 * i].y += more.y;
+          sums[2 * i + 1].x += more.z, sums[2 * i + 1].y += more.w;
         }
       }
-      outputs.put_tiles<kPartTiles>(sums, (number + part * count) * kPartTiles);
+      const uint32_t block = all.take(turn);
+      stager.stage<way>(outputs.args, sums, biases.in(0), block);
+      all.pass_on(block, pass, all.outputs.are_boxes(pass + 1));
     }
   }
 
  private:
-  __device__ __forceinline__ uint32_t at(int segment, int part) const {
-    return address + (segment * parts + part) * kPartBytes + threadIdx.x * 16;
+  __device__ __forceinline__ uint32_t at(int segment, int turn) const {
+    return address + (segment * passes + turn) * kPassBytes + threadIdx.x * 16;
   }
 };

@@ -86,6 +86,14 @@ def atoms_map(
     return (address, *shape, box_rows, box_atoms, *[0] * 11)
 
 
+def boxes_map(
+    address: int, dtype: torch.dtype, shape: tuple[int, int], box: tuple[int, int]
+) -> tuple[int, ...]:
+    """The same of tensor_map.boxes_map."""
+    del dtype
+    return (address, *shape, *box, *[0] * 11)
+
+
 def kernels(
     source: str,
     name: str,

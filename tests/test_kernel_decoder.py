@@ -84,6 +84,7 @@ def launched(
     monkeypatch.setattr(attention, "_check_gpu", lambda _: None)
     monkeypatch.setattr("dakrun.kernels.jit.kernel", kernel)
     monkeypatch.setattr("dakrun.kernels.tiled_gemm.atoms_map", emulated.atoms_map)
+    monkeypatch.setattr("dakrun.kernels.tiled_gemm.boxes_map", emulated.boxes_map)
     monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for module in (decode_step, products):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedKernel, atoms_map, of_name
+from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from torch.nn import functional as F
 
 from dakrun.kernels import jit, operands, tiled_gemm
@@ -16,6 +16,8 @@ from dakrun.kernels.gemm import Activation
 from dakrun.kernels.heuristics import TierAccess, split_octets
 from dakrun.kernels.packing import PackedPart, PackedTensor, pack
 from dakrun.kernels.tiled_shapes import (
+    LEAST_BLOCKS,
+    MAX_BLOCKS,
     PORTABLE_X_TILES,
     WIDE_TILES,
     X_TILES,
@@ -45,6 +47,7 @@ def build(wgmma: int, tmp_path_factory: pytest.TempPathFactory) -> Build:
 def on_the_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "kernel", build)
     monkeypatch.setattr(tiled_gemm, "atoms_map", atoms_map)
+    monkeypatch.setattr(tiled_gemm, "boxes_map", boxes_map)
     monkeypatch.setattr(operands, "check_gpu", lambda _: None)
 
 
@@ -196,6 +199,24 @@ def test_tiles(shape: Shape) -> None:
     how = config(TierTiles(2, shape.octets - 1), shape=shape, stages=2)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
     assert error(run(weight, n, how, bias=bias), exact) < 5e-4
+
+
+@pytest.mark.parametrize("shape", [Shape(16, 2), Shape(24, 1, wide=True), ALONG_X])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("m", [240, 235])
+def test_any_number_of_blocks(shape: Shape, residual: bool, m: int, build: Build) -> None:
+    """Of outputs on their way to Y, whose rows tensor maps take, or do not."""
+    k, n = 72, 300
+    weight, bias = normal(m, k, scale=k**-0.5), normal(m)
+    more = normal(n, m) if residual else None
+    wanted = run(weight, n, bias=bias, residual=more)
+    kernel = kernel_of(shape, build)
+    for blocks in (LEAST_BLOCKS, 4, 7, MAX_BLOCKS):
+        for tile_octets in (min(15, shape.octets), shape.octets):
+            kernel.seed = blocks
+            only = replace(launch(TierTiles(2, tile_octets), shape=shape), blocks=blocks)
+            found = run(weight, n, TiledConfig((only,)), bias=bias, residual=more)
+            assert torch.equal(found, wanted), (blocks, tile_octets)
 
 
 @pytest.mark.parametrize("octets", [1, 5, 11])

@@ -8,11 +8,13 @@ from dakrun.kernels.heuristics import ATOM_BYTES, TierAccess
 from dakrun.kernels.tiled_heuristics import shapes, tiled_config
 from dakrun.kernels.tiled_shapes import (
     BARRIER_BYTES,
+    BLOCKS_BYTES,
     H200,
+    LEAST_BLOCKS,
+    MAX_BLOCKS,
     MAX_CLUSTER,
     MAX_STAGES,
     PORTABLE_X_TILES,
-    STAGING_BYTES,
     Launch,
     Limits,
     Shape,
@@ -33,7 +35,7 @@ def sums_fit(launch: Launch) -> bool:
     shape = launch.shape
     parts = ceil_div(ceil_div(shape.tiles, 4), shape.k_ctas)
     met = shape.k_ctas * parts * 4 * 256 * 16 if shape.k_ctas > 1 else 0
-    return launch.shared_bytes - STAGING_BYTES >= met
+    return launch.shared_bytes - launch.blocks * BLOCKS_BYTES >= met
 
 
 @pytest.mark.parametrize("limits", [H200, Limits(99 * 1024), SMALL])
@@ -42,12 +44,14 @@ def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
     for shape in shapes(limits):
         for octets in range(1, shape.octets + 1):
             stages = shape.stages(limits, octets)
-            launch = Launch(shape, stages, (TierTiles(1, octets),))
+            launch = Launch(shape, stages, (TierTiles(1, octets),)).with_most_blocks(limits)
+            assert LEAST_BLOCKS <= launch.blocks <= MAX_BLOCKS
             assert stages >= 2 and sums_fit(launch)
             assert launch.shared_bytes <= limits.shared_bytes - BARRIER_BYTES
             reading = ceil_div(octets, shape.group_octets) * shape.group_octets
             last = (stages - 1) * shape.stage_bytes(octets)
-            assert STAGING_BYTES + last + reading * ATOM_BYTES <= launch.shared_bytes
+            staged = launch.blocks * BLOCKS_BYTES
+            assert staged + last + reading * ATOM_BYTES <= launch.shared_bytes
 
 
 @given(

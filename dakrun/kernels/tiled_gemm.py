@@ -14,7 +14,7 @@ import torch
 from dakrun.kernels import jit, operands
 from dakrun.kernels.gemm import ACTIVATIONS, Activation
 from dakrun.kernels.packing import PackedTensor
-from dakrun.kernels.tensor_map import atoms_map
+from dakrun.kernels.tensor_map import atoms_map, boxes_map
 from dakrun.kernels.tiled_shapes import (
     BARRIER_BYTES,
     MAX_CLUSTER,
@@ -33,6 +33,7 @@ from dakrun.octets import OCTET_ROWS
 from dakrun.units import ceil_div
 
 SOURCE = "tiled_gemm.cu"
+TMA_BYTES = 16  # that addresses and rows of what TMA writes are multiples of
 WARPS = 4 * WARPGROUPS  # that multiply
 ALONE, BEFORE_LOCAL, AFTER_REMOTE = range(3)  # what a launch waits for
 
@@ -50,8 +51,10 @@ class _TierTiles(ctypes.Structure):
 class _Args(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_uint64 * 16),
-        *((name, ctypes.c_int) for name in ("m", "n", "box_rows", "activation", "order")),
-        *((name, ctypes.c_int) for name in ("w_ctas", "x_ctas", "k_ctas", "segment", "width")),
+        ("y_boxes", ctypes.c_uint64 * 16),
+        *((name, ctypes.c_int) for name in ("boxes", "m", "n", "box_rows", "activation", "order")),
+        *((name, ctypes.c_int) for name in ("w_ctas", "x_ctas", "k_ctas")),
+        *((name, ctypes.c_int) for name in ("segment", "blocks", "width")),
         *((name, ctypes.c_uint64) for name in ("bias", "residual", "y", "carried", "flags")),
         ("tiers", _TierTiles * (operands.MAX_TIERS + 1)),
         ("weight", operands.PackedMatrix),
@@ -138,6 +141,7 @@ def tiled_gemm(
     if not given.fits(config):
         raise ValueError(f"expected a workspace for sums that clusters leave for others: {config}")
     args = _Args(
+        boxes=int(not gated and _takes_boxes(out)),
         m=m,
         n=n,
         activation=ACTIVATIONS.index(activation),
@@ -155,10 +159,13 @@ def tiled_gemm(
         args.order = order
         args.w_ctas, args.x_ctas, args.k_ctas = shape.w_ctas, shape.x_ctas, shape.k_ctas
         args.segment = ceil_div(args.weight.atoms, shape.k_ctas)
+        args.blocks = launch.blocks
         args.box_rows = OCTET_ROWS * ceil_div(
             min(shape.x_tiles, ceil_div(n, OCTET_ROWS)), shape.w_ctas
         )
         args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), args.box_rows, 1)
+        if args.boxes:
+            args.y_boxes[:] = boxes_map(out.data_ptr(), out.dtype, (n, width), shape.output_box)
         args.tiers[:] = _tiers(n, weight, launch)
         kernel = jit.kernel(
             SOURCE, "tiled_gemm", defines(weight.dtype, shape.tiles, wide=shape.wide)
@@ -170,6 +177,11 @@ def tiled_gemm(
         args.carried += launch.carried
         args.flags += 4 * WARPS * launch.carriers
     return out
+
+
+def _takes_boxes(out: torch.Tensor) -> bool:
+    """Whether TMA can write to `out` [rows, width], whose rows begin at multiples of 16 bytes."""
+    return out.data_ptr() % TMA_BYTES == 0 and out.shape[1] * out.itemsize % TMA_BYTES == 0
 
 
 def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:

@@ -78,7 +78,7 @@ def tiled_config(
         _, shape = local(left)
         tier = local_tier(n, octets[0], shape, left, atoms, limits, window=tiers[0])
         stages = shape.stages(limits, tier.tile_octets)
-        launches.append(Launch(shape, stages, (tier, *nobody[1:])))
+        launches.append(Launch(shape, stages, (tier, *nobody[1:])).with_most_blocks(limits))
     return TiledConfig(tuple(launches))
 
 
@@ -96,7 +96,7 @@ def _without_limits(
         for count, own in zip(octets[1:], given, strict=True)
     ]
     stages = shape.stages(limits, max(tier.tile_octets for tier in tiers))
-    return Launch(shape, stages, (TierTiles(0), *tiers))
+    return Launch(shape, stages, (TierTiles(0), *tiers)).with_most_blocks(limits)
 
 
 def _at_most(counts: list[int], most: int) -> list[int]:

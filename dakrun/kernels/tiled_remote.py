@@ -87,7 +87,8 @@ class Remote:
             self._tiles(shape, tier, count) if count else TierTiles(0)
             for tier, count in enumerate(clusters)
         )
-        return Launch(shape, self._stages(shape), (TierTiles(0), *tiles))
+        launch = Launch(shape, self._stages(shape), (TierTiles(0), *tiles))
+        return launch.with_most_blocks(self.limits)
 
     def _stages(self, shape: Shape) -> int:
         """Of all tiers' rings: as many as the largest tile leaves room for."""

@@ -3,7 +3,7 @@
 Needs no GPU, and chooses nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dakrun.kernels.heuristics import ATOM_BYTES, TILE_OCTETS
 from dakrun.octets import OCTET_ROWS
@@ -17,9 +17,9 @@ WARPGROUPS = 2
 THREADS = 128 * (WARPGROUPS + 1)
 MAX_STAGES = 13
 MAX_CLUSTER = 8  # CTAs
-PART_TILES = 4  # what one CTA adds the segments of
-PASS_ROWS = 64  # of X, whose outputs a warpgroup stages at a time
-STAGING_BYTES = WARPGROUPS * PASS_ROWS * TILE_OCTETS * OCTET_ROWS * 2
+PASS_TILES = 4  # of a warp's sums, whose outputs are staged at a time, as a block
+BLOCKS_BYTES = WARPGROUPS * PASS_TILES * OCTET_ROWS * TILE_OCTETS * OCTET_ROWS * 2  # one a warp
+LEAST_BLOCKS, MAX_BLOCKS = 3, 8  # of a warp
 SUM_BYTES = 4 * OCTET_ROWS * WARPGROUPS * TILE_OCTETS * OCTET_ROWS  # a CTA's, of a tile of X
 BARRIER_BYTES = 1024  # of a CTA's shared memory
 
@@ -96,6 +96,12 @@ class Shape:
         """Of X in a cluster's tile."""
         return OCTET_ROWS * self.across * self.x_ctas
 
+    @property
+    def output_box(self) -> tuple[int, int]:
+        """Rows and columns of Y that a warp writes at a time."""
+        rows, cols = (2, PASS_TILES) if self.wide else (PASS_TILES, 2)
+        return OCTET_ROWS * rows, OCTET_ROWS * cols
+
     def stage_bytes(self, octets: int) -> int:
         """Of a stage: 64 columns of `octets` of W, and of X."""
         return ATOM_BYTES * (octets + self.across)
@@ -108,18 +114,18 @@ class Shape:
     @property
     def sums_bytes(self) -> int:
         """Where segments of sums meet in shared memory, instead of stages."""
-        own = ceil_div(self.tiles, PART_TILES * self.k_ctas) * PART_TILES
+        own = ceil_div(self.tiles, PASS_TILES * self.k_ctas) * PASS_TILES
         return own * self.k_ctas * SUM_BYTES if self.k_ctas > 1 else 0
 
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
-        room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES
+        room = limits.shared_bytes - BARRIER_BYTES - LEAST_BLOCKS * BLOCKS_BYTES
         return self.stages(limits, self.octets) >= 2 and self.sums_bytes <= room
 
     def stages(self, limits: Limits, octets: int) -> int:
         """That there is room for, of `octets` of W."""
-        room = limits.shared_bytes - BARRIER_BYTES - STAGING_BYTES - self.bytes_behind(octets)
-        return min(MAX_STAGES, room // self.stage_bytes(octets))
+        room = limits.shared_bytes - BARRIER_BYTES - LEAST_BLOCKS * BLOCKS_BYTES
+        return min(MAX_STAGES, (room - self.bytes_behind(octets)) // self.stage_bytes(octets))
 
 
 @dataclass(frozen=True)
@@ -140,11 +146,20 @@ class TierTiles:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch for some tiers: what its clusters multiply, through a ring of `stages`."""
+    """A launch for some tiers: what its clusters multiply, through a ring of `stages`.
+
+    Outputs are on their way to Y, and residuals from there, in `blocks` of each warp.
+    """
 
     shape: Shape
     stages: int
     tiers: tuple[TierTiles, ...]
+    blocks: int = LEAST_BLOCKS
+
+    def with_most_blocks(self, limits: Limits) -> "Launch":
+        """The same with as many blocks as there is room for beside the stages."""
+        room = limits.shared_bytes - BARRIER_BYTES - self._ring_bytes
+        return replace(self, blocks=min(MAX_BLOCKS, room // BLOCKS_BYTES))
 
     @property
     def ctas(self) -> int:
@@ -154,9 +169,13 @@ class Launch:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: outputs on their way, and the stages."""
+        return self.blocks * BLOCKS_BYTES + self._ring_bytes
+
+    @property
+    def _ring_bytes(self) -> int:
         stages = self.stages * self.shape.stage_bytes(self.tile_octets)
         stages += self.shape.bytes_behind(min(self._tile_sizes))
-        return STAGING_BYTES + max(stages, self.shape.sums_bytes)
+        return max(stages, self.shape.sums_bytes)
 
     @property
     def tile_octets(self) -> int:

@@ -29,7 +29,7 @@ EVEN_READS = 1.24  # where clusters share the last tiles, and others are at othe
 # Of a tile, when nothing is multiplied: before it, and for 8 rows by 64 a warpgroup outputs, sums
 # left and taken, and segments added. Of a launch, before it waits for others: CTAs that share.
 START_CYCLES = 1500
-STORE_CYCLES = 195
+STORE_CYCLES = 110
 CARRY_CYCLES = 630
 MEET_CYCLES = 2200
 ADD_CYCLES = 110

@@ -31,6 +31,22 @@ constexpr int kWarp = 32;
 
 struct Cta;
 
+// What a thread has begun that goes on by itself: how much of each group is under way.
+struct Groups {
+  std::shared_ptr<int> open = std::make_shared<int>(0);
+  std::deque<std::shared_ptr<int>> committed;
+
+  void commit() {
+    committed.push_back(open);
+    open = std::make_shared<int>(0);
+  }
+  bool done(size_t but_for) const {
+    for (size_t i = 0; i + but_for < committed.size(); i++)
+      if (*committed[i] > 0) return false;
+    return true;
+  }
+};
+
 struct Fiber {
   Context context;
   Cta* cta;
@@ -40,6 +56,7 @@ struct Fiber {
   int cluster_phase = -1;  // of the cluster's barrier, that it has arrived in
   std::vector<std::function<void()>> products;  // of wgmma, and those committed, group by group
   std::deque<std::vector<std::function<void()>>> groups;
+  Groups copies, stores;  // of chunks to shared memory, and of boxes from there
 };
 
 struct Barrier {
@@ -150,14 +167,33 @@ Taken together(const Given& given, Function compute) {
   return taken;
 }
 
+inline int some_turns() {
+  return static_cast<int>(random() % 8 ? random() % 8 : random() % 2000);  // some are slow
+}
+
+// Does `work` later, as a part of the running thread's open group.
+inline void later(Groups& groups, std::function<void()> work) {
+  Cta* const of = cta;
+  const std::shared_ptr<int> group = groups.open;
+  ++*group;
+  copies.push_back({some_turns(), [=] {
+                      if (of->left == 0) fail("what a CTA has begun goes on when it has ended");
+                      work();
+                      --*group;
+                    }});
+}
+
+inline void wait_for(const Groups& groups, size_t but_for) {
+  wait([&groups, but_for] { return groups.done(but_for); });
+}
+
 // From now on `to`, of CTA `of`, is NaN; `land` puts there what it then has, and a barrier knows.
 inline void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
                  std::function<void(uint8_t*)> land) {
   uint8_t* const memory = at(to, bytes, of);
   if (of.barriers.count(barrier) == 0) fail("a copy names no barrier");
   std::memset(memory, 0xff, bytes);
-  const int turns = random() % 8 ? random() % 8 : random() % 2000;  // some are slow
-  copies.push_back({turns, [=, &of] {
+  copies.push_back({some_turns(), [=, &of] {
                       if (of.left == 0) fail("a copy lands in a CTA that has ended");
                       land(memory);
                       Barrier& found = of.barriers[barrier];

@@ -5,7 +5,7 @@
 #include "ptx_tensor.cuh"
 
 struct alignas(64) TensorMap {  // as tests/emulated.py writes it
-  uint64_t address, rows, cols, box_rows, box_atoms;
+  uint64_t address, rows, cols, box_rows, box_atoms;  // or columns of a box, of boxes_map
   uint64_t unused[11];
 };
 
@@ -32,6 +32,17 @@ inline bool elect_one() {
 template <class Word>
 Word anew(Word value) {
   return value;
+}
+
+inline uint4 load_chunk(uint32_t address) {
+  uint4 words;
+  std::memcpy(&words, emulator::at(address, sizeof words), sizeof words);
+  return words;
+}
+
+inline void store_chunk(void* to, uint4 words) {
+  if (reinterpret_cast<uintptr_t>(to) % sizeof words) emulator::fail("a store is not aligned");
+  std::memcpy(to, &words, sizeof words);
 }
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
@@ -70,6 +81,22 @@ inline void prefetch_tensor_map(const TensorMap*) {}
 inline void launch_dependents() {}
 inline void wait_for_dependencies() {
   cta->running->waited_for_dependencies = true;
+}
+
+inline void copy_chunk(uint32_t destination, const void* source) {
+  if (!cta->running->waited_for_dependencies) emulator::fail("it is read before it is complete");
+  if (destination % 16 || reinterpret_cast<uintptr_t>(source) % 16) {
+    emulator::fail("a copy is not of multiples of 16 bytes");
+  }
+  uint8_t* const to = emulator::at(destination, 16);
+  std::memset(to, 0xff, 16);
+  emulator::later(cta->running->copies, [=] { std::memcpy(to, source, 16); });
+}
+
+inline void commit_copies() { cta->running->copies.commit(); }
+template <int groups>
+void wait_for_copies() {
+  emulator::wait_for(cta->running->copies, groups);
 }
 
 inline void check_bulk(uint32_t destination, const void* source, uint32_t bytes) {
@@ -159,6 +186,33 @@ inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y
                         uint32_t barrier) {
   tensor_load_multicast(destination, map, x, y, z, barrier, static_cast<uint16_t>(1 << cta->rank));
 }
+
+// With the swizzle of as many bytes as a box's row has.
+inline void tensor_store(const TensorMap* map, int x, int y, uint32_t source) {
+  const TensorMap box = *map;
+  const uint64_t row_bytes = 2 * box.box_atoms;
+  if (source % 1024) emulator::fail("a swizzled box is not aligned to 1 KiB");
+  if (x < 0 || y < 0) emulator::fail("a box begins before the matrix");
+  if (2 * x % 16) emulator::fail("a box does not begin at a multiple of 16 bytes");
+  const uint8_t* const from = emulator::at(source, box.box_rows * row_bytes);
+  emulator::later(cta->running->stores, [=] {
+    auto* const elements = reinterpret_cast<uint16_t*>(box.address);
+    for (uint64_t row = 0; row < box.box_rows && y + row < box.rows; row++) {
+      for (uint64_t i = 0; i < box.box_atoms && x + i < box.cols; i++) {
+        const uint64_t chunk = row * row_bytes / 16 + i / 8;
+        const uint64_t swizzled = chunk ^ chunk / 8 % (row_bytes / 16);
+        std::memcpy(elements + (y + row) * box.cols + x + i, from + swizzled * 16 + i % 8 * 2, 2);
+      }
+    }
+  });
+}
+
+inline void commit_stores() { cta->running->stores.commit(); }
+template <int groups>
+void wait_for_reads() {
+  emulator::wait_for(cta->running->stores, groups);
+}
+inline void wait_for_stores() { wait_for_reads<0>(); }
 
 inline void store_release(int* to, int value) {
   *to = value;
