@@ -12,11 +12,12 @@ template <Way way>
 struct Passes {
   static constexpr bool kBrings = way == kWithResidual;
   static constexpr uint32_t kNone = ~0u;
+  static constexpr int kLag = kLeastBlocks - 1;  // blocks that may still be read
 
   const WarpOutputs<way == kGated> outputs;
   Blocks& blocks;
   const int count, step;  // of passes: how many there are, and how far the next one is
-  uint32_t before[2] = {kNone, kNone};  // the blocks of the two passes before
+  uint32_t before[kLag] = {kNone, kNone};  // the blocks of the two passes before
 
   __device__ __forceinline__ Passes(const TiledGemmArgs& args, const TilePart& part, Blocks& blocks,
                                     bool leaves)
@@ -25,7 +26,8 @@ struct Passes {
         count(leaves ? 0 : outputs.passes()),
         step(args.k_ctas) {}
 
-  // Before the tile's products: residuals of passes from the first one on.
+  // Before the tile's products: residuals are brought for as many passes as there are blocks, from
+  // the first one on. Each is a group of copies, be it empty.
   __device__ __forceinline__ void begin(int pass) const {
     until_read<0>();
     uint32_t block = blocks.next;
@@ -37,12 +39,13 @@ struct Passes {
     }
   }
 
-  // After the tile's products.
+  // After the tile's products. Nothing reads blocks any more: the tile before was written long ago.
   __device__ __forceinline__ void begin_staging() const {
-    if (!kBrings) until_read<0>();  // they are long since
+    if (!kBrings) until_read<0>();
   }
 
-  // The block of the next pass, of which `turn` have been before in the tile.
+  // The block of the next pass, of which `turn` have been before in the tile. Behind the copies of
+  // its residual there have been as many groups as blocks but three.
   __device__ __forceinline__ uint32_t take(int turn) const {
     if (kBrings) {
       if (blocks.count > kLeastBlocks) {
@@ -52,12 +55,13 @@ struct Passes {
       }
       sync_warp();
     } else if (turn >= blocks.count) {
-      until_read<kLeastBlocks - 1>();
+      until_read<kLag>();
     }
     return blocks.take();
   }
 
-  // By a lane that has staged its part of a pass.
+  // By a lane that has staged its part of a pass. The block of the second pass before it is read no
+  // more then, and gets the residual of the pass that will take it.
   __device__ __forceinline__ void pass_on(uint32_t block, int pass, bool boxes) {
     if (boxes) ptx::fence_proxy_async();
     sync_warp();
@@ -67,15 +71,15 @@ struct Passes {
       ptx::commit_stores();
     }
     if (!kBrings) return;
-    until_read<2>();
-    const int next = pass + (blocks.count - 2) * step;
+    until_read<kLag>();
+    const int next = pass + (blocks.count - kLag) * step;
     if (before[0] != kNone && next < count) outputs.bring(before[0], next);
     ptx::commit_copies();
     before[0] = before[1], before[1] = block;
   }
 
  private:
-  // Until nothing reads blocks but for what was committed last.
+  // Until nothing reads blocks but those of so many passes, the last ones.
   template <int groups>
   static __device__ __forceinline__ void until_read() {
     if (ptx::elect_one()) ptx::wait_for_reads<groups>();
