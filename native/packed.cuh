@@ -35,7 +35,8 @@ struct Octet {
       number++;
     const PackedTier &tier = matrix.tiers[number], &next = matrix.tiers[number + 1];
     octet -= tier.first_octet;
-    const int first = octet / tier.wave_octets * tier.wave_octets;
+    const int first =
+        octet < tier.wave_octets ? 0 : octet / tier.wave_octets * tier.wave_octets;
     octet -= first;
     wave = tier.base + static_cast<int64_t>(first) * atoms * kAtomBytes;
     wave_octets = min(tier.wave_octets, next.first_octet - tier.first_octet - first);

@@ -90,14 +90,13 @@ __device__ __forceinline__ uint32_t in_cta(uint32_t address, uint32_t rank) {
   return there;
 }
 
-__device__ __forceinline__ void store_in_cta(uint32_t there, float4 value) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(value.x),
-               "f"(value.y), "f"(value.z), "f"(value.w)
-               : "memory");
-}
-
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+// To such an address; a barrier there, given in the same way, counts its bytes when it has come.
+__device__ __forceinline__ void store_in_cta(uint32_t there, float4 value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(there),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
 }
 
 // Others need not see what this thread has written, which would cost a fence.

@@ -35,6 +35,7 @@ struct Ring {
 
   // By a thread of every warp: one alone would take a while.
   __device__ __forceinline__ void initialize(int warp) const {
+#pragma unroll 1
     for (int i = warp; i < stages; i += kTiledThreads / 32) {
       ptx::mbarrier_init(full_barrier[i], 2);
       ptx::mbarrier_init(empty_barrier[i], kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
@@ -68,18 +69,16 @@ __device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
   if (args.order == kBeforeLocal) ptx::launch_dependents();
 }
 
-// At the end of a tile, where segments are added: by warps that do not take part, as often as by
-// those that do, which use the stages meanwhile.
-__device__ __forceinline__ void pass_segments(const TiledGemmArgs& args, const Tiles& tile) {
-  if (args.k_ctas == 1) return;
-  __syncwarp();
-  for (int i = tile.last() ? 1 : 0; i < 3; i++)
-    cluster_meet();
+// By warps that copy, when they have done so for a tile: its segments may meet where the stages
+// are.
+__device__ __forceinline__ void pass_segments(const TiledGemmArgs& args, const Tiles& tile,
+                                              const SegmentBarriers& barriers) {
+  if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.added, tile.parity());
 }
 
 // By a whole warp: lane i copies octet i of a tile, and those that lie behind it in its group.
 __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ring,
-                                       const Place& place) {
+                                       const Place& place, const SegmentBarriers& barriers) {
   const TierTiles& tier = args.tiers[place.tier];
   const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_octet - 1;
   const int window = tier.window < ring.stages ? tier.window : 1 << 30;
@@ -113,13 +112,13 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
       }
       fill.advance(ring.stages);
     }
-    pass_segments(args, tile);
+    pass_segments(args, tile, barriers);
   }
 }
 
 // By a whole warp, of which one thread copies. What a box has beyond X is zero, and slow to come.
 __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ring,
-                                       const Place& place) {
+                                       const Place& place, const SegmentBarriers& barriers) {
   const int most = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
   const bool shares = args.w_ctas > 1, copies = ptx::elect_one();
   const int part = shares ? args.box_rows * place.sharer : 0;
@@ -146,7 +145,7 @@ __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ri
         fill.advance(ring.stages);
       }
     }
-    pass_segments(args, tile);
+    pass_segments(args, tile, barriers);
   }
 }
 
@@ -161,7 +160,7 @@ __device__ __forceinline__ void pass_stages(int count, const Ring& ring, RingPos
 
 // Puts a tile's sums, or what has been given of its segments, on the way to Y.
 template <class From, class What>
-__device__ __forceinline__ void put(const TiledGemmArgs& args, const From& from, const What& what) {
+__device__ __forceinline__ void put(const TiledGemmArgs& args, From& from, const What& what) {
   const Way way = way_of(args);
   if (way == kGated) return from.template put<kGated>(what);
   if (way == kWithResidual) return from.template put<kWithResidual>(what);
@@ -169,20 +168,27 @@ __device__ __forceinline__ void put(const TiledGemmArgs& args, const From& from,
 }
 
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& ring,
-                                        const Place& place, int warpgroup) {
+                                        const Place& place, const SegmentBarriers& barriers,
+                                        int warpgroup) {
   Blocks blocks(args);
   RingPosition stage;
+  Segments segments(args, place, barriers, ring.first);
+  // What other CTAs arrive at is initialised.
+  if (args.k_ctas > 1 && place.sharers == 1) ptx::cluster_wait();
   for (Tiles tile(args, place); tile.next();) {
     if (tile.first()) wait_for_input(args);
     const TilePart part(args, tile, warpgroup);
     if (!part.exists()) {
       pass_stages(tile.k_end - tile.k, ring, stage);
-      pass_segments(args, tile);
+      if (args.k_ctas > 1) {
+        segments.drain();
+        segments.pass_on(tile.last());
+      }
       continue;
     }
     const uint32_t of_w = (part.octet - tile.octet) * kAtomBytes,
                    of_x = (part.n - tile.n) * kAtomK * 2;
-    const TileOutputs outputs(args, part, blocks, tile.leaves, place.segment);
+    const TileOutputs outputs(args, part, blocks, tile.leaves, segments.first);
     Sums sums;
     take_sums(args, place.sharers, tile.carried, sums);
 #if WGMMA  // products go on behind multiply(): a stage is free when those of the next one do
@@ -211,16 +217,10 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     } else if (args.k_ctas == 1) {
       put(args, outputs, sums);
     } else {
-      const Segments segments(args, place, ring.first);
-      __syncwarp();
-      cluster_meet();  // nobody reads stages any more
+      segments.drain();
       segments.give(sums);
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
       put(args, segments, outputs);
-      if (tile.last()) continue;
-      ptx::fence_proxy_async();  // before copies into stages
-      cluster_meet();
+      segments.pass_on(tile.last());
     }
   }
   ptx::wait_for_stores();
@@ -228,34 +228,41 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 
 extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
     tiled_gemm(const __grid_constant__ TiledGemmArgs args) {
-  __shared__ uint64_t barriers[2 * kMaxStages];
+  __shared__ uint64_t barriers[2 * kMaxStages + SegmentBarriers::kCount];
+  fetch_parameters(args);
   if (args.order != kBeforeLocal) ptx::launch_dependents();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const Place place(args);
   const Ring ring(args, args.tiers[place.tier], place, barriers);
   if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
   if (threadIdx.x == 0 && args.boxes) ptx::prefetch_tensor_map(&args.y_boxes);
+  const SegmentBarriers of_segments(ptx::smem_address(barriers + 2 * kMaxStages));
+  if (threadIdx.x == kTiledThreads - 1 && args.k_ctas > 1)
+    of_segments.initialize(args.k_ctas, place.sharers);
   if (threadIdx.x % 32 == 0) ring.initialize(warp);
   __syncthreads();
-  if (place.sharers > 1) cluster_meet();  // nobody may arrive at a barrier that is not initialised
+  // Nobody may arrive at a barrier that is not initialised: at once, or when segments are summed.
+  if (place.sharers > 1) cluster_meet();
+  const bool meets_later = place.sharers == 1 && args.k_ctas > 1;
+  if (meets_later) ptx::cluster_arrive_relaxed();
   if (warp < kConsumers / 32) {
 #if WGMMA
     ptx::take_registers<kConsumerRegisters>();
 #endif
-    consume(args, ring, place, warp / (kWarpgroup / 32));
+    consume(args, ring, place, of_segments, warp / (kWarpgroup / 32));
   } else {
 #if WGMMA
     ptx::keep_registers<kCopyRegisters>();
 #endif
     if (warp == kConsumers / 32) {
-      load_w(args, ring, place);
+      load_w(args, ring, place, of_segments);
     } else if (warp == kConsumers / 32 + 1) {
-      load_x(args, ring, place);
+      load_x(args, ring, place, of_segments);
     } else {
       wait_for_input(args);
-      for (Tiles tile(args, place); tile.next();)
-        pass_segments(args, tile);
     }
+    __syncwarp();
+    if (meets_later) ptx::cluster_wait();
   }
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance. And none does before

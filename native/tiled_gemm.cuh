@@ -64,6 +64,20 @@ __device__ __forceinline__ int tier_of(const TiledGemmArgs& args, int cluster) {
   return tier;
 }
 
+// Each warp reads a line of the parameters: they then come all at once, and not one after the other
+// as they are needed.
+__device__ __forceinline__ void fetch_parameters(const TiledGemmArgs& args) {
+  constexpr int kWords = (sizeof args - 2 * sizeof(TensorMap)) / sizeof(int);
+  const int line = threadIdx.x / 32 * (64 / sizeof(int));
+  if (line < kWords) ptx::fetch_parameter((&args.boxes)[line]);
+}
+
+// A division takes a while, and most of them need none.
+__device__ __forceinline__ int quotient(int number, int by) {
+  if (number < by) return 0;
+  return by == 1 ? number : number / by;
+}
+
 // Where a CTA is: its tier, its cluster among the tier's, and its place in there. Those that share
 // W or X follow each other, and those along K are `sharers` apart.
 struct Place {
@@ -79,7 +93,7 @@ struct Place {
     const int rank = ptx::cluster_rank();
     sharer = rank & sharers - 1;  // they are a power of two
     first_sharer = rank - sharer;
-    segment = args.k_ctas > 1 ? first_sharer / sharers : 0;
+    segment = quotient(first_sharer, sharers);
   }
   __device__ __forceinline__ uint16_t mask() const {
     return static_cast<uint16_t>(((1u << sharers) - 1) << first_sharer);
@@ -119,6 +133,7 @@ struct Tiles {
     return locate();
   }
   __device__ __forceinline__ bool first() const { return turn == 0; }
+  __device__ __forceinline__ uint32_t parity() const { return turn & 1; }
   // Whether this is the CTA's last one, where none are shared.
   __device__ __forceinline__ bool last() const { return turn + 1 >= args.tiers[tier].rounds; }
 
@@ -133,9 +148,9 @@ struct Tiles {
     carried = leaves = false;
     if (turn >= of.rounds) number = share(of);
     if (number >= of.w_tiles * of.x_tiles) return false;
-    const int whole = of.w_tiles * of.block_tiles, block = number / whole;
+    const int whole = of.w_tiles * of.block_tiles, block = quotient(number, whole);
     const int in_block = number - block * whole, before = block * of.block_tiles;
-    const int width = min(of.block_tiles, of.x_tiles - before), row = in_block / width;
+    const int width = min(of.block_tiles, of.x_tiles - before), row = quotient(in_block, width);
     octet = of.first_octet + (row * args.w_ctas + w) * of.tile_octets;
     octets = max(0, min(of.tile_octets, args.tiers[tier + 1].first_octet - octet));
     const int x_rows = kWarpgroups / of.row_groups * kXRows;

@@ -44,52 +44,109 @@ __device__ __forceinline__ void take_sums(const TiledGemmArgs& args, int cluster
   }
 }
 
+// The first pass of the calling warp whose segments its CTA adds. Each warp begins with another
+// CTA's, so that all get as many where there are fewer passes than CTAs.
+__device__ __forceinline__ int first_pass(const TiledGemmArgs& args, const Place& place) {
+  const int first = place.segment - static_cast<int>(threadIdx.x / 32) % args.k_ctas;
+  return first < 0 ? first + args.k_ctas : first;
+}
+
+// How the CTAs that sum a tile's segments know of each other.
+struct SegmentBarriers {
+  static constexpr int kCount = kWarps + 2;
+
+  Barriers given;    // [warps]: what others give the same warp has come
+  uint32_t drained;  // all warps that multiply, of all these CTAs, have read their last stage
+  uint32_t added;    // those of CTAs that share stages have read what they were given, too
+
+  __device__ __forceinline__ explicit SegmentBarriers(uint32_t first)
+      : given{first}, drained(given[kWarps]), added(given[kWarps + 1]) {}
+
+  // By a thread.
+  __device__ __forceinline__ void initialize(int segments, int sharers) const {
+    for (int i = 0; i < kWarps; i++)
+      ptx::mbarrier_init(given[i], 1);
+    ptx::mbarrier_init(drained, kWarps * segments);
+    ptx::mbarrier_init(added, kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
+  }
+};
+
 // A tile's segments, whose CTAs each add those of some passes. They meet where the stages are, in
-// shared memory, [segments][passes of the CTA][tiles][threads].
+// shared memory, [segments][passes of the CTA][tiles][threads]: every thread gives to its like in
+// the other CTAs.
 struct Segments {
+  const SegmentBarriers& barriers;
   const uint32_t address;
   const int number, count, sharers, sharer;  // of CTAs beside each other in the cluster
+  const int first;                           // pass of the CTA, in this warp
   const int passes;                          // of a CTA, at most
+  const int own;                             // passes of this warp's
+  uint32_t tile_parity = 0, given_parity = 0;
 
   __device__ __forceinline__ Segments(const TiledGemmArgs& args, const Place& place,
-                                      uint32_t address)
-      : address(address),
+                                      const SegmentBarriers& barriers, uint32_t address)
+      : barriers(barriers),
+        address(address),
         number(place.segment),
         count(args.k_ctas),
         sharers(place.sharers),
         sharer(place.sharer),
-        passes((kPasses + args.k_ctas - 1) / args.k_ctas) {}
+        first(first_pass(args, place)),
+        passes((kPasses + args.k_ctas - 1) / args.k_ctas),
+        own(first < kPasses - (passes - 1) * count ? passes : passes - 1) {}
 
-  // Nobody may read stages any more.
+  // By a warp that has read the tile's last stage.
+  __device__ __forceinline__ void drain() const {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+    if (lane < count) ptx::mbarrier_arrive_cluster(barriers.drained, rank(lane));
+  }
+
   __device__ __forceinline__ void give(const Sums& sums) const {
-    int owner = 0, turn = 0;
+    const int warp = threadIdx.x / 32;
+    const uint32_t given = barriers.given[warp];
+    if (threadIdx.x % 32 == 0 && own > 0)
+      ptx::mbarrier_arrive_expect_tx(given, own * (count - 1) * kPassBytes / kWarps);
+    wait_barrier(barriers.drained, tile_parity);
+    int owner = number - first, turn = 0, left = count;
+    if (owner < 0) owner += count;
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
-      const uint32_t to = ptx::in_cta(at(number, turn), owner * sharers + sharer);
+      const uint32_t at_owner = ptx::in_cta(at(number, turn), rank(owner)),
+                     given_owner = ptx::in_cta(given, rank(owner));
 #pragma unroll
       for (int i = 0; i < kPassTiles; i++) {
         const float2 a = sums.tile[0][2 * (pass * kPassTiles + i)];
         const float2 b = sums.tile[0][2 * (pass * kPassTiles + i) + 1];
-        ptx::store_in_cta(to + i * kConsumers * 16, {a.x, a.y, b.x, b.y});
+        const float4 both = {a.x, a.y, b.x, b.y};
+        if (owner == number) {
+          here(number, turn)[i * kConsumers] = both;
+        } else {
+          ptx::store_in_cta(at_owner + i * kConsumers * 16, both, given_owner);
+        }
       }
-      if (++owner == count) owner = 0, turn++;
+      if (++owner == count) owner = 0;
+      if (--left == 0) left = count, turn++;
     }
   }
 
-  // All have given theirs.
+  // Adds what this CTA has been given.
   template <Way way>
-  __device__ __forceinline__ void put(const TileOutputs& outputs) const {
+  __device__ __forceinline__ void put(const TileOutputs& outputs) {
+    if (own > 0) {
+      wait_barrier(barriers.given[threadIdx.x / 32], given_parity);
+      given_parity ^= 1;
+    }
     Passes<way> all = outputs.passes<way>();
     all.begin_staging();
     const Stager stager;
 #pragma unroll 1
-    for (int pass = number, turn = 0; pass < all.count; pass += count, turn++) {
+    for (int pass = first, turn = 0; pass < all.count; pass += count, turn++) {
       const Biases<1> biases(outputs.args, outputs.part, pass);
       float2 sums[2 * kPassTiles] = {};
 #pragma unroll 1
       for (int segment = 0; segment < count; segment++) {
-        const float4* const from =
-            reinterpret_cast<const float4*>(smem + (at(segment, turn) - ptx::smem_address(smem)));
+        const float4* const from = here(segment, turn);
 #pragma unroll
         for (int i = 0; i < kPassTiles; i++) {
           const float4 more = from[i * kConsumers];
@@ -103,7 +160,24 @@ struct Segments {
     }
   }
 
+  // By a warp that has nothing more to read of the tile, if another one follows.
+  __device__ __forceinline__ void pass_on(bool last) {
+    tile_parity ^= 1;
+    if (last) return;
+    ptx::fence_proxy_async();  // before copies into stages
+    __syncwarp();
+    if (sharers == 1) {
+      if (arrives_for_warp()) ptx::mbarrier_arrive(barriers.added);
+    } else if (threadIdx.x % 32 < sharers) {
+      ptx::mbarrier_arrive_cluster(barriers.added, number * sharers + threadIdx.x % 32);
+    }
+  }
+
  private:
+  __device__ __forceinline__ int rank(int segment) const { return segment * sharers + sharer; }
+  __device__ __forceinline__ float4* here(int segment, int turn) const {
+    return reinterpret_cast<float4*>(smem + (at(segment, turn) - ptx::smem_address(smem)));
+  }
   __device__ __forceinline__ uint32_t at(int segment, int turn) const {
     return address + (segment * passes + turn) * kPassBytes + threadIdx.x * 16;
   }

@@ -16,23 +16,23 @@ from dakrun.units import ceil_div
 # where CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, of
 # which those of W, often on their way from HBM, count more; and what taking them adds to products,
 # wide ones and others.
-ATOM_CYCLES = 36
-STAGE_CYCLES = 290
-LANDING_CYCLES = 1800
-SHARED_CYCLES = 6.95
+ATOM_CYCLES = 34
+STAGE_CYCLES = 330
+LANDING_CYCLES = 1580
+SHARED_CYCLES = 7.5
 SHARING_CYCLES = 43
 HBM_BYTES = 19.8
 L2_BYTES = 68
 READS_OF_W = 6
-SHARE_OF_READS, SHARE_OF_WIDE_READS = 0.192, 0.154
+SHARE_OF_READS, SHARE_OF_WIDE_READS = 0.188, 0.149
 EVEN_READS = 1.24  # where clusters share the last tiles, and others are at other columns
 # Of a tile, when nothing is multiplied: before it, and for 8 rows by 64 a warpgroup outputs, sums
 # left and taken, and segments added. Of a launch, before it waits for others: CTAs that share.
-START_CYCLES = 1500
+START_CYCLES = 2200
 STORE_CYCLES = 110
 CARRY_CYCLES = 630
-MEET_CYCLES = 2200
-ADD_CYCLES = 110
+MEET_CYCLES = 3600
+ADD_CYCLES = 100
 JOIN_CYCLES = 800
 # Of a launch, from the end of the one before until something is multiplied, beyond a tile's start.
 LAUNCH_CYCLES = 6000
@@ -54,18 +54,20 @@ def tiles_cycles(
 
     With `even` clusters share the last ones. That is products, or the copies that they wait for.
     """
-    groups = ceil_div(tile_octets, shape.group_octets) * WARPGROUPS // shape.row_groups
-    landed = tile_octets + shape.across
+    along_x = min(WARPGROUPS // shape.row_groups, ceil_div(n, OCTET_ROWS * shape.x_tiles))
+    groups = ceil_div(tile_octets, shape.group_octets) * along_x
+    across = min(along_x * shape.x_tiles, ceil_div(n, OCTET_ROWS))
+    landed = tile_octets + across
     shared = SHARED_CYCLES * (landed + groups * (TILE_OCTETS + shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(limits, tile_octets) - 1)
     stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
-    reads = ATOM_BYTES * (READS_OF_W * tile_octets + shape.across / shape.w_ctas) / L2_BYTES
+    reads = ATOM_BYTES * (READS_OF_W * tile_octets + across / shape.w_ctas) / L2_BYTES
     share = SHARE_OF_WIDE_READS if shape.wide else SHARE_OF_READS
     stage += share * min(1.0, waves) * reads * (EVEN_READS if even else 1)
     stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
     per_tile = START_CYCLES + STORE_CYCLES * shape.tiles
     if shape.k_ctas > 1:
-        per_tile += MEET_CYCLES + ADD_CYCLES * shape.tiles
+        per_tile += MEET_CYCLES + ADD_CYCLES * shape.tiles * (1 - 1 / shape.k_ctas)
     products = ceil_div(atoms, shape.k_ctas) * stage
     fetched = ATOM_BYTES * atoms * octets / (HBM_BYTES * sms)
     rest = math.ceil(waves) * per_tile + (JOIN_CYCLES if shape.w_ctas > 1 else 0)

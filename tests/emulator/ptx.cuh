@@ -236,22 +236,20 @@ inline uint32_t in_cta(uint32_t address, uint32_t rank) {
   return address | rank + 1 << emulator::kCtaShift;
 }
 
-inline void store_in_cta(uint32_t there, float4 value) {
-  emulator::Cta& to = emulator::of_cluster((there >> emulator::kCtaShift) - 1);
-  const uint32_t address = there & (1u << emulator::kCtaShift) - 1;
-  std::memcpy(emulator::at(address, sizeof value, to), &value, sizeof value);
+inline void store_in_cta(uint32_t there, float4 value, uint32_t barrier) {
+  const uint32_t below = (1u << emulator::kCtaShift) - 1;
+  if ((there ^ barrier) & ~below) emulator::fail("a store's barrier is in another CTA");
+  emulator::copy(emulator::of_cluster((there >> emulator::kCtaShift) - 1), there & below,
+                 barrier & below, sizeof value,
+                 [=](uint8_t* to) { std::memcpy(to, &value, sizeof value); });
 }
 
-inline void cluster_arrive() {
+inline void cluster_arrive_relaxed() {
   __syncwarp();
   emulator::Cluster& cluster = *cta->cluster;
   cta->running->cluster_phase = cluster.phase;
   cluster.arrived++;
   cluster.settle();
-}
-
-inline void cluster_arrive_relaxed() {
-  cluster_arrive();
 }
 
 inline void cluster_wait() {
