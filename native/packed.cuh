@@ -21,6 +21,14 @@ struct PackedMatrix {
   PackedTier tiers[kMaxTiers + 1];  // one more, for the end
 };
 
+// Of numbers that are not negative, below 2^21: fewer instructions than a division has, all of
+// which a CTA that starts waits for.
+__device__ __forceinline__ int quotient(int number, int by) {
+  const int about = static_cast<int>(__fdividef(number, by));
+  const int left = number - about * by;
+  return about + (left >= by) - (left < 0);
+}
+
 // An octet of a matrix: its wave, [steps][groups][atoms along the columns][octets], and its place
 // in there.
 struct Octet {
@@ -35,20 +43,24 @@ struct Octet {
       number++;
     const PackedTier &tier = matrix.tiers[number], &next = matrix.tiers[number + 1];
     octet -= tier.first_octet;
-    const int first =
-        octet < tier.wave_octets ? 0 : octet / tier.wave_octets * tier.wave_octets;
+    const int first = quotient(octet, tier.wave_octets) * tier.wave_octets;
     octet -= first;
     wave = tier.base + static_cast<int64_t>(first) * atoms * kAtomBytes;
     wave_octets = min(tier.wave_octets, next.first_octet - tier.first_octet - first);
-    group = octet / tier.group_octets * tier.group_octets;
+    group = quotient(octet, tier.group_octets) * tier.group_octets;
     group_octets = min(tier.group_octets, wave_octets - group);
     place = octet - group;
     step_atoms = tier.step_atoms;
   }
 
+  // The first atom of a step.
+  __device__ __forceinline__ int step_of(int atom) const {
+    return quotient(atom, step_atoms) * step_atoms;
+  }
+
   // 8 rows of 128 bytes, whose chunks are swizzled.
   __device__ __forceinline__ const uint8_t* atom(int number) const {
-    const int step = number / step_atoms * step_atoms;
+    const int step = step_of(number);
     const int depth = min(step_atoms, atoms - step);
     const int before = step * wave_octets + group * depth + (number - step) * group_octets + place;
     return wave + static_cast<int64_t>(before) * kAtomBytes;
@@ -69,15 +81,15 @@ struct OctetAtoms {
 
   __device__ __forceinline__ OctetAtoms(const Octet& octet, int number)
       : from(octet.atom(number)),
-        step(octet.wave + static_cast<int64_t>(number - number % octet.step_atoms) *
-                              octet.wave_octets * kAtomBytes),
+        step(octet.wave +
+             static_cast<int64_t>(octet.step_of(number)) * octet.wave_octets * kAtomBytes),
         group(octet.group),
         place(octet.place),
         step_atoms(octet.step_atoms),
         group_bytes(octet.group_octets * kAtomBytes),
         step_bytes(octet.step_atoms * octet.wave_octets * kAtomBytes),
-        behind(octet.atoms - number + number % octet.step_atoms),
-        left(min(octet.step_atoms, behind) - number % octet.step_atoms) {}
+        behind(octet.atoms - octet.step_of(number)),
+        left(min(octet.step_atoms, behind) - number + octet.step_of(number)) {}
 
   __device__ __forceinline__ void next() {
     from += group_bytes;

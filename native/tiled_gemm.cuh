@@ -72,12 +72,6 @@ __device__ __forceinline__ void fetch_parameters(const TiledGemmArgs& args) {
   if (line < kWords) ptx::fetch_parameter((&args.boxes)[line]);
 }
 
-// A division takes a while, and most of them need none.
-__device__ __forceinline__ int quotient(int number, int by) {
-  if (number < by) return 0;
-  return by == 1 ? number : number / by;
-}
-
 // Where a CTA is: its tier, its cluster among the tier's, and its place in there. Those that share
 // W or X follow each other, and those along K are `sharers` apart.
 struct Place {
@@ -153,7 +147,7 @@ struct Tiles {
     const int width = min(of.block_tiles, of.x_tiles - before), row = quotient(in_block, width);
     octet = of.first_octet + (row * args.w_ctas + w) * of.tile_octets;
     octets = max(0, min(of.tile_octets, args.tiers[tier + 1].first_octet - octet));
-    const int x_rows = kWarpgroups / of.row_groups * kXRows;
+    const int x_rows = (kWarpgroups + 1 - of.row_groups) * kXRows;
     n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
     return true;
   }
@@ -164,8 +158,8 @@ struct Tiles {
     const int tiles = of.w_tiles * of.x_tiles, all = (tiles - before) * atoms;
     if (all <= 0) return tiles;
     const int begin = all * cluster / of.clusters, end = all * (cluster + 1) / of.clusters;
-    const int first = begin / atoms, begins = begin - first * atoms;
-    const int last = end / atoms, ends = end - last * atoms;
+    const int first = quotient(begin, atoms), begins = begin - first * atoms;
+    const int last = quotient(end, atoms), ends = end - last * atoms;
     const int step = turn - of.rounds - (ends > 0);
     if (step < 0) {
       k_end = ends;

@@ -47,7 +47,8 @@ __device__ __forceinline__ void take_sums(const TiledGemmArgs& args, int cluster
 // The first pass of the calling warp whose segments its CTA adds. Each warp begins with another
 // CTA's, so that all get as many where there are fewer passes than CTAs.
 __device__ __forceinline__ int first_pass(const TiledGemmArgs& args, const Place& place) {
-  const int first = place.segment - static_cast<int>(threadIdx.x / 32) % args.k_ctas;
+  const int warp = threadIdx.x / 32;
+  const int first = place.segment - warp + quotient(warp, args.k_ctas) * args.k_ctas;
   return first < 0 ? first + args.k_ctas : first;
 }
 
@@ -92,7 +93,7 @@ struct Segments {
         sharers(place.sharers),
         sharer(place.sharer),
         first(first_pass(args, place)),
-        passes((kPasses + args.k_ctas - 1) / args.k_ctas),
+        passes(quotient(kPasses + args.k_ctas - 1, args.k_ctas)),
         own(first < kPasses - (passes - 1) * count ? passes : passes - 1) {}
 
   // By a warp that has read the tile's last stage.
