@@ -69,6 +69,7 @@ struct SegmentBarriers {
       ptx::mbarrier_init(given[i], 1);
     ptx::mbarrier_init(drained, kWarps * segments);
     ptx::mbarrier_init(added, kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
+    ptx::fence_mbarrier_init();
   }
 };
 
