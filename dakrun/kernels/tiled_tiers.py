@@ -16,23 +16,24 @@ from dakrun.units import ceil_div
 # where CTAs wait for each other; the bytes that HBM and L2 give each of all SMs in a cycle, of
 # which those of W, often on their way from HBM, count more; and what taking them adds to products,
 # wide ones and others.
-ATOM_CYCLES = 34
-STAGE_CYCLES = 330
-LANDING_CYCLES = 1580
-SHARED_CYCLES = 7.5
+ATOM_CYCLES = 36.2
+STAGE_CYCLES = 360
+LANDING_CYCLES = 1530
+SHARED_CYCLES = 7.1
 SHARING_CYCLES = 43
 HBM_BYTES = 19.8
 L2_BYTES = 68
-READS_OF_W = 6
-SHARE_OF_READS, SHARE_OF_WIDE_READS = 0.188, 0.149
+READS_OF_W = 4.3
+SHARE_OF_READS, SHARE_OF_WIDE_READS = 0.188, 0.168
 EVEN_READS = 1.24  # where clusters share the last tiles, and others are at other columns
 # Of a tile, when nothing is multiplied: before it, and for 8 rows by 64 a warpgroup outputs, sums
-# left and taken, and segments added. Of a launch, before it waits for others: CTAs that share.
+# left and taken, and segments added, but for the CTA's own. Of a launch, before it waits for
+# others: CTAs that share.
 START_CYCLES = 2200
 STORE_CYCLES = 110
 CARRY_CYCLES = 630
-MEET_CYCLES = 3600
-ADD_CYCLES = 100
+MEET_CYCLES = 3200
+ADD_CYCLES = 50
 JOIN_CYCLES = 800
 # Of a launch, from the end of the one before until something is multiplied, beyond a tile's start.
 LAUNCH_CYCLES = 6000
