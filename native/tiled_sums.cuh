@@ -97,11 +97,13 @@ struct Segments {
         passes(quotient(kPasses + args.k_ctas - 1, args.k_ctas)),
         own(first < kPasses - (passes - 1) * count ? passes : passes - 1) {}
 
-  // By a warp that has read the tile's last stage.
+  // By every warp that has read the tile's last stage, until all have. Those that have nothing to
+  // give wait, too: else they might arrive for the next tile instead of others for this one.
   __device__ __forceinline__ void drain() const {
     const int lane = threadIdx.x % 32;
     __syncwarp();
     if (lane < count) ptx::mbarrier_arrive_cluster(barriers.drained, rank(lane));
+    wait_barrier(barriers.drained, tile_parity);
   }
 
   __device__ __forceinline__ void give(const Sums& sums) const {
@@ -109,7 +111,6 @@ struct Segments {
     const uint32_t given = barriers.given[warp];
     if (threadIdx.x % 32 == 0 && own > 0)
       ptx::mbarrier_arrive_expect_tx(given, own * (count - 1) * kPassBytes / kWarps);
-    wait_barrier(barriers.drained, tile_parity);
     int owner = number - first, turn = 0, left = count;
     if (owner < 0) owner += count;
 #pragma unroll

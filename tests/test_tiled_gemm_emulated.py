@@ -300,7 +300,7 @@ def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
 
 
 @pytest.mark.parametrize("shape", [*(Shape(tiles, 1) for tiles in (8, 16, 32)), WIDE])
-@pytest.mark.parametrize("segments", [2, 3, 4])
+@pytest.mark.parametrize("segments", [2, 3, 4, 5])
 @pytest.mark.parametrize("activation", ["relu", "silu_mul"])
 def test_segments_of_sums(
     shape: Shape, segments: int, activation: Activation, build: Build
