@@ -99,6 +99,10 @@ __device__ __forceinline__ void store_in_cta(uint32_t there, float4 value, uint3
       : "memory");
 }
 
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 // Others need not see what this thread has written, which would cost a fence.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

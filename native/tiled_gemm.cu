@@ -33,11 +33,10 @@ struct Ring {
         sharers(place.sharers),
         first_sharer(place.first_sharer) {}
 
-  // By a thread of every warp that multiplies: one alone would take a while, and those that copy
-  // have other things to begin with.
+  // By a thread of every warp: one alone would take a while.
   __device__ __forceinline__ void initialize(int warp) const {
 #pragma unroll 1
-    for (int i = warp; i < stages; i += kWarps) {
+    for (int i = warp; i < stages; i += kTiledThreads / 32) {
       ptx::mbarrier_init(full_barrier[i], 2);
       ptx::mbarrier_init(empty_barrier[i], kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
     }
@@ -63,25 +62,6 @@ __device__ __forceinline__ void cluster_meet() {
   ptx::cluster_wait();
 }
 
-// Of barriers, which a warp waits for as late as it can: those of the CTA, and those of other CTAs
-// that it arrives at, at once or, where segments are summed, at the end of a tile.
-struct Beginning {
-  const bool meets, meets_later;
-
-  __device__ __forceinline__ Beginning(const TiledGemmArgs& args, const Place& place)
-      : meets(place.sharers > 1), meets_later(!meets && args.k_ctas > 1) {}
-
-  __device__ __forceinline__ void wait() const {
-    __syncthreads();
-    if (meets) cluster_meet();
-    if (meets_later) ptx::cluster_arrive_relaxed();
-  }
-  __device__ __forceinline__ void wait_for_others() const {
-    __syncwarp();
-    if (meets_later) ptx::cluster_wait();
-  }
-};
-
 // Before anything is read that the kernels before wrote, or written.
 __device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
   if (args.order == kAfterRemote) return;
@@ -93,13 +73,12 @@ __device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
 // are.
 __device__ __forceinline__ void pass_segments(const TiledGemmArgs& args, const Tiles& tile,
                                               const SegmentBarriers& barriers) {
-  if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.added, tile.parity());
+  if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.added(), tile.parity());
 }
 
 // By a whole warp: lane i copies octet i of a tile, and those that lie behind it in its group.
 __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ring,
-                                       const Place& place, const Beginning& beginning,
-                                       const SegmentBarriers& barriers) {
+                                       const Place& place, const SegmentBarriers& barriers) {
   const TierTiles& tier = args.tiers[place.tier];
   const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_octet - 1;
   const int window = tier.window < ring.stages ? tier.window : 1 << 30;
@@ -108,13 +87,11 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
   const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);
   RingPosition fill, landed;
   int issued = 0;
-  Tiles tile(args, place);
-  for (; tile.next();) {
+  for (Tiles tile(args, place); tile.next();) {
     const Octet octet(args.weight, min(tile.octet + min(lane, max(tile.octets, 1) - 1), last));
     const bool copies = lane < tile.octets && (lane == 0 || octet.place == 0);
     const int bytes = min(tile.octets - lane, octet.group_octets - octet.place) * kAtomBytes;
     OctetAtoms atoms(octet, min(tile.k, args.weight.atoms - 1));
-    if (tile.first()) beginning.wait();
 #pragma unroll 1
     for (int k = tile.k; k < tile.k_end; k++, issued++, atoms.next()) {
       if (issued >= window) {
@@ -137,24 +114,18 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
     }
     pass_segments(args, tile, barriers);
   }
-  if (tile.first()) beginning.wait();  // there is none
 }
 
 // By a whole warp, of which one thread copies. What a box has beyond X is zero, and slow to come.
 __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ring,
-                                       const Place& place, const Beginning& beginning,
-                                       const SegmentBarriers& barriers) {
+                                       const Place& place, const SegmentBarriers& barriers) {
   const int most = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
   const bool shares = args.w_ctas > 1, copies = ptx::elect_one();
   const int part = shares ? args.box_rows * place.sharer : 0;
   const int box_bytes = args.w_ctas * args.box_rows * kAtomK * 2;
   RingPosition fill;
-  Tiles tile(args, place);
-  for (; tile.next();) {
-    if (tile.first()) {
-      beginning.wait();
-      wait_for_input(args);
-    }
+  for (Tiles tile(args, place); tile.next();) {
+    if (tile.first()) wait_for_input(args);
     const int boxes = max(0, min(most, (args.n - tile.n + kXRows - 1) / kXRows));
     if (copies) {
 #pragma unroll 1
@@ -176,7 +147,6 @@ __device__ __forceinline__ void load_x(const TiledGemmArgs& args, const Ring& ri
     }
     pass_segments(args, tile, barriers);
   }
-  if (tile.first()) beginning.wait();  // there is none
 }
 
 // By a warpgroup that has nothing to multiply.
@@ -202,13 +172,16 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
                                         int warpgroup) {
   Blocks blocks(args);
   RingPosition stage;
-  Segments segments(args, place, barriers, ring.first);
+  SegmentParities parities;
+  // What other CTAs arrive at is initialised.
+  if (args.k_ctas > 1 && place.sharers == 1) ptx::cluster_wait();
   for (Tiles tile(args, place); tile.next();) {
     if (tile.first()) wait_for_input(args);
     const TilePart part(args, tile, warpgroup);
     if (!part.exists()) {
       pass_stages(tile.k_end - tile.k, ring, stage);
       if (args.k_ctas > 1) {
+        Segments segments(args, place, barriers, ring.first, parities);
         segments.drain();
         segments.pass_on(tile.last());
       }
@@ -216,7 +189,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     }
     const uint32_t of_w = (part.octet - tile.octet) * kAtomBytes,
                    of_x = (part.n - tile.n) * kAtomK * 2;
-    const TileOutputs outputs(args, part, blocks, tile.leaves, segments.first);
+    const TileOutputs outputs(args, part, blocks, tile.leaves, first_pass(args, place));
     Sums sums;
     take_sums(args, place.sharers, tile.carried, sums);
 #if WGMMA  // products go on behind multiply(): a stage is free when those of the next one do
@@ -245,6 +218,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     } else if (args.k_ctas == 1) {
       put(args, outputs, sums);
     } else {
+      Segments segments(args, place, barriers, ring.first, parities);
       segments.drain();
       segments.give(sums);
       put(args, segments, outputs);
@@ -262,12 +236,18 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
   const Place place(args);
   const Ring ring(args, args.tiers[place.tier], place, barriers);
-  const Beginning beginning(args, place);
+  if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
+  if (threadIdx.x == 0 && args.boxes) ptx::prefetch_tensor_map(&args.y_boxes);
   const SegmentBarriers of_segments(ptx::smem_address(barriers + 2 * kMaxStages));
-  if (warp < kWarps) {
-    if (threadIdx.x % 32 == 0) ring.initialize(warp);
-    beginning.wait();
-    beginning.wait_for_others();
+  if (threadIdx.x == kTiledThreads - 1 && args.k_ctas > 1)
+    of_segments.initialize(args.k_ctas, place.sharers);
+  if (threadIdx.x % 32 == 0) ring.initialize(warp);
+  __syncthreads();
+  // Nobody may arrive at a barrier that is not initialised: at once, or when segments are summed.
+  if (place.sharers > 1) cluster_meet();
+  const bool meets_later = place.sharers == 1 && args.k_ctas > 1;
+  if (meets_later) ptx::cluster_arrive_relaxed();
+  if (warp < kConsumers / 32) {
 #if WGMMA
     ptx::take_registers<kConsumerRegisters>();
 #endif
@@ -276,20 +256,15 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
 #if WGMMA
     ptx::keep_registers<kCopyRegisters>();
 #endif
-    if (warp == kWarps) {
-      load_w(args, ring, place, beginning, of_segments);
-    } else if (warp == kWarps + 1) {
-      if (ptx::elect_one()) ptx::prefetch_tensor_map(&args.x);
-      load_x(args, ring, place, beginning, of_segments);
+    if (warp == kConsumers / 32) {
+      load_w(args, ring, place, of_segments);
+    } else if (warp == kConsumers / 32 + 1) {
+      load_x(args, ring, place, of_segments);
     } else {
-      if (warp == kWarps + 2 && threadIdx.x % 32 == 0) {
-        if (args.boxes) ptx::prefetch_tensor_map(&args.y_boxes);
-        if (args.k_ctas > 1) of_segments.initialize(args.k_ctas, place.sharers);
-      }
-      beginning.wait();
       wait_for_input(args);
     }
-    beginning.wait_for_others();
+    __syncwarp();
+    if (meets_later) ptx::cluster_wait();
   }
   // Every thread waits for the kernels before, also those that read nothing of theirs: that this
   // kernel is complete then implies that those before it are, at any distance. And none does before

@@ -156,6 +156,11 @@ struct WarpOutputs {
     each(args.y, block, pass, [&](Element* to, uint32_t chunk, int count) {
       if (count == kChunk && (args.width | column) % kChunk == 0) {
         ptx::store_chunk(to, ptx::load_chunk(chunk));
+      } else if (count == kChunk && (args.width | column) % (kChunk / 2) == 0) {
+        const uint4 words =
+            ptx::load_chunk(chunk);  // gated, of a tile that begins with an odd octet
+        reinterpret_cast<uint2*>(to)[0] = {words.x, words.y};
+        reinterpret_cast<uint2*>(to)[1] = {words.z, words.w};
       } else {
 #pragma unroll 1
         for (int i = 0; i < count; i++)

@@ -47,7 +47,7 @@ __device__ __forceinline__ void take_sums(const TiledGemmArgs& args, int cluster
 // The first pass of the calling warp whose segments its CTA adds. Each warp begins with another
 // CTA's, so that all get as many where there are fewer passes than CTAs.
 __device__ __forceinline__ int first_pass(const TiledGemmArgs& args, const Place& place) {
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::anew<uint32_t>(threadIdx.x) / 32;
   const int first = place.segment - warp + quotient(warp, args.k_ctas) * args.k_ctas;
   return first < 0 ? first + args.k_ctas : first;
 }
@@ -56,21 +56,28 @@ __device__ __forceinline__ int first_pass(const TiledGemmArgs& args, const Place
 struct SegmentBarriers {
   static constexpr int kCount = kWarps + 2;
 
-  Barriers given;    // [warps]: what others give the same warp has come
-  uint32_t drained;  // all warps that multiply, of all these CTAs, have read their last stage
-  uint32_t added;    // those of CTAs that share stages have read what they were given, too
+  const Barriers given;  // [warps]: what others give the same warp has come
 
-  __device__ __forceinline__ explicit SegmentBarriers(uint32_t first)
-      : given{first}, drained(given[kWarps]), added(given[kWarps + 1]) {}
+  __device__ __forceinline__ explicit SegmentBarriers(uint32_t first) : given{first} {}
+
+  // All warps that multiply, of all these CTAs, have read their last stage.
+  __device__ __forceinline__ uint32_t drained() const { return given[kWarps]; }
+  // Those of CTAs that share stages have read what they were given, too.
+  __device__ __forceinline__ uint32_t added() const { return given[kWarps + 1]; }
 
   // By a thread.
   __device__ __forceinline__ void initialize(int segments, int sharers) const {
     for (int i = 0; i < kWarps; i++)
       ptx::mbarrier_init(given[i], 1);
-    ptx::mbarrier_init(drained, kWarps * segments);
-    ptx::mbarrier_init(added, kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
+    ptx::mbarrier_init(drained(), kWarps * segments);
+    ptx::mbarrier_init(added(), kWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
     ptx::fence_mbarrier_init();
   }
+};
+
+// The phases of these barriers that a warp waits for.
+struct SegmentParities {
+  uint32_t tile = 0, given = 0;
 };
 
 // A tile's segments, whose CTAs each add those of some passes. They meet where the stages are, in
@@ -83,10 +90,11 @@ struct Segments {
   const int first;                           // pass of the CTA, in this warp
   const int passes;                          // of a CTA, at most
   const int own;                             // passes of this warp's
-  uint32_t tile_parity = 0, given_parity = 0;
+  SegmentParities& parities;
 
   __device__ __forceinline__ Segments(const TiledGemmArgs& args, const Place& place,
-                                      const SegmentBarriers& barriers, uint32_t address)
+                                      const SegmentBarriers& barriers, uint32_t address,
+                                      SegmentParities& parities)
       : barriers(barriers),
         address(address),
         number(place.segment),
@@ -95,15 +103,16 @@ struct Segments {
         sharer(place.sharer),
         first(first_pass(args, place)),
         passes(quotient(kPasses + args.k_ctas - 1, args.k_ctas)),
-        own(first < kPasses - (passes - 1) * count ? passes : passes - 1) {}
+        own(first < kPasses - (passes - 1) * count ? passes : passes - 1),
+        parities(parities) {}
 
   // By every warp that has read the tile's last stage, until all have. Those that have nothing to
   // give wait, too: else they might arrive for the next tile instead of others for this one.
   __device__ __forceinline__ void drain() const {
     const int lane = threadIdx.x % 32;
     __syncwarp();
-    if (lane < count) ptx::mbarrier_arrive_cluster(barriers.drained, rank(lane));
-    wait_barrier(barriers.drained, tile_parity);
+    if (lane < count) ptx::mbarrier_arrive_cluster(barriers.drained(), rank(lane));
+    wait_barrier(barriers.drained(), parities.tile);
   }
 
   __device__ __forceinline__ void give(const Sums& sums) const {
@@ -137,8 +146,8 @@ struct Segments {
   template <Way way>
   __device__ __forceinline__ void put(const TileOutputs& outputs) {
     if (own > 0) {
-      wait_barrier(barriers.given[threadIdx.x / 32], given_parity);
-      given_parity ^= 1;
+      wait_barrier(barriers.given[threadIdx.x / 32], parities.given);
+      parities.given ^= 1;
     }
     Passes<way> all = outputs.passes<way>();
     all.begin_staging();
@@ -165,14 +174,14 @@ struct Segments {
 
   // By a warp that has nothing more to read of the tile, if another one follows.
   __device__ __forceinline__ void pass_on(bool last) {
-    tile_parity ^= 1;
+    parities.tile ^= 1;
     if (last) return;
     ptx::fence_proxy_async();  // before copies into stages
     __syncwarp();
     if (sharers == 1) {
-      if (arrives_for_warp()) ptx::mbarrier_arrive(barriers.added);
+      if (arrives_for_warp()) ptx::mbarrier_arrive(barriers.added());
     } else if (threadIdx.x % 32 < sharers) {
-      ptx::mbarrier_arrive_cluster(barriers.added, number * sharers + threadIdx.x % 32);
+      ptx::mbarrier_arrive_cluster(barriers.added(), number * sharers + threadIdx.x % 32);
     }
   }
 

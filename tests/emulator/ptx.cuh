@@ -244,12 +244,16 @@ inline void store_in_cta(uint32_t there, float4 value, uint32_t barrier) {
                  [=](uint8_t* to) { std::memcpy(to, &value, sizeof value); });
 }
 
-inline void cluster_arrive_relaxed() {
+inline void cluster_arrive() {
   __syncwarp();
   emulator::Cluster& cluster = *cta->cluster;
   cta->running->cluster_phase = cluster.phase;
   cluster.arrived++;
   cluster.settle();
+}
+
+inline void cluster_arrive_relaxed() {
+  cluster_arrive();
 }
 
 inline void cluster_wait() {
