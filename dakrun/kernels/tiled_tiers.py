@@ -66,7 +66,7 @@ def tiles_cycles(
     share = SHARE_OF_WIDE_READS if shape.wide else SHARE_OF_READS
     stage += share * min(1.0, waves) * reads * (EVEN_READS if even else 1)
     stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
-    per_tile = START_CYCLES + STORE_CYCLES * shape.tiles
+    per_tile: float = START_CYCLES + STORE_CYCLES * shape.tiles
     if shape.k_ctas > 1:
         per_tile += MEET_CYCLES + ADD_CYCLES * shape.tiles * (1 - 1 / shape.k_ctas)
     products = ceil_div(atoms, shape.k_ctas) * stage
