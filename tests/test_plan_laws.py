@@ -267,6 +267,33 @@ def test_no_number_of_remote_slots_is_faster(
             )
 
 
+def test_slots_leave_weights_their_room() -> None:
+    """Found by the law above: the three slots that are ideal take all of the remote tier."""
+    model = ModelConfig(
+        name="small", family="opt", vocab_size=20, hidden_size=64, ffn_size=109, num_layers=1,
+        num_heads=2, num_kv_heads=2, head_dim=32, max_positions=4096, embed_size=64,
+        tied_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    profile = replace(
+        GH200,
+        hbm_bytes_per_s=1e9,
+        remote=(replace(GH200.tier("host"), direct_bytes_per_s=1.54e9, group=""),),
+        link_groups={},
+        context_bytes=0,
+        linear=FREE,
+        attention=FREE,
+        compute={dtype: replace(rate, peak=8e9) for dtype, rate in GH200.compute.items()},
+    )
+    policy = Policy(hbm_budget=5_203_112, host_budget=358_144, transport="direct")
+    plan = make_plan(model, work(5, 128, 1), profile, policy)
+    others = [
+        make_plan(model, work(5, 128, 1), profile, replace(policy, kv_offload_ratio=slots / 5))
+        for slots in range(4)
+    ]
+    assert plan.predicted_s == min(other.predicted_s for other in others)
+    assert plan.op("attention").placement == ((3, 2),)
+
+
 @given(models(), workloads, profiles())
 def test_auto_is_no_slower_than_everything_local(
     model: ModelConfig, workload: Workload, profile: HardwareProfile

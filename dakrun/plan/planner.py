@@ -23,6 +23,7 @@ from dakrun.plan.settle import settled
 
 __all__ = ["OpPlan", "Plan", "Policy", "make_plan"]
 
+MOVES = 4  # from ideal numbers of slots to better ones; one is the most that was seen to help much
 WORTH = 0.02  # of a step: what predictions are off by. A remote share for less could make it slower
 
 
@@ -73,20 +74,60 @@ def _best_plan(problem: Problem) -> Plan:
     for in every op; nor, where the transport is free and something has to be remote, than what it
     chooses for either.
     """
-    plans, refusal = [], None
+    plans: list[Plan] = []
+    refusals: list[CannotRun] = []
     for choosing, strategy in _choices(problem):
         try:
-            for slots in _slot_choices(choosing, strategy):
-                try:
-                    plans.append(assemble(problem, _placements(choosing, slots, strategy)))
-                except CannotRun as reason:
-                    refusal = refusal or reason
+            found = _plans_by_slots(problem, choosing, strategy)
         except CannotRun as reason:
-            refusal = refusal or reason
+            refusals.append(reason)
+            continue
+        plans += (plan for plan in found if isinstance(plan, Plan))
+        refusals += (reason for reason in found if isinstance(reason, CannotRun))
     if not plans:
-        assert refusal is not None
-        raise refusal
+        raise refusals[0]
     return min(plans, key=lambda plan: plan.predicted_s)
+
+
+def _plans_by_slots(
+    problem: Problem, choosing: Problem, strategy: Strategy
+) -> list[Plan | CannotRun]:
+    """Those with the ideal numbers of remote slots, or why there are none.
+
+    And, where no ratio is asked for, with others beside the best of these, as long as that makes it
+    faster: whole slots may take room that weights need, which the ideal shares do not tell.
+    """
+    found: dict[Counts, Plan | CannotRun] = {}
+
+    def add(slots: Counts) -> None:
+        try:
+            found[slots] = assemble(problem, _placements(choosing, slots, strategy))
+        except CannotRun as reason:
+            found[slots] = reason
+
+    def best() -> Counts:
+        return min(found, key=lambda slots: getattr(found[slots], "predicted_s", math.inf))
+
+    for slots in _slot_choices(choosing, strategy):
+        add(slots)
+    policy = problem.policy
+    asked = policy.offload_ratio is not None or policy.kv_offload_ratio is not None
+    for _ in range(0 if asked else MOVES):
+        start = best()
+        for slots in _beside(start, problem.workload.batch_size):
+            if slots not in found:
+                add(slots)
+        if best() == start:
+            break
+    return list(found.values())
+
+
+def _beside(slots: Counts, most: int) -> Iterator[Counts]:
+    """`slots` with one more or less in one tier, `most` in all."""
+    for tier, by in itertools.product(range(len(slots)), (-1, 1)):
+        near = (*slots[:tier], slots[tier] + by, *slots[tier + 1 :])
+        if near[tier] >= 0 and sum(near) <= most:
+            yield near
 
 
 def _choices(problem: Problem) -> Iterator[tuple[Problem, Strategy]]:
