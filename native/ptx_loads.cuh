@@ -47,22 +47,14 @@ __device__ __forceinline__ void touch(const float2* line) {
       : "memory");
 }
 
-// Reads a parameter of the kernel here and not later: its first reader waits for the line.
-__device__ __forceinline__ void fetch_parameter(int64_t value) {
-  asm volatile("" ::"l"(value));
-}
-
-// The same of one that is never -1. What nothing depends on is not read, but a store does that never
-// happens; an end of the kernel would cost registers.
+// Reads a parameter of the kernel, which is never -1, here and not later: its first reader waits for
+// the line. What nothing depends on is not read, but a store does that never happens; an end of the
+// kernel would cost registers.
 __device__ __forceinline__ void fetch_parameter(int value) {
   asm volatile(
       "{\n.reg .pred never;\nsetp.eq.s32 never, %0, -1;\n"
       "@never st.shared::cta.b32 [%0], %0;\n}" ::"r"(value)
       : "memory");
-}
-
-__device__ __forceinline__ void fetch_parameter(float value) {
-  asm volatile("" ::"f"(value));
 }
 
 __device__ __forceinline__ float2 load_from_l2(const float2* from) {

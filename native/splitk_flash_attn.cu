@@ -29,7 +29,6 @@ __device__ __forceinline__ void look_ahead(const SplitKFlashAttnArgs& args, cons
   if (slot < 0) return;
   const float2* const rotations = rotations_of(args, args.lengths[slot]);
   if (rotations && 2 * lane < HEAD_DIM / 2) ptx::touch(rotations + 2 * lane);
-  ptx::fetch_parameter(args.stride), ptx::fetch_parameter(args.scale);  // the lines behind
 }
 
 // What a warp keeps from block to block of an item.
