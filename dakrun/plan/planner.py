@@ -23,7 +23,8 @@ from dakrun.plan.settle import settled
 
 __all__ = ["OpPlan", "Plan", "Policy", "make_plan"]
 
-MOVES = 4  # from ideal numbers of slots to better ones; one is the most that was seen to help much
+MOVES = 4  # from ideal numbers of slots to better ones
+FEW_SLOTS = 8  # of more, one more or less counts for little
 WORTH = 0.02  # of a step: what predictions are off by. A remote share for less could make it slower
 
 
@@ -94,8 +95,9 @@ def _plans_by_slots(
 ) -> list[Plan | CannotRun]:
     """Those with the ideal numbers of remote slots, or why there are none.
 
-    And, where no ratio is asked for, with others beside the best of these, as long as that makes it
-    faster: whole slots may take room that weights need, which the ideal shares do not tell.
+    And, of few slots and where no ratio is asked for, with others beside the best of these, as long
+    as that makes it faster: whole slots may take room that weights need, which the ideal shares do
+    not tell.
     """
     found: dict[Counts, Plan | CannotRun] = {}
 
@@ -110,11 +112,11 @@ def _plans_by_slots(
 
     for slots in _slot_choices(choosing, strategy):
         add(slots)
-    policy = problem.policy
+    policy, most = problem.policy, problem.workload.batch_size
     asked = policy.offload_ratio is not None or policy.kv_offload_ratio is not None
-    for _ in range(0 if asked else MOVES):
+    for _ in range(0 if asked or most > FEW_SLOTS else MOVES):
         start = best()
-        for slots in _beside(start, problem.workload.batch_size):
+        for slots in _beside(start, most):
             if slots not in found:
                 add(slots)
         if best() == start:
