@@ -50,7 +50,7 @@ class EmulatedKernel:
         library = folder / "kernel.so"
         macros = [f"-D{key}={value}" for key, value in defines.items()]
         # Jumps between stacks are what _FORTIFY_SOURCE ends a program for.
-        options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
+        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
         command = ["g++", *options, f"-I{EMULATOR}", *macros]
         subprocess.run([*command, "-o", library, entry], check=True)
         self._launch = ctypes.CDLL(str(library)).launch
