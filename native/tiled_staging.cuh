@@ -157,8 +157,8 @@ struct WarpOutputs {
       if (count == kChunk && (args.width | column) % kChunk == 0) {
         ptx::store_chunk(to, ptx::load_chunk(chunk));
       } else if (count == kChunk && (args.width | column) % (kChunk / 2) == 0) {
-        const uint4 words =
-            ptx::load_chunk(chunk);  // gated, of a tile that begins with an odd octet
+        // Gated, of a tile that begins with an odd octet.
+        const uint4 words = ptx::load_chunk(chunk);
         reinterpret_cast<uint2*>(to)[0] = {words.x, words.y};
         reinterpret_cast<uint2*>(to)[1] = {words.z, words.w};
       } else {
