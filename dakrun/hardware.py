@@ -98,6 +98,8 @@ class HardwareProfile:
         for tier in self.remote:
             if tier.name == name:
                 most = self.link_groups.get(tier.group or "", math.inf)
+                if max(tier.direct_bytes_per_s, tier.staged_bytes_per_s) <= most:
+                    return tier
                 return replace(
                     tier,
                     direct_bytes_per_s=min(tier.direct_bytes_per_s, most),
