@@ -3,6 +3,7 @@
 // A row stays in registers between its passes: LayerNorm's variance is of the distances to the
 // mean, so that it loses nothing where the mean is large.
 
+#include "common.cuh"
 #include "cta_reduce.cuh"
 #include "element.cuh"
 
@@ -14,6 +15,7 @@ struct NormalizeArgs {
   const Element* weight;  // [cols], or null
   const Element* bias;    // [cols], or null
   Element* out;           // [n, cols]
+  int rows;               // n; further CTAs only fill SMs
   int cols;               // in eights, at most 8 * kChunks * kMaxThreads
   int centered;           // LayerNorm, or else RMSNorm
   float eps;
@@ -54,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   __shared__ float sums[kMaxWarps];
   __shared__ float squares[kMaxWarps];
   ptx::launch_dependents();
+  if (blockIdx.x >= args.rows) return fill_sm();
   Part x, weight, bias;
   if (args.weight) weight.load(args, args.weight);
   if (args.bias) bias.load(args, args.bias);

@@ -86,6 +86,7 @@ def launched(
     monkeypatch.setattr("dakrun.kernels.tiled_gemm.atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.tiled_gemm.boxes_map", emulated.boxes_map)
     monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
+    monkeypatch.setattr("dakrun.kernels.jit.sm_count", lambda _: SMS)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for module in (decode_step, products):
         monkeypatch.setattr(module, "sm_count", lambda _: SMS)

@@ -91,6 +91,7 @@ class Kernels:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[tuple[str, int, str]] = []
         self.workspaces: list[Any] = []
+        self.fills_sms = False
         monkeypatch.setattr(gemm, "splitk_gemm", self.kernel("splitk"))
         monkeypatch.setattr(tiled_gemm, "tiled_gemm", self.kernel("tiled"))
         monkeypatch.setattr(products, "normalize", self.normalize)
@@ -104,7 +105,7 @@ class Kernels:
             ahead: torch.Tensor | None = None,
         ) -> None:  # fmt: skip
             assert activation == "none" and ahead is None
-            assert overlap == (by == "tiled" or not self.launched), "small kernels end first"
+            assert overlap
             self.launched.append((by, len(x), norm))
             self.workspaces.append(workspace)
             out.copy_(F.linear(x.float(), weight.dense().float(), bias.float()) + residual)
@@ -112,9 +113,17 @@ class Kernels:
         return launch
 
     def normalize(
-        self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float, overlap: bool
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        norm: str,
+        *,
+        eps: float,
+        overlap: bool,
+        fills_sms: bool,
     ) -> Any:
         assert overlap
+        self.fills_sms = fills_sms
         self.launched.append(("normalize", len(x), norm))
         return out.copy_(x)
 
@@ -142,6 +151,7 @@ def test_launches(
     found = Products(CPU)
     found(x, w, ACCESS, out, bias=bias, residual=residual, norm="rms", eps=1e-5, overlap=True)
     assert kernels.launched == wanted
+    assert kernels.fills_sms == (not tiles and n > 32)
     exact = F.linear(x.float(), w.dense().float(), bias.float()) + residual
     torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=1e-2)
 

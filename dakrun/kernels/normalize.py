@@ -20,7 +20,7 @@ Norm = Literal["rms", "layer"]
 class _Args(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "weight", "bias", "out")),
-        *((name, ctypes.c_int) for name in ("cols", "centered")),
+        *((name, ctypes.c_int) for name in ("rows", "cols", "centered")),
         ("eps", ctypes.c_float),
     )
 
@@ -34,12 +34,15 @@ def normalize(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     overlap: bool = False,
+    fills_sms: bool = False,
 ) -> torch.Tensor:
     """out [N, K] = `norm` of the rows of x [N, K], times weight [K], plus bias [K].
 
     All of a 16-bit dtype on one GPU, statistics in float32; `out` may be x. As in Llama, "rms"
     rounds what is normalised before the weight, and has no bias. With `overlap` the launch may
-    start while the kernel before it ends, and reads weight and bias meanwhile.
+    start while the kernel before it ends, and reads weight and bias meanwhile. `fills_sms` gives
+    each SM as many CTAs, where the next kernel is to start meanwhile and has two to an SM: beside
+    the few with a row each, the GPU would put both of an SM there before one elsewhere.
     Raises ValueError where an operand does not fit the others.
     """
     if x.dim() != 2 or x.dtype not in DTYPES:
@@ -62,11 +65,13 @@ def normalize(
         weight=0 if weight is None else weight.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
+        rows=n,
         cols=cols,
         centered=norm == "layer",
         eps=eps,
     )
     threads = min(MAX_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
     kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))
-    kernel.launch(n, threads, args, overlap=overlap)
+    sms = jit.sm_count(x.device) if fills_sms else 1
+    kernel.launch(sms * ceil_div(n, sms), threads, args, overlap=overlap)
     return out

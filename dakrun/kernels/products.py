@@ -103,14 +103,14 @@ class Products:
         """out [N, M] = activation(norm(x) W^T + bias) + residual, which `out` may be.
 
         `accesses` say how W's tiers are read. The norm is without weight and bias. With `overlap`
-        it may start while the kernel before it ends. L2 may be brought what is `ahead`. A norm that
-        is a kernel of its own is small: only CTAs of which an SM has room for one are then placed
-        evenly.
+        it may start while the kernel before it ends. L2 may be brought what is `ahead`.
         """
         by = self.by(len(x), weight)
         if norm != "none" and (by != "splitk" or len(x) > FEW_ROWS):
-            x = normalize(x, torch.empty_like(x), norm, eps=eps, overlap=overlap)
-            norm, overlap = "none", overlap and by == "tiled"
+            x = normalize(
+                x, torch.empty_like(x), norm, eps=eps, overlap=overlap, fills_sms=by == "splitk"
+            )
+            norm = "none"
         if by == "torch":
             _unpacked(x, weight, out, bias, residual, activation)
             return

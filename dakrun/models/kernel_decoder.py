@@ -183,9 +183,7 @@ class KernelDecoder:
 
         for i in range(self.config.num_layers):
             name = f"layers.{i}"
-            after_gemm = i > 0 and self.config.pre_norm
-            qkv = partial(self.linear, operands, f"{name}.qkv", a.x, a.qkv, overlap=after_gemm)
-            yield "qkv", qkv
+            yield "qkv", partial(self.linear, operands, f"{name}.qkv", a.x, a.qkv, overlap=i > 0)
             yield "attention", partial(attend, i, a.qkv, a.heads)
             yield "o", partial(added, f"{name}.o", a.heads, f"{name}.attention_norm")
             yield (
@@ -197,7 +195,6 @@ class KernelDecoder:
                     a.x,
                     a.ffn,
                     activation=self._activation,
-                    overlap=self.config.pre_norm,
                 ),
             )
             yield down, partial(added, f"{name}.{down}", a.ffn, f"{name}.ffn_norm")
@@ -212,12 +209,11 @@ class KernelDecoder:
         if alone:
             name = "norm" if self.config.family == "llama" else "final_norm"
             x = self._normalize(name, x, torch.empty_like(x))
-        after_gemm = not alone and self.config.pre_norm
         if "project_out" in self.matrices:
             narrow = x.new_empty(len(x), self.config.embed_size)
-            self.linear(operands, "project_out", x, narrow, overlap=after_gemm)
-            x, after_gemm = narrow, True
-        self.linear(operands, "lm_head", x, out, overlap=after_gemm)
+            self.linear(operands, "project_out", x, narrow, overlap=not alone)
+            x, alone = narrow, False
+        self.linear(operands, "lm_head", x, out, overlap=not alone)
 
     def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q [n, Hq, D], k and v [n, Hkv, D] of a fused projection [n, (Hq + 2 Hkv) * D]."""
@@ -239,9 +235,8 @@ class KernelDecoder:
         """out [n, M] = activation(norm(x) W^T + bias) + residual, with the norm that W has folded.
 
         `out` may be `residual`. Without `overlap` it starts when the kernel before it has ended.
-        That has to be so after small kernels: beside their few CTAs the GPU would put two of this
-        one on an SM and none on another, and those of all that follow where they leave room; but
-        for many rows, of whose CTAs an SM has room for one.
+        That has to be so after small kernels that leave SMs empty: the GPU would put two CTAs of
+        this one there and none elsewhere, and those of all that follow where they leave room.
         """
         weight, bias = operands.fetch(name), self.resident.get(f"{name}.bias")
         norm: Norm = self._norm if name in self._folded else "none"
@@ -270,7 +265,8 @@ class KernelDecoder:
     def _normalize(self, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The norm `name` of the rows of x, for norms that no matrix has folded."""
         named = name if self._norm == "rms" else f"{name}.weight"
+        followed = not self.config.pre_norm and not self.fills_sms(len(x))  # by what overlaps
         return normalize(
             x, out, self._norm, eps=self._eps, weight=self.resident.get(named),
-            bias=self.resident.get(f"{name}.bias"), overlap=True,
+            bias=self.resident.get(f"{name}.bias"), overlap=True, fills_sms=followed,
         )  # fmt: skip
