@@ -42,6 +42,17 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     return folder
 
 
+@pytest.fixture
+def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are shown without alternatives to them, which are ten times the work."""
+    from dakrun.plan import advice, limits
+
+    def advise(plan: Any) -> Any:
+        return advice.Advice(plan=plan, busy=limits.busy_shares(plan), alternatives=())
+
+    monkeypatch.setattr("dakrun.plan.overview.advise", advise)
+
+
 @pytest.fixture(scope="session")
 def emulated_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """What stands in for kernels.jit.kernel where there is no GPU; needs g++."""
@@ -59,6 +70,7 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         emulated = request.getfixturevalue("emulated_kernels")
         monkeypatch.setattr("dakrun.kernels.jit.kernel", emulated)
         monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
+        monkeypatch.setattr("dakrun.kernels.jit.sm_count", lambda _: 3)
     return request.param
 
 

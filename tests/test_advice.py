@@ -1,5 +1,6 @@
 """What `dakrun plan` advises: whoever follows it gets the speed it names; what it says limits."""
 
+import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,11 @@ def plan_json(*args: str) -> dict[str, Any]:
     return shown
 
 
+@functools.cache
+def advised(command: str) -> dict[str, Any]:
+    return plan_json(*command.split())
+
+
 COMMANDS = (
     "--model opt-30b --profile gh200 --batch-size 8",
     "--model opt-30b --profile h200-pcie5 --batch-size 8 --hbm-budget 40GiB",
@@ -51,9 +57,12 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_following_the_advice_gives_what_it_says(command: str) -> None:
+def test_following_the_advice_gives_what_it_says(
+    command: str, request: pytest.FixtureRequest
+) -> None:
     """Every change is written as options, and planning with them gives the speed it names."""
-    shown = plan_json(*command.split())
+    shown = advised(command)
+    request.getfixturevalue("unadvised")
     alternatives = shown["advice"]["alternatives"]
     gains = [other["gain"] for other in alternatives]
     assert gains == sorted(gains, reverse=True)
@@ -71,12 +80,12 @@ def test_following_the_advice_gives_what_it_says(command: str) -> None:
 
 
 def advice_for(command: str) -> dict[str, Any]:
-    advice: dict[str, Any] = plan_json(*command.split())["advice"]
+    advice: dict[str, Any] = advised(command)["advice"]
     return advice
 
 
 def test_capacity_that_forces_bytes_over_a_slow_link() -> None:
-    shown = plan_json(*COMMANDS[1].split())
+    shown = advised(COMMANDS[1])
     advice, missing = shown["advice"], shown["required_ratio"]
     assert missing == pytest.approx(0.312, abs=0.005)
     assert advice["limited_by"] == ["host"]

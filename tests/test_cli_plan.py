@@ -92,6 +92,7 @@ def test_piped_table_is_whole_whatever_the_terminal(columns: str) -> None:
     assert not any(line != line.rstrip() for line in lines)
 
 
+@pytest.mark.usefixtures("unadvised")
 @pytest.mark.parametrize(
     ("batch_size", "ratio", "phase", "said"),
     [
@@ -127,6 +128,7 @@ def test_json() -> None:
     assert sum(tier["sms"] for tier in qkv["tiers"]) == shown["profile"]["sms"]
 
 
+@pytest.mark.usefixtures("unadvised")
 @pytest.mark.parametrize("ratio", ["auto", "0.3"])
 def test_what_others_published_is_shown_beside(ratio: str) -> None:
     """Of the same model and batch size, at their offload ratio whatever is planned."""
@@ -143,6 +145,7 @@ def test_what_others_published_is_shown_beside(ratio: str) -> None:
     assert "published EB 3,300.0 GB/s with 10% outside hbm, 75% of the bound" in text
 
 
+@pytest.mark.usefixtures("unadvised")
 @pytest.mark.parametrize(
     "other", [("--batch-size", "9"), ("--model", "opt-6.7b"), ("--profile", "h200-spec")]
 )
@@ -150,6 +153,7 @@ def test_nothing_is_published_of_others(other: tuple[str, ...]) -> None:
     assert plan_json(*other)["published"] == []
 
 
+@pytest.mark.usefixtures("unadvised")
 def test_the_uniform_strategy_is_shown_beside_the_plan() -> None:
     budget = ("--hbm-budget", "20GiB")
     shown = plan_json(*budget)["uniform"]
@@ -159,6 +163,7 @@ def test_the_uniform_strategy_is_shown_beside_the_plan() -> None:
         assert shown[kind] == itself[kind] == itself["uniform"][kind]
 
 
+@pytest.mark.usefixtures("unadvised")
 def test_options_reach_the_planner() -> None:
     budget = plan_json("--hbm-budget", "20GiB", "--host-budget", "1TB")["tiers"]
     assert [tier["budget_bytes"] for tier in budget] == [20 * 2**30, 10**12]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from dakrun import convert as convert_module
 from dakrun.bins import BIN_INDEX, WEIGHTS
 from dakrun.cli import main
+from dakrun.config import SamplingParams
 from dakrun.convert import Conversion, convert
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.llm import LLM
@@ -62,7 +63,8 @@ def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
 def tokens(folder: Path) -> list[tuple[int, ...]]:
     llm = LLM(folder, device="cpu", batch_size=2)
-    return [tuple(c.token_ids[:12]) for c in llm.generate([[5, 6, 7], [9, 10, 11, 12]])]
+    params = SamplingParams(max_tokens=12)
+    return [tuple(c.token_ids) for c in llm.generate([[5, 6, 7], [9, 10, 11, 12]], params)]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Kernels compile for every architecture without a GPU; the cubin cache; what failures say."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from dakrun.kernels import (
     tiled_gemm,
 )
 from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
-from dakrun.kernels.nvrtc import ARCHITECTURES, CompileError, compile_cubin
+from dakrun.kernels.nvrtc import ARCHITECTURES, Compiled, CompileError, compile_cubin
 from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES
 from dakrun.octets import FEW_ROWS
 from dakrun.resources import resource_dir
@@ -61,21 +62,31 @@ VARIANTS = [
 ]
 
 
+def compiled(source: str, arch: str, defines: dict[str, int]) -> Compiled:
+    """What the compiler makes of a kernel of this package, once."""
+    return _compiled(source, arch, tuple(defines.items()))
+
+
+@functools.cache
+def _compiled(source: str, arch: str, macros: tuple[tuple[str, int], ...]) -> Compiled:
+    return compile_cubin(source, arch, dict(macros))
+
+
 @pytest.mark.parametrize(("source", "defines", "arch"), VARIANTS)
 def test_every_kernel_compiles_without_spills_or_warnings(
     source: str, defines: dict[str, int], arch: str, kernel_reports: list[str]
 ) -> None:
-    compiled = compile_cubin(source, arch, defines)
-    assert compiled.cubin.startswith(b"\x7fELF")
-    assert compiled.kernels, compiled.log
-    for kernel in compiled.kernels:
+    found = compiled(source, arch, defines)
+    assert found.cubin.startswith(b"\x7fELF")
+    assert found.kernels, found.log
+    for kernel in found.kernels:
         kernel_reports.append(
             f"{source:<22} {arch:<8} {kernel.name:<16} {kernel.registers:>3} registers "
             f"{kernel.shared_bytes:>6} B static shared memory"
             + "".join(f"  {name}={value}" for name, value in defines.items())
         )
         assert not kernel.spills, kernel
-    assert compiled.warnings == ()
+    assert found.warnings == ()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +97,7 @@ def test_an_sm_has_room_for_launches_that_follow_each_other(dtype: torch.dtype) 
     """
 
     def of_warp(source: str, defines: dict[str, int]) -> int:
-        (found,) = compile_cubin(source, "sm_90a", defines).kernels
+        (found,) = compiled(source, "sm_90a", defines).kernels
         return 256 * ceil_div(32 * found.registers, 256)
 
     products = [some for some in gemm.all_defines(dtype) if 8 * some["X_TILES"] <= FEW_ROWS]

@@ -1,5 +1,6 @@
 """The tables of a plan at every width, and what they say where the uniform strategy cannot run."""
 
+import functools
 import io
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from rich.console import Console
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
 from dakrun.known_models import known_model
-from dakrun.plan.overview import overview
+from dakrun.plan.overview import Overview, overview
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.present import overview_dict
 from dakrun.plan.table import render
@@ -20,15 +21,19 @@ from dakrun.profile_files import load_profile
 WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
 
 
-def rendered(width: int, **fixed: Any) -> str:
-    """The table of OPT-30B on two H200s at a width."""
+@functools.cache
+def on_two_gpus(**fixed: Any) -> Overview:
+    """OPT-30B on two H200s."""
     workload = Workload(batch_size=64, prompt_len=32, new_tokens=32, max_model_len=64)
     policy = Policy(hbm_budget=40 << 30, **fixed)
     model = known_model("opt-30b")
     assert model is not None
-    plan = make_plan(model, workload, load_profile("h200-nvlink-peer"), policy)
+    return overview(make_plan(model, workload, load_profile("h200-nvlink-peer"), policy))
+
+
+def rendered(width: int, **fixed: Any) -> str:
     out = io.StringIO()
-    render(overview(plan), Console(file=out, width=width))
+    render(on_two_gpus(**fixed), Console(file=out, width=width))
     return out.getvalue()
 
 

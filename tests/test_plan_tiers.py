@@ -13,6 +13,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
 from dakrun.known_models import known_model
 from dakrun.plan.greedy import Curve, best_total, greedy_shares
+from dakrun.plan.ops import decode_ops
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.roofline import Links, time_of
 from dakrun.plan.simplex import minimise
@@ -226,10 +227,7 @@ def test_laws_of_plans_over_two_remote_tiers(
 ) -> None:
     model = known(name)
     workload = Workload(batch_size=batch, prompt_len=100, new_tokens=60, max_model_len=160)
-    total = sum(
-        op.op.layers * op.op.resident_bytes
-        for op in make_plan(model, workload, GH200, Policy()).ops
-    )
+    total = sum(op.layers * op.resident_bytes for op in decode_ops(model, workload))
     policy = Policy(
         hbm_budget=int(hbm * total) + 3 * GIB,
         peer_budget=int(peer * total),
