@@ -241,6 +241,16 @@ def test_the_table_fits() -> None:
     assert "30.000" in out.getvalue() and "443.2" in out.getvalue()
 
 
+def test_a_row_of_slow_steps_is_one_line() -> None:
+    seconds = ("tpot_s", "limit_s", "predicted_s", "ttft_s", "predicted_ttft_s")
+    shown = record(row(offload_ratio=1.0))
+    slow = {**shown.rows[0], **dict.fromkeys(seconds, 1.0555621)}
+    out = io.StringIO()
+    render(Record(shown.head, shown.columns, (slow,)), Console(file=out, width=120))
+    cells = out.getvalue().splitlines()[-1].split()
+    assert len(cells) == len(shown.columns) and cells.count("1,055.6") == len(seconds)
+
+
 def test_a_cpus_head() -> None:
     shown = record(row())
     changed = {

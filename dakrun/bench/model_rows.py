@@ -159,7 +159,9 @@ def planned_gpu_bytes(plan: Plan) -> int:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"
+    """In about five digits, so that a table of slow steps is no wider."""
+    ms = seconds * 1e3
+    return f"{ms:,.{3 if ms < 100 else 2 if ms < 1000 else 1}f}"
 
 
 def _gigabytes(rate: float) -> str:
