@@ -474,6 +474,9 @@ def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> No
         note=said.append,
     )  # fmt: skip
     assert found.head["command"] == "it" and taken == [[LOCAL, "host"]] and len(said) == 1 + 12
+    assert compiled == list(PRODUCTS.variants((1, 8), torch.float16)), (
+        "the host's link has a window"
+    )
     assert [(row["shape"], row["n"], row["ratio"]) for row in found.rows] == [
         *(("160x64", n, ratio) for n in (1, 8) for ratio in (0, 0.2, 1)),
         *(("64x160", n, ratio) for n in (1, 8) for ratio in (0, 0.125, 1)),

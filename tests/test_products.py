@@ -77,6 +77,8 @@ def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.float16
     few = list(Products(CPU).variants((8, 40, 100, 1000), half))
     assert few == [(gemm.SOURCE, gemm.defines(half, n)) for n in (1, 8)]
+    mixed = list(Products(CPU).variants((8, 40), half, mixes=True))
+    assert mixed == [few[0], (gemm.SOURCE, gemm.defines(half, 1, mixes=True)), few[1]]
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     many = list(Products(CPU).variants((32, 33), half))
     assert many[:2] == [(gemm.SOURCE, gemm.defines(half, n)) for n in (4, 8)]

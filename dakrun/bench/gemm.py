@@ -40,6 +40,7 @@ from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
 from dakrun.kernels.products import By, Products
 from dakrun.memory import aligned
 from dakrun.octets import octet_count
+from dakrun.plan.in_flight import is_windowed
 from dakrun.probe.chain import launch_seconds
 
 # Puts a launch with one of the weights, from x [N, K] to out [N, M], on the current stream.
@@ -62,9 +63,11 @@ def measure_gemm(
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = getattr(torch, sweep.dtype)
     products = Products(device)
-    compile_ahead(products.variants(sweep.rows, dtype), architecture(device.index))
+    remote = sweep.remote_tiers(profile)
+    mixes = not all(map(is_windowed, remote))  # what needs no window may be
+    compile_ahead(products.variants(sweep.rows, dtype, mixes=mixes), architecture(device.index))
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    ceilings = measure_ceilings(sweep.remote_tiers(profile), effort, device)
+    ceilings = measure_ceilings(remote, effort, device)
     tiers = len(ceilings.rates)
     cases = list(gemm_cases(sweep, ceilings.turning_point, effort, tiers=tiers))
     with operands(cases, "weights", ceilings.rates, device, note) as buffers:

@@ -17,7 +17,14 @@ from dakrun.kernels import gemm, tiled_gemm
 from dakrun.kernels.gemm import Activation, Norm
 from dakrun.kernels.graph import capture_id
 from dakrun.kernels.heuristics import MAX_ROWS as SPLITK_ROWS
-from dakrun.kernels.heuristics import GemmConfig, TierAccess, gemm_config, reads_little, tiles_for
+from dakrun.kernels.heuristics import (
+    GemmConfig,
+    TierAccess,
+    can_mix,
+    gemm_config,
+    reads_little,
+    tiles_for,
+)
 from dakrun.kernels.jit import sm_count
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import OCTET_ROWS, PackedTensor
@@ -71,12 +78,17 @@ class Products:
         return "splitk" if little else "tiled"
 
     def variants(
-        self, rows: Sequence[int], dtype: torch.dtype
+        self, rows: Sequence[int], dtype: torch.dtype, *, mixes: bool = False
     ) -> Iterator[tuple[str, Mapping[str, int]]]:
-        """(source, defines) of the kernels for products of so many rows without a norm."""
+        """(source, defines) of the kernels for products of so many rows without a norm.
+
+        With `mixes` also of weights whose tiers are mixed.
+        """
         few = (min(n, SPLITK_ROWS) for n in rows if n <= max(self.few_rows, SPLITK_ROWS))
         for x_tiles in sorted({tiles_for(n) for n in few}):
             yield gemm.SOURCE, gemm.defines(dtype, x_tiles)
+            if mixes and can_mix(x_tiles):
+                yield gemm.SOURCE, gemm.defines(dtype, x_tiles, mixes=True)
         if self._tiles is not None and max(rows) > self.few_rows:
             yield from ((tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype))
 
