@@ -3,6 +3,7 @@
 Takes the placements as given; planner.py chose them.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -81,6 +82,7 @@ def _phase(problem: Problem, ops: tuple[OpPlan, ...]) -> Literal[1, 2, 3]:
     return 2 if moved <= sum(curve.b * curve.resident for curve in curves) else 3
 
 
+@functools.lru_cache(maxsize=256)  # of candidates for a plan most differ in a few ops
 def _op_plan(
     problem: Problem, op: Op, placement: tuple[Counts, ...], transport: Transport
 ) -> OpPlan:
