@@ -1,5 +1,6 @@
 """The Plan: a frozen decision that the loader and the engine obey, and the figures it implies."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,8 +35,13 @@ class OpPlan:
 
     def resident_bytes(self, tier: int) -> int:
         """Bytes that all layers keep in the plan's tier number `tier`."""
+        return self._tier_bytes[tier]
+
+    @functools.cached_property
+    def _tier_bytes(self) -> tuple[int, ...]:
         layers = Counter(self.placement)
-        return sum(n * self.op.tier_bytes(counts)[tier] for counts, n in layers.items())
+        held = ([n * size for size in self.op.tier_bytes(of)] for of, n in layers.items())
+        return tuple(map(sum, zip(*held, strict=True)))
 
     def read_bytes(self, tier: int) -> float:
         """Bytes that a decode step reads from the plan's tier number `tier`."""
