@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -325,7 +325,6 @@ def test_thresholds_and_regimes(
         assert (op.regime == "compute-bound") == (compute >= read / local)
 
 
-@settings(max_examples=50)
 @given(budgeted())
 def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> None:
     model, workload, profile, policy = problem

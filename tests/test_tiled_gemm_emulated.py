@@ -300,9 +300,8 @@ def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
 
 
 @pytest.mark.parametrize("shape", [*(Shape(tiles, 1) for tiles in (8, 16, 32)), WIDE])
-@pytest.mark.parametrize(
-    ("segments", "activation"), [(2, "relu"), (3, "silu_mul"), (4, "silu_mul"), (5, "relu")]
-)
+@pytest.mark.parametrize("segments", [2, 3, 4, 5])
+@pytest.mark.parametrize("activation", ["relu", "silu_mul"])
 def test_segments_of_sums(
     shape: Shape, segments: int, activation: Activation, build: Build
 ) -> None:

@@ -265,8 +265,9 @@ class KernelDecoder:
     def _normalize(self, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The norm `name` of the rows of x, for norms that no matrix has folded."""
         named = name if self._norm == "rms" else f"{name}.weight"
-        followed = not self.config.pre_norm and not self.fills_sms(len(x))  # by what overlaps
+        # What is behind a final norm does not overlap, and many rows' CTAs have an SM each.
+        fills_sms = not self.config.pre_norm and not self.fills_sms(len(x))
         return normalize(
             x, out, self._norm, eps=self._eps, weight=self.resident.get(named),
-            bias=self.resident.get(f"{name}.bias"), overlap=True, fills_sms=followed,
+            bias=self.resident.get(f"{name}.bias"), overlap=True, fills_sms=fills_sms,
         )  # fmt: skip
