@@ -278,12 +278,20 @@ def defines(
     return {**macros, "NORM": int(norm), "MIXES": int(mixes)}
 
 
+def defines_of_tiers(
+    dtype: torch.dtype, x_tiles: int, norm: bool = False, *, mixes: bool
+) -> list[dict[str, int]]:
+    """The macros of the variants for one size of X; with `mixes` also where tiers are mixed."""
+    kinds = (False, True) if mixes and can_mix(x_tiles) else (False,)
+    return [defines(dtype, x_tiles, norm, mixed) for mixed in kinds]
+
+
 def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
     """The macros of all variants of the kernel for `dtype`."""
     return [
-        defines(dtype, x_tiles, norm, mixes)
-        for x_tiles, norm, mixes in itertools.product(X_TILES, (False, True), (False, True))
-        if not mixes or can_mix(x_tiles)
+        macros
+        for x_tiles, norm in itertools.product(X_TILES, (False, True))
+        for macros in defines_of_tiers(dtype, x_tiles, norm, mixes=True)
     ]
 
 

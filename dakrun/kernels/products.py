@@ -20,7 +20,6 @@ from dakrun.kernels.heuristics import MAX_ROWS as SPLITK_ROWS
 from dakrun.kernels.heuristics import (
     GemmConfig,
     TierAccess,
-    can_mix,
     gemm_config,
     reads_little,
     tiles_for,
@@ -86,9 +85,8 @@ class Products:
         """
         few = (min(n, SPLITK_ROWS) for n in rows if n <= max(self.few_rows, SPLITK_ROWS))
         for x_tiles in sorted({tiles_for(n) for n in few}):
-            yield gemm.SOURCE, gemm.defines(dtype, x_tiles)
-            if mixes and can_mix(x_tiles):
-                yield gemm.SOURCE, gemm.defines(dtype, x_tiles, mixes=True)
+            for macros in gemm.defines_of_tiers(dtype, x_tiles, mixes=mixes):
+                yield gemm.SOURCE, macros
         if self._tiles is not None and max(rows) > self.few_rows:
             yield from ((tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype))
 

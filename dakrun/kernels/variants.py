@@ -19,7 +19,7 @@ from dakrun.kernels import (
     tiled_shapes,
     unpack,
 )
-from dakrun.kernels.heuristics import can_mix, tiles_for
+from dakrun.kernels.heuristics import tiles_for
 from dakrun.octets import FEW_ROWS
 
 Variant = tuple[str, dict[str, int]]  # a file of native/, and its macros
@@ -42,17 +42,17 @@ def variants(
     torch computes many rows where some are missing.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
-    few = {
-        (tiles_for(n), norm, mixed)
-        for n in rows
-        for norm in (False, n <= FEW_ROWS)
-        for mixed in (False, mixes and can_mix(tiles_for(n)))
-    }
+    few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}
+    skinny = [
+        (gemm.SOURCE, macros)
+        for x_tiles, norm in sorted(few, reverse=True)
+        for macros in gemm.defines_of_tiers(dtype, x_tiles, norm, mixes=mixes)
+    ]
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
     small = (select_greedy, normalize, embed, store_kv)
     return [
         *(many if tuple(x_tiles) == tiled_shapes.X_TILES else [(unpack.SOURCE, {})]),
         (attention.SOURCE, attention.defines(dtype, head_dim, group)),
-        *((gemm.SOURCE, gemm.defines(dtype, *variant)) for variant in sorted(few, reverse=True)),
+        *skinny,
         *((kernel.SOURCE, operands.defines(dtype)) for kernel in small),
     ]
