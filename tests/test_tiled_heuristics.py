@@ -1,7 +1,7 @@
 """Configurations of the tiled GEMM: laws that hold for every shape, and choices for some."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dakrun.kernels.heuristics import ATOM_BYTES, TierAccess
@@ -95,6 +95,9 @@ def test_laws(
         assert len(launches) == (count > 0)
 
 
+# Tiles of one tier are much smaller than another one's, and more is read behind a stage.
+@example(n=33, octets=[0, 425, 4, 13161], cols=512, sms=114, limits=H200)
+@example(n=65, octets=[3471, 3, 2395, 12954], cols=64, sms=132, limits=H200)
 @given(
     n=st.integers(1, 4096),
     octets=st.lists(st.integers(0, 4000), min_size=2, max_size=4).filter(lambda o: any(o[1:])),
@@ -111,6 +114,7 @@ def test_tiers_without_limits_have_all_sms(
     assert len(config.launches) == 1 + (octets[0] > 0)
     for launch in config.launches:
         assert launch.ctas <= sms and sums_fit(launch)
+        assert launch.blocks >= LEAST_BLOCKS
     for number, count in enumerate(octets):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
         assert launches == ([config.launches[number == 0 and octets[0] > 0]] if count else [])

@@ -19,6 +19,7 @@ from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Row, choose
 from dakrun.kernels.graph import capture, edge_kinds, replay_seconds
 from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.kv_blocks import BLOCK
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.models.layers import Segment
 
@@ -152,7 +153,8 @@ class GraphRunner:
             self._rows.prepare(bucket)
             self._step(bucket)  # compiles kernels, all rows being idle
             graph = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
-            if isinstance(self._operands, Resident):  # no copies between kernels
+            # Without copies between kernels, those of the copy engine or torch's.
+            if isinstance(self._operands, Resident) and self.decoder.by(sum(bucket)) != "torch":
                 overlapping, others = edge_kinds(graph)
                 least = LEAST_OVERLAPS * self.decoder.config.num_layers
                 assert overlapping >= least, f"{others} of a step's launches wait for those before"
@@ -162,9 +164,11 @@ class GraphRunner:
     def op_seconds(self, length: int) -> dict[str, float]:
         """Seconds of a full batch's step by op, each op's launches of all layers in one graph.
 
-        Slots are `length` positions long; matrices are read where they lie. No step may be running,
-        and no request: what slots hold is overwritten.
+        Slots are `length` positions long, or as many as there is room for beside the new one;
+        matrices are read where they lie. No step may be running, and no request: what slots hold is
+        overwritten.
         """
+        length = min(length, self._cache.shape.blocks * BLOCK - 1)
         rows, bucket = self._rows, self._buckets[-1]
         self._mapped = None
         rows.slots.copy_(self._on_gpu(range(sum(bucket))))

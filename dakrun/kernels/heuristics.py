@@ -42,6 +42,12 @@ class TierAccess:
     window_bytes: int | None = None
     mixed: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("sms", "window_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, must be None or at least 1")
+
 
 @dataclass(frozen=True)
 class Ring:

@@ -95,7 +95,7 @@ def _without_limits(
         local_tier(n, count, shape, own * shape.ctas, atoms, limits) if count else TierTiles(0)
         for count, own in zip(octets[1:], given, strict=True)
     ]
-    stages = shape.stages(limits, max(tier.tile_octets for tier in tiers))
+    stages = shape.stages(limits, *(tier.tile_octets for tier in tiers if tier.clusters))
     return Launch(shape, stages, (TierTiles(0), *tiers)).with_most_blocks(limits)
 
 

@@ -122,10 +122,11 @@ class Shape:
         room = limits.shared_bytes - BARRIER_BYTES - LEAST_BLOCKS * BLOCKS_BYTES
         return self.stages(limits, self.octets) >= 2 and self.sums_bytes <= room
 
-    def stages(self, limits: Limits, octets: int) -> int:
-        """That there is room for, of `octets` of W."""
+    def stages(self, limits: Limits, *octets: int) -> int:
+        """That there is room for, where tiles have so many `octets` of W."""
         room = limits.shared_bytes - BARRIER_BYTES - LEAST_BLOCKS * BLOCKS_BYTES
-        return min(MAX_STAGES, (room - self.bytes_behind(octets)) // self.stage_bytes(octets))
+        room -= self.bytes_behind(min(octets))
+        return min(MAX_STAGES, room // self.stage_bytes(max(octets)))
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ class Launch:
     def with_most_blocks(self, limits: Limits) -> "Launch":
         """The same with as many blocks as there is room for beside the stages."""
         room = limits.shared_bytes - BARRIER_BYTES - self._ring_bytes
-        return replace(self, blocks=min(MAX_BLOCKS, room // BLOCKS_BYTES))
+        blocks = min(MAX_BLOCKS, room // BLOCKS_BYTES)
+        assert blocks >= LEAST_BLOCKS, f"room for {blocks} blocks beside {self.stages} stages"
+        return replace(self, blocks=blocks)
 
     @property
     def ctas(self) -> int:

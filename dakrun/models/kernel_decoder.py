@@ -21,7 +21,7 @@ from dakrun.kernels.gemm import Activation, Norm
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.packing import PackedTensor
-from dakrun.kernels.products import Products
+from dakrun.kernels.products import By, Products
 from dakrun.models.layers import rope_table
 from dakrun.models.opt import POSITION_OFFSET
 
@@ -199,9 +199,13 @@ class KernelDecoder:
             )
             yield down, partial(added, f"{name}.{down}", a.ffn, f"{name}.ffn_norm")
 
+    def by(self, n: int) -> By:
+        """What computes most products of `n` rows."""
+        return self._products.by(n, self.matrices["layers.0.qkv"])
+
     def fills_sms(self, n: int) -> bool:
         """Whether CTAs of the products of `n` rows have an SM each."""
-        return self._products.by(n, self.matrices["layers.0.qkv"]) == "tiled"
+        return self.by(n) == "tiled"
 
     def logits(self, operands: Operands, x: torch.Tensor, out: torch.Tensor) -> None:
         """out [n, V] of what the layers left in x [n, H]."""
