@@ -4,6 +4,7 @@ HardwareProfile is loaded from and saved to TOML; where its numbers come from is
 Knows nothing of models and measures nothing.
 """
 
+import functools
 import math
 import tomllib
 from collections.abc import Mapping
@@ -89,6 +90,18 @@ class HardwareProfile:
         for group in (self.hbm_group, *(tier.group for tier in self.remote)):
             if group and group not in self.link_groups:
                 raise bad(f"link group {group!r} is not listed", "a rate under [link_groups]")
+
+    @functools.cached_property
+    def products(self) -> OpCosts:
+        """What linear ops cost by rows of X, few and many; between the two linear in rows."""
+        parts = [self.linear] if self.many_rows is None else [self.linear, self.many_rows]
+        names = ("rows", "seconds", "efficiency")
+        return OpCosts(
+            **{
+                name: tuple(value for part in parts for value in getattr(part, name))
+                for name in names
+            }
+        )
 
     def tier(self, name: str) -> RemoteTier:
         """The remote tier called `name`, at its group's rates if these are less.

@@ -140,9 +140,7 @@ def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
     """(seconds, efficiency) of one launch of `op`; a gather's are a linear op's of as many rows."""
     if op.category == "attention":
         return profile.attention.at(op.units)
-    if profile.many_rows is not None and has_many_rows(op, profile):
-        return profile.many_rows.at(op.batch_size)
-    return profile.linear.at(op.batch_size)
+    return profile.products.at(op.batch_size)
 
 
 def kernel_time(op: Op, compute: float, profile: HardwareProfile) -> float:
@@ -158,6 +156,8 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
     the efficiency of the rest: kernels ask for remote bytes while ops before end.
     """
     seconds, efficiency = op_cost(op, profile)
+    if profile.device == "cpu":  # whose cores read all of it
+        kernel = max(kernel, link)
     return max(kernel / efficiency + norm_time(op, profile), link) + seconds
 
 
