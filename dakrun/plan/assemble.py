@@ -5,9 +5,11 @@ Takes the placements as given; planner.py chose them.
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from dakrun.plan.greedy import best_total
+from dakrun.plan.op_times import OpTimes
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Transport
@@ -39,11 +41,21 @@ def assemble(problem: Problem, placements: Mapping[str, tuple[Counts, ...]]) -> 
     return plan
 
 
+def adopted(problem: Problem, plan: Plan) -> Plan:
+    """`plan`, which was made with more of the policy fixed, as one of `problem`."""
+    curves = problem.curves
+    return _plan(
+        problem,
+        tuple(replace(op, a=curves[op.op.name].a, b=curves[op.op.name].b) for op in plan.ops),
+    )
+
+
 def _plan(problem: Problem, ops: tuple[OpPlan, ...]) -> Plan:
+    of = problem.op_times
     return Plan(
-        model=problem.model,
-        workload=problem.workload,
-        profile=problem.profile,
+        model=of.model,
+        workload=of.workload,
+        profile=of.profile,
         policy=problem.policy,
         tiers=problem.tiers,
         budgets=problem.budgets,
@@ -51,7 +63,7 @@ def _plan(problem: Problem, ops: tuple[OpPlan, ...]) -> Plan:
         required_ratio=max(0.0, problem.total - problem.caps[0]) / problem.total,
         phase=_phase(problem, ops),
         ops=ops,
-        sampling_s=sampling_time(problem.model, problem.workload.batch_size, problem.profile),
+        sampling_s=sampling_time(of.model, of.workload.batch_size, of.profile),
         waits_s=waits_s(ops, problem.links),
     )
 
@@ -82,7 +94,6 @@ def _phase(problem: Problem, ops: tuple[OpPlan, ...]) -> Literal[1, 2, 3]:
     return 2 if moved <= sum(curve.b * curve.resident for curve in curves) else 3
 
 
-@functools.lru_cache(maxsize=256)  # of candidates for a plan most differ in a few ops
 def _op_plan(
     problem: Problem, op: Op, placement: tuple[Counts, ...], transport: Transport
 ) -> OpPlan:
@@ -92,11 +103,30 @@ def _op_plan(
     """
     if op.category != "linear" or not any(sum(counts[1:]) for counts in placement):
         transport = "direct"
-    profile, remote = problem.profile, problem.remote
-    curve, compute = problem.curves[op.name], problem.compute[op.name]
+    times, curve = problem.op_times, problem.curves[op.name]
+    sms, bounds, predictions = _timed(times, op, placement, transport)
+    return OpPlan(
+        op=op,
+        regime=regime(op, times.compute[op.name], problem.links),
+        transport=transport,
+        sms=sms,
+        a=curve.a,
+        b=curve.b,
+        placement=placement,
+        bounds_s=bounds,
+        predicted_s=predictions,
+    )
+
+
+@functools.lru_cache(maxsize=4096)  # of candidates for a plan most differ in a few ops
+def _timed(
+    of: OpTimes, op: Op, placement: tuple[Counts, ...], transport: Transport
+) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    """SMs per tier, and of each layer the bound and the expected time in seconds."""
+    profile, remote, compute = of.profile, of.remote, of.compute[op.name]
     scale = op.read_bytes / op.resident_bytes
     times = {
-        counts: problem.times(op, [n * scale for n in op.tier_bytes(counts)], transport)
+        counts: of.times(op, [n * scale for n in op.tier_bytes(counts)], transport)
         for counts in set(placement)
     }
     bounds = tuple(max(times[counts]) for counts in placement)
@@ -115,17 +145,7 @@ def _op_plan(
         return predicted_time(op, kernel, profile, link=link)
 
     predictions = {counts: predicted(counts) for counts in times}
-    return OpPlan(
-        op=op,
-        regime=regime(op, compute, problem.links),
-        transport=transport,
-        sms=sms,
-        a=curve.a,
-        b=curve.b,
-        placement=placement,
-        bounds_s=bounds,
-        predicted_s=tuple(predictions[counts] for counts in placement),
-    )
+    return sms, bounds, tuple(predictions[counts] for counts in placement)
 
 
 def _check(problem: Problem, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """How many requests to decode together: the batch with the most predicted tokens per second.
 
-Knows only what the planner predicts; a batch that does not fit the budgets is passed over.
+Knows only what the planner predicts, if not thoroughly; a batch that does not fit the budgets is
+passed over.
 """
 
 import math
@@ -13,6 +14,7 @@ from dakrun.plan.planner import Policy, make_plan
 from dakrun.units import format_seconds
 
 MAX_BATCH_SIZE = 1024
+FINENESS = 16  # of a batch: what beside the best ones is tried
 
 
 def choose_batch_size(
@@ -26,34 +28,41 @@ def choose_batch_size(
 ) -> Workload:
     """`workload` with the best batch size out of the powers of two below `limit`, and `limit`.
 
-    Those whose predicted time per output token is above `max_tpot` seconds are passed over, too. Of
-    equally fast ones the smallest is taken. Raises CannotRun where not even one request fits, or
+    And out of some beside the best of these. Those whose predicted time per output token is above
+    `max_tpot` seconds are passed over, too. Raises CannotRun where not even one request fits, or
     where it takes longer than that.
     """
-    best: tuple[float, Workload] | None = None
-    refusal: CannotRun | None = None
-    fastest = math.inf
-    for batch_size in candidates(limit):
-        candidate = replace(workload, batch_size=batch_size)
-        try:
-            tpot = make_plan(model, candidate, profile, policy).predicted_s
-        except CannotRun as problem:
-            refusal = refusal or problem
-            continue
-        fastest = min(fastest, tpot)
-        within = max_tpot is None or tpot <= max_tpot
-        if within and (best is None or batch_size / tpot > best[0]):
-            best = batch_size / tpot, candidate
-    if best is not None:
-        return best[1]
+    refusals: list[CannotRun] = []
+    tpots: dict[int, float] = {}
+
+    def rate(n: int) -> float:
+        """Tokens per second of a batch of `n`; 0 where it is to be passed over."""
+        if n not in tpots:
+            tpots[n] = math.inf
+            try:
+                candidate = replace(workload, batch_size=n)
+                plan = make_plan(model, candidate, profile, policy, thorough=False)
+                tpots[n] = plan.predicted_s
+            except CannotRun as refusal:
+                refusals.append(refusal)
+        return n / tpots[n] if max_tpot is None or tpots[n] <= max_tpot else 0.0
+
+    best = max(candidates(limit), key=rate)
+    step, least = best // 2, best // FINENESS
+    while step > least:
+        beside = (n for n in (best - step, best + step) if n <= limit)
+        best, step = max(best, *beside, key=rate), step // 2
+    if rate(best) > 0:
+        return replace(workload, batch_size=best)
+    fastest = min(tpots.values())
     if max_tpot is None or math.isinf(fastest):
-        assert refusal is not None
-        raise refusal
+        raise refusals[0]
+    enough = fastest * 1.0005e3  # however it is rounded
     raise CannotRun(
         f"no batch is predicted to take {format_seconds(max_tpot)} per output token or less: the "
         f"fastest takes {format_seconds(fastest)}",
-        hint=f"raise --max-tpot to {fastest * 1e3:.4g} or more, or give HBM more of the model; "
-        "see: dakrun plan",
+        hint=f"raise --max-tpot to {enough:.4g} or more, or give HBM more of the model; see: "
+        "dakrun plan",
     )
 
 

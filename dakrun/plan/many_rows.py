@@ -34,15 +34,30 @@ def many_rows_times(
     `counts[t]` octets of each tier t, and HBM has to give the local ones. Links are as fast as the
     rings of so many CTAs allow.
     """
-    unit, octets = op.read_bytes / op.units, sum(counts)
-    parts = [compute * n / octets * profile.sms / s for n, s in zip(counts, sms, strict=True) if n]
-    parts.append(unit * counts[0] / profile.hbm_bytes_per_s)
-    links = [
-        unit * n / _ring_rate(profile.tier(name), op.batch_size, s)
-        for name, n, s in zip(remote, counts[1:], sms[1:], strict=True)
+    parts = [
+        _part_times(op, tier, n, s, compute, profile, remote)
+        for tier, (n, s) in enumerate(zip(counts, sms, strict=True))
         if n
     ]
-    return max(parts), max(links, default=0.0)
+    kernel, link = zip(*parts, strict=True)
+    return max(kernel), max(link)
+
+
+def _part_times(
+    op: Op,
+    tier: int,
+    octets: float,
+    sms: int,
+    compute: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[float, float]:
+    """(kernel, link) seconds of the part in one tier, the local one being 0."""
+    nbytes, work = op.read_bytes / op.units * octets, compute * octets / op.units
+    kernel = work * profile.sms / sms
+    if tier == 0:
+        return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
+    return kernel, nbytes / _ring_rate(profile.tier(remote[tier - 1]), op.batch_size, sms)
 
 
 def many_rows_sms(
@@ -66,30 +81,30 @@ def many_rows_sms(
         found = [*sms[:tier], count, *sms[tier + 1 :]]
         return [profile.sms - sum(found[1:]) if counts[0] else 0, *found[1:]]
 
-    def seconds(tier: int, count: int) -> list[float]:
-        """Of each tier's part, with `count` SMs for one of them."""
-        parts = []
-        for number, octets in enumerate(layer):
-            alone = [octets if t == number else 0.0 for t in range(len(layer))]
-            share = compute * octets / op.units
-            times = (0.0, 0.0)
-            if octets:
-                times = many_rows_times(op, alone, given(tier, count), share, profile, remote)
-            parts.append(max(kernel_time(op, times[0], profile), times[1]))
-        return parts
+    def seconds(number: int, dealt: Sequence[int]) -> float:
+        """Of the part in one tier, with `dealt` SMs for each tier's."""
+        if not layer[number]:
+            return 0.0
+        kernel, link = _part_times(
+            op, number, layer[number], dealt[number], compute, profile, remote
+        )
+        return max(kernel_time(op, kernel, profile), link)
 
     for tier in tiers * min(2, len(tiers)):  # the second time knowing of the others
         most = profile.sms - sum(sms[1:]) + sms[tier] - int(counts[0] > 0)
 
-        best = seconds(tier, most)[tier] * (1 + 1e-9)  # with what its link allows
+        best = seconds(tier, given(tier, most)) * (1 + 1e-9)  # with what its link allows
 
         def ends(count: int, tier: int = tier, best: float = best) -> bool:
-            parts = seconds(tier, count)
-            return parts[tier] <= max(parts[0], best)
+            dealt = given(tier, count)
+            part = seconds(tier, dealt)
+            return part <= best or part <= seconds(0, dealt)
 
         enough = min(most, 1 + bisect.bisect_left(range(1, most + 1), True, key=ends))
-        options = sorted({max(1, enough - 1), enough})
-        sms[tier] = min(options, key=lambda count: max(seconds(tier, count)))
+        options = {count: given(tier, count) for count in sorted({max(1, enough - 1), enough})}
+        sms[tier] = min(
+            options, key=lambda count: max(seconds(t, options[count]) for t in range(len(sms)))
+        )
     return tuple(given(tiers[0], sms[tiers[0]])) if tiers else (profile.sms, *sms[1:])
 
 

@@ -11,11 +11,12 @@ from dataclasses import replace
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile
-from dakrun.plan.assemble import Counts, assemble
+from dakrun.plan.assemble import Counts, adopted, assemble
 from dakrun.plan.greedy import best_total, greedy_shares, uniform_shares
+from dakrun.plan.op_times import OpTimes
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
-from dakrun.plan.policy import Policy, Strategy
+from dakrun.plan.policy import Policy
 from dakrun.plan.prefill_choice import staging_bytes, with_prefill
 from dakrun.plan.problem import Problem
 from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares, split_units
@@ -23,19 +24,25 @@ from dakrun.plan.settle import settled
 
 __all__ = ["OpPlan", "Plan", "Policy", "make_plan"]
 
-MOVES = 4  # from ideal numbers of slots to better ones
-FEW_SLOTS = 8  # of more, one more or less counts for little
+STEPS = (256, 64, 16, 4, 1)  # from numbers of slots to better ones
+MOVES = 4  # of each size, at most
 WORTH = 0.02  # of a step: what predictions are off by. A remote share for less could make it slower
 
 
 def make_plan(
-    model: ModelConfig, workload: Workload, profile: HardwareProfile, policy: Policy
+    model: ModelConfig,
+    workload: Workload,
+    profile: HardwareProfile,
+    policy: Policy,
+    *,
+    thorough: bool = True,
 ) -> Plan:
     """Choose every op's offload ratio and transport, round to octets and slots, and plan prefill.
 
     Raises CannotRun where the budgets do not hold the model, saying by how much, and UsageError
     where the workload does not suit the model. What needs no remote tier gets one only for a gain
-    that is WORTH it.
+    that is WORTH it. One that is not `thorough` takes a few percent longer where HBM is full, and
+    is there much sooner.
     """
     if workload.max_model_len > model.max_positions:
         raise UsageError(
@@ -43,117 +50,134 @@ def make_plan(
             f"positions of {model.name}",
             hint=f"use --max-model-len {model.max_positions} or less",
         )
-    return with_prefill(_decode_plan(model, workload, profile, policy))
+    return with_prefill(_decode_plan(model, workload, profile, policy, thorough))
 
 
 def _decode_plan(
-    model: ModelConfig, workload: Workload, profile: HardwareProfile, policy: Policy
+    model: ModelConfig,
+    workload: Workload,
+    profile: HardwareProfile,
+    policy: Policy,
+    thorough: bool,
 ) -> Plan:
-    plan, staging = _best_plan(Problem(model, workload, profile, policy, 0)), 0
-    while (needed := staging_bytes(plan)) > staging:
-        staging = needed
-        plan = _best_plan(Problem(model, workload, profile, policy, staging))
-    if staging and policy.transport is None:  # without the buffers less has to be remote
-        direct = _best_plan(
-            Problem(model, workload, profile, replace(policy, transport="direct"), 0)
-        )
-        if direct.predicted_s < plan.predicted_s:
-            plan = replace(direct, policy=policy)
+    of = OpTimes(model, workload, profile, policy.remote_tiers(profile))
+    plans: list[Plan] = []
+    refusals: list[CannotRun] = []
+    for fixed in _fixings(policy):
+        try:
+            plans.append(_buffered_plan(of, fixed, thorough))
+        except CannotRun as reason:
+            refusals.append(reason)
+        if plans and (not thorough or plans[0].ratio == 0):
+            break
+    if not plans:
+        raise refusals[0]
+    plan = min(plans, key=lambda plan: plan.predicted_s)
+    plan = adopted(Problem(of, policy, plan.fixed_bytes.get("staging", 0)), plan)
     free = policy.offload_ratio is None and policy.kv_offload_ratio is None
     if not free or plan.required_ratio > 0 or plan.ratio == 0:
         return plan
-    local = replace(policy, offload_ratio=0.0)
-    alone = _best_plan(Problem(model, workload, profile, local, 0))
+    alone = _best_plan(Problem(of, replace(policy, offload_ratio=0.0), 0), thorough)
     gain = 1 - plan.predicted_s / alone.predicted_s
     return plan if gain >= WORTH else replace(alone, policy=policy, forgone=plan)
 
 
-def _best_plan(problem: Problem) -> Plan:
-    """The fastest of the plans with different numbers of remote KV slots.
+def _fixings(policy: Policy) -> Iterator[Policy]:
+    """`policy`, and with what it leaves open or may be too clever in fixed.
 
-    The greedy knows bounds, and is not to be predicted to be slower than with a ratio that is asked
-    for in every op; nor, where the transport is free and something has to be remote, than what it
-    chooses for either.
+    The greedy knows bounds, and is not to be predicted to be slower than the same ratio in every
+    op; nor a free transport than either, which may need no buffers, or smaller ones.
     """
-    plans: list[Plan] = []
-    refusals: list[CannotRun] = []
-    for choosing, strategy in _choices(problem):
+    yield policy
+    if policy.strategy == "greedy":
+        yield replace(policy, strategy="uniform")
+    if policy.transport is None:
+        yield replace(policy, transport="direct")
+        yield replace(policy, transport="staged")
+
+
+def _buffered_plan(of: OpTimes, policy: Policy, thorough: bool) -> Plan:
+    """The fastest one in which HBM keeps the buffers that what is staged passes through."""
+    plan, staging = _best_plan(Problem(of, policy, 0), thorough), 0
+    while (needed := staging_bytes(plan)) > staging:
+        staging = needed
+        plan = _best_plan(Problem(of, policy, staging), thorough)
+    return plan
+
+
+def _best_plan(problem: Problem, thorough: bool) -> Plan:
+    """The fastest of the plans with different numbers of remote KV slots: the ideal ones, rounded.
+
+    To be `thorough`, where no ratio is asked for others are tried beside the best of these, as long
+    as that makes it faster: slots may take room that weights need, and ops have costs, which the
+    ideal shares do not tell.
+    """
+    choices, policy = _choices(problem), problem.policy
+    found: dict[tuple[int, Counts], Plan | CannotRun] = {}
+
+    def add(choice: int, slots: Counts) -> None:
         try:
-            found = _plans_by_slots(problem, choosing, strategy)
+            found[choice, slots] = assemble(problem, _placements(choices[choice], slots))
         except CannotRun as reason:
-            refusals.append(reason)
+            found[choice, slots] = reason
+
+    def best() -> tuple[int, Counts]:
+        return min(found, key=lambda key: getattr(found[key], "predicted_s", math.inf))
+
+    for choice, chosen in enumerate(choices):
+        try:
+            ideal = _slot_choices(chosen)
+        except CannotRun as reason:
+            found[choice, ()] = reason
             continue
-        plans += (plan for plan in found if isinstance(plan, Plan))
-        refusals += (reason for reason in found if isinstance(reason, CannotRun))
-    if not plans:
-        raise refusals[0]
-    return min(plans, key=lambda plan: plan.predicted_s)
+        for slots in ideal:
+            add(choice, slots)
+    most = problem.op_times.workload.batch_size
+    further = thorough and policy.offload_ratio is None and policy.kv_offload_ratio is None
+    for step in (step for step in STEPS if further and step <= most):
+        for _ in range(MOVES):
+            choice, start = best()
+            for slots in _beside(start, step, most):
+                if (choice, slots) not in found:
+                    add(choice, slots)
+            if best() == (choice, start):
+                break
+    plan = found[best()]
+    if isinstance(plan, CannotRun):
+        raise plan
+    return plan
 
 
-def _plans_by_slots(
-    problem: Problem, choosing: Problem, strategy: Strategy
-) -> list[Plan | CannotRun]:
-    """Those with the ideal numbers of remote slots, or why there are none.
-
-    And, of few slots and where no ratio is asked for, with others beside the best of these, as long
-    as that makes it faster: whole slots may take room that weights need, which the ideal shares do
-    not tell.
-    """
-    found: dict[Counts, Plan | CannotRun] = {}
-
-    def add(slots: Counts) -> None:
-        try:
-            found[slots] = assemble(problem, _placements(choosing, slots, strategy))
-        except CannotRun as reason:
-            found[slots] = reason
-
-    def best() -> Counts:
-        return min(found, key=lambda slots: getattr(found[slots], "predicted_s", math.inf))
-
-    for slots in _slot_choices(choosing, strategy):
-        add(slots)
-    policy, most = problem.policy, problem.workload.batch_size
-    asked = policy.offload_ratio is not None or policy.kv_offload_ratio is not None
-    for _ in range(0 if asked or most > FEW_SLOTS else MOVES):
-        start = best()
-        for slots in _beside(start, most):
-            if slots not in found:
-                add(slots)
-        if best() == start:
-            break
-    return list(found.values())
-
-
-def _beside(slots: Counts, most: int) -> Iterator[Counts]:
-    """`slots` with one more or less in one tier, `most` in all."""
-    for tier, by in itertools.product(range(len(slots)), (-1, 1)):
+def _beside(slots: Counts, step: int, most: int) -> Iterator[Counts]:
+    """`slots` with `step` more or fewer in one tier, `most` in all."""
+    for tier, by in itertools.product(range(len(slots)), (-step, step)):
         near = (*slots[:tier], slots[tier] + by, *slots[tier + 1 :])
         if near[tier] >= 0 and sum(near) <= most:
             yield near
 
 
-def _choices(problem: Problem) -> Iterator[tuple[Problem, Strategy]]:
-    """By whose bounds placements of `problem` are chosen, and how."""
-    policy = problem.policy
-    yield problem, policy.strategy
-    if policy.offload_ratio is not None and policy.strategy == "greedy":
-        yield problem, "uniform"
-    required = policy.offload_ratio is not None or problem.total > problem.caps[0]
-    if required and policy.transport is None:
-        yield problem.by("direct"), policy.strategy
-        yield problem.by("staged"), policy.strategy
+def _choices(problem: Problem) -> list[Problem]:
+    """By whose bounds placements of `problem` are chosen.
+
+    Where several remote tiers are not needed, also that one is all there is: a bit of every op in
+    every tier may cost more than it gives.
+    """
+    if len(problem.remote) == 1 or problem.policy.offload_ratio is not None:
+        return [problem]
+    caps = problem.caps
+    enough = [t for t in range(1, len(caps)) if problem.total <= caps[0] + caps[t]]
+    return [problem, *map(problem.with_remote, enough)]
 
 
 def _ideal(
     problem: Problem,
-    ops: list[Op],
+    ops: Sequence[Op],
     wanted: float | None,
     caps: Sequence[float],
-    strategy: Strategy,
 ) -> list[tuple[float, ...]]:
     """Share of every tier for each op, before rounding; `wanted` fixes the remote bytes."""
     resident = sum(op.layers * op.resident_bytes for op in ops)
-    uniform = strategy == "uniform"
+    uniform = problem.policy.strategy == "uniform"
     required, limit = max(0.0, resident - caps[0]), max(0.0, sum(caps[1:]))
     if len(problem.remote) == 1:
         curves = [problem.curves[op.name] for op in ops]
@@ -172,20 +196,25 @@ def _ideal(
     return shares
 
 
-def _slot_choices(problem: Problem, strategy: Strategy) -> list[Counts]:
-    """Remote KV slots per remote tier worth planning with: the ideal ones rounded both ways."""
-    n, policy = problem.workload.batch_size, problem.policy
+def _slot_choices(problem: Problem) -> list[Counts]:
+    """Remote KV slots per remote tier worth planning with: the ideal ones, rounded, and none.
+
+    Rounded both ways where a ratio is asked for, and others beside them are not tried.
+    """
+    n, policy = problem.op_times.workload.batch_size, problem.policy
     wanted = None if policy.offload_ratio is None else policy.offload_ratio * problem.total
     fixed = policy.kv_offload_ratio
     if fixed is not None and len(problem.remote) == 1:
         return [(math.floor(fixed * n + 0.5),)]
-    shares = _ideal(problem, problem.ops, wanted if fixed is None else None, problem.caps, strategy)
+    shares = _ideal(problem, problem.ops, wanted if fixed is None else None, problem.caps)
     kv = shares[problem.ops.index(problem.attention)][1:]
     if fixed is not None:
         return _slot_splits(problem, math.floor(fixed * n + 0.5), kv)
-    none = {0} if wanted is None else set()
-    both = [none | {math.floor(x * n + 1e-9), min(math.ceil(x * n - 1e-9), n)} for x in kv]
-    return sorted(c for c in itertools.product(*both) if sum(c) <= n)
+    if wanted is None:
+        options = [{0, math.floor(x * n + 0.5)} for x in kv]
+    else:
+        options = [{math.floor(x * n + 1e-9), min(math.ceil(x * n - 1e-9), n)} for x in kv]
+    return sorted(c for c in itertools.product(*options) if sum(c) <= n)
 
 
 def _slot_splits(problem: Problem, total: int, mix: Sequence[float]) -> list[Counts]:
@@ -200,13 +229,11 @@ def _slot_splits(problem: Problem, total: int, mix: Sequence[float]) -> list[Cou
     return sorted({spread, *alone})
 
 
-def _placements(
-    problem: Problem, slots: Counts, strategy: Strategy
-) -> dict[str, tuple[Counts, ...]]:
+def _placements(problem: Problem, slots: Counts) -> dict[str, tuple[Counts, ...]]:
     """Units per layer and tier of every op, with the given KV slots in the remote tiers."""
     attention, weights, policy = problem.attention, problem.weights, problem.policy
     slot = attention.layers * remote_bytes(attention, 1)
-    local_slots = problem.workload.batch_size - sum(slots)
+    local_slots = problem.op_times.workload.batch_size - sum(slots)
     kv = [count * slot for count in (local_slots, *slots)]
     caps = [cap - held for cap, held in zip(problem.caps, kv, strict=True)]
     resident = sum(op.layers * op.resident_bytes for op in weights)
@@ -215,14 +242,16 @@ def _placements(
         wanted = min(max(ratio * problem.total - sum(kv[1:]), 0.0), resident)
     elif ratio is not None:
         wanted = ratio * resident
-    shares = _ideal(problem, weights, wanted, caps, strategy)
+    shares = _ideal(problem, weights, wanted, caps)
     by_name = {op.name: share for op, share in zip(weights, shares, strict=True)}
     goal = RemoteBytes(max(0.0, resident - caps[0]), sum(caps[1:]), wanted)
     if wanted is not None:
         goal = RemoteBytes(0.0, resident, wanted)
 
     def time(op: Op, units: int) -> float:
-        return problem.bound(op, problem.mixed_bytes(op, units, by_name[op.name]), "direct")
+        return problem.op_times.bound(
+            op, problem.mixed_bytes(op, units, by_name[op.name]), "direct"
+        )
 
     totals = round_shares(weights, [1 - share[0] for share in shares], goal, time)
     if wanted is None and len(problem.remote) == 1 and policy.transport != "staged":

@@ -1,54 +1,36 @@
-"""One planning problem: what there is to place, where it can lie, and how long an op then takes.
+"""One planning problem: what there is to place, and where it can lie.
 
-Knows budgets and times; chooses nothing. planner.py chooses, assemble.py makes the Plan.
+Knows budgets and bounds; chooses nothing. planner.py chooses, assemble.py makes the Plan.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
 
-from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.hardware import LOCAL
 from dakrun.plan import ops as inventory
 from dakrun.plan.greedy import Curve
+from dakrun.plan.op_times import OpTimes
 from dakrun.plan.ops import Op
-from dakrun.plan.policy import Policy, Transport
-from dakrun.plan.roofline import (
-    Line,
-    Links,
-    compute_time,
-    kernel_time,
-    times_of,
-)
+from dakrun.plan.policy import Policy
+from dakrun.plan.roofline import Line
 from dakrun.plan.rounding import remote_bytes
 from dakrun.units import format_bytes
 
 
 class Problem:
-    """Capacities in bytes, op times in seconds, and the arithmetic between them.
+    """Capacities in bytes, bounds in seconds, and the arithmetic between them.
 
     `staging` bytes of the local tier are kept for buffers. `budgets` are bytes per tier, the local
-    one first, `caps` what of them is left for weights and KV; `curves`, `compute` (seconds of
-    arithmetic of one layer) and `work` (the same as kernels do it) are by op name. Raises CannotRun
-    where the budgets are too small.
+    one first, `caps` what of them is left for weights and KV; `curves` are by op name. Raises
+    CannotRun where the budgets are too small.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        workload: Workload,
-        profile: HardwareProfile,
-        policy: Policy,
-        staging: int,
-    ) -> None:
-        self.model, self.workload, self.profile = model, workload, profile
-        self.policy, self._staging = policy, staging
-        self.remote = policy.remote_tiers(profile)
+    def __init__(self, op_times: OpTimes, policy: Policy, staging: int) -> None:
+        model, workload, profile = op_times.model, op_times.workload, op_times.profile
+        self.op_times, self.policy = op_times, policy
+        self.ops, self.links, self.remote = op_times.ops, op_times.links, op_times.remote
         self.tiers = (LOCAL, *self.remote)
-        self.links = Links.of(profile, self.remote)
-        self.ops = list(inventory.decode_ops(model, workload))
-        self.compute = {op.name: compute_time(op, profile, model.dtype) for op in self.ops}
-        self.work = {op.name: kernel_time(op, self.compute[op.name], profile) for op in self.ops}
         self.attention = next(op for op in self.ops if op.category == "attention")
         self.weights = [op for op in self.ops if op.category != "attention"]
         self.curves = {op.name: self._curve(op) for op in self.ops}
@@ -64,29 +46,17 @@ class Problem:
         self.total = sum(op.layers * op.resident_bytes for op in self.ops)
         self._check_budgets()
 
-    def by(self, transport: Transport) -> "Problem":
-        """The same, remote bytes being read by `transport`."""
-        policy = replace(self.policy, transport=transport)
-        return Problem(self.model, self.workload, self.profile, policy, self._staging)
+    def with_remote(self, tier: int) -> "Problem":
+        """The same, all other remote tiers being full."""
+        alone = copy(self)
+        alone.caps = tuple(cap if t in (0, tier) else 0 for t, cap in enumerate(self.caps))
+        return alone
 
     def lines(self, op: Op) -> tuple[Line, ...]:
         """Lower bounds of the time of all layers of `op`, by its share of every tier."""
         staged = self.policy.transport == "staged"
         read, floor = op.layers * op.read_bytes, op.layers * self._floor(op)
         return self.links.lines(read, floor, staged=staged)
-
-    def times(
-        self, op: Op, tier_bytes: Sequence[float], transport: Transport
-    ) -> tuple[float, float]:
-        """(kernel, link) seconds for one layer of `op` that reads `tier_bytes` of each tier."""
-        lines = self.links.named_lines(
-            op.read_bytes, self.compute[op.name], staged=transport == "staged"
-        )
-        return times_of(lines, [n / op.read_bytes for n in tier_bytes])
-
-    def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
-        """The longer of both `times`: what it takes at full rates."""
-        return max(self.times(op, tier_bytes, transport))
 
     def mixed_bytes(self, op: Op, units: int, share: Sequence[float]) -> list[float]:
         """Bytes that one layer of `op` reads of each tier.
@@ -129,12 +99,12 @@ class Problem:
     def _floor(self, op: Op) -> float:
         """Seconds that one layer of `op` takes wherever its bytes lie."""
         if self.policy.transport == "staged":
-            return self.work[op.name]
-        return max(self.work[op.name], op.read_bytes / self.links.total_rate())
+            return self.op_times.work[op.name]
+        return max(self.op_times.work[op.name], op.read_bytes / self.links.total_rate())
 
     def _curve(self, op: Op) -> Curve:
         staged = self.policy.transport == "staged"
-        work, local = self.work[op.name], op.read_bytes / self.links.direct[LOCAL]
+        work, local = self.op_times.work[op.name], op.read_bytes / self.links.direct[LOCAL]
         beyond = None
         if op.category == "linear" and self.policy.transport is None:
             beyond = max(self.links.rate(self.remote, staged=by) for by in (False, True))

@@ -3,9 +3,11 @@
 Knows one remote tier. Keeps within a unit's time of the op's least bound.
 """
 
+import functools
 from collections.abc import Sequence
 
-from dakrun.plan.greedy import best_total
+from dakrun.plan.greedy import Curve, best_total
+from dakrun.plan.op_times import OpTimes
 from dakrun.plan.ops import Op
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import kernel_time
@@ -27,27 +29,29 @@ def settled(
     if not goal.required <= best <= goal.limit:
         return unsettled
     moved = [
-        (_settled(problem, op, max(units)),) * op.layers if op.category == "linear" else units
+        (_settled(problem.op_times, op, problem.curves[op.name], max(units)),) * op.layers
+        if op.category == "linear"
+        else units
         for op, units in zip(ops, totals, strict=True)
     ]
     placed = sum(remote_bytes(op, n) for op, units in zip(ops, moved, strict=True) for n in units)
     return moved if goal.required <= placed <= goal.limit else unsettled
 
 
-def _settled(problem: Problem, op: Op, start: int) -> int:
+@functools.lru_cache(maxsize=256)
+def _settled(of: OpTimes, op: Op, curve: Curve, start: int) -> int:
     """The number of remote units of a layer, about `start`, with which it ends soonest."""
-    curve, profile = problem.curves[op.name], problem.profile
+    compute, profile, remote = of.compute[op.name], of.profile, of.remote
     unit = op.unit_bytes(0, 1) / min(curve.local_rate, curve.remote_rate)
     most = curve.floor / op.layers + unit
 
     def bound(units: int) -> float:
-        return problem.bound(op, op.tier_bytes((op.units - units, units)), "direct")
+        return of.bound(op, op.tier_bytes((op.units - units, units)), "direct")
 
     def seconds(units: int) -> float:
         counts, least = (op.units - units, units), bound(units)
-        compute = problem.compute[op.name]
-        sms = sms_by_tier(op, [counts], compute, least, profile, problem.remote)
-        kernel, link = launch_times(op, counts, sms, compute, profile, problem.remote)
+        sms = sms_by_tier(op, [counts], compute, least, profile, remote)
+        kernel, link = launch_times(op, counts, sms, compute, profile, remote)
         work = kernel_time(op, max(kernel, compute), profile)
         return max(least, work, link)
 
