@@ -148,14 +148,12 @@ def generate(
     from dakrun.config import SamplingParams
 
     params = SamplingParams(**sampling)
-    if report_path and not Path(report_path).absolute().parent.is_dir():
-        raise UsageError(f"{report_path}: no such folder", hint="make it, or change --report")
 
     from rich.console import Console
 
     from dakrun.engine.batch import RequestReader
     from dakrun.engine.results import ResultWriter
-    from dakrun.generate import count_rows, write_report
+    from dakrun.generate import check_report, count_rows, write_report
     from dakrun.generate import generate as run
     from dakrun.llm import LLM
     from dakrun.plan.batch_size import MAX_BATCH_SIZE
@@ -163,6 +161,8 @@ def generate(
     from dakrun.report import render as render_report
 
     writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
+    if report_path is not None:
+        check_report(report_path, source=source, output=output)
     with (
         RequestReader(source, defaults=params) as reader,
         LLM(
@@ -186,7 +186,7 @@ def generate(
             counts = run(llm, reader, writer, stderr if sys.stderr.isatty() else None)
         report = llm.report(time.perf_counter() - start)
     report["rows"] = {"done": counts.done, "failed": counts.failed, "skipped": counts.skipped}
-    if report_path:
+    if report_path is not None:
         write_report(report, Path(report_path))
     render_report(report, stderr)
     if profile == "auto":

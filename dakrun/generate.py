@@ -4,6 +4,7 @@ Reads and writes rows one by one; how many there are never matters for memory.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dakrun.engine.batch import RequestReader
+from dakrun.engine.files import same_file
 from dakrun.engine.request import Request, RowError
 from dakrun.engine.results import ResultWriter
-from dakrun.errors import CannotRun
+from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
 
@@ -86,6 +88,22 @@ def count_rows(source: str | Path, limit: int) -> int:
         while lines < limit and (block := file.read(1 << 20)):
             lines += block.count(b"\n")
     return max(1, min(lines + 1, limit))
+
+
+def check_report(report: str, *, source: str, output: str) -> None:
+    """Raise UsageError where `report` cannot be meant for the report of a run with these files."""
+    hint = "give --report a file of its own that ends in .json"
+    if report in ("", "-"):
+        raise UsageError(f"{report!r} names no file for the report", hint=hint)
+    if os.path.isdir(report):
+        raise UsageError(f"{report}: is a directory", hint=hint)
+    folder = os.path.dirname(os.path.realpath(report))
+    if not os.path.isdir(folder):
+        raise UsageError(f"{folder}: no such folder", hint="make it, or change --report")
+    if same_file(output, report):
+        raise UsageError(f"{report}: the report is the file that the rows go to", hint=hint)
+    if same_file(report, source):
+        raise UsageError(f"{report}: the report is the file that the prompts come from", hint=hint)
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

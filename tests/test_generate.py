@@ -188,6 +188,47 @@ def test_an_existing_output_is_kept_resumed_or_replaced(prompts: Path, tmp_path:
     assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ("", "'' names no file"),
+        ("-", "'-' names no file"),
+        (".", "is a directory"),
+        ("none/report.json", "none: no such folder"),
+        ("dangling", "none: no such folder"),
+        ("out.jsonl", "the file that the rows go to"),
+        ("link to out", "the file that the rows go to"),
+        ("prompts.txt", "the file that the prompts come from"),
+        ("hard link", "the file that the prompts come from"),
+    ],
+)
+def test_reports_that_would_destroy_a_file_or_go_nowhere(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dangling").symlink_to("none/report.json")
+    Path("link to out").symlink_to("out.jsonl")
+    Path("hard link").hardlink_to(prompts)
+    before = prompts.read_text()
+    result = run(*base("prompts.txt", "out.jsonl", "--report", report))
+    assert result.exit_code == 2 and not Path("out.jsonl").exists()
+    error, hint = result.stderr.splitlines()
+    assert message in error and "--report" in hint
+    assert prompts.read_text() == before
+
+
+def test_a_report_is_not_a_redirected_input_or_output(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    for source, output, report in ((prompts, "-", out), ("-", tmp_path / "rows.jsonl", prompts)):
+        command = [sys.executable, "-m", "dakrun", "generate"]
+        arguments = map(str, base(source, output, "--report", report))
+        with prompts.open() as stdin, out.open("w") as stdout:
+            run = subprocess.run(
+                [*command, *arguments], stdin=stdin, stdout=stdout, stderr=subprocess.PIPE
+            )
+        assert run.returncode == 2 and b"the report is the file" in run.stderr
+
+
 def without_tokenizer(tmp_path: Path) -> Path:
     model = shutil.copytree(MODEL, tmp_path / "bare")
     (model / "tokenizer.json").unlink()

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from dakrun.engine import openai_batch
+from dakrun.engine.files import fsync_folder, same_file
 from dakrun.engine.ids import IdSet
 from dakrun.engine.request import Completion, RowError
 from dakrun.errors import CannotRun, UsageError
@@ -77,7 +78,7 @@ class ResultWriter:
         self._regular = self._fsync = False
         if overwrite and resume:
             raise UsageError("--overwrite and --resume exclude each other", hint="give one of them")
-        if source is not None and _same_file(self._name, str(source)):
+        if source is not None and same_file(self._name, str(source)):
             raise UsageError(
                 f"{self._name}: the output is the file that the prompts come from",
                 hint="give another file to -o",
@@ -215,7 +216,7 @@ class ResultWriter:
         fd = os.open(self._name, flags, 0o666)
         if is_new:
             with suppress(OSError):  # some file systems cannot sync a folder
-                _fsync_folder(Path(self._name).parent)
+                fsync_folder(Path(self._name).parent)
         return fd
 
     def _read_done(self) -> int:
@@ -271,26 +272,3 @@ def _encode(row: dict[str, Any]) -> bytes:
 def _is_cut_off(line: bytes) -> bool:
     """Whether a line without end is what a kill (part of a row) or a crash (zeros) leaves."""
     return _ROW_START.startswith(line[: len(_ROW_START)]) or not line.strip(b"\0")
-
-
-def _same_file(output: str, source: str) -> bool:
-    """Whether both names lead to one regular file, by whatever links or redirections."""
-    first, second = _stat(output, sys.stdout), _stat(source, sys.stdin)
-    if first and second:
-        return stat.S_ISREG(first.st_mode) and os.path.samestat(first, second)
-    return "-" not in (output, source) and Path(output).resolve() == Path(source).resolve()
-
-
-def _stat(name: str, standard: Any) -> os.stat_result | None:
-    try:
-        return os.fstat(standard.fileno()) if name == "-" else os.stat(name)
-    except (OSError, io.UnsupportedOperation):
-        return None
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
