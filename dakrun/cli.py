@@ -185,14 +185,14 @@ def generate(
         with writer:
             counts = run(llm, reader, writer, stderr if sys.stderr.isatty() else None)
         report = llm.report(time.perf_counter() - start)
-    report["rows"] = {"done": counts.done, "failed": counts.failed, "skipped": counts.skipped}
+    report["rows"] = vars(counts)
     if report_path is not None:
         write_report(report, Path(report_path))
     render_report(report, stderr)
     if profile == "auto":
         tell(told(llm.profile))
-    tell(f"{counts.done} rows done, {counts.failed} failed, {counts.skipped} skipped")
-    return EXIT_FAILED if counts.failed else 0
+    tell(str(counts))
+    return EXIT_FAILED if counts.failed or counts.failed_before else 0
 
 
 @main.command()

@@ -25,11 +25,19 @@ from dakrun.llm import LLM
 
 @dataclass
 class Counts:
-    """Rows that finished, failed, or were already done in the output."""
+    """Rows that finished, failed, or were skipped as the output had them.
 
+    It had `failed_before` error rows, whether the input still asks for them or not.
+    """
+
+    failed_before: int
     done: int = 0
     failed: int = 0
     skipped: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.done} rows done, {self.failed} failed, {self.skipped} skipped"
+        return text + (f"; {self.failed_before} failed before" if self.failed_before else "")
 
 
 def generate(
@@ -51,7 +59,7 @@ def generate(
 def _generate(
     llm: LLM, reader: RequestReader, writer: ResultWriter, console: Console | None
 ) -> Counts:
-    counts = Counts()
+    counts = Counts(writer.failed_before)
 
     def requests() -> Iterator[Request]:
         for row in reader.rows(llm.rules):

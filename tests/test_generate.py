@@ -55,7 +55,7 @@ def test_text_file_in_rows_and_report_out(prompts: Path, tmp_path: Path) -> None
         assert row["usage"]["completion_tokens"] == len(row["token_ids"])
     report = json.loads(report_path.read_text())
     assert report["schema"] == 1
-    assert report["rows"] == {"done": 4, "failed": 0, "skipped": 0}
+    assert report["rows"] == {"done": 4, "failed": 0, "skipped": 0, "failed_before": 0}
     assert report["requests"]["finished"] == 4
     tiers = {tier["name"]: tier for tier in report["tiers"]}
     assert tiers["host"]["kv_bytes"] == tiers["hbm"]["kv_bytes"] > 0
@@ -84,6 +84,17 @@ def test_bad_rows_become_error_rows_and_exit_1(tmp_path: Path) -> None:
     assert found["long"]["error"]["code"] == "prompt_too_long"
     assert "logprobs" in found["odd"]["error"]["message"]
     assert len(found["ids"]["token_ids"]) <= 2
+
+
+def test_error_rows_count_in_resumed_runs_too(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id":"line-2","error":{"code":"c"}}\n{"id":"gone","error":{"code":"c"}}\n')
+    for done, skipped in ((3, 1), (0, 4)):
+        result = run(*base(prompts, out, "--resume"))
+        assert result.exit_code == 1
+        last = f"{done} rows done, 0 failed, {skipped} skipped; 2 failed before"
+        assert result.stderr.splitlines()[-1] == last
+    assert len(rows(out)) == 5
 
 
 def test_openai_batch_rows_in_and_out(tmp_path: Path) -> None:

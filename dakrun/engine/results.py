@@ -59,8 +59,8 @@ class ResultWriter:
     it holds something (unless `overwrite` or `resume`), it is the `source` of the prompts, or its
     folder is missing. Entering truncates with `overwrite`; with `resume` it drops a last row that
     was cut off and remembers which ids are done, errors included: each id is written once.
-    A write that fails raises CannotRun and leaves whole rows only. `done` and `failed` count the
-    rows of this run, `resumed` those that were there.
+    A write that fails raises CannotRun and leaves whole rows only. `failed_before` counts the error
+    rows that were there.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ResultWriter:
         overwrite: bool = False,
         resume: bool = False,
     ) -> None:
-        self.done = self.failed = self.resumed = 0
+        self.failed_before = 0
         self._name, self._overwrite, self._resume = str(destination), overwrite, resume
         self._ids = IdSet()
         self._fd = -1
@@ -132,12 +132,10 @@ class ResultWriter:
     def write(self, completion: Completion) -> None:
         """Append a finished request; on return it is on disk. Raises CannotRun."""
         self._write(completion_row(completion))
-        self.done += 1
 
     def write_error(self, error: RowError) -> None:
         """Append a row that could not be run; on return it is on disk. Raises CannotRun."""
         self._write(error_row(error))
-        self.failed += 1
 
     def _write(self, row: dict[str, Any]) -> None:
         data = _encode(row)
@@ -220,14 +218,13 @@ class ResultWriter:
         return fd
 
     def _read_done(self) -> int:
-        """Learn the ids in the output; the size of its whole rows in bytes. Raises UsageError."""
+        """Learn the rows in the output; the size of the whole ones in bytes. Raises UsageError."""
         whole = 0
         try:
             with open(self._name, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.endswith(b"\n"):
-                        self._ids.add(self._id_of_row(line, number))
-                        self.resumed += 1
+                        self._add_done(line, number)
                         whole += len(line)
                     elif not _is_cut_off(line):
                         raise self._not_ours(number)
@@ -237,12 +234,14 @@ class ResultWriter:
             ) from problem
         return whole
 
-    def _id_of_row(self, line: bytes, number: int) -> str:
+    def _add_done(self, line: bytes, number: int) -> None:
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
             request_id = row["custom_id" if "custom_id" in row else "id"]
             if isinstance(request_id, str) and ("finish_reason" in row or "error" in row):
-                return request_id
+                self._ids.add(request_id)
+                self.failed_before += row.get("error") is not None
+                return
         raise self._not_ours(number)
 
     def _not_ours(self, number: int) -> UsageError:
