@@ -91,11 +91,12 @@ def count_rows(source: str | Path, limit: int) -> int:
     path = Path(source)
     if str(source) == "-" or not path.is_file():
         return limit
-    lines = 0
+    lines, last = 0, b"\n"
     with path.open("rb") as file:
         while lines < limit and (block := file.read(1 << 20)):
             lines += block.count(b"\n")
-    return max(1, min(lines + 1, limit))
+            last = block[-1:]
+    return max(1, min(lines + (last != b"\n"), limit))
 
 
 def check_report(report: str, *, source: str, output: str) -> None:

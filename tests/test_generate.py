@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from dakrun.cli import main
 from dakrun.demo import MODEL, task
+from dakrun.generate import count_rows
 
 SUMS = [(47, 85), (3, 4), (99, 99), (20, 30)]
 
@@ -197,6 +198,24 @@ def test_an_existing_output_is_kept_resumed_or_replaced(prompts: Path, tmp_path:
     assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
     assert run(*base(prompts, out, "--overwrite")).exit_code == 0
     assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("content", "count"),
+    [
+        ("", 1),
+        ("a", 1),
+        ("a\n", 1),
+        ("a\nb", 2),
+        ("a\nb\n", 2),
+        ("a\n" * 9, 5),
+        ("a\n" * 4 + "a", 5),
+    ],
+)
+def test_rows_are_counted_up_to_a_limit(tmp_path: Path, content: str, count: int) -> None:
+    (tmp_path / "p.txt").write_text(content)
+    assert count_rows(tmp_path / "p.txt", 5) == count
+    assert count_rows("-", 5) == count_rows(tmp_path, 5) == 5
 
 
 @pytest.mark.parametrize(
