@@ -267,11 +267,12 @@ def without_tokenizer(tmp_path: Path) -> Path:
 
 def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     source, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt_token_ids": [1, 5, 6]}\n{"prompt": "text"}\n')
+    source.write_text('{bad\n{"prompt_token_ids": [1, 5, 6]}\n{"prompt": "text"}\n')
     result = run(*base(source, out, model=without_tokenizer(tmp_path)))
     assert result.exit_code == 1
-    assert rows(out)["line-1"]["text"] is None
-    assert rows(out)["line-2"]["error"]["code"] == "no_tokenizer"
+    assert rows(out)["line-1"]["error"]["code"] == "invalid_json"
+    assert rows(out)["line-2"]["text"] is None
+    assert rows(out)["line-3"]["error"]["code"] == "no_tokenizer"
 
 
 def test_the_console_script_and_its_progress_stay_off_stdout(prompts: Path) -> None:

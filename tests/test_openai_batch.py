@@ -197,7 +197,8 @@ def test_the_first_json_object_decides_for_the_file(make: Callable[..., Path]) -
         (row({"prompt": [1]}), False),
         (row({"prompt": "a"}), True),
         (row({"messages": HI}, CHAT), True),
-        (row(3), True),
+        (row(3), False),
+        (row({"prompt": 3}), False),
     ],
 )
 def test_needs_tokenizer(make: Callable[..., Path], line: str, needed: bool) -> None:

@@ -78,19 +78,19 @@ class RequestReader:
             self._file.close()
 
     def needs_tokenizer(self) -> bool:
-        """Whether the first row is a text prompt, or one that cannot be understood.
+        """Whether the first row's prompt is text. Reads that row and keeps it.
 
-        Reads that row and keeps it. False where there are no rows.
+        False where there are no rows, or it cannot be understood: that is one bad row.
         """
         line = self._peek()
-        if line is None:
+        if line is None or line.data is None:
             return False
-        if self._row_format(line) == "text" or line.data is None:
+        if self._row_format(line) == "text":
             return True
         try:
             row = json_object(line.data)
         except BadRow:
-            return True
+            return False
         return _kind_of(row).needs_tokenizer(row)
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError]:

@@ -77,9 +77,9 @@ def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRule
 
 
 def needs_tokenizer(row: Mapping[str, Any]) -> bool:
-    """Whether the prompt of a Batch row is text, or cannot be understood."""
+    """Whether the prompt of a Batch row is text."""
     body = row.get("body")
-    return not (isinstance(body, dict) and isinstance(body.get("prompt"), list))
+    return isinstance(body, dict) and (isinstance(body.get("prompt"), str) or "messages" in body)
 
 
 BATCH = RowFormat("OpenAI Batch", "custom_id", parse_batch, needs_tokenizer, Reply("completion"))

@@ -94,8 +94,8 @@ class RowFormat:
     """One kind of JSON row: the field with its id, and what turns the row into a prompt.
 
     `parse` gets the row, the default parameters and the rules; it raises BadRow or UsageError.
-    `needs_tokenizer` tells whether a row's prompt is text, or cannot be understood. Rows that
-    fail are answered as `reply` says.
+    `needs_tokenizer` tells whether a row's prompt is text. Rows that fail are answered as `reply`
+    says.
     """
 
     name: str
@@ -150,7 +150,7 @@ def _native_prompt(given: dict[str, Any], rules: PromptRules) -> tuple[int, ...]
 
 
 NATIVE = RowFormat(
-    "native", "id", parse_native, lambda row: row.get("prompt_token_ids") is None, Reply()
+    "native", "id", parse_native, lambda row: isinstance(row.get("prompt"), str), Reply()
 )
 
 
