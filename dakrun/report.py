@@ -18,7 +18,7 @@ import dakrun
 from dakrun.engine.engine import EngineStats
 from dakrun.plan.planner import Plan
 from dakrun.plan.present import plan_dict
-from dakrun.units import format_bytes, format_seconds
+from dakrun.units import ceil_div, format_bytes, format_seconds
 
 SCHEMA = 1
 ERROR_BAR = 0.10  # of a predicted time: an op that is further off is named
@@ -182,11 +182,10 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
-    rank = min(len(ordered) - 1, int(0.99 * len(ordered)))
     return {
         "mean": statistics.fmean(ordered),
         "median": statistics.median(ordered),
-        "p99": ordered[rank],
+        "p99": ordered[ceil_div(99 * len(ordered), 100) - 1],
     }
 
 

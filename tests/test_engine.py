@@ -14,7 +14,7 @@ from dakrun.engine.request import Completion, Request
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
-from dakrun.report import render
+from dakrun.report import _spread, render
 
 NAME = "llama-gqa3-tied"
 
@@ -177,6 +177,14 @@ def test_report_has_figures_with_units(path: Path) -> None:
         assert op["bound_s"] <= op["predicted_s"]
         assert op["measured_s"] > 0
     assert [t["name"] for t in report["tiers"]] == ["hbm", "host"]
+
+
+@pytest.mark.parametrize(
+    ("count", "p99"), [(1, 1), (2, 2), (99, 99), (100, 99), (101, 100), (300, 297)]
+)
+def test_percentiles_are_of_the_nearest_rank(count: int, p99: int) -> None:
+    spread = _spread(range(count, 0, -1))
+    assert spread == {"mean": (count + 1) / 2, "median": (count + 1) / 2, "p99": p99}
 
 
 def test_a_report_names_the_ops_that_the_plan_was_wrong_about(path: Path) -> None:
