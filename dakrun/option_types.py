@@ -8,6 +8,8 @@ import click
 from dakrun.errors import UsageError
 from dakrun.units import parse_bytes
 
+MAX_COUNT = 10**9
+
 
 class Auto(click.ParamType):
     """`auto` (None) or what `convert_value` makes of the text; it raises ValueError for the rest.
@@ -43,8 +45,8 @@ class Size(click.ParamType):
             self.fail(f"{problem}; {problem.hint}.", param, ctx)
 
 
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
+def _count(text: str) -> int:
+    if not 1 <= (number := int(text)) <= MAX_COUNT:
         raise ValueError
     return number
 
@@ -55,5 +57,5 @@ def _share(text: str) -> float:
     return number
 
 
-COUNT = Auto("count", "auto or an integer of at least 1", _at_least_one)
+COUNT = Auto("count", f"auto or an integer from 1 to {MAX_COUNT:,}", _count)
 RATIO = Auto("ratio", "auto or a number from 0 to 1", _share)

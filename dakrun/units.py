@@ -1,5 +1,6 @@
 """Byte sizes as people write them ("20GiB", "1.5 GB"), and figures as reports show them."""
 
+import math
 import re
 
 from dakrun.errors import UsageError
@@ -21,9 +22,10 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
+    size = float(match[1]) * factor if match and factor else math.inf
+    if size == math.inf:
         raise UsageError(f"{text!r} is not a size", hint="write it like 20GiB, 1.5GB or 4096")
-    return int(float(match[1]) * factor)
+    return int(size)
 
 
 def format_bytes(n: float) -> str:
