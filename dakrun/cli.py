@@ -13,7 +13,7 @@ import click
 
 from dakrun import __version__
 from dakrun.cli_machine import bench, doctor, profile
-from dakrun.console import WIDTH, stdout_console, tell
+from dakrun.console import WIDTH, stdout_console, talk, tell
 from dakrun.error_lines import ErrorLines
 from dakrun.errors import EXIT_FAILED, UsageError
 from dakrun.options import (
@@ -188,7 +188,8 @@ def generate(
     report["rows"] = vars(counts)
     if report_path is not None:
         write_report(report, Path(report_path))
-    render_report(report, stderr)
+    with talk():
+        render_report(report, stderr)
     if profile == "auto":
         tell(told(llm.profile))
     tell(str(counts))

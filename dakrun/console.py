@@ -1,6 +1,9 @@
 """Where commands print: data on stdout, talk on stderr."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -18,6 +21,16 @@ def stdout_console() -> "Console":
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
+@contextmanager
+def talk() -> Iterator[None]:
+    """Within it, what is said on stderr and cannot be written is dropped, and all after it."""
+    try:
+        yield
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def tell(text: str) -> None:
-    """A line on stderr."""
-    click.echo(text, err=True)
+    """A line on stderr, if that can be written."""
+    with talk():
+        click.echo(text, err=True)

@@ -11,7 +11,15 @@ from typing import Any
 
 import click
 
-from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_USAGE, DakrunError, GpuFailed
+from dakrun.console import tell
+from dakrun.errors import (
+    EXIT_CANNOT_RUN,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    CannotRun,
+    DakrunError,
+    GpuFailed,
+)
 from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
 
 _FREE_SPACE = "free some disk space, then run it again"
@@ -43,6 +51,7 @@ class ErrorLines(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""
         try:
+            _check_streams()
             with raise_on_sigterm():
                 code = super().main(
                     *args, **{"prog_name": "dakrun", **kwargs, "standalone_mode": False}
@@ -55,10 +64,10 @@ class ErrorLines(click.Group):
             code = problem.exit_code
             _report(problem, problem.format_message(), _help_hint(problem))
         except click.Abort as abort:
-            click.echo("interrupted", err=True)
+            tell("interrupted")
             code = exit_code(abort.__cause__)
         except Interrupted as stop:
-            click.echo(f"interrupted: {stop}; {stop.hint}", err=True)
+            tell(f"interrupted: {stop}; {stop.hint}")
             code = stop.exit_code
         except DakrunError as problem:
             code = problem.exit_code
@@ -81,10 +90,18 @@ class ErrorLines(click.Group):
         sys.exit(code)
 
 
+def _check_streams() -> None:
+    """Refuse to run without stdout; without stderr, talk goes nowhere."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        raise CannotRun("standard output is closed", hint="leave it open, or send it to /dev/null")
+
+
 def _report(problem: Exception, message: str, hint: str) -> None:
     if os.environ.get("DAKRUN_DEBUG") == "1":
         traceback.print_exception(problem)
-    click.echo(f"error: {_one_line(message)}\nhint: {_one_line(hint)}", err=True)
+    tell(f"error: {_one_line(message)}\nhint: {_one_line(hint)}")
 
 
 def _leave(code: int) -> None:

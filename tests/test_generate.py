@@ -286,6 +286,14 @@ def test_the_console_script_and_its_progress_stay_off_stdout(prompts: Path) -> N
     assert "\x1b" not in done.stderr
 
 
+def test_talk_that_cannot_be_written_is_no_failure(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = map(str, base(prompts, out, "--max-tokens", 1))
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([sys.executable, "-m", "dakrun", "generate", *arguments], stderr=full)
+    assert run.returncode == 0 and len(rows(out)) == 4
+
+
 def test_demo_answers_at_least_95_percent() -> None:
     result = CliRunner().invoke(main, ["demo"])
     assert result.exit_code == 0, result.output

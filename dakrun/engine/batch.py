@@ -206,6 +206,8 @@ def _format_of(name: str) -> Format | None:
 
 def _open(name: str) -> BinaryIO:
     if name == "-":
+        if sys.stdin is None:
+            raise UsageError("standard input is closed", hint="give -i a file, or pipe prompts in")
         return sys.stdin.buffer
     try:
         return open(name, "rb")

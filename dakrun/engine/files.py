@@ -33,5 +33,5 @@ def fsync_folder(folder: Path) -> None:
 def _stat(name: str, standard: Any) -> os.stat_result | None:
     try:
         return os.fstat(standard.fileno()) if name == "-" else os.stat(name)
-    except OSError:
+    except (OSError, AttributeError):  # a standard stream that is closed is None
         return None
