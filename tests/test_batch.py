@@ -463,9 +463,13 @@ def test_overwrite_truncates_on_entering(make: Callable[..., Path]) -> None:
 
 
 def test_destinations_that_make_no_sense(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "none" / "out.jsonl")
     for path, message, hint in (
         (tmp_path / "none" / "out.jsonl", "none: no such directory", "mkdir -p"),
+        (link, "none: no such directory", "mkdir -p"),
         (tmp_path, "is a directory", "give -o a file"),
+        ("", "has no name", "give -o a file"),
     ):
         with pytest.raises(UsageError, match=message) as raised:
             ResultWriter(path)
@@ -474,7 +478,7 @@ def test_destinations_that_make_no_sense(tmp_path: Path) -> None:
         ResultWriter(tmp_path / "out.jsonl", overwrite=True, resume=True)
     with pytest.raises(UsageError, match="standard output cannot be resumed"):
         ResultWriter("-", resume=True)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [link]
 
 
 def test_the_output_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,10 +630,11 @@ def test_a_failed_sync_takes_the_row_back(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no /dev/full")
 def test_a_full_device() -> None:
     with (
-        pytest.raises(CannotRun, match="/dev/full: cannot be written"),
+        pytest.raises(CannotRun, match="/dev/full: cannot be written") as raised,
         ResultWriter("/dev/full") as writer,
     ):
         writer.write(completion())
+    assert "give -o a file to be able to go on" in raised.value.hint
 
 
 def test_an_output_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class ResultWriter:
     @property
     def go_on(self) -> str:
         """How the user continues a run that was stopped."""
-        if self._name == "-":
+        if self._name == "-" or (os.path.exists(self._name) and not os.path.isfile(self._name)):
             return "give -o a file to be able to go on with --resume"
         instead = " instead of --overwrite" if self._overwrite else ""
         return f"to go on, run again with --resume{instead}"
@@ -186,7 +186,10 @@ class ResultWriter:
                     "standard output cannot be resumed", hint="give -o a file, or drop --resume"
                 )
             return
-        name, folder = self._name, os.path.dirname(self._name) or "."
+        name = self._name
+        folder = os.path.dirname(os.path.realpath(name) if os.path.islink(name) else name) or "."
+        if not name:
+            raise UsageError("the output has no name", hint="give -o a file that ends in .jsonl")
         if os.path.isdir(name):
             raise UsageError(f"{name}: is a directory", hint="give -o a file that ends in .jsonl")
         if not os.path.isdir(folder):
