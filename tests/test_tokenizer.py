@@ -1,10 +1,12 @@
 """The tokenizer wrapper on tiny tokenizers made here, and stop strings across token boundaries."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 from tiny_tokenizer import BYTES, SPECIAL, make_tokenizer_files
 
 from dakrun.engine.tokenizer import StopStrings, Tokenizer
@@ -152,7 +154,48 @@ def test_stop_looks_at_the_last_tokens_only() -> None:
         return "x" * len(ids)
 
     StopStrings(("abc", "é"), decode).hit(list(range(10_000)))
-    assert seen == [3 + 4]
+    assert seen == [2] * 7 + [3 + 4]
+
+
+def test_stop_is_found_across_tokens_without_text(tokenizer: Tokenizer) -> None:
+    finder = StopStrings(("ab",), tokenizer.decode)
+    ids = [*byte_ids(b"a"), *[1, 2] * 20, *byte_ids(b"b")]
+    assert [finder.hit(ids[:-1]), finder.hit(ids)] == [False, True]
+
+
+@pytest.fixture(scope="module")
+def falls_back() -> tokenizers.Tokenizer:
+    """As Llama 2's: bytes that no token stands for are tokens; all of a run are valid, or none."""
+    words = ["<s>", "\u2581", "\u2581b", "a", "b", "ab", "\u2581a b"]
+    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens(["<s>"])
+    made.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+@pytest.mark.parametrize("stop", [("é",), ("a b",), ("b", "€"), ("éa",), (" ",), ("\ufffd",)])
+def test_a_hit_agrees_with_all_of_the_text(
+    falls_back: tokenizers.Tokenizer, stop: tuple[str, ...]
+) -> None:
+    chance = random.Random(20261130)
+    parts = [[i] for i in range(7)] + [[7 + b for b in c.encode()] for c in "aéé€🎉"] + [[262]]
+    for _ in range(300):
+        ids = [t for part in chance.choices(parts, k=chance.randint(1, 30)) for t in part]
+        finder, counts = StopStrings(stop, falls_back.decode), range(1, len(ids) + 1)
+        expected = (any(s in falls_back.decode(ids[:n]) for s in stop) for n in counts)
+        for n, is_in in zip(counts, expected, strict=True):
+            assert finder.hit(ids[:n]) == is_in
+            if is_in:
+                break
 
 
 def test_without_stop_strings_nothing_is_decoded_or_cut() -> None:

@@ -6,6 +6,8 @@ and keeps it quiet. Knows nothing of requests.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from dakrun.errors import CannotRun, UsageError
 Decode = Callable[[Sequence[int]], str]
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# An incomplete character at the start of the window spoils at most its own bytes.
+# Most bytes of a character. An incomplete one spoils the tokens beside it that are single bytes.
 _CHARACTER_BYTES = 4
 
 
@@ -106,15 +108,27 @@ class StopStrings:
         self._stop, self._decode = stop, decode
         longest = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0)
         self._window = longest + _CHARACTER_BYTES
+        # Twice, as decoding drops a space that a text begins with.
+        self._has_text = cache(lambda token: decode([token, token]) != "")
 
     def hit(self, token_ids: Sequence[int]) -> bool:
         """Whether the newest of `token_ids` completes a stop string; to be asked at each token.
 
-        A token is at least one byte, so only the last few need to be looked at.
+        A token that has text, which special ones do not, is at least one byte of it: only the last
+        few such tokens need to be looked at, and all of them where a string is found.
         """
         if not self._stop:
             return False
-        text = self._decode(token_ids[-self._window :])
+        last = list(islice(filter(self._has_text, reversed(token_ids)), self._window))[::-1]
+        for start in range(_CHARACTER_BYTES):  # one of these is no middle of a character
+            text = self._decode(last[start:])
+            if self._is_in(text):
+                return self._is_in(self._decode(token_ids))
+            if not text.startswith("\N{REPLACEMENT CHARACTER}"):
+                break
+        return False
+
+    def _is_in(self, text: str) -> bool:
         return any(s in text for s in self._stop)
 
     def cut(self, text: str) -> str:
