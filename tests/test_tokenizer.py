@@ -1,5 +1,6 @@
 """The tokenizer wrapper on tiny tokenizers made here, and stop strings across token boundaries."""
 
+import json
 import random
 import subprocess
 import sys
@@ -68,6 +69,15 @@ def test_unusable_folders(tmp_path: Path, files: dict[str, str], message: str) -
         Tokenizer.load(tmp_path)
     assert message in str(raised.value) and str(tmp_path) in str(raised.value)
     assert "\n" not in str(raised.value) and "copy" in raised.value.hint
+
+
+def test_a_wrong_config_is_not_blamed_on_the_tokenizer_alone(tmp_path: Path) -> None:
+    make_tokenizer_files(tmp_path)
+    config = {"model_type": "llama", "rms_norm_eps": "1e-6"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CannotRun, match="rms_norm_eps") as raised:
+        Tokenizer.load(tmp_path)
+    assert "config.json" in raised.value.hint
 
 
 def test_missing_folder(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class Tokenizer:
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
                 f"{directory}: the tokenizer cannot be loaded ({reason})",
-                hint="copy the tokenizer files anew from where the model was published",
+                hint="copy the tokenizer files anew from where the model was published, and "
+                "config.json, which is read with them",
             ) from problem
 
     def encode(self, text: str) -> tuple[int, ...]:
