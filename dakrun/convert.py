@@ -24,6 +24,7 @@ from dakrun.units import format_bytes
 
 SHARD_BYTES = 4 << 30
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
+RESERVED = "__metadata__"  # in the header of a safetensors file
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
@@ -168,6 +169,11 @@ def _write_one(path: Path, folder: Path, shard_bytes: int, tied: bool, done: _Pr
     """Convert one source file; its mapping ends with this call."""
     tensors, others = read_tensors(path)
     done.not_tensors += others
+    if RESERVED in tensors:
+        raise CannotRun(
+            f"{path}: has a tensor called {RESERVED!r}, which safetensors keeps for itself",
+            hint="save it under any other name",
+        )
     if twice := sorted(done.seen & tensors.keys()):
         raise CannotRun(
             f"{path}: has {twice[0]!r}, which another file has, too",

@@ -276,6 +276,9 @@ CASES = {
     "meta": (
         saved(lambda: {"a": torch.ones(3, device="meta")}), CannotRun, "not a plain", "sparse",
     ),
+    "reserved name": (
+        saved(lambda: {"__metadata__": torch.ones(3)}), CannotRun, "keeps for itself", "other name",
+    ),
     "missing shard": (
         lambda d: spoil_index(d, x="pytorch_model-2.bin"), CannotRun,
         f"pytorch_model-2.bin: no such file, but {BIN_INDEX}", "missing shard",
