@@ -54,6 +54,7 @@ def test_completion_rows(make: Callable[..., Path]) -> None:
         "model": "any", "prompt": "ab", "max_tokens": 9, "temperature": 0.5, "top_p": 0.9,
         "top_k": 4, "seed": 3, "stop": "\n", "ignore_eos": True, "n": 1, "stream": False,
         "echo": False, "logprobs": None, "presence_penalty": 0.0, "logit_bias": {},
+        "suffix": "", "store": False, "service_tier": "auto", "best_of": None,
         "user": "me", "metadata": {"a": "b"},
     }  # fmt: skip
     text, ids = read(make(row(body), row({"prompt": [5, 6]}, custom_id="y")))
@@ -79,7 +80,7 @@ def test_chat_rows(make: Callable[..., Path]) -> None:
     bodies = [
         {"model": "m", "messages": HI, "max_completion_tokens": 7, "logprobs": False},
         {"messages": [{"role": "user", "content": parts, "name": None}], "max_tokens": 7},
-        {"messages": HI, "max_tokens": 7, "max_completion_tokens": 7},
+        {"messages": HI, "max_tokens": 7, "max_completion_tokens": 7, "tools": [], "store": None},
     ]
     lines = [row(body, CHAT, custom_id=i) for i, body in enumerate(bodies)]
     for request in read(make(*lines), CHAT_RULES):
@@ -114,6 +115,8 @@ BAD = [
     (row({"prompt": "a", "logprobs": 0}), "unsupported_field", "'logprobs'"),
     (row({"prompt": "a", "echo": True, "suffix": "b"}), "unsupported_field", "'echo', 'suffix'"),
     (row({"prompt": "a", "logit_bias": {"5": 1}}), "unsupported_field", "'logit_bias'"),
+    (row({"prompt": "a", "store": True}), "unsupported_field", "'store'"),
+    (row({"prompt": "a", "service_tier": "flex"}), "unsupported_field", "'service_tier'"),
     (row({"prompt": "a", "messages": HI}), "unsupported_field", "'messages'"),
     (row({"prompt": "a", "max_completion_tokens": 3}), "unsupported_field", "max_completion"),
     (row({"prompt": "a", "max_tokens": 0}), "invalid_field", "max_tokens is 0"),

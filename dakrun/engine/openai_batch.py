@@ -38,6 +38,10 @@ _NEUTRAL: Mapping[str, object] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "logit_bias": {},
+    "suffix": "",
+    "tools": [],
+    "store": False,
+    "service_tier": "auto",
     "response_format": {"type": "text"},
 }
 
