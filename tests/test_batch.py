@@ -664,6 +664,33 @@ def test_resume_drops_what_was_cut_off(make: Callable[..., Path], rest: str) -> 
     assert path.read_text() == whole + COMPLETION_LINE
 
 
+@pytest.mark.parametrize("flags", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path, flags: dict[str, bool]) -> None:
+    path = tmp_path / "out.jsonl"
+    second = ResultWriter(path, **flags)
+    with ResultWriter(path) as first:
+        first.write(completion())
+        with pytest.raises(CannotRun, match="another run is writing to it") as raised:
+            second.__enter__()
+        assert "-o another file" in raised.value.hint
+    assert path.read_text() == COMPLETION_LINE
+    if flags:
+        with second:
+            assert second.is_done("a") is ("resume" in flags)
+    else:
+        with pytest.raises(UsageError, match="exists and is not empty"):
+            second.__enter__()
+
+
+def test_a_refused_output_is_left_to_others(make: Callable[..., Path]) -> None:
+    path = make("notes\n", "out.jsonl")
+    with pytest.raises(UsageError, match="no result row"):
+        ResultWriter(path, resume=True).__enter__()
+    with ResultWriter(path, overwrite=True) as writer:
+        writer.write(completion())
+    assert path.read_text() == COMPLETION_LINE
+
+
 def test_resume_of_nothing(tmp_path: Path, make: Callable[..., Path]) -> None:
     for path in (tmp_path / "new.jsonl", make("", "empty.jsonl"), make('{"id"', "cut.jsonl")):
         with ResultWriter(path, resume=True) as writer:

@@ -1,8 +1,9 @@
-"""Files as the system sees them: which names lead to the same one, folders synced.
+"""Files as the system sees them: which names lead to the same one, folders synced, files locked.
 
 Knows paths and standard streams; knows nothing of what is in the files.
 """
 
+import fcntl
 import os
 import stat
 import sys
@@ -19,6 +20,17 @@ def same_file(output: str, source: str) -> bool:
     if first and second:
         return stat.S_ISREG(first.st_mode) and os.path.samestat(first, second)
     return "-" not in (output, source) and os.path.realpath(output) == os.path.realpath(source)
+
+
+def lock(fd: int) -> bool:
+    """Keep a file that is open from other runs until it is closed; False where one has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def fsync_folder(folder: Path) -> None:

@@ -10,13 +10,13 @@ import json
 import os
 import stat
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from dakrun.engine import openai_batch
-from dakrun.engine.files import fsync_folder, same_file
+from dakrun.engine.files import fsync_folder, lock, same_file
 from dakrun.engine.ids import IdSet
 from dakrun.engine.request import Completion, RowError
 from dakrun.errors import CannotRun, UsageError
@@ -57,8 +57,9 @@ class ResultWriter:
 
     The constructor changes nothing and raises UsageError where the destination cannot be meant:
     it holds something (unless `overwrite` or `resume`), it is the `source` of the prompts, or its
-    folder is missing. Entering truncates with `overwrite`; with `resume` it drops a last row that
-    was cut off and remembers which ids are done, errors included: each id is written once.
+    folder is missing. Entering keeps other runs off the file; it truncates with `overwrite`; with
+    `resume` it drops a last row that was cut off and remembers which ids are done, errors included:
+    each id is written once.
     A write that fails raises CannotRun and leaves whole rows only. `failed_before` counts the error
     rows that were there.
     """
@@ -86,14 +87,16 @@ class ResultWriter:
         self._check_destination()
 
     def __enter__(self) -> "ResultWriter":
-        whole = self._read_done() if self._resume and os.path.exists(self._name) else None
-        try:
-            self._fd = self._open()
-            if whole is not None:
-                os.ftruncate(self._fd, whole)
-            self._regular = self._fd >= 0 and stat.S_ISREG(os.fstat(self._fd).st_mode)
-        except OSError as problem:
-            raise self._failure(problem) from problem
+        with ExitStack() as opened:
+            opened.push(self)
+            try:
+                self._fd = self._open()
+                self._regular = self._fd >= 0 and stat.S_ISREG(os.fstat(self._fd).st_mode)
+                if self._regular and self._name != "-":
+                    self._take_over()
+            except OSError as problem:
+                raise self._failure(problem) from problem
+            opened.pop_all()
         self._fsync = self._fd >= 0
         return self
 
@@ -213,12 +216,22 @@ class ResultWriter:
             except io.UnsupportedOperation:
                 return -1
         is_new = not os.path.exists(self._name)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_TRUNC if self._overwrite else 0)
-        fd = os.open(self._name, flags, 0o666)
+        fd = os.open(self._name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         if is_new:
             with suppress(OSError):  # some file systems cannot sync a folder
                 fsync_folder(Path(self._name).parent)
         return fd
+
+    def _take_over(self) -> None:
+        """Keep other runs off the output, and keep of it what this one goes on with."""
+        if not lock(self._fd):
+            raise CannotRun(
+                f"{self._name}: another run is writing to it",
+                hint="wait until that has ended, or give -o another file",
+            )
+        self._check_destination()  # another run may have ended meanwhile
+        if self._overwrite or self._resume:
+            os.ftruncate(self._fd, self._read_done() if self._resume else 0)
 
     def _read_done(self) -> int:
         """Learn the rows in the output; the size of the whole ones in bytes. Raises UsageError."""
