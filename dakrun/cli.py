@@ -96,7 +96,7 @@ def plan(
         from dakrun.plot import plot_plan
 
         plot_plan(decision, Path(plot))
-    shown = overview(decision)
+    shown = overview(decision, max_tpot)
     if profile == "auto":
         tell(told(hardware))
     if as_json:

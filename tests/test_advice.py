@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -187,3 +188,19 @@ def test_ties_name_one_change_of_a_kind() -> None:
     assert len(doubled) > 1
     sentence = Advice(plan=plan, busy=advice.busy, alternatives=tuple(doubled)).sentence
     assert sentence.count("--hbm-budget") == 1 and ", then" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware"), [("llama-2-7b", "gh200"), ("opt-6.7b", "h200-pcie5"), ("opt-125m", "cpu")]
+)
+def test_a_limit_that_is_raised_as_hinted_is_kept(name: str, hardware: str) -> None:
+    command = ["plan", "--model", name, "--profile", hardware, "--max-tpot"]
+    refused = CliRunner().invoke(cli.main, [*command, "0.001"])
+    (limit,) = re.findall(r"raise --max-tpot to (\S+) or more", refused.stderr)
+    done = CliRunner().invoke(cli.main, [*command, limit, "--json"])
+    assert done.exit_code == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["predicted"]["tpot_s"] * 1e3 <= float(limit)
+    assert all(
+        other["predicted_tpot_s"] * 1e3 <= float(limit) for other in shown["advice"]["alternatives"]
+    )

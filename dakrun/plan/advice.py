@@ -71,8 +71,11 @@ class Advice:
         return f"{said}; {best[0]} would help most" + "".join(f", then {b}" for b in best[1:])
 
 
-def advise(plan: Plan) -> Advice:
-    """Plan again with more HBM, other batch sizes, transports and remote tiers, and compare."""
+def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
+    """Plan again with more HBM, other batch sizes, transports and remote tiers, and compare.
+
+    Plans that take more than `max_tpot` seconds per output token are left out.
+    """
     rate = plan.workload.batch_size / plan.predicted_s
     found = []
     for kind, change, workload, policy in _changes(plan):
@@ -80,6 +83,8 @@ def advise(plan: Plan) -> Advice:
             other = make_plan(plan.model, workload, plan.profile, policy)
         except DakrunError:
             continue  # what does not run does not help
+        if max_tpot is not None and other.predicted_s > max_tpot:
+            continue
         budget = policy.hbm_budget or 0
         available = kind != "hbm_budget" or budget <= plan.profile.hbm_capacity_bytes
         gain = workload.batch_size / other.predicted_s / rate - 1

@@ -62,8 +62,11 @@ class Overview:
     published: tuple[Comparison, ...] = ()
 
 
-def overview(plan: Plan) -> Overview:
-    """Plan again: with the uniform strategy, as others ran the model, and for advice."""
+def overview(plan: Plan, max_tpot: float | None = None) -> Overview:
+    """Plan again: with the uniform strategy, as others ran the model, and for advice.
+
+    That keeps to `max_tpot` seconds per output token, if they are given.
+    """
     policy = replace(plan.policy, strategy="uniform")
     uniform: Forecast | CannotRun
     try:
@@ -73,7 +76,7 @@ def overview(plan: Plan) -> Overview:
     return Overview(
         chosen=Forecast.of(plan),
         uniform=uniform,
-        advice=advise(plan),
+        advice=advise(plan, max_tpot),
         published=tuple(_published(plan)),
     )
 
