@@ -143,7 +143,11 @@ class LLM:
         return [results[i] for i in range(len(requests))]
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions as they finish; requests are only taken when a slot is free."""
+        """Completions as they finish; requests are only taken when a slot is free.
+
+        One stream or `generate` runs at a time: another is a UsageError until the stream has ended,
+        is closed, or is let go of.
+        """
         with gpu_errors():
             yield from self.engine.generate(requests)
 

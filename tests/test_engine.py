@@ -1,6 +1,7 @@
 """The engine's loop: refilled slots, ends of requests, seeds, chunked prefill, statistics."""
 
 import io
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,42 @@ def test_a_freed_slot_is_refilled_at_once(path: Path) -> None:
     assert next(stream).id == "r1"
     assert taken == ["r0", "r1", "r2"], "r2 took r0's slot while r1 was running"
     assert [c.id for c in stream] == ["r2", "r3", "r4"]
+
+
+def test_one_run_has_the_slots_at_a_time(path: Path) -> None:
+    llm = load(path, batch_size=2)
+    alone = by_id(list(llm.stream(requests(4))))
+    stream = llm.stream(requests(4))
+    first = next(stream)
+    with pytest.raises(UsageError, match="still generating for another") as caught:
+        llm.generate([[5, 6, 7]])
+    assert "own LLM" in caught.value.hint
+    refused: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            llm.generate([[5, 6, 7]])
+        except UsageError as problem:
+            refused.append(problem)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1
+    assert by_id([first, *stream]) == alone
+
+
+@pytest.mark.parametrize("end", ["closed", "let go of"])
+def test_a_stream_that_is_given_up_frees_the_slots(path: Path, end: str) -> None:
+    llm = load(path, batch_size=2)
+    alone = by_id(list(llm.stream(requests(4))))
+    stream = llm.stream(requests(4, max_tokens=100))
+    next(stream)
+    if end == "closed":
+        stream.close()  # type: ignore[attr-defined]
+    else:
+        del stream
+    assert by_id(list(llm.stream(requests(4)))) == alone
 
 
 def test_results_do_not_depend_on_batch_size_or_order(path: Path) -> None:

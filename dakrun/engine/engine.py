@@ -6,6 +6,7 @@ checkpoints, nor how the runner computes.
 """
 
 import bisect
+import threading
 import time
 from array import array
 from collections import deque
@@ -18,6 +19,7 @@ from dakrun.engine.request import Completion, Request
 from dakrun.engine.runner import Chosen, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.engine.tokenizer import StopStrings
+from dakrun.errors import UsageError
 from dakrun.models.layers import Segment
 from dakrun.plan.planner import Plan
 
@@ -69,11 +71,26 @@ class Engine:
         self._max_len = plan.workload.max_model_len
         self._eos = frozenset(plan.model.eos_token_ids)
         self._kv_bytes = plan.model.kv_bytes_per_token
+        self._one_run = threading.Lock()  # whose requests have the slots
         self._collected = 0.0  # when tokens last came
         self._steps: deque[tuple[float, list[_Running]]] = deque()  # launched at, with
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions in the order in which they finish; requests are taken as slots free up."""
+        """Completions in the order in which they finish; requests are taken as slots free up.
+
+        UsageError, once it begins, while another run has not ended and is not closed.
+        """
+        if not self._one_run.acquire(blocking=False):
+            raise UsageError(
+                "this LLM is still generating for another stream or thread",
+                hint="finish or close that stream first, and give each thread its own LLM",
+            )
+        try:
+            yield from self._run(requests)
+        finally:
+            self._one_run.release()
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         waiting = iter(requests)
         order = {slot: number for number, slot in enumerate(self.runner.order)}
         free = sorted(order, key=order.__getitem__)
