@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hf_config import read_json_object
+from dakrun.weight_files import indexed
 
 WEIGHTS = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -36,18 +36,15 @@ def bin_files(source: Path) -> tuple[list[Path], set[str]]:
         return [source / WEIGHTS], set()
     index = source / BIN_INDEX
     if index.is_file():
-        shards = read_json_object(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise UsageError(f"{index}: has no weight_map", hint="copy the index anew")
-        for name in sorted(set(map(str, shards.values()))):
-            if Path(name).name != name:
-                raise UsageError(f"{index}: names {name!r}, not a file beside it", hint=COPY_ANEW)
+        shards = indexed(index)
+        names = sorted(set(shards.values()))
+        for name in names:
             if not (source / name).is_file():
                 raise CannotRun(
                     f"{source / name}: no such file, but {BIN_INDEX} names it",
                     hint="copy the missing shard",
                 )
-        return [source / name for name in sorted(set(shards.values()))], set(shards)
+        return [source / name for name in names], set(shards)
     files = sorted(source.glob("pytorch_model*.bin")) or sorted(
         path for path in source.glob("*.bin") if path.name not in NOT_WEIGHTS
     )

@@ -3,27 +3,23 @@
 Knows files and tensor names, but not what a model computes with them.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import CannotRun
 from dakrun.folding import Fold
-from dakrun.hf_config import read_json_object
 from dakrun.kernels.packing import PackedTensor
 from dakrun.memory import PartitionedTensor
 from dakrun.streaming import Extent, read, stream
+from dakrun.weight_files import read_header, safetensors_files
 
-INDEX = "model.safetensors.index.json"
 DTYPES = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
-HEADER_SIZE_BYTES = 8
 COPY_BYTES = 8 << 20
 
 Source = tuple[str, tuple[int, ...]]
@@ -82,8 +78,16 @@ class Checkpoint:
         self._descriptors: list[int] = []
         self._tensors: dict[str, tuple[str, Extent | None]] = {}  # with the stored type's name
         try:
+            homes: dict[str, Path] = {}
             for path in _weight_files(directory):
-                self._tensors |= self._open(path)
+                found = self._open(path)
+                if twice := sorted(found.keys() & homes.keys()):
+                    raise CannotRun(
+                        f"{path}: has tensor {twice[0]}, which {homes[twice[0]].name} has, too",
+                        hint="leave only the files of one checkpoint in the folder",
+                    )
+                homes |= dict.fromkeys(found, path)
+                self._tensors |= found
         except BaseException:
             self._close()
             raise
@@ -149,20 +153,12 @@ class Checkpoint:
 
     def _open(self, path: Path) -> dict[str, tuple[str, Extent | None]]:
         """The tensors of one file; CannotRun where it is none that is whole."""
-        try:
-            with safe_open(path, framework="pt"):  # checks all of the header
-                descriptor = os.open(path, os.O_RDONLY)
-        except (SafetensorError, OSError) as problem:
-            raise CannotRun(
-                f"{path}: not a whole safetensors file ({problem})", hint="copy the file anew"
-            ) from None
+        start, header = read_header(path)
+        descriptor = os.open(path, os.O_RDONLY)
         self._descriptors.append(descriptor)
-        size = int.from_bytes(os.pread(descriptor, HEADER_SIZE_BYTES, 0), "little")
-        header = json.loads(os.pread(descriptor, size, HEADER_SIZE_BYTES))
-        header.pop("__metadata__", None)
         tensors: dict[str, tuple[str, Extent | None]] = {}
         for name, entry in header.items():
-            offset = HEADER_SIZE_BYTES + size + entry["data_offsets"][0]
+            offset = start + entry["data_offsets"][0]
             dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
             extent = None if dtype is None else Extent(str(path), descriptor, offset, shape, dtype)
             tensors[name] = (entry["dtype"], extent)
@@ -174,21 +170,8 @@ class Checkpoint:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those that the index names, else all."""
-    index = directory / INDEX
-    if index.is_file():
-        shards = read_json_object(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise UsageError(f"{index}: has no weight_map", hint="copy the index anew")
-        files = [directory / str(name) for name in sorted(set(shards.values()))]
-        for path in files:
-            if not path.is_file():
-                raise CannotRun(
-                    f"{path}: no such file, but {INDEX} names it", hint="copy the missing shard"
-                )
-        return files
-    files = sorted(directory.glob("*.safetensors"))
-    if files:
+    """The safetensors files of a checkpoint; CannotRun where it has none."""
+    if files := safetensors_files(directory):
         return files
     if list(directory.glob("*.bin")):
         raise CannotRun(

@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dakrun.bins import BIN_INDEX, bin_files, brief, read_tensors
-from dakrun.checkpoint import INDEX
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hf_config import read_model_config
 from dakrun.units import format_bytes
+from dakrun.weight_files import INDEX
 
 SHARD_BYTES = 4 << 30
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")

@@ -3,13 +3,13 @@
 Knows its keys, old and new, and which models dakrun runs; a model's sizes are checked in config.py.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dakrun.config import DTYPE_BYTES, Dtype, Llama3Rope, ModelConfig
 from dakrun.errors import CannotRun, UsageError
+from dakrun.json_files import read_json_object
 
 SUPPORTED_ARCHITECTURES = "OPTForCausalLM and LlamaForCausalLM"
 
@@ -67,21 +67,6 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
         f"{name}: architecture {architecture or '(none named)'} is not supported",
         hint=f"dakrun runs {SUPPORTED_ARCHITECTURES}",
     )
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; UsageError where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{path}: no such file", hint="a Hugging Face model directory is needed"
-        ) from None
-    except (OSError, ValueError) as problem:
-        raise UsageError(f"{path}: cannot be read ({problem})", hint="copy it anew") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}: holds no JSON object", hint="copy it anew")
-    return value
 
 
 def _from_opt(raw: Mapping[str, Any], name: str) -> ModelConfig:

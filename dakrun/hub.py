@@ -10,7 +10,8 @@ from pathlib import Path
 
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, DakrunError, UsageError
-from dakrun.hf_config import parse_model_config, read_json_object, read_model_config
+from dakrun.hf_config import parse_model_config, read_model_config
+from dakrun.json_files import read_json_object
 from dakrun.known_models import hub_id, known_model, known_names
 
 WEIGHTS = "*.safetensors"

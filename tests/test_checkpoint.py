@@ -1,5 +1,6 @@
 """Loading checkpoints: what is read lands in its tier, and what is wrong is said in one line."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -72,6 +73,27 @@ def test_dtype_is_converted_while_loading(directory: Path) -> None:
     weight = load_file(directory / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
     matrix = llm.engine.runner.decoder.weights.matrices["layers.0.o"]
     assert torch.equal(matrix.dense(), weight.bfloat16())
+
+
+def test_one_file_comes_before_an_index_and_other_files(directory: Path) -> None:
+    """As in transformers."""
+    before = load(directory).generate([[5, 6, 7]])[0].token_ids
+    zeros = {k: 0 * t for k, t in load_file(directory / "model.safetensors").items()}
+    save_file(zeros, directory / "zeros.safetensors")
+    index = {"weight_map": dict.fromkeys(zeros, "zeros.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert load(directory).generate([[5, 6, 7]])[0].token_ids == before
+    (directory / "model.safetensors").unlink()
+    assert load(directory).generate([[5, 6, 7]])[0].token_ids != before
+
+
+def test_files_without_an_index_count_together(directory: Path) -> None:
+    before = load(directory).generate([[5, 6, 7]])[0].token_ids
+    tensors = sorted(load_file(directory / "model.safetensors").items())
+    for number in range(2):
+        save_file(dict(tensors[number::2]), directory / f"part-{number}.safetensors")
+    (directory / "model.safetensors").unlink()
+    assert load(directory).generate([[5, 6, 7]])[0].token_ids == before
 
 
 def test_opt_names_without_the_leading_model(tmp_path: Path) -> None:

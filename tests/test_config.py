@@ -8,7 +8,8 @@ import pytest
 
 from dakrun.config import Llama3Rope, SamplingParams, Workload
 from dakrun.errors import CannotRun, DakrunError, UsageError
-from dakrun.hf_config import parse_model_config, read_json_object, read_model_config
+from dakrun.hf_config import parse_model_config, read_model_config
+from dakrun.json_files import read_json_object
 
 OPT: dict[str, Any] = {
     "model_type": "opt",

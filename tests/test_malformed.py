@@ -105,6 +105,22 @@ def pickled_shard(folder: Path) -> None:
     put(INDEX, '{"weight_map": {"lm_head.weight": "pytorch_model.bin"}}')(folder)
 
 
+def sharded(index: str) -> Spoil:
+    """The weights under another name, beside an index."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "model" / "model.safetensors").rename(folder / "model" / "part.safetensors")
+        put(INDEX, index)(folder)
+
+    return spoil
+
+
+def repeated(folder: Path) -> None:
+    for name in ("part-1.safetensors", "part-2.safetensors"):
+        shutil.copy(folder / "model" / "model.safetensors", folder / "model" / name)
+    (folder / "model" / "model.safetensors").unlink()
+
+
 def tokenizer_with_code(folder: Path) -> None:
     auto_map = {"AutoTokenizer": [None, "code.MyTokenizer"]}
     edit("tokenizer_config.json", tokenizer_class="MyTokenizer", auto_map=auto_map)(folder)
@@ -173,11 +189,28 @@ CHECKPOINTS = {
     ),
     "missing shard": Call(
         CANNOT_RUN, "gone.safetensors: no such file", "shard",
-        put(INDEX, '{"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}'),
+        sharded('{"weight_map": {"a": "part.safetensors", "b": "gone.safetensors"}}'),
     ),
-    "empty index": Call(USAGE, "has no weight_map", "copy the index", put(INDEX, "{}")),
-    "index of a list": Call(USAGE, "has no weight_map", "", put(INDEX, '{"weight_map": ["a"]}')),
-    "index is no JSON": Call(USAGE, "cannot be read", "copy", put(INDEX, "{")),
+    "empty index": Call(USAGE, "has no weight_map", "copy the index", sharded("{}")),
+    "index of a list": Call(USAGE, "has no weight_map", "", sharded('{"weight_map": ["a"]}')),
+    "index is no JSON": Call(USAGE, "cannot be read", "copy", sharded("{")),
+    "index of numbers": Call(
+        USAGE, "names 5, not a file", "copy the index", sharded('{"weight_map": {"a": 5}}')
+    ),
+    "index of lists": Call(
+        USAGE, "names ['a'], not a file beside it", "", sharded('{"weight_map": {"a": ["a"]}}')
+    ),
+    "index of another folder": Call(
+        USAGE, "names '../part.safetensors', not a file beside it", "copy the index",
+        sharded('{"weight_map": {"a": "../part.safetensors"}}'),
+    ),
+    "index of any file": Call(
+        USAGE, "names '/etc/passwd'", "", sharded('{"weight_map": {"a": "/etc/passwd"}}')
+    ),
+    "tensor in two files": Call(
+        CANNOT_RUN, "part-2.safetensors: has tensor model.embed_tokens.weight, which part-1.",
+        "one checkpoint", repeated,
+    ),
     "missing tensor": Call(
         CANNOT_RUN, f"tensor {NORM} is missing", "file", tensors(**{NORM: None})
     ),
