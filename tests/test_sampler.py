@@ -217,13 +217,14 @@ def test_rows_of_nan_give_a_token_of_the_vocabulary() -> None:
         assert tokens.min() >= 0 and tokens.max() < 8
 
 
-def test_largest_vocabulary_does_not_overflow() -> None:
-    logits = torch.zeros(1, sampler._MAX_VOCAB)
+@pytest.mark.parametrize("vocab", [2**18, 2**18 + 3, 2**21])
+def test_large_vocabularies_do_not_overflow(vocab: int) -> None:
+    logits = torch.zeros(1, vocab)
     weights = sampler._weights(logits, [params()])
-    assert weights.sum().item() == sampler._MAX_VOCAB * sampler._ONE
+    assert 2**61 < vocab * sampler._one(vocab) == weights.sum().item() <= 2**62
     tokens = draw(logits, params(), 8)
     u = uniform([7] * 8, range(8))
-    assert tokens.tolist() == [int(x * sampler._MAX_VOCAB) for x in u]
+    assert tokens.tolist() == [int(x * vocab) for x in u]
 
 
 def test_wrong_arguments_name_what_was_expected() -> None:

@@ -12,10 +12,11 @@ import torch
 
 from dakrun.config import SamplingParams
 
-# Probabilities are integers, the likeliest token's being 2^44: their sums are exact, so neither the
-# order of addition (batch, device) nor rounding can move a boundary, and 2^18 of them fit in int64.
-_ONE = 2**44
-_MAX_VOCAB = 2**18
+# Probabilities are integers, the likeliest token's being 2^44, or less where a vocabulary is above
+# 2^18: their sums fit in int64 and are exact, so neither the order of addition (batch, device) nor
+# rounding can move a boundary.
+_SUM_BITS = 62
+_MOST_BITS = 44
 # Rows are handled in groups of this many logits: about 200 MiB of scratch, whatever the batch.
 _GROUP_LOGITS = 2**22
 
@@ -44,7 +45,6 @@ def sample(
     """
     n, vocab = logits.shape
     assert logits.is_floating_point(), f"expected floating point logits, got {logits.dtype}"
-    assert 0 < vocab <= _MAX_VOCAB, f"expected at most {_MAX_VOCAB} tokens, got {vocab}"
     lengths = (len(params), len(seeds), len(steps))
     assert lengths == (n, n, n), f"expected {n} parameters, seeds and steps, got {lengths}"
     rows = [i for i, p in enumerate(params) if p.temperature > 0]
@@ -95,9 +95,10 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], u: np.ndarray)
 def _weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Each row's probabilities up to a factor, 0 for what top-k and top-p remove: int64 [n, V]."""
     vocab = logits.shape[1]
+    one = _one(vocab)
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)
     below_best = logits.double() - logits.amax(dim=-1, keepdim=True).double()
-    weights = (below_best / temperature.to(logits.device)[:, None]).exp().mul(_ONE).round().long()
+    weights = (below_best / temperature.to(logits.device)[:, None]).exp().mul(one).round().long()
     del below_best
 
     cut = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
@@ -114,6 +115,11 @@ def _weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
         top_p = torch.tensor([params[i].top_p for i in cut], dtype=torch.float64)
         weights[rows] = _keep_top_p(weights[rows], top_p.to(logits.device))
     return weights
+
+
+def _one(vocab: int) -> int:
+    """The weight of the likeliest of `vocab` tokens."""
+    return 2 ** min(_MOST_BITS, _SUM_BITS - (vocab - 1).bit_length())
 
 
 def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
