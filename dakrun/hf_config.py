@@ -10,6 +10,7 @@ from typing import Any
 from dakrun.config import DTYPE_BYTES, Dtype, Llama3Rope, ModelConfig
 from dakrun.errors import CannotRun, UsageError
 from dakrun.json_files import read_json_object
+from dakrun.weight_files import stored_dtype
 
 SUPPORTED_ARCHITECTURES = "OPTForCausalLM and LlamaForCausalLM"
 
@@ -17,8 +18,9 @@ SUPPORTED_ARCHITECTURES = "OPTForCausalLM and LlamaForCausalLM"
 def read_model_config(directory: Path) -> ModelConfig:
     """Read `config.json` (and the EOS ids of `generation_config.json`) of a checkpoint.
 
+    A config.json that does not name a dtype has the weights', if there are some.
     Raises UsageError where the folder or the JSON is wrong, CannotRun where the architecture is
-    not supported.
+    not supported or the weights' file, asked for the dtype, is damaged.
     """
     if not directory.is_dir():
         raise UsageError(
@@ -30,6 +32,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     if generation.is_file():
         eos = read_json_object(generation).get("eos_token_id")
         raw = raw if eos is None else {**raw, "eos_token_id": eos}
+    if not (raw.get("dtype") or raw.get("torch_dtype")):
+        raw["dtype"] = stored_dtype(directory)
     return parse_model_config(raw, name=directory.resolve().name)
 
 

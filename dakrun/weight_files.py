@@ -9,12 +9,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from dakrun.config import Dtype
 from dakrun.errors import CannotRun, UsageError
 from dakrun.json_files import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADER_SIZE_BYTES = 8
+_COMPUTED: dict[str, Dtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
 def safetensors_files(directory: Path) -> list[Path]:
@@ -64,3 +66,16 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         ) from None
     entries.pop("__metadata__", None)
     return HEADER_SIZE_BYTES + size, entries
+
+
+def stored_dtype(directory: Path) -> Dtype | None:
+    """The type of the first file's first float tensor by name, as transformers' "auto" takes it.
+
+    None where there is no file, or nothing in it that dakrun computes in.
+    """
+    files = safetensors_files(directory)
+    if not files or not files[0].is_file():
+        return None
+    _, entries = read_header(files[0])
+    found = (_COMPUTED.get(entries[name]["dtype"]) for name in sorted(entries))
+    return next(filter(None, found), None)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dakrun.errors import CannotRun
+from dakrun.hub import model_config
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
 
@@ -94,6 +95,22 @@ def test_files_without_an_index_count_together(directory: Path) -> None:
         save_file(dict(tensors[number::2]), directory / f"part-{number}.safetensors")
     (directory / "model.safetensors").unlink()
     assert load(directory).generate([[5, 6, 7]])[0].token_ids == before
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_dtype_that_config_does_not_name_is_the_weights(directory: Path, dtype: str) -> None:
+    """As transformers takes it; what dakrun does not compute in is computed in float32."""
+    config = json.loads((directory / "config.json").read_text())
+    named = {key: value for key, value in config.items() if key != "dtype"}
+    (directory / "config.json").write_text(json.dumps(named))
+    weights = directory / "model.safetensors"
+    stored = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(weights).items()}
+    save_file(stored, weights)
+    expected = "float32" if dtype == "float64" else dtype
+    assert load(directory).config.dtype == model_config(str(directory)).dtype == expected
+    assert load(directory, dtype="float32").config.dtype == "float32"
+    weights.unlink()
+    assert model_config(str(directory)).dtype == "float32"
 
 
 def test_opt_names_without_the_leading_model(tmp_path: Path) -> None:
