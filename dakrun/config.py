@@ -3,6 +3,7 @@
 Frozen and validated; knows neither files nor hardware. hf_config.py reads a ModelConfig.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,11 +28,14 @@ class Llama3Rope:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        if self.factor < 1 or self.high_freq_factor <= self.low_freq_factor:
+        ascending = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
+        if not (1 <= self.factor < math.inf and ascending and self.original_max_positions > 0):
             raise UsageError(
                 f"llama3 rope with factor {self.factor} and frequency factors "
-                f"{self.low_freq_factor} to {self.high_freq_factor} makes no sense",
-                hint="config.json: factor >= 1 and high_freq_factor > low_freq_factor are needed",
+                f"{self.low_freq_factor} to {self.high_freq_factor}, of "
+                f"{self.original_max_positions} positions, makes no sense",
+                hint="config.json: factor >= 1, high_freq_factor > low_freq_factor > 0 and "
+                "original_max_position_embeddings > 0 are needed",
             )
 
 
@@ -80,6 +84,12 @@ class ModelConfig:
             if not isinstance(getattr(self, field), bool):
                 raise UsageError(
                     f"{self.name}: {field} is {getattr(self, field)!r}, not true or false",
+                    hint="check config.json against the one that the model was published with",
+                )
+        for field in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise UsageError(
+                    f"{self.name}: {field} is {getattr(self, field)!r}, not a positive number",
                     hint="check config.json against the one that the model was published with",
                 )
         if self.num_heads % self.num_kv_heads:

@@ -4,6 +4,7 @@ Knows its keys, old and new, and which models dakrun runs; a model's sizes are c
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.json_files import read_json_object
 from dakrun.weight_files import stored_dtype
 
-SUPPORTED_ARCHITECTURES = "OPTForCausalLM and LlamaForCausalLM"
+FAMILIES = {"OPTForCausalLM": "opt", "LlamaForCausalLM": "llama"}  # by architecture
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -28,13 +29,15 @@ def read_model_config(directory: Path) -> ModelConfig:
             hint="give a folder with config.json and safetensors files, or a hub id",
         )
     raw = read_json_object(directory / "config.json")
+    if not (raw.get("dtype") or raw.get("torch_dtype")):
+        raw["dtype"] = stored_dtype(directory)
+    config = parse_model_config(raw, name=directory.resolve().name)
     generation = directory / "generation_config.json"
     if generation.is_file():
         eos = read_json_object(generation).get("eos_token_id")
-        raw = raw if eos is None else {**raw, "eos_token_id": eos}
-    if not (raw.get("dtype") or raw.get("torch_dtype")):
-        raw["dtype"] = stored_dtype(directory)
-    return parse_model_config(raw, name=directory.resolve().name)
+        if eos is not None:
+            return replace(config, eos_token_ids=_eos(eos, str(generation)))
+    return config
 
 
 def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
@@ -49,7 +52,10 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
             f"{name}: the checkpoint is quantised ({method})",
             hint="use the float16, bfloat16 or float32 checkpoint that it was made from",
         )
-    family = raw.get("model_type")
+    listed = raw.get("architectures")
+    architecture = str(listed[0]) if isinstance(listed, list) and listed else None
+    model_type = raw.get("model_type")
+    family = model_type or FAMILIES.get(architecture or "")
     try:
         if family == "opt":
             return _from_opt(raw, name)
@@ -60,16 +66,15 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
             f"{name}: config.json has no {missing.args[0]!r}",
             hint="take config.json from the place where the model was published",
         ) from None
-    except (TypeError, ValueError, AttributeError) as problem:
+    except (TypeError, ValueError, AttributeError, OverflowError) as problem:
         raise UsageError(
             f"{name}: config.json does not describe a model ({problem})",
             hint="take config.json from the place where the model was published",
         ) from None
-    listed = raw.get("architectures")
-    architecture = listed[0] if isinstance(listed, list) and listed else family
+    named = model_type if architecture in FAMILIES else architecture or model_type
     raise CannotRun(
-        f"{name}: architecture {architecture or '(none named)'} is not supported",
-        hint=f"dakrun runs {SUPPORTED_ARCHITECTURES}",
+        f"{name}: architecture {named or '(none named)'} is not supported",
+        hint=f"dakrun runs {' and '.join(FAMILIES)}",
     )
 
 
@@ -101,7 +106,7 @@ def _from_opt(raw: Mapping[str, Any], name: str) -> ModelConfig:
         pre_norm=pre_norm,
         final_norm=pre_norm and not raw.get("_remove_final_layer_norm", False),
         norm_affine=raw.get("layer_norm_elementwise_affine", True),
-        eos_token_ids=_eos(raw.get("eos_token_id", 2)),
+        eos_token_ids=_eos(raw.get("eos_token_id", 2), f"{name}: config.json"),
     )
 
 
@@ -132,14 +137,14 @@ def _from_llama(raw: Mapping[str, Any], name: str) -> ModelConfig:
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        eos_token_ids=_eos(raw.get("eos_token_id", 2)),
+        eos_token_ids=_eos(raw.get("eos_token_id", 2), f"{name}: config.json"),
     )
 
 
 def _rope(raw: Mapping[str, Any], name: str) -> tuple[float, Llama3Rope | None]:
     """RoPE base and scaling; transformers 5 writes rope_parameters, older ones rope_scaling."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    theta = float(_first(rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -148,13 +153,20 @@ def _rope(raw: Mapping[str, Any], name: str) -> tuple[float, Llama3Rope | None]:
             f"{name}: rope type {kind!r} is not supported",
             hint="dakrun knows plain rotary embeddings and llama3 scaling",
         )
-    original = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    original = _first(
+        rope.get("original_max_position_embeddings"), raw.get("max_position_embeddings", 2048)
+    )
     return theta, Llama3Rope(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
         original_max_positions=int(original),
     )
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)
 
 
 def _dtype(raw: Mapping[str, Any], name: str) -> Dtype:
@@ -167,10 +179,14 @@ def _dtype(raw: Mapping[str, Any], name: str) -> Dtype:
     return dtype
 
 
-def _eos(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+def _eos(value: Any, source: str) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise UsageError(
+            f"{source}: eos_token_id is {value!r}, not a token id or a list of them",
+            hint="check it against the file that the model was published with",
+        )
+    return tuple(ids)
 
 
 def _divide(hidden: int, heads: int, name: str) -> int:

@@ -15,7 +15,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path}: no such file", hint="a Hugging Face model directory is needed"
         ) from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise UsageError(f"{path}: cannot be read ({problem})", hint="copy it anew") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: holds no JSON object", hint="copy it anew")

@@ -45,6 +45,7 @@ ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+ORIGINAL = "original_max_position_embeddings"
 LLAMA3_ROPE = Llama3Rope(
     factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=8192
 )
@@ -114,6 +115,12 @@ def test_rope_formats(change: dict[str, Any], theta: float, scaling: Llama3Rope 
     assert (model.rope_theta, model.rope_scaling) == (theta, scaling)
 
 
+@pytest.mark.parametrize("raw", [OPT, LLAMA])
+def test_a_family_that_is_not_named_is_the_architecture_s(raw: dict[str, Any]) -> None:
+    bare = {key: value for key, value in raw.items() if key != "model_type"}
+    assert parse_model_config(bare, name="m") == parse_model_config(raw, name="m")
+
+
 def test_new_dtype_key_wins() -> None:
     assert parse_model_config({**LLAMA, "dtype": "float32"}, name="m").dtype == "float32"
 
@@ -124,6 +131,7 @@ def test_new_dtype_key_wins() -> None:
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),
         ({**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
          "architecture MistralForCausalLM is not supported"),
+        ({**LLAMA, "model_type": "gemma"}, "architecture gemma is not supported"),
         ({"model_type": "gpt2"}, "architecture gpt2 is not supported"),
         ({"architectures": 5}, "(none named)"),
         ({}, "(none named)"),
@@ -154,12 +162,25 @@ def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
         ({**LLAMA, "num_attention_heads": "x"}, "not a multiple of x"),
         ({**LLAMA, "num_key_value_heads": 5}, "cannot share"),
         ({**LLAMA, "head_dim": 127}, "even head_dim"),
+        ({**LLAMA, "rms_norm_eps": float("nan")}, "norm_eps is nan, not a positive number"),
+        ({**LLAMA, "rms_norm_eps": 0}, "norm_eps is 0.0, not a positive number"),
+        ({**LLAMA, "rope_theta": 0}, "rope_theta is 0.0, not a positive number"),
+        ({**LLAMA, "rope_parameters": {"rope_theta": -1e4}}, "rope_theta is -10000.0"),
+        ({**LLAMA, "rope_theta": float("inf")}, "rope_theta is inf"),
         ({**LLAMA, "rope_scaling": {**ROPE, "factor": 0.5}}, "makes no sense"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "factor": float("nan")}}, "makes no sense"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "factor": 10**400}}, "does not describe a model"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "low_freq_factor": 0}}, "makes no sense"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "high_freq_factor": float("inf")}}, "makes no sense"),
+        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: 0}}, "of 0 positions, makes no sense"),
+        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: -8}}, "of -8 positions, makes no sense"),
+        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: float("inf")}}, "does not describe a model"),
         ({**LLAMA, "rope_scaling": {**ROPE, "factor": "much"}}, "does not describe a model"),
         ({**LLAMA, "rope_scaling": "llama3"}, "does not describe a model"),
         ({**LLAMA, "rms_norm_eps": "small"}, "does not describe a model"),
-        ({**LLAMA, "eos_token_id": {}}, "does not describe a model"),
-        ({**LLAMA, "eos_token_id": ["</s>"]}, "does not describe a model"),
+        ({**LLAMA, "eos_token_id": {}}, "config.json: eos_token_id is {}, not a token id"),
+        ({**LLAMA, "eos_token_id": ["</s>"]}, "eos_token_id is ['</s>'], not a token id"),
+        ({**LLAMA, "eos_token_id": 2.5}, "eos_token_id is 2.5, not a token id"),
         ({**LLAMA, "tie_word_embeddings": "no"}, "tied_embeddings is 'no', not true or false"),
     ],
 )
@@ -182,7 +203,14 @@ def test_a_directory_is_named_after_itself_and_generation_config_counts(tmp_path
     assert (model.name, model.eos_token_ids) == ("mine", (7,))
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]", "\xff"])
+def test_a_bad_end_token_blames_its_file(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "mine", LLAMA, generation_config={"eos_token_id": "end"})
+    with pytest.raises(UsageError) as caught:
+        read_model_config(folder)
+    assert f"{folder / 'generation_config.json'}: eos_token_id is 'end'" in one_line(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", "\xff", "[" * 100_000])
 def test_unreadable_config(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))

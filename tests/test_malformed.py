@@ -242,6 +242,9 @@ CHECKPOINTS = {
 CONFIGS = {
     "no config": Call(USAGE, "no such file", "model directory", remove("model/config.json")),
     "config is no JSON": Call(USAGE, "cannot be read", "copy it", put("model/config.json", "{")),
+    "config is too deep": Call(
+        USAGE, "cannot be read", "copy it", put("model/config.json", "[" * 100_000)
+    ),
     "config is a list": Call(USAGE, "holds no JSON object", "", put("model/config.json", "[]")),
     "config is no text": Call(USAGE, "cannot be read", "", put("model/config.json", b"\xff\x00")),
     "config says nothing": Call(
@@ -269,7 +272,7 @@ CONFIGS = {
     "no heads": config("num_heads is 0", num_attention_heads=0),
     "tied is a word": config("tied_embeddings is 'yes'", tie_word_embeddings="yes"),
     "end token is a word": Call(
-        USAGE, "does not describe a model", "",
+        USAGE, "generation_config.json: eos_token_id is 'end'", "published",
         edit("generation_config.json", eos_token_id="end"),
     ),
     "other type": config("dtype 'int8' is not supported", "float16", CANNOT_RUN, dtype="int8"),
