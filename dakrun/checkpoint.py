@@ -4,6 +4,7 @@ Knows files and tensor names, but not what a model computes with them.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ DTYPES = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 COPY_BYTES = 8 << 20
+_OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.\d+\..+\.(weight|bias)")
 
 Source = tuple[str, tuple[int, ...]]
 Request = Sequence[tuple[Source, slice]]
@@ -102,9 +104,15 @@ class Checkpoint:
         return name in self._tensors
 
     def check(self, manifest: Manifest) -> None:
-        """CannotRun unless every tensor of `manifest` is here with its shape, in a float type."""
+        """CannotRun unless every tensor of `manifest` is here with its shape, in a float type.
+
+        Nor may the decoder's layers have weights or biases that it does not name. Others (rotary
+        tables, tied heads, further heads and towers) are ignored, as in transformers.
+        """
+        used: set[str] = set()
         for sources in (*manifest.matrices.values(), *manifest.resident.values()):
             for name, shape in sources:
+                used.add(name)
                 if name not in self._tensors:
                     raise CannotRun(
                         f"{self.directory}: tensor {name} is missing",
@@ -125,6 +133,12 @@ class Checkpoint:
                         f"config.json says {_by(shape)}",
                         hint="config.json and the safetensors files do not belong together",
                     )
+        for name in sorted(self._tensors.keys() - used):
+            if _OF_A_LAYER.fullmatch(name):
+                raise CannotRun(
+                    f"{self.directory}: config.json does not account for tensor {name}",
+                    hint="config.json and the safetensors files do not belong together",
+                )
 
     def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
         """Copy rows of a tensor into `out`, contiguous, converting its dtype."""

@@ -97,6 +97,32 @@ def test_files_without_an_index_count_together(directory: Path) -> None:
     assert load(directory).generate([[5, 6, 7]])[0].token_ids == before
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+        "model.vision_tower.encoder.layers.0.fc1.weight",
+        "v_head.summary.weight",
+        "decoder.version",
+    ],
+)
+def test_tensors_that_transformers_ignores_are_ignored(directory: Path, extra: str) -> None:
+    before = load(directory).generate([[5, 6, 7]])[0].token_ids
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {extra: torch.ones(3)}, directory / "model.safetensors")
+    assert load(directory).generate([[5, 6, 7]])[0].token_ids == before
+
+
+def test_the_head_of_a_tied_model_is_ignored(tmp_path: Path) -> None:
+    tiny_models.save("opt-like-125m", tmp_path)
+    before = load(tmp_path).generate([[5, 6, 7]])[0].token_ids
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.decoder.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert load(tmp_path).generate([[5, 6, 7]])[0].token_ids == before
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_dtype_that_config_does_not_name_is_the_weights(directory: Path, dtype: str) -> None:
     """As transformers takes it; what dakrun does not compute in is computed in float32."""

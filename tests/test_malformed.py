@@ -154,6 +154,7 @@ CHAT = "/v1/chat/completions"
 INDEX = "model/model.safetensors.index.json"
 NORM = "model.layers.1.input_layernorm.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
+BIAS = "model.layers.1.self_attn.q_proj.bias"
 NO_LLAMA3 = {"rope_type": "llama3", "factor": 0.5, "low_freq_factor": 1, "high_freq_factor": 4}
 
 CHECKPOINTS = {
@@ -213,6 +214,14 @@ CHECKPOINTS = {
     ),
     "missing tensor": Call(
         CANNOT_RUN, f"tensor {NORM} is missing", "file", tensors(**{NORM: None})
+    ),
+    "fewer layers than the weights": config(
+        "config.json does not account for tensor model.layers.2.input_layernorm.weight",
+        "belong together", CANNOT_RUN, num_hidden_layers=2,
+    ),
+    "bias that config denies": Call(
+        CANNOT_RUN, f"does not account for tensor {BIAS}", "belong together",
+        tensors(**{BIAS: torch.zeros(256)}),
     ),
     "misshapen tensor": Call(
         CANNOT_RUN, f"tensor {DOWN} is 256x127, config.json says 256x128", "belong together",
