@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dakrun.checks import check_count, check_number, wrong
 from dakrun.errors import UsageError
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -138,11 +139,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "prompt_len", "new_tokens", "max_model_len"):
-            if getattr(self, field) < 1:
-                raise UsageError(
-                    f"{field.replace('_', ' ')} is {getattr(self, field)}",
-                    hint="it must be at least 1",
-                )
+            check_count(field, getattr(self, field))
 
     @property
     def mean_kv_len(self) -> float:
@@ -167,24 +164,14 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        whole = {"max_tokens": 1, "top_k": 0, "seed": 0}
-        for field, least in whole.items():
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise _bad_sampling(field, value, f"an integer of at least {least}")
-        for field, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0)):
-            value = getattr(self, field)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not low <= value <= high:
-                raise _bad_sampling(field, value, f"a number from {low:g} to {high:g}")
+        for field, least in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
+            check_count(field, getattr(self, field), least)
+        for field, high in (("temperature", 100.0), ("top_p", 1.0)):
+            check_number(field, getattr(self, field), 0.0, high)
         if self.top_p == 0:
-            raise _bad_sampling("top_p", 0, "above 0")
+            raise wrong("top_p", 0, "above 0")
         for field, kind in (("stop", tuple), ("ignore_eos", bool)):
             if not isinstance(getattr(self, field), kind):
-                raise _bad_sampling(field, getattr(self, field), f"a {kind.__name__}")
+                raise wrong(field, getattr(self, field), f"a {kind.__name__}")
         if not all(isinstance(s, str) and s for s in self.stop):
-            raise _bad_sampling("stop", list(self.stop), "made of non-empty strings")
-
-
-def _bad_sampling(field: str, value: object, expected: str) -> UsageError:
-    return UsageError(f"{field} is {value!r}", hint=f"{field} must be {expected}")
+            raise wrong("stop", list(self.stop), "made of non-empty strings")

@@ -4,25 +4,27 @@ Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from dakrun import hub, memory
 from dakrun.checkpoint import Checkpoint
-from dakrun.config import Dtype, LoadFormat, ModelConfig, SamplingParams, Workload
+from dakrun.checks import check_choice, check_count, check_number, wrong
+from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, SamplingParams, Workload
 from dakrun.device_memory import free_on_peers
 from dakrun.dummy import Dummy
 from dakrun.engine.build import graph_runner, manifest_of, torch_runner
 from dakrun.engine.engine import Engine
 from dakrun.engine.gpu_errors import gpu_errors
 from dakrun.engine.kernel_support import runs_on_kernels
+from dakrun.engine.prompts import as_requests
 from dakrun.engine.request import Completion, Request
-from dakrun.engine.rows import BadRow, PromptRules
+from dakrun.engine.rows import PromptRules
 from dakrun.engine.runner import Runner
 from dakrun.engine.tokenizer import Tokenizer
 from dakrun.errors import CannotRun, UsageError
@@ -59,7 +61,7 @@ class LLM:
         *,
         dtype: Dtype | Literal["auto"] = "auto",
         device: Literal["auto", "cuda", "cpu"] = "auto",
-        profile: str | HardwareProfile = "auto",
+        profile: str | Path | HardwareProfile = "auto",
         batch_size: int | Literal["auto"] = "auto",
         max_batch_size: int = MAX_BATCH_SIZE,
         max_tpot: float | None = None,
@@ -70,6 +72,19 @@ class LLM:
         needs_tokenizer: bool = False,
         load_format: LoadFormat = "auto",
     ) -> None:
+        check_choice("dtype", dtype, ("auto", *DTYPE_BYTES))
+        check_choice("device", device, ("auto", "cuda", "cpu"))
+        check_choice("load_format", load_format, get_args(LoadFormat))
+        check_count("batch_size", batch_size, besides=("auto",))
+        check_count("max_batch_size", max_batch_size)
+        check_number("max_tpot", max_tpot, 0, besides=(None,))
+        if max_tpot is not None and batch_size != "auto":
+            raise wrong("max_tpot", max_tpot, f"None where batch_size is given ({batch_size})")
+        check_count("max_model_len", max_model_len, besides=(None,))
+        check_count("expected_tokens", expected_tokens)
+        check_count("expected_prompt", expected_prompt, besides=(None,))
+        if not isinstance(policy, Policy | None):
+            raise wrong("policy", policy, "a Policy or None")
         self.config, directory = _model(str(model), load_format)
         if dtype != "auto":
             self.config = self.config.with_dtype(dtype)
@@ -116,29 +131,20 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What runs the requests; ValueError once this LLM is closed."""
+        """What runs the requests; UsageError once this LLM is closed."""
         if self._engine is None:
-            raise ValueError("this LLM is closed")
+            raise UsageError(
+                "this LLM is closed", hint="generate inside its `with` block, or make another"
+            )
         return self._engine
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Iterable[str | Iterable[int]],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Complete texts or token id sequences; results are in the order of `prompts`."""
-        if isinstance(prompts, str):
-            raise UsageError("prompts is one string", hint="give a list of prompts")
-        each = (
-            params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        )
-        if len(each) != len(prompts):
-            raise UsageError(
-                f"{len(prompts)} prompts and {len(each)} sampling parameters",
-                hint="give one SamplingParams for all or one for each",
-            )
-        pairs = zip(prompts, each, strict=True)
-        requests = [self._request(i, prompt, own) for i, (prompt, own) in enumerate(pairs)]
+        requests = as_requests(prompts, params, self.rules)
         results = {int(completion.id): completion for completion in self.stream(requests)}
         return [results[i] for i in range(len(requests))]
 
@@ -169,16 +175,6 @@ class LLM:
             load_s=self.load_s,
             wall_s=wall_s,
         )
-
-    def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        try:
-            if isinstance(prompt, str):
-                ids = self.rules.encode(prompt)
-            else:
-                ids = self.rules.check(tuple(prompt))
-        except BadRow as bad:
-            raise UsageError(f"prompt {index}: {bad}", hint="nothing was generated") from None
-        return Request(id=str(index), line=index + 1, prompt_ids=ids, params=params)
 
     def _make_plan(
         self,
@@ -268,11 +264,13 @@ def _tokenizer(directory: Path | None, *, needed: bool) -> Tokenizer | None:
     return Tokenizer.load(directory) if needed or Tokenizer.is_in(directory) else None
 
 
-def _profile(profile: str | HardwareProfile, device: torch.device) -> HardwareProfile:
+def _profile(profile: str | Path | HardwareProfile, device: torch.device) -> HardwareProfile:
     if isinstance(profile, HardwareProfile):
         return profile
+    if not isinstance(profile, str | Path):
+        raise wrong("profile", profile, "a name, a .toml file or a HardwareProfile")
     if profile != "auto":
-        return load_profile(profile)
+        return load_profile(str(profile))
     if device.type == "cpu":
         return find_profile(device="cpu")
     return find_profile(device="cuda", name=torch.cuda.get_device_name(device))

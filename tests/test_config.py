@@ -224,12 +224,14 @@ def test_unreadable_config(tmp_path: Path, content: str | None) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"batch_size": 0}, "batch size is 0"),
-        ({"new_tokens": -1}, "new tokens is -1"),
-        ({"max_model_len": 0}, "max model len is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"new_tokens": -1}, "new_tokens is -1"),
+        ({"prompt_len": True}, "prompt_len is True"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
     ],
 )
-def test_workload_is_positive(change: dict[str, int], said: str) -> None:
+def test_workload_is_of_positive_integers(change: dict[str, Any], said: str) -> None:
     good = {"batch_size": 1, "prompt_len": 1, "new_tokens": 1, "max_model_len": 2}
     with pytest.raises(UsageError, match=said):
         Workload(**{**good, **change})

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -276,13 +277,47 @@ def test_other_errors_stay_what_they_are(path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("one string", "one string"),
+        ("one string", "prompts is of type str"),
+        (b"bytes", "prompts is of type bytes"),
+        ({"a": [5]}, "prompts is of type dict"),
+        (None, "prompts is of type NoneType"),
         ([[]], "prompt 0: the prompt has no tokens"),
         ([[5], [tiny_models.VOCAB]], "prompt 1: token id 331 is not in"),
         ([[5] * 160], "prompt 0: the prompt has 160 tokens"),
         (["text"], "prompt 0: the model has no tokenizer"),
+        *(
+            ([bad], "prompt 0: it is neither a text nor a list of token ids")
+            for bad in (5, None, b"ab", {5}, {5: 6}, [5.0], [True], ["5"], [[5]], torch.ones(2))
+        ),
     ],
 )
 def test_bad_prompts_are_refused(path: Path, prompts: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load(path).generate(prompts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [False, 5, "greedy", {"max_tokens": 3}, [None]])
+def test_params_of_another_kind_are_refused(path: Path, params: object) -> None:
+    with pytest.raises(UsageError, match="params are not SamplingParams"):
+        load(path).generate([[5, 6, 7]], params)  # type: ignore[arg-type]
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_before_anything_runs(path: Path) -> None:
+    llm = load(path)
+    params = [SamplingParams(), SamplingParams(stop=("a",))]
+    with pytest.raises(UsageError, match="prompt 1: stop strings need"):
+        llm.generate([[5], [6]], params)
+    assert llm.engine.stats.prefill_s == 0
+
+
+def test_prompts_and_params_may_be_iterators_arrays_and_tensors(path: Path) -> None:
+    llm = load(path)
+    expected = [c.token_ids for c in llm.generate([[5, 6], [7, 8]])]
+    params = SamplingParams()
+    for prompts in (
+        (ids for ids in ([5, 6], iter([7, 8]))),
+        torch.tensor([[5, 6], [7, 8]]),
+        np.array([[5, 6], [7, 8]]),
+    ):
+        results = llm.generate(prompts, (own for own in (params, params)))
+        assert [c.token_ids for c in results] == expected

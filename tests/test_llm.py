@@ -1,15 +1,19 @@
-"""The Python API's LLM gives its memory back: when it is closed, and when loading fails."""
+"""The Python API's LLM: what it refuses; its memory given back when closed or failing to load."""
 
+import math
 import weakref
 from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 
 from dakrun import memory
 from dakrun.engine import build as build_module
+from dakrun.errors import UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
+from dakrun.profile_files import load_profile
 
 NAME = "llama-gqa3-tied"
 POLICY = Policy(offload_ratio=0.3, kv_offload_ratio=0.5)
@@ -41,7 +45,7 @@ def test_closing_gives_the_memory_back(path: Path, blocks: list[memory.HostBlock
         assert len(mappings) == 2 and all(mapping() for mapping in mappings)
     assert not any(mapping() for mapping in mappings)
     llm.close()
-    with pytest.raises(ValueError, match="this LLM is closed"):
+    with pytest.raises(UsageError, match="this LLM is closed"):
         llm.generate([[5, 6, 7]])
 
 
@@ -56,6 +60,49 @@ def test_a_failed_load_gives_the_memory_back(
         LLM(path, device="cpu", batch_size=2, policy=POLICY)
     assert len(blocks) == 2
     assert all(block._mapping is None and block.tensor.numel() == 0 for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("device", "cuda:1"),
+        ("device", "tpu"),
+        ("dtype", "int8"),
+        ("dtype", torch.float32),
+        ("load_format", "x"),
+        ("profile", None),
+        ("policy", {"offload_ratio": 0.5}),
+        ("batch_size", 0),
+        ("batch_size", 2.5),
+        ("batch_size", "8"),
+        ("batch_size", None),
+        ("max_batch_size", None),
+        ("max_model_len", 0),
+        ("max_model_len", "20"),
+        ("expected_tokens", 0),
+        ("expected_prompt", 0),
+        ("max_tpot", math.nan),
+        ("max_tpot", "5ms"),
+    ],
+)
+def test_options_that_cannot_be_meant(path: Path, option: str, value: object) -> None:
+    with pytest.raises(UsageError) as caught:
+        LLM(path, **({"device": "cpu"} | {option: value}))  # type: ignore[arg-type]
+    assert str(caught.value) == f"{option} is {value!r}"
+    assert caught.value.hint.startswith(f"{option} must be ")
+
+
+def test_a_time_per_token_is_no_use_beside_a_batch_size(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"max_tpot is 0\.1") as caught:
+        LLM(path, device="cpu", batch_size=4, max_tpot=0.1)
+    assert "batch_size is given (4)" in caught.value.hint
+
+
+def test_a_profile_may_be_a_path(path: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.toml"
+    profile.write_text(load_profile("cpu").to_toml().replace('"cpu"', '"mine"', 1))
+    with LLM(path, device="cpu", batch_size=2, profile=profile) as llm:
+        assert llm.profile.name == "mine"
 
 
 def test_random_weights_need_no_more_than_a_config(path: Path, tmp_path: Path) -> None:

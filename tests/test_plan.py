@@ -5,6 +5,7 @@ The laws that hold for every plan are in test_plan_laws.py.
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Literal
 
@@ -107,8 +108,15 @@ def test_budgets_that_do_not_do(policy: Policy, said: str, hint: str) -> None:
 
 
 def test_what_makes_no_sense() -> None:
-    with pytest.raises(UsageError, match=r"offload ratio is 1\.5"):
-        Policy(offload_ratio=1.5)
+    for field, value in (
+        ("offload_ratio", 1.5), ("kv_offload_ratio", math.nan), ("offload_ratio", "auto"),
+        ("offload_ratio", True), ("hbm_budget", "20GiB"), ("host_budget", -1),
+        ("peer_budget", math.inf), ("strategy", "foo"), ("transport", "auto"), ("remote", "host"),
+        ("remote", (None,)),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=re.escape(f"{field} is {value!r}")) as caught:
+            Policy(**{field: value})  # type: ignore[arg-type]
+        assert f"{field} must be " in caught.value.hint
     with pytest.raises(UsageError, match="remote tiers host, host: each must be named once"):
         Policy(remote=("host", "host"))
     with pytest.raises(UsageError, match="beyond the 2048 positions of opt-30b") as caught:

@@ -1,8 +1,9 @@
 """What the user fixes of a plan, and what is left to the planner."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from dakrun.checks import check_choice, check_number, wrong
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile
 
@@ -36,12 +37,14 @@ class Policy:
     remote: tuple[str, ...] = ("host",)
 
     def __post_init__(self) -> None:
+        for name in ("hbm_budget", "host_budget", "peer_budget"):
+            check_number(name, getattr(self, name), 0, besides=(None,))
         for name in ("offload_ratio", "kv_offload_ratio"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise UsageError(
-                    f"{name.replace('_', ' ')} is {value}", hint="it must be from 0 to 1, or auto"
-                )
+            check_number(name, getattr(self, name), 0, 1, besides=(None,))
+        check_choice("strategy", self.strategy, get_args(Strategy))
+        check_choice("transport", self.transport, (*get_args(Transport), None))
+        if not isinstance(self.remote, tuple) or not all(isinstance(n, str) for n in self.remote):
+            raise wrong("remote", self.remote, "a tuple of names of tiers")
         if not self.remote or len(set(self.remote)) < len(self.remote):
             raise UsageError(
                 f"remote tiers {', '.join(self.remote) or 'none'}: each must be named once",
