@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
+from dakrun.hardware_parts import LEAST, MOST_SECONDS, OtherSchema, bad, check_positive, check_whole
 from dakrun.hardware_parts import LOCAL as LOCAL
 from dakrun.hardware_parts import ComputeRate as ComputeRate
 from dakrun.hardware_parts import OpCosts as OpCosts
-from dakrun.hardware_parts import OtherSchema, bad, check_positive
 from dakrun.hardware_parts import Provenance as Provenance
 from dakrun.hardware_parts import Published as Published
 from dakrun.hardware_parts import RemoteTier as RemoteTier
@@ -73,20 +73,27 @@ class HardwareProfile:
         for text in (self.name, self.description, self.device_name):
             if not isinstance(text, str):
                 raise bad(f"{text!r} stands for a name or description", "a string")
-        check_positive(self, self.name, "sms", "hbm_capacity_bytes", "hbm_bytes_per_s")
+        check_whole(self, self.name, "sms")
+        check_positive(self, self.name, "hbm_capacity_bytes", "hbm_bytes_per_s")
         if self.device not in ("cuda", "cpu"):
             raise bad(f"device is {self.device!r}", "cuda or cpu")
         if not 0 <= self.context_bytes < math.inf:
             raise bad(f"context_bytes is {self.context_bytes}", "at least 0")
-        if not 0 <= self.staged_seconds < math.inf:
-            raise bad(f"staged_seconds is {self.staged_seconds}", "at least 0")
+        if not 0 <= self.staged_seconds <= MOST_SECONDS:
+            raise bad(f"staged_seconds is {self.staged_seconds}", f"0 to {MOST_SECONDS:g}")
         if self.many_rows and self.many_rows.rows[0] <= self.linear.rows[-1]:
             raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "more rows than linear has")
-        if not all(0 < rate < math.inf for rate in self.link_groups.values()):
+        if not all(LEAST <= rate < math.inf for rate in self.link_groups.values()):
             raise bad("the rate of a link group is not positive", "bytes per second")
         names = [tier.name for tier in self.remote]
         if len(set(names)) < len(names):
             raise bad(f"remote tiers {names} share a name", "a name of its own for each")
+        for tier in self.remote:
+            if tier.sms > self.sms:
+                expected = f"at most the device's {self.sms}"
+                raise bad(f"remote tier {tier.name}: sms is {tier.sms}", expected)
+        if self.device == "cuda" and self.sms <= len(self.remote):
+            raise bad(f"{self.name}: sms is {self.sms}", "one for each remote tier and one for HBM")
         for group in (self.hbm_group, *(tier.group for tier in self.remote)):
             if group and group not in self.link_groups:
                 raise bad(f"link group {group!r} is not listed", "a rate under [link_groups]")
@@ -197,7 +204,7 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
     for dtype, table in raw["compute"].items():
         if dtype not in DTYPE_BYTES:
             raise bad(f"compute.{dtype} is unknown", ", ".join(DTYPE_BYTES))
-        points = tuple((int(n), float(rate)) for n, rate in table.get("measured", []))
+        points = tuple((n, float(rate)) for n, rate in table.get("measured", []))
         compute[dtype] = ComputeRate(peak=float(table["peak_flops_per_s"]), measured=points)
     return HardwareProfile(
         name=raw["name"],

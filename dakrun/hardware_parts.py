@@ -12,6 +12,10 @@ from typing import Literal
 from dakrun.errors import UsageError
 
 LOCAL = "hbm"
+# Beyond these no number is meant, and a predicted time may be infinite.
+LEAST = 1.0  # bytes, or bytes or FLOP per second
+MOST_SECONDS = 3600.0  # fixed cost of an op
+LEAST_EFFICIENCY = 1e-6
 
 
 class OtherSchema(UsageError):
@@ -50,10 +54,12 @@ class RemoteTier:
     group: str = ""
 
     def __post_init__(self) -> None:
-        if self.name == LOCAL or not self.name:
+        if not isinstance(self.name, str) or self.name in (LOCAL, ""):
             raise bad(f"a remote tier is named {self.name!r}", "host, peer:1 and the like")
-        positive = ("capacity_bytes", "direct_bytes_per_s", "staged_bytes_per_s", "window_bytes")
-        check_positive(self, f"remote tier {self.name}", *positive, "sms")
+        owner = f"remote tier {self.name}"
+        check_positive(self, owner, "capacity_bytes", "direct_bytes_per_s", "staged_bytes_per_s")
+        check_positive(self, owner, "window_bytes")
+        check_whole(self, owner, "sms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,7 @@ class ComputeRate:
     def __post_init__(self) -> None:
         ns = [n for n, _ in self.measured]
         rates = [self.peak, *(rate for _, rate in self.measured)]
-        if not all(0 < rate < math.inf for rate in rates) or ns != sorted({n for n in ns if n > 0}):
+        if not all(LEAST <= rate < math.inf for rate in rates) or not _ascending(ns):
             raise bad("compute rates are not positive with N ascending", "a list [[N, FLOP/s]]")
 
     def at(self, n: int) -> float:
@@ -98,12 +104,13 @@ class OpCosts:
     def __post_init__(self) -> None:
         if not len(self.rows) == len(self.seconds) == len(self.efficiency) > 0:
             raise bad("costs are not of one length", "as many rows as seconds and efficiencies")
-        if list(self.rows) != sorted({n for n in self.rows if n > 0}):
-            raise bad(f"costs are of {list(self.rows)} rows", "positive numbers, ascending")
-        if not all(0 <= seconds < math.inf for seconds in self.seconds):
-            raise bad("a fixed cost is negative or not finite", "at least 0")
-        if not all(0 < value <= 1 for value in self.efficiency):
-            raise bad(f"efficiencies are {list(self.efficiency)}", "above 0 and at most 1")
+        if not _ascending(self.rows):
+            raise bad(f"costs are of {list(self.rows)} rows", "positive integers, ascending")
+        if not all(0 <= seconds <= MOST_SECONDS for seconds in self.seconds):
+            raise bad("a fixed cost is negative, above an hour or not finite", "seconds")
+        if not all(LEAST_EFFICIENCY <= value <= 1 for value in self.efficiency):
+            expected = f"at least {LEAST_EFFICIENCY:g} and at most 1"
+            raise bad(f"efficiencies are {list(self.efficiency)}", expected)
 
     def at(self, n: int) -> tuple[float, float]:
         """(seconds, efficiency) at `n` rows: between those listed linear in n."""
@@ -133,7 +140,8 @@ class Published:
     def __post_init__(self) -> None:
         if not all(isinstance(text, str) and text for text in (self.model, self.source)):
             raise bad("a published figure lacks its model or source", "who measured what")
-        check_positive(self, f"published {self.model}", "batch_size", "eb_bytes_per_s")
+        check_whole(self, f"published {self.model}", "batch_size")
+        check_positive(self, f"published {self.model}", "eb_bytes_per_s")
         if not 0 <= self.offload_ratio <= 1:
             raise bad(f"published offload_ratio is {self.offload_ratio}", "from 0 to 1")
 
@@ -170,12 +178,26 @@ def _around(ns: Sequence[int], n: int) -> tuple[int, int]:
     return max(0, above - 1), min(above, len(ns) - 1)
 
 
+def _ascending(ns: Sequence[int]) -> bool:
+    """Whether `ns` are positive integers, each more than the one before."""
+    return list(ns) == sorted({n for n in ns if type(n) is int and n > 0})
+
+
 def check_positive(owner: object, name: str, *fields: str) -> None:
-    """Raise UsageError where one of the `fields` of `owner` is not a positive, finite number."""
+    """UsageError unless the `fields` of `owner` (sizes, rates) are finite numbers from LEAST on."""
     for attribute in fields:
         value = getattr(owner, attribute)
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise bad(f"{name}: {attribute} is {value!r}", "a positive number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not LEAST <= value < math.inf:
+            raise bad(f"{name}: {attribute} is {value!r}", f"a number of at least {LEAST:g}")
+
+
+def check_whole(owner: object, name: str, *fields: str) -> None:
+    """UsageError unless the `fields` of `owner` are positive integers."""
+    for attribute in fields:
+        value = getattr(owner, attribute)
+        if type(value) is not int or value < 1:
+            raise bad(f"{name}: {attribute} is {value!r}", "a positive integer")
 
 
 def bad(problem: str, expected: str) -> UsageError:

@@ -66,7 +66,7 @@ def find_profile(*, device: Literal["cuda", "cpu"], name: str | None = None) -> 
 def kept_profile(*, device: Literal["cuda", "cpu"], name: str) -> HardwareProfile | None:
     """The newest profile that `dakrun profile` kept of the device called `name`, if any.
 
-    Those that another version kept do not count.
+    Those that another version kept do not count. Raises UsageError for one that is damaged.
     """
     files = sorted(kept_profiles_dir().glob("*.toml"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
@@ -74,6 +74,8 @@ def kept_profile(*, device: Literal["cuda", "cpu"], name: str) -> HardwareProfil
             kept = load_profile(str(path))
         except OtherSchema:
             continue
+        except UsageError as problem:
+            raise UsageError(str(problem), hint="run dakrun profile again") from None
         if kept.device == device and name and kept.device_name == name:
             return kept
     return None

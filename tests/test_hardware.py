@@ -15,7 +15,7 @@ from dakrun.profile_files import find_profile, gpu_names, load_profile, shipped_
 GH200 = load_profile("gh200").to_toml()
 
 positive_int = st.integers(1, 2**60)
-positive = st.one_of(st.floats(1e-3, 1e18), positive_int.map(float))
+positive = st.one_of(st.floats(1, 1e18), positive_int.map(float))
 text = st.text(min_size=1)
 
 
@@ -48,6 +48,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
     groups = draw(st.dictionaries(text, positive, max_size=2))
     group = st.sampled_from(["", *groups])
     names = st.lists(text.filter(lambda name: name != "hbm"), unique=True, max_size=3)
+    sms = draw(st.integers(4, 2**60))
     return HardwareProfile(
         name=draw(st.text()),
         description=draw(st.text()),
@@ -58,7 +59,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         ),
         device=draw(st.sampled_from(["cuda", "cpu"])),
         device_name=draw(st.text()),
-        sms=draw(positive_int),
+        sms=sms,
         hbm_capacity_bytes=draw(positive_int),
         hbm_bytes_per_s=draw(positive),
         context_bytes=draw(st.integers(0, 2**60)),
@@ -71,7 +72,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
                 direct_bytes_per_s=draw(positive),
                 staged_bytes_per_s=draw(positive),
                 window_bytes=draw(positive_int),
-                sms=draw(positive_int),
+                sms=draw(st.integers(1, sms)),
                 group=draw(group),
             )
             for name in draw(names)
@@ -154,6 +155,15 @@ def test_costs_are_linear_in_the_rows() -> None:
         ("sms = 132\n", "", "'sms' is missing"),
         ("sms = 132", "sms = 0", "sms is 0"),
         ("sms = 132", 'sms = "many"', "sms is 'many'"),
+        ("sms = 132", "sms = 1.5", "sms is 1.5"),
+        ("sms = 132", "sms = true", "sms is True"),
+        ("sms = 132", "sms = 20", "remote tier host: sms is 32"),
+        ("sms = 32", "sms = 133", "remote tier host: sms is 133"),
+        ("sms = 32", "sms = 1.5", "remote tier host: sms is 1.5"),
+        ("bytes_per_s = 4000000000000.0", "bytes_per_s = 1e-300", "hbm_bytes_per_s is 1e-300"),
+        ("bytes_per_s = 4000000000000.0", "bytes_per_s = inf", "hbm_bytes_per_s is inf"),
+        ("direct_bytes_per_s = 450", "direct_bytes_per_s = 1e-300 # ", "bytes_per_s is 1e-300"),
+        ("peak_flops_per_s = 989", "peak_flops_per_s = 1e-300 # ", "compute rates are not"),
         ("[device]", "[gadget]", "'device' is missing"),
         ("[costs]", "[prices]", "'context_bytes' is missing"),
         ("[hbm]", "[[hbm]]", "wrong type"),
@@ -163,6 +173,7 @@ def test_costs_are_linear_in_the_rows() -> None:
         ('date = "2026-11-21"', 'when = "2026-11-21"', "wrong type"),
         ('name = "gh200"', "name = 200", "200 stands for a name"),
         ('name = "host"', 'name = "hbm"', "remote tier is named 'hbm'"),
+        ('name = "host"', "name = 5", "remote tier is named 5"),
         ("window_bytes = 4194304", "window_bytes = -1", "window_bytes is -1"),
         ("window_bytes = 4194304", "window_bytes = inf", "window_bytes is inf"),
         ("direct_bytes_per_s", "speed", "wrong type"),
@@ -174,14 +185,28 @@ def test_costs_are_linear_in_the_rows() -> None:
         ("efficiency = [0.93]", 'efficiency = ["high"]', "wrong type"),
         ("efficiency = [0.93]", "share = [0.93]", "wrong type"),
         ("seconds = [5.8e-06]", "seconds = [-1]", "fixed cost is negative"),
-        ("seconds = [5.8e-06]", "seconds = [nan]", "fixed cost is negative or not finite"),
+        (
+            "seconds = [5.8e-06]",
+            "seconds = [1e308]",
+            "a fixed cost is negative, above an hour or not finite",
+        ),
+        ("staged_seconds = ", "staged_seconds = 1e300 # ", "staged_seconds is 1e+300"),
+        ("efficiency = [0.93]", "efficiency = [1e-300]", "efficiencies are [1e-300]"),
+        (
+            "seconds = [5.8e-06]",
+            "seconds = [nan]",
+            "a fixed cost is negative, above an hour or not finite",
+        ),
         ("rows = [8]", "rows = []", "not of one length"),
         ("rows = [8]", "rows = [0]", "costs are of [0] rows"),
+        ("rows = [8]", "rows = [8.5]", "costs are of [8.5] rows"),
         ("rows = [8, 16, 32, 64]", "rows = [8, 32, 16, 64]", "costs are of [8, 32, 16, 64] rows"),
         ("[compute.float16]", "[compute.float8]", "compute.float8 is unknown"),
         ("[compute.float16]", "[compute.float16]\nmeasured = [[8, 1e12], [4, 1e12]]", "ascending"),
         ("[compute.float16]", "[compute.float16]\nmeasured = [[0, 1e12], [4, 1e12]]", "ascending"),
         ("[compute.float16]", "[compute.float16]\nmeasured = [8, 1e12]", "wrong type"),
+        ("[compute.float16]", "[compute.float16]\nmeasured = [[inf, 1e12]]", "ascending"),
+        ("[compute.float16]", "[compute.float16]\nmeasured = [[8, inf]]", "compute rates"),
         ("[[remote]]", '[[remote]]\ngroup = "ports"', "link group 'ports' is not listed"),
         ("[[remote]]", "[link_groups]\nports = 0\n[[remote]]", "rate of a link group"),
         ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\nrows = [[1, 2]]\n[[remote]]", "rows differ"),
@@ -201,6 +226,14 @@ def test_malformed_profiles(old: str, new: str, said: str) -> None:
     assert message.startswith("mine.toml: ") and said in message
     assert "profiles/" in caught.value.hint
     assert "\n" not in message + caught.value.hint
+
+
+def test_a_gpu_has_an_sm_for_each_tier() -> None:
+    few = GH200.replace("sms = 132", "sms = 1").replace("sms = 32", "sms = 1")
+    with pytest.raises(UsageError, match="gh200: sms is 1") as caught:
+        HardwareProfile.from_toml(few, source="x")
+    assert "one for HBM" in caught.value.hint
+    HardwareProfile.from_toml(few.replace('kind = "cuda"', 'kind = "cpu"'), source="x")
 
 
 def test_two_tiers_of_one_name_are_refused() -> None:
@@ -242,6 +275,16 @@ def test_profile_of_this_machine(
     with pytest.raises(UsageError, match=f"no profile for {gpu}") as caught:
         find_profile(device="cuda")
     assert "--profile" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b"schema = 2\nname = ", b"schema = 2", b"\xff"])
+def test_a_damaged_profile_that_was_kept(content: bytes) -> None:
+    folder = profile_files.kept_profiles_dir()
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_bytes(content)
+    with pytest.raises(UsageError, match=r"mine\.toml") as caught:
+        find_profile(device="cpu")
+    assert caught.value.hint == "run dakrun profile again"
 
 
 def test_gpu_names_are_strings() -> None:
