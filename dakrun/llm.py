@@ -160,7 +160,8 @@ class LLM:
     def report(self, wall_s: float | None = None) -> dict[str, Any]:
         """The report of all that was generated so far: see report.make_report.
 
-        It took `wall_s` seconds, by default those of prefill and decode steps alone.
+        It took `wall_s` seconds, by default those of prefill and decode steps alone. While a stream
+        runs, it has no times by op.
         """
         stats = self.engine.stats
         if wall_s is None:
@@ -169,7 +170,7 @@ class LLM:
         return make_report(
             self.plan,
             stats,
-            self.engine.runner.op_seconds(round(self.plan.workload.mean_kv_len)),
+            self.engine.op_seconds(round(self.plan.workload.mean_kv_len)),
             self.engine.runner.details(),
             device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
             load_s=self.load_s,

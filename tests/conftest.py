@@ -47,7 +47,8 @@ def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are shown without alternatives to them, which are ten times the work."""
     from dakrun.plan import advice, limits
 
-    def advise(plan: Any) -> Any:
+    def advise(plan: Any, max_tpot: float | None) -> Any:
+        del max_tpot
         return advice.Advice(plan=plan, busy=limits.busy_shares(plan), alternatives=())
 
     monkeypatch.setattr("dakrun.plan.overview.advise", advise)

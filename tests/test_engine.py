@@ -2,6 +2,7 @@
 
 import io
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from dakrun.config import SamplingParams
 from dakrun.engine.request import Completion, Request
+from dakrun.engine.runner import Row
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
@@ -199,6 +201,38 @@ def test_statistics_count_what_was_done(path: Path) -> None:
     assert len(stats.ttft_s) == len(stats.tpot_s) == 4
     assert all(c.ttft_s > 0 and c.tpot_s > 0 for c in completions)
     assert set(llm.engine.runner.op_seconds(8)) == {o.op.name for o in llm.plan.ops}
+
+
+def test_a_report_of_a_run_that_goes_on_has_no_times_by_op(path: Path) -> None:
+    """To measure them, slots may be overwritten."""
+    llm = load(path, batch_size=2)
+    alone = by_id(list(llm.stream(requests(4))))
+    stream = llm.stream(requests(4))
+    first = next(stream)
+    report = llm.report()
+    assert report["requests"]["finished"] == 5
+    assert all(op["measured_s"] is None for op in report["ops"])
+    assert by_id([first, *stream]) == alone
+    assert all(op["measured_s"] > 0 for op in llm.report()["ops"])
+
+
+def test_a_run_after_an_interrupted_one_gets_its_own_tokens(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted after a step was launched, and before the engine knew of it."""
+    llm = load(path, batch_size=2)
+    alone = by_id(list(llm.stream(requests(4))))
+    launch = llm.engine.runner.launch
+
+    def interrupted(rows: Sequence[Row]) -> None:
+        launch(rows)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6, 7]])
+    assert by_id(list(llm.stream(requests(4)))) == alone
 
 
 def test_report_has_figures_with_units(path: Path) -> None:

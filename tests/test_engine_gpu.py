@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from dakrun.config import SamplingParams
 from dakrun.engine.graph_runner import GraphRunner
+from dakrun.engine.request import Request
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.graph import edge_kinds
@@ -101,6 +102,31 @@ def shortfalls(
             less = logits.amax(1) - logits.gather(1, chosen[:, None])[:, 0]
             worst[i] = max(worst[i], float((less / logits.std()).max()))
     return worst[0], worst[1]
+
+
+def test_reports_leave_weights_and_running_requests_alone(
+    model: tuple[Path, PreTrainedModel],
+) -> None:
+    """Prompts are expected to fill slots, whose last position is the new token's."""
+    path, _ = model
+    given = prompts(6)
+    with LLM(
+        path, device="cuda", batch_size=4, max_model_len=320, expected_prompt=310,
+        policy=Policy(offload_ratio=0.2, kv_offload_ratio=0.25),
+    ) as llm:  # fmt: skip
+        assert llm.plan.workload.mean_kv_len == 320
+        before = greedy(llm, given)
+        assert all(op["measured_s"] for op in llm.report()["ops"] if op["name"] == "attention")
+        params = SamplingParams(max_tokens=NEW)
+        requests = [
+            Request(id=str(i), line=i + 1, prompt_ids=tuple(ids), params=params)
+            for i, ids in enumerate(given)
+        ]
+        found = {}
+        for completion in llm.stream(requests):
+            found[int(completion.id)] = completion.token_ids
+            assert not any(op["measured_s"] for op in llm.report()["ops"])
+        assert [found[i] for i in range(len(given))] == before
 
 
 def test_tokens_are_the_reference_s(model: tuple[Path, PreTrainedModel]) -> None:

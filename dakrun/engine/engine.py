@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -90,6 +90,18 @@ class Engine:
         finally:
             self._one_run.release()
 
+    def op_seconds(self, length: int) -> Mapping[str, float]:
+        """Seconds of a decode step by op: see Runner.op_seconds. Nothing during a run.
+
+        To measure it may overwrite what slots hold.
+        """
+        if not self._one_run.acquire(blocking=False):
+            return {}
+        try:
+            return self.runner.op_seconds(length)
+        finally:
+            self._one_run.release()
+
     def _run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         waiting = iter(requests)
         order = {slot: number for number, slot in enumerate(self.runner.order)}
@@ -123,10 +135,9 @@ class Engine:
                         bisect.insort(free, r.slot, key=order.__getitem__)
                         yield self._complete(r, reason)
         finally:
-            while self._steps:  # what is still being computed is nobody's
-                self._steps.popleft()
-                with suppress(RuntimeError):  # of a GPU that has failed
-                    self.runner.collect()
+            self._steps.clear()  # what is still being computed is nobody's
+            with suppress(RuntimeError):  # of a GPU that has failed
+                self.runner.drop()
 
     def _admit(self, request: Request, slot: int) -> _Running:
         length = len(request.prompt_ids)

@@ -136,6 +136,11 @@ class GraphRunner:
         places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
         return self._rows.log.take(torch.tensor(places)).tolist()  # type: ignore[no-any-return]
 
+    def drop(self) -> None:
+        """Wait for all steps."""
+        while self._steps:
+            self.collect()
+
     def _sample(self, rows: Sequence[Row], mapped: Sequence[int]) -> torch.Tensor:
         """Draw the rows' tokens in place of the likeliest ones, which the graph has chosen."""
         places = self._on_gpu([mapped.index(row.slot) for row in rows]).long()

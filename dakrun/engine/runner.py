@@ -69,6 +69,10 @@ class Runner(Protocol):
         """The tokens of the oldest step that was launched, in the order of its rows; waits."""
         ...
 
+    def drop(self) -> None:
+        """Forget all steps that were launched, whose tokens nobody wants; waits for them."""
+        ...
+
 
 class Chosen:
     """The next tokens of some rows, on their way from the device."""
@@ -138,6 +142,10 @@ class TorchRunner:
     def collect(self) -> list[int]:
         """The tokens of the oldest step."""
         return self._chosen.popleft()
+
+    def drop(self) -> None:
+        """Nothing is under way."""
+        self._chosen.clear()
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
