@@ -28,9 +28,9 @@ from dakrun.known_models import known_model
 from dakrun.loading import Packing, load, tier_capacities
 from dakrun.memory import allocate_tiers
 from dakrun.models.kernel_decoder import KernelDecoder, Resident
-from dakrun.models.layers import Segment
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.profile_files import load_profile
+from dakrun.segments import Segment
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3

@@ -8,8 +8,8 @@ import torch
 
 from dakrun.config import SamplingParams
 from dakrun.llm import LLM
-from dakrun.models.layers import Segment
 from dakrun.plan.planner import Policy
+from dakrun.segments import Segment
 
 PROMPT_LENGTHS = (5, 1, 17, 33, 64, 2, 9, 40)
 NEW_TOKENS = 64

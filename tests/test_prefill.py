@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,9 +14,10 @@ from dakrun.plan.ops import activation_bytes
 from dakrun.plan.plan import PrefillPlan
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.policy import Transport
-from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, predict_prefill, prefill_chunks
+from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, predict_prefill
 from dakrun.plan.prefill_choice import staging_bytes
 from dakrun.profile_files import load_profile, shipped_profiles
+from dakrun.segments import passes
 
 GIB = 2**30
 
@@ -40,36 +40,18 @@ def a_plan(
     return make_plan(model, workload, load_profile(profile), policy or Policy())
 
 
-@given(st.integers(1, 40), st.integers(1, 6000), st.sampled_from([2048, 4096]))
-def test_chunks_hold_each_token_once(batch: int, prompt: int, tokens: int) -> None:
-    chunks = list(prefill_chunks(batch, prompt, tokens))
-    sizes = [sum(span.length for span in chunk) for chunk in chunks]
+@given(st.lists(st.integers(1, 6000), min_size=1, max_size=40), st.sampled_from([2048, 4096]))
+def test_passes_hold_each_token_once(prompts: list[int], tokens: int) -> None:
+    found = list(passes(dict(enumerate(prompts)), tokens))
+    sizes = [sum(segment.length for segment in segments) for segments in found]
     assert sizes[:-1] == [tokens] * (len(sizes) - 1)
     assert 0 < sizes[-1] <= tokens
-    spans = [span for chunk in chunks for span in chunk]
-    assert [s.slot for s in spans] == sorted(s.slot for s in spans)
-    for slot in range(batch):
-        ends = [(s.start, s.start + s.length) for s in spans if s.slot == slot]
+    segments = [segment for segments in found for segment in segments]
+    assert [s.slot for s in segments] == sorted(s.slot for s in segments)
+    for slot, prompt in enumerate(prompts):
+        ends = [(s.start, s.start + s.length) for s in segments if s.slot == slot]
         assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])]
         assert ends[-1][1] == prompt
-
-
-@pytest.mark.parametrize("tokens", [2048, 4096])
-@pytest.mark.parametrize(("batch", "prompt"), [(1, 1), (8, 300), (3, 2048), (2, 5000)])
-def test_chunks_are_those_of_the_engine(batch: int, prompt: int, tokens: int) -> None:
-    from dakrun.engine.engine import _chunks
-
-    request = SimpleNamespace(prompt_ids=range(prompt))
-    running = [SimpleNamespace(request=request, slot=slot) for slot in range(batch)]
-    theirs = [
-        [(part.slot, part.start, part.length) for _, part in chunk]
-        for chunk in _chunks(running, tokens)  # type: ignore[arg-type]
-    ]
-    ours = [
-        [(span.slot, span.start, span.length) for span in chunk]
-        for chunk in prefill_chunks(batch, prompt, tokens)
-    ]
-    assert ours == theirs
 
 
 @pytest.mark.parametrize("name", ["opt-6.7b", "llama-2-7b", "llama-3-8b", "opt-350m"])
@@ -86,7 +68,7 @@ def test_flops_do_not_depend_on_chunks(name: str, batch: int, prompt: int) -> No
     found = predict_prefill(plan)
     assert found.flops == pytest.approx(batch * (prompt * per_token + logits + attention))
     assert found.tokens == batch * prompt
-    assert found.chunks == len(list(prefill_chunks(batch, prompt, plan.prefill.chunk_tokens)))
+    assert found.chunks == -(-batch * prompt // plan.prefill.chunk_tokens)
 
 
 @pytest.mark.parametrize("profile", shipped_profiles())

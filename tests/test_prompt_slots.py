@@ -9,9 +9,9 @@ from dakrun.engine.prompt_slots import PromptSlots
 from dakrun.kernels import kv_blocks
 from dakrun.known_models import known_model
 from dakrun.memory import allocate_tiers
-from dakrun.models.layers import Segment
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.profile_files import load_profile
+from dakrun.segments import Segment
 
 BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads
 

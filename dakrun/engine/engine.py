@@ -20,8 +20,8 @@ from dakrun.engine.runner import Chosen, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.engine.tokenizer import StopStrings
 from dakrun.errors import UsageError
-from dakrun.models.layers import Segment
 from dakrun.plan.planner import Plan
+from dakrun.segments import passes
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -152,18 +152,21 @@ class Engine:
         return _Running(request, slot, time.perf_counter(), stop, seed, limit)
 
     def _prefill(self, new: Sequence[_Running]) -> None:
-        """Cache the prompts of `new`, chunk by chunk, and sample their first tokens."""
+        """Cache the prompts of `new`, pass by pass, and sample their first tokens."""
         start = time.perf_counter()
         behind: tuple[list[_Running], Chosen] | None = None  # what the pass before has come to
-        for chunk in _chunks(new, self.runner.chunk_tokens):
-            parts = [r.request.prompt_ids[s.start : s.start + s.length] for r, s in chunk]
-            logits = self.runner.prefill([t for part in parts for t in part], [s for _, s in chunk])
+        by_slot = {r.slot: r for r in new}
+        prompts = {r.slot: r.request.prompt_ids for r in new}
+        lengths = {slot: len(prompt) for slot, prompt in prompts.items()}
+        for segments in passes(lengths, self.runner.chunk_tokens):
+            parts = (prompts[s.slot][s.start : s.start + s.length] for s in segments)
+            logits = self.runner.prefill([t for part in parts for t in part], segments)
             ends = []
-            for number, (r, s) in enumerate(chunk):
-                r.cached += s.length
-                if r.cached == len(r.request.prompt_ids):
+            for number, s in enumerate(segments):
+                by_slot[s.slot].cached += s.length
+                if s.start + s.length == lengths[s.slot]:
                     ends.append(number)
-            done = [chunk[number][0] for number in ends]
+            done = [by_slot[segments[number].slot] for number in ends]
             rows = [Row(r.slot, r.cached, 0, r.request.params, r.seed) for r in done]
             chosen = Chosen(logits[ends[0] : ends[-1] + 1], rows) if ends else None
             self._begin(behind)  # while the pass is computed
@@ -238,20 +241,3 @@ class Engine:
             tpot_s=tpot,
             reply=r.request.reply,
         )
-
-
-def _chunks(new: Sequence[_Running], chunk_tokens: int) -> Iterator[list[tuple[_Running, Segment]]]:
-    """The prompts of `new` as passes of at most `chunk_tokens` tokens."""
-    chunk: list[tuple[_Running, Segment]] = []
-    room = chunk_tokens
-    for r in new:
-        start, end = 0, len(r.request.prompt_ids)
-        while start < end:
-            length = min(end - start, room)
-            chunk.append((r, Segment(r.slot, start, length)))
-            start, room = start + length, room - length
-            if room == 0:
-                yield chunk
-                chunk, room = [], chunk_tokens
-    if chunk:
-        yield chunk

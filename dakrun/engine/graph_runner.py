@@ -21,7 +21,7 @@ from dakrun.kernels.graph import capture, edge_kinds, replay_seconds
 from dakrun.kernels.heuristics import TierAccess
 from dakrun.kernels.kv_blocks import BLOCK
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
-from dakrun.models.layers import Segment
+from dakrun.segments import Segment
 
 LEAST_OVERLAPS = 2  # of a layer: launches that start before those ahead of them end
 

@@ -14,7 +14,7 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_attention import Lengths, causal_attention
 from dakrun.engine.prompt_slots import PromptSlots
 from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands
-from dakrun.models.layers import Segment
+from dakrun.segments import Segment
 
 
 @dataclass(frozen=True)

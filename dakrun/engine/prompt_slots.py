@@ -13,7 +13,7 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.kernels.copy_engine import CopyStream
 from dakrun.kernels.kv_blocks import BLOCK
 from dakrun.kernels.store_kv import store_kv
-from dakrun.models.layers import Segment
+from dakrun.segments import Segment
 from dakrun.units import ceil_div
 
 

@@ -13,8 +13,9 @@ import torch
 from dakrun.config import SamplingParams
 from dakrun.engine.kvcache import KVCache
 from dakrun.engine.sampler import sample
-from dakrun.models.layers import Decoder, Segment
+from dakrun.models.layers import Decoder
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
+from dakrun.segments import Segment
 
 
 class Row(NamedTuple):

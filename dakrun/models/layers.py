@@ -6,7 +6,6 @@ A decoder computes on one dtype and device and reads its operands wherever the p
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ from dakrun.checkpoint import Manifest, Source, Weights
 from dakrun.config import ModelConfig
 from dakrun.kernels import reference
 from dakrun.memory import PartitionedTensor
+from dakrun.segments import Segment
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -27,15 +27,6 @@ class Cache(Protocol):
     def keys_values(self, layer: int, slot: int) -> KeysValues:
         """Keys and values [Hkv, P, D] of one layer and slot, for reading and writing."""
         ...
-
-
-@dataclass(frozen=True)
-class Segment:
-    """`length` tokens of one slot that enter its cache from position `start` on."""
-
-    slot: int
-    start: int
-    length: int
 
 
 class Decoder(ABC):

@@ -5,7 +5,7 @@ Knows how the engine cuts prompts into chunks; chooses nothing: operands lie whe
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dakrun.config import DTYPE_BYTES
@@ -13,6 +13,7 @@ from dakrun.hardware import LOCAL
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import Plan
 from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
+from dakrun.segments import passes
 
 PREFILL_LAUNCH_ROWS = 4096  # tokens that one launch of the tiled GEMM multiplies
 
@@ -30,15 +31,6 @@ class Prefill:
     flops: float
     bound_s: float
     predicted_s: float
-
-
-@dataclass(frozen=True)
-class Span:
-    """`length` tokens of the prompt in slot `slot`, from position `start` on."""
-
-    slot: int
-    start: int
-    length: int
 
 
 def predict_prefill(plan: Plan) -> Prefill:
@@ -75,23 +67,6 @@ def predict_prefill(plan: Plan) -> Prefill:
     )
 
 
-def prefill_chunks(batch_size: int, prompt_len: int, chunk_tokens: int) -> Iterator[list[Span]]:
-    """The passes in which the engine prefills the prompts of a batch, one after the other."""
-    chunk: list[Span] = []
-    room = chunk_tokens
-    for slot in range(batch_size):
-        start = 0
-        while start < prompt_len:
-            length = min(prompt_len - start, room)
-            chunk.append(Span(slot, start, length))
-            start, room = start + length, room - length
-            if room == 0:
-                yield chunk
-                chunk, room = [], chunk_tokens
-    if chunk:
-        yield chunk
-
-
 # What a pass computes: its tokens, prompts that end in it, and how often (tier, start, length).
 _Work = tuple[int, int, tuple[tuple[tuple[int, int, int], int], ...]]
 
@@ -101,10 +76,11 @@ def _passes(plan: Plan) -> Counter[_Work]:
     work, found = plan.workload, Counter[_Work]()
     slots = plan.op("attention").placement[0]  # slots are numbered tier after tier
     tier_of = list(itertools.chain.from_iterable([t] * n for t, n in enumerate(slots)))
-    for chunk in prefill_chunks(work.batch_size, work.prompt_len, plan.prefill.chunk_tokens):
-        rows = sum(span.length for span in chunk)
-        ends = sum(span.start + span.length == work.prompt_len for span in chunk)
-        spans = Counter((tier_of[span.slot], span.start, span.length) for span in chunk)
+    prompts = dict.fromkeys(range(work.batch_size), work.prompt_len)
+    for segments in passes(prompts, plan.prefill.chunk_tokens):
+        rows = sum(s.length for s in segments)
+        ends = sum(s.start + s.length == work.prompt_len for s in segments)
+        spans = Counter((tier_of[s.slot], s.start, s.length) for s in segments)
         found[rows, ends, tuple(spans.items())] += 1
     return found
 
