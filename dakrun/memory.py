@@ -21,6 +21,7 @@ from dakrun.host_limits import available_host_memory as available_host_memory
 from dakrun.host_limits import check_host_memory
 from dakrun.host_memory import HostBlock, check_page_locking, locked_block
 from dakrun.octets import first_row, octet_count
+from dakrun.units import ceil_div
 
 ALIGNMENT = 256
 HOST = "host"
@@ -125,7 +126,7 @@ class PartitionedTensor:
 
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to what an allocation occupies."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return ceil_div(nbytes, ALIGNMENT) * ALIGNMENT
 
 
 def allocate_tiers(capacities: Mapping[str, int], device: torch.device) -> Tiers:

@@ -12,6 +12,7 @@ from dakrun.hardware import HardwareProfile
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import Links, compute_time, predicted_time, times_of
 from dakrun.plan.waves import launch_times, sms_by_tier
+from dakrun.units import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +79,9 @@ def buffer_bytes(cases: Sequence[Case], alignment: int) -> list[int]:
     The local tier also holds them whole, for torch, each operand `alignment` bytes aligned.
     """
     whole = max(case.launches * (sum(case.held_bytes) + alignment) for case in cases)
-    sizes = [max(held) for held in zip(*(_held(case) for case in cases), strict=True)]
-    return [-(-size // alignment) * alignment for size in (max(whole, sizes[0]), *sizes[1:])]
-
-
-def _held(case: Case) -> list[int]:
-    return [case.launches * nbytes for nbytes in case.held_bytes]
+    held = ([case.launches * nbytes for nbytes in case.held_bytes] for case in cases)
+    local, *remote = (max(sizes) for sizes in zip(*held, strict=True))
+    return [ceil_div(size, alignment) * alignment for size in (max(whole, local), *remote)]
 
 
 def forecast(

@@ -12,6 +12,7 @@ from dakrun.config import ModelConfig, Workload
 from dakrun.errors import UsageError
 from dakrun.hub import model_config
 from dakrun.plan.ops import decode_ops
+from dakrun.units import ceil_div
 
 COLS_STEP = 8  # 16 bytes, by which the tensor memory accelerator addresses rows of X
 
@@ -28,7 +29,7 @@ class Shape:
         if self.rows < 1 or self.cols < 1:
             raise UsageError(f"a weight of {self} is empty", hint="both sizes are at least 1")
         if self.cols % COLS_STEP:
-            more = -(-self.cols // COLS_STEP) * COLS_STEP
+            more = ceil_div(self.cols, COLS_STEP) * COLS_STEP
             raise UsageError(
                 f"a weight of {self}: the kernel takes columns in eights",
                 hint=f"the next that it takes is {self.rows}x{more}",

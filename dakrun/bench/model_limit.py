@@ -34,12 +34,12 @@ def limit_s(plan: Plan, links: Links) -> float:
 
 def _op_s(op: OpPlan, links: Links) -> float:
     """Seconds of all layers of an op, one after the other."""
-    read, resident = op.op.read_bytes, op.op.resident_bytes
+    read = op.op.read_bytes
     if op.transport == "staged":
         return op.op.layers * read / links.direct[LOCAL]
     lines = links.lines(read, 0.0)
     return sum(
-        layers * time_of(lines, [n / resident for n in op.op.tier_bytes(counts)])
+        layers * time_of(lines, op.op.shares(counts))
         for counts, layers in Counter(op.placement).items()
     )
 

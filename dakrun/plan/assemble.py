@@ -34,9 +34,10 @@ def assemble(problem: Problem, placements: Mapping[str, tuple[Counts, ...]]) -> 
         tuple(_op_plan(problem, op, placements[op.name], transport) for op in problem.ops)
         for transport in transports
     ]
-    each = (min(of, key=lambda op: sum(op.predicted_s)) for of in zip(*options, strict=True))
-    plans = [_plan(problem, ops) for ops in (*options, tuple(each))]
-    plan = min(plans, key=lambda plan: plan.predicted_s)
+    if len(options) > 1:
+        both = zip(*options, strict=True)
+        options.append(tuple(min(of, key=lambda op: sum(op.predicted_s)) for of in both))
+    plan = min((_plan(problem, ops) for ops in options), key=lambda plan: plan.predicted_s)
     _check(problem, plan)
     return plan
 

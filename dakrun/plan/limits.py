@@ -26,7 +26,7 @@ def busy_shares(plan: Plan) -> dict[str, float]:
         compute = compute_time(op.op, plan.profile, plan.model.dtype)
         lines = links.named_lines(op.op.read_bytes, compute, staged=op.transport == "staged")
         for counts, layers in Counter(op.placement).items():
-            shares = [size / op.op.resident_bytes for size in op.op.tier_bytes(counts)]
+            shares = op.op.shares(counts)
             for name, line in lines.items():
                 seconds[name] += layers * line_time(line, shares)
     busiest = sorted(seconds, key=lambda name: -seconds[name])

@@ -10,6 +10,7 @@ from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.octets import first_row, octet_count
+from dakrun.units import ceil_div
 
 KV_BLOCK = 64
 PREFILL_CHUNK_TOKENS = 2048  # of a pass, in plain torch
@@ -50,6 +51,10 @@ class Op:
         ends = list(itertools.accumulate(counts))
         return [self.unit_bytes(end - n, end) for n, end in zip(counts, ends, strict=True)]
 
+    def shares(self, counts: Sequence[int]) -> list[float]:
+        """Share of one layer's resident bytes in each tier, given the units per tier."""
+        return [size / self.resident_bytes for size in self.tier_bytes(counts)]
+
     def layer_name(self, layer: int) -> str:
         """Name of this op in one layer, as in "layers.3.qkv"."""
         return f"layers.{layer}.{self.name}" if self.in_layer else self.name
@@ -66,7 +71,7 @@ class Op:
 
 def kv_positions(workload: Workload) -> int:
     """Positions that a slot of the KV cache holds: max_model_len in whole blocks."""
-    return -(-workload.max_model_len // KV_BLOCK) * KV_BLOCK
+    return ceil_div(workload.max_model_len, KV_BLOCK) * KV_BLOCK
 
 
 def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:

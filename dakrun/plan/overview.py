@@ -41,12 +41,22 @@ class Comparison:
     @property
     def efficiency(self) -> float:
         """Of what bandwidths allow: the published EB over the bound's."""
-        return self.published.eb_bytes_per_s * self.plan.bound_s / self.plan.weight_bytes
+        return self.published.eb_bytes_per_s / self.bound_eb
 
     @property
     def expected(self) -> float:
         """The same of the prediction."""
         return self.plan.bound_s / self.plan.predicted_s
+
+    @property
+    def bound_eb(self) -> float:
+        """The bound's EB, in bytes/s."""
+        return self.plan.weight_bytes / self.plan.bound_s
+
+    @property
+    def expected_eb(self) -> float:
+        """The prediction's."""
+        return self.plan.weight_bytes / self.plan.predicted_s
 
 
 @dataclass(frozen=True, kw_only=True)

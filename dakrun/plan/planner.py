@@ -244,9 +244,8 @@ def _placements(problem: Problem, slots: Counts) -> dict[str, tuple[Counts, ...]
         wanted = ratio * resident
     shares = _ideal(problem, weights, wanted, caps)
     by_name = {op.name: share for op, share in zip(weights, shares, strict=True)}
-    goal = RemoteBytes(max(0.0, resident - caps[0]), sum(caps[1:]), wanted)
-    if wanted is not None:
-        goal = RemoteBytes(0.0, resident, wanted)
+    required, limit = max(0.0, resident - caps[0]), sum(caps[1:])
+    goal = RemoteBytes(*((required, limit) if wanted is None else (0.0, resident)), wanted)
 
     def time(op: Op, units: int) -> float:
         return problem.op_times.bound(

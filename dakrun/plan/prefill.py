@@ -14,6 +14,7 @@ from dakrun.plan.ops import Op
 from dakrun.plan.plan import Plan
 from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
 from dakrun.segments import passes
+from dakrun.units import ceil_div
 
 PREFILL_LAUNCH_ROWS = 4096  # tokens that one launch of the tiled GEMM multiplies
 
@@ -117,14 +118,13 @@ class _Pass:
             if n:
                 one = _with_rows(op.op, n)
                 for counts, layers in Counter(op.placement).items():
-                    sizes = op.op.tier_bytes(counts)
-                    self._matrix(one, [size / op.op.resident_bytes for size in sizes], layers)
+                    self._matrix(one, op.op.shares(counts), layers)
 
     def _matrix(self, one: Op, shares: Sequence[float], layers: int) -> None:
         staged = self._plan.prefill.transport == "staged" and one.category == "linear"
         times = 1
         if one.category == "linear" and not staged and shares[0] < 1:
-            times = -(-one.batch_size // PREFILL_LAUNCH_ROWS)
+            times = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS)
         compute = compute_time(one, self._plan.profile, self._plan.model.dtype)
         lines = self._links.named_lines(times * one.read_bytes, compute, staged=staged)
         seconds = {name: line_time(line, shares) for name, line in lines.items()}

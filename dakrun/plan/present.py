@@ -216,13 +216,12 @@ def _uniform_dict(uniform: Forecast | CannotRun) -> dict[str, Any]:
 
 
 def _published_dict(other: Comparison) -> dict[str, Any]:
-    plan = other.plan
     return {
         **vars(other.published),
         "efficiency": other.efficiency,
-        "predicted_eb_bytes_per_s": plan.weight_bytes / plan.predicted_s,
+        "predicted_eb_bytes_per_s": other.expected_eb,
         "predicted_efficiency": other.expected,
-        "bound_eb_bytes_per_s": plan.weight_bytes / plan.bound_s,
+        "bound_eb_bytes_per_s": other.bound_eb,
     }
 
 

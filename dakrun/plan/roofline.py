@@ -4,6 +4,7 @@ Everything here is a bound: bytes over bandwidths, FLOPs over rates. `predicted`
 efficiencies and its fixed cost per op.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -39,18 +40,14 @@ class Links:
         tiers = [profile.tier(name) for name in remote]
         members = {LOCAL: profile.hbm_group} | {tier.name: tier.group for tier in tiers}
         limits = profile.link_groups
-
-        def capped(rates: dict[str, float]) -> dict[str, float]:
-            return {name: min(r, limits.get(members[name], r)) for name, r in rates.items()}
-
-        local = {LOCAL: profile.hbm_bytes_per_s}
+        local = min(profile.hbm_bytes_per_s, limits.get(profile.hbm_group, math.inf))
         groups = [
             (frozenset(name for name, of in members.items() if of == group), rate)
             for group, rate in limits.items()
         ]
         return cls(
-            capped(local | {tier.name: tier.direct_bytes_per_s for tier in tiers}),
-            capped(local | {tier.name: tier.staged_bytes_per_s for tier in tiers}),
+            {LOCAL: local} | {tier.name: tier.direct_bytes_per_s for tier in tiers},
+            {LOCAL: local} | {tier.name: tier.staged_bytes_per_s for tier in tiers},
             tuple((names, rate) for names, rate in groups if names),
         )
 

@@ -215,12 +215,12 @@ def _uniform_rows(uniform: Forecast | CannotRun) -> list[tuple[str, str]]:
 
 def _published_text(other: Comparison) -> str:
     """What others measured, what is predicted of the same, and the efficiencies between them."""
-    figure, plan = other.published, other.plan
-    predicted, bound = (plan.weight_bytes / s for s in (plan.predicted_s, plan.bound_s))
+    figure = other.published
     return (
         f"EB {_rate(figure.eb_bytes_per_s)} with {figure.offload_ratio:.0%} outside "
-        f"{plan.tiers[0]}, {other.efficiency:.0%} of the bound of {_rate(bound)} there, where "
-        f"{_rate(predicted)}, {other.expected:.0%}, is predicted ({figure.source})"
+        f"{other.plan.tiers[0]}, {other.efficiency:.0%} of the bound of {_rate(other.bound_eb)} "
+        f"there, where {_rate(other.expected_eb)}, {other.expected:.0%}, is predicted "
+        f"({figure.source})"
     )
 
 

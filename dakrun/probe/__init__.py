@@ -130,7 +130,9 @@ def kept_or_measured(device: Device, note: Callable[[str], None]) -> HardwarePro
     Raises CannotRun where the GPU can neither be measured nor has a shipped profile.
     """
     name = device_name(device)
-    if device == "cpu" or kept_profile(device=device, name=name) is not None:
+    if (kept := kept_profile(device=device, name=name)) is not None:
+        return kept
+    if device == "cpu":
         return find_profile(device=device, name=name)
     path = target(None, None, device)
     note(f"no profile of this {name} is kept: measuring it, once, for {duration(quick=True)}")
