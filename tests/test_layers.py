@@ -23,8 +23,14 @@ LAYERS = (
     ("models", "nn"),
     ("kernels", "checkpoint", "loading", "dummy", "streaming", "folding", "bins"),
     ("memory", "host_memory", "device_memory", "host_limits", "plan"),
-    ("profile_files", "hardware", "hardware_parts", "config", "hf_config", "known_models", "hub"),
-    ("errors", "octets", "units", "toml_text", "resources", "interrupt", "__init__"),
+    (
+        "profile_files", "hardware", "hardware_parts", "config", "hf_config", "known_models", "hub",
+        "weight_files", "json_files",
+    ),
+    (
+        "errors", "checks", "octets", "segments", "units", "toml_text", "resources", "interrupt",
+        "__init__",
+    ),
 )  # fmt: skip
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 
@@ -39,6 +45,10 @@ REFUSED = {
 # Planning needs no GPU and starts at once.
 LIGHT_PARTS = {"plan", "config", "hf_config", "hardware", "hardware_parts", "profile_files"}
 LIGHT_PARTS |= {
+    "weight_files",
+    "json_files",
+    "checks",
+    "segments",
     "known_models",
     "host_limits",
     "errors",

@@ -130,7 +130,7 @@ def _budgets(plan: Plan) -> list[str]:
     """
     unlimited = replace(plan.policy, hbm_budget=UNLIMITED)
     try:
-        roomy = make_plan(plan.model, plan.workload, plan.profile, unlimited)
+        roomy = make_plan(plan.model, plan.workload, plan.profile, unlimited, thorough=False)
     except DakrunError:
         return []
     now, useful = plan.budgets[0], sum(roomy.memory(0).values())
