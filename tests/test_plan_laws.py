@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -294,6 +294,29 @@ def test_slots_leave_weights_their_room() -> None:
     ]
     assert plan.predicted_s == min(other.predicted_s for other in others)
     assert plan.op("attention").placement == ((3, 2),)
+
+
+@settings(max_examples=40)
+@given(budgeted())
+def test_what_is_free_is_no_slower_than_what_is_fixed(
+    problem: tuple[ModelConfig, Workload, HardwareProfile, Policy],
+) -> None:
+    """Nor refused, where something fixed fits: transports and the uniform strategy."""
+    *given_problem, policy = problem
+    policy = replace(policy, strategy="greedy", transport=None)
+    narrower = [
+        replace(policy, strategy=strategy, transport=transport)
+        for strategy in ("greedy", "uniform")
+        for transport in (None, "direct", "staged")
+    ]
+    times = []
+    for fixed in narrower:
+        with contextlib.suppress(CannotRun):
+            times.append(make_plan(*given_problem, fixed).predicted_s)
+    assume(times)
+    free = make_plan(*given_problem, policy)
+    slack = WORTH if free.forgone else 1e-9  # of all local: a gain of less is none
+    assert free.predicted_s * (1 - slack) <= min(times)
 
 
 @given(models(), workloads, profiles())

@@ -76,6 +76,7 @@ def many_rows_sms(
     layer = [n * op.units / sum(counts) for n in counts]
     sms = [int(n > 0) for n in counts]
     tiers = [tier for tier, n in enumerate(counts) if tier and n]
+    inefficiency = kernel_time(op, 1.0, profile)
 
     def given(tier: int, count: int) -> list[int]:
         found = [*sms[:tier], count, *sms[tier + 1 :]]
@@ -88,7 +89,7 @@ def many_rows_sms(
         kernel, link = _part_times(
             op, number, layer[number], dealt[number], compute, profile, remote
         )
-        return max(kernel_time(op, kernel, profile), link)
+        return max(kernel * inefficiency, link)
 
     for tier in tiers * min(2, len(tiers)):  # the second time knowing of the others
         most = profile.sms - sum(sms[1:]) + sms[tier] - int(counts[0] > 0)

@@ -16,7 +16,7 @@ from dakrun.plan.greedy import best_total, greedy_shares, uniform_shares
 from dakrun.plan.op_times import OpTimes
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import OpPlan, Plan
-from dakrun.plan.policy import Policy
+from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.prefill_choice import staging_bytes, with_prefill
 from dakrun.plan.problem import Problem
 from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares, split_units
@@ -88,12 +88,11 @@ def _fixings(policy: Policy) -> Iterator[Policy]:
     The greedy knows bounds, and is not to be predicted to be slower than the same ratio in every
     op; nor a free transport than either, which may need no buffers, or smaller ones.
     """
-    yield policy
-    if policy.strategy == "greedy":
-        yield replace(policy, strategy="uniform")
-    if policy.transport is None:
-        yield replace(policy, transport="direct")
-        yield replace(policy, transport="staged")
+    strategies: tuple[Strategy, ...] = ("greedy", "uniform")
+    for strategy in strategies if policy.strategy == "greedy" else ("uniform",):
+        transports: tuple[Transport | None, ...] = (None, "direct", "staged")
+        for transport in transports if policy.transport is None else (policy.transport,):
+            yield replace(policy, strategy=strategy, transport=transport)
 
 
 def _buffered_plan(of: OpTimes, policy: Policy, thorough: bool) -> Plan:
