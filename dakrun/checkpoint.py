@@ -21,6 +21,7 @@ from dakrun.weight_files import read_header, safetensors_files
 DTYPES = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
+HEAD = "lm_head.weight"
 COPY_BYTES = 8 << 20
 _OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.\d+\..+\.(weight|bias)")
 
@@ -106,8 +107,9 @@ class Checkpoint:
     def check(self, manifest: Manifest) -> None:
         """CannotRun unless every tensor of `manifest` is here with its shape, in a float type.
 
-        Nor may the decoder's layers have weights or biases that it does not name. Others (rotary
-        tables, tied heads, further heads and towers) are ignored, as in transformers.
+        Nor may the decoder's layers have weights or biases that it does not name, nor a tied head
+        be another one. Others (rotary tables, further heads and towers) are ignored, as in
+        transformers.
         """
         used: set[str] = set()
         for sources in (*manifest.matrices.values(), *manifest.resident.values()):
@@ -133,12 +135,34 @@ class Checkpoint:
                         f"config.json says {_by(shape)}",
                         hint="config.json and the safetensors files do not belong together",
                     )
+        if HEAD in self._tensors and HEAD not in used:
+            ((table, _),) = manifest.matrices["lm_head"]
+            if not self._is_equal(HEAD, table):
+                raise CannotRun(
+                    f"{self.directory}: {HEAD} is not {table}, which config.json says it is",
+                    hint='set "tie_word_embeddings" to false in config.json',
+                )
         for name in sorted(self._tensors.keys() - used):
             if _OF_A_LAYER.fullmatch(name):
                 raise CannotRun(
                     f"{self.directory}: config.json does not account for tensor {name}",
                     hint="config.json and the safetensors files do not belong together",
                 )
+
+    def _is_equal(self, name: str, other: str) -> bool:
+        """Whether both tensors are the same, bit by bit."""
+        first, second = self._tensors[name][1], self._tensors[other][1]
+        if first is None or second is None:
+            return False
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        pieces = range(0, first.nbytes, COPY_BYTES)
+        return all(
+            os.pread(first.descriptor, size, first.offset + at)
+            == os.pread(second.descriptor, size, second.offset + at)
+            for at in pieces
+            for size in [min(COPY_BYTES, first.nbytes - at)]
+        )
 
     def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
         """Copy rows of a tensor into `out`, contiguous, converting its dtype."""

@@ -2,17 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
 
 from dakrun.errors import UsageError
 
 
 def check_count(
-    name: str, value: object, least: int = 1, *, besides: Sequence[object] = ()
-) -> None:
-    """UsageError unless `value` is an integer of at least `least`, or one of `besides`."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return
-    _check_besides(name, value, f"an integer of at least {least}", besides)
+    name: str, value: object, least: int = 1, *, besides: Sequence[str | None] = ()
+) -> Any:
+    """`value` as an int of at least `least`, or one of `besides` as it is; UsageError for others.
+
+    NumPy's numbers are taken, too.
+    """
+    if not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least:
+        return int(value)
+    return _one_of(name, value, f"an integer of at least {least}", besides)
 
 
 def check_number(
@@ -21,19 +26,20 @@ def check_number(
     low: float,
     high: float = math.inf,
     *,
-    besides: Sequence[object] = (),
-) -> None:
-    """UsageError unless `value` is a finite number from `low` to `high`, or one of `besides`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and low <= value <= high and value < math.inf:  # type: ignore[operator]
-        return
+    besides: Sequence[str | None] = (),
+) -> Any:
+    """`value` as a finite int or float from `low` to `high`; for the rest see `check_count`."""
+    if not isinstance(value, bool) and isinstance(value, Real):
+        number = int(value) if isinstance(value, Integral) else float(value)
+        if low <= number <= high and number < math.inf:
+            return number
     limits = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-    _check_besides(name, value, f"a number {limits}", besides)
+    return _one_of(name, value, f"a number {limits}", besides)
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
     """UsageError unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str | None) or value not in choices:
         raise wrong(name, value, " or ".join(map(str, choices)))
 
 
@@ -42,6 +48,7 @@ def wrong(name: str, value: object, expected: str) -> UsageError:
     return UsageError(f"{name} is {value!r}", hint=f"{name} must be {expected}")
 
 
-def _check_besides(name: str, value: object, expected: str, besides: Sequence[object]) -> None:
-    if value not in besides:
-        raise wrong(name, value, " or ".join([expected, *map(str, besides)]))
+def _one_of(name: str, value: object, expected: str, besides: Sequence[str | None]) -> object:
+    if isinstance(value, str | None) and value in besides:
+        return value
+    raise wrong(name, value, " or ".join([expected, *map(str, besides)]))

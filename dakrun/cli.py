@@ -162,7 +162,7 @@ def generate(
 
     writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
     if report_path is not None:
-        check_report(report_path, source=source, output=output)
+        check_report(report_path, source=source, output=output, profile=profile)
     with (
         RequestReader(source, defaults=params) as reader,
         LLM(

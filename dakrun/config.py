@@ -139,7 +139,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "prompt_len", "new_tokens", "max_model_len"):
-            check_count(field, getattr(self, field))
+            object.__setattr__(self, field, check_count(field, getattr(self, field)))
 
     @property
     def mean_kv_len(self) -> float:
@@ -165,9 +165,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for field, least in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
-            check_count(field, getattr(self, field), least)
+            object.__setattr__(self, field, check_count(field, getattr(self, field), least))
         for field, high in (("temperature", 100.0), ("top_p", 1.0)):
-            check_number(field, getattr(self, field), 0.0, high)
+            object.__setattr__(self, field, check_number(field, getattr(self, field), 0.0, high))
         if self.top_p == 0:
             raise wrong("top_p", 0, "above 0")
         for field, kind in (("stop", tuple), ("ignore_eos", bool)):

@@ -99,7 +99,7 @@ def count_rows(source: str | Path, limit: int) -> int:
     return max(1, min(lines + (last != b"\n"), limit))
 
 
-def check_report(report: str, *, source: str, output: str) -> None:
+def check_report(report: str, *, source: str, output: str, profile: str) -> None:
     """Raise UsageError where `report` cannot be meant for the report of a run with these files."""
     hint = "give --report a file of its own that ends in .json"
     if report in ("", "-"):
@@ -113,6 +113,8 @@ def check_report(report: str, *, source: str, output: str) -> None:
         raise UsageError(f"{report}: the report is the file that the rows go to", hint=hint)
     if same_file(report, source):
         raise UsageError(f"{report}: the report is the file that the prompts come from", hint=hint)
+    if profile != "auto" and same_file(report, profile):
+        raise UsageError(f"{report}: the report is the profile", hint=hint)
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
-from dakrun.hardware_parts import LEAST, MOST_SECONDS, OtherSchema, bad, check_positive, check_whole
+from dakrun.hardware_parts import (
+    LEAST,
+    MOST,
+    MOST_SECONDS,
+    OtherSchema,
+    bad,
+    check_positive,
+    check_whole,
+)
 from dakrun.hardware_parts import LOCAL as LOCAL
 from dakrun.hardware_parts import ComputeRate as ComputeRate
 from dakrun.hardware_parts import OpCosts as OpCosts
@@ -70,21 +78,21 @@ class HardwareProfile:
     published: tuple[Published, ...] = ()
 
     def __post_init__(self) -> None:
-        for text in (self.name, self.description, self.device_name):
+        for text in (self.name, self.description, self.device_name, self.hbm_group):
             if not isinstance(text, str):
                 raise bad(f"{text!r} stands for a name or description", "a string")
         check_whole(self, self.name, "sms")
         check_positive(self, self.name, "hbm_capacity_bytes", "hbm_bytes_per_s")
         if self.device not in ("cuda", "cpu"):
             raise bad(f"device is {self.device!r}", "cuda or cpu")
-        if not 0 <= self.context_bytes < math.inf:
+        if not 0 <= self.context_bytes <= MOST:
             raise bad(f"context_bytes is {self.context_bytes}", "at least 0")
         if not 0 <= self.staged_seconds <= MOST_SECONDS:
             raise bad(f"staged_seconds is {self.staged_seconds}", f"0 to {MOST_SECONDS:g}")
         if self.many_rows and self.many_rows.rows[0] <= self.linear.rows[-1]:
             raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "more rows than linear has")
-        if not all(LEAST <= rate < math.inf for rate in self.link_groups.values()):
-            raise bad("the rate of a link group is not positive", "bytes per second")
+        if not all(LEAST <= rate <= MOST for rate in self.link_groups.values()):
+            raise bad("the rate of a link group makes no sense", "bytes per second")
         names = [tier.name for tier in self.remote]
         if len(set(names)) < len(names):
             raise bad(f"remote tiers {names} share a name", "a name of its own for each")
@@ -160,7 +168,7 @@ class HardwareProfile:
             ) from None
         except UsageError as problem:
             raise type(problem)(f"{source}: {problem}", hint=problem.hint) from None
-        except (TypeError, ValueError, AttributeError) as problem:
+        except (TypeError, ValueError, AttributeError, OverflowError) as problem:
             raise UsageError(
                 f"{source}: a value has the wrong type ({problem})",
                 hint="see profiles/ for examples",

@@ -13,7 +13,8 @@ from dakrun.errors import UsageError
 
 LOCAL = "hbm"
 # Beyond these no number is meant, and a predicted time may be infinite.
-LEAST = 1.0  # bytes, or bytes or FLOP per second
+LEAST, MOST = 1.0, 1e24  # bytes, or bytes or FLOP per second
+MOST_WHOLE = 10**6  # SMs, rows
 MOST_SECONDS = 3600.0  # fixed cost of an op
 LEAST_EFFICIENCY = 1e-6
 
@@ -56,6 +57,8 @@ class RemoteTier:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name in (LOCAL, ""):
             raise bad(f"a remote tier is named {self.name!r}", "host, peer:1 and the like")
+        if not isinstance(self.group, str):
+            raise bad(f"remote tier {self.name}: group is {self.group!r}", "a name")
         owner = f"remote tier {self.name}"
         check_positive(self, owner, "capacity_bytes", "direct_bytes_per_s", "staged_bytes_per_s")
         check_positive(self, owner, "window_bytes")
@@ -188,16 +191,16 @@ def check_positive(owner: object, name: str, *fields: str) -> None:
     for attribute in fields:
         value = getattr(owner, attribute)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not LEAST <= value < math.inf:
-            raise bad(f"{name}: {attribute} is {value!r}", f"a number of at least {LEAST:g}")
+        if not is_number or not LEAST <= value <= MOST:
+            raise bad(f"{name}: {attribute} is {value!r}", f"a number from {LEAST:g} to {MOST:g}")
 
 
 def check_whole(owner: object, name: str, *fields: str) -> None:
     """UsageError unless the `fields` of `owner` are positive integers."""
     for attribute in fields:
         value = getattr(owner, attribute)
-        if type(value) is not int or value < 1:
-            raise bad(f"{name}: {attribute} is {value!r}", "a positive integer")
+        if type(value) is not int or not 1 <= value <= MOST_WHOLE:
+            raise bad(f"{name}: {attribute} is {value!r}", f"an integer from 1 to {MOST_WHOLE:,}")
 
 
 def bad(problem: str, expected: str) -> UsageError:

@@ -142,8 +142,8 @@ def _from_llama(raw: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def _rope(raw: Mapping[str, Any], name: str) -> tuple[float, Llama3Rope | None]:
-    """RoPE base and scaling; transformers 5 writes rope_parameters, older ones rope_scaling."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    """RoPE base and scaling; transformers 5 writes rope_parameters, but prefers rope_scaling."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     theta = float(_first(rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":

@@ -75,14 +75,14 @@ class LLM:
         check_choice("dtype", dtype, ("auto", *DTYPE_BYTES))
         check_choice("device", device, ("auto", "cuda", "cpu"))
         check_choice("load_format", load_format, get_args(LoadFormat))
-        check_count("batch_size", batch_size, besides=("auto",))
-        check_count("max_batch_size", max_batch_size)
-        check_number("max_tpot", max_tpot, 0, besides=(None,))
+        batch_size = check_count("batch_size", batch_size, besides=("auto",))
+        max_batch_size = check_count("max_batch_size", max_batch_size)
+        max_tpot = check_number("max_tpot", max_tpot, 0, besides=(None,))
         if max_tpot is not None and batch_size != "auto":
             raise wrong("max_tpot", max_tpot, f"None where batch_size is given ({batch_size})")
-        check_count("max_model_len", max_model_len, besides=(None,))
-        check_count("expected_tokens", expected_tokens)
-        check_count("expected_prompt", expected_prompt, besides=(None,))
+        max_model_len = check_count("max_model_len", max_model_len, besides=(None,))
+        expected_tokens = check_count("expected_tokens", expected_tokens)
+        expected_prompt = check_count("expected_prompt", expected_prompt, besides=(None,))
         if not isinstance(policy, Policy | None):
             raise wrong("policy", policy, "a Policy or None")
         self.config, directory = _model(str(model), load_format)
@@ -120,6 +120,8 @@ class LLM:
 
     def close(self) -> None:
         """Give the tiers back; nothing can be generated any more. Repeating it does nothing."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None  # its tensors view the tiers
         self._tiers.close()
 
@@ -197,6 +199,9 @@ class LLM:
             max_model_len=length,
         )
         local, remote = self._free_memory()
+        # On a CPU both tiers are the same memory, which is to be filled once.
+        given = (policy.hbm_budget, policy.host_budget)
+        shared = self.device.type == "cpu" and given == (None, None)
         peer = policy.peer_budget
         if peer is None and self.device.type == "cuda":
             peer = free_on_peers(policy.remote_tiers(self.profile), self.device)
@@ -207,8 +212,11 @@ class LLM:
             peer_budget=peer,
         )
         if batch_size == "auto":
+            room = policy
+            if shared:
+                room = replace(policy, hbm_budget=local // 2, host_budget=remote // 2)
             workload = choose_batch_size(
-                config, workload, self.profile, policy, limit=max_batch_size, max_tpot=max_tpot
+                config, workload, self.profile, room, limit=max_batch_size, max_tpot=max_tpot
             )
         return make_plan(config, workload, self.profile, policy)
 

@@ -32,8 +32,8 @@ def _only_for_auto(
     """Seconds; refuses a limit where the batch size is given."""
     if milliseconds is None:
         return None
-    if math.isnan(milliseconds):
-        raise click.BadParameter("it is not a number", ctx=ctx, param=param)
+    if not math.isfinite(milliseconds):
+        raise click.BadParameter("it is not a finite number", ctx=ctx, param=param)
     if (given := ctx.params.get("batch_size")) is not None:
         raise click.BadParameter(
             f"it chooses a batch size, and --batch-size is {given}", ctx=ctx, param=param

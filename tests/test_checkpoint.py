@@ -114,13 +114,20 @@ def test_tensors_that_transformers_ignores_are_ignored(directory: Path, extra: s
     assert load(directory).generate([[5, 6, 7]])[0].token_ids == before
 
 
-def test_the_head_of_a_tied_model_is_ignored(tmp_path: Path) -> None:
-    tiny_models.save("opt-like-125m", tmp_path)
+@pytest.mark.parametrize("name", ["opt-like-125m", "llama-gqa3-tied"])
+def test_the_head_of_a_tied_model_is_its_table(name: str, tmp_path: Path) -> None:
+    """transformers takes a head that differs, whatever config.json says of it."""
+    tiny_models.save(name, tmp_path)
     before = load(tmp_path).generate([[5, 6, 7]])[0].token_ids
     tensors = load_file(tmp_path / "model.safetensors")
-    head = tensors["model.decoder.embed_tokens.weight"].clone()
+    head = next(t for name, t in tensors.items() if name.endswith("embed_tokens.weight")).clone()
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     assert load(tmp_path).generate([[5, 6, 7]])[0].token_ids == before
+    head[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(CannotRun, match=r"lm_head.weight is not .*embed_tokens.weight") as caught:
+        load(tmp_path)
+    assert '"tie_word_embeddings" to false' in caught.value.hint
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -139,8 +146,9 @@ def test_a_dtype_that_config_does_not_name_is_the_weights(directory: Path, dtype
     assert model_config(str(directory)).dtype == "float32"
 
 
-def test_opt_names_without_the_leading_model(tmp_path: Path) -> None:
-    tiny_models.save("opt-like-350m", tmp_path)
+@pytest.mark.parametrize("name", ["opt-like-350m", NAME])
+def test_names_without_the_leading_model(name: str, tmp_path: Path) -> None:
+    tiny_models.save(name, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("model."): t.clone() for name, t in tensors.items()}
     before = load(tmp_path).generate([[5, 6, 7]])[0].token_ids

@@ -212,7 +212,7 @@ def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
         ((*PLAN, "--batch-size", "9" * 400), 2, "999' is not auto or an integer", "--help"),
         ((PLAN[0], "--max-tpot", "20", *PLAN[1:]), 2, "--batch-size is 8", "--help"),
         ((*PLAN, "--max-tpot", "20"), 2, "it chooses a batch size, and --ba", "--help"),
-        ((*PLAN[:-1], "auto", "--max-tpot", "nan"), 2, "it is not a number", "--help"),
+        ((*PLAN[:-1], "auto", "--max-tpot", "inf"), 2, "it is not a finite number", "--help"),
         ((*PLAN[:-1], "auto", "--max-tpot", "0.5"), 3, "the fastest takes", "raise --max-tpot to"),
         ((*PLAN, "--offload-ratio", "1.5"), 2, "'1.5' is not auto or a number", "--help"),
         ((*PLAN, "--kv-offload-ratio", "nan"), 2, "'nan' is not auto or a number", "--help"),

@@ -108,6 +108,7 @@ def test_llama_without_the_keys_that_came_later() -> None:
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 1e4, None),
         ({"rope_parameters": {**ROPE, "rope_theta": 2e4}, "rope_theta": None}, 2e4, LLAMA3_ROPE),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": ROPE}, 5e5, LLAMA3_ROPE),
     ],
 )
 def test_rope_formats(change: dict[str, Any], theta: float, scaling: Llama3Rope | None) -> None:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from dakrun.cli import main
 from dakrun.demo import MODEL, task
 from dakrun.generate import count_rows
+from dakrun.resources import resource_dir
 
 SUMS = [(47, 85), (3, 4), (99, 99), (20, 30)]
 
@@ -245,6 +246,14 @@ def test_reports_that_would_destroy_a_file_or_go_nowhere(
     error, hint = result.stderr.splitlines()
     assert message in error and "--report" in hint
     assert prompts.read_text() == before
+
+
+def test_a_report_is_not_the_profile(prompts: Path, tmp_path: Path) -> None:
+    profile = shutil.copy(resource_dir("profiles") / "cpu.toml", tmp_path / "mine.toml")
+    before = Path(profile).read_text()
+    result = run(*base(prompts, tmp_path / "out.jsonl", "--profile", profile, "--report", profile))
+    assert result.exit_code == 2 and "the report is the profile" in result.stderr
+    assert Path(profile).read_text() == before
 
 
 def test_a_report_is_not_a_redirected_input_or_output(prompts: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
     groups = draw(st.dictionaries(text, positive, max_size=2))
     group = st.sampled_from(["", *groups])
     names = st.lists(text.filter(lambda name: name != "hbm"), unique=True, max_size=3)
-    sms = draw(st.integers(4, 2**60))
+    sms = draw(st.integers(4, 10**6))
     return HardwareProfile(
         name=draw(st.text()),
         description=draw(st.text()),
@@ -208,6 +208,8 @@ def test_costs_are_linear_in_the_rows() -> None:
         ("[compute.float16]", "[compute.float16]\nmeasured = [[inf, 1e12]]", "ascending"),
         ("[compute.float16]", "[compute.float16]\nmeasured = [[8, inf]]", "compute rates"),
         ("[[remote]]", '[[remote]]\ngroup = "ports"', "link group 'ports' is not listed"),
+        ("[[remote]]", "[[remote]]\ngroup = []", "remote tier host: group is []"),
+        ("[[remote]]", f"[link_groups]\nports = {10**400}\n[[remote]]", "rate of a link group"),
         ("[[remote]]", "[link_groups]\nports = 0\n[[remote]]", "rate of a link group"),
         ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\nrows = [[1, 2]]\n[[remote]]", "rows differ"),
         ("[[remote]]", "[sweeps.x]\ncolumns = ['a']\nrows = [[nan]]\n[[remote]]", "not finite"),

@@ -1,15 +1,19 @@
 """The Python API's LLM: what it refuses; its memory given back when closed or failing to load."""
 
+import json
 import math
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
 
 from dakrun import memory
+from dakrun.config import SamplingParams
 from dakrun.engine import build as build_module
+from dakrun.engine.request import Request
 from dakrun.errors import UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
@@ -47,6 +51,43 @@ def test_closing_gives_the_memory_back(path: Path, blocks: list[memory.HostBlock
     llm.close()
     with pytest.raises(UsageError, match="this LLM is closed"):
         llm.generate([[5, 6, 7]])
+
+
+def test_a_stream_ends_with_its_llm(path: Path, blocks: list[memory.HostBlock]) -> None:
+    llm = LLM(path, device="cpu", batch_size=1, policy=POLICY)
+    params = SamplingParams(max_tokens=2)
+    stream = llm.stream(Request(id=i, line=1, prompt_ids=(5, 6), params=params) for i in "abc")
+    next(stream)
+    mappings = [weakref.ref(block._mapping) for block in blocks]
+    llm.close()
+    with pytest.raises(UsageError, match="closed while it generated"):
+        next(stream)
+    assert not any(mapping() for mapping in mappings)
+
+
+def test_a_batch_that_is_chosen_fills_a_cpu_s_memory_once() -> None:
+    with LLM("opt-125m", device="cpu", load_format="dummy", max_batch_size=1) as llm:
+        small = llm.plan
+    free = 4 * sum(sum(small.memory(tier).values()) for tier in range(2))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("dakrun.llm.available_host_memory", lambda: free)
+        with LLM("opt-125m", device="cpu", load_format="dummy") as llm:
+            taken = sum(sum(llm.plan.memory(tier).values()) for tier in range(2))
+    assert llm.plan.workload.batch_size > 1 and taken <= free
+
+
+def test_numbers_of_numpy_are_numbers(path: Path) -> None:
+    policy = Policy(hbm_budget=np.int64(10**9), offload_ratio=np.float32(0.5))  # type: ignore[arg-type]
+    with LLM(path, device="cpu", batch_size=np.int64(2), policy=policy) as llm:  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=np.int64(2), temperature=np.float32(0.5))  # type: ignore[arg-type]
+        assert len(llm.generate([[5, 6]], params)[0].token_ids) == 2
+        assert json.loads(json.dumps(llm.report()))["plan"]["ratio"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), np.array(["auto"]), np.bool_(True)])
+def test_arrays_are_no_numbers(path: Path, value: object) -> None:
+    with pytest.raises(UsageError, match="batch_size is"):
+        LLM(path, device="cpu", batch_size=value)  # type: ignore[arg-type]
 
 
 def test_a_failed_load_gives_the_memory_back(

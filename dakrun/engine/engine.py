@@ -72,6 +72,7 @@ class Engine:
         self._eos = frozenset(plan.model.eos_token_ids)
         self._kv_bytes = plan.model.kv_bytes_per_token
         self._one_run = threading.Lock()  # whose requests have the slots
+        self._closed = False
         self._collected = 0.0  # when tokens last came
         self._steps: deque[tuple[float, list[_Running]]] = deque()  # launched at, with
 
@@ -89,6 +90,12 @@ class Engine:
             yield from self._run(requests)
         finally:
             self._one_run.release()
+
+    def close(self) -> None:
+        """End a run that has not ended, which is told so, and wait for its steps."""
+        self._closed = True
+        with suppress(RuntimeError):  # of a GPU that has failed
+            self.runner.drop()
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds of a decode step by op: see Runner.op_seconds. Nothing during a run.
@@ -110,6 +117,10 @@ class Engine:
         exhausted = False
         try:
             while True:
+                if self._closed:
+                    raise UsageError(
+                        "this LLM was closed while it generated", hint="finish the stream first"
+                    )
                 new: list[_Running] = []
                 while free and not exhausted:
                     request = next(waiting, None)

@@ -1,6 +1,7 @@
 """Prompts of the Python API as requests; a UsageError tells which one cannot be meant."""
 
 from collections.abc import Iterable, Mapping, Set
+from itertools import islice
 from operator import index
 
 from dakrun.config import SamplingParams
@@ -21,14 +22,14 @@ def as_requests(
     prompts = list(prompts)
     if not isinstance(params, Iterable):
         params = [SamplingParams() if params is None else params] * len(prompts)
-    each = list(params)
+    each = list(islice(params, len(prompts) + 1))
     if not all(isinstance(own, SamplingParams) for own in each):
         raise UsageError(
             "params are not SamplingParams", hint="give one for all prompts or a list of them"
         )
     if len(each) != len(prompts):
         raise UsageError(
-            f"{len(prompts)} prompts and {len(each)} sampling parameters",
+            f"sampling parameters are not as many as the {len(prompts)} prompts",
             hint="give one SamplingParams for all or one for each",
         )
     pairs = zip(prompts, each, strict=True)

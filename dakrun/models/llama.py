@@ -22,15 +22,17 @@ class Llama(Decoder):
 
     @staticmethod
     def manifest(config: ModelConfig, has: Callable[[str], bool]) -> Manifest:
-        """Hugging Face names: q, k and v stacked as `qkv`, gate and up as `gate_up`.
+        """Hugging Face names, with or without "model."; q, k, v as `qkv`, gate, up as `gate_up`.
 
         A norm folds into the matrix behind it, but not the last into an embedding table.
         """
         c = config
         hidden, ffn, q, kv = c.hidden_size, c.ffn_size, c.q_size, c.kv_size
-        embedding = stacked(("model.embed_tokens.weight", c.vocab_size), cols=hidden)
+        bare = "embed_tokens.weight"
+        root = "" if has(bare) and not has(f"model.{bare}") else "model."
+        embedding = stacked((f"{root}embed_tokens.weight", c.vocab_size), cols=hidden)
         matrices: dict[str, tuple[Source, ...]] = {}
-        resident = {"norm": vectors(("model.norm.weight", hidden))}
+        resident = {"norm": vectors((f"{root}norm.weight", hidden))}
         folded = {} if c.tied_embeddings else {"lm_head": Fold("rms", "norm")}
         if c.tied_embeddings:
             matrices["lm_head"] = embedding
@@ -38,7 +40,7 @@ class Llama(Decoder):
             matrices["embedding"] = embedding
             matrices["lm_head"] = stacked(("lm_head.weight", c.vocab_size), cols=hidden)
         for i in range(c.num_layers):
-            name, hf = f"layers.{i}", f"model.layers.{i}"
+            name, hf = f"layers.{i}", f"{root}layers.{i}"
             fused = {
                 "qkv": ([("q_proj", q), ("k_proj", kv), ("v_proj", kv)], "self_attn", hidden),
                 "o": ([("o_proj", hidden)], "self_attn", q),

@@ -1,5 +1,6 @@
 """What the user fixes of a plan, and what is left to the planner."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -37,10 +38,10 @@ class Policy:
     remote: tuple[str, ...] = ("host",)
 
     def __post_init__(self) -> None:
-        for name in ("hbm_budget", "host_budget", "peer_budget"):
-            check_number(name, getattr(self, name), 0, besides=(None,))
-        for name in ("offload_ratio", "kv_offload_ratio"):
-            check_number(name, getattr(self, name), 0, 1, besides=(None,))
+        limits = dict.fromkeys(("hbm_budget", "host_budget", "peer_budget"), math.inf)
+        for name, high in (limits | {"offload_ratio": 1, "kv_offload_ratio": 1}).items():
+            value = check_number(name, getattr(self, name), 0, high, besides=(None,))
+            object.__setattr__(self, name, value)
         check_choice("strategy", self.strategy, get_args(Strategy))
         check_choice("transport", self.transport, (*get_args(Transport), None))
         if not isinstance(self.remote, tuple) or not all(isinstance(n, str) for n in self.remote):
