@@ -275,3 +275,9 @@ def test_operands_that_do_not_fit(name: str, how: str) -> None:
         message = rf"expected {name} as .* of torch.float16 on cpu, got \[.*\] of torch.* on"
     with pytest.raises(ValueError, match=message):
         splitk_gemm(weight=weight, config=config, **operands)
+
+
+@pytest.mark.parametrize("limits", [{"sms": 0}, {"window_bytes": -1}])
+def test_a_tier_that_nobody_may_read_is_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"must be None or at least 1"):
+        TierAccess(**limits)
