@@ -16,12 +16,11 @@ from dakrun.folding import Fold
 from dakrun.kernels.packing import PackedTensor
 from dakrun.memory import PartitionedTensor
 from dakrun.streaming import Extent, read, stream
-from dakrun.weight_files import read_header, safetensors_files
+from dakrun.weight_files import HEAD, read_header, safetensors_files
 
 DTYPES = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
-HEAD = "lm_head.weight"
 COPY_BYTES = 8 << 20
 _OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.\d+\..+\.(weight|bias)")
 

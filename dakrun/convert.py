@@ -20,12 +20,11 @@ from dakrun.bins import BIN_INDEX, bin_files, brief, read_tensors
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hf_config import read_model_config
 from dakrun.units import format_bytes
-from dakrun.weight_files import INDEX
+from dakrun.weight_files import HEAD, INDEX, RESERVED
 
 SHARD_BYTES = 4 << 30
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
-RESERVED = "__metadata__"  # in the header of a safetensors file
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from dakrun.json_files import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+RESERVED = "__metadata__"  # in the header of a safetensors file, beside its tensors
 HEADER_SIZE_BYTES = 8
 _COMPUTED: dict[str, Dtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
@@ -64,7 +66,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         raise CannotRun(
             f"{path}: not a whole safetensors file ({problem})", hint="copy the file anew"
         ) from None
-    entries.pop("__metadata__", None)
+    entries.pop(RESERVED, None)
     return HEADER_SIZE_BYTES + size, entries
 
 

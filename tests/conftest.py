@@ -43,6 +43,18 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a file of the given content."""
+
+    def write(content: str | bytes, name: str = "prompts.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
 def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are shown without alternatives to them, which are ten times the work."""
     from dakrun.plan import advice, limits

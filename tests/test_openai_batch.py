@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_batch import COMPLETION_LINE, RULES, ByteTokenizer, completion, read
+from prompt_files import RULES, ByteTokenizer, read
+from result_rows import COMPLETION_LINE, completion
 
 from dakrun.config import SamplingParams
 from dakrun.engine.batch import RequestReader
