@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dakrun.config import SamplingParams
-    from dakrun.engine.request import Completion
     from dakrun.llm import LLM
     from dakrun.plan.policy import Policy
+    from dakrun.requests.request import Completion
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Policy", "SamplingParams", "__version__"]
 
 _MODULES = {
     "LLM": "dakrun.llm",
-    "Completion": "dakrun.engine.request",
+    "Completion": "dakrun.requests.request",
     "Policy": "dakrun.plan.policy",
     "SamplingParams": "dakrun.config",
 }

@@ -1,6 +1,6 @@
 """`python -m dakrun`: the same as the `dakrun` command."""
 
-from dakrun.cli import main
+from dakrun.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dakrun.checks import check_count, check_number, wrong
-from dakrun.errors import UsageError
+from dakrun.errors import UsageError, check_count, check_number, wrong
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones

@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dakrun.engine.batch import RequestReader
-from dakrun.engine.files import same_file
-from dakrun.engine.request import Request, RowError
-from dakrun.engine.results import ResultWriter
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
+from dakrun.requests.files import same_file
+from dakrun.requests.reader import RequestReader
+from dakrun.requests.request import Request, RowError
+from dakrun.requests.writer import ResultWriter
 
 
 @dataclass

@@ -12,30 +12,30 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dakrun import hub, memory
-from dakrun.checkpoint import Checkpoint
-from dakrun.checks import check_choice, check_count, check_number, wrong
 from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, SamplingParams, Workload
-from dakrun.device_memory import free_on_peers
-from dakrun.dummy import Dummy
 from dakrun.engine.build import graph_runner, manifest_of, torch_runner
 from dakrun.engine.engine import Engine
 from dakrun.engine.gpu_errors import gpu_errors
 from dakrun.engine.kernel_support import runs_on_kernels
-from dakrun.engine.prompts import as_requests
-from dakrun.engine.request import Completion, Request
-from dakrun.engine.rows import PromptRules
 from dakrun.engine.runner import Runner
-from dakrun.engine.tokenizer import Tokenizer
-from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import HardwareProfile
-from dakrun.hf_config import read_model_config
-from dakrun.host_limits import available_host_memory
-from dakrun.loading import tier_capacities
+from dakrun.errors import CannotRun, UsageError, check_choice, check_count, check_number, wrong
+from dakrun.hardware.files import cpu_name, find_profile, load_profile
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.memory import tiers as memory
+from dakrun.memory.device import free_on_peers
+from dakrun.memory.limits import available_host_memory
+from dakrun.models import hub
+from dakrun.models.hf_config import read_model_config
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, choose_batch_size
 from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.profile_files import cpu_name, find_profile, load_profile
 from dakrun.report import make_report
+from dakrun.requests.native_rows import PromptRules
+from dakrun.requests.prompts import as_requests
+from dakrun.requests.request import Completion, Request
+from dakrun.requests.tokenizer import Tokenizer
+from dakrun.weights.checkpoint import Checkpoint
+from dakrun.weights.dummy import Dummy
+from dakrun.weights.loading import tier_capacities
 
 DEFAULT_MAX_MODEL_LEN = 4096
 

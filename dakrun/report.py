@@ -17,7 +17,7 @@ from rich.table import Table
 import dakrun
 from dakrun.engine.engine import EngineStats
 from dakrun.plan.planner import Plan
-from dakrun.plan.present import plan_dict
+from dakrun.plan.show.json import plan_dict
 from dakrun.units import ceil_div, format_bytes, format_seconds
 
 SCHEMA = 1

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.kernels.attention import Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.kv_blocks import BLOCK, KVShape, pack, unpack
+from dakrun.kernels.attention.config import AttentionConfig, attention_config
+from dakrun.kernels.attention.kv_blocks import BLOCK, KVShape, pack, unpack
+from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
+from dakrun.kernels.gemm.splitk_config import TierAccess
 
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=64 * 1024))
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from dakrun import cli
 from dakrun.bench import tiers
 from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.effort import MIB, Effort
 from dakrun.bench.output import Record, as_text
-from dakrun.hardware import LOCAL
-from dakrun.memory import allocate_tiers
+from dakrun.cli import main as cli
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import LOCAL
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.probe import chain
-from dakrun.profile_files import load_profile
 
 PROFILE = load_profile("h200-pcie5")
 TINY = Effort(

@@ -63,7 +63,7 @@ def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
         del max_tpot
         return advice.Advice(plan=plan, busy=limits.busy_shares(plan), alternatives=())
 
-    monkeypatch.setattr("dakrun.plan.overview.advise", advise)
+    monkeypatch.setattr("dakrun.plan.show.overview.advise", advise)
 
 
 @pytest.fixture(scope="session")
@@ -81,9 +81,9 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Where kernels run: on the CPU, emulated, or on a GPU."""
     if request.param == "cpu":
         emulated = request.getfixturevalue("emulated_kernels")
-        monkeypatch.setattr("dakrun.kernels.jit.kernel", emulated)
-        monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
-        monkeypatch.setattr("dakrun.kernels.jit.sm_count", lambda _: 3)
+        monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", emulated)
+        monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
+        monkeypatch.setattr("dakrun.kernels.runtime.jit.sm_count", lambda _: 3)
     return request.param
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dakrun.kernels.tiled_gemm import AFTER_REMOTE
+from dakrun.kernels.gemm.tiled import AFTER_REMOTE
 from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"

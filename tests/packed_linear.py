@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from dakrun.device_memory import enable_peer_access
-from dakrun.kernels.gemm import Norm, Workspace, splitk_gemm
-from dakrun.kernels.heuristics import GemmConfig, TierAccess, gemm_config, split_octets
-from dakrun.kernels.packing import PackedPart, PackedTensor, pack
-from dakrun.octets import octet_count
+from dakrun.geometry import octet_count
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
+from dakrun.kernels.gemm.splitk import Norm, Workspace, splitk_gemm
+from dakrun.kernels.gemm.splitk_config import GemmConfig, TierAccess, gemm_config, split_octets
+from dakrun.memory.device import enable_peer_access
 
 GUARD = 64  # elements
 TIERS = ("hbm", "host", "peer")

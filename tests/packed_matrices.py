@@ -5,7 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.kernels.packing import OCTET_ROWS, PackedPart, PackedTensor, Split, octet_count, pack
+from dakrun.kernels.gemm.packing import (
+    OCTET_ROWS,
+    PackedPart,
+    PackedTensor,
+    Split,
+    octet_count,
+    pack,
+)
 
 # Rows, columns, and the tiers: a single octet, many waves with a smaller last group, several tiers
 # with ragged rows, an empty tier and steps wider than the matrix.

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dakrun.hardware import HardwareProfile
-from dakrun.profile_files import find_profile, load_profile
+from dakrun.hardware.files import find_profile, load_profile
+from dakrun.hardware.profile import HardwareProfile
 
 
 def readable_peers(count: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from packed_linear import normal, poisoned, weight_of, written
 from torch.nn import functional as F
 
-from dakrun.kernels.gemm import Norm
+from dakrun.kernels.gemm.splitk import Norm
 
 Run = Callable[..., torch.Tensor]  # of x, out and options
 Epilogue = tuple[str, bool, bool]  # the activation, and whether there are bias and residual

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.config import SamplingParams
-from dakrun.engine.batch import RequestReader
-from dakrun.engine.request import Request, RowError
-from dakrun.engine.rows import PromptRules
+from dakrun.requests.native_rows import PromptRules
+from dakrun.requests.reader import RequestReader
+from dakrun.requests.request import Request, RowError
 
 VOCAB, MAX_LEN, POSITIONS = 300, 20, 64
 

@@ -5,11 +5,11 @@ import torch
 
 from dakrun.config import Workload
 from dakrun.engine.accesses import tier_accesses
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.models.known import known_model
 from dakrun.nn.remote_tier import profiled_access
 from dakrun.plan.planner import Policy, make_plan
-from dakrun.profile_files import load_profile
 
 
 def test_a_plan_s_sms_and_windows() -> None:

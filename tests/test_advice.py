@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dakrun import cli
+from dakrun.cli import main as cli
 from dakrun.config import Workload
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile
+from dakrun.models.known import known_model
 from dakrun.plan.advice import WORTH, Advice, advise
 from dakrun.plan.limits import busy_shares, limits, resource_text
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.roofline import Links, time_of
-from dakrun.profile_files import load_profile
 
 GIB = 2**30
 

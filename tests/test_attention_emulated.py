@@ -11,8 +11,8 @@ from emulated import EmulatedKernel, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dakrun.kernels import attention
-from dakrun.kernels.kv_blocks import unpack
+from dakrun.kernels.attention import splitk as attention
+from dakrun.kernels.attention.kv_blocks import unpack
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 5

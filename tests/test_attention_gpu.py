@@ -9,8 +9,8 @@ from attended import Case
 from packed_linear import moved
 from peers import readable_peer
 
-from dakrun.kernels.attention import Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import AttentionConfig
+from dakrun.kernels.attention.config import AttentionConfig
+from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1055, 1, 64, -1, 63, 2048, 700)

@@ -13,10 +13,10 @@ import pytest
 from prompt_files import MAX_LEN, RULES, open_reader, read
 
 from dakrun.config import SamplingParams
-from dakrun.engine import batch
-from dakrun.engine import rows as rows_module
-from dakrun.engine.request import Request, RowError
 from dakrun.errors import CannotRun, UsageError
+from dakrun.requests import native_rows as rows_module
+from dakrun.requests import reader as batch
+from dakrun.requests.request import Request, RowError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NO_TOKENIZER = replace(RULES, tokenizer=None)

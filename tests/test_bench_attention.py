@@ -18,8 +18,7 @@ from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun import cli
-from dakrun.bench import attention, attention_sweep, options, tiers
+from dakrun.bench import attention, attention_sweep, tiers
 from dakrun.bench import run as bench_run
 from dakrun.bench.attention_cases import AttentionCase, attention_cases, slot_bytes
 from dakrun.bench.attention_rows import ATTENTION_COLUMNS, AttentionRow
@@ -28,14 +27,17 @@ from dakrun.bench.cases import buffer_bytes, forecast
 from dakrun.bench.effort import FULL, MIB
 from dakrun.bench.output import Record, as_text
 from dakrun.bench.sweep import TURNING_POINT
+from dakrun.cli import bench_options as options
+from dakrun.cli import main as cli
 from dakrun.config import Workload
 from dakrun.errors import UsageError
-from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels import attention as kernel
-from dakrun.kernels import attention_heuristics, kv_blocks
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.known_models import known_model
-from dakrun.memory import allocate_tiers
+from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.kernels.attention import config as attention_heuristics
+from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention import splitk as kernel
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.models.known import known_model
 from dakrun.plan.ops import KV_BLOCK
 from dakrun.plan.planner import Policy, make_plan
 

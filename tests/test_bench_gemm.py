@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dakrun import cli
 from dakrun.bench import gemm, tiers
 from dakrun.bench import run as bench_run
 from dakrun.bench.cases import Forecast, buffer_bytes, forecast, remote_units
@@ -29,29 +28,24 @@ from dakrun.bench.ceilings import Ceilings, link_ring
 from dakrun.bench.effort import FULL, MAX_LAUNCHES, MIB
 from dakrun.bench.gemm_cases import GemmCase
 from dakrun.bench.gemm_rows import GemmRow, gemm_columns
-from dakrun.bench.gemm_sweep import (
-    DEFAULT_SHAPES,
-    GemmSweep,
-    Shape,
-    gemm_sweep,
-    parse_shape,
-)
+from dakrun.bench.gemm_sweep import DEFAULT_SHAPES, GemmSweep, Shape, gemm_sweep, parse_shape
 from dakrun.bench.output import Record, as_text, check_target, render, write
 from dakrun.bench.sweep import TURNING_POINT, parse_ratio
+from dakrun.cli import main as cli
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
-from dakrun.kernels import products as products_of
-from dakrun.kernels.gemm import splitk_gemm
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.packing import CHUNK, PackedTensor, octet_bytes
-from dakrun.kernels.products import Products
-from dakrun.known_models import known_model
-from dakrun.memory import allocate_tiers
-from dakrun.octets import octet_count
+from dakrun.geometry import octet_count
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import LOCAL, HardwareProfile, RemoteTier
+from dakrun.kernels.gemm import dispatch as products_of
+from dakrun.kernels.gemm.dispatch import Products
+from dakrun.kernels.gemm.packing import CHUNK, PackedTensor, octet_bytes
+from dakrun.kernels.gemm.splitk import splitk_gemm
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.models.known import known_model
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.probe import chain
-from dakrun.profile_files import load_profile
 
 PRODUCTS = Products(torch.device("cpu"))
 
@@ -410,7 +404,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         out.copy_(x.float() @ weight.dense().float().T)
 
     on_the_cpu(monkeypatch)
-    monkeypatch.setattr("dakrun.kernels.gemm.splitk_gemm", multiply)
+    monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", multiply)
     monkeypatch.setattr(products_of, "sm_count", lambda _: 132)
     monkeypatch.setattr(gemm, "Products", lambda _: PRODUCTS)
 
@@ -537,7 +531,7 @@ def test_activations_stay_finite() -> None:
                 ends.append(x)
                 return splitk_gemm(x, *rest, **options)
 
-            patched.setattr("dakrun.kernels.gemm.splitk_gemm", keeping)
+            patched.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", keeping)
             chains.product(some, [TierAccess(), TierAccess(8, 256 * 1024)])
         torch.cuda.synchronize()
         for end in ends[-2:]:

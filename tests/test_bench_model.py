@@ -18,7 +18,6 @@ from click.testing import CliRunner, Result
 from peers import readable_peer, with_peers
 from rich.console import Console
 
-from dakrun import cli
 from dakrun.bench import model as bench
 from dakrun.bench import rival
 from dakrun.bench import run as bench_run
@@ -28,15 +27,16 @@ from dakrun.bench.model_plot import draw, ideal_s, lines
 from dakrun.bench.model_rows import ModelRow, Run, failed_row, measured_row, model_columns
 from dakrun.bench.model_sweep import ModelSweep, Point, model_sweep
 from dakrun.bench.output import Record, as_text, render
+from dakrun.cli import main as cli
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import LOCAL
 from dakrun.llm import LLM
+from dakrun.models.known import known_model
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.prefill import predict_prefill
 from dakrun.plan.roofline import Links
-from dakrun.profile_files import load_profile
 
 H200, PEERS = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 RATES = Ceilings({LOCAL: 4.7e12, "host": 5.1e10}, copied={"host": 5.5e10})

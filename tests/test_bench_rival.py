@@ -10,8 +10,8 @@ import torch
 from dakrun.bench import rival
 from dakrun.bench.rival import Step, rival_step_s, transformers_config
 from dakrun.config import ModelConfig
-from dakrun.hf_config import parse_model_config
-from dakrun.known_models import known_model, known_names
+from dakrun.models.hf_config import parse_model_config
+from dakrun.models.known import known_model, known_names
 
 TINY = tuple(tiny_models.CONFIGS)
 

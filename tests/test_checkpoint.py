@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dakrun.errors import CannotRun
-from dakrun.hub import model_config
 from dakrun.llm import LLM
+from dakrun.models.hub import model_config
 from dakrun.plan.planner import Policy
 
 NAME = "llama-gqa4-rope3"

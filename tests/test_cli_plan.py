@@ -13,9 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import dakrun
-from dakrun import cli, profile_files
+from dakrun.cli import main as cli
 from dakrun.errors import CannotRun
-from dakrun.profile_files import load_profile
+from dakrun.hardware import files as profile_files
+from dakrun.hardware.files import load_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ("plan", "--model", "opt-30b", "--profile", "gh200", "--batch-size", "8")
@@ -363,7 +364,7 @@ def test_a_full_disk_under_stdout_is_said_once(args: tuple[str, ...]) -> None:
 def test_imports_are_late(args: list[str], absent: str) -> None:
     code = f"""
 import sys
-from dakrun.cli import main
+from dakrun.cli.main import main
 try:
     main({args!r})
 except SystemExit as end:
@@ -373,4 +374,4 @@ print(*sys.modules, file=sys.stderr)
     done = process("-c", code)
     assert done.returncode == 0, done.stderr
     loaded = done.stderr.split()
-    assert "dakrun.cli" in loaded and not set(loaded) & set(absent.split())
+    assert "dakrun.cli.main" in loaded and not set(loaded) & set(absent.split())

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.hardware import OpCosts, Sweep
+from dakrun.hardware.files import load_profile, shipped_profiles
+from dakrun.hardware.profile import OpCosts, Sweep
 from dakrun.probe.congestion import (
     KEEPS,
     Point,
@@ -14,7 +15,6 @@ from dakrun.probe.congestion import (
     op_costs,
     widened,
 )
-from dakrun.profile_files import load_profile, shipped_profiles
 
 KIB = 1024
 

@@ -13,13 +13,13 @@ import tiny_models
 import torch
 from safetensors.torch import load_file
 
-from dakrun import convert as convert_module
-from dakrun.bins import BIN_INDEX, WEIGHTS
-from dakrun.cli import main
+from dakrun.cli.main import main
 from dakrun.config import SamplingParams
-from dakrun.convert import Conversion, convert
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.llm import LLM
+from dakrun.weights import convert as convert_module
+from dakrun.weights.bins import BIN_INDEX, WEIGHTS
+from dakrun.weights.convert import Conversion, convert
 
 TIED, UNTIED = "llama-gqa3-tied", "llama-gqa4-rope3"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -7,7 +7,7 @@ import torch
 from packed_matrices import CASES, normal, packed
 
 from dakrun.kernels.embed import embed
-from dakrun.kernels.packing import DTYPES, Split
+from dakrun.kernels.gemm.packing import DTYPES, Split
 
 
 def integers(*values: int, device: str) -> torch.Tensor:

@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 
 from dakrun.config import SamplingParams
-from dakrun.engine.request import Completion, Request
 from dakrun.engine.runner import Row
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
 from dakrun.report import _spread, render
+from dakrun.requests.request import Completion, Request
 
 NAME = "llama-gqa3-tied"
 

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from dakrun.config import SamplingParams
 from dakrun.engine.graph_runner import GraphRunner
-from dakrun.engine.request import Request
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile
-from dakrun.kernels.graph import edge_kinds
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.kernels.runtime.graph import edge_kinds
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
+from dakrun.requests.request import Request
 
 pytestmark = pytest.mark.gpu
 VOCAB = 5003

@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from dakrun.kernels import gemm, heuristics
-from dakrun.kernels.gemm import Activation, Norm, Workspace, look_ahead, splitk_gemm
-from dakrun.kernels.heuristics import (
+from dakrun.geometry import octet_count
+from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.gemm import splitk_config as heuristics
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
+from dakrun.kernels.gemm.splitk import Activation, Norm, Workspace, look_ahead, splitk_gemm
+from dakrun.kernels.gemm.splitk_config import (
     GemmConfig,
     Ring,
     TierAccess,
@@ -24,8 +27,6 @@ from dakrun.kernels.heuristics import (
     split_octets,
     tiles_for,
 )
-from dakrun.kernels.packing import PackedPart, PackedTensor, pack
-from dakrun.octets import octet_count
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3

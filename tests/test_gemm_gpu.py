@@ -24,11 +24,11 @@ from product_checks import (
     run_of_chain,
 )
 
-from dakrun.kernels import heuristics
-from dakrun.kernels.gemm import NORMS, Norm, splitk_gemm
-from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
-from dakrun.kernels.packing import DTYPES
-from dakrun.octets import octet_count
+from dakrun.geometry import octet_count
+from dakrun.kernels.gemm import splitk_config as heuristics
+from dakrun.kernels.gemm.packing import DTYPES
+from dakrun.kernels.gemm.splitk import NORMS, Norm, splitk_gemm
+from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_octets
 
 pytestmark = pytest.mark.gpu
 KIB = 1024

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.kernels.gemm import splitk_gemm
-from dakrun.kernels.heuristics import (
+from dakrun.geometry import MAX_GROUP, SHARED_BYTES, octet_count
+from dakrun.kernels.gemm.packing import ATOM_COLS, PackedPart, PackedTensor, Split, pack
+from dakrun.kernels.gemm.splitk import splitk_gemm
+from dakrun.kernels.gemm.splitk_config import (
     MAX_ROWS,
     STEP_ATOMS,
     X_TILES,
@@ -19,10 +21,8 @@ from dakrun.kernels.heuristics import (
     split_octets,
     tiles_for,
 )
-from dakrun.kernels.operands import CtaOrder
-from dakrun.kernels.packing import ATOM_COLS, PackedPart, PackedTensor, Split, pack
-from dakrun.known_models import known_model, known_names
-from dakrun.octets import MAX_GROUP, SHARED_BYTES, octet_count
+from dakrun.kernels.runtime.operands import CtaOrder
+from dakrun.models.known import known_model, known_names
 from dakrun.plan.ops import decode_ops
 from dakrun.units import ceil_div
 

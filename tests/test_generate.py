@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from dakrun.cli import main
+from dakrun.cli.main import main
 from dakrun.demo import MODEL, task
 from dakrun.generate import count_rows
 from dakrun.resources import resource_dir

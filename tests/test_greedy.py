@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from dakrun.octets import OCTET_ROWS, first_row, octet_count
+from dakrun.geometry import OCTET_ROWS, first_row, octet_count
 from dakrun.plan.greedy import Curve, best_total, greedy_shares, uniform_shares
 from dakrun.plan.ops import Op
 from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares

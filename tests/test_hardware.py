@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun import profile_files
 from dakrun.errors import UsageError
-from dakrun.hardware import ComputeRate, HardwareProfile, OpCosts, Provenance, RemoteTier, Sweep
-from dakrun.profile_files import find_profile, gpu_names, load_profile, shipped_profiles
+from dakrun.hardware import files as profile_files
+from dakrun.hardware.files import find_profile, gpu_names, load_profile, shipped_profiles
+from dakrun.hardware.profile import (
+    ComputeRate,
+    HardwareProfile,
+    OpCosts,
+    Provenance,
+    RemoteTier,
+    Sweep,
+)
 
 GH200 = load_profile("gh200").to_toml()
 

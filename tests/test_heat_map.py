@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from dakrun.hardware import RemoteTier, Sweep
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import RemoteTier, Sweep
 from dakrun.probe.heat_map import Grid, grid, grids, heat_map, short_bytes
-from dakrun.profile_files import load_profile
 
 HOST = RemoteTier(
     name="host",

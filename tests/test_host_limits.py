@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dakrun import host_limits
 from dakrun.errors import CannotRun
-from dakrun.host_limits import available_host_memory, check_host_memory
+from dakrun.memory import limits as host_limits
+from dakrun.memory.limits import available_host_memory, check_host_memory
 
 KIB, GIB = 2**10, 2**30
 LAZY = 256  # GiB of a virtual machine whose MemTotal grows with use

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dakrun import host_memory
 from dakrun.errors import CannotRun
-from dakrun.host_memory import HostBlock, check_page_locking, locked_block
+from dakrun.memory import host as host_memory
+from dakrun.memory.host import HostBlock, check_page_locking, locked_block
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dakrun import hub
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.known_models import hub_id, known_model, known_names
+from dakrun.models import hub
+from dakrun.models.known import hub_id, known_model, known_names
 from dakrun.plan.ops import decode_ops, vector_bytes, weight_bytes
 
 # Parameters of the published checkpoints, in billions.

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dakrun.hardware import Sweep
-from dakrun.kernels.attention import Workspace
-from dakrun.kernels.attention_heuristics import AttentionConfig
-from dakrun.kernels.heuristics import GemmConfig, TierAccess
-from dakrun.kernels.packing import PackedTensor
-from dakrun.kernels.tiled_shapes import H200
+from dakrun.hardware.profile import Sweep
+from dakrun.kernels.attention.config import AttentionConfig
+from dakrun.kernels.attention.splitk import Workspace
+from dakrun.kernels.gemm.packing import PackedTensor
+from dakrun.kernels.gemm.splitk_config import GemmConfig, TierAccess
+from dakrun.kernels.gemm.tiled_shapes import H200
 from dakrun.probe import attention_costs, batch_costs, chain, kernel_costs, staged_costs
 from dakrun.probe.effort import MIB, QUICK
 from dakrun.probe.sweeps import Bench, Buffer

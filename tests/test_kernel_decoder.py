@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
-from dakrun.checkpoint import Checkpoint
 from dakrun.config import Workload
 from dakrun.engine import decode_step
 from dakrun.engine.accesses import tier_accesses
@@ -19,18 +18,21 @@ from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.hf_config import read_model_config
-from dakrun.kernels import attention, gemm, products
-from dakrun.kernels.kv_blocks import BLOCK
-from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES, X_TILES, Limits
+from dakrun.hardware.files import load_profile
+from dakrun.kernels.attention import splitk as attention
+from dakrun.kernels.attention.kv_blocks import BLOCK
+from dakrun.kernels.gemm import dispatch as products
+from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.gemm.tiled_shapes import PORTABLE_X_TILES, X_TILES, Limits
 from dakrun.kernels.variants import variants
-from dakrun.known_models import known_model
-from dakrun.loading import Packing, load, tier_capacities
-from dakrun.memory import allocate_tiers
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.models.hf_config import read_model_config
 from dakrun.models.kernel_decoder import KernelDecoder, Resident
+from dakrun.models.known import known_model
 from dakrun.plan.planner import Policy, make_plan
-from dakrun.profile_files import load_profile
-from dakrun.segments import Segment
+from dakrun.plan.segments import Segment
+from dakrun.weights.checkpoint import Checkpoint
+from dakrun.weights.loading import Packing, load, tier_capacities
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3
@@ -82,11 +84,11 @@ def launched(
     monkeypatch.setattr(gemm, "_check_operands", lambda *_: None)
     monkeypatch.setattr(attention, "_kernel", flash)
     monkeypatch.setattr(attention, "_check_gpu", lambda _: None)
-    monkeypatch.setattr("dakrun.kernels.jit.kernel", kernel)
-    monkeypatch.setattr("dakrun.kernels.tiled_gemm.atoms_map", emulated.atoms_map)
-    monkeypatch.setattr("dakrun.kernels.tiled_gemm.boxes_map", emulated.boxes_map)
-    monkeypatch.setattr("dakrun.kernels.operands.check_gpu", lambda _: None)
-    monkeypatch.setattr("dakrun.kernels.jit.sm_count", lambda _: SMS)
+    monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", kernel)
+    monkeypatch.setattr("dakrun.kernels.gemm.tiled.atoms_map", emulated.atoms_map)
+    monkeypatch.setattr("dakrun.kernels.gemm.tiled.boxes_map", emulated.boxes_map)
+    monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
+    monkeypatch.setattr("dakrun.kernels.runtime.jit.sm_count", lambda _: SMS)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for module in (decode_step, products):
         monkeypatch.setattr(module, "sm_count", lambda _: SMS)

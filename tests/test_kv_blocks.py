@@ -7,11 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.kernels import jit
-from dakrun.kernels.attention_heuristics import attention_config, cut, stage_bytes
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.kv_blocks import BLOCK, HEAD_DIMS, KVShape, append, pack, read, unpack, write
-from dakrun.octets import SHARED_BYTES
+from dakrun.geometry import SHARED_BYTES
+from dakrun.kernels.attention.config import attention_config, cut, stage_bytes
+from dakrun.kernels.attention.kv_blocks import (
+    BLOCK,
+    HEAD_DIMS,
+    KVShape,
+    append,
+    pack,
+    read,
+    unpack,
+    write,
+)
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.runtime import jit
 
 
 @given(st.integers(1, 5), st.sampled_from(HEAD_DIMS), st.integers(1, 200), st.integers(0, 200))

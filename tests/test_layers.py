@@ -61,10 +61,14 @@ LIGHT_PARTS |= {
 HEAVY = {"torch", "transformers", "cupy"}
 
 # Only these touch CuPy or the driver.
-DRIVER_MODULES = {"dakrun.kernels.jit", "dakrun.kernels.nvrtc", "dakrun.kernels.tensor_map"}
+DRIVER_MODULES = {
+    "dakrun.kernels.runtime.jit",
+    "dakrun.kernels.runtime.nvrtc",
+    "dakrun.kernels.runtime.tensor_map",
+}
 DRIVER_MODULES |= {
-    "dakrun.kernels.copy_engine", "dakrun.kernels.graph", "dakrun.host_memory",
-    "dakrun.device_memory",
+    "dakrun.kernels.runtime.copy_engine", "dakrun.kernels.runtime.graph", "dakrun.memory.host",
+    "dakrun.memory.device",
 }  # fmt: skip
 DRIVER = {"cupy", "cupyx", "cupy_backends", "cuda"}
 
@@ -158,16 +162,20 @@ def test_imports_run_downward(module: str) -> None:
         ("dakrun.units", "def f():\n    from dakrun.config import x", "units:2: imports"),
         ("dakrun.nn", "importlib.import_module('dakrun.llm')", "`nn` is below `llm`"),
         ("dakrun.plan.ops", "from dakrun import memory", "planning allocates nothing"),
-        ("dakrun.kernels.gemm", "from dakrun.plan.planner import Plan", "never plans"),
+        ("dakrun.kernels.gemm.splitk", "from dakrun.plan.planner import Plan", "never plans"),
         ("dakrun.plan.ops", "import torch.nn as nn", "without torch"),
-        ("dakrun.hardware", "from transformers import AutoConfig", "without transformers"),
-        ("dakrun.plan.ops", "import cupy", "only dakrun.device_memory and"),
-        ("dakrun.kernels.gemm", "from cuda.bindings import nvrtc", "dakrun.kernels.tensor_map may"),
+        ("dakrun.hardware.profile", "from transformers import AutoConfig", "without transformers"),
+        ("dakrun.plan.ops", "import cupy", "only dakrun.memory.device and"),
+        (
+            "dakrun.kernels.gemm.splitk",
+            "from cuda.bindings import nvrtc",
+            "dakrun.kernels.runtime.tensor_map may",
+        ),
         ("dakrun.__init__", "from dakrun.llm import LLM", "`__init__` is below `llm`"),
         ("dakrun.__init__", "def f():\n    import dakrun.llm", "`__init__` is below `llm`"),
         ("dakrun.units", "if TYPE_CHECKING:\n    import dakrun.llm", "`units` is below `llm`"),
         ("dakrun.novelty", "", "add it to LAYERS"),
-        ("dakrun.cli", "import dakrun.novelty", "in no layer"),
+        ("dakrun.cli.main", "import dakrun.novelty", "in no layer"),
     ],
 )
 def test_a_violation_is_found(module: str, source: str, message: str) -> None:
@@ -178,13 +186,13 @@ def test_a_violation_is_found(module: str, source: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("dakrun.cli", "from dakrun import __version__\nfrom dakrun import plan, llm"),
+        ("dakrun.cli.main", "from dakrun import __version__\nfrom dakrun import plan, llm"),
         ("dakrun.plan.ops", "import math\nfrom . import roofline\nfrom ..config import Workload"),
         ("dakrun.plan.__init__", "from .ops import Op\nfrom .. import config"),
-        ("dakrun.kernels.jit", "import cupy\nfrom cuda.bindings import nvrtc"),
-        ("dakrun.host_memory", "import torch, cupy\nfrom dakrun.errors import CannotRun"),
-        ("dakrun.checkpoint", "from dakrun.plan.planner import Plan"),
-        ("dakrun.kernels.nvrtc", "from cuda.bindings import nvrtc"),
+        ("dakrun.kernels.runtime.jit", "import cupy\nfrom cuda.bindings import nvrtc"),
+        ("dakrun.memory.host", "import torch, cupy\nfrom dakrun.errors import CannotRun"),
+        ("dakrun.weights.checkpoint", "from dakrun.plan.planner import Plan"),
+        ("dakrun.kernels.runtime.nvrtc", "from cuda.bindings import nvrtc"),
         ("dakrun.probe.gpu", "from dakrun import machine_checks, memory"),
         ("dakrun.__init__", "if TYPE_CHECKING:\n    from dakrun.llm import LLM"),
     ],
@@ -202,7 +210,7 @@ def loaded_by(*modules: str) -> list[str]:
 
 
 def test_cli_and_probe_import_late() -> None:
-    assert loaded_by("dakrun.cli", "dakrun.probe", "dakrun.probe.table") == []
+    assert loaded_by("dakrun.cli.main", "dakrun.probe", "dakrun.probe.table") == []
 
 
 def test_light_parts_stay_light_through_what_they_import() -> None:

@@ -10,14 +10,14 @@ import pytest
 import tiny_models
 import torch
 
-from dakrun import memory
 from dakrun.config import SamplingParams
 from dakrun.engine import build as build_module
-from dakrun.engine.request import Request
 from dakrun.errors import UsageError
+from dakrun.hardware.files import load_profile
 from dakrun.llm import LLM
+from dakrun.memory import tiers as memory
 from dakrun.plan.planner import Policy
-from dakrun.profile_files import load_profile
+from dakrun.requests.request import Request
 
 NAME = "llama-gqa3-tied"
 POLICY = Policy(offload_ratio=0.3, kv_offload_ratio=0.5)

@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from dakrun import loading, streaming
-from dakrun.checkpoint import Checkpoint, Manifest, Weights
 from dakrun.config import ModelConfig, Workload
-from dakrun.dummy import Dummy
 from dakrun.engine.accesses import tier_accesses
 from dakrun.errors import CannotRun
-from dakrun.folding import Fold
-from dakrun.kernels.packing import DTYPES, PackedTensor
-from dakrun.known_models import known_model
-from dakrun.loading import Packing, can_pack, load, tier_capacities
-from dakrun.memory import allocate_tiers
+from dakrun.hardware.files import load_profile
+from dakrun.kernels.gemm.packing import DTYPES, PackedTensor
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.models.known import known_model
 from dakrun.models.llama import Llama
 from dakrun.models.opt import Opt
 from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.profile_files import load_profile
+from dakrun.weights import loading, streaming
+from dakrun.weights.checkpoint import Checkpoint, Manifest, Weights
+from dakrun.weights.dummy import Dummy
+from dakrun.weights.folding import Fold
+from dakrun.weights.loading import Packing, can_pack, load, tier_capacities
 
 CPU = torch.device("cpu")
 SMS = 5

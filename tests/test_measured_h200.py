@@ -3,15 +3,15 @@
 import pytest
 
 from dakrun.config import Dtype, Workload
-from dakrun.hardware import HardwareProfile
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.models.known import known_model
 from dakrun.plan.ops import linear_op
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.plan.roofline import predicted_time
 from dakrun.plan.waves import read_times
 from dakrun.probe.congestion import fixed_cost
 from dakrun.probe.effort import FULL
-from dakrun.profile_files import load_profile
 
 KIB, MIB = 2**10, 2**20
 PROFILE = load_profile("h200-pcie5")

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dakrun import device_memory, memory
 from dakrun.errors import CannotRun
+from dakrun.geometry import octet_count
 from dakrun.kernels import reference
-from dakrun.memory import PartitionedTensor, Tier, allocate_tiers
-from dakrun.octets import octet_count
+from dakrun.memory import device as device_memory
+from dakrun.memory import tiers as memory
+from dakrun.memory.tiers import PartitionedTensor, Tier, allocate_tiers
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from peers import readable_peer
 
-from dakrun import host_memory
 from dakrun.errors import CannotRun
-from dakrun.memory import PartitionedTensor, allocate_tiers
+from dakrun.memory import host as host_memory
+from dakrun.memory.tiers import PartitionedTensor, allocate_tiers
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,7 @@ def test_a_refused_lock_leaves_cuda_usable(
 def test_the_interpreters_exit_is_quiet() -> None:
     code = (
         "import torch\n"
-        "from dakrun.memory import allocate_tiers\n"
+        "from dakrun.memory.tiers import allocate_tiers\n"
         "tiers = allocate_tiers({'hbm': 1 << 20, 'host': 1 << 28}, torch.device('cuda'))\n"
         "kept = tiers['host'].allocate((1 << 28,), torch.uint8)\n"
         "there = kept.to('cuda', non_blocking=True)\n"

@@ -9,7 +9,7 @@ import torch
 from dakrun.config import SamplingParams
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
-from dakrun.segments import Segment
+from dakrun.plan.segments import Segment
 
 PROMPT_LENGTHS = (5, 1, 17, 33, 64, 2, 9, 40)
 NEW_TOKENS = 64

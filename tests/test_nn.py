@@ -15,13 +15,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.kernels import products
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.packing import DTYPES, PackedTensor, octet_bytes
-from dakrun.kernels.tiled_shapes import H200
-from dakrun.memory import PartitionedTensor
+from dakrun.geometry import octet_count
+from dakrun.kernels.gemm import dispatch as products
+from dakrun.kernels.gemm.packing import DTYPES, PackedTensor, octet_bytes
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm.tiled_shapes import H200
+from dakrun.memory.tiers import PartitionedTensor
 from dakrun.nn import SplitKGEMM, gemm, replace_linears, tiered_weight
-from dakrun.octets import octet_count
 
 ROOT = Path(__file__).resolve().parent.parent
 RATIOS = (0.0, 0.1, 1.0)
@@ -226,8 +226,8 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
     def has_kernel(like: torch.Tensor, cols: int) -> bool:
         return like.dtype in DTYPES and cols % 8 == 0
 
-    monkeypatch.setattr("dakrun.kernels.gemm.splitk_gemm", stand_in("splitk"))
-    monkeypatch.setattr("dakrun.kernels.tiled_gemm.tiled_gemm", stand_in("tiled"))
+    monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", stand_in("splitk"))
+    monkeypatch.setattr("dakrun.kernels.gemm.tiled.tiled_gemm", stand_in("tiled"))
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     monkeypatch.setattr(gemm, "products", products.Products)
     for module in (gemm, tiered_weight):

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from emulated import kernels
 from peers import readable_peer
 
-import dakrun.kernels.attention
+import dakrun.kernels.attention.splitk
 import dakrun.nn.attention
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.kv_blocks import KVShape, unpack
+from dakrun.hardware.profile import LOCAL
+from dakrun.kernels.attention.kv_blocks import KVShape, unpack
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.nn import PartitionedKVCache, SplitKFlashAttn
 
 ACCESS = TierAccess(sms=2, window_bytes=64 * 1024)
@@ -131,7 +131,7 @@ def test_in_plain_torch(
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    attention = dakrun.kernels.attention
+    attention = dakrun.kernels.attention.splitk
     return kernels(
         attention.SOURCE, "splitk_flash_attn", "SplitKFlashAttnArgs", attention.defines,
         lambda: tmp_path_factory.mktemp("kernel"),
@@ -147,8 +147,8 @@ def emulated(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iter
         launched.append(variant)
         return build(*variant)
 
-    monkeypatch.setattr(dakrun.kernels.attention, "_kernel", kernel)
-    monkeypatch.setattr(dakrun.kernels.attention, "_check_gpu", lambda _: None)
+    monkeypatch.setattr(dakrun.kernels.attention.splitk, "_kernel", kernel)
+    monkeypatch.setattr(dakrun.kernels.attention.splitk, "_check_gpu", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(dakrun.nn.attention, "_has_kernel", lambda _: True)
     monkeypatch.setattr(dakrun.nn.attention, "sm_count", lambda _: 5)

@@ -24,8 +24,8 @@ from transformers import (
     StaticCache,
 )
 
-from dakrun.hardware import LOCAL
-from dakrun.kernels.heuristics import TierAccess
+from dakrun.hardware.profile import LOCAL
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.nn.huggingface import SplitKCache
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,8 +7,8 @@ import torch
 from packed_matrices import normal
 from torch.nn import functional as F
 
+from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.normalize import MAX_COLS, Norm, normalize
-from dakrun.kernels.packing import DTYPES
 from dakrun.models.layers import rms_norm
 
 EPS = 1e-5

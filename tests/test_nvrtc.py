@@ -13,22 +13,15 @@ import pytest
 import torch
 
 from dakrun.errors import CannotRun
-from dakrun.kernels import (
-    attention,
-    embed,
-    gemm,
-    jit,
-    normalize,
-    nvrtc,
-    operands,
-    select_greedy,
-    store_kv,
-    tiled_gemm,
-)
-from dakrun.kernels.kv_blocks import DTYPES, HEAD_DIMS
-from dakrun.kernels.nvrtc import ARCHITECTURES, Compiled, CompileError, compile_cubin
-from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES
-from dakrun.octets import FEW_ROWS
+from dakrun.geometry import FEW_ROWS
+from dakrun.kernels import embed, normalize, select_greedy, store_kv
+from dakrun.kernels.attention import splitk as attention
+from dakrun.kernels.attention.kv_blocks import DTYPES, HEAD_DIMS
+from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.kernels.gemm.tiled_shapes import PORTABLE_X_TILES
+from dakrun.kernels.runtime import jit, nvrtc, operands
+from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, Compiled, CompileError, compile_cubin
 from dakrun.resources import resource_dir
 from dakrun.units import ceil_div
 
@@ -220,7 +213,7 @@ def test_racing_for_a_cubin_leaves_one_whole_file(native: Path) -> None:
 
 def test_processes_racing_for_a_cubin_publish_it_whole(tmp_path: Path) -> None:
     code = (
-        "from dakrun.kernels.jit import cached_cubin\n"
+        "from dakrun.kernels.runtime.jit import cached_cubin\n"
         "print(cached_cubin('bandwidth.cu', 'sm_90a'))\n"
     )
     env = {**os.environ, "DAKRUN_CACHE_DIR": str(tmp_path)}

@@ -12,10 +12,10 @@ from prompt_files import RULES, ByteTokenizer, read
 from result_rows import COMPLETION_LINE, completion
 
 from dakrun.config import SamplingParams
-from dakrun.engine.batch import RequestReader
-from dakrun.engine.request import Reply, Request, RowError
-from dakrun.engine.results import ResultWriter
 from dakrun.errors import UsageError
+from dakrun.requests.reader import RequestReader
+from dakrun.requests.request import Reply, Request, RowError
+from dakrun.requests.writer import ResultWriter
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 

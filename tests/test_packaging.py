@@ -70,7 +70,7 @@ def test_wheel_has_profiles_demo_model_and_command(wheel: Path) -> None:
     assert any(name.startswith("dakrun/_resources/profiles/") for name in names)
     assert {MODEL, "dakrun/py.typed"} <= set(names)
     assert metadata.endswith((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert b"dakrun = dakrun.cli:main" in entry_points
+    assert b"dakrun = dakrun.cli.main:main" in entry_points
 
 
 def test_wheel_has_nothing_else(wheel: Path) -> None:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.kernels.packing import (
+from dakrun.geometry import MAX_GROUP, OCTET_ROWS, octet_count
+from dakrun.kernels.gemm.packing import (
     ATOM_COLS,
     DTYPES,
     PackedPart,
@@ -18,8 +19,7 @@ from dakrun.kernels.packing import (
     pack,
     padded_cols,
 )
-from dakrun.kernels.storage import pieces, write
-from dakrun.octets import MAX_GROUP, OCTET_ROWS, octet_count
+from dakrun.kernels.gemm.storage import pieces, write
 
 ATOM_BYTES = 1024
 

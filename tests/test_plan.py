@@ -13,14 +13,14 @@ import pytest
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import HardwareProfile
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.models.known import known_model
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, candidates, choose_batch_size
 from dakrun.plan.ops import decode_ops
 from dakrun.plan.planner import WORTH, Policy, make_plan
-from dakrun.plan.present import plan_dict
 from dakrun.plan.roofline import compute_time
-from dakrun.profile_files import load_profile
+from dakrun.plan.show.json import plan_dict
 
 GH200 = load_profile("gh200")
 GIB = 2**30

@@ -16,16 +16,16 @@ from scipy.optimize import linprog
 
 from dakrun.config import Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, OpCosts
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import HardwareProfile, OpCosts
+from dakrun.models.known import known_model
 from dakrun.plan.ops import Op, decode_ops
-from dakrun.plan.overview import overview
 from dakrun.plan.planner import WORTH, Plan, Policy, make_plan
-from dakrun.plan.present import overview_dict
 from dakrun.plan.roofline import compute_time
-from dakrun.plan.texts import CHOICES, NEEDS, choice_rows, need_rows, summary_rows
+from dakrun.plan.show.json import overview_dict
+from dakrun.plan.show.overview import overview
+from dakrun.plan.show.texts import CHOICES, NEEDS, choice_rows, need_rows, summary_rows
 from dakrun.plan.waves import OTHERS_COST
-from dakrun.profile_files import load_profile
 
 GH200 = load_profile("gh200")
 FREE = OpCosts(rows=(1,), seconds=(0.0,), efficiency=(1.0,))

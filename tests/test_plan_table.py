@@ -10,13 +10,13 @@ from rich.console import Console
 
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
-from dakrun.known_models import known_model
-from dakrun.plan.overview import Overview, overview
+from dakrun.hardware.files import load_profile
+from dakrun.models.known import known_model
 from dakrun.plan.planner import Policy, make_plan
-from dakrun.plan.present import overview_dict
-from dakrun.plan.table import render
-from dakrun.plan.texts import summary_rows
-from dakrun.profile_files import load_profile
+from dakrun.plan.show.json import overview_dict
+from dakrun.plan.show.overview import Overview, overview
+from dakrun.plan.show.table import render
+from dakrun.plan.show.texts import summary_rows
 
 WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
 

@@ -10,15 +10,15 @@ from scipy.optimize import linprog
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import LOCAL, HardwareProfile, RemoteTier
+from dakrun.models.known import known_model
 from dakrun.plan.greedy import Curve, best_total, greedy_shares
 from dakrun.plan.ops import decode_ops
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.roofline import Links, time_of
 from dakrun.plan.simplex import minimise
 from dakrun.plan.tier_mix import MixedOp, mixed_shares
-from dakrun.profile_files import load_profile
 
 GH200 = load_profile("gh200")
 GIB = 2**30

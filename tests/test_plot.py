@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dakrun import cli
+from dakrun.cli import main as cli
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile
+from dakrun.models.known import known_model
 from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.plot import Point, clusters, plot_plan, points, ratio_curve
-from dakrun.profile_files import load_profile
+from dakrun.plan.show.plot import Point, clusters, plot_plan, points, ratio_curve
 
 
 def a_plan(batch_size: int = 8, *, profile: str = "gh200", **fixed: object) -> Plan:

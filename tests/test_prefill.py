@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.kernels.tiled_shapes import MAX_ROWS
-from dakrun.known_models import known_model
+from dakrun.hardware.files import load_profile, shipped_profiles
+from dakrun.kernels.gemm.tiled_shapes import MAX_ROWS
+from dakrun.models.known import known_model
 from dakrun.plan.ops import activation_bytes
 from dakrun.plan.plan import PrefillPlan
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.policy import Transport
 from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, predict_prefill
 from dakrun.plan.prefill_choice import staging_bytes
-from dakrun.profile_files import load_profile, shipped_profiles
-from dakrun.segments import passes
+from dakrun.plan.segments import passes
 
 GIB = 2**30
 

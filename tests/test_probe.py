@@ -11,15 +11,18 @@ import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from dakrun import cli, hardware, probe, profile_files
+from dakrun import probe
+from dakrun.cli import main as cli
 from dakrun.demo import MODEL, task
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware import files as profile_files
+from dakrun.hardware import profile as hardware
+from dakrun.hardware.files import cpu_name, find_profile, load_profile
+from dakrun.hardware.profile import HardwareProfile
 from dakrun.probe import cpu
 from dakrun.probe.cpu import Sizes, measure_cpu
 from dakrun.probe.measurement import Measurement
 from dakrun.probe.table import facts, render
-from dakrun.profile_files import cpu_name, find_profile, load_profile
 
 TINY = Sizes(
     buffer_bytes=2**18, caches=0, weight_size=16, batch_sizes=(1, 8, 64), seconds=0.0, runs=3

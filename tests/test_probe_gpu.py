@@ -10,10 +10,11 @@ import torch
 from test_measured_h200 import shows_what_the_method_rests_on
 
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep
-from dakrun.kernels import jit
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels.bandwidth import MAX_SOURCES, Reader, read_multicast, read_once, read_window
-from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES, WIDE_TILES, X_TILES
+from dakrun.kernels.gemm.tiled_shapes import PORTABLE_X_TILES, WIDE_TILES, X_TILES
+from dakrun.kernels.runtime import jit
 from dakrun.kernels.variants import Variant
 from dakrun.probe import gpu
 from dakrun.probe.congestion import PER_SM
@@ -22,7 +23,6 @@ from dakrun.probe.kernel_costs import COLUMNS
 from dakrun.probe.measurement import Measurement
 from dakrun.probe.origin import provenance
 from dakrun.probe.sweeps import Bench, Buffer
-from dakrun.profile_files import load_profile
 
 GIB = 2**30
 

@@ -10,12 +10,13 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from test_plot import png_size
 
-from dakrun import cli, probe
+from dakrun import probe
+from dakrun.cli import main as cli
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, Sweep
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import HardwareProfile, Sweep
 from dakrun.probe.plot import best_by_doubling, chains, curves, draw
 from dakrun.probe.table import render
-from dakrun.profile_files import load_profile
 
 KIB, MIB = 2**10, 2**20
 SMS = 132

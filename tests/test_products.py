@@ -12,14 +12,16 @@ from packed_linear import linear, normal, poisoned, same_bits, written
 from packed_matrices import packed
 from torch.nn import functional as F
 
-from dakrun.hardware import LOCAL
-from dakrun.kernels import gemm, products, tiled_gemm
-from dakrun.kernels.heuristics import TierAccess, split_octets
-from dakrun.kernels.packing import PackedPart, PackedTensor, Split
-from dakrun.kernels.products import Products
-from dakrun.kernels.tiled_heuristics import shapes, tiled_config
-from dakrun.kernels.tiled_shapes import H200, WARPGROUPS
-from dakrun.octets import octet_count
+from dakrun.geometry import octet_count
+from dakrun.hardware.profile import LOCAL
+from dakrun.kernels.gemm import dispatch as products
+from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.kernels.gemm.dispatch import Products
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, Split
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
+from dakrun.kernels.gemm.tiled_config import shapes, tiled_config
+from dakrun.kernels.gemm.tiled_shapes import H200, WARPGROUPS
 
 CPU = torch.device("cpu")
 ACCESS = (TierAccess(), TierAccess(8, 256 * 1024))

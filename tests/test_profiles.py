@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from dakrun import profile_files
 from dakrun.config import Workload
 from dakrun.errors import UsageError
-from dakrun.hardware import SCHEMA, HardwareProfile
-from dakrun.known_models import known_model
-from dakrun.plan.planner import Policy, make_plan
-from dakrun.profile_files import (
+from dakrun.hardware import files as profile_files
+from dakrun.hardware.files import (
     cpu_name,
     find_profile,
     kept_profiles_dir,
     load_profile,
     shipped_profiles,
 )
+from dakrun.hardware.profile import SCHEMA, HardwareProfile
+from dakrun.models.known import known_model
+from dakrun.plan.planner import Policy, make_plan
 from dakrun.resources import resource_dir
 
 WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)

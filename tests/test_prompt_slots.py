@@ -6,12 +6,12 @@ import torch
 from dakrun.config import Workload
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_slots import PromptSlots
-from dakrun.kernels import kv_blocks
-from dakrun.known_models import known_model
-from dakrun.memory import allocate_tiers
+from dakrun.hardware.files import load_profile
+from dakrun.kernels.attention import kv_blocks
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.models.known import known_model
 from dakrun.plan.planner import Policy, make_plan
-from dakrun.profile_files import load_profile
-from dakrun.segments import Segment
+from dakrun.plan.segments import Segment
 
 BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads
 

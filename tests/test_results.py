@@ -14,9 +14,9 @@ import pytest
 from prompt_files import RULES, open_reader, read
 from result_rows import COMPLETION_LINE, ERROR, ERROR_LINE, completion
 
-from dakrun.engine.request import Request
-from dakrun.engine.results import ResultWriter
 from dakrun.errors import CannotRun, UsageError
+from dakrun.requests.request import Request
+from dakrun.requests.writer import ResultWriter
 
 
 def test_native_rows(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_output_is_not_an_input_that_does_not_exist_yet(tmp_path: Path) -> None:
 def run_writer(arguments: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     """Writes one row through ResultWriter(<arguments>) in another process."""
     code = f"""
-from dakrun.engine.request import RowError
-from dakrun.engine.results import ResultWriter
+from dakrun.requests.request import RowError
+from dakrun.requests.writer import ResultWriter
 from dakrun.errors import DakrunError
 try:
     with ResultWriter({arguments}) as writer:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from packed_matrices import normal, packed
 
 from dakrun.engine.staging import Place, StagedOperands, places, staged_bytes
-from dakrun.hardware import LOCAL
-from dakrun.kernels.packing import Split
+from dakrun.hardware.profile import LOCAL
+from dakrun.kernels.gemm.packing import Split
 
 
 def test_a_ring_of_two() -> None:

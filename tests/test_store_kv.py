@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dakrun.kernels import kv_blocks
-from dakrun.kernels.kv_blocks import BLOCK, DTYPES, HEAD_DIMS, KVShape
+from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention.kv_blocks import BLOCK, DTYPES, HEAD_DIMS, KVShape
 from dakrun.kernels.store_kv import store_kv
 from dakrun.models.layers import rotate
 

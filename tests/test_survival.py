@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from dakrun.demo import MODEL, task
-from dakrun.engine.request import RowError
-from dakrun.engine.results import ResultWriter
 from dakrun.interrupt import Terminated, exit_code, raise_on_sigterm
+from dakrun.requests.request import RowError
+from dakrun.requests.writer import ResultWriter
 
 COUNT = 200
 SAMPLED = ("--temperature", "1.2", "--seed", "7", "--max-tokens", "6", "--ignore-eos")
@@ -31,9 +31,12 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"
 SERVER = """
 import json, os, resource, signal, sys
 import torch
-from dakrun import cli, generate, llm, report
+from dakrun import generate, llm, report
+from dakrun.cli import main as cli
 from dakrun.demo import MODEL
-from dakrun.engine import batch, results, tokenizer
+from dakrun.requests import reader as batch
+from dakrun.requests import writer as results
+from dakrun.requests import tokenizer
 torch.set_num_threads(1)
 tokenizer.Tokenizer.load(MODEL)
 for line in sys.stdin:

@@ -11,11 +11,12 @@ import torch
 from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from torch.nn import functional as F
 
-from dakrun.kernels import jit, operands, tiled_gemm
-from dakrun.kernels.gemm import Activation
-from dakrun.kernels.heuristics import TierAccess, split_octets
-from dakrun.kernels.packing import PackedPart, PackedTensor, pack
-from dakrun.kernels.tiled_shapes import (
+from dakrun.geometry import octet_count
+from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
+from dakrun.kernels.gemm.splitk import Activation
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
+from dakrun.kernels.gemm.tiled_shapes import (
     LEAST_BLOCKS,
     MAX_BLOCKS,
     PORTABLE_X_TILES,
@@ -26,7 +27,7 @@ from dakrun.kernels.tiled_shapes import (
     TierTiles,
     TiledConfig,
 )
-from dakrun.octets import octet_count
+from dakrun.kernels.runtime import jit, operands
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 Build = Callable[..., EmulatedKernel]

@@ -13,12 +13,12 @@ import torch
 from packed_linear import Linear, all_sms, linear, normal, poisoned, same_bits, written
 from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placements, run_of_chain
 
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.packing import DTYPES
-from dakrun.kernels.tiled_gemm import Workspace, limits, tiled_gemm
-from dakrun.kernels.tiled_heuristics import local_tier, shapes, tiled_config
-from dakrun.kernels.tiled_shapes import WIDE_TILES, X_TILES, Launch, Limits, Shape, TiledConfig
-from dakrun.octets import octet_count
+from dakrun.geometry import octet_count
+from dakrun.kernels.gemm.packing import DTYPES
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm.tiled import Workspace, limits, tiled_gemm
+from dakrun.kernels.gemm.tiled_config import local_tier, shapes, tiled_config
+from dakrun.kernels.gemm.tiled_shapes import WIDE_TILES, X_TILES, Launch, Limits, Shape, TiledConfig
 
 pytestmark = pytest.mark.gpu
 ROWS = (33, 64, 65, 100, 128, 129, 256, 300, 512, 1000, 4096)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dakrun.kernels.heuristics import ATOM_BYTES, TierAccess
-from dakrun.kernels.tiled_heuristics import shapes, tiled_config
-from dakrun.kernels.tiled_shapes import (
+from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TierAccess
+from dakrun.kernels.gemm.tiled_config import shapes, tiled_config
+from dakrun.kernels.gemm.tiled_shapes import (
     BARRIER_BYTES,
     BLOCKS_BYTES,
     H200,
@@ -20,7 +20,7 @@ from dakrun.kernels.tiled_shapes import (
     Shape,
     TierTiles,
 )
-from dakrun.kernels.tiled_tiers import even_tile, tile_count
+from dakrun.kernels.gemm.tiled_tiers import even_tile, tile_count
 from dakrun.units import ceil_div
 
 SMALL = Limits(99 * 1024, PORTABLE_X_TILES)

@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from tiny_tokenizer import BYTES, SPECIAL, make_tokenizer_files
 
-from dakrun.engine.tokenizer import StopStrings, Tokenizer
 from dakrun.errors import CannotRun, UsageError
+from dakrun.requests.tokenizer import StopStrings, Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -105,7 +105,7 @@ def test_nothing_on_stderr_and_verbosity_is_put_back(directory: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from dakrun.engine import tokenizer
+from dakrun.requests import tokenizer
 assert "transformers" not in sys.modules
 t = tokenizer.Tokenizer.load(Path({str(directory)!r}))
 assert len(t.encode("x" * 5000)) == 5001

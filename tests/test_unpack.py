@@ -4,7 +4,7 @@ import pytest
 import torch
 from packed_matrices import CASES, normal, packed
 
-from dakrun.kernels.packing import DTYPES, Split
+from dakrun.kernels.gemm.packing import DTYPES, Split
 from dakrun.kernels.unpack import unpack
 
 

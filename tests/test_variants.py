@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from dakrun.kernels import attention, gemm, tiled_gemm
-from dakrun.kernels.heuristics import X_TILES
-from dakrun.kernels.tiled_shapes import PORTABLE_X_TILES
-from dakrun.kernels.tiled_shapes import X_TILES as TILED
+from dakrun.kernels.attention import splitk as attention
+from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.kernels.gemm.splitk_config import X_TILES
+from dakrun.kernels.gemm.tiled_shapes import PORTABLE_X_TILES
+from dakrun.kernels.gemm.tiled_shapes import X_TILES as TILED
 from dakrun.kernels.variants import variants
 
 HALF = torch.float16

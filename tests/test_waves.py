@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.hardware import HardwareProfile
-from dakrun.known_models import known_model
-from dakrun.octets import SHARED_BYTES
+from dakrun.geometry import SHARED_BYTES
+from dakrun.hardware.files import load_profile
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.models.known import known_model
 from dakrun.plan.ops import decode_ops, linear_op
 from dakrun.plan.roofline import predicted_time
 from dakrun.plan.waves import read_times, sms_by_tier
-from dakrun.profile_files import load_profile
 
 HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 

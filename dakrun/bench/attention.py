@@ -32,12 +32,12 @@ from dakrun.bench.header import head
 from dakrun.bench.output import Record
 from dakrun.bench.tiers import fill_random, measure_ceilings, operands
 from dakrun.engine.accesses import direct_accesses
-from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.attention import Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.kv_blocks import KVShape
-from dakrun.memory import aligned
+from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.kernels.attention.config import AttentionConfig, attention_config
+from dakrun.kernels.attention.kv_blocks import KVShape
+from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.memory.tiers import aligned
 from dakrun.probe.chain import Launch, launch_seconds
 
 EFFORT = replace(FULL, least_launches=4)

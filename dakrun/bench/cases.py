@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dakrun.bench.sweep import TURNING_POINT, BenchDtype, Ratio
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import Links, compute_time, predicted_time, times_of
 from dakrun.plan.waves import launch_times, sms_by_tier

@@ -6,7 +6,7 @@ Pure arithmetic; tiers.py measures.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dakrun.hardware import LOCAL, RemoteTier
+from dakrun.hardware.profile import LOCAL, RemoteTier
 from dakrun.probe.effort import KIB, Ring, ring_for
 
 HBM_RING: Ring = (16 * KIB, 12)

@@ -33,13 +33,13 @@ from dakrun.bench.header import head
 from dakrun.bench.output import Record
 from dakrun.bench.tiers import fill_random, measure_ceilings, operands
 from dakrun.engine.accesses import direct_accesses
-from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.heuristics import TierAccess, split_octets
-from dakrun.kernels.jit import architecture, compile_ahead
-from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.kernels.products import By, Products
-from dakrun.memory import aligned
-from dakrun.octets import octet_count
+from dakrun.geometry import octet_count
+from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.kernels.gemm.dispatch import By, Products
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, octet_bytes
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
+from dakrun.kernels.runtime.jit import architecture, compile_ahead
+from dakrun.memory.tiers import aligned
 from dakrun.plan.in_flight import is_windowed
 from dakrun.probe.chain import launch_seconds
 

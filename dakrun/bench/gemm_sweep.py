@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dakrun.bench.sweep import BenchDtype, Sweep, parse_ratios
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import UsageError
-from dakrun.hub import model_config
+from dakrun.models.hub import model_config
 from dakrun.plan.ops import decode_ops
 from dakrun.units import ceil_div
 

@@ -8,9 +8,9 @@ import torch
 
 import dakrun
 from dakrun.bench.ceilings import Ceilings
-from dakrun.hardware import HardwareProfile
-from dakrun.machine_checks import driver, visible_gpus
-from dakrun.profile_files import cpu_name
+from dakrun.hardware.files import cpu_name
+from dakrun.hardware.machine import driver, visible_gpus
+from dakrun.hardware.profile import HardwareProfile
 
 
 def head(

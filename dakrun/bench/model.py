@@ -25,11 +25,11 @@ from dakrun.bench.output import Record
 from dakrun.bench.tiers import measure_ceilings
 from dakrun.config import SamplingParams
 from dakrun.engine.engine import EngineStats
-from dakrun.engine.request import Request
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.hardware.profile import LOCAL, HardwareProfile
 from dakrun.llm import LLM
 from dakrun.plan.roofline import Links
+from dakrun.requests.request import Request
 
 WARM_UP_TOKENS = 4
 ROUNDS = 3

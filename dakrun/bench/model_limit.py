@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from dakrun.bench.ceilings import Ceilings
-from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.hardware.profile import LOCAL, HardwareProfile
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.roofline import Links, time_of
 

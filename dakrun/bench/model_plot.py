@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.bench.output import Record
-from dakrun.picture import (
+from dakrun.plan.show.picture import (
     BLUE,
     GREEN,
     GREY,

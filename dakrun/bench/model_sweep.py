@@ -12,9 +12,9 @@ from typing import Literal
 from dakrun.bench.sweep import BenchDtype, parse_share
 from dakrun.config import LoadFormat, ModelConfig
 from dakrun.errors import UsageError
-from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.hub import model_config
-from dakrun.known_models import known_model
+from dakrun.hardware.profile import HardwareProfile, RemoteTier
+from dakrun.models.hub import model_config
+from dakrun.models.known import known_model
 from dakrun.plan.policy import Policy, Strategy, parse_remote
 
 AUTO: Literal["auto"] = "auto"

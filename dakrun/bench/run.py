@@ -10,7 +10,7 @@ from dakrun.bench.attention_sweep import AttentionSweep, attention_sweep
 from dakrun.bench.gemm_sweep import GemmSweep, gemm_sweep
 from dakrun.bench.model_sweep import ModelSweep, model_sweep
 from dakrun.bench.output import Record
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
 
 AnySweep = GemmSweep | AttentionSweep | ModelSweep
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.errors import UsageError
-from dakrun.hardware import HardwareProfile, RemoteTier
+from dakrun.hardware.profile import HardwareProfile, RemoteTier
 from dakrun.plan.policy import Policy
 
 TURNING_POINT: Literal["turning-point"] = "turning-point"

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from dakrun.config import SamplingParams
 from dakrun.demo import task
-from dakrun.engine.batch import RequestReader
-from dakrun.engine.results import ResultWriter
 from dakrun.generate import generate
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
+from dakrun.requests.reader import RequestReader
+from dakrun.requests.writer import ResultWriter
 
 MODEL = Path(__file__).parent / "model"
 MAX_TOKENS = 8

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from dakrun.hardware import HardwareProfile
-from dakrun.kernels.heuristics import TierAccess
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.plan.plan import OpPlan, Plan
 
 

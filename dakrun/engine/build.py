@@ -4,9 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dakrun.checkpoint import Checkpoint, Manifest
 from dakrun.config import ModelConfig
-from dakrun.dummy import Dummy
 from dakrun.engine.accesses import tier_accesses
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kvcache import KVCache
@@ -14,20 +12,22 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Runner, TorchRunner
 from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.kernels.heuristics import X_TILES
-from dakrun.kernels.jit import architecture, compiling
-from dakrun.kernels.kv_blocks import BLOCK
-from dakrun.kernels.tiled_gemm import x_tiles
+from dakrun.geometry import OCTET_ROWS
+from dakrun.kernels.attention.kv_blocks import BLOCK
+from dakrun.kernels.gemm.splitk_config import X_TILES
+from dakrun.kernels.gemm.tiled import x_tiles
+from dakrun.kernels.runtime.jit import architecture, compiling
 from dakrun.kernels.variants import Variant, variants
-from dakrun.loading import Packing, Tensors, load
-from dakrun.memory import Tier
+from dakrun.memory.tiers import Tier
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.models.llama import Llama
 from dakrun.models.opt import Opt
-from dakrun.octets import OCTET_ROWS
 from dakrun.plan.ops import kv_staging_bytes
 from dakrun.plan.planner import Plan
 from dakrun.plan.prefill_choice import STAGING_BUFFERS
+from dakrun.weights.checkpoint import Checkpoint, Manifest
+from dakrun.weights.dummy import Dummy
+from dakrun.weights.loading import Packing, Tensors, load
 
 ROWS = [OCTET_ROWS * tiles for tiles in X_TILES]  # for each variant of SplitK_GEMM
 DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}

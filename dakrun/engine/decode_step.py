@@ -10,10 +10,10 @@ import torch
 
 from dakrun.engine.buckets import Bucket
 from dakrun.engine.packed_cache import PackedKVCache
-from dakrun.kernels.attention import Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.jit import sm_count
+from dakrun.kernels.attention.config import AttentionConfig, attention_config
+from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.runtime.jit import sm_count
 from dakrun.kernels.select_greedy import select_greedy
 from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands
 

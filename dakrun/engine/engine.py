@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dakrun.engine.request import Completion, Request
 from dakrun.engine.runner import Chosen, Row, Runner
 from dakrun.engine.sampler import request_seed
-from dakrun.engine.tokenizer import StopStrings
 from dakrun.errors import UsageError
 from dakrun.plan.planner import Plan
-from dakrun.segments import passes
+from dakrun.plan.segments import passes
+from dakrun.requests.request import Completion, Request
+from dakrun.requests.tokenizer import StopStrings
 
 Detokenize = Callable[[Sequence[int]], str]
 

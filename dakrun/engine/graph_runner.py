@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from dakrun.device_memory import upload
 from dakrun.engine.buckets import Bucket, buckets, fill_order, fitting
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Row, choose
-from dakrun.kernels.graph import capture, edge_kinds, replay_seconds
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.kv_blocks import BLOCK
+from dakrun.kernels.attention.kv_blocks import BLOCK
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.runtime.graph import capture, edge_kinds, replay_seconds
+from dakrun.memory.device import upload
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
-from dakrun.segments import Segment
+from dakrun.plan.segments import Segment
 
 LEAST_OVERLAPS = 2  # of a layer: launches that start before those ahead of them end
 

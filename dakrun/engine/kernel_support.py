@@ -2,11 +2,11 @@
 
 import torch
 
-from dakrun.kernels.attention import MAX_GROUP
-from dakrun.kernels.jit import has_kernels
-from dakrun.kernels.kv_blocks import HEAD_DIMS
-from dakrun.loading import can_pack
+from dakrun.kernels.attention.kv_blocks import HEAD_DIMS
+from dakrun.kernels.attention.splitk import MAX_GROUP
+from dakrun.kernels.runtime.jit import has_kernels
 from dakrun.plan.plan import Plan
+from dakrun.weights.loading import can_pack
 
 
 def runs_on_kernels(plan: Plan, device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dakrun.memory import Tier
+from dakrun.memory.tiers import Tier
 from dakrun.plan.ops import kv_positions
 from dakrun.plan.planner import Plan
 

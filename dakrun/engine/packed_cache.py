@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from dakrun.device_memory import device_view
-from dakrun.kernels import kv_blocks
-from dakrun.kernels.kv_blocks import KVShape
-from dakrun.memory import Tier
+from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention.kv_blocks import KVShape
+from dakrun.memory.device import device_view
+from dakrun.memory.tiers import Tier
 from dakrun.plan.ops import kv_positions
 from dakrun.plan.planner import Plan
 

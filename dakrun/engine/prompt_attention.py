@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from dakrun.device_memory import upload
+from dakrun.memory.device import upload
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from itertools import groupby
 
 import torch
 
-from dakrun.device_memory import upload
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_attention import Lengths, causal_attention
 from dakrun.engine.prompt_slots import PromptSlots
+from dakrun.memory.device import upload
 from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands
-from dakrun.segments import Segment
+from dakrun.plan.segments import Segment
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.device_memory import upload
 from dakrun.engine.packed_cache import PackedKVCache
-from dakrun.kernels.copy_engine import CopyStream
-from dakrun.kernels.kv_blocks import BLOCK
+from dakrun.kernels.attention.kv_blocks import BLOCK
+from dakrun.kernels.runtime.copy_engine import CopyStream
 from dakrun.kernels.store_kv import store_kv
-from dakrun.segments import Segment
+from dakrun.memory.device import upload
+from dakrun.plan.segments import Segment
 from dakrun.units import ceil_div
 
 

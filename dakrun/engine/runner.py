@@ -15,7 +15,7 @@ from dakrun.engine.kvcache import KVCache
 from dakrun.engine.sampler import sample
 from dakrun.models.layers import Decoder
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
-from dakrun.segments import Segment
+from dakrun.plan.segments import Segment
 
 
 class Row(NamedTuple):

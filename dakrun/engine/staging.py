@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dakrun.hardware import LOCAL
-from dakrun.kernels.copy_engine import CopyStream
-from dakrun.kernels.packing import PackedTensor
-from dakrun.memory import aligned
+from dakrun.hardware.profile import LOCAL
+from dakrun.kernels.gemm.packing import PackedTensor
+from dakrun.kernels.runtime.copy_engine import CopyStream
+from dakrun.memory.tiers import aligned
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.kernels.jit import kernel
+from dakrun.kernels.runtime.jit import kernel
 
 MAX_SOURCES = 10
 MAX_STAGES = 64

@@ -4,8 +4,8 @@ import ctypes
 
 import torch
 
-from dakrun.kernels import jit, operands
-from dakrun.kernels.packing import CHUNK, PackedTensor
+from dakrun.kernels.gemm.packing import CHUNK, PackedTensor
+from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
 THREADS = 256

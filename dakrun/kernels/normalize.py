@@ -5,8 +5,8 @@ from typing import Literal
 
 import torch
 
-from dakrun.kernels import jit, operands
-from dakrun.kernels.packing import CHUNK, DTYPES
+from dakrun.kernels.gemm.packing import CHUNK, DTYPES
+from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
 WARP = 32

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from dakrun.memory import PartitionedTensor
+from dakrun.memory.tiers import PartitionedTensor
 
 
 def linear(

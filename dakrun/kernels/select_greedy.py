@@ -4,8 +4,8 @@ import ctypes
 
 import torch
 
-from dakrun.kernels import jit, operands
-from dakrun.kernels.packing import DTYPES
+from dakrun.kernels.gemm.packing import DTYPES
+from dakrun.kernels.runtime import jit, operands
 
 THREADS = 1024
 SOURCE = "select_greedy.cu"

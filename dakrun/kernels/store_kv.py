@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from dakrun.kernels import jit, operands
-from dakrun.kernels.kv_blocks import CHUNK, HEAD_DIMS
+from dakrun.kernels.attention.kv_blocks import CHUNK, HEAD_DIMS
+from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
 THREADS = 256

@@ -7,20 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dakrun.kernels import (
-    attention,
-    embed,
-    gemm,
-    normalize,
-    operands,
-    select_greedy,
-    store_kv,
-    tiled_gemm,
-    tiled_shapes,
-    unpack,
-)
-from dakrun.kernels.heuristics import tiles_for
-from dakrun.octets import FEW_ROWS
+from dakrun.geometry import FEW_ROWS
+from dakrun.kernels import embed, normalize, select_greedy, store_kv, unpack
+from dakrun.kernels.attention import splitk as attention
+from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.kernels.gemm import tiled_shapes
+from dakrun.kernels.gemm.splitk_config import tiles_for
+from dakrun.kernels.runtime import operands
 
 Variant = tuple[str, dict[str, int]]  # a file of native/, and its macros
 

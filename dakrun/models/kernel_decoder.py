@@ -1,7 +1,7 @@
 """OPT and Llama on the GPU's kernels: one forward pass for decode steps and for prompts.
 
 Knows operands as packed tensors and where activations go; attention is the caller's, who has the
-cache. Norms that precede a matrix are folded into it (dakrun.loading), so a product needs no more
+cache. Norms that precede a matrix are folded into it (dakrun.weights.loading), so a product needs no more
 than the scale of its rows.
 """
 
@@ -13,17 +13,17 @@ from typing import Literal, Protocol
 
 import torch
 
-from dakrun.checkpoint import Manifest, Weights
 from dakrun.config import ModelConfig
-from dakrun.hardware import LOCAL
+from dakrun.hardware.profile import LOCAL
 from dakrun.kernels.embed import embed
-from dakrun.kernels.gemm import Activation, Norm
-from dakrun.kernels.heuristics import TierAccess
+from dakrun.kernels.gemm.dispatch import By, Products
+from dakrun.kernels.gemm.packing import PackedTensor
+from dakrun.kernels.gemm.splitk import Activation, Norm
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.normalize import normalize
-from dakrun.kernels.packing import PackedTensor
-from dakrun.kernels.products import By, Products
 from dakrun.models.layers import rope_table
 from dakrun.models.opt import POSITION_OFFSET
+from dakrun.weights.checkpoint import Manifest, Weights
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 

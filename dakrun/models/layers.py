@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from dakrun.checkpoint import Manifest, Source, Weights
 from dakrun.config import ModelConfig
 from dakrun.kernels import reference
-from dakrun.memory import PartitionedTensor
-from dakrun.segments import Segment
+from dakrun.memory.tiers import PartitionedTensor
+from dakrun.plan.segments import Segment
+from dakrun.weights.checkpoint import Manifest, Source, Weights
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from dakrun.checkpoint import Manifest, Source, Weights
 from dakrun.config import ModelConfig
-from dakrun.folding import Fold
 from dakrun.models.layers import Decoder, rms_norm, rope_table, stacked, vectors
+from dakrun.weights.checkpoint import Manifest, Source, Weights
+from dakrun.weights.folding import Fold
 
 
 class Llama(Decoder):

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dakrun.kernels import kv_blocks
-from dakrun.kernels.attention import MAX_GROUP, Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import AttentionConfig, attention_config
-from dakrun.kernels.jit import has_kernels, sm_count
+from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention.config import AttentionConfig, attention_config
+from dakrun.kernels.attention.splitk import MAX_GROUP, Workspace, splitk_flash_attn
+from dakrun.kernels.runtime.jit import has_kernels, sm_count
 from dakrun.nn.kv_cache import PartitionedKVCache
 
 _config = functools.cache(attention_config)

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
 from dakrun.kernels import reference
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.packing import PackedTensor
-from dakrun.kernels.products import products
-from dakrun.memory import HOST
+from dakrun.kernels.gemm.dispatch import products
+from dakrun.kernels.gemm.packing import PackedTensor
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.memory.tiers import HOST
 from dakrun.nn.remote_tier import check_remote, profiled_access
 from dakrun.nn.tiered_weight import TieredWeight, allocate, fill, has_kernel, remote_share
 

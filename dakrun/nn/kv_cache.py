@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels import kv_blocks
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.kv_blocks import DTYPES, KVShape
-from dakrun.memory import HOST, allocate_tiers
+from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.memory.tiers import HOST, allocate_tiers
 from dakrun.nn.remote_tier import check_remote, profiled_access, remote_count
 
 
@@ -20,7 +20,7 @@ class PartitionedKVCache:
 
     The last slots, `ratio` of the batch, lie in the tier `remote`: "host", or "peer:N" for the
     memory of GPU N; as an attribute `ratio` is that share as rounded to whole slots. Slots are
-    packed for SplitK_FlashAttn in blocks of 64 positions (dakrun.kernels.kv_blocks), and
+    packed for SplitK_FlashAttn in blocks of 64 positions (dakrun.kernels.attention.kv_blocks), and
     `tier_bytes` is all that they take of each tier. Beside them lies `lengths` on `device`, int32
     [batch]: the positions that are filled in every layer. It is there to be read.
 

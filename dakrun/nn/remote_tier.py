@@ -5,10 +5,10 @@ import re
 
 import torch
 
-from dakrun.hardware import HardwareProfile
-from dakrun.kernels.heuristics import TierAccess
+from dakrun.hardware.files import find_profile, load_profile
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.plan.in_flight import is_windowed
-from dakrun.profile_files import find_profile, load_profile
 
 
 def check_remote(ratio: float, remote: str) -> None:

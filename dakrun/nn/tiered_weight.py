@@ -5,14 +5,15 @@ Packed for SplitK_GEMM where that can be, else row by row. Knows tensors and tie
 
 import torch
 
-from dakrun.hardware import LOCAL
-from dakrun.kernels import jit, storage
-from dakrun.kernels.heuristics import TierAccess
-from dakrun.kernels.jit import sm_count
-from dakrun.kernels.packing import PackedTensor, octet_bytes
-from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
+from dakrun.geometry import first_row, octet_count
+from dakrun.hardware.profile import LOCAL
+from dakrun.kernels.gemm import storage
+from dakrun.kernels.gemm.packing import PackedTensor, octet_bytes
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.runtime import jit
+from dakrun.kernels.runtime.jit import sm_count
+from dakrun.memory.tiers import PartitionedTensor, Tiers, aligned, allocate_tiers
 from dakrun.nn.remote_tier import remote_count
-from dakrun.octets import first_row, octet_count
 
 TieredWeight = PackedTensor | PartitionedTensor
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
 from dakrun.plan.planner import Policy, make_plan
 from dakrun.units import format_seconds
 

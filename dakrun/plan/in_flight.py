@@ -3,8 +3,8 @@
 Knows a tier's figures and the rings of a GPU's CTAs.
 """
 
-from dakrun.hardware import RemoteTier
-from dakrun.octets import SHARED_BYTES
+from dakrun.geometry import SHARED_BYTES
+from dakrun.hardware.profile import RemoteTier
 
 LINK_SECONDS = 2.3e-6  # a link's rate for so long must be in flight: a peer on NVLink 4
 

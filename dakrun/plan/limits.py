@@ -5,7 +5,7 @@ Knows the plan's placement; advice.py says what to do about it.
 
 from collections import Counter, defaultdict
 
-from dakrun.hardware import LOCAL
+from dakrun.hardware.profile import LOCAL
 from dakrun.plan.plan import Plan
 from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
 

@@ -6,8 +6,8 @@ Knows the tiled GEMM's rings, and no placements but one op's.
 import bisect
 from collections.abc import Sequence
 
-from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.octets import OCTET_ROWS
+from dakrun.geometry import OCTET_ROWS
+from dakrun.hardware.profile import HardwareProfile, RemoteTier
 from dakrun.plan.in_flight import bytes_needed
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import kernel_time

@@ -6,7 +6,7 @@ Knows the model, the workload and the machine; no budgets, and no policy.
 from collections.abc import Sequence
 
 from dakrun.config import ModelConfig, Workload
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
 from dakrun.plan.ops import Op, decode_ops
 from dakrun.plan.policy import Transport
 from dakrun.plan.roofline import Links, compute_time, kernel_time, times_of

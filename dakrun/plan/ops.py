@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
-from dakrun.octets import first_row, octet_count
+from dakrun.geometry import first_row, octet_count
 from dakrun.units import ceil_div
 
 KV_BLOCK = 64

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import ModelConfig, Workload
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, weight_bytes
 from dakrun.plan.policy import Policy, Transport
 from dakrun.plan.roofline import Regime

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
 from dakrun.plan.assemble import Counts, adopted, assemble
 from dakrun.plan.greedy import best_total, greedy_shares, uniform_shares
 from dakrun.plan.op_times import OpTimes

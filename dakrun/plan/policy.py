@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dakrun.checks import check_choice, check_number, wrong
-from dakrun.errors import UsageError
-from dakrun.hardware import HardwareProfile
+from dakrun.errors import UsageError, check_choice, check_number, wrong
+from dakrun.hardware.profile import HardwareProfile
 
 Strategy = Literal["greedy", "uniform"]
 Transport = Literal["direct", "staged"]

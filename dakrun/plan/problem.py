@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import copy
 
 from dakrun.errors import CannotRun
-from dakrun.hardware import LOCAL
+from dakrun.hardware.profile import LOCAL
 from dakrun.plan import ops as inventory
 from dakrun.plan.greedy import Curve
 from dakrun.plan.op_times import OpTimes

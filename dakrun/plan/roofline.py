@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig
-from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.hardware.profile import LOCAL, HardwareProfile
 from dakrun.plan.ops import Op
 
 COMPUTE = "compute"

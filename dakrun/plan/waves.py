@@ -7,8 +7,8 @@ Its constants were measured on H200s.
 import math
 from collections.abc import Callable, Sequence
 
-from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.octets import FEW_ROWS, OCTET_ROWS, SHARED_BYTES, even_group, group_count
+from dakrun.geometry import FEW_ROWS, OCTET_ROWS, SHARED_BYTES, even_group, group_count
+from dakrun.hardware.profile import HardwareProfile, RemoteTier
 from dakrun.plan.in_flight import bytes_needed, is_windowed
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op

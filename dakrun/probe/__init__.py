@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import HardwareProfile
-from dakrun.profile_files import (
+from dakrun.hardware.files import (
     cpu_name,
     find_profile,
     kept_profile,
     kept_profiles_dir,
     shipped_profiles,
 )
+from dakrun.hardware.profile import HardwareProfile
 
 if TYPE_CHECKING:
     from dakrun.probe.measurement import Measurement

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.hardware import Sweep
-from dakrun.kernels.attention import Workspace, splitk_flash_attn
-from dakrun.kernels.attention_heuristics import attention_config
-from dakrun.kernels.kv_blocks import BLOCK, KVShape
-from dakrun.kernels.packing import octet_bytes
-from dakrun.octets import FEW_ROWS
+from dakrun.geometry import FEW_ROWS
+from dakrun.hardware.profile import Sweep
+from dakrun.kernels.attention.config import attention_config
+from dakrun.kernels.attention.kv_blocks import BLOCK, KVShape
+from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
+from dakrun.kernels.gemm.packing import octet_bytes
 from dakrun.probe.chain import Launch, seconds_in_turns
 from dakrun.probe.kernel_costs import (
     ACCESS,

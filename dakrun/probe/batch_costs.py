@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.hardware import Sweep
-from dakrun.kernels.packing import octet_bytes
-from dakrun.kernels.products import Products
+from dakrun.geometry import FEW_ROWS
+from dakrun.hardware.profile import Sweep
+from dakrun.kernels.gemm.dispatch import Products
+from dakrun.kernels.gemm.packing import octet_bytes
 from dakrun.kernels.select_greedy import select_greedy
-from dakrun.octets import FEW_ROWS
 from dakrun.probe.chain import Launch, launch_seconds, seconds_in_turns
 from dakrun.probe.kernel_costs import (
     COLUMNS,

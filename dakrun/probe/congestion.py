@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dakrun.hardware import OpCosts, Sweep
+from dakrun.hardware.profile import OpCosts, Sweep
 
 KEEPS = 0.99  # share of its own rate that a tier must keep while the other is read, too
 GAINS = 1.005  # times a tier's rate: worth a wider window

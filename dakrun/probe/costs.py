@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.hardware import Sweep
+from dakrun.hardware.profile import Sweep
 from dakrun.kernels.bandwidth import read_once
 from dakrun.probe.chain import graph_seconds
 from dakrun.probe.effort import KIB

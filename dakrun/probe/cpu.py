@@ -16,11 +16,11 @@ import torch
 
 from dakrun.config import Dtype
 from dakrun.errors import CannotRun
-from dakrun.hardware import ComputeRate, HardwareProfile, OpCosts, Provenance, RemoteTier
+from dakrun.hardware.files import cpu_name
+from dakrun.hardware.profile import ComputeRate, HardwareProfile, OpCosts, Provenance, RemoteTier
 from dakrun.kernels import reference
-from dakrun.memory import Part, PartitionedTensor, available_host_memory
+from dakrun.memory.tiers import Part, PartitionedTensor, available_host_memory
 from dakrun.probe.measurement import STEADY, Log, Measurement
-from dakrun.profile_files import cpu_name
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dakrun.errors import CannotRun
-from dakrun.hardware import LOCAL
+from dakrun.hardware.profile import LOCAL
 from dakrun.units import format_bytes
 
 KIB, MIB = 2**10, 2**20

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from dakrun import memory
 from dakrun.config import Dtype
-from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
-from dakrun.kernels.heuristics import MAX_ROWS
-from dakrun.kernels.jit import architecture, compiling
-from dakrun.kernels.tiled_gemm import x_tiles
-from dakrun.kernels.tiled_shapes import X_TILES
+from dakrun.geometry import FEW_ROWS
+from dakrun.hardware.profile import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.kernels.gemm.splitk_config import MAX_ROWS
+from dakrun.kernels.gemm.tiled import x_tiles
+from dakrun.kernels.gemm.tiled_shapes import X_TILES
+from dakrun.kernels.runtime.jit import architecture, compiling
 from dakrun.kernels.variants import Variant, variants
-from dakrun.octets import FEW_ROWS
+from dakrun.memory import tiers as memory
 from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep
 from dakrun.probe.batch_costs import many_rows_sweep, norm_sweep, sampling_sweep
 from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dakrun.hardware import HardwareProfile, RemoteTier, Sweep
+from dakrun.hardware.profile import HardwareProfile, RemoteTier, Sweep
 
 CONGESTION = "congestion"  # the sweep of tier `host` is called "host congestion"
 MARK = "*"

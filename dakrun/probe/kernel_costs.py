@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.hardware import LOCAL, Sweep
-from dakrun.kernels.heuristics import TierAccess, split_octets
+from dakrun.geometry import FEW_ROWS, OCTET_ROWS
+from dakrun.hardware.profile import LOCAL, Sweep
+from dakrun.kernels.gemm.dispatch import Products, tiles
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, octet_bytes
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
 from dakrun.kernels.normalize import normalize
-from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.kernels.products import Products, tiles
-from dakrun.octets import FEW_ROWS, OCTET_ROWS
 from dakrun.probe.chain import Launch, launch_seconds
 from dakrun.probe.measurement import spread
 from dakrun.probe.sweeps import Bench, rounded

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.hardware import Provenance, RemoteTier
-from dakrun.machine_checks import numa, nvlink, pcie, visible_gpus
+from dakrun.hardware.machine import numa, nvlink, pcie, visible_gpus
+from dakrun.hardware.profile import Provenance, RemoteTier
 from dakrun.probe.measurement import STEADY, Measurement
 
 

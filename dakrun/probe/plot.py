@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dakrun.hardware import HardwareProfile, Sweep
-from dakrun.picture import (
+from dakrun.hardware.profile import HardwareProfile, Sweep
+from dakrun.plan.show.picture import (
     BLUE,
     GREEN,
     GREY,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm import splitk_gemm
-from dakrun.kernels.heuristics import TierAccess, gemm_config, split_octets
-from dakrun.kernels.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.octets import OCTET_ROWS
+from dakrun.geometry import OCTET_ROWS
+from dakrun.hardware.profile import LOCAL
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, octet_bytes
+from dakrun.kernels.gemm.splitk import splitk_gemm
+from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_octets
 from dakrun.probe.chain import graph_seconds
 from dakrun.probe.kernel_costs import DTYPE, pieces, random, random_memory
 from dakrun.probe.sweeps import Bench, Buffer

@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
-from dakrun.hardware import Sweep
+from dakrun.hardware.profile import Sweep
 from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_window
-from dakrun.kernels.copy_engine import copy
+from dakrun.kernels.runtime.copy_engine import copy
 from dakrun.probe.effort import KIB, QUICK, Effort, Ring, ring_for
 from dakrun.probe.measurement import spread, steadier
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
 from dakrun.probe import Probe
 from dakrun.probe.heat_map import grids, heat_map
 from dakrun.units import format_bytes

@@ -1,0 +1,1 @@
+"""The `dakrun` command: options, error lines, exit codes; every command's work is done below it."""

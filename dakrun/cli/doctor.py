@@ -1,0 +1,216 @@
+"""What this machine has and lacks for dakrun, each lack with its remedy.
+
+Knows the packages, the verdict on `generate` and how it is shown; machine_checks.py the rest.
+CuPy and NVRTC are asked in processes of their own, so that a broken one breaks nothing here.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from dakrun.errors import DakrunError
+from dakrun.hardware.files import find_profile, gpu_names
+from dakrun.hardware.machine import (
+    Check,
+    Gpu,
+    direct_transport,
+    driver,
+    gpu,
+    host_memory,
+    numa,
+    nvlink,
+    page_locking,
+    pcie,
+    peers,
+    visible_gpus,
+)
+from dakrun.resources import cache_dir
+from dakrun.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PACKAGES = ("transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy")
+ESSENTIAL = ("python", "torch", *PACKAGES)  # generate runs where none of these is lacking
+CUDA_EXTRA = "pip install 'dakrun[cuda13]'"
+NO_GPU = "only a GPU needs it"
+CUPY_CODE = "import cupy; print(cupy.__version__)"
+NVRTC_CODE = "from cuda.bindings import nvrtc; print(*nvrtc.nvrtcVersion()[1:], sep='.')"
+
+
+def examine() -> list[Check]:
+    """All checks on this machine; none of them raises."""
+    gpus, checks = visible_gpus(), []
+    for check in CHECKS:
+        try:
+            found = check(gpus)
+        except Exception as problem:
+            name = check.__name__.replace("_", " ")
+            found = Check(name, "note", f"cannot be told ({_one_line(problem)})")
+        checks += [found] if isinstance(found, Check) else found
+    return [*checks, verdict(gpus, checks)]
+
+
+def verdict(gpus: Sequence[Gpu], checks: Sequence[Check]) -> Check:
+    """Where `dakrun generate` runs here, after the other checks."""
+    lacks = [check.name for check in checks if check.status == "lack"]
+    if not can_generate(checks):
+        essential = ", ".join(name for name in lacks if name in ESSENTIAL)
+        return Check("generate", "lack", "cannot run here", f"mend above: {essential}")
+    lacking = f"; lacking, see above: {', '.join(lacks)}" if lacks else ""
+    if gpus:
+        return Check("generate", "ok", f"runs on the GPU and on the CPU{lacking}")
+    needs = f"an NVIDIA GPU, its driver, a torch built with CUDA, and: {CUDA_EXTRA}"
+    finding = "runs on the CPU with the reference kernels; a GPU run needs "
+    return Check("generate", "ok", finding + needs + lacking)
+
+
+def can_generate(checks: Sequence[Check]) -> bool:
+    """Whether `dakrun generate` can run at all, on the CPU at least."""
+    return not any(check.status == "lack" and check.name in ESSENTIAL for check in checks)
+
+
+def render(checks: Sequence[Check], console: "Console") -> None:
+    """Print the checks as a table, remedies below their findings."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("check", "status", "finding"):
+        table.add_column(title, overflow="fold", no_wrap=title == "status")
+    for check in checks:
+        remedy = f"\nremedy: {check.remedy}" if check.remedy else ""
+        table.add_row(Text(check.name), Text(check.status), Text(check.finding + remedy))
+    console.print(table, highlight=False)
+
+
+def python(gpus: Sequence[Gpu]) -> Check:
+    """The interpreter: dakrun supports 3.11 to 3.13."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Check("python", "ok", version)
+    return Check("python", "lack", version, "make an environment with Python 3.11 to 3.13")
+
+
+def torch(gpus: Sequence[Gpu]) -> Check:
+    """torch and the CUDA that it was built for."""
+    try:
+        module = _torch()
+    except Exception as problem:
+        return Check("torch", "lack", f"cannot be imported ({_one_line(problem)})",
+                     "pip install --force-reinstall 'torch>=2.11,<2.14'")  # fmt: skip
+    built = f"built for CUDA {module.version.cuda}" if module.version.cuda else "built without CUDA"
+    return Check("torch", "ok", f"{module.__version__}, {built}")
+
+
+def packages(gpus: Sequence[Gpu]) -> list[Check]:
+    """The other packages that every run needs."""
+    return [
+        Check(name, "ok", version)
+        if (version := _version(name))
+        else Check(name, "lack", "not installed", f"pip install {name}")
+        for name in PACKAGES
+    ]
+
+
+def cupy(gpus: Sequence[Gpu]) -> Check:
+    """CuPy, which launches the kernels."""
+    names = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+    installed = [f"{name} {version}" for name in names if (version := _version(name))]
+    if not installed:
+        return _missing("cupy", gpus, "not installed", CUDA_EXTRA)
+    if len(installed) > 1:
+        remedy = f"pip uninstall {' '.join(text.split()[0] for text in installed)}; {CUDA_EXTRA}"
+        return Check("cupy", "lack", f"{' and '.join(installed)} are in each other's way", remedy)
+    works, answer = _ask(CUPY_CODE)
+    if not works:
+        return _missing("cupy", gpus, f"{installed[0]} does not import ({answer})", CUDA_EXTRA)
+    return Check("cupy", "ok", f"{installed[0]}, imports")
+
+
+def nvrtc(gpus: Sequence[Gpu]) -> Check:
+    """NVRTC through cuda-bindings, which compiles the kernels; it needs no GPU."""
+    version = _version("cuda-bindings")
+    if not version:
+        return _missing("nvrtc", gpus, "cuda-bindings is not installed", CUDA_EXTRA)
+    works, answer = _ask(NVRTC_CODE)
+    if not works:
+        found = f"cuda-bindings {version}, but NVRTC does not load ({answer})"
+        return _missing("nvrtc", gpus, found, CUDA_EXTRA)
+    return Check("nvrtc", "ok", f"{answer}, cuda-bindings {version}")
+
+
+def cuda_headers(gpus: Sequence[Gpu]) -> Check:
+    """cuda_fp16.h, which the kernels include."""
+    for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13"):
+        if any(file.name == "cuda_fp16.h" for file in _package_files(name)):
+            return Check("cuda headers", "ok", f"in {name} {_version(name)}")
+    return _missing("cuda headers", gpus, "nvidia-cuda-runtime is not installed", CUDA_EXTRA)
+
+
+def profile(gpus: Sequence[Gpu]) -> Check:
+    """The hardware profile that --profile auto takes here."""
+    try:
+        found = find_profile(device="cuda" if gpus or gpu_names() else "cpu")
+    except DakrunError as problem:
+        return Check("profile", "lack", str(problem), problem.hint)
+    return Check("profile", "ok", f"{found.name} ({found.provenance.kind})")
+
+
+def cache(gpus: Sequence[Gpu]) -> Check:
+    """The cache folder: whether it can be written, and the disk's free space."""
+    folder = cache_dir().expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Check("cache", "lack", f"{folder}: cannot be written",
+                     "make it writable, or set DAKRUN_CACHE_DIR to another folder")  # fmt: skip
+    return Check("cache", "ok", f"{folder}, {format_bytes(shutil.disk_usage(existing).free)} free")
+
+
+CHECKS: tuple[Callable[..., Check | list[Check]], ...] = (
+    python, torch, packages, gpu, driver, direct_transport, cupy, nvrtc, cuda_headers,
+    host_memory, page_locking, numa, pcie, nvlink, peers, profile, cache,
+)  # fmt: skip
+
+
+def _torch() -> Any:
+    return import_module("torch")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _package_files(package: str) -> Sequence[metadata.PackagePath]:
+    return (metadata.files(package) or []) if _version(package) else []
+
+
+def _missing(name: str, gpus: Sequence[Gpu], finding: str, remedy: str) -> Check:
+    """A lack where there is a GPU, else a note."""
+    if gpus:
+        return Check(name, "lack", finding, remedy)
+    return Check(name, "note", f"{finding}; {NO_GPU}", remedy)
+
+
+def _ask(code: str) -> tuple[bool, str]:
+    """Whether `code` runs in another interpreter, and the last line that it says."""
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return False, _one_line(problem)
+    lines = (run.stderr if run.returncode else run.stdout).split("\n")
+    said = [line.strip() for line in lines if line.strip()]
+    return run.returncode == 0, said[-1] if said else f"exit code {run.returncode}"
+
+
+def _one_line(problem: Exception) -> str:
+    return (" ".join(str(problem).split()) or type(problem).__name__)[:160]

@@ -1,0 +1,138 @@
+"""How a command ends: every failure becomes an `error:` and a `hint:` line and an exit code.
+
+Knows click and the exceptions that end a command, but no command.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from dakrun.cli.console import tell
+from dakrun.errors import (
+    EXIT_CANNOT_RUN,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    CannotRun,
+    DakrunError,
+    GpuFailed,
+)
+from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
+
+_FREE_SPACE = "free some disk space, then run it again"
+_PERMISSIONS = "check its permissions, or name another place"
+_MEMORY = "free some memory, or lower --batch-size or --max-model-len"
+_REMEDIES = {
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
+    errno.EROFS: "name a place that can be written",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file, not a folder",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENAMETOOLONG: "check the path; names have up to 255 bytes",
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: "name a place that takes larger files, or raise the limit: ulimit -f",
+    errno.EMFILE: "raise the number of open files: ulimit -n",
+    errno.ENOMEM: _MEMORY,
+}
+_NO_REMEDY = "check the file, its permissions and the disk; DAKRUN_DEBUG=1 shows where it happened"
+
+
+class ErrorLines(click.Group):
+    """A group that turns every failure into an `error:` and a `hint:` line and an exit code.
+
+    A command returns its exit code, or None for 0. DAKRUN_DEBUG=1 shows tracebacks, too.
+    """
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line and exit."""
+        try:
+            _check_streams()
+            with raise_on_sigterm():
+                code = super().main(
+                    *args, **{"prog_name": "dakrun", **kwargs, "standalone_mode": False}
+                )
+                sys.stdout.flush()
+        except click.exceptions.NoArgsIsHelpError as no_command:
+            no_command.show()
+            code = EXIT_USAGE
+        except click.ClickException as problem:
+            code = problem.exit_code
+            _report(problem, problem.format_message(), _help_hint(problem))
+        except click.Abort as abort:
+            tell("interrupted")
+            code = exit_code(abort.__cause__)
+        except Interrupted as stop:
+            tell(f"interrupted: {stop}; {stop.hint}")
+            code = stop.exit_code
+        except DakrunError as problem:
+            code = problem.exit_code
+            _report(problem, str(problem), problem.hint)
+            if isinstance(problem, GpuFailed):
+                _leave(code)
+        except BrokenPipeError:  # whoever read our output has enough of it
+            _drop_stdout()
+            code = EXIT_FAILED
+        except OSError as problem:
+            code = EXIT_CANNOT_RUN
+            _report(problem, _what_failed(problem), _REMEDIES.get(problem.errno or 0, _NO_REMEDY))
+        except MemoryError as problem:
+            code = EXIT_CANNOT_RUN
+            _report(problem, f"memory ran out{f': {problem}' if str(problem) else ''}", _MEMORY)
+        except Exception as problem:
+            code = EXIT_FAILED
+            what = f"internal: {type(problem).__name__}: {problem}"
+            _report(problem, what, "set DAKRUN_DEBUG=1 to see where, and report it as a bug")
+        sys.exit(code)
+
+
+def _check_streams() -> None:
+    """Refuse to run without stdout; without stderr, talk goes nowhere."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        raise CannotRun("standard output is closed", hint="leave it open, or send it to /dev/null")
+
+
+def _report(problem: Exception, message: str, hint: str) -> None:
+    if os.environ.get("DAKRUN_DEBUG") == "1":
+        traceback.print_exception(problem)
+    tell(f"error: {_one_line(message)}\nhint: {_one_line(hint)}")
+
+
+def _leave(code: int) -> None:
+    """Exit at once: modules and graphs that are destroyed would tell again that the GPU failed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _help_hint(problem: click.ClickException) -> str:
+    context = getattr(problem, "ctx", None)
+    return f"see: {context.command_path if context else 'dakrun'} --help"
+
+
+def _what_failed(problem: OSError) -> str:
+    """The file, where there is one, and what the system said of it."""
+    reason = problem.strerror or str(problem) or type(problem).__name__
+    if problem.filename is not None:
+        return f"{problem.filename}: {reason}"
+    try:
+        sys.stdout.flush()
+    except OSError:  # it was stdout: what could not be written is still in its buffer
+        _drop_stdout()
+        return f"standard output: {reason}"
+    return reason
+
+
+def _drop_stdout() -> None:
+    """Send what is left in stdout's buffer nowhere, so that the flush at exit cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

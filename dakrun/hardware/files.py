@@ -1,0 +1,110 @@
+"""Profiles in files: those that are shipped or kept, and the one that suits this machine.
+
+Knows where they lie and what devices are called; what is in them is hardware.py's.
+"""
+
+import os
+import platform
+from pathlib import Path
+from typing import Literal
+
+from dakrun.errors import UsageError
+from dakrun.hardware.parts import OtherSchema
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.resources import cache_dir, resource_dir
+
+
+def load_profile(name: str) -> HardwareProfile:
+    """The profile in file `name`, or the shipped or kept one of that name."""
+    folders = (resource_dir("profiles"), kept_profiles_dir())
+    paths = [Path(name)] if name.endswith(".toml") else [f / f"{name}.toml" for f in folders]
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        return HardwareProfile.from_toml(text, source=str(path))
+    known = ", ".join(shipped_profiles())
+    raise UsageError(f"no profile {name!r}", hint=f"give a .toml file or one of: {known}")
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with dakrun."""
+    return sorted(path.stem for path in resource_dir("profiles").glob("*.toml"))
+
+
+def kept_profiles_dir() -> Path:
+    """Where `dakrun profile` keeps what it measured on this machine."""
+    return cache_dir() / "profiles"
+
+
+def find_profile(*, device: Literal["cuda", "cpu"], name: str | None = None) -> HardwareProfile:
+    """The profile that suits this machine's CPU, or its GPU called `name`, best.
+
+    Without a name that is the first GPU that the driver lists in /proc, so that planning needs no
+    CUDA library. A kept profile of the same device comes before the shipped ones. Of those, the
+    one with the closest device name is taken, measured before spec sheet, then the one with the
+    fewest remote tiers.
+    Raises UsageError where the GPU has no profile.
+    """
+    name = _device_name(device) if name is None else name
+    kept = kept_profile(device=device, name=name)
+    if kept is not None:
+        return kept
+    if device == "cpu":
+        return load_profile("cpu")
+    shipped = [load_profile(profile) for profile in shipped_profiles()]
+    fitting = [p for p in shipped if p.device == device and name and p.device_name in name]
+    if fitting:
+        return min(fitting, key=_preference)
+    raise UsageError(
+        f"no profile for {name or 'a GPU (there is none here)'}",
+        hint="run dakrun profile, or name one with --profile: " + ", ".join(shipped_profiles()),
+    )
+
+
+def kept_profile(*, device: Literal["cuda", "cpu"], name: str) -> HardwareProfile | None:
+    """The newest profile that `dakrun profile` kept of the device called `name`, if any.
+
+    Those that another version kept do not count. Raises UsageError for one that is damaged.
+    """
+    files = sorted(kept_profiles_dir().glob("*.toml"), key=lambda path: path.stat().st_mtime_ns)
+    for path in reversed(files):
+        try:
+            kept = load_profile(str(path))
+        except OtherSchema:
+            continue
+        except UsageError as problem:
+            raise UsageError(str(problem), hint="run dakrun profile again") from None
+        if kept.device == device and name and kept.device_name == name:
+            return kept
+    return None
+
+
+def _device_name(device: Literal["cuda", "cpu"]) -> str:
+    return cpu_name() if device == "cpu" else next(iter(gpu_names()), "")
+
+
+def _preference(profile: HardwareProfile) -> tuple[int, bool, int, str]:
+    measured = profile.provenance.kind == "measured"
+    return -len(profile.device_name), not measured, len(profile.remote), profile.name
+
+
+def cpu_name() -> str:
+    """Model of this machine's CPU and the cores that this process may use of it."""
+    model = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def gpu_names() -> list[str]:
+    """Model names of the NVIDIA GPUs that the driver lists, in its order."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("Model:"):
+                names.append(line.removeprefix("Model:").strip())
+    return names

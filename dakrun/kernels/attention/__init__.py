@@ -1,0 +1,1 @@
+"""Decode attention over a KV cache in several tiers: SplitK_FlashAttn."""

@@ -1,0 +1,200 @@
+"""The packed form of a matrix, which the GPU's kernels read: octets, groups, waves, atoms.
+
+A tier's octets, of 8 rows, are dealt to its CTAs in groups of up to 16, those that a CTA computes
+together: CTA c takes the groups c, c + CTAs, ... What the CTAs take at a time, a wave, is stored as
+[steps of columns][groups][atoms along the columns][octets], so that CTAs side by side read memory
+side by side. An atom is 8 rows x 64 columns of 16-bit elements, 1 KiB: rows of 128 bytes whose
+16-byte chunks are swizzled, chunk c of row r at c ^ r, as TMA's 128-byte swizzle would put them.
+Rows are padded with zeros to whole octets, columns to multiples of 64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dakrun.geometry import MAX_GROUP, OCTET_ROWS, octet_count
+from dakrun.units import ceil_div
+
+ATOM_COLS = 64
+DTYPES = (torch.float16, torch.bfloat16)
+CHUNK = 8  # elements of 16 bytes
+_ATOM = OCTET_ROWS * ATOM_COLS // 4  # words of 8 bytes
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a tier's octets are dealt to `ctas`: in turn, in groups, the last maybe smaller.
+
+    A step is `step_cols` columns, a multiple of 64, of a group of `group` octets. With `mixed` that
+    is how they are stored, but it is the local part's CTAs that take the groups, among their own.
+    """
+
+    octets: int
+    ctas: int
+    group: int
+    step_cols: int
+    mixed: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.group <= MAX_GROUP or self.step_cols % ATOM_COLS or self.step_cols < 1:
+            raise ValueError(f"expected groups of 1 to {MAX_GROUP} and steps of 64s, got {self}")
+        if self.octets and self.ctas < 1:
+            raise ValueError(f"expected a CTA at least, got {self}")
+
+    @property
+    def wave(self) -> int:
+        """Octets that the CTAs take at a time."""
+        return max(1, self.ctas * self.group)
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Consecutive octets in one tier: `data` is uint8, 1-D, dealt out as `split`."""
+
+    tier: str
+    split: Split
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A matrix [M, K] of packed octets, the parts in the order of the rows."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    parts: tuple[PackedPart, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"expected float16 or bfloat16, got {self.dtype}")
+        for part in self.parts:
+            expected = part.split.octets * octet_bytes(self.shape[1])
+            if part.data.dtype != torch.uint8 or part.data.shape != (expected,):
+                raise ValueError(
+                    f"expected {expected} bytes in {part.tier}, got {list(part.data.shape)} of "
+                    f"{part.data.dtype}"
+                )
+        placed = sum(part.split.octets for part in self.parts)
+        if placed != octet_count(self.shape[0]):
+            raise ValueError(f"{placed} octets are placed of a matrix of {self.shape}")
+
+    def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The matrix [M, K] in one piece."""
+        rows, cols = self.shape
+        parts = [
+            _unpack(part.data.to(device), cols, part.split).view(self.dtype)
+            for part in self.parts
+            if part.split.octets
+        ]
+        return torch.cat(parts)[:rows, :cols].contiguous()
+
+
+def padded_cols(cols: int) -> int:
+    """Columns that are stored of `cols`."""
+    return ceil_div(cols, ATOM_COLS) * ATOM_COLS
+
+
+def octet_bytes(cols: int) -> int:
+    """Bytes of an octet of a matrix of `cols` columns."""
+    return OCTET_ROWS * padded_cols(cols) * 2
+
+
+def pack(weight: torch.Tensor, split: Split) -> torch.Tensor:
+    """Rows of a weight [M, K] that lie in one tier, dealt out as `split`, as bytes (uint8, 1-D).
+
+    `weight` is of a 16-bit dtype on any device; its M is a multiple of 8, but for the last rows.
+    """
+    if weight.dtype not in DTYPES or weight.dim() != 2:
+        raise ValueError(
+            f"expected a float16 or bfloat16 matrix, got {weight.dtype} {list(weight.shape)}"
+        )
+    if octet_count(len(weight)) != split.octets:
+        raise ValueError(f"expected {split.octets} octets, got {octet_count(len(weight))}")
+    data = weight.new_empty(split.octets * octet_bytes(weight.shape[1]), dtype=torch.uint8)
+    for first, count in stretches(split, split.octets):
+        write(weight[OCTET_ROWS * first : OCTET_ROWS * (first + count)], split, data, first)
+    return data
+
+
+def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
+    """A tier's octets as (first, count) of pieces that `write` takes, of up to `limit` octets.
+
+    A piece is whole waves where that many are not too many, else groups of one wave, one at least.
+    """
+    limit, first = max(1, limit // split.group) * split.group, 0
+    while first < split.octets:
+        left, skipped = split.octets - first, first % split.wave
+        count = min(limit, left, split.wave - skipped)
+        if count == split.wave:
+            count = min(limit, left) // split.wave * split.wave
+        yield first, count
+        first += count
+
+
+def write(weight: torch.Tensor, split: Split, data: torch.Tensor, first: int) -> None:
+    """Pack a piece of a tier's rows, one of `stretches`, into the tier's bytes `data`.
+
+    `weight` [M, K] is of a 16-bit dtype, its rows those of the octets from `first` on.
+    """
+    rows, cols = weight.shape
+    octets, width = octet_count(rows), padded_cols(cols)
+    padded = weight.new_zeros(octets * OCTET_ROWS, width)
+    padded[:rows, :cols] = weight
+    words = padded.view(torch.int64).view(octets, OCTET_ROWS, -1, ATOM_COLS // CHUNK, 2)
+    atoms = _swizzled(words.permute(2, 0, 1, 3, 4))  # column, octet, row, chunk
+    for stored, of in _alike(data, split, first, atoms.flatten(2)):
+        stored.copy_(of)
+
+
+def _unpack(data: torch.Tensor, cols: int, split: Split) -> torch.Tensor:
+    """The padded rows [octets * 8, padded_cols(cols)] of one tier; `data` are its bytes."""
+    columns, pieces = padded_cols(cols) // ATOM_COLS, []
+    for first, count in stretches(split, split.octets):
+        atoms = data.new_empty((columns, count, _ATOM), dtype=torch.int64)
+        for stored, to in _alike(data, split, first, atoms):
+            to.copy_(stored)
+        pieces.append(atoms)
+    shape = (columns, split.octets, OCTET_ROWS, ATOM_COLS // CHUNK, 2)
+    atoms = _swizzled(torch.cat(pieces, 1).view(shape))
+    return atoms.permute(1, 2, 0, 3, 4).reshape(split.octets * OCTET_ROWS, -1)
+
+
+def _alike(
+    data: torch.Tensor, split: Split, first: int, atoms: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of views, one of a tier's bytes and one of the atoms that are stored there.
+
+    `atoms` [columns, octets, 128] of int64 are of one of `stretches`, from octet `first` on. Views
+    are [waves, steps, groups, columns of a step, octets of a group, 128], sizes being alike in one.
+    """
+    columns, octets = atoms.shape[:2]
+    skipped, waves = first % split.wave, max(1, octets // split.wave)
+    wave, here = min(split.wave, split.octets - first + skipped), octets // waves
+    words = data.view(torch.int64)[(first - skipped) * columns * _ATOM :]
+    words = words[: waves * wave * columns * _ATOM].view(waves, -1)
+    atoms = atoms.view(columns, waves, here, _ATOM)
+    for column, steps, depth in _equal(columns, split.step_cols // ATOM_COLS):
+        step = words[:, column * wave * _ATOM : (column + steps * depth) * wave * _ATOM]
+        step = step.view(waves, steps, -1)
+        some = atoms[column : column + steps * depth]
+        for octet, groups, size in _equal(here, split.group):
+            start, end = skipped + octet, skipped + octet + groups * size
+            stored = step[..., start * depth * _ATOM : end * depth * _ATOM]
+            of = some[:, :, octet : octet + groups * size]
+            of = of.view(steps, depth, waves, groups, size, _ATOM).permute(2, 0, 3, 1, 4, 5)
+            yield stored.view(waves, steps, groups, depth, size, _ATOM), of
+
+
+def _equal(count: int, size: int) -> list[tuple[int, int, int]]:
+    """`count` things in runs of pieces of one size: (first, pieces, size), the last one smaller."""
+    whole, rest = divmod(count, size)
+    runs = ((0, whole, size), (whole * size, 1, rest))
+    return [(first, pieces, each) for first, pieces, each in runs if pieces * each]
+
+
+def _swizzled(atoms: torch.Tensor) -> torch.Tensor:
+    """[..., rows, chunks, words] with chunk c of row r at c ^ r; its own inverse."""
+    rows = torch.arange(OCTET_ROWS, device=atoms.device)[:, None]
+    moved = torch.arange(ATOM_COLS // CHUNK, device=atoms.device) ^ rows
+    return atoms[..., rows, moved, :]

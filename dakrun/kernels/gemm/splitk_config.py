@@ -1,0 +1,243 @@
+"""How a kernel is run: pure choices from shapes, octets per tier and a few figures of the machine.
+
+Needs no GPU. No shape is special.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dakrun.geometry import MAX_GROUP, OCTET_ROWS, SHARED_BYTES, even_group, group_count
+from dakrun.kernels.gemm.packing import ATOM_COLS, Split
+from dakrun.units import ceil_div
+
+MAX_ROWS = 64  # of X in one launch
+X_TILES = (1, 2, 4, 8)
+MAX_STAGES = 16
+ATOM_BYTES = 2 * OCTET_ROWS * ATOM_COLS
+TILE_OCTETS = 8  # that a warpgroup multiplies at a time
+PAIRED_TILES = 8  # of X that two groups are multiplied at once for
+STEP_BYTES = 16 * 1024  # of a group that lie together, at most
+STEP_ATOMS = 8  # of them, at most: halves of sums begin with one
+COPY_BYTES = 8 * 1024  # of W for a stage, at least, where that leaves
+STAGES = 5  # or more; a copy takes time to issue, however small it is
+L2_SHARE = 1.6  # bytes that an SM has from L2 in the time of one from HBM
+# Of W and X for a CTA of SplitK_GEMM, up to which the tiled GEMM is slower for more than FEW_ROWS:
+# decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. The 320 KiB of 2048x2048
+# take 6.2 us of 7.6 in a chain, but make OPT-1.3b's step, where norms keep them apart, 7% slower.
+LITTLE_BYTES = 256 * 1024
+JOIN_BYTES = 60 * 1024  # that an SM could read from HBM while the halves of the last sums meet
+
+
+@dataclass(frozen=True)
+class TierAccess:
+    """How a tier is read: by how many SMs, and with how many bytes in flight over all of them.
+
+    None stands for no limit. A remote tier that is `mixed` is read by the local tier's SMs, among
+    their own octets or slots: no SM waits for its link alone. Limits are then for launches that
+    cannot do that, those of many rows.
+    """
+
+    sms: int | None = None
+    window_bytes: int | None = None
+    mixed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sms", "window_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, must be None or at least 1")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a CTA of a tier keeps in shared memory: stages of W, and of X.
+
+    A stage is `atoms` of 64 columns of a group, or, with 2 `groups`, of two that the CTA multiplies
+    at once; `window` are the stages of W that may be in flight.
+    """
+
+    atoms: int
+    stages: int
+    window: int
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How a skinny GEMM is launched. Bits of the result depend on `x_tiles` and `half_cols` alone.
+
+    `x_tiles` are tiles of 8 rows of X; sums are made of two halves, of the first `half_cols`
+    columns and the others, or whole where it is 0; each tier has a split and a ring. With `mixes`
+    the groups of the split that is mixed are the local CTAs'. Where the splits have fewer CTAs than
+    there are SMs, others without work make it `ctas`: else two of the next launch might come to
+    share an SM.
+    """
+
+    ctas: int
+    x_tiles: int
+    half_cols: int
+    shared_bytes: int
+    splits: tuple[Split, ...]
+    rings: tuple[Ring, ...]
+    mixes: bool = False
+
+
+def tiles_for(n: int) -> int:
+    """Tiles of 8 rows for an X of `n` rows, of those that there are kernels for."""
+    if not 1 <= n <= MAX_ROWS:
+        raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
+    return X_TILES[bisect.bisect_left(X_TILES, ceil_div(n, 8))]
+
+
+def can_mix(x_tiles: int) -> bool:
+    """Whether the local CTAs can take groups of a mixed tier; else it has CTAs of its own."""
+    return x_tiles != PAIRED_TILES
+
+
+def reads_little(n: int, octets: int, cols: int, *, sms: int) -> bool:
+    """Whether SplitK_GEMM is the faster for `n` rows of X, up to MAX_ROWS, although they are many.
+
+    W is of `octets` with `cols` columns, X and W of 16 bits; each of `sms` reads its share of W and
+    X once. The tiled GEMM, made for many rows, takes longer to begin and to end.
+    """
+    x_rows, w_rows = 8 * tiles_for(n), OCTET_ROWS * ceil_div(octets, sms)
+    return 2 * cols * (x_rows + w_rows) <= LITTLE_BYTES
+
+
+def split_octets(
+    octets: Sequence[int], tiers: Sequence[TierAccess], *, sms: int, aligned: bool = True
+) -> tuple[Split, ...]:
+    """Deal `octets` per tier (the local one first) to the `sms` of a GPU, one CTA each.
+
+    Remote tiers get the SMs that they are read by, the local one the rest, and with them the groups
+    of the first tier that is mixed. With `aligned` the size of a tier's groups is chosen for even
+    waves, else it is MAX_GROUP.
+    """
+    mixed = _mixed_tier(octets, tiers)
+    others = octets[mixed] if mixed else 0
+    remote = [
+        min(sms if tier.sms is None else tier.sms, count) if number != mixed else 0
+        for number, (tier, count) in enumerate(zip(tiers, octets, strict=True))
+        if number > 0
+    ]
+    local = min(max(1, sms - sum(remote)), octets[0] + others)
+    splits = []
+    for number, count in enumerate(octets):
+        if number in (0, mixed):
+            ctas, dealt = local, (octets[0], local, others)
+        else:
+            ctas = remote[number - 1]
+            dealt = (count, ctas, 0)
+        group = even_group(*dealt) if aligned else MAX_GROUP
+        ctas = min(ctas, group_count(group, count, 0 if number else others))
+        splits.append(Split(count, ctas, group, _step_cols(group), mixed=0 < number == mixed))
+    return tuple(splits)
+
+
+def _mixed_tier(octets: Sequence[int], tiers: Sequence[TierAccess]) -> int:
+    """The remote tier whose groups the local CTAs take among their own, or 0."""
+    options = (
+        number
+        for number, (count, tier) in enumerate(zip(octets, tiers, strict=True))
+        if number and count and octets[0] and tier.mixed
+    )
+    return next(options, 0)
+
+
+def _step_cols(group: int) -> int:
+    """Columns of steps of up to STEP_BYTES, a power of two, so that stages can be parts of them."""
+    atoms = max(1, min(STEP_ATOMS, STEP_BYTES // (ATOM_BYTES * group)))
+    return ATOM_COLS << (atoms.bit_length() - 1)
+
+
+def gemm_config(
+    n: int,
+    splits: Sequence[Split],
+    tiers: Sequence[TierAccess],
+    *,
+    sms: int,
+    cols: int = 0,
+) -> GemmConfig:
+    """Choose for a W that is dealt out as `splits` to `tiers`, and an X of `n` rows.
+
+    `sms` are those of the GPU. Where W's columns are given as `cols`, sums may be made of halves.
+    """
+    x_tiles = tiles_for(n)
+    half_cols = half_columns(sum(split.octets for split in splits), cols, x_tiles, sms)
+    mixes = can_mix(x_tiles) and any(split.mixed for split in splits)
+    rings = [
+        ring(split, tiers[0] if mixes and split.mixed else tier, x_tiles, halves=half_cols > 0)
+        for split, tier in zip(splits, tiers, strict=True)
+    ]
+    return GemmConfig(
+        half_cols=half_cols,
+        ctas=max(sms, sum(split.ctas for split in splits if not (mixes and split.mixed))),
+        x_tiles=x_tiles,
+        shared_bytes=max(
+            ring_bytes(split, ring, x_tiles)
+            for split, ring in zip(splits, rings, strict=True)
+            if split.octets
+        ),
+        splits=tuple(splits),
+        rings=tuple(rings),
+        mixes=mixes,
+    )
+
+
+def half_columns(octets: int, cols: int, x_tiles: int, sms: int) -> int:
+    """The columns of the first half of each sum, or 0 where sums had better be whole.
+
+    Two CTAs that take half of each other's sums read half as much of X, and then leave and read
+    sums. Where a W of `octets` lies does not count, so that it changes no bits.
+    """
+    group, atoms = even_group(octets, sms), ceil_div(cols, ATOM_COLS)
+    if x_tiles != PAIRED_TILES or group > TILE_OCTETS:
+        return 0
+    if octets > sms * group:  # of two waves at once X is read half as often, too
+        return 0
+    w, x = ATOM_BYTES * atoms * group, ATOM_BYTES * atoms * x_tiles
+    sums = 4 * OCTET_ROWS**2 * x_tiles * 2 * group  # both groups' halves, in float32
+    whole = max(w, (w + x) / L2_SHARE)
+    halves = max(w, (w + x / 2 + 1.5 * sums) / L2_SHARE) + JOIN_BYTES
+    return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
+
+
+def ring(split: Split, tier: TierAccess, x_tiles: int, *, halves: bool = False) -> Ring:
+    """Stages with copies that are large enough, where that leaves some; as many as have room.
+
+    Two groups at once halve how often many rows of X are read: those of two waves, where none is
+    left over, or, with `halves`, of two CTAs. They must be a warpgroup's each, and a tier with a
+    window waits for its link, not for X.
+    """
+    step, window = split.step_cols // ATOM_COLS, tier.window_bytes
+    pairs = x_tiles == PAIRED_TILES and split.group <= TILE_OCTETS
+    waves = ceil_div(split.octets, split.wave)
+    others = split.ctas > 1 if halves else waves > 0 and waves % 2 == 0
+    groups = 2 if pairs and others and window is None else 1
+    octets = groups * split.group
+    options = [
+        atoms
+        for atoms in range(1, step + 1)
+        if step % atoms == 0 and (atoms == 1 or _stages(octets, atoms, x_tiles) >= STAGES)
+    ]
+    copies = [ATOM_BYTES * atoms * octets for atoms in options]
+    chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
+    stages = _stages(octets, options[chosen], x_tiles)
+    if window is None or not split.ctas:
+        window = stages
+    else:
+        window = max(1, min(stages, window // (copies[chosen] * split.ctas)))
+    return Ring(options[chosen], stages, window, groups)
+
+
+def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
+    """Shared memory of a CTA: the stages, and what is read behind the last group's octets."""
+    stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + x_tiles)
+    behind = ATOM_BYTES * (-split.group % TILE_OCTETS - ring.atoms * x_tiles)
+    return ring.stages * stage + max(0, behind)
+
+
+def _stages(octets: int, atoms: int, x_tiles: int) -> int:
+    room = SHARED_BYTES - ATOM_BYTES * max(0, -octets % TILE_OCTETS - atoms * x_tiles)
+    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (octets + x_tiles)))

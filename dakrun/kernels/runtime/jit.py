@@ -1,0 +1,247 @@
+"""Kernels of native/ on a GPU: cubins from the cache, CuPy modules, launches on torch's stream.
+
+Knows neither what a kernel computes nor where its operands lie.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dakrun.errors import CannotRun
+from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
+from dakrun.resources import cache_dir
+
+SHARED_BYTES = 227 * 1024  # of a CTA: what the kernels are laid out for
+
+
+class Kernel:
+    """One kernel of a loaded module, on the device that was current when it was loaded.
+
+    Its only parameter is a struct, which callers give as a ctypes.Structure of the same layout.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function  # keeps the module alive
+        self._handle = function.kernel.ptr
+
+    def launch(
+        self,
+        grid: int,
+        block: int,
+        args: ctypes.Structure,
+        *,
+        shared_bytes: int = 0,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        """Launch `grid` CTAs of `block` threads on torch's current stream.
+
+        `shared_bytes` is dynamic shared memory a CTA; `cluster` CTAs, which divide the grid, form a
+        cluster. With `overlap` it may start before the kernel ahead has ended (programmatic
+        dependent launch), and must itself wait before it touches what that kernel writes.
+        Raises RuntimeError where the driver refuses.
+        """
+        if grid < 1 or grid % cluster:
+            raise ValueError(f"expected a positive multiple of {cluster} CTAs, got {grid}")
+        driver = _driver()
+        self._allow(shared_bytes)
+        config = _launch_config(driver, grid, block, shared_bytes)
+        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        attributes = []
+        if cluster > 1:
+            attributes.append(_cluster_attribute(driver, cluster))
+        if overlap:
+            attributes.append(_overlap_attribute(driver))
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        (status,) = driver.cuLaunchKernelEx(
+            config, driver.CUfunction(self._handle), ctypes.addressof(pointers), 0
+        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(
+                f"launch of {self._function.name} failed: {status.name} (grid {grid}, block "
+                f"{block}, cluster {cluster}, {shared_bytes} bytes of shared memory)"
+            )
+
+    def clusters(self, size: int, block: int, shared_bytes: int) -> int:
+        """How many clusters of `size` such CTAs run at a time where nothing else runs."""
+        driver = _driver()
+        self._allow(shared_bytes)
+        config = _launch_config(driver, size, block, shared_bytes)
+        config.attrs, config.numAttrs = [_cluster_attribute(driver, size)], 1
+        status, found = driver.cuOccupancyMaxActiveClusters(driver.CUfunction(self._handle), config)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"clusters of {self._function.name} are unknown: {status.name}")
+        return int(found)
+
+    def _allow(self, shared_bytes: int) -> None:
+        if shared_bytes > self._function.max_dynamic_shared_size_bytes:
+            self._function.max_dynamic_shared_size_bytes = shared_bytes
+
+
+def kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> Kernel:
+    """The kernel `name` of native/`source` on torch's current device, compiled where it must be.
+
+    Raises CannotRun where the GPU is too old or the CUDA packages are missing.
+    """
+    device = torch.cuda.current_device()
+    return _kernel(source, name, tuple(sorted((defines or {}).items())), device)
+
+
+@functools.cache
+def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
+    module = _module(source, defines, device)
+    with _cupy().cuda.Device(device):
+        return Kernel(module.get_function(name))
+
+
+@functools.cache
+def _module(source: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
+    path = cached_cubin(source, architecture(device), dict(defines))
+    cupy = _cupy()
+    with cupy.cuda.Device(device):
+        return cupy.RawModule(path=str(path))
+
+
+def architecture(device: int) -> str:
+    """The target of ARCHITECTURES that `device`, a CUDA device index, runs.
+
+    Raises CannotRun for other GPUs.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    found = f"sm_{major}{minor}a"
+    if found not in ARCHITECTURES:
+        raise CannotRun(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}",
+            hint="dakrun's kernels run on 9.0 (H100, H200, GH200), 10.0 (B200) and 12.0",
+        )
+    return found
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether `device` runs the kernels: a target of theirs, with the shared memory of a Hopper."""
+    if device.type != "cuda":
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)
+    target = f"sm_{properties.major}{properties.minor}a"
+    return target in ARCHITECTURES and properties.shared_memory_per_block_optin >= SHARED_BYTES
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """SMs of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def cached_cubin(source: str, arch: str, defines: Mapping[str, int] | None = None) -> Path:
+    """The file that holds the cubin, compiled and published at once where it is not there yet.
+
+    Processes that race for it all publish the same bytes.
+    """
+    digest = source_digest(source, arch, defines)
+    folder = cache_dir() / "cubins"
+    path = folder / f"{Path(source).stem}-{arch}-{digest[:24]}.cubin"
+    if path.is_file():
+        return path
+    cubin = compile_cubin(source, arch, defines).cubin
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _publish(path, cubin)
+    except OSError as problem:
+        raise CannotRun(
+            f"{folder}: {problem.strerror}", hint="set DAKRUN_CACHE_DIR to a folder to write to"
+        ) from None
+    return path
+
+
+def compile_ahead(variants: Iterable[tuple[str, Mapping[str, int]]], arch: str) -> None:
+    """Put the cubins of (source, defines) for `arch` into the cache, compiled side by side.
+
+    NVRTC lets other threads run: on two cores two threads take half of the time of one.
+    """
+    with compiling(variants, arch):
+        pass
+
+
+@contextlib.contextmanager
+def compiling(
+    variants: Iterable[tuple[str, Mapping[str, int]]], arch: str
+) -> Iterator[Callable[[], None]]:
+    """The same beside what is done meanwhile: all are there behind it.
+
+    Gives a function that waits for them. Where that or anything else fails, those that no thread
+    has begun with are given up.
+    """
+    with ThreadPoolExecutor() as pool:
+        cubins = [pool.submit(cached_cubin, source, arch, defines) for source, defines in variants]
+
+        def wait() -> None:
+            for cubin in cubins:
+                cubin.result()
+
+        try:
+            yield wait
+            wait()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _publish(path: Path, data: bytes) -> None:
+    """Write `data` so that `path` is there whole or not at all."""
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def _launch_config(driver: Any, grid: int, block: int, shared_bytes: int) -> Any:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    return config
+
+
+def _cluster_attribute(driver: Any, size: int) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dimension = attribute.value.clusterDim
+    dimension.x, dimension.y, dimension.z = size, 1, 1
+    return attribute
+
+
+def _overlap_attribute(driver: Any) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+@functools.cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+@functools.cache
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError:
+        raise CannotRun("CuPy is not installed", hint=HINT) from None
+    return cupy

@@ -1,0 +1,140 @@
+"""What the user calls a model, resolved: a directory, a config.json, a known name or a hub id.
+
+Downloads through huggingface_hub, imported late; it honours HF_HOME, HF_HUB_OFFLINE and HF_TOKEN.
+"""
+
+import difflib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from dakrun.config import ModelConfig
+from dakrun.errors import CannotRun, DakrunError, UsageError
+from dakrun.models.hf_config import parse_model_config, read_model_config
+from dakrun.models.known import hub_id, known_model, known_names
+from dakrun.weights.files import read_json_object
+
+WEIGHTS = "*.safetensors"
+# The root folder alone: some repositories keep the same weights in other formats below it.
+PATTERNS = [WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]
+ELSEWHERE = ["*/*", "consolidated*"]
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def model_config(name: str) -> ModelConfig:
+    """The architecture of the model `name`; from the hub only config.json is fetched.
+
+    Raises UsageError for a name that nothing goes by or a config.json that is wrong, CannotRun
+    for an architecture that is not supported or a hub that does not answer.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return read_model_config(path)
+    if path.is_file():
+        return parse_model_config(read_json_object(path), name=path.resolve().parent.name)
+    known = known_model(name)
+    if known is not None:
+        return known
+    _require_hub_id(name)
+    from huggingface_hub import hf_hub_download
+
+    config = _from_hub(name, lambda: hf_hub_download(name, "config.json"))
+    return parse_model_config(read_json_object(Path(config)), name=name)
+
+
+def model_directory(name: str) -> Path:
+    """The folder with the checkpoint `name`: a directory, or a hub id, downloaded if need be.
+
+    Raises UsageError for other names (a known one stands for an architecture, not for weights),
+    CannotRun where the hub does not deliver safetensors files.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise UsageError(
+            f"{name}: a file, not a model directory",
+            hint="give the folder that holds config.json and the safetensors files",
+        )
+    if known_model(name) is not None:
+        raise UsageError(
+            f"{name!r} names an architecture for planning, not a checkpoint",
+            hint=f"give a model directory, or the hub id {hub_id(name)}; "
+            "generate --load-format dummy makes random weights",
+        )
+    _require_hub_id(name)
+    from huggingface_hub import snapshot_download
+
+    folder = _from_hub(
+        name,
+        lambda: snapshot_download(name, allow_patterns=PATTERNS, ignore_patterns=ELSEWHERE),
+    )
+    if not any(Path(folder).glob(WEIGHTS)):
+        raise CannotRun(
+            f"{name} has no safetensors files on the Hugging Face hub",
+            hint="download its pytorch_model*.bin and json files into a folder SRC, then: "
+            "dakrun convert SRC DST",
+        )
+    return Path(folder)
+
+
+def _require_hub_id(name: str) -> None:
+    """UsageError unless `name` has the form of a hub id and cannot be meant as a path."""
+    if _HUB_ID.fullmatch(name):
+        return
+    names = known_names()
+    close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    if "/" in name:
+        hint = "give a folder with config.json and safetensors files, or a hub id ORG/NAME"
+    elif close:
+        hint = f"did you mean {' or '.join(close)}? Else give a model directory or a hub id"
+    else:
+        hint = f"give a model directory, a hub id ORG/NAME, or one of: {', '.join(names)}"
+    raise UsageError(f"{name!r}: no such model directory or known name", hint=hint)
+
+
+def _from_hub(name: str, fetch: Callable[[], str]) -> str:
+    """What `fetch` returns; CannotRun with one line of why where the hub does not deliver."""
+    try:
+        return fetch()
+    except Exception as problem:
+        raise _failure(name, problem) from problem
+
+
+def _failure(name: str, problem: Exception) -> DakrunError:
+    """The error that tells the user why the hub did not deliver the model `name`."""
+    from huggingface_hub import errors
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    planning = [known for known in known_names() if (hub_id(known) or "").lower() == name.lower()]
+    by_name = f"; dakrun plan knows it offline as {planning[0]}" if planning else ""
+    if isinstance(problem, errors.GatedRepoError):
+        return CannotRun(
+            f"{name} is gated on the Hugging Face hub",
+            hint="accept its licence on its page there, then set HF_TOKEN or run: hf auth login"
+            + by_name,
+        )
+    if isinstance(problem, errors.RepositoryNotFoundError):
+        return CannotRun(
+            f"the Hugging Face hub has no model {name}, or it is private",
+            hint="check the spelling; for a private model set HF_TOKEN. A path to a folder "
+            "would have to exist here",
+        )
+    if isinstance(problem, errors.RemoteEntryNotFoundError):
+        return CannotRun(
+            f"{name} has no config.json on the Hugging Face hub",
+            hint="it does not hold a transformers checkpoint; choose one that does",
+        )
+    if HF_HUB_OFFLINE and isinstance(
+        problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled
+    ):
+        return CannotRun(
+            f"{name} is not in the local Hugging Face cache, and HF_HUB_OFFLINE is set",
+            hint="download it while online, or unset HF_HUB_OFFLINE" + by_name,
+        )
+    reason = " ".join(str(problem.__cause__ or problem).split()) or type(problem).__name__
+    remedy = "check the network, HF_ENDPOINT and the disk, or give a folder that holds the model"
+    return CannotRun(
+        f"{name} could not be fetched from the Hugging Face hub ({reason[:200]})",
+        hint=remedy + by_name,
+    )

@@ -1,0 +1,1 @@
+"""Plans for people and scripts: tables, JSON, sentences and pictures."""

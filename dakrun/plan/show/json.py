@@ -1,0 +1,245 @@
+"""A Plan as data for scripts: pure functions, nothing printed here. texts.py is for people.
+
+Units stand in the key names; figures are defined in README.md and DESIGN.md's last section.
+"""
+
+from typing import Any
+
+from dakrun.errors import CannotRun
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.plan.advice import Advice, Alternative
+from dakrun.plan.ops import KV_BLOCK, kv_positions
+from dakrun.plan.planner import OpPlan, Plan
+from dakrun.plan.show.overview import Comparison, Forecast, Overview
+
+SCHEMA = 1
+
+
+def overview_dict(shown: Overview) -> dict[str, Any]:
+    """What `dakrun plan --json` prints: the plan, what it is compared with, and advice."""
+    return {
+        **_forecast_dict(shown.chosen),
+        "uniform": _uniform_dict(shown.uniform),
+        "published": [_published_dict(other) for other in shown.published],
+        "advice": _advice_dict(shown.advice),
+    }
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """`plan` as JSON-ready data: bytes, seconds, FLOPs and tokens as the keys say.
+
+    Ops are listed once for all layers; `units_by_layer` has, per tier, the units of every layer.
+    """
+    return _forecast_dict(Forecast.of(plan))
+
+
+def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
+    plan = forecast.plan
+    return {
+        "schema": SCHEMA,
+        "model": {
+            "name": plan.model.name,
+            "family": plan.model.family,
+            "dtype": plan.model.dtype,
+            "layers": plan.model.num_layers,
+            "hidden_size": plan.model.hidden_size,
+            "weight_bytes": plan.weight_bytes,
+            "kv_bytes_per_token": plan.model.kv_bytes_per_token,
+        },
+        "workload": {
+            "batch_size": plan.workload.batch_size,
+            "prompt_tokens": plan.workload.prompt_len,
+            "new_tokens": plan.workload.new_tokens,
+            "max_model_len_tokens": plan.workload.max_model_len,
+            "mean_kv_len_tokens": plan.workload.mean_kv_len,
+            "kv_tokens_kept_per_slot": kv_positions(plan.workload),
+            "kv_block_tokens": KV_BLOCK,
+            "prefill_chunk_tokens": plan.prefill.chunk_tokens,
+        },
+        "profile": _profile_dict(plan),
+        "strategy": plan.policy.strategy,
+        "required_ratio": plan.required_ratio,
+        "ratio": plan.ratio,
+        "phase": plan.phase,
+        "tiers": [_tier_dict(plan, tier) for tier in range(len(plan.tiers))],
+        "kv": kv_figures(plan),
+        "prefill": {
+            "tokens": forecast.prefill.tokens,
+            "chunks": forecast.prefill.chunks,
+            "transport": plan.prefill.transport,
+            "flops": forecast.prefill.flops,
+        },
+        "bound": bound_figures(forecast),
+        "predicted": predicted_figures(forecast),
+        "sampling_s": plan.sampling_s,
+        "waits_s": plan.waits_s,
+        "ops": [_op_dict(plan, op) for op in plan.ops],
+    }
+
+
+def bound_figures(forecast: Forecast) -> dict[str, float]:
+    """Speed if bytes and FLOPs alone took time: see `predicted_figures`."""
+    return _figures(forecast.plan, forecast.plan.bound_s, forecast.prefill.bound_s)
+
+
+def predicted_figures(forecast: Forecast) -> dict[str, float]:
+    """Speed with the profile's efficiencies and fixed costs.
+
+    TTFT is that of a whole batch (prefill.predict_prefill), tokens/s that of decode steps. EB is
+    the model's weight bytes over the step's time (arXiv 2604.26074), EB total the weight and KV
+    bytes that the step really reads over that time.
+    """
+    return _figures(forecast.plan, forecast.plan.predicted_s, forecast.prefill.predicted_s)
+
+
+def _figures(plan: Plan, step_s: float, ttft_s: float) -> dict[str, float]:
+    read = sum(plan.read_bytes(tier) for tier in range(len(plan.tiers)))
+    return {
+        "ttft_s": ttft_s,
+        "tpot_s": step_s,
+        "tokens_per_s": plan.workload.batch_size / step_s,
+        "eb_bytes_per_s": plan.weight_bytes / step_s,
+        "eb_total_bytes_per_s": read / step_s,
+    }
+
+
+def kv_figures(plan: Plan) -> dict[str, float]:
+    """The KV cache's footprint over all tiers, and what a step reads of it from HBM and links."""
+    kv = plan.op("attention")
+    tiers = range(len(plan.tiers))
+    return {
+        "resident_bytes": sum(kv.resident_bytes(tier) for tier in tiers),
+        "hbm_read_bytes_per_step": kv.read_bytes(0),
+        "link_read_bytes_per_step": sum(kv.read_bytes(tier) for tier in tiers[1:]),
+    }
+
+
+def ridge(profile: HardwareProfile, plan: Plan) -> float:
+    """Arithmetic intensity in FLOPs per byte from which HBM would keep up with the peak rate."""
+    return profile.compute[plan.model.dtype].peak / profile.hbm_bytes_per_s
+
+
+def op_eb(op: OpPlan) -> float:
+    """Effective bandwidth of one op in bytes/s: what all its layers read over their time."""
+    return op.op.layers * op.op.read_bytes / sum(op.predicted_s)
+
+
+def window(plan: Plan, op: OpPlan, tier: int) -> int | None:
+    """Most bytes of the op that direct reads keep in flight from remote tier number `tier`.
+
+    None where the op does not read that tier directly, or mixed with the local one.
+    """
+    if tier == 0 or op.transport == "staged" or not op.resident_bytes(tier) or op.mixed(tier):
+        return None
+    return plan.profile.tier(plan.tiers[tier]).window_bytes
+
+
+def _profile_dict(plan: Plan) -> dict[str, Any]:
+    profile, source = plan.profile, plan.profile.provenance
+    return {
+        "name": profile.name,
+        "description": profile.description,
+        "device": profile.device,
+        "device_name": profile.device_name,
+        "provenance": {"kind": source.kind, "date": source.date, "source": source.source},
+        "sms": profile.sms,
+        "hbm_bytes_per_s": profile.hbm_bytes_per_s,
+        "remote_bytes_per_s": {n: profile.tier(n).direct_bytes_per_s for n in plan.tiers[1:]},
+        "peak_flops_per_s": profile.compute[plan.model.dtype].peak,
+        "ridge_flops_per_byte": ridge(profile, plan),
+    }
+
+
+def _tier_dict(plan: Plan, tier: int) -> dict[str, Any]:
+    memory = plan.memory(tier)
+    return {
+        "name": plan.tiers[tier],
+        "budget_bytes": plan.budgets[tier],
+        "used_bytes": sum(memory.values()),
+        **{f"{purpose}_bytes": size for purpose, size in memory.items()},
+        "read_bytes_per_step": plan.read_bytes(tier),
+    }
+
+
+def _op_dict(plan: Plan, op: OpPlan) -> dict[str, Any]:
+    layers, tiers = op.op.layers, range(len(plan.tiers))
+    attention = op.op.category == "attention"
+    return {
+        "name": op.op.name,
+        "category": op.op.category,
+        "layers": layers,
+        "shape": list(op.op.shape),
+        "shape_means": ["query_heads", "kv_heads"] if attention else ["rows", "cols"],
+        "unit": "slot" if attention else "octet",
+        "units_per_layer": op.op.units,
+        "units_by_layer": {
+            plan.tiers[tier]: [counts[tier] for counts in op.placement] for tier in tiers
+        },
+        "resident_bytes": layers * op.op.resident_bytes,
+        "read_bytes_per_step": layers * op.op.read_bytes,
+        "flops_per_step": layers * op.op.flops,
+        "arithmetic_intensity_flops_per_byte": op.op.arithmetic_intensity,
+        "ridge_flops_per_byte": ridge(plan.profile, plan),
+        "regime": op.regime,
+        "a": op.a,
+        "b": op.b,
+        "ratio": op.ratio,
+        "transport": op.transport,
+        "tiers": [_op_tier_dict(plan, op, tier) for tier in tiers],
+        "bound_s": sum(op.bounds_s),
+        "predicted_s": sum(op.predicted_s),
+        "eb_bytes_per_s": op_eb(op),
+    }
+
+
+def _op_tier_dict(plan: Plan, op: OpPlan, tier: int) -> dict[str, Any]:
+    return {
+        "name": plan.tiers[tier],
+        "units": sum(counts[tier] for counts in op.placement),
+        "resident_bytes": op.resident_bytes(tier),
+        "read_bytes_per_step": op.read_bytes(tier),
+        "sms": op.sms[tier],
+        "mixed": op.mixed(tier),
+        "window_bytes": window(plan, op, tier),
+    }
+
+
+def _uniform_dict(uniform: Forecast | CannotRun) -> dict[str, Any]:
+    if isinstance(uniform, CannotRun):
+        return {"runs": False, "reason": str(uniform)}
+    return {
+        "runs": True,
+        "ratio": uniform.plan.ratio,
+        "bound": bound_figures(uniform),
+        "predicted": predicted_figures(uniform),
+    }
+
+
+def _published_dict(other: Comparison) -> dict[str, Any]:
+    return {
+        **vars(other.published),
+        "efficiency": other.efficiency,
+        "predicted_eb_bytes_per_s": other.expected_eb,
+        "predicted_efficiency": other.expected,
+        "bound_eb_bytes_per_s": other.bound_eb,
+    }
+
+
+def _advice_dict(advice: Advice) -> dict[str, Any]:
+    return {
+        "sentence": advice.sentence,
+        "limited_by": advice.limits,
+        "busy_shares": advice.busy,
+        "alternatives": [_alternative_dict(other) for other in advice.alternatives],
+    }
+
+
+def _alternative_dict(other: Alternative) -> dict[str, Any]:
+    return {
+        "kind": other.kind,
+        "change": other.change,
+        "available": other.available,
+        "predicted_tpot_s": other.plan.predicted_s,
+        "predicted_tokens_per_s": other.plan.workload.batch_size / other.plan.predicted_s,
+        "gain": other.gain,
+    }

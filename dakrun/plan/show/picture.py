@@ -1,0 +1,102 @@
+"""What the pictures share: colours, the lines of a roofline, and a PNG that can be written.
+
+matplotlib is imported late, by the functions that need it.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.plan.roofline import Links
+from dakrun.units import format_decimal
+
+# Okabe and Ito's colours, which people tell apart whatever their colour vision.
+BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7",
+)  # fmt: skip
+GREY = "#666666"
+ROOF_STYLES = ((BLUE, "-"), (SKY, "--"), (PURPLE, "-."), (GREEN, ":"))
+PEAK_STYLES = (("-", 1.8), ("--", 1.2))
+SAME = 1.005  # rates that differ by less than this factor share a line
+
+
+def check_target(path: Path) -> None:
+    """Raise UsageError where no PNG can be written to `path`, CannotRun without matplotlib."""
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder", hint="name a file, as in --plot picture.png")
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"{path}: a picture is a .png file", hint=f"write --plot {path.stem}.png")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: no such folder", hint="make it, or change --plot")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise CannotRun(
+            "drawing needs matplotlib, which is not installed",
+            hint="pip install 'dakrun[plot]'",
+        ) from None
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of that many inches, which touches no global state of matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write `figure` to `path` as a PNG; UsageError where that fails."""
+    try:
+        figure.savefig(path, format="png")
+    except OSError as problem:
+        raise UsageError(f"{path}: {problem.strerror}", hint="change --plot") from None
+
+
+def caption(axes: Any, title: str, x: str, y: str) -> None:
+    """Title, labelled axes and a grid behind the data."""
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(True, which="major", color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def roofs(profile: HardwareProfile, remote: Iterable[str]) -> list[tuple[str, float]]:
+    """(tiers, bytes/s) of HBM, of each `remote` tier and of all together, the fastest first."""
+    links = Links.of(profile, tuple(remote))
+    rates = [(name.upper() if name == LOCAL else name, r) for name, r in links.direct.items()]
+    rates.append((" + ".join(name for name, _ in rates), links.total_rate()))
+    merged: list[tuple[str, float]] = []
+    for name, rate in sorted(rates, key=lambda roof: -roof[1]):
+        if merged and merged[-1][1] / rate < SAME:
+            merged[-1] = (f"{merged[-1][0]}, {name}", merged[-1][1])
+        else:
+            merged.append((name, rate))
+    return merged
+
+
+def draw_roofs(
+    axes: Any, slopes: Sequence[tuple[str, float]], peaks: Sequence[tuple[str, float]], hbm: float
+) -> None:
+    """The `slopes` (bytes/s), the `peaks` (FLOP/s) and the ridge of `hbm` bytes/s; all in FLOP/B.
+
+    The slopes end at the first peak, the highest. The limits of `axes` are set before.
+    """
+    (low, high), (bottom, _), highest = axes.get_xlim(), axes.get_ylim(), peaks[0][1]
+    for (name, bandwidth), (colour, style) in zip(slopes, itertools.cycle(ROOF_STYLES)):
+        ends = (low, min(highest / bandwidth, high))
+        label = f"{name}: {format_decimal(bandwidth, 'B/s')}"
+        axes.plot(ends, [bandwidth * x for x in ends], style, color=colour, label=label, lw=1.8)
+    for (name, rate), (style, width) in zip(peaks, itertools.cycle(PEAK_STYLES)):
+        ends = (rate / slopes[0][1], high)
+        label = f"{name}: {format_decimal(rate, 'FLOP/s')}"
+        axes.plot(ends, (rate, rate), style, color="black", lw=width, label=label)
+    ridge = highest / hbm
+    label = f"HBM ridge: {ridge:.3g} FLOP/B"
+    axes.plot((ridge, ridge), (bottom, highest), ":", color=GREY, lw=1.2, label=label)

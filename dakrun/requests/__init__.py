@@ -1,0 +1,1 @@
+"""Prompt files and results: rows in, rows out, the tokenizer between."""

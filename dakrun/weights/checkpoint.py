@@ -1,0 +1,224 @@
+"""Safetensors checkpoints: which tensors make up a model's operands, and where in files they lie.
+
+Knows files and tensor names, but not what a model computes with them.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dakrun.errors import CannotRun
+from dakrun.kernels.gemm.packing import PackedTensor
+from dakrun.memory.tiers import PartitionedTensor
+from dakrun.weights.files import HEAD, read_header, safetensors_files
+from dakrun.weights.folding import Fold
+from dakrun.weights.streaming import Extent, read, stream
+
+DTYPES = {  # by safetensors' names
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+COPY_BYTES = 8 << 20
+_OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.\d+\..+\.(weight|bias)")
+
+Source = tuple[str, tuple[int, ...]]
+Request = Sequence[tuple[Source, slice]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Which checkpoint tensors make up each operand of a model.
+
+    `matrices` are placed by the plan, `resident` tensors (norms, biases, positions) stay local;
+    an operand made of several (tensor name, shape) sources stacks them along dimension 0.
+
+    Where matrices are packed, a norm is `folded` into some, under names of `resident`, and the
+    sources of `interleaved` ones, and of their biases, take turns row by row.
+    """
+
+    matrices: Mapping[str, tuple[Source, ...]]
+    resident: Mapping[str, tuple[Source, ...]]
+    folded: Mapping[str, Fold] = field(default_factory=dict)
+    interleaved: frozenset[str] = frozenset()
+
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Shape of a matrix, all its sources together."""
+        shapes = [shape for _, shape in self.matrices[name]]
+        return sum(shape[0] for shape in shapes), shapes[0][1]
+
+    def request(self, matrix: str, rows: slice) -> Request:
+        """The rows of the sources that make up rows of a packed matrix, whole octets."""
+        sources = self.matrices[matrix]
+        if matrix in self.interleaved:
+            turn = len(sources)
+            return [(source, slice(rows.start // turn, rows.stop // turn)) for source in sources]
+        found, top = [], 0
+        for source in sources:
+            start, stop = max(rows.start, top), min(rows.stop, top + source[1][0])
+            if start < stop:
+                found.append((source, slice(start - top, stop - top)))
+            top += source[1][0]
+        return found
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's operands where they were loaded to, under the manifest's names."""
+
+    matrices: Mapping[str, PackedTensor | PartitionedTensor]
+    resident: Mapping[str, torch.Tensor]
+
+
+class Checkpoint:
+    """The safetensors files of one directory, open for reading; a context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._descriptors: list[int] = []
+        self._tensors: dict[str, tuple[str, Extent | None]] = {}  # with the stored type's name
+        try:
+            homes: dict[str, Path] = {}
+            for path in _weight_files(directory):
+                found = self._open(path)
+                if twice := sorted(found.keys() & homes.keys()):
+                    raise CannotRun(
+                        f"{path}: has tensor {twice[0]}, which {homes[twice[0]].name} has, too",
+                        hint="leave only the files of one checkpoint in the folder",
+                    )
+                homes |= dict.fromkeys(found, path)
+                self._tensors |= found
+        except BaseException:
+            self._close()
+            raise
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def check(self, manifest: Manifest) -> None:
+        """CannotRun unless every tensor of `manifest` is here with its shape, in a float type.
+
+        Nor may the decoder's layers have weights or biases that it does not name, nor a tied head
+        be another one. Others (rotary tables, further heads and towers) are ignored, as in
+        transformers.
+        """
+        used: set[str] = set()
+        for sources in (*manifest.matrices.values(), *manifest.resident.values()):
+            for name, shape in sources:
+                used.add(name)
+                if name not in self._tensors:
+                    raise CannotRun(
+                        f"{self.directory}: tensor {name} is missing",
+                        hint="config.json and the safetensors files do not belong together, "
+                        "or a file was not copied",
+                    )
+                stored, extent = self._tensors[name]
+                if extent is None:
+                    raise CannotRun(
+                        f"{self.directory}: tensor {name} is stored as {stored}, not as floats "
+                        "of 16 bits or more",
+                        hint="use the checkpoint that it was made from: float16, bfloat16 or "
+                        "float32",
+                    )
+                if extent.shape != shape:
+                    raise CannotRun(
+                        f"{self.directory}: tensor {name} is {_by(extent.shape)}, "
+                        f"config.json says {_by(shape)}",
+                        hint="config.json and the safetensors files do not belong together",
+                    )
+        if HEAD in self._tensors and HEAD not in used:
+            ((table, _),) = manifest.matrices["lm_head"]
+            if not self._is_equal(HEAD, table):
+                raise CannotRun(
+                    f"{self.directory}: {HEAD} is not {table}, which config.json says it is",
+                    hint='set "tie_word_embeddings" to false in config.json',
+                )
+        for name in sorted(self._tensors.keys() - used):
+            if _OF_A_LAYER.fullmatch(name):
+                raise CannotRun(
+                    f"{self.directory}: config.json does not account for tensor {name}",
+                    hint="config.json and the safetensors files do not belong together",
+                )
+
+    def _is_equal(self, name: str, other: str) -> bool:
+        """Whether both tensors are the same, bit by bit."""
+        first, second = self._tensors[name][1], self._tensors[other][1]
+        if first is None or second is None:
+            return False
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        pieces = range(0, first.nbytes, COPY_BYTES)
+        return all(
+            os.pread(first.descriptor, size, first.offset + at)
+            == os.pread(second.descriptor, size, second.offset + at)
+            for at in pieces
+            for size in [min(COPY_BYTES, first.nbytes - at)]
+        )
+
+    def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
+        """Copy rows of a tensor into `out`, contiguous, converting its dtype."""
+        extent = self._extent(source, rows)
+        if out.dtype == extent.dtype and out.device.type == "cpu":
+            read(extent, out)
+            return
+        count = len(out)
+        step = max(1, COPY_BYTES * count // extent.nbytes)
+        for start in range(0, count, step):
+            some = extent.rows(start, min(start + step, count))
+            piece = torch.empty(some.shape, dtype=some.dtype)
+            read(some, piece)
+            out[start : start + step].copy_(piece)
+
+    def stream(
+        self, requests: Sequence[Request], device: torch.device
+    ) -> Iterator[list[torch.Tensor]]:
+        """What is asked for in each request, as stored, on `device`: see streaming.stream."""
+        return stream([[self._extent(*rows) for rows in each] for each in requests], device)
+
+    def _extent(self, source: Source, rows: slice) -> Extent:
+        extent = self._tensors[source[0]][1]
+        assert extent is not None, "check() came first"
+        return extent.rows(rows.start, rows.stop)
+
+    def _open(self, path: Path) -> dict[str, tuple[str, Extent | None]]:
+        """The tensors of one file; CannotRun where it is none that is whole."""
+        start, header = read_header(path)
+        descriptor = os.open(path, os.O_RDONLY)
+        self._descriptors.append(descriptor)
+        tensors: dict[str, tuple[str, Extent | None]] = {}
+        for name, entry in header.items():
+            offset = start + entry["data_offsets"][0]
+            dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+            extent = None if dtype is None else Extent(str(path), descriptor, offset, shape, dtype)
+            tensors[name] = (entry["dtype"], extent)
+        return tensors
+
+    def _close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; CannotRun where it has none."""
+    if files := safetensors_files(directory):
+        return files
+    if list(directory.glob("*.bin")):
+        raise CannotRun(
+            f"{directory}: holds .bin files, which can contain code",
+            hint=f"make safetensors of them: dakrun convert {directory} OUTPUT_DIR",
+        )
+    raise CannotRun(
+        f"{directory}: has no safetensors files", hint="copy the checkpoint's *.safetensors"
+    )
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

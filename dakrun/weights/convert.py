@@ -1,0 +1,253 @@
+"""pytorch_model*.bin files made into safetensors, running nothing that their pickles ask for.
+
+Knows files, tensor names and shared storage; of a model only whether its embeddings are tied.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from dakrun.errors import CannotRun, UsageError
+from dakrun.models.hf_config import read_model_config
+from dakrun.units import format_bytes
+from dakrun.weights.bins import BIN_INDEX, bin_files, brief, read_tensors
+from dakrun.weights.files import HEAD, INDEX, RESERVED
+
+SHARD_BYTES = 4 << 30
+COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
+EMBEDDING = "embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion wrote, and the names of the entries that it left out."""
+
+    target: Path
+    tensors: int
+    nbytes: int
+    files: int
+    tied: tuple[str, ...]
+    not_tensors: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line for people."""
+        plural = "s" if self.files > 1 else ""
+        text = (
+            f"{self.target}: {self.tensors} tensors, {format_bytes(self.nbytes)} "
+            f"in {self.files} safetensors file{plural}"
+        )
+        if self.tied:
+            text += f"; {', '.join(self.tied)} left out, it is the embedding"
+        if self.not_tensors:
+            text += f"; entries that are no tensors left out: {', '.join(self.not_tensors)}"
+        return text
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    note: Callable[[str], None] = lambda text: None,
+) -> Conversion:
+    """Write the .bin checkpoint in folder `source` as safetensors into the new folder `target`.
+
+    One source file is mapped at a time. An output file has at most `shard_bytes` of tensors (a
+    larger tensor gets one to itself) and comes from one source file. `note` hears of each source.
+    `target` appears when it is complete. Raises UsageError for folders that are not as they have
+    to be, CannotRun for files that are damaged, ask to run code, or do not fit on the disk.
+    """
+    try:
+        files, names = bin_files(source)
+        tied = _tied_embeddings(source)
+        target = target.resolve()
+        _check_target(target, sum(path.stat().st_size for path in files))
+        with _staged(target) as folder:
+            done = _write(files, folder, shard_bytes, tied, note)
+            if missing := sorted(names - done.seen):
+                raise CannotRun(
+                    f"{source / BIN_INDEX}: names {missing[0]!r}, which no file has",
+                    hint="the index and the files do not belong together; copy them anew",
+                )
+            _name_shards(folder, done)
+            _copy_companions(source, folder)
+    except OSError as problem:
+        where = str(problem.filename or target)
+        raise CannotRun(
+            f"{where}: {problem.strerror or problem}",
+            hint="check permissions and free disk space; nothing was left behind",
+        ) from None
+    return Conversion(
+        target=target,
+        tensors=sum(map(len, done.shards)),
+        nbytes=done.nbytes,
+        files=len(done.shards),
+        tied=tuple(done.tied),
+        not_tensors=tuple(done.not_tensors),
+    )
+
+
+class _Progress:
+    """What has been written: the tensor names of each output file, in order, and the rest."""
+
+    def __init__(self) -> None:
+        self.shards: list[list[str]] = []
+        self.seen: set[str] = set()
+        self.tied: list[str] = []
+        self.not_tensors: list[str] = []
+        self.nbytes = 0
+
+
+def _tied_embeddings(source: Path) -> bool:
+    """Whether config.json ties lm_head to the embedding, as far as dakrun knows the model."""
+    try:
+        return read_model_config(source).tied_embeddings
+    except CannotRun:  # an architecture that dakrun does not run: keep every name
+        return False
+
+
+def _check_target(target: Path, nbytes: int) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(
+            f"{target}: exists and is not an empty folder",
+            hint="give a folder that does not exist yet",
+        )
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent}: no such folder", hint="make it, or change DST")
+    free = shutil.disk_usage(target.parent).free
+    if free < nbytes:
+        raise CannotRun(
+            f"{target.parent}: {format_bytes(free)} are free, the result needs about "
+            f"{format_bytes(nbytes)}",
+            hint="free disk space, or put DST on another disk",
+        )
+
+
+@contextmanager
+def _staged(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that becomes it at the end, or disappears with an exception."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield folder
+        umask = os.umask(0o077)
+        os.umask(umask)
+        for path in folder.iterdir():
+            path.chmod(0o666 & ~umask)
+        folder.chmod(0o777 & ~umask)
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write(
+    files: Iterable[Path],
+    folder: Path,
+    shard_bytes: int,
+    tied: bool,
+    note: Callable[[str], None],
+) -> _Progress:
+    """Write output files 0, 1, ... into `folder`."""
+    done = _Progress()
+    for path in files:
+        note(f"converting {path.name}")
+        _write_one(path, folder, shard_bytes, tied, done)
+    return done
+
+
+def _write_one(path: Path, folder: Path, shard_bytes: int, tied: bool, done: _Progress) -> None:
+    """Convert one source file; its mapping ends with this call."""
+    tensors, others = read_tensors(path)
+    done.not_tensors += others
+    if RESERVED in tensors:
+        raise CannotRun(
+            f"{path}: has a tensor called {RESERVED!r}, which safetensors keeps for itself",
+            hint="save it under any other name",
+        )
+    if twice := sorted(done.seen & tensors.keys()):
+        raise CannotRun(
+            f"{path}: has {twice[0]!r}, which another file has, too",
+            hint="leave only the files of one checkpoint in the folder",
+        )
+    done.seen |= tensors.keys()
+    if tied and _head_is_embedding(tensors):
+        del tensors[HEAD]
+        done.tied.append(HEAD)
+    users: dict[int, int] = {}  # of each storage
+    for tensor in tensors.values():
+        start = tensor.untyped_storage().data_ptr()
+        users[start] = users.get(start, 0) + 1
+    for names in _groups(tensors, shard_bytes):
+        try:
+            own = {name: _own(tensors[name], users) for name in names}
+            save_file(own, folder / str(len(done.shards)), metadata={"format": "pt"})
+        except (SafetensorError, KeyError, ValueError, RuntimeError) as problem:
+            raise CannotRun(
+                f"{path}: cannot be written as safetensors ({brief(problem)})",
+                hint="check free disk space and the tensors' dtypes; nothing was left behind",
+            ) from None
+        done.shards.append(names)
+        done.nbytes += sum(tensor.nbytes for tensor in own.values())
+
+
+def _head_is_embedding(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether lm_head.weight is the same memory as the embedding."""
+    head = tensors.get(HEAD)
+    return head is not None and any(
+        name.endswith(EMBEDDING)
+        and head.data_ptr() == other.data_ptr()
+        and (head.shape, head.stride(), head.dtype) == (other.shape, other.stride(), other.dtype)
+        for name, other in tensors.items()
+    )
+
+
+def _groups(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[list[str]]:
+    """The names in order, in groups of at most `limit` bytes, or of one."""
+    group: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if group and size + tensor.nbytes > limit:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += tensor.nbytes
+    if group:
+        yield group
+
+
+def _own(tensor: torch.Tensor, users: Mapping[int, int]) -> torch.Tensor:
+    """`tensor` contiguous in a storage that no other name uses: itself, or a copy."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor.clone() if users.get(tensor.untyped_storage().data_ptr(), 0) > 1 else tensor
+
+
+def _name_shards(folder: Path, done: _Progress) -> None:
+    """Give the output files their final names, and many of them an index."""
+    count = len(done.shards)
+    if count == 1:
+        (folder / "0").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(done.shards):
+        file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        (folder / str(number)).rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": done.nbytes}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    """Copy the configuration and the tokenizer, but no index of other weights."""
+    for pattern in COMPANIONS:
+        for path in source.glob(pattern):
+            if path.is_file() and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)

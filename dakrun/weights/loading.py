@@ -1,0 +1,189 @@
+"""Weights into the tiers that a plan names: packed for the GPU's kernels, or row by row for torch.
+
+Knows a plan and where tensors come from; what a model computes with them only as its manifest's
+folds.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from dakrun.kernels.gemm import storage
+from dakrun.kernels.gemm.packing import PackedTensor, octet_bytes
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm.storage import PIECE_ELEMENTS
+from dakrun.memory.tiers import PartitionedTensor, Tier, aligned
+from dakrun.plan.plan import Plan
+from dakrun.weights.checkpoint import Manifest, Request, Source, Weights
+from dakrun.weights.folding import fold, interleaved
+from dakrun.weights.streaming import reader_count
+
+
+class Tensors(Protocol):
+    """Where weights come from: a Checkpoint or Dummy."""
+
+    def check(self, manifest: Manifest) -> None:
+        """CannotRun unless all that `manifest` names can be had."""
+        ...
+
+    def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
+        """Put rows of a tensor into `out`, converting its dtype; threads may do so at once."""
+        ...
+
+    def stream(
+        self, requests: Sequence[Request], device: torch.device
+    ) -> Iterator[list[torch.Tensor]]:
+        """The rows of each request on `device`, to be used before the next are asked for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How matrices are dealt out: each op's tiers as `accesses` say, to a GPU of `sms` SMs."""
+
+    accesses: Mapping[str, tuple[TierAccess, ...]]
+    sms: int
+
+
+def can_pack(plan: Plan) -> bool:
+    """Whether the GPU's kernels take all matrices of the plan's model."""
+    dtype = getattr(torch, plan.model.dtype)
+    return all(storage.can_pack(dtype, op.op.shape[1]) for op in plan.weights())
+
+
+def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
+    """Bytes of each tier that hold the plan's matrices and KV slots, alignment included."""
+    attention = plan.op("attention")
+    sizes = [aligned(attention.resident_bytes(number)) for number in range(len(plan.tiers))]
+    for op in plan.weights():
+        for counts in op.placement:
+            octets = [count * octet_bytes(op.op.shape[1]) for count in counts]
+            for number, size in enumerate(octets if packed else op.op.tier_bytes(counts)):
+                sizes[number] += aligned(size)
+    return dict(zip(plan.tiers, sizes, strict=True))
+
+
+def load(
+    source: Tensors,
+    manifest: Manifest,
+    plan: Plan,
+    tiers: Mapping[str, Tier],
+    device: torch.device,
+    *,
+    packing: Packing | None = None,
+) -> Weights:
+    """Allocate and fill every operand, in the plan's dtype; resident tensors go to `device`.
+
+    With `packing`, matrices are PackedTensors with the manifest's norms folded into them, which
+    changes their biases, too, or makes one; can_pack(plan) has to hold. Without it they are
+    PartitionedTensors, as stored. Nothing is allocated before the source was checked; raises
+    CannotRun where it is not what the manifest says, or cannot be read.
+    """
+    source.check(manifest)
+    dtype = getattr(torch, plan.model.dtype)
+    if packing is None:
+        manifest = replace(manifest, folded={}, interleaved=frozenset())
+        resident = _resident(source, manifest, dtype, device)
+        return Weights(_partitioned(source, manifest, plan, tiers, dtype), resident)
+    resident = _resident(source, manifest, torch.float32, device)
+    accesses, sms = packing.accesses, packing.sms
+    matrices = {
+        name: storage.allocate(
+            manifest.matrix_shape(name), dtype, placement, accesses[op], tiers, sms=sms
+        )
+        for name, op, placement in _placements(manifest, plan)
+    }
+    _fill(matrices, source, manifest, resident, device)
+    if device.type == "cuda":  # kernels that overlap do not wait for what fills a matrix
+        torch.cuda.synchronize(device)
+    return Weights(matrices, {name: vector.to(dtype) for name, vector in resident.items()})
+
+
+def _placements(
+    manifest: Manifest, plan: Plan
+) -> Iterator[tuple[str, str, tuple[tuple[str, int], ...]]]:
+    """Name, op, and octets by tier of every matrix, in the manifest's order."""
+    ops = {
+        op.op.layer_name(layer): (op.op, layer)
+        for op in plan.weights()
+        for layer in range(op.op.layers)
+    }
+    for name in manifest.matrices:
+        op, layer = ops[name]
+        yield name, op.name, plan.placement(op.name, layer)
+
+
+def _resident(
+    source: Tensors, manifest: Manifest, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The resident tensors on `device`."""
+    resident = {}
+    for name, sources in manifest.resident.items():
+        tensors = [torch.empty(shape, dtype=dtype) for _, shape in sources]
+        for one, tensor in zip(sources, tensors, strict=True):
+            source.copy(one, slice(0, len(tensor)), tensor)
+        turns = name.removesuffix(".bias") in manifest.interleaved
+        resident[name] = _joined(tensors, turns=turns).to(device)
+    return resident
+
+
+def _partitioned(
+    source: Tensors,
+    manifest: Manifest,
+    plan: Plan,
+    tiers: Mapping[str, Tier],
+    dtype: torch.dtype,
+) -> dict[str, PartitionedTensor]:
+    """All matrices, their rows as they are."""
+    matrices, jobs = {}, []
+    with ThreadPoolExecutor(reader_count()) as readers:
+        for name, _, placement in _placements(manifest, plan):
+            shape = manifest.matrix_shape(name)
+            matrices[name] = PartitionedTensor.empty(shape, dtype, placement, tiers)
+            for part in matrices[name].parts:
+                top = 0
+                for one, rows in manifest.request(name, part.rows):
+                    bottom = top + rows.stop - rows.start
+                    jobs.append(readers.submit(source.copy, one, rows, part.data[top:bottom]))
+                    top = bottom
+        for job in jobs:
+            job.result()
+    return matrices
+
+
+def _fill(
+    matrices: Mapping[str, PackedTensor],
+    source: Tensors,
+    manifest: Manifest,
+    resident: dict[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Write all matrices, with norms folded in; `resident` tensors are float32 on `device`.
+
+    Biases among them get what the norms' biases add, or are made of that.
+    """
+    jobs = [
+        (name, piece)
+        for name, matrix in matrices.items()
+        for piece in storage.pieces(matrix, PIECE_ELEMENTS)
+    ]
+    requests = [manifest.request(name, piece.rows) for name, piece in jobs]
+    for (name, piece), tensors in zip(jobs, source.stream(requests, device), strict=True):
+        matrix = matrices[name]
+        rows = _joined(tensors, turns=name in manifest.interleaved)
+        if name in manifest.folded:
+            rows, added = fold(rows, manifest.folded[name], resident)
+            if added is not None:
+                made = torch.zeros(matrix.shape[0], device=device)
+                resident.setdefault(f"{name}.bias", made)[piece.rows] += added
+        storage.write(piece, rows.to(matrix.dtype))
+
+
+def _joined(tensors: list[torch.Tensor], *, turns: bool) -> torch.Tensor:
+    """One tensor of several: row by row in turn, or one below the other."""
+    if turns:
+        return interleaved(tensors)
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
