@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int at = clamped(max(length, 0) + args.offset, args.position_count);
     position = *reinterpret_cast<const Chunk*>(chunk_of(args.positions, at));
   }
-  const Octet octet(args.table, token / kOctetRows);
-  Chunk sum = *reinterpret_cast<const Chunk*>(octet.chunk(token % kOctetRows, number));
+  const RowBlock row_block(args.table, token / kRowsPerBlock);
+  Chunk sum = *reinterpret_cast<const Chunk*>(row_block.chunk(token % kRowsPerBlock, number));
   if (args.positions) {
 #pragma unroll
     for (int i = 0; i < 8; i++)

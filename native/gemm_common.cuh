@@ -20,7 +20,7 @@ constexpr int kAtomK = 64;
 #define SETS (X_TILES == 1 ? 4 : X_TILES == 2 ? 2 : 1)
 #endif
 constexpr int kXRows = WIDE ? 64 : 8 * X_TILES;
-constexpr int kTileOctets = WIDE ? X_TILES : 8;
+constexpr int kTileRowBlocks = WIDE ? X_TILES : 8;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 
 extern __shared__ __align__(1024) uint8_t smem[];
@@ -32,9 +32,9 @@ __device__ __forceinline__ float silu_mul(float gate, float up) {
 }
 
 // Sums of one thread, lane 4g + t of warp w: for rows 8i to 8i + 7 of X, of rows 2t (x) and 2t + 1
-// (y) of these with row g of octet 2w in tile[2i], and of octet 2w + 1 in tile[2i + 1]; with WIDE
-// the same with X and W exchanged. For few rows of X there are several sets of them, which products
-// go to in turns: one that adds to what another one adds to waits for it.
+// (y) of these with row g of row block 2w in tile[2i], and of row block 2w + 1 in tile[2i + 1];
+// with WIDE the same with X and W exchanged. For few rows of X there are several sets of them,
+// which products go to in turns: one that adds to what another one adds to waits for it.
 struct Sums {
   static constexpr int kSets = SETS;
 

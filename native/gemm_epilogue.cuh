@@ -8,19 +8,19 @@
 // for residuals that there are no registers for.
 struct Outputs {
   static constexpr bool kAhead = X_TILES <= 4 && !NORM;
-  static constexpr int kOutputs = 2 * X_TILES;  // number 2i + j is of columns n + 8i, octet j
+  static constexpr int kOutputs = 2 * X_TILES;  // number 2i + j is of columns n + 8i, row block j
 
   const SplitKGemmArgs& args;
   const int m, n;  // of the first; others are 8 further
-  const int octets;
+  const int row_blocks;
   uint32_t bias[2], residual[kAhead ? kOutputs : 1];  // pairs
 
-  // Of the warp's two octets, from row `first_row` of W on, `octets` exist.
-  __device__ __forceinline__ Outputs(const SplitKGemmArgs& args, int first_row, int octets)
+  // Of the warp's two row blocks, from row `first_row` of W on, `row_blocks` exist.
+  __device__ __forceinline__ Outputs(const SplitKGemmArgs& args, int first_row, int row_blocks)
       : args(args),
         m(first_row + threadIdx.x % 32 / 8 * 2),
         n(threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2),
-        octets(octets) {
+        row_blocks(row_blocks) {
     if (args.m % 2 == 0) {
       load_ahead<true>();
     } else {
@@ -32,14 +32,14 @@ struct Outputs {
   __device__ __forceinline__ void put(const Sums& sums, const Moments& moments) const {
     float2 pairs[kOutputs];
     exchange(sums, pairs);
-    Outputs(*this, ptx::anew(m), ptx::anew(n), ptx::anew(octets)).put(pairs, moments);
+    Outputs(*this, ptx::anew(m), ptx::anew(n), ptx::anew(row_blocks)).put(pairs, moments);
   }
 
  private:
   // The same, known anew: else the compiler reckons addresses ahead, to stay in registers while
   // products go on.
-  __device__ __forceinline__ Outputs(const Outputs& of, int m, int n, int octets)
-      : args(of.args), m(m), n(n), octets(octets) {
+  __device__ __forceinline__ Outputs(const Outputs& of, int m, int n, int row_blocks)
+      : args(of.args), m(m), n(n), row_blocks(row_blocks) {
 #pragma unroll
     for (int j = 0; j < 2; j++)
       bias[j] = of.bias[j];
@@ -70,10 +70,10 @@ struct Outputs {
     }
   }
 
-  __device__ __forceinline__ int row(int of) const { return m + kOctetRows * (of % 2); }
+  __device__ __forceinline__ int row(int of) const { return m + kRowsPerBlock * (of % 2); }
   __device__ __forceinline__ int column(int of) const { return n + 8 * (of / 2); }
   __device__ __forceinline__ bool exists(int of) const {
-    return of % 2 < octets && row(of) < args.m && column(of) < args.n;
+    return of % 2 < row_blocks && row(of) < args.m && column(of) < args.n;
   }
   // In a matrix like X, with rows of `width`.
   __device__ __forceinline__ int64_t offset(int of, int width) const {
@@ -148,7 +148,7 @@ struct Outputs {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       bias[j] = 0;
-      if (args.bias && j < octets && row(j) < args.m) bias[j] = load<aligned>(args.bias, j);
+      if (args.bias && j < row_blocks && row(j) < args.m) bias[j] = load<aligned>(args.bias, j);
     }
     if (kAhead && args.residual) load_residual<aligned>(residual);
   }

@@ -1,8 +1,8 @@
 // How a warpgroup multiplies the atoms of a stage: with wgmma where there is one, else every warp
-// its two octets with mma. Either way the sums of k go in order, and lie in the same registers.
+// its two row blocks with mma. Either way the sums of k go in order, and lie in the same registers.
 //
-// Rows go by 64, 16 a warp. What lies behind the last octet is read as well, and what that gives
-// never stored.
+// Rows go by 64, 16 a warp. What lies behind the last row block is read as well, and what that
+// gives never stored.
 #pragma once
 
 #include "gemm_common.cuh"
@@ -54,9 +54,9 @@ __device__ __forceinline__ void wait_for(Sums& sums) {
 
 __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x, int atoms,
                                          Sums& sums) {
-  // Lanes of ldmatrix: of W the second eight read the second octet, and the second sixteen the next
-  // 8 k; of X every eight read 8 k more. In swizzled rows of 128 bytes the others of a lane's 16
-  // bytes are reached by an exclusive or.
+  // Lanes of ldmatrix: of W the second eight read the second row block, and the second sixteen the
+  // next 8 k; of X every eight read 8 k more. In swizzled rows of 128 bytes the others of a lane's
+  // 16 bytes are reached by an exclusive or.
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32, row = lane % 8;
   w += (2 * warp + lane / 8 % 2) * kAtomBytes + row * 128 + ((lane / 16 ^ row) << 4);
   x += row * 128 + ((lane / 8 ^ row) << 4);

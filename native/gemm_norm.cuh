@@ -8,7 +8,7 @@
 
 #include "splitk_gemm.cuh"
 
-// Of X's rows, in shared memory; an octet's atoms are dealt out to shares in turn.
+// Of X's rows, in shared memory; a row block's atoms are dealt out to shares in turn.
 struct Moments {
   static constexpr int kShares = X_TILES < 4 ? 4 / X_TILES : 1;
 
@@ -25,31 +25,31 @@ struct Moments {
   }
 };
 
-// What a warp adds up: one share of an octet, or two octets. A product of an octet, above as many
-// rows of ones, with its transpose has the squares on its diagonal, and the sums below. They go to
-// parts in turns, of which none waits for another.
+// What a warp adds up: one share of a row block, or two row blocks. A product of a row block, above
+// as many rows of ones, with its transpose has the squares on its diagonal, and the sums below.
+// They go to parts in turns, of which none waits for another.
 struct RowSums {
-  static constexpr int kOctets = (X_TILES + 3) / 4, kShares = Moments::kShares;
+  static constexpr int kRowBlocks = (X_TILES + 3) / 4, kShares = Moments::kShares;
   static constexpr int kParts = X_TILES < 4 ? 2 : 4;  // more take registers that others need
 
-  const int octet, share;
-  float2 squares[kOctets][kParts] = {}, sums[kOctets][kParts] = {};
+  const int row_block, share;
+  float2 squares[kRowBlocks][kParts] = {}, sums[kRowBlocks][kParts] = {};
 
   __device__ __forceinline__ RowSums(int warp)
-      : octet(warp % X_TILES * kOctets), share(warp / X_TILES) {}
+      : row_block(warp % X_TILES * kRowBlocks), share(warp / X_TILES) {}
 
   // Of a stage with `atoms` of X from `x` on, whose first is K's number `number`.
   __device__ __forceinline__ void add(uint32_t x, int number, int atoms) {
     constexpr uint32_t kOnes = BFLOAT16 ? 0x3f803f80 : 0x3c003c00;
     const int lane = threadIdx.x % 32, row = lane % 8;
     const int first = (share - number) & (kShares - 1);
-    x += first * kXAtomBytes + octet * 8 * 128 + row * 128 + ((lane / 8 ^ row) << 4);
+    x += first * kXAtomBytes + row_block * 8 * 128 + row * 128 + ((lane / 8 ^ row) << 4);
 #pragma unroll 1
     for (int i = first; i < atoms; i += kShares, x += kShares * kXAtomBytes) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int j = 0; j < kOctets; j++) {
+        for (int j = 0; j < kRowBlocks; j++) {
           uint32_t b[4];
           ptx::ldmatrix_x4(b, (x ^ 64 * half) + j * 8 * 128);
 #pragma unroll
@@ -64,13 +64,13 @@ struct RowSums {
     }
   }
 
-  // What belongs to row g of an octet is with lane 4g + g / 2.
+  // What belongs to row g of a row block is with lane 4g + g / 2.
   __device__ __forceinline__ void store(Moments& to) const {
     const int lane = threadIdx.x % 32, row = lane / 4;
     if (lane % 4 != row / 2) return;
 #pragma unroll
-    for (int j = 0; j < kOctets; j++) {
-      const int n = 8 * (octet + j) + row;
+    for (int j = 0; j < kRowBlocks; j++) {
+      const int n = 8 * (row_block + j) + row;
       float sum = 0.0f, square = 0.0f;
 #pragma unroll
       for (int part = 0; part < kParts; part++) {

@@ -5,14 +5,14 @@
 #include "ptx.cuh"
 
 constexpr int kMaxTiers = 9;
-constexpr int kOctetRows = 8;
+constexpr int kRowsPerBlock = 8;
 constexpr int kAtomChunks = 8;  // a row, of 16 bytes
 constexpr int kAtomBytes = 1024;
 
 struct PackedTier {
   const uint8_t* base;
-  int first_octet;  // octets of this tier: to the next tier's first
-  int wave_octets, group_octets, step_atoms;
+  int first_row_block;  // row blocks of this tier: to the next tier's first
+  int wave_row_blocks, group_row_blocks, step_atoms;
 };
 
 struct PackedMatrix {
@@ -29,27 +29,29 @@ __device__ __forceinline__ int quotient(int number, int by) {
   return about + (left >= by) - (left < 0);
 }
 
-// An octet of a matrix: its wave, [steps][groups][atoms along the columns][octets], and its place
-// in there.
-struct Octet {
+// A row block of a matrix: its wave, [steps][groups][atoms along the columns][row blocks], and its
+// place in there.
+struct RowBlock {
   const uint8_t* wave;
-  int wave_octets, step_atoms, atoms;
-  int group, group_octets;  // the group's first octet in the wave, and how many it has
+  int wave_row_blocks, step_atoms, atoms;
+  int group, group_row_blocks;  // the group's first row block in the wave, and how many it has
   int place;                // in the group
 
-  __device__ __forceinline__ Octet(const PackedMatrix& matrix, int octet) : atoms(matrix.atoms) {
+  __device__ __forceinline__ RowBlock(const PackedMatrix& matrix, int row_block)
+      : atoms(matrix.atoms) {
     int number = 0;
-    while (number + 1 < matrix.tier_count && octet >= matrix.tiers[number + 1].first_octet)
+    while (number + 1 < matrix.tier_count && row_block >= matrix.tiers[number + 1].first_row_block)
       number++;
     const PackedTier &tier = matrix.tiers[number], &next = matrix.tiers[number + 1];
-    octet -= tier.first_octet;
-    const int first = quotient(octet, tier.wave_octets) * tier.wave_octets;
-    octet -= first;
+    row_block -= tier.first_row_block;
+    const int first = quotient(row_block, tier.wave_row_blocks) * tier.wave_row_blocks;
+    row_block -= first;
     wave = tier.base + static_cast<int64_t>(first) * atoms * kAtomBytes;
-    wave_octets = min(tier.wave_octets, next.first_octet - tier.first_octet - first);
-    group = quotient(octet, tier.group_octets) * tier.group_octets;
-    group_octets = min(tier.group_octets, wave_octets - group);
-    place = octet - group;
+    wave_row_blocks =
+        min(tier.wave_row_blocks, next.first_row_block - tier.first_row_block - first);
+    group = quotient(row_block, tier.group_row_blocks) * tier.group_row_blocks;
+    group_row_blocks = min(tier.group_row_blocks, wave_row_blocks - group);
+    place = row_block - group;
     step_atoms = tier.step_atoms;
   }
 
@@ -62,7 +64,8 @@ struct Octet {
   __device__ __forceinline__ const uint8_t* atom(int number) const {
     const int step = step_of(number);
     const int depth = min(step_atoms, atoms - step);
-    const int before = step * wave_octets + group * depth + (number - step) * group_octets + place;
+    const int before =
+        step * wave_row_blocks + group * depth + (number - step) * group_row_blocks + place;
     return wave + static_cast<int64_t>(before) * kAtomBytes;
   }
 
@@ -73,23 +76,24 @@ struct Octet {
   }
 };
 
-// The atoms of an octet from `number` on, one after the other, and with them those of the octets
-// behind it in its group. One warp goes through them, an instruction after the other, so what the
-// next one costs counts: no division.
-struct OctetAtoms {
+// The atoms of a row block from `number` on, one after the other, and with them those of the row
+// blocks behind it in its group. One warp goes through them, an instruction after the other, so
+// what the next one costs counts: no division.
+struct RowBlockAtoms {
   const uint8_t* from;  // the atom
 
-  __device__ __forceinline__ OctetAtoms(const Octet& octet, int number)
-      : from(octet.atom(number)),
-        step(octet.wave +
-             static_cast<int64_t>(octet.step_of(number)) * octet.wave_octets * kAtomBytes),
-        group(octet.group),
-        place(octet.place),
-        step_atoms(octet.step_atoms),
-        group_bytes(octet.group_octets * kAtomBytes),
-        step_bytes(octet.step_atoms * octet.wave_octets * kAtomBytes),
-        behind(octet.atoms - octet.step_of(number)),
-        left(min(octet.step_atoms, behind) - number + octet.step_of(number)) {}
+  __device__ __forceinline__ RowBlockAtoms(const RowBlock& row_block, int number)
+      : from(row_block.atom(number)),
+        step(row_block.wave +
+             static_cast<int64_t>(row_block.step_of(number)) * row_block.wave_row_blocks *
+                 kAtomBytes),
+        group(row_block.group),
+        place(row_block.place),
+        step_atoms(row_block.step_atoms),
+        group_bytes(row_block.group_row_blocks * kAtomBytes),
+        step_bytes(row_block.step_atoms * row_block.wave_row_blocks * kAtomBytes),
+        behind(row_block.atoms - row_block.step_of(number)),
+        left(min(row_block.step_atoms, behind) - number + row_block.step_of(number)) {}
 
   __device__ __forceinline__ void next() {
     from += group_bytes;

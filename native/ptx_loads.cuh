@@ -47,9 +47,9 @@ __device__ __forceinline__ void touch(const float2* line) {
       : "memory");
 }
 
-// Reads a parameter of the kernel, which is never -1, here and not later: its first reader waits for
-// the line. What nothing depends on is not read, but a store does that never happens; an end of the
-// kernel would cost registers.
+// Reads a parameter of the kernel, which is never -1, here and not later: its first reader waits
+// for the line. What nothing depends on is not read, but a store does that never happens; an end of
+// the kernel would cost registers.
 __device__ __forceinline__ void fetch_parameter(int value) {
   asm volatile(
       "{\n.reg .pred never;\nsetp.eq.s32 never, %0, -1;\n"

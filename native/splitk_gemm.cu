@@ -1,16 +1,16 @@
 // Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, the rows of W lying in several memory tiers.
 //
-// W is packed (dakrun/kernels/packing.py) in octets of 8 rows, each of which lies in one tier. A
-// CTA computes rows in groups of octets: whole ones, or for many rows of X halves of sums that
-// depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on neither
-// tiers nor the number of CTAs, and they change no bit of Y.
+// W is packed (dakrun/kernels/packing.py) in row blocks of 8 rows, each of which lies in one tier.
+// A CTA computes rows in groups of row blocks: whole ones, or for many rows of X halves of sums
+// that depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on
+// neither tiers nor the number of CTAs, and they change no bit of Y.
 //
 // A CTA serves one tier, or in turns two: where a link needs no window, what little lies behind it
 // is read by all SMs, so that none is missing where HBM is read. A thread, or a warp as one, keeps
 // copies of W in flight into a ring of stages, another those of X, and two warpgroups multiply. Of
-// groups of more than 8 octets each takes its part, so that X is read once for both; smaller ones
-// they take in turns, one storing while the other multiplies, or two at once, where that X is read
-// once for both counts for more.
+// groups of more than 8 row blocks each takes its part, so that X is read once for both; smaller
+// ones they take in turns, one storing while the other multiplies, or two at once, where that X is
+// read once for both counts for more.
 
 #include "gemm_epilogue.cuh"
 #include "gemm_halves.cuh"
@@ -24,9 +24,9 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
                                         int warp, Moments& moments) {
   constexpr int kWarps = kWarpgroup / 32;
   const int warpgroup = warp / kWarps, other = 1 - warpgroup;
-  const int first = ring.split ? warpgroup * kTileOctets : 0;
+  const int first = ring.split ? warpgroup * kTileRowBlocks : 0;
   const int group = ring.shared && !ring.split ? warpgroup : 0;
-  const int warp_octet = first + warp % kWarps * 2;
+  const int warp_row_block = first + warp % kWarps * 2;
   const Tier& tier = args.tiers[number];
   const int stage_atoms = tier.stage_atoms;
   const bool arrives = arrives_for_warp();
@@ -40,9 +40,9 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       stage.advance(others, ring.stages);
       continue;
     }
-    const int octets = kPairs ? max(at.octets(group), 0) : at.octets();
-    const int octet = at.first_octet + at.octet + group * at.second + warp_octet;
-    const Outputs outputs(args, octet * kOctetRows, octets - warp_octet);
+    const int row_blocks = kPairs ? max(at.row_blocks(group), 0) : at.row_blocks();
+    const int row_block = at.first_row_block + at.row_block + group * at.second + warp_row_block;
+    const Outputs outputs(args, row_block * kRowsPerBlock, row_blocks - warp_row_block);
     if (!ring.shared && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
     const bool normalises = NORM && turn == 0;
     RowSums of_x(warp % kWarps);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
       if (ring.windowed) wait_barrier(ring.x_barrier[stage.stage], stage.parity);
       multiply(ring.w(stage.stage) + group * ring.group_bytes + first * kAtomBytes,
-               octets * kAtomBytes, ring.x(stage.stage), min(left, stage_atoms), sums);
+               row_blocks * kAtomBytes, ring.x(stage.stage), min(left, stage_atoms), sums);
       if (normalises && warpgroup == 0) {
         of_x.add(ring.x(stage.stage), at.k_end - left, min(left, stage_atoms));
       }
@@ -82,7 +82,9 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     if (!ring.shared && !at.last_group()) {
       ptx::named_barrier_arrive(kTurnBarrier + other, kConsumers);
     }
-    if (has_halves(args) && !add_halves(args, at.k > 0, octet, octets - warp_octet, sums)) continue;
+    if (has_halves(args) &&
+        !add_halves(args, at.k > 0, row_block, row_blocks - warp_row_block, sums))
+      continue;
     outputs.put(sums, moments);
   }
 }

@@ -13,23 +13,23 @@ static_assert(!kMixes || !kPairs, "two groups at once are a tier's own");
 
 enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 
-// Of its octets a tier's CTAs take groups in turn: CTA c the groups c, c + CTAs, ... What they take
-// at a time, a wave, is stored by steps of k, each step by groups, so that CTAs side by side read
-// memory side by side. A group's step is [atoms along k][octets], 1 KiB each. One remote tier may
-// have no CTAs: the first tier's then take its groups among their own.
+// Of its row blocks a tier's CTAs take groups in turn: CTA c the groups c, c + CTAs, ... What they
+// take at a time, a wave, is stored by steps of k, each step by groups, so that CTAs side by side
+// read memory side by side. A group's step is [atoms along k][row blocks], 1 KiB each. One remote
+// tier may have no CTAs: the first tier's then take its groups among their own.
 struct Tier {
   const uint8_t* base;
-  int first_octet;  // octets of this tier: to the next tier's first
+  int first_row_block;  // row blocks of this tier: to the next tier's first
   int first_cta;
-  int wave_octets;
-  int group_octets;  // at most kWarpgroups * kTileOctets; the tier's last group may have fewer
+  int wave_row_blocks;
+  int group_row_blocks;  // at most kWarpgroups * kTileRowBlocks; fewer in a tier's last group
   int step_atoms;    // a multiple of what a stage has
   int stage_atoms;   // a multiple of x_atoms
   int stages;        // 2 or more: one is free when the next is read
   int window;        // stages of W that a CTA may have in flight
   int x_boxes;       // copies of X for a stage
   int group_stages;  // that a whole group takes
-  int groups;        // that stages have: with kPairs two, of up to kTileOctets
+  int groups;        // that stages have: with kPairs two, of up to kTileRowBlocks
   // With kMixes: what its CTAs go through, and how many of these are the mixed tier's.
   int all_groups, mixed_groups;
 };
@@ -50,8 +50,8 @@ struct SplitKGemmArgs {
   int norm;                   // of X's rows; with -DNORM=1
   float eps, inverse_k;       // of the norm; 1 / K, where K does not count the padding
   int half;                   // atoms along k of a sum's first half: all, or with kHalves fewer
-  int* arrivals;              // [octets], zero between launches; with halves
-  float2* halves;             // [2][octets][X_TILES][32], see there
+  int* arrivals;              // [row blocks], zero between launches; with halves
+  float2* halves;             // [2][row blocks][X_TILES][32], see there
   const uint8_t* ahead;       // what a launch soon reads, a part for each of the first tier's CTAs
   int ahead_bytes;            // of such a part
 };
@@ -67,18 +67,18 @@ __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {
   return tier;
 }
 
-// The stages of a CTA, one after the other: a group of octets, or two, all its k, the next group.
-// Counts atoms along k. Two groups are those of two waves. Where sums have halves, they are the
-// CTA's and the next one's, of which each takes one half of both; a CTA that has none beside it
+// The stages of a CTA, one after the other: a group of row blocks, or two, all its k, the next
+// group. Counts atoms along k. Two groups are those of two waves. Where sums have halves, they are
+// the CTA's and the next one's, of which each takes one half of both; a CTA that has none beside it
 // takes both halves of its own, one after the other.
 struct Cursor {
   const SplitKGemmArgs& args;
   const int own_tier;  // whose CTA it is
-  int stage_atoms, k_begin = 0, k_middle, k_end, group_octets;
-  int number, first_octet, tier_octets, wave_octets;  // the group's tier
+  int stage_atoms, k_begin = 0, k_middle, k_end, group_row_blocks;
+  int number, first_row_block, tier_row_blocks, wave_row_blocks;  // the group's tier
   int group;       // with kMixes: its number, of both tiers' groups
-  int second = 0;  // octets from a group to the one that stages have as well, or 0
-  int octet, stride, k;
+  int second = 0;  // row blocks from a group to the one that stages have as well, or 0
+  int row_block, stride, k;
 
   __device__ __forceinline__ Cursor(const SplitKGemmArgs& args, int of_tier)
       : args(args), own_tier(of_tier), k_middle(args.k / kAtomK), k_end(args.k / kAtomK) {
@@ -86,17 +86,17 @@ struct Cursor {
     const int cta = args.order.number() - tier.first_cta;
     const int ctas = next.first_cta - tier.first_cta;
     stage_atoms = tier.stage_atoms;
-    group_octets = tier.group_octets;
+    group_row_blocks = tier.group_row_blocks;
     enter(of_tier);
-    stride = wave_octets;
-    octet = cta * group_octets;
+    stride = wave_row_blocks;
+    row_block = cta * group_row_blocks;
     const bool halves = has_halves(args), two = kPairs && tier.groups == 2;
     if (two && !halves) {
-      second = wave_octets;
-      stride = 2 * wave_octets;
+      second = wave_row_blocks;
+      stride = 2 * wave_row_blocks;
     } else if (two && (cta | 1) < ctas) {
-      second = group_octets;
-      octet = (cta & ~1) * group_octets;
+      second = group_row_blocks;
+      row_block = (cta & ~1) * group_row_blocks;
       (cta % 2 ? k_begin : k_end) = args.half;
     } else if (halves) {
       k_middle = args.half;
@@ -104,14 +104,14 @@ struct Cursor {
     k = k_begin;
     if (kMixes) find(cta);
   }
-  __device__ __forceinline__ bool done() const { return octet >= tier_octets; }
+  __device__ __forceinline__ bool done() const { return row_block >= tier_row_blocks; }
   __device__ __forceinline__ bool last_group() const {
-    return kMixes ? group + ctas() >= all_groups() : octet + stride >= tier_octets;
+    return kMixes ? group + ctas() >= all_groups() : row_block + stride >= tier_row_blocks;
   }
   // Of the first or the second group, which may have none or less.
-  __device__ __forceinline__ int octets(int group = 0) const {
+  __device__ __forceinline__ int row_blocks(int group = 0) const {
     if (group && second == 0) return 0;
-    return min(group_octets, tier_octets - octet - group * second);
+    return min(group_row_blocks, tier_row_blocks - row_block - group * second);
   }
   __device__ __forceinline__ int end() const { return k < k_middle ? min(k_middle, k_end) : k_end; }
   __device__ __forceinline__ void next_group() {
@@ -121,7 +121,7 @@ struct Cursor {
     if (kMixes) {
       find(group + ctas());
     } else {
-      octet += stride;
+      row_block += stride;
     }
   }
   // True where that is the next group's.
@@ -138,9 +138,9 @@ struct Cursor {
  private:
   __device__ __forceinline__ void enter(int tier) {
     number = tier;
-    first_octet = args.tiers[tier].first_octet;
-    tier_octets = args.tiers[tier + 1].first_octet - first_octet;
-    wave_octets = args.tiers[tier].wave_octets;
+    first_row_block = args.tiers[tier].first_row_block;
+    tier_row_blocks = args.tiers[tier + 1].first_row_block - first_row_block;
+    wave_row_blocks = args.tiers[tier].wave_row_blocks;
   }
   __device__ __forceinline__ int ctas() const {
     return args.tiers[own_tier + 1].first_cta - args.tiers[own_tier].first_cta;
@@ -153,6 +153,7 @@ struct Cursor {
     const int before = group * mixed / all;
     const bool is_mixed = (group + 1) * mixed >= (before + 1) * all;
     enter(is_mixed ? args.mixed_tier : own_tier);
-    octet = group < all ? (is_mixed ? before : group - before) * group_octets : tier_octets;
+    row_block =
+        group < all ? (is_mixed ? before : group - before) * group_row_blocks : tier_row_blocks;
   }
 };

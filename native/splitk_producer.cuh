@@ -15,7 +15,7 @@ __device__ __forceinline__ bool copies_for_warp() {
 
 constexpr int kLastCopies = 2;  // that are in flight when L2 is to look ahead
 
-// A stage is W, [groups][atoms][octets][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
+// A stage is W, [groups][atoms][row blocks][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
 struct Ring {
   Barriers full_barrier;   // [stages]: W, and with it X, has landed
   Barriers x_barrier;      // [stages]: X has landed, where the window is to count W alone
@@ -32,11 +32,11 @@ struct Ring {
         empty_barrier{full_barrier[2 * kMaxStages]},
         first(in_register(ptx::smem_address(smem))),
         stages(tier.stages),
-        group_bytes(tier.group_octets * tier.stage_atoms * kAtomBytes),
+        group_bytes(tier.group_row_blocks * tier.stage_atoms * kAtomBytes),
         w_bytes((kPairs ? tier.groups : 1) * group_bytes),
         stage_bytes(w_bytes + tier.stage_atoms * kXAtomBytes),
         windowed(tier.window < tier.stages),
-        split(tier.group_octets > kTileOctets),
+        split(tier.group_row_blocks > kTileRowBlocks),
         shared(split || kPairs && tier.groups == 2 || has_halves(args)) {}
 
   // By the thread that copies W, and that which copies X. All that there could be: loops are
@@ -66,21 +66,21 @@ struct Ring {
 struct Source {
   Cursor at;
   const int k_end, step_atoms;
-  int first;                   // the group's octet in a wave
+  int first;                   // the group's row block in a wave
   const uint8_t *step, *from;  // the next step of the wave; the stage
-  int octets, in_wave, left;   // of the group; of the wave; atoms of the step
+  int row_blocks, in_wave, left;   // of the group; of the wave; atoms of the step
 
   __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number, int group = 0)
       : at(args, number),
         k_end(args.k / kAtomK),
         step_atoms(args.tiers[number].step_atoms),
-        first(group ? (at.octet + at.second) % at.wave_octets : at.octet) {
-    at.octet += group * at.second;
+        first(group ? (at.row_block + at.second) % at.wave_row_blocks : at.row_block) {
+    at.row_block += group * at.second;
     begin_group();
   }
   __device__ __forceinline__ bool done() const { return at.done(); }
   __device__ __forceinline__ uint32_t bytes() const {
-    return octets * min(at.stage_atoms, left) * kAtomBytes;
+    return row_blocks * min(at.stage_atoms, left) * kAtomBytes;
   }
   __device__ __forceinline__ void next() {
     from += bytes();
@@ -94,10 +94,10 @@ struct Source {
 
  private:
   __device__ __forceinline__ void begin_group() {
-    if (kMixes) first = at.octet % at.wave_octets;
-    const int wave = at.octet - first;
-    octets = at.octets();
-    in_wave = min(at.wave_octets, at.tier_octets - wave);
+    if (kMixes) first = at.row_block % at.wave_row_blocks;
+    const int wave = at.row_block - first;
+    row_blocks = at.row_blocks();
+    in_wave = min(at.wave_row_blocks, at.tier_row_blocks - wave);
     step = at.args.tiers[at.number].base + static_cast<int64_t>(wave) * k_end * kAtomBytes;
     if (kHalves) step += static_cast<int64_t>(in_wave * at.k) * kAtomBytes;
     begin_step();
@@ -155,7 +155,7 @@ struct Producer {
  private:
   __device__ __forceinline__ void load() {
     const uint32_t barrier = ring.full_barrier[fill.stage];
-    const bool two = kPairs && w.at.second && second.octets > 0;
+    const bool two = kPairs && w.at.second && second.row_blocks > 0;
     if (copies_for_warp()) {
       const uint32_t to = ring.w(fill.stage), bytes = w.bytes(), more = two ? second.bytes() : 0;
       ptx::mbarrier_arrive_expect_tx(barrier, bytes + more);

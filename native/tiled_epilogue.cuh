@@ -4,7 +4,7 @@
 
 #include "tiled_staging.cuh"
 
-// Of a lane: those of rows g of octets 2w and 2w + 1, the same in all passes.
+// Of a lane: those of rows g of row blocks 2w and 2w + 1, the same in all passes.
 template <int passes>
 struct Biases {
   Element of[2];
@@ -13,7 +13,7 @@ struct Biases {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int row = (part.octet + 2 * warp + i) * kOctetRows + lane / 4;
+      const int row = (part.row_block + 2 * warp + i) * kRowsPerBlock + lane / 4;
       of[i] = args.bias && row < args.m ? args.bias[row] : Element();
     }
   }
@@ -47,7 +47,7 @@ struct Stager {
   }
 
  private:
-  // Four matrices at a time: of two octets of W and 16 rows of X.
+  // Four matrices at a time: of two row blocks of W and 16 rows of X.
   template <Way way>
   __device__ __forceinline__ void stage_plain(const TiledGemmArgs& args, const float2* sums,
                                               const float (&bias)[2], uint32_t at) const {
@@ -64,7 +64,7 @@ struct Stager {
   }
 
   // Rows of W are gates and what they multiply in turn. Of lanes that have a gate and its partner
-  // one takes both for octet 2w, the other for 2w + 1; then all those of 2w are put first.
+  // one takes both for row block 2w, the other for 2w + 1; then all those of 2w are put first.
   __device__ __forceinline__ void stage_gated(const float2* sums, const float (&bias)[2],
                                               uint32_t at) const {
     uint32_t words[kPassTiles];

@@ -13,7 +13,7 @@
 
 static_assert(WGMMA || X_TILES <= 8 && !WIDE, "with more, operands of mma would spill");
 
-// Shared memory: outputs on their way, then stages, each W [octets][8 rows][128 bytes] and X
+// Shared memory: outputs on their way, then stages, each W [row blocks][8 rows][128 bytes] and X
 // [rows][128 bytes], 64 columns of both.
 struct Ring {
   Barriers full_barrier;   // [stages]: W and X have landed
@@ -28,7 +28,7 @@ struct Ring {
         empty_barrier{full_barrier[kMaxStages]},
         first(in_register(ptx::smem_address(smem)) + kWarps * args.blocks * kBlockBytes),
         stages(tier.stages),
-        w_bytes(tier.tile_octets * kAtomBytes),
+        w_bytes(tier.tile_row_blocks * kAtomBytes),
         stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
         sharers(place.sharers),
         first_sharer(place.first_sharer) {}
@@ -76,11 +76,11 @@ __device__ __forceinline__ void pass_segments(const TiledGemmArgs& args, const T
   if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.added(), tile.parity());
 }
 
-// By a whole warp: lane i copies octet i of a tile, and those that lie behind it in its group.
+// By a whole warp: lane i copies row block i of a tile, and those that lie behind it in its group.
 __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ring,
                                        const Place& place, const SegmentBarriers& barriers) {
   const TierTiles& tier = args.tiers[place.tier];
-  const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_octet - 1;
+  const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_row_block - 1;
   const int window = tier.window < ring.stages ? tier.window : 1 << 30;
   const bool shares = args.x_ctas > 1;
   const int turns = args.x_ctas - 1, turn = shares ? place.sharer : 0;
@@ -88,10 +88,12 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
   RingPosition fill, landed;
   int issued = 0;
   for (Tiles tile(args, place); tile.next();) {
-    const Octet octet(args.weight, min(tile.octet + min(lane, max(tile.octets, 1) - 1), last));
-    const bool copies = lane < tile.octets && (lane == 0 || octet.place == 0);
-    const int bytes = min(tile.octets - lane, octet.group_octets - octet.place) * kAtomBytes;
-    OctetAtoms atoms(octet, min(tile.k, args.weight.atoms - 1));
+    const RowBlock row_block(
+        args.weight, min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
+    const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.place == 0);
+    const int bytes =
+        min(tile.row_blocks - lane, row_block.group_row_blocks - row_block.place) * kAtomBytes;
+    RowBlockAtoms atoms(row_block, min(tile.k, args.weight.atoms - 1));
 #pragma unroll 1
     for (int k = tile.k; k < tile.k_end; k++, issued++, atoms.next()) {
       if (issued >= window) {
@@ -100,7 +102,7 @@ __device__ __forceinline__ void load_w(const TiledGemmArgs& args, const Ring& ri
       }
       wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
       const uint32_t barrier = ring.full_barrier[fill.stage];
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, tile.octets * kAtomBytes);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, tile.row_blocks * kAtomBytes);
       __syncwarp();
       if (copies && (k & turns) == turn) {
         const uint32_t to = ring.w(fill.stage) + lane * kAtomBytes;
@@ -187,7 +189,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
       }
       continue;
     }
-    const uint32_t of_w = (part.octet - tile.octet) * kAtomBytes,
+    const uint32_t of_w = (part.row_block - tile.row_block) * kAtomBytes,
                    of_x = (part.n - tile.n) * kAtomK * 2;
     const TileOutputs outputs(args, part, blocks, tile.leaves, first_pass(args, place));
     Sums sums;

@@ -11,14 +11,15 @@ constexpr int kTiledThreads = kConsumers + kWarpgroup;  // of these two warps co
 constexpr int kCopyRegisters = 40, kConsumerRegisters = 232;
 constexpr int kMaxStages = 13;
 
-// How a tier's octets are computed, by clusters of its own. A cluster's tile is that of its CTAs.
-// The matrix may have them in several parts, each packed by itself: tiles go over their borders.
+// How a tier's row blocks are computed, by clusters of its own. A cluster's tile is that of its
+// CTAs. The matrix may have them in several parts, each packed by itself: tiles go over their
+// borders.
 struct TierTiles {
-  int first_octet;       // of the matrix; octets of this tier: to the next one's
+  int first_row_block;       // of the matrix; row blocks of this tier: to the next one's
   int first_cluster;     // clusters of this tier, likewise
   int clusters;          // as many
   int row_groups;        // warpgroups along W: 2, or 1, and the other one has the next rows of X
-  int tile_octets;       // of W in a CTA's tile, at most row_groups * kTileOctets
+  int tile_row_blocks;       // of W in a CTA's tile, at most row_groups * kTileRowBlocks
   int w_tiles, x_tiles;  // of clusters
   int block_tiles;       // tiles along X that are beside each other in their order
   int rounds;            // in which each cluster takes a tile; it has a share of those then left
@@ -107,7 +108,7 @@ struct Tiles {
   const TiledGemmArgs& args;
   int tier, cluster, w, x, segment;
   int turn = -1;
-  int octet, octets;  // of W, counted from the matrix's first; there may be none
+  int row_block, row_blocks;  // of W, counted from the matrix's first; there may be none
   int n;              // the first row of X
   int k, k_end;       // atoms
   bool carried;       // the sums of those before k have been left
@@ -145,8 +146,8 @@ struct Tiles {
     const int whole = of.w_tiles * of.block_tiles, block = quotient(number, whole);
     const int in_block = number - block * whole, before = block * of.block_tiles;
     const int width = min(of.block_tiles, of.x_tiles - before), row = quotient(in_block, width);
-    octet = of.first_octet + (row * args.w_ctas + w) * of.tile_octets;
-    octets = max(0, min(of.tile_octets, args.tiers[tier + 1].first_octet - octet));
+    row_block = of.first_row_block + (row * args.w_ctas + w) * of.tile_row_blocks;
+    row_blocks = max(0, min(of.tile_row_blocks, args.tiers[tier + 1].first_row_block - row_block));
     const int x_rows = (kWarpgroups + 1 - of.row_groups) * kXRows;
     n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
     return true;

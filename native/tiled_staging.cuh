@@ -53,20 +53,20 @@ __device__ __forceinline__ void outputs(const TiledGemmArgs& args, const float2*
   }
 }
 
-// What a warpgroup has of a tile: octets of W, and rows of X from n on.
+// What a warpgroup has of a tile: row blocks of W, and rows of X from n on.
 struct TilePart {
-  int octet, octets;  // there may be none
+  int row_block, row_blocks;  // there may be none
   int n;
 
   __device__ __forceinline__ TilePart(const TiledGemmArgs& args, const Tiles& tile, int warpgroup) {
     const bool along_w = args.tiers[tile.tier].row_groups == kWarpgroups;
-    const int before = along_w ? warpgroup * kTileOctets : 0;
-    octet = tile.octet + before;
-    octets = max(0, min(kTileOctets, tile.octets - before));
+    const int before = along_w ? warpgroup * kTileRowBlocks : 0;
+    row_block = tile.row_block + before;
+    row_blocks = max(0, min(kTileRowBlocks, tile.row_blocks - before));
     n = tile.n + (along_w ? 0 : warpgroup * kXRows);
-    if (n >= args.n) octets = 0;
+    if (n >= args.n) row_blocks = 0;
   }
-  __device__ __forceinline__ bool exists() const { return octets > 0; }
+  __device__ __forceinline__ bool exists() const { return row_blocks > 0; }
 };
 
 // What of a row of a block the outputs take: with a gate there are half as many.
@@ -124,8 +124,8 @@ struct WarpOutputs {
     const int warp = ptx::anew<uint32_t>(threadIdx.x) % kWarpgroup / 32;
     row = part.n + (WIDE ? warp * kBlockRows : 0);
     rows = args.n - row;
-    column = (part.octet * kOctetRows + (WIDE ? 0 : warp * 2 * kOctetRows)) / Row::kGates;
-    const int end = (part.octet + part.octets) * kOctetRows / Row::kGates;
+    column = (part.row_block * kRowsPerBlock + (WIDE ? 0 : warp * 2 * kRowsPerBlock)) / Row::kGates;
+    const int end = (part.row_block + part.row_blocks) * kRowsPerBlock / Row::kGates;
     columns = min(end, args.width) - column;
     if (!WIDE) columns = min(columns, Row::kColumns);
   }
@@ -140,7 +140,7 @@ struct WarpOutputs {
 
   // Whether TMA can write the blocks of so many passes: they are as large as any, or have all that
   // Y has there. What it writes has to begin at a multiple of 16 bytes, or the instruction is
-  // illegal (H200): gated outputs of a tile that begins with an odd octet do not.
+  // illegal (H200): gated outputs of a tile that begins with an odd row block do not.
   __device__ __forceinline__ bool are_boxes(int passes) const {
     const int wanted = WIDE ? passes * Row::kColumns : Row::kColumns;
     return !gated && args.boxes && (columns >= wanted || column + columns == args.width);
@@ -157,7 +157,7 @@ struct WarpOutputs {
       if (count == kChunk && (args.width | column) % kChunk == 0) {
         ptx::store_chunk(to, ptx::load_chunk(chunk));
       } else if (count == kChunk && (args.width | column) % (kChunk / 2) == 0) {
-        // Gated, of a tile that begins with an odd octet.
+        // Gated, of a tile that begins with an odd row block.
         const uint4 words = ptx::load_chunk(chunk);
         reinterpret_cast<uint2*>(to)[0] = {words.x, words.y};
         reinterpret_cast<uint2*>(to)[1] = {words.z, words.w};

@@ -1,6 +1,6 @@
 // Rows of a packed matrix, read from the tiers where they lie, as a dense one.
 //
-// A warp moves atoms that follow each other in an octet: it reads 1 KiB in a row of each, and
+// A warp moves atoms that follow each other in a row block: it reads 1 KiB in a row of each, and
 // writes 128 bytes in a row to each of 8 rows.
 
 #include "packed.cuh"
@@ -8,23 +8,23 @@
 constexpr int kThreads = 256;
 constexpr int kAtoms = 4;  // of a warp
 constexpr int kHalves = 2;
-constexpr int kHalfRows = kOctetRows / kHalves;  // that a warp moves at a time, 16 bytes a lane
+constexpr int kHalfRows = kRowsPerBlock / kHalves;  // that a warp moves at a time, 16 bytes a lane
 
 struct UnpackArgs {
   uint4* out;  // [rows, chunks] of 8 elements
   int rows, chunks;
-  int first_octet;  // of the weight, that `out` begins with
-  int octet_ctas;   // CTAs of an octet
+  int first_row_block;  // of the weight, that `out` begins with
+  int row_block_ctas;   // CTAs of a row block
   PackedMatrix weight;
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     unpack(const __grid_constant__ UnpackArgs args) {
   ptx::launch_dependents();
-  const int octet = blockIdx.x / args.octet_ctas, lane = threadIdx.x % 32;
-  const int warp = blockIdx.x % args.octet_ctas * (kThreads / 32) + threadIdx.x / 32;
+  const int row_block = blockIdx.x / args.row_block_ctas, lane = threadIdx.x % 32;
+  const int warp = blockIdx.x % args.row_block_ctas * (kThreads / 32) + threadIdx.x / 32;
   const int first_atom = warp * kAtoms;
-  const Octet from(args.weight, args.first_octet + octet);
+  const RowBlock from(args.weight, args.first_row_block + row_block);
   uint4 moved[kAtoms][kHalves];
 #pragma unroll
   for (int i = 0; i < kAtoms; i++) {
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int half = 0; half < kHalves; half++) {
       const int row = kHalfRows * half + lane / kAtomChunks;
       const int chunk = (first_atom + i) * kAtomChunks + (lane % kAtomChunks ^ row);
-      const int out_row = octet * kOctetRows + row;
+      const int out_row = row_block * kRowsPerBlock + row;
       if (out_row >= args.rows || chunk >= args.chunks) continue;
       args.out[static_cast<int64_t>(out_row) * args.chunks + chunk] = moved[i][half];
     }

@@ -1,30 +1,31 @@
 // How the sums of wide tiles become outputs: bias, activation, residual. A thread has sums of two
-// rows of X, and two rows of each octet of W.
+// rows of X, and two rows of each row block of W.
 #pragma once
 
 #include "tiled_staging.cuh"
 
-// Of a lane: those of rows 2t and 2t + 1 of each octet of some passes.
+// Of a lane: those of rows 2t and 2t + 1 of each row block of some passes.
 template <int passes>
 struct Biases {
   uint32_t of[passes][kPassTiles];
 
   // One after the other, with no branch between them: none waits for another.
   __device__ __forceinline__ Biases(const TiledGemmArgs& args, const TilePart& part, int first) {
-    const int octet = part.octet + first * kPassTiles;
-    const int row = octet * kOctetRows + threadIdx.x % 4 * 2, rows = args.bias ? args.m - row : 0;
+    const int row_block = part.row_block + first * kPassTiles;
+    const int row = row_block * kRowsPerBlock + threadIdx.x % 4 * 2;
+    const int rows = args.bias ? args.m - row : 0;
 #pragma unroll
     for (int i = 0; i < passes * kPassTiles; i++) {
       uint32_t& to = of[i / kPassTiles][i % kPassTiles];
       to = 0;
-      if (i * kOctetRows + 1 < rows) {
-        to = *reinterpret_cast<const uint32_t*>(args.bias + row + i * kOctetRows);
+      if (i * kRowsPerBlock + 1 < rows) {
+        to = *reinterpret_cast<const uint32_t*>(args.bias + row + i * kRowsPerBlock);
       }
     }
     if (rows % 2 == 0) return;
 #pragma unroll
     for (int i = 0; i < passes * kPassTiles; i++) {
-      if (i * kOctetRows + 1 != rows) continue;
+      if (i * kRowsPerBlock + 1 != rows) continue;
       of[i / kPassTiles][i % kPassTiles] = load_unaligned(args.bias + args.m - 1, false);
     }
   }
@@ -45,7 +46,7 @@ struct Stager {
     source = lane ^ (lane % 4 == 1 || lane % 4 == 2 ? 3 : 0);
   }
 
-  // The sums of octets of W.
+  // The sums of row blocks of W.
   template <Way way>
   __device__ __forceinline__ void stage(const TiledGemmArgs& args, const float2* sums,
                                         const uint32_t (&biases)[kPassTiles],
@@ -58,7 +59,7 @@ struct Stager {
   }
 
  private:
-  // Two octets at a time, whose chunks are those of the first ones exchanged.
+  // Two row blocks at a time, whose chunks are those of the first ones exchanged.
   template <Way way>
   __device__ __forceinline__ void stage_plain(const TiledGemmArgs& args, const float2* sums,
                                               const uint32_t (&biases)[kPassTiles],
@@ -75,7 +76,7 @@ struct Stager {
   }
 
   // Rows of W are gates and what they multiply in turn. Of two lanes the even one takes both's
-  // outputs of an octet, the other those of the next one; then all those of the first are put
+  // outputs of a row block, the other those of the next one; then all those of the first are put
   // first.
   __device__ __forceinline__ void stage_gated(const float2* sums,
                                               const uint32_t (&biases)[kPassTiles],
@@ -83,7 +84,7 @@ struct Stager {
     uint32_t words[kPassTiles];
 #pragma unroll
     for (int j = 0; j < kPassTiles; j++) {
-      const int of = j / 2 * 2;  // octets of the chunk; j % 2: the lower rows, or the upper
+      const int of = j / 2 * 2;  // row blocks of the chunk; j % 2: the lower rows, or the upper
       float values[2];
 #pragma unroll
       for (int next = 0; next < 2; next++) {

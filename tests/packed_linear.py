@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
 from dakrun.kernels.gemm.splitk import Norm, Workspace, splitk_gemm
-from dakrun.kernels.gemm.splitk_config import GemmConfig, TierAccess, gemm_config, split_octets
+from dakrun.kernels.gemm.splitk_config import GemmConfig, TierAccess, gemm_config, split_row_blocks
 from dakrun.memory.device import enable_peer_access
 
 GUARD = 64  # elements
@@ -87,21 +87,21 @@ def linear(
     m: int,
     k: int,
     dtype: torch.dtype,
-    octets: tuple[int, ...] = (),
+    row_blocks: tuple[int, ...] = (),
     *,
     access: tuple[TierAccess, ...] = ACCESS,
     sms: int = 0,
     aligned: bool = True,
 ) -> Linear:
-    """The weight with `octets` in HBM, page-locked memory and a peer's, or else all in HBM."""
-    dense, octets = weight_of(m, k, dtype), octets or (octet_count(m),)
-    access, sms = access[: len(octets)], sms or all_sms()
-    splits = split_octets(octets, access, sms=sms, aligned=aligned)
+    """The weight with `row_blocks` in HBM, page-locked memory and a peer's, or else all in HBM."""
+    dense, row_blocks = weight_of(m, k, dtype), row_blocks or (row_block_count(m),)
+    access, sms = access[: len(row_blocks)], sms or all_sms()
+    splits = split_row_blocks(row_blocks, access, sms=sms, aligned=aligned)
     parts, first = [], 0
     for tier, split in zip(TIERS[: len(splits)], splits, strict=True):
-        data = pack(dense[8 * first : 8 * (first + split.octets)], split)
+        data = pack(dense[8 * first : 8 * (first + split.row_blocks)], split)
         parts.append(PackedPart(tier, split, moved(data, tier)))
-        first += split.octets
+        first += split.row_blocks
     return Linear(PackedTensor((m, k), dtype, tuple(parts)), access, sms)
 
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.kernels.gemm.packing import (
-    OCTET_ROWS,
+    ROWS_PER_BLOCK,
     PackedPart,
     PackedTensor,
     Split,
-    octet_count,
     pack,
+    row_block_count,
 )
 
-# Rows, columns, and the tiers: a single octet, many waves with a smaller last group, several tiers
-# with ragged rows, an empty tier and steps wider than the matrix.
+# Rows, columns, and the tiers: a single row block, many waves with a smaller last group, several
+# tiers with ragged rows, an empty tier and steps wider than the matrix.
 CASES = (
     (8, 64, (Split(1, 1, 1, 64),)),
     (203, 200, (Split(26, 2, 3, 128),)),
@@ -31,15 +31,15 @@ def normal(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 
 def packed(weight: torch.Tensor, splits: Sequence[Split]) -> PackedTensor:
-    """`weight` [M, K], whose octets are dealt out as `splits`; on a GPU the first tier is in HBM.
+    """`weight` [M, K], its row blocks assigned as in `splits`; on a GPU the first tier is in HBM.
 
     The others are then page-locked.
     """
-    assert sum(split.octets for split in splits) == octet_count(weight.shape[0])
-    ends = itertools.accumulate(OCTET_ROWS * split.octets for split in splits)
+    assert sum(split.row_blocks for split in splits) == row_block_count(weight.shape[0])
+    ends = itertools.accumulate(ROWS_PER_BLOCK * split.row_blocks for split in splits)
     parts = []
     for number, (split, end) in enumerate(zip(splits, ends, strict=True)):
-        data = pack(weight[end - OCTET_ROWS * split.octets : end], split)
+        data = pack(weight[end - ROWS_PER_BLOCK * split.row_blocks : end], split)
         if number and data.is_cuda:
             data = data.cpu().pin_memory()
         parts.append(PackedPart(f"tier {number}", split, data))

@@ -1,5 +1,5 @@
 """What products on a GPU are held against: cuBLAS's errors, whatever the epilogue; and a chain of
-launches over matrices whose octets lie in several tiers.
+launches over matrices whose row blocks lie in several tiers.
 """
 
 import itertools
@@ -25,7 +25,14 @@ EPILOGUES: list[Epilogue] = [
 ]
 EPS = 0.01
 WIDTH = 1024  # of the matrices of a chain
-CHAIN = ((128,), (64, 64), (0, 128), (127, 1), (128,), (43, 43, 42)) * 2  # their octets per tier
+CHAIN = (
+    (128,),
+    (64, 64),
+    (0, 128),
+    (127, 1),
+    (128,),
+    (43, 43, 42),
+) * 2  # their row blocks per tier
 
 
 def check(
@@ -73,10 +80,10 @@ def chain(
     norms: Sequence[Norm] = ("none",),
 ) -> None:
     """Launches each of which reads what the one before wrote, and writes the next of `outs`."""
-    for octets, out, norm in zip(
+    for row_blocks, out, norm in zip(
         CHAIN, itertools.cycle(outs), itertools.cycle(norms), strict=False
     ):
-        run = of(WIDTH, WIDTH, x.dtype, octets)
+        run = of(WIDTH, WIDTH, x.dtype, row_blocks)
         run(x, out, residual=x, activation="relu", overlap=overlap, **_options(norm))
         x = out
 
@@ -93,7 +100,7 @@ def run_of_chain(
 
 
 def placements(count: int) -> list[tuple[int, ...]]:
-    """Ways in which `count` octets lie in up to three tiers, not all in the first."""
+    """Ways in which `count` row blocks lie in up to three tiers, not all in the first."""
     third = count // 3
     return [
         (count, 0), (count - 1, 1), (count - count // 2, count // 2), (0, count),

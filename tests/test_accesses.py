@@ -13,7 +13,7 @@ from dakrun.plan.planner import Policy, make_plan
 
 
 def test_a_plan_s_sms_and_windows() -> None:
-    """Few octets on a peer are the local SMs', those of the host never."""
+    """Few row blocks on a peer are the local SMs', those of the host never."""
     work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
     profile = load_profile("h200-nvlink-peer")
     for tier, ratio, mixed in (("peer", 0.06, True), ("peer", 0.3, False), ("host", 0.01, False)):

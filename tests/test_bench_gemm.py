@@ -34,12 +34,12 @@ from dakrun.bench.sweep import TURNING_POINT, parse_ratio
 from dakrun.cli import main as cli
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.hardware.files import load_profile
 from dakrun.hardware.profile import LOCAL, HardwareProfile, RemoteTier
 from dakrun.kernels.gemm import dispatch as products_of
 from dakrun.kernels.gemm.dispatch import Products
-from dakrun.kernels.gemm.packing import CHUNK, PackedTensor, octet_bytes
+from dakrun.kernels.gemm.packing import CHUNK, PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory.tiers import allocate_tiers
@@ -59,10 +59,10 @@ def sweep(**asked: Any) -> GemmSweep:
     return gemm_sweep(**{**defaults, **asked})
 
 
-def case(octets: tuple[int, ...] = (96, 32), **changes: Any) -> GemmCase:
-    rows = 8 * sum(octets)
+def case(row_blocks: tuple[int, ...] = (96, 32), **changes: Any) -> GemmCase:
+    rows = 8 * sum(row_blocks)
     values = {
-        "shape": Shape(rows, 1024), "n": 8, "asked": 0.25, "units": octets,
+        "shape": Shape(rows, 1024), "n": 8, "asked": 0.25, "units": row_blocks,
         "unit_bytes": 16 * 1024, "launches": 10,
     }  # fmt: skip
     return GemmCase(**{**values, **changes})
@@ -168,11 +168,11 @@ def test_the_remote_tiers() -> None:
 
 
 @given(st.integers(1, 20_000), st.floats(0, 1), st.floats(0, 1))
-def test_octets_per_tier(octets: int, ratio: float, turning_point: float) -> None:
-    near = remote_units(octets, ratio, turning_point)
-    assert 0 <= near <= octets and abs(near - octets * ratio) <= 0.5 + 1e-6
-    below = remote_units(octets, TURNING_POINT, turning_point)
-    assert octets * turning_point - 1 <= below <= octets * turning_point
+def test_row_blocks_per_tier(row_blocks: int, ratio: float, turning_point: float) -> None:
+    near = remote_units(row_blocks, ratio, turning_point)
+    assert 0 <= near <= row_blocks and abs(near - row_blocks * ratio) <= 0.5 + 1e-6
+    below = remote_units(row_blocks, TURNING_POINT, turning_point)
+    assert row_blocks * turning_point - 1 <= below <= row_blocks * turning_point
 
 
 def test_at_the_turning_point_the_remote_tier_is_not_waited_for() -> None:
@@ -425,12 +425,12 @@ def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPat
     assert seen == [0, 1, 2] * rounds
 
 
-@pytest.mark.parametrize("octets", [(13,), (13, 0), (10, 3), (0, 13)])
+@pytest.mark.parametrize("row_blocks", [(13,), (13, 0), (10, 3), (0, 13)])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_chains_read_every_weight(cpu: None, octets: tuple[int, ...], aligned: bool) -> None:
+def test_chains_read_every_weight(cpu: None, row_blocks: tuple[int, ...], aligned: bool) -> None:
     # Padded in both directions, so that packed and dense weights differ in size.
-    some = case(octets, shape=Shape(100, 200), n=3, unit_bytes=octet_bytes(200), launches=4)
-    assert octet_count(100) == 13
+    some = case(row_blocks, shape=Shape(100, 200), n=3, unit_bytes=row_block_bytes(200), launches=4)
+    assert row_block_count(100) == 13
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with allocate_tiers(sizes, torch.device("cpu")) as memories:
         buffers = tiers.whole(memories)
@@ -438,13 +438,13 @@ def test_chains_read_every_weight(cpu: None, octets: tuple[int, ...], aligned: b
         chains.fill(200)
         weights = [buffer.view(torch.float16).float() for buffer in buffers.values()]
         assert all(w.std() == pytest.approx(200**-0.5, rel=0.05) for w in weights if len(w))
-        access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(octets)]
+        access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(row_blocks)]
         assert chains.product(some, access, aligned=aligned) == ([1e-2 / 4] * 3, "splitk")
         assert chains.cublas(some) == [1e-2 / 4] * 3
 
 
 def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
-    some = case((2,), shape=Shape(16, 16), n=2, unit_bytes=octet_bytes(16), launches=5)
+    some = case((2,), shape=Shape(16, 16), n=2, unit_bytes=row_block_bytes(16), launches=5)
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
     chains = gemm.Chains({LOCAL: buffer}, torch.float16, 132, 3, PRODUCTS)
     ends: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -516,7 +516,7 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.gpu
 def test_activations_stay_finite() -> None:
-    some = case((32, 32), shape=Shape(512, 512), unit_bytes=octet_bytes(512), launches=100)
+    some = case((32, 32), shape=Shape(512, 512), unit_bytes=row_block_bytes(512), launches=100)
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=True))
     ends: list[torch.Tensor] = []
     with tiers.take(sizes, torch.device("cuda", torch.cuda.current_device())) as memories:

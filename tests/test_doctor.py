@@ -15,8 +15,8 @@ from rich.console import Console
 from dakrun.cli import doctor
 from dakrun.cli.doctor import Check, can_generate, examine, render, verdict
 from dakrun.cli.main import main
-from dakrun.hardware import machine as machine_checks
-from dakrun.hardware.machine import Gpu
+from dakrun.probe import machine as machine_checks
+from dakrun.probe.machine import Gpu
 
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 150_000_000_000, "0000:1b:00.0")
 A100 = Gpu(1, "NVIDIA A100-SXM4-80GB", (8, 0), 85_000_000_000, "0000:43:00.0")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import splitk_config as heuristics
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
@@ -24,7 +24,7 @@ from dakrun.kernels.gemm.splitk_config import (
     TierAccess,
     gemm_config,
     ring_bytes,
-    split_octets,
+    split_row_blocks,
     tiles_for,
 )
 
@@ -60,21 +60,21 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) 
 
 
 def packed(
-    weight: torch.Tensor, octets: Sequence[int], access: Sequence[TierAccess], *, aligned: bool
+    weight: torch.Tensor, row_blocks: Sequence[int], access: Sequence[TierAccess], *, aligned: bool
 ) -> PackedTensor:
-    splits = split_octets(octets, access, sms=SMS, aligned=aligned)
+    splits = split_row_blocks(row_blocks, access, sms=SMS, aligned=aligned)
     parts, row = [], 0
     for tier, split in zip(("hbm", "host", "peer"), splits, strict=False):
-        data = pack(weight[row : row + 8 * split.octets], split)
+        data = pack(weight[row : row + 8 * split.row_blocks], split)
         parts.append(PackedPart(tier, split, data))
-        row += 8 * split.octets
+        row += 8 * split.row_blocks
     return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
 
 
 def run(
     weight: torch.Tensor,
     n: int,
-    octets: Sequence[int] = (),
+    row_blocks: Sequence[int] = (),
     access: Sequence[TierAccess] = ACCESS,
     *,
     aligned: bool = True,
@@ -87,9 +87,9 @@ def run(
 ) -> torch.Tensor:
     """Y of `x`, or a random one, which depends on the shapes alone."""
     m, k = weight.shape
-    octets = octets or (octet_count(m),)
-    access = access[: len(octets)]
-    matrix = packed(weight, octets, access, aligned=aligned)
+    row_blocks = row_blocks or (row_block_count(m),)
+    access = access[: len(row_blocks)]
+    matrix = packed(weight, row_blocks, access, aligned=aligned)
     splits = [part.split for part in matrix.parts]
     config = gemm_config(n, splits, access, sms=SMS, cols=k if norm == "none" else 0)
     workspace = Workspace.empty(config, "cpu")
@@ -153,12 +153,14 @@ def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build:
     x = (by_row * (normal(n, k) + by_row)).to(dtype)
     exact = F.linear(scaled(x, norm), weight.double(), bias.double()) + residual.double()
     found = []
-    for seed, (octets, aligned) in enumerate(
+    for seed, (row_blocks, aligned) in enumerate(
         [((23,), True), ((21, 2), True), ((2, 21), True), ((21, 2), False)]
     ):
         build(dtype, tiles_for(n), True, False, 0).seed = 1000 * seed
         found.append(
-            run(weight, n, octets, aligned=aligned, x=x, norm=norm, bias=bias, residual=residual)
+            run(
+                weight, n, row_blocks, aligned=aligned, x=x, norm=norm, bias=bias, residual=residual
+            )
         )
     assert error(found[0], exact) < (5e-4 if dtype == torch.float16 else 4e-3)
     assert all(torch.equal(other, found[0]) for other in found)
@@ -172,11 +174,13 @@ def test_sums_of_halves(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double()) + residual.double()
     monkeypatch.setattr(heuristics, "half_columns", lambda *_: 512)
     free, found = (TierAccess(), TierAccess(sms=2)), []
-    for seed, (octets, access, aligned) in enumerate(
+    for seed, (row_blocks, access, aligned) in enumerate(
         [((40,), ACCESS, True), ((28, 12), free, True), ((27, 13), ACCESS, False)]
     ):
         build(weight.dtype, tiles_for(n), False, False, 0).seed = 1001 * seed
-        found.append(run(weight, n, octets, access, aligned=aligned, bias=bias, residual=residual))
+        found.append(
+            run(weight, n, row_blocks, access, aligned=aligned, bias=bias, residual=residual)
+        )
     assert error(found[0], exact) < 5e-4
     assert all(torch.equal(other, found[0]) for other in found)
 
@@ -184,7 +188,7 @@ def test_sums_of_halves(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workspace": None}, "expected a workspace for sums of halves of 8 octets"),
+        ({"workspace": None}, "expected a workspace for sums of halves of 8 row blocks"),
         ({"norm": "rms"}, "expected no norm and halves of whole steps of 1280 columns"),
     ],
 )
@@ -209,14 +213,14 @@ def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     kernel, wanted = build(weight.dtype, tiles_for(n), False, False, 0), run(weight, n)
     assert not wanted.isnan().any()
     windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
-    for seed, (octets, access, aligned) in enumerate(
+    for seed, (row_blocks, access, aligned) in enumerate(
         [
             ((26,), ACCESS, True), ((21, 5), ACCESS, True), ((13, 13), ACCESS, False),
             ((0, 26), ACCESS, True), ((26,), ACCESS, False), ((20, 6), windows, True),
         ]
     ):  # fmt: skip
         kernel.seed = 1000 * seed
-        assert torch.equal(run(weight, n, octets, access, aligned=aligned), wanted), octets
+        assert torch.equal(run(weight, n, row_blocks, access, aligned=aligned), wanted), row_blocks
 
 
 @pytest.mark.parametrize("norm", ["none", "layer"])
@@ -227,7 +231,7 @@ def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -
     wanted = run(weight, n, norm=norm)
     kernel = build(weight.dtype, tiles_for(n), norm != "none", n < 64, 0)
     mixed = (TierAccess(), TierAccess(mixed=True))
-    for seed, (octets, access, aligned) in enumerate(
+    for seed, (row_blocks, access, aligned) in enumerate(
         [
             ((50, 1), mixed, True), ((1, 50), mixed, True), ((33, 18), mixed, False),
             ((47, 4), mixed, True), ((20, 12, 19), (*mixed, TierAccess(1)), True),
@@ -235,8 +239,8 @@ def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -
         ]
     ):  # fmt: skip
         kernel.seed = 1000 * seed
-        found = run(weight, n, octets, access, aligned=aligned, norm=norm)
-        assert torch.equal(found, wanted), octets
+        found = run(weight, n, row_blocks, access, aligned=aligned, norm=norm)
+        assert torch.equal(found, wanted), row_blocks
 
 
 @settings(deadline=None, max_examples=20)
@@ -247,19 +251,19 @@ def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -
 def test_any_shape(
     m: int, eights: int, n: int, remote: bool, window: int | None, seed: int
 ) -> None:
-    weight, count = normal(m, 8 * eights, scale=0.1), octet_count(m)
-    octets = (count - count // 2, count // 2) if remote and count > 1 else (count,)
+    weight, count = normal(m, 8 * eights, scale=0.1), row_block_count(m)
+    row_blocks = (count - count // 2, count // 2) if remote and count > 1 else (count,)
     access = (TierAccess(), TierAccess(1, window))
     gemm._kernel(weight.dtype, 1, False, False, 0).seed = seed
     exact = normal(n, 8 * eights).double() @ weight.double().T
-    assert error(run(weight, n, octets, access), exact) < 1e-3
+    assert error(run(weight, n, row_blocks, access), exact) < 1e-3
 
 
-@pytest.mark.parametrize("octets", [(), (9, 8), (0, 17)])
-def test_looking_ahead_changes_nothing(octets: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("row_blocks", [(), (9, 8), (0, 17)])
+def test_looking_ahead_changes_nothing(row_blocks: tuple[int, ...]) -> None:
     weight = normal(130, 520, scale=0.05)
     ahead = torch.zeros(4096, dtype=torch.uint8)
-    assert run(weight, 8, octets).equal(run(weight, 8, octets, ahead=ahead))
+    assert run(weight, 8, row_blocks).equal(run(weight, 8, row_blocks, ahead=ahead))
 
 
 def test_what_is_ahead_is_bytes() -> None:
@@ -297,7 +301,7 @@ def outcome(config: GemmConfig, kernel: EmulatedKernel, seed: int) -> str:
 
 def alone(ring: Ring) -> GemmConfig:
     """Of a single CTA with a ring of its own."""
-    splits = split_octets((8,), ACCESS[:1], sms=1)
+    splits = split_row_blocks((8,), ACCESS[:1], sms=1)
     config = gemm_config(8, splits, ACCESS[:1], sms=1)
     size = ring_bytes(splits[0], ring, config.x_tiles)
     return dataclasses.replace(config, rings=(ring,), shared_bytes=size)

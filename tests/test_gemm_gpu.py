@@ -24,11 +24,11 @@ from product_checks import (
     run_of_chain,
 )
 
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import splitk_config as heuristics
 from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.gemm.splitk import NORMS, Norm, splitk_gemm
-from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_octets
+from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_row_blocks
 
 pytestmark = pytest.mark.gpu
 KIB = 1024
@@ -73,7 +73,7 @@ def test_sums_of_halves(
 @pytest.mark.parametrize("m", [24, 40, 72])
 @pytest.mark.parametrize("n", [8, 64])
 def test_rings_of_any_number_of_turns(n: int, m: int, window: int | None) -> None:
-    """On one SM that takes few and many stages for a group of octets."""
+    """On one SM that takes few and many stages for a group of row blocks."""
     for k in [64 * i for i in range(1, 50)] + [4096, 8200]:
         run = linear(m, k, torch.float16, access=(TierAccess(window_bytes=window),), sms=1)
         check(run, n, m, k, torch.float16, ("none", False, False))
@@ -92,10 +92,10 @@ def test_no_bit_depends_on_where_a_weight_lies(
     options: dict[str, Any] = {**added, "norm": norm, "eps": EPS}
     expected = linear(m, k, dtype, sms=sms)(x, poisoned(n, m, dtype), **options)
     assert written(expected)
-    for octets in placements(octet_count(m)):
-        run = linear(m, k, dtype, octets, sms=sms)
+    for row_blocks in placements(row_block_count(m)):
+        run = linear(m, k, dtype, row_blocks, sms=sms)
         out = run(x, poisoned(n, m, dtype), **options)
-        assert same_bits(out, expected) and written(out), octets
+        assert same_bits(out, expected) and written(out), row_blocks
 
 
 @pytest.mark.parametrize(("n", "half"), [(3, 0), (16, 0), (24, 0), (64, 0), (64, 512)])
@@ -122,15 +122,15 @@ def test_no_bit_depends_on_which_ctas_read_a_tier(n: int, norm: Norm) -> None:
     x = normal(n, k, dtype=dtype)
     options: dict[str, Any] = {"norm": norm, "eps": EPS, "overlap": True}
     expected = linear(m, k, dtype)(x, poisoned(n, m, dtype), **options)
-    for octets, mixed, sms in itertools.product(
+    for row_blocks, mixed, sms in itertools.product(
         [(100, 40, 53), (191, 1, 1), (1, 2, 190)], (1, 2), (7, 60, 0)
     ):
         access = tuple(
             TierAccess(sms=2 if number else None, mixed=number == mixed) for number in range(3)
         )
-        run = linear(m, k, dtype, octets, access=access, sms=sms)
+        run = linear(m, k, dtype, row_blocks, access=access, sms=sms)
         out = run(x, poisoned(n, m, dtype), **options)
-        assert same_bits(out, expected) and written(out), (octets, mixed, sms)
+        assert same_bits(out, expected) and written(out), (row_blocks, mixed, sms)
 
 
 @pytest.mark.parametrize("count", [2, len(CHAIN)])  # of two, each launch overwrites what was read
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused(m: int, k: int, change: dict[str, Any], me
     for name in {"x", "out", "residual"} & set(given):
         rows, cols, device = (*given[name], "cuda")[:3]
         given[name] = torch.zeros(rows, cols, dtype=torch.float16, device=device)
-    splits = split_octets((octet_count(m),), ACCESS[:1], sms=given["config"])
+    splits = split_row_blocks((row_block_count(m),), ACCESS[:1], sms=given["config"])
     given["config"] = gemm_config(8, splits, ACCESS[:1], sms=given["config"])
     with pytest.raises(ValueError, match=message):
         splitk_gemm(weight=run.weight, **given)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.geometry import MAX_GROUP, SHARED_BYTES, octet_count
+from dakrun.geometry import MAX_GROUP, SHARED_BYTES, row_block_count
 from dakrun.kernels.gemm.packing import ATOM_COLS, PackedPart, PackedTensor, Split, pack
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.kernels.gemm.splitk_config import (
@@ -18,7 +18,7 @@ from dakrun.kernels.gemm.splitk_config import (
     TierAccess,
     gemm_config,
     half_columns,
-    split_octets,
+    split_row_blocks,
     tiles_for,
 )
 from dakrun.kernels.runtime.operands import CtaOrder
@@ -34,50 +34,50 @@ HOST = TierAccess(sms=8, window_bytes=256 * KIB)
 
 @st.composite
 def deals(draw: st.DrawFn) -> tuple[list[int], list[TierAccess], int]:
-    """Octets per tier, how the tiers are read, and a GPU's SMs."""
+    """Row blocks per tier, how the tiers are read, and a GPU's SMs."""
     counts = st.integers(0, 20) | st.integers(0, 4000)
-    octets = draw(st.lists(counts, min_size=1, max_size=4).filter(any))
+    row_blocks = draw(st.lists(counts, min_size=1, max_size=4).filter(any))
     windows = st.none() | st.integers(1, 1 << 22)
     access = st.builds(TierAccess, st.none() | st.integers(1, 40), windows)
-    remote = draw(st.lists(access, min_size=len(octets) - 1, max_size=len(octets) - 1))
-    return octets, [TierAccess(), *remote], draw(st.integers(1, 200))
+    remote = draw(st.lists(access, min_size=len(row_blocks) - 1, max_size=len(row_blocks) - 1))
+    return row_blocks, [TierAccess(), *remote], draw(st.integers(1, 200))
 
 
 @given(deals(), st.booleans())
-def test_every_octet_is_dealt_once(
+def test_every_row_block_is_dealt_once(
     deal: tuple[list[int], list[TierAccess], int], aligned: bool
 ) -> None:
-    octets, tiers, sms = deal
-    splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
-    assert [split.octets for split in splits] == octets
+    row_blocks, tiers, sms = deal
+    splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
+    assert [split.row_blocks for split in splits] == row_blocks
     for split in splits:
-        every = range(split.octets)
+        every = range(split.row_blocks)
         groups = [every[first : first + split.group] for first in every[:: split.group]]
         dealt = [groups[cta :: split.ctas] for cta in range(split.ctas)]
         assert all(dealt), "none is without work"
-        taken = [octet for own in dealt for group in own for octet in group]
+        taken = [row_block for own in dealt for group in own for row_block in group]
         assert sorted(taken) == list(every)
         assert 1 <= split.group <= MAX_GROUP and split.step_cols % ATOM_COLS == 0
-        assert aligned or not split.octets or split.group == MAX_GROUP
+        assert aligned or not split.row_blocks or split.group == MAX_GROUP
 
 
 @given(deals(), st.booleans())
 def test_tiers_keep_to_their_sms(
     deal: tuple[list[int], list[TierAccess], int], aligned: bool
 ) -> None:
-    octets, tiers, sms = deal
-    splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
+    row_blocks, tiers, sms = deal
+    splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
     local, *remote = [split.ctas for split in splits]
-    assert bool(local) == bool(octets[0])
-    for count, tier, octets_of_tier in zip(remote, tiers[1:], octets[1:], strict=True):
+    assert bool(local) == bool(row_blocks[0])
+    for count, tier, row_blocks_of_tier in zip(remote, tiers[1:], row_blocks[1:], strict=True):
         assert count <= (sms if tier.sms is None else tier.sms)
-        assert bool(count) == bool(octets_of_tier)
+        assert bool(count) == bool(row_blocks_of_tier)
     wanted = sum(
-        min(octets_of_tier, sms if tier.sms is None else tier.sms)
-        for tier, octets_of_tier in zip(tiers[1:], octets[1:], strict=True)
-        if octets_of_tier
+        min(row_blocks_of_tier, sms if tier.sms is None else tier.sms)
+        for tier, row_blocks_of_tier in zip(tiers[1:], row_blocks[1:], strict=True)
+        if row_blocks_of_tier
     )
-    if wanted + bool(octets[0]) <= sms:
+    if wanted + bool(row_blocks[0]) <= sms:
         assert local + sum(remote) <= sms
 
 
@@ -86,11 +86,14 @@ def test_even_groups_give_the_busiest_no_more(
     deal: tuple[list[int], list[TierAccess], int],
 ) -> None:
     """As whole groups count: a last group that is smaller is no part of the choice."""
-    octets, tiers, sms = deal
-    even, full = (split_octets(octets, tiers, sms=sms, aligned=flag) for flag in (True, False))
+    row_blocks, tiers, sms = deal
+    even, full = (
+        split_row_blocks(row_blocks, tiers, sms=sms, aligned=flag) for flag in (True, False)
+    )
     for own, other in zip(even, full, strict=True):
         busiest, without = (
-            split.octets and split.group * ceil_div(ceil_div(split.octets, split.group), count)
+            split.row_blocks
+            and split.group * ceil_div(ceil_div(split.row_blocks, split.group), count)
             for split, count in ((own, own.ctas), (other, other.ctas))
         )
         assert busiest <= without
@@ -100,8 +103,8 @@ def test_even_groups_give_the_busiest_no_more(
 def test_shared_memory_suffices(
     deal: tuple[list[int], list[TierAccess], int], n: int, aligned: bool
 ) -> None:
-    octets, tiers, sms = deal
-    splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
+    row_blocks, tiers, sms = deal
+    splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
     config = gemm_config(n, splits, tiers, sms=sms)
     assert config.splits == splits and len(config.rings) == len(tiers)
     assert 0 < config.shared_bytes <= SHARED_BYTES
@@ -112,7 +115,7 @@ def test_shared_memory_suffices(
         atoms_before = (ring.groups * ring.atoms - 1) * split.group
         last_w = (ring.stages - 1) * stage + atoms_before * ATOM_BYTES
         read = ceil_div(split.group, 8) * 8 * ATOM_BYTES  # by whole tiles
-        if split.octets:
+        if split.row_blocks:
             assert max(ring.stages * stage, last_w + read) <= config.shared_bytes
 
 
@@ -121,17 +124,19 @@ def test_shared_memory_suffices(
     st.integers(1, MAX_ROWS), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_a_mixed_tier_has_no_ctas(
-    octets: list[int], sms: int, n: int, last: bool, aligned: bool
+    row_blocks: list[int], sms: int, n: int, last: bool, aligned: bool
 ) -> None:
-    mixed = len(octets) - 1 if last else 1
-    tiers = [TierAccess(sms=2, mixed=number == mixed) for number in range(len(octets))]
+    mixed = len(row_blocks) - 1 if last else 1
+    tiers = [TierAccess(sms=2, mixed=number == mixed) for number in range(len(row_blocks))]
     tiers[0] = TierAccess()
-    splits = split_octets(octets, tiers, sms=sms, aligned=aligned)
-    assert [split.mixed for split in splits] == [number == mixed for number in range(len(octets))]
+    splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
+    assert [split.mixed for split in splits] == [
+        number == mixed for number in range(len(row_blocks))
+    ]
     local, other = splits[0], splits[mixed]
     assert (local.group, local.step_cols) == (other.group, other.step_cols)
-    groups = ceil_div(octets[0], local.group) + ceil_div(octets[mixed], local.group)
-    given = sum(min(2, count) for n, count in enumerate(octets) if n not in (0, mixed))
+    groups = ceil_div(row_blocks[0], local.group) + ceil_div(row_blocks[mixed], local.group)
+    given = sum(min(2, count) for n, count in enumerate(row_blocks) if n not in (0, mixed))
     assert local.ctas == min(max(1, sms - given), groups), "none is without work"
     config = gemm_config(n, splits, tiers, sms=sms)
     assert config.mixes == (config.x_tiles < 8)
@@ -139,7 +144,7 @@ def test_a_mixed_tier_has_no_ctas(
         apart = sum(split.ctas for split in splits if not split.mixed)
         assert config.ctas == max(sms, apart)
         assert config.rings[0] == config.rings[mixed], "they share a CTA's"
-    none = split_octets((0, *octets[1:]), tiers, sms=sms, aligned=aligned)
+    none = split_row_blocks((0, *row_blocks[1:]), tiers, sms=sms, aligned=aligned)
     assert not any(split.mixed for split in none) and none[mixed].ctas <= 2
 
 
@@ -151,7 +156,7 @@ def test_windows_bound_what_is_in_flight(
     remote: int, local: int, limit: int, n: int, window: int, aligned: bool
 ) -> None:
     tiers = (TierAccess(), TierAccess(sms=limit))
-    splits = split_octets((local, remote), tiers, sms=SMS, aligned=aligned)
+    splits = split_row_blocks((local, remote), tiers, sms=SMS, aligned=aligned)
     free = gemm_config(n, splits, tiers, sms=SMS).rings[1]
     assert free.window == free.stages
     access = (tiers[0], TierAccess(limit, window))
@@ -168,18 +173,18 @@ def test_windows_bound_what_is_in_flight(
 def test_two_groups_at_once_are_of_two_waves(
     deal: tuple[list[int], list[TierAccess], int], n: int
 ) -> None:
-    octets, tiers, sms = deal
-    splits = split_octets(octets, tiers, sms=sms)
+    row_blocks, tiers, sms = deal
+    splits = split_row_blocks(row_blocks, tiers, sms=sms)
     rings = gemm_config(n, splits, tiers, sms=sms).rings
     for split, tier, ring in zip(splits, tiers, rings, strict=True):
-        waves = ceil_div(split.octets, split.wave)
+        waves = ceil_div(split.row_blocks, split.wave)
         may = n > 32 and waves and waves % 2 == 0 and split.group <= 8 and tier.window_bytes is None
         assert ring.groups == (2 if may else 1)
 
 
 @given(st.integers(1, 4000), st.integers(1, 1 << 16), st.integers(1, MAX_ROWS), st.integers(1, 200))
-def test_halves_are_of_whole_steps(octets: int, cols: int, n: int, sms: int) -> None:
-    half = half_columns(octets, cols, tiles_for(n), sms)
+def test_halves_are_of_whole_steps(row_blocks: int, cols: int, n: int, sms: int) -> None:
+    half = half_columns(row_blocks, cols, tiles_for(n), sms)
     assert half % (STEP_ATOMS * ATOM_COLS) == 0
     assert half == 0 or (n > 32 and cols <= 2 * half < cols + 2 * STEP_ATOMS * ATOM_COLS)
     assert half < cols
@@ -189,10 +194,10 @@ def test_halves_are_of_whole_steps(octets: int, cols: int, n: int, sms: int) -> 
 def test_halves_do_not_depend_on_tiers(
     deal: tuple[list[int], list[TierAccess], int], cols: int
 ) -> None:
-    octets, tiers, sms = deal
-    splits = split_octets(octets, tiers, sms=sms)
+    row_blocks, tiers, sms = deal
+    splits = split_row_blocks(row_blocks, tiers, sms=sms)
     config = gemm_config(64, splits, tiers, sms=sms, cols=cols)
-    assert config.half_cols == half_columns(sum(octets), cols, config.x_tiles, sms)
+    assert config.half_cols == half_columns(sum(row_blocks), cols, config.x_tiles, sms)
     assert not config.half_cols or all(config.half_cols % s.step_cols == 0 for s in splits)
 
 
@@ -231,10 +236,10 @@ def test_known_models(name: str) -> None:
     work = Workload(batch_size=8, prompt_len=8, new_tokens=8, max_model_len=16)
     shapes = {op.shape for op in decode_ops(model, work) if op.category == "linear"}
     for rows, _ in shapes:
-        count = octet_count(rows)
+        count = row_block_count(rows)
         for remote in (0, 1, count // 10, count):
             tiers = (TierAccess(), HOST)
-            splits = split_octets((count - remote, remote), tiers, sms=SMS)
+            splits = split_row_blocks((count - remote, remote), tiers, sms=SMS)
             for n in range(1, MAX_ROWS + 1):
                 config = gemm_config(n, splits, tiers, sms=SMS)
                 assert config.splits == splits and config.shared_bytes <= SHARED_BYTES

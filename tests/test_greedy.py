@@ -1,4 +1,4 @@
-"""The planner's mathematics: octets cover a matrix, and the greedy equals a linear program."""
+"""The planner's mathematics: row blocks cover a matrix, and the greedy equals a linear program."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from dakrun.geometry import OCTET_ROWS, first_row, octet_count
+from dakrun.geometry import ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.plan.greedy import Curve, best_total, greedy_shares, uniform_shares
 from dakrun.plan.ops import Op
 from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares
 
 
 @given(st.integers(1, 100), st.data())
-def test_octets_cover_each_row_of_a_run_once(rows: int, data: st.DataObject) -> None:
-    count = octet_count(rows)
+def test_row_blocks_cover_each_row_of_a_run_once(rows: int, data: st.DataObject) -> None:
+    count = row_block_count(rows)
     first = data.draw(st.integers(0, count))
     last = data.draw(st.integers(first, count))
-    octet = np.arange(rows) // OCTET_ROWS
-    assert octet.max() == count - 1
+    row_block = np.arange(rows) // ROWS_PER_BLOCK
+    assert row_block.max() == count - 1
     covered = np.arange(first_row(first, rows), first_row(last, rows))
-    assert (covered == np.flatnonzero((octet >= first) & (octet < last))).all()
+    assert (covered == np.flatnonzero((row_block >= first) & (row_block < last))).all()
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ def test_what_is_read_least_goes_to_the_remote_tier_first() -> None:
 
 @st.composite
 def matrices(draw: st.DrawFn) -> Op:
-    shape = draw(st.integers(1, 20 * OCTET_ROWS)), draw(st.integers(1, 3000))
+    shape = draw(st.integers(1, 20 * ROWS_PER_BLOCK)), draw(st.integers(1, 3000))
     size = 2 * shape[0] * shape[1]
     return Op(
         name="m", category="linear", layers=draw(st.integers(1, 5)), in_layer=True, shape=shape,
         batch_size=1, element_bytes=2, resident_bytes=size, read_bytes=size, flops=0.0,
-        units=octet_count(shape[0]),
+        units=row_block_count(shape[0]),
     )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def points(sweep: Sweep, *names: str) -> list[tuple[Any, ...]]:
 
 def test_products_read_one_weight_after_the_other(bench: Bench, launches: Launches) -> None:
     sweep = kernel_costs.linear_sweep(bench)
-    sizes = [32 * MIB, 96 * MIB // 114_688 * 114_688]  # whole octets of the large one
+    sizes = [32 * MIB, 96 * MIB // 114_688 * 114_688]  # whole row blocks of the large one
     assert points(sweep, "n", "op_bytes") == [(n, size) for n in (3, 64) for size in sizes]
     assert points(sweep, "op_s", "spread") == [(LINEAR_S, 0)] * 4
     _, small, _, large, *_ = launches.chains  # each chain is first timed when short
@@ -189,7 +189,7 @@ def test_attention_is_what_it_adds(bench: Bench, launches: Launches, most: int) 
 
 def test_attention_is_beside_the_products_of_a_step(bench: Bench, launches: Launches) -> None:
     attention_costs.attention_sweep(replace(bench, effort=replace(bench.effort, slots=(8,))))
-    size = 64 * 2**10  # of an octet
+    size = 64 * 2**10  # of a row block
     for chain_ in launches.chains:
         sizes = [len(weight) for weight in chain_]
         assert sizes[::2] == [576 * size] * len(sizes[::2])
@@ -310,6 +310,6 @@ def test_staging_is_what_it_adds(
     monkeypatch.setattr(staged_costs, "splitk_gemm", product)
     monkeypatch.setattr(staged_costs, "StagedOperands", Staging)
     monkeypatch.setattr(staged_costs, "graph_seconds", seconds)
-    monkeypatch.setattr(staged_costs, "OCTETS", 64)
+    monkeypatch.setattr(staged_costs, "ROW_BLOCKS", 64)
     found = staged_costs.staged_seconds(bench, far)
     assert found == pytest.approx([STAGED_S] * bench.effort.runs)

@@ -226,10 +226,16 @@ def test_tiers_may_be_empty_or_several(policy: Policy, directory: Path) -> None:
     with Checkpoint(directory) as source:
         here = packed("llama", plan_of("llama"), source)
         there = packed("llama", plan_of("llama", policy=policy), source)
-    counts = {name: [part.split.octets for part in m.parts] for name, m in there.matrices.items()}
-    assert len({len(octets) for octets in counts.values()}) == 1
-    assert all(octets[0] == 0 for octets in counts.values()) == (policy.offload_ratio == 1.0)
-    assert all(sum(octets[1:]) == 0 for octets in counts.values()) == (policy.offload_ratio == 0.0)
+    counts = {
+        name: [part.split.row_blocks for part in m.parts] for name, m in there.matrices.items()
+    }
+    assert len({len(row_blocks) for row_blocks in counts.values()}) == 1
+    assert all(row_blocks[0] == 0 for row_blocks in counts.values()) == (
+        policy.offload_ratio == 1.0
+    )
+    assert all(sum(row_blocks[1:]) == 0 for row_blocks in counts.values()) == (
+        policy.offload_ratio == 0.0
+    )
     for name, matrix in there.matrices.items():
         assert torch.equal(matrix.dense(), here.matrices[name].dense())
 

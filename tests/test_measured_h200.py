@@ -135,10 +135,10 @@ def test_small_batches_wait_for_bytes(model: str) -> None:
         assert list(op.bounds_s) == pytest.approx([bound(op.op.read_bytes)] * op.op.layers)
 
 
-# Products of 8 rows in chains, on a pair of H200s: microseconds by octets on the peer and the SMs
-# that read these. The busiest of the other CTAs counts for as much as HBM does. Where the link is
-# the limit (65 and 111 octets by 8 SMs: 22.88 and 22.24 us), plans expect 1 and 4% more, as decode
-# steps take; of 4096x4096 with a part on the peer 2 to 15% more, which chains do not take.
+# Products of 8 rows in chains, on a pair of H200s: microseconds by row blocks on the peer and the
+# SMs that read these. The busiest of the other CTAs counts for as much as HBM does. Where the link
+# is the limit (65 and 111 row blocks by 8 SMs: 22.88 and 22.24 us), plans expect 1 and 4% more, as
+# decode steps take; of 4096x4096 with a part on the peer 2 to 15% more, which chains do not take.
 PEER_PRODUCTS = {
     (7168, 7168): {
         (0, 0): 23.29, (36, 8): 22.53, (54, 8): 22.26, (36, 12): 24.22, (54, 12): 24.12,
@@ -155,7 +155,7 @@ PEER_PRODUCTS = {
 }  # fmt: skip
 
 
-# The same with the peer's octets mixed with the local ones, on another pair.
+# The same with the peer's row blocks mixed with the local ones, on another pair.
 MIXED_PRODUCTS = {
     (21504, 7168): {0: 68.09, 150: 64.63, 168: 64.21, 192: 63.78, 215: 69.86},
     (7168, 7168): {0: 23.19, 50: 22.15, 56: 21.93, 64: 21.81, 72: 24.23},
@@ -170,15 +170,15 @@ def test_products_with_a_mixed_part(shape: tuple[int, int]) -> None:
     profile = load_profile("h200-nvlink-peer")
     op = linear_op("product", shape, n=8, element_bytes=2)
 
-    def predicted(octets: int) -> float:
-        counts = (op.units - octets, octets)
+    def predicted(row_blocks: int) -> float:
+        counts = (op.units - row_blocks, row_blocks)
         kernel, link = read_times(op, counts, (profile.sms, 0), profile, ("peer:1",))
         return predicted_time(op, kernel, profile, link=link)
 
     measured = MIXED_PRODUCTS[shape]
-    for octets, us in measured.items():
-        gain = predicted(octets) / predicted(0)
-        assert gain == pytest.approx(us / measured[0], abs=0.016), octets
+    for row_blocks, us in measured.items():
+        gain = predicted(row_blocks) / predicted(0)
+        assert gain == pytest.approx(us / measured[0], abs=0.016), row_blocks
 
 
 @pytest.mark.parametrize("shape", PEER_PRODUCTS)
@@ -186,15 +186,15 @@ def test_products_with_a_part_on_a_peer(shape: tuple[int, int]) -> None:
     profile = load_profile("h200-nvlink-peer")
     op = linear_op("product", shape, n=8, element_bytes=2)
 
-    def predicted(octets: int, sms: int) -> float:
-        counts, dealt = (op.units - octets, octets), (profile.sms - sms, sms)
+    def predicted(row_blocks: int, sms: int) -> float:
+        counts, dealt = (op.units - row_blocks, row_blocks), (profile.sms - sms, sms)
         kernel, link = read_times(op, counts, dealt, profile, ("peer:1",))
         return predicted_time(op, kernel, profile, link=link)
 
     measured = PEER_PRODUCTS[shape]
-    for (octets, sms), us in measured.items():
-        gain = predicted(octets, sms) / predicted(0, 0)
-        assert gain == pytest.approx(us / measured[0, 0], abs=0.021), (octets, sms)
+    for (row_blocks, sms), us in measured.items():
+        gain = predicted(row_blocks, sms) / predicted(0, 0)
+        assert gain == pytest.approx(us / measured[0, 0], abs=0.021), (row_blocks, sms)
 
 
 def shows_what_the_method_rests_on(profile: HardwareProfile) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dakrun.errors import CannotRun
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.kernels import reference
 from dakrun.memory import device as device_memory
 from dakrun.memory import tiers as memory
@@ -29,7 +29,7 @@ def make_tiers(nbytes: int = 1 << 23) -> dict[str, Tier]:
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[str, int]]]:
     shape = (draw(st.integers(1, 300)), draw(st.integers(1, 2500)))
-    count = octet_count(shape[0])
+    count = row_block_count(shape[0])
     cuts = sorted(draw(st.tuples(st.integers(0, count), st.integers(0, count))))
     counts = [cuts[0], cuts[1] - cuts[0], count - cuts[1]]
     return shape, list(zip(("hbm", "host", "peer:1"), counts, strict=True))
@@ -71,7 +71,7 @@ def test_parts_lie_in_the_tier_that_the_placement_names() -> None:
 
 
 def test_a_placement_must_cover_the_matrix() -> None:
-    with pytest.raises(ValueError, match="2 octets placed of a matrix of 4"):
+    with pytest.raises(ValueError, match="2 row blocks placed of a matrix of 4"):
         PartitionedTensor.empty((30, 1024), torch.float32, [("hbm", 2)], make_tiers())
 
 

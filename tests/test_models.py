@@ -74,7 +74,7 @@ def greedy(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_matrix_has_at_least_five_octets(name: str, checkpoints: dict[str, Path]) -> None:
+def test_every_matrix_has_at_least_five_row_blocks(name: str, checkpoints: dict[str, Path]) -> None:
     llm = load(checkpoints[name])
     assert min(op.op.units for op in llm.plan.weights()) >= 5
 
@@ -164,8 +164,8 @@ def test_half_precision_differs_only_within_its_noise(
     assert (ours - exact[name]).abs().max() <= 2 * noise.max()
 
 
-def test_swapped_octets_give_another_answer(checkpoints: dict[str, Path]) -> None:
-    """The reference reads each octet where it lies: spoiling one tier's bytes is seen."""
+def test_swapped_row_blocks_give_another_answer(checkpoints: dict[str, Path]) -> None:
+    """The reference reads each row block where it lies: spoiling one tier's bytes is seen."""
     llm = load(checkpoints["llama-mha"], offload_ratio=0.37)
     before = greedy(llm)
     remote = [

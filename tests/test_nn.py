@@ -15,9 +15,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import dispatch as products
-from dakrun.kernels.gemm.packing import DTYPES, PackedTensor, octet_bytes
+from dakrun.kernels.gemm.packing import DTYPES, PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled_shapes import H200
 from dakrun.memory.tiers import PartitionedTensor
@@ -62,8 +62,8 @@ def test_the_fallback_computes_what_a_linear_does(
     assert not module(wide[:, :cols].requires_grad_()).requires_grad
 
 
-def test_octets_lie_where_the_ratio_says() -> None:
-    linear = make_linear(2048, 156)  # 20 octets, the last of 4 rows
+def test_row_blocks_lie_where_the_ratio_says() -> None:
+    linear = make_linear(2048, 156)  # 20 row blocks, the last of 4 rows
     for ratio, remote in ((0, 0), (0.1, 12), (0.12, 12), (0.13, 20), (1, 156)):
         module = SplitKGEMM.from_linear(linear, ratio=ratio, remote="peer:3")
         assert isinstance(module.weight, PartitionedTensor)
@@ -245,12 +245,12 @@ def test_packed_weights(
     linear = make_linear(cols, rows, dtype=torch.bfloat16)
     module = SplitKGEMM.from_linear(linear, ratio=ratio, access=ACCESS, overlap=True)
     assert isinstance(module.weight, PackedTensor)
-    octets = octet_count(rows)
-    remote = int(ratio * octets + 0.5)
-    assert [part.split.octets for part in module.weight.parts] == [octets - remote, remote]
-    assert module.ratio == pytest.approx(remote / octets)
+    row_blocks = row_block_count(rows)
+    remote = int(ratio * row_blocks + 0.5)
+    assert [part.split.row_blocks for part in module.weight.parts] == [row_blocks - remote, remote]
+    assert module.ratio == pytest.approx(remote / row_blocks)
     sizes = [tier.capacity for tier in module._tiers.values()]
-    assert sizes == [(octets - remote) * octet_bytes(cols), remote * octet_bytes(cols)]
+    assert sizes == [(row_blocks - remote) * row_block_bytes(cols), remote * row_block_bytes(cols)]
     assert_same_state(module, linear)
     other = make_linear(cols, rows)
     linear.load_state_dict(other.state_dict())

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.geometry import MAX_GROUP, OCTET_ROWS, octet_count
+from dakrun.geometry import MAX_GROUP, ROWS_PER_BLOCK, row_block_count
 from dakrun.kernels.gemm.packing import (
     ATOM_COLS,
     DTYPES,
     PackedPart,
     PackedTensor,
     Split,
-    octet_bytes,
     pack,
     padded_cols,
+    row_block_bytes,
 )
 from dakrun.kernels.gemm.storage import pieces, write
 
@@ -35,10 +35,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def packed(weight: torch.Tensor, splits: list[Split]) -> PackedTensor:
-    """`weight` with its octets in as many tiers as there are splits."""
-    ends = itertools.accumulate(OCTET_ROWS * split.octets for split in splits)
+    """`weight` with its row blocks in as many tiers as there are splits."""
+    ends = itertools.accumulate(ROWS_PER_BLOCK * split.row_blocks for split in splits)
     parts = [
-        PackedPart(f"tier {i}", split, pack(weight[end - OCTET_ROWS * split.octets : end], split))
+        PackedPart(
+            f"tier {i}", split, pack(weight[end - ROWS_PER_BLOCK * split.row_blocks : end], split)
+        )
         for i, (split, end) in enumerate(zip(splits, ends, strict=True))
     ]
     rows, cols = weight.shape
@@ -46,17 +48,17 @@ def packed(weight: torch.Tensor, splits: list[Split]) -> PackedTensor:
 
 
 @st.composite
-def ways_to_split(draw: st.DrawFn, octets: int) -> Split:
+def ways_to_split(draw: st.DrawFn, row_blocks: int) -> Split:
     dealt_to, group = draw(st.integers(1, 9)), draw(st.integers(1, MAX_GROUP))
-    return Split(octets, dealt_to, group, ATOM_COLS * draw(st.integers(1, 9)))
+    return Split(row_blocks, dealt_to, group, ATOM_COLS * draw(st.integers(1, 9)))
 
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[torch.Tensor, list[Split]]:
     rows, cols = draw(st.integers(1, 400)), draw(st.integers(1, 900))
-    octets = octet_count(rows)
-    cuts = sorted(draw(st.lists(st.integers(0, octets), max_size=3)))
-    counts = [end - start for start, end in itertools.pairwise([0, *cuts, octets])]
+    row_blocks = row_block_count(rows)
+    cuts = sorted(draw(st.lists(st.integers(0, row_blocks), max_size=3)))
+    counts = [end - start for start, end in itertools.pairwise([0, *cuts, row_blocks])]
     weight = random_bits(rows, cols, draw(st.sampled_from(DTYPES)))
     return weight, [draw(ways_to_split(count)) for count in counts]
 
@@ -66,7 +68,7 @@ def test_what_is_packed_comes_back(matrix: tuple[torch.Tensor, list[Split]]) -> 
     weight, splits = matrix
     tensor = packed(weight, splits)
     assert same_bits(tensor.dense(), weight) and tensor.dense().is_contiguous()
-    stored = octet_count(weight.shape[0]) * octet_bytes(weight.shape[1])
+    stored = row_block_count(weight.shape[0]) * row_block_bytes(weight.shape[1])
     assert sum(part.data.numel() for part in tensor.parts) == stored
 
 
@@ -78,9 +80,9 @@ def test_pieces_of_any_size_make_the_same(
     expected = packed(weight, splits)
     blank = [replace(part, data=torch.full_like(part.data, 0x7F)) for part in expected.parts]
     tensor, rows = PackedTensor(expected.shape, weight.dtype, tuple(blank)), 0
-    for piece in pieces(tensor, limit * OCTET_ROWS * weight.shape[1]):
-        octets = octet_count(piece.rows.stop - piece.rows.start)
-        assert piece.rows.start == rows and octets <= max(limit, piece.part.split.group)
+    for piece in pieces(tensor, limit * ROWS_PER_BLOCK * weight.shape[1]):
+        row_blocks = row_block_count(piece.rows.stop - piece.rows.start)
+        assert piece.rows.start == rows and row_blocks <= max(limit, piece.part.split.group)
         write(piece, weight[piece.rows])
         rows = piece.rows.stop
     assert rows == len(weight)
@@ -90,17 +92,17 @@ def test_pieces_of_any_size_make_the_same(
 
 def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
     """Where the module's docstring puts an element, in bytes."""
-    octet, row = divmod(row, 8)
+    row_block, row = divmod(row, 8)
     atoms_along = padded_cols(cols) // 64
-    wave = octet // split.wave * split.wave
-    wave_octets = min(split.wave, split.octets - wave)
-    group = octet // split.group * split.group
-    group_octets = min(split.group, split.octets - group)
+    wave = row_block // split.wave * split.wave
+    wave_row_blocks = min(split.wave, split.row_blocks - wave)
+    group = row_block // split.group * split.group
+    group_row_blocks = min(split.group, split.row_blocks - group)
     step_atoms = split.step_cols // 64
     step = col // 64 // step_atoms * step_atoms
     depth = min(step_atoms, atoms_along - step)
-    before = wave * atoms_along + wave_octets * step + (group - wave) * depth
-    atom = before + (col // 64 - step) * group_octets + (octet - group)
+    before = wave * atoms_along + wave_row_blocks * step + (group - wave) * depth
+    atom = before + (col // 64 - step) * group_row_blocks + (row_block - group)
     chunk = col % 64 // 8
     return atom * ATOM_BYTES + row * 128 + (chunk ^ row) * 16 + col % 8 * 2
 
@@ -120,8 +122,8 @@ def test_the_layout_is_the_documented_one(
     rows: int, cols: int, dealt_to: int, group: int, step_cols: int, dtype: torch.dtype
 ) -> None:
     weight = random_bits(rows, cols, dtype)
-    split = Split(octet_count(rows), dealt_to, group, step_cols)
-    expected = torch.zeros(split.octets * octet_bytes(cols) // 2, dtype=torch.int16)
+    split = Split(row_block_count(rows), dealt_to, group, step_cols)
+    expected = torch.zeros(split.row_blocks * row_block_bytes(cols) // 2, dtype=torch.int16)
     for row, values in enumerate(weight.view(torch.int16)):
         expected[[slow_offset(row, col, cols, split) // 2 for col in range(cols)]] = values
     assert torch.equal(pack(weight, split), expected.view(torch.uint8))
@@ -161,7 +163,7 @@ def test_strides_do_not_matter() -> None:
     ],
 )
 def test_bad_splits(values: dict[str, int], message: str) -> None:
-    good = {"octets": 3, "dealt_to": 2, "group": 2, "step_cols": 256}
+    good = {"row_blocks": 3, "dealt_to": 2, "group": 2, "step_cols": 256}
     with pytest.raises(ValueError, match=message):
         Split(*{**good, **values}.values())
     assert Split(0, 0, 1, 128).wave == 1, "a tier may have none"
@@ -177,7 +179,7 @@ def test_bad_weights() -> None:
     with pytest.raises(ValueError, match="expected a float16 or bfloat16 matrix"):
         pack(torch.zeros(1024, dtype=torch.float16), split)
     for rows in (0, 8, 17):
-        with pytest.raises(ValueError, match=f"expected 2 octets, got {octet_count(rows)}"):
+        with pytest.raises(ValueError, match=f"expected 2 row blocks, got {row_block_count(rows)}"):
             pack(torch.zeros(rows, 64, dtype=torch.float16), split)
 
 
@@ -201,5 +203,7 @@ def test_bad_parts() -> None:
     with pytest.raises(ValueError, match="expected 6144 bytes in host"):
         tensor(data, shape=(16, 129))
     for rows in (8, 17):
-        with pytest.raises(ValueError, match=rf"2 octets are placed of a matrix of \({rows}, 100"):
+        with pytest.raises(
+            ValueError, match=rf"2 row blocks are placed of a matrix of \({rows}, 100"
+        ):
             tensor(data, shape=(rows, 100))

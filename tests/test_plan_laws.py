@@ -254,7 +254,7 @@ def test_no_number_of_remote_slots_is_faster(
     except CannotRun:
         assume(False)
     allowed = sum(unit_time(op.op, profile) for op in plan.weights())
-    # Few octets leave SMs idle, so that one more or less counts for more than slots do.
+    # Few row blocks leave SMs idle, so that one more or less counts for more than slots do.
     few = (op for op in plan.weights() if op.op.units < profile.sms)
     idle = sum(sum(op.predicted_s) - sum(op.bounds_s) for op in few)
     # A gain that is not WORTH it, and the SMs of slots that all tiers together read fastest.
@@ -413,7 +413,7 @@ def check_tiers_of_op(op: dict[str, Any], profile: HardwareProfile) -> None:
         assert not part["mixed"] or (direct and part["units"] > 0 and parts[0]["sms"] > 0)
 
 
-def test_few_remote_octets_leave_even_waves() -> None:
+def test_few_remote_row_blocks_leave_even_waves() -> None:
     """OPT-6.7B's matrices divide by 128, and not by the SMs that the host's leave."""
     work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
     model, profile = known_model("opt-6.7b"), load_profile("h200-pcie5")
@@ -421,8 +421,8 @@ def test_few_remote_octets_leave_even_waves() -> None:
     few = make_plan(model, work, profile, Policy(offload_ratio=0.005, transport="direct"))
     many = make_plan(model, work, profile, Policy(offload_ratio=0.3, transport="direct"))
     for name in ("qkv", "o", "fc1", "fc2"):
-        octets = few.op(name).placement[0][0]
-        assert -(-octets // few.op(name).sms[0]) * 128 == few.op(name).op.units
+        row_blocks = few.op(name).placement[0][0]
+        assert -(-row_blocks // few.op(name).sms[0]) * 128 == few.op(name).op.units
         used = many.op(name).sms
         assert sum(used) == profile.sms and 0.75 * host <= used[1] <= host < 32
 

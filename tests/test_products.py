@@ -12,14 +12,14 @@ from packed_linear import linear, normal, poisoned, same_bits, written
 from packed_matrices import packed
 from torch.nn import functional as F
 
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.hardware.profile import LOCAL
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, Split
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.gemm.tiled_config import shapes, tiled_config
 from dakrun.kernels.gemm.tiled_shapes import H200, WARPGROUPS
 
@@ -68,7 +68,7 @@ def test_small_weights_are_splitk_gemms_up_to_64_rows(
     """OPT-125m and OPT-350m's have fewer bytes than the tiled GEMM's beginning and end cost."""
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     monkeypatch.setattr(products, "sm_count", lambda _: 132)
-    split = Split(octet_count(m), 132, 1, 64)
+    split = Split(row_block_count(m), 132, 1, 64)
     part = PackedPart(LOCAL, split, torch.empty(2 * m * k, dtype=torch.uint8))
     small = PackedTensor((m, k), torch.float16, (part,))
     found = {n: Products(CPU).by(n, small) for n in (32, 33, 64, 65)}
@@ -182,10 +182,10 @@ def test_staged_rows_are_no_launch_of_their_own(
 
 @pytest.mark.parametrize("tiles", [True, False])
 def test_what_is_brought_ahead(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of the local octets, behind those that are read at once, for few rows."""
+    """A part of the local row blocks, behind those that are read at once, for few rows."""
     monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
     monkeypatch.setattr(products, "sm_count", lambda _: 10)
-    splits = split_octets((60, 4), ACCESS, sms=10)
+    splits = split_row_blocks((60, 4), ACCESS, sms=10)
     data = torch.randn(512, 4096, dtype=torch.float16)
     here, there = packed(data, splits).parts
     near, far = (
@@ -236,7 +236,7 @@ def test_memory_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leaves_sums(n: int, m: int, k: int) -> bool:
     """Whether clusters leave sums for others, of a product on an H200."""
-    return tiled_config(n, (octet_count(m),), ACCESS[:1], cols=k, sms=132).carriers > 0
+    return tiled_config(n, (row_block_count(m),), ACCESS[:1], cols=k, sms=132).carriers > 0
 
 
 @pytest.mark.gpu

@@ -11,11 +11,11 @@ import torch
 from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from torch.nn import functional as F
 
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
 from dakrun.kernels.gemm.splitk import Activation
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.gemm.tiled_shapes import (
     LEAST_BLOCKS,
     MAX_BLOCKS,
@@ -58,14 +58,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) 
 
 
 def packed(
-    weight: torch.Tensor, octets: Sequence[int], sms: int, name: str = "tier {}"
+    weight: torch.Tensor, row_blocks: Sequence[int], sms: int, name: str = "tier {}"
 ) -> PackedTensor:
-    access = [TierAccess(sms=2)] * len(octets)
+    access = [TierAccess(sms=2)] * len(row_blocks)
     parts, row = [], 0
-    for tier, split in enumerate(split_octets(octets, access, sms=sms)):
-        data = pack(weight[row : row + 8 * split.octets], split)
+    for tier, split in enumerate(split_row_blocks(row_blocks, access, sms=sms)):
+        data = pack(weight[row : row + 8 * split.row_blocks], split)
         parts.append(PackedPart(name.format(tier), split, data))
-        row += 8 * split.octets
+        row += 8 * split.row_blocks
     return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
 
 
@@ -100,7 +100,7 @@ def run(
     weight: torch.Tensor,
     n: int,
     how: TiledConfig = ALONE,
-    octets: Sequence[int] = (),
+    row_blocks: Sequence[int] = (),
     *,
     sms: int = 3,
     x: torch.Tensor | None = None,
@@ -110,7 +110,7 @@ def run(
 ) -> torch.Tensor:
     """Y of `x`, or of a random one, which depends on the shapes alone."""
     m, k = weight.shape
-    matrix = packed(weight, octets or (octet_count(m),), sms)
+    matrix = packed(weight, row_blocks or (row_block_count(m),), sms)
     x = normal(n, k, dtype=weight.dtype) if x is None else x
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
     workspace = tiled_gemm.Workspace.empty(how, "cpu")
@@ -124,14 +124,14 @@ def run(
 
 
 @pytest.mark.parametrize("shape", [ALONG_W, ALONG_X, WIDE])
-@pytest.mark.parametrize("octets", [(20, 7), (3, 24), (0, 27), (11, 9, 7)])
-def test_parts_of_one_tier_are_computed_as_one(octets: tuple[int, ...], shape: Shape) -> None:
+@pytest.mark.parametrize("row_blocks", [(20, 7), (3, 24), (0, 27), (11, 9, 7)])
+def test_parts_of_one_tier_are_computed_as_one(row_blocks: tuple[int, ...], shape: Shape) -> None:
     """As staged rows are with local ones: tiles go over the border, and bits are the same."""
     weight, x = normal(211, 200), normal(130, 200)
-    how = config(TierTiles(2, shape.octets, even=True), shape=shape)
+    how = config(TierTiles(2, shape.row_blocks, even=True), shape=shape)
     out = torch.full((130, 211), math.nan, dtype=weight.dtype)
-    matrix = packed(weight, octets, 3, "hbm")
-    assert tiled_gemm.octets_by_tier(matrix) == (("hbm", 27),)
+    matrix = packed(weight, row_blocks, 3, "hbm")
+    assert tiled_gemm.row_blocks_by_tier(matrix) == (("hbm", 27),)
     workspace = tiled_gemm.Workspace.empty(how, "cpu")
     tiled_gemm.tiled_gemm(x, matrix, how, out, workspace=workspace)
     assert torch.equal(out, run(weight, 130, how, x=x))
@@ -170,13 +170,13 @@ def test_epilogues(
         exact = exact.relu()
     if more is not None:
         exact += more.double()
-    how = config(TierTiles(2, shape.octets), shape=shape)
+    how = config(TierTiles(2, shape.row_blocks), shape=shape)
     found = run(weight, n, how, x=x, activation=activation, bias=bias, residual=more)
     assert error(found, exact) < (5e-4 if dtype == torch.float16 else 4e-3)
 
 
 @pytest.mark.parametrize("shape", [ALONG_W, WIDE])
-def test_gated_tiles_that_begin_with_any_octet(shape: Shape) -> None:
+def test_gated_tiles_that_begin_with_any_row_block(shape: Shape) -> None:
     m, k, n = 240, 72, 67
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
@@ -195,9 +195,9 @@ def test_gated_tiles_that_begin_with_any_octet(shape: Shape) -> None:
     ],
 )
 def test_tiles(shape: Shape) -> None:
-    m, k, n = 8 * shape.octets + 80, 136, 2 * shape.rows - 5
+    m, k, n = 8 * shape.row_blocks + 80, 136, 2 * shape.rows - 5
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
-    how = config(TierTiles(2, shape.octets - 1), shape=shape, stages=2)
+    how = config(TierTiles(2, shape.row_blocks - 1), shape=shape, stages=2)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
     assert error(run(weight, n, how, bias=bias), exact) < 5e-4
 
@@ -213,26 +213,26 @@ def test_any_number_of_blocks(shape: Shape, residual: bool, m: int, build: Build
     wanted = run(weight, n, bias=bias, residual=more)
     kernel = kernel_of(shape, build)
     for blocks in (LEAST_BLOCKS, 4, 7, MAX_BLOCKS):
-        for tile_octets in (min(15, shape.octets), shape.octets):
+        for tile_row_blocks in (min(15, shape.row_blocks), shape.row_blocks):
             kernel.seed = blocks
-            only = replace(launch(TierTiles(2, tile_octets), shape=shape), blocks=blocks)
+            only = replace(launch(TierTiles(2, tile_row_blocks), shape=shape), blocks=blocks)
             found = run(weight, n, TiledConfig((only,)), bias=bias, residual=more)
-            assert torch.equal(found, wanted), (blocks, tile_octets)
+            assert torch.equal(found, wanted), (blocks, tile_row_blocks)
 
 
-@pytest.mark.parametrize("octets", [1, 5, 11])
-def test_wide_tiles_of_few_octets(octets: int, wgmma: int) -> None:
+@pytest.mark.parametrize("row_blocks", [1, 5, 11])
+def test_wide_tiles_of_few_row_blocks(row_blocks: int, wgmma: int) -> None:
     """More is read than a stage has."""
     if not wgmma:
         pytest.skip("only with wgmma")
-    weight, n = normal(8 * octets, 200, scale=0.1), 100
-    how = config(TierTiles(1, octets), shape=Shape(28, 1, wide=True))
+    weight, n = normal(8 * row_blocks, 200, scale=0.1), 100
+    how = config(TierTiles(1, row_blocks), shape=Shape(28, 1, wide=True))
     assert torch.equal(run(weight, n, how), run(weight, n))
 
 
 @pytest.mark.parametrize("sms", [1, 3, 30])
 def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
-    """Groups of 1 to 16 octets, in tiles of other sizes, in one tier or several."""
+    """Groups of 1 to 16 row blocks, in tiles of other sizes, in one tier or several."""
     m, k, n = 235, 328, 150
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
     kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
@@ -253,10 +253,10 @@ def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
             ),
         ),
     ]
-    for seed, (octets, how) in enumerate(cases):
+    for seed, (row_blocks, how) in enumerate(cases):
         kernel.seed = 1000 * seed + sms
-        found = run(weight, n, how, octets, sms=sms, bias=bias)
-        assert torch.equal(found, wanted), octets
+        found = run(weight, n, how, row_blocks, sms=sms, bias=bias)
+        assert torch.equal(found, wanted), row_blocks
 
 
 @pytest.mark.parametrize("shape", [ALONG_W, ALONG_X, Shape(8, 2, 2), Shape(8, 1, 1, 2), WIDE])
@@ -268,12 +268,14 @@ def test_clusters_that_share_the_last_tiles(shape: Shape, clusters: int, build: 
     kernel = kernel_of(shape, build)
     kernel.together = clusters
     try:
-        for n, tile_octets in ((67, 16), (330, 7)):
+        for n, tile_row_blocks in ((67, 16), (330, 7)):
             wanted = run(weight, n, bias=bias)
             kernel.seed = n
-            tier = TierTiles(clusters, min(tile_octets, shape.octets), 2, even=True, window=3)
+            tier = TierTiles(
+                clusters, min(tile_row_blocks, shape.row_blocks), 2, even=True, window=3
+            )
             found = run(weight, n, config(tier, shape=shape), bias=bias)
-            assert torch.equal(found, wanted), (n, tile_octets)
+            assert torch.equal(found, wanted), (n, tile_row_blocks)
     finally:
         kernel.together = 1
 
@@ -291,13 +293,13 @@ def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
     weight, bias, more = normal(m, k, scale=k**-0.5), normal(m), normal(n, m)
     kernel = kernel_of(shape, build)
     wanted = run(weight, n, bias=bias, residual=more)
-    cases = ((shape.octets, 3, (30,)), (5, 1, (19, 11)), (3, 2, (19, 11)))
-    for seed, (tile_octets, window, octets) in enumerate(cases):
+    cases = ((shape.row_blocks, 3, (30,)), (5, 1, (19, 11)), (3, 2, (19, 11)))
+    for seed, (tile_row_blocks, window, row_blocks) in enumerate(cases):
         kernel.seed = seed
-        tiers = TierTiles(2, tile_octets, 2), TierTiles(1, tile_octets, window=window)
-        how = config(*tiers[: len(octets)], shape=shape, stages=4)
-        found = run(weight, n, how, octets, bias=bias, residual=more)
-        assert torch.equal(found, wanted), (tile_octets, window, octets)
+        tiers = TierTiles(2, tile_row_blocks, 2), TierTiles(1, tile_row_blocks, window=window)
+        how = config(*tiers[: len(row_blocks)], shape=shape, stages=4)
+        found = run(weight, n, how, row_blocks, bias=bias, residual=more)
+        assert torch.equal(found, wanted), (tile_row_blocks, window, row_blocks)
 
 
 @pytest.mark.parametrize("shape", [*(Shape(tiles, 1) for tiles in (8, 16, 32)), WIDE])
@@ -319,12 +321,14 @@ def test_segments_of_sums(
         exact = exact.relu() + more.double()
     kernel = kernel_of(shape, build)
     found = []
-    for seed, (octets, tiers) in enumerate(
+    for seed, (row_blocks, tiers) in enumerate(
         [((17,), (TierTiles(1, 8),)), ((9, 8), (TierTiles(2, 5), TierTiles(1, 3, window=1)))]
     ):
         kernel.seed = seed
         how = config(*tiers, shape=shape, stages=stages)
-        found.append(run(weight, n, how, octets, bias=bias, residual=more, activation=activation))
+        found.append(
+            run(weight, n, how, row_blocks, bias=bias, residual=more, activation=activation)
+        )
         assert error(found[-1], exact) < 5e-4
     both = config(TierTiles(1, 8), shape=replace(shape, x_ctas=2), stages=stages)
     found.append(run(weight, n, both, bias=bias, residual=more, activation=activation))
@@ -363,8 +367,8 @@ def test_shared_memory_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatc
         (64, {"bias": normal(63)}, r"expected bias as \[64\]"),
         (64, {"how": config(TierTiles(1), TierTiles(1))}, "not one for this weight"),
         (64, {"how": TiledConfig(())}, "not one for 70 rows"),
-        (64, {"how": config(TierTiles(0))}, "expected one launch for the octets"),
-        (64, {"how": TiledConfig(ALONE.launches * 2)}, "expected one launch for the octets"),
+        (64, {"how": config(TierTiles(0))}, "expected one launch for the row blocks"),
+        (64, {"how": TiledConfig(ALONE.launches * 2)}, "expected one launch for the row blocks"),
         (64, {"how": config(TierTiles(1), stages=1)}, "expected two stages or more"),
         (64, {"how": config(TierTiles(1, even=True), shape=Shape(8, 2, 1, 1, 2))}, "no segments"),
     ],

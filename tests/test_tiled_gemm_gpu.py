@@ -13,7 +13,7 @@ import torch
 from packed_linear import Linear, all_sms, linear, normal, poisoned, same_bits, written
 from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placements, run_of_chain
 
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled import Workspace, limits, tiled_gemm
@@ -61,10 +61,10 @@ class Tiled:
         return tiled_gemm(x, self.of.weight, config, out, workspace=SHARED(config), **options)
 
     def config(self, n: int, **options: Any) -> TiledConfig:
-        octets = [part.split.octets for part in self.of.weight.parts]
+        row_blocks = [part.split.row_blocks for part in self.of.weight.parts]
         device = torch.cuda.current_device()
         options = {"sms": all_sms(), "limits": limits(device), **options}
-        return tiled_config(n, octets, self.of.access, cols=self.of.weight.shape[1], **options)
+        return tiled_config(n, row_blocks, self.of.access, cols=self.of.weight.shape[1], **options)
 
 
 def tiled(*args: Any, **options: Any) -> Tiled:
@@ -80,8 +80,8 @@ def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int) ->
 def local(run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, even: bool) -> TiledConfig:
     """All of a weight in HBM, computed as given."""
     (part,), cols = run.of.weight.parts, run.of.weight.shape[1]
-    tier = local_tier(n, part.split.octets, shape, sms, -(-cols // 64), size, even=even)
-    launch = Launch(shape, shape.stages(size, tier.tile_octets), (tier,))
+    tier = local_tier(n, part.split.row_blocks, shape, sms, -(-cols // 64), size, even=even)
+    launch = Launch(shape, shape.stages(size, tier.tile_row_blocks), (tier,))
     return TiledConfig((launch.with_most_blocks(size),))
 
 
@@ -147,12 +147,12 @@ def test_sums_that_clusters_leave_for_others(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("n", [65, 300, 600, 1000, 2048, 4096])
-@pytest.mark.parametrize("octets", [(0, 193), (97, 96), (150, 23, 20), (0, 100, 93)])
-def test_multicast_changes_no_bit(n: int, octets: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("row_blocks", [(0, 193), (97, 96), (150, 23, 20), (0, 100, 93)])
+def test_multicast_changes_no_bit(n: int, row_blocks: tuple[int, ...]) -> None:
     m, k, dtype = 1544, 1096, torch.float16
     x, residual = normal(n, k, dtype=dtype), normal(n, m, dtype=dtype)
     expected = tiled(m, k, dtype)(x, poisoned(n, m, dtype), residual=residual)
-    run = tiled(m, k, dtype, octets)
+    run = tiled(m, k, dtype, row_blocks)
     for multicast, overlap in itertools.product((False, True), repeat=2):
         config = run.config(n, multicast=multicast)
         out = poisoned(n, m, dtype)
@@ -175,9 +175,9 @@ def test_no_bit_depends_on_where_the_weight_lies(n: int, epilogue: Any) -> None:
     width = m // 2 if activation == "silu_mul" else m
     expected = tiled(m, k, dtype)(x, poisoned(n, width, dtype), **options)
     assert written(expected)
-    for octets, sms in itertools.product(placements(octet_count(m)), (0, FEW_SMS)):
-        out = tiled(m, k, dtype, octets, sms=sms)(x, poisoned(n, width, dtype), **options)
-        assert same_bits(out, expected) and written(out), (octets, sms)
+    for row_blocks, sms in itertools.product(placements(row_block_count(m)), (0, FEW_SMS)):
+        out = tiled(m, k, dtype, row_blocks, sms=sms)(x, poisoned(n, width, dtype), **options)
+        assert same_bits(out, expected) and written(out), (row_blocks, sms)
 
 
 @pytest.mark.parametrize("n", [65, 300])

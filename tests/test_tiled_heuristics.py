@@ -40,23 +40,23 @@ def sums_fit(launch: Launch) -> bool:
 
 @pytest.mark.parametrize("limits", [H200, Limits(99 * 1024), SMALL])
 def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
-    """Warpgroups read all octets that they may have, but nothing behind shared memory."""
+    """Warpgroups read all row blocks that they may have, but nothing behind shared memory."""
     for shape in shapes(limits):
-        for octets in range(1, shape.octets + 1):
-            stages = shape.stages(limits, octets)
-            launch = Launch(shape, stages, (TierTiles(1, octets),)).with_most_blocks(limits)
+        for row_blocks in range(1, shape.row_blocks + 1):
+            stages = shape.stages(limits, row_blocks)
+            launch = Launch(shape, stages, (TierTiles(1, row_blocks),)).with_most_blocks(limits)
             assert LEAST_BLOCKS <= launch.blocks <= MAX_BLOCKS
             assert stages >= 2 and sums_fit(launch)
             assert launch.shared_bytes <= limits.shared_bytes - BARRIER_BYTES
-            reading = ceil_div(octets, shape.group_octets) * shape.group_octets
-            last = (stages - 1) * shape.stage_bytes(octets)
+            reading = ceil_div(row_blocks, shape.group_row_blocks) * shape.group_row_blocks
+            last = (stages - 1) * shape.stage_bytes(row_blocks)
             staged = launch.blocks * BLOCKS_BYTES
             assert staged + last + reading * ATOM_BYTES <= launch.shared_bytes
 
 
 @given(
     n=st.integers(1, 4096),
-    octets=st.lists(st.integers(0, 4000), min_size=1, max_size=3).filter(any),
+    row_blocks=st.lists(st.integers(0, 4000), min_size=1, max_size=3).filter(any),
     cols=st.integers(1, 30_000),
     sms=st.integers(28, 160),
     limits=st.sampled_from([H200, SMALL]),
@@ -65,59 +65,65 @@ def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
 )
 def test_laws(
     n: int,
-    octets: list[int],
+    row_blocks: list[int],
     cols: int,
     sms: int,
     limits: Limits,
     window: int | None,
     multicast: bool,
 ) -> None:
-    access = [LOCAL, TierAccess(1, window), TierAccess(2, window)][: len(octets)]
-    config = tiled_config(n, octets, access, cols=cols, sms=sms, limits=limits, multicast=multicast)
+    access = [LOCAL, TierAccess(1, window), TierAccess(2, window)][: len(row_blocks)]
+    config = tiled_config(
+        n, row_blocks, access, cols=cols, sms=sms, limits=limits, multicast=multicast
+    )
     assert sum(launch.ctas for launch in config.launches) <= sms
-    whole = tiled_config(n, [sum(octets)], [LOCAL], cols=cols, sms=sms, limits=limits)
+    whole = tiled_config(n, [sum(row_blocks)], [LOCAL], cols=cols, sms=sms, limits=limits)
     segments = {launch.shape.k_ctas for launch in (*config.launches, *whole.launches)}
-    assert len(segments) == 1  # bits do not depend on where octets lie
+    assert len(segments) == 1  # bits do not depend on where row blocks lie
     for launch in config.launches:
         shape = launch.shape
         assert shape.tiles in (limits.wide_tiles if shape.wide else limits.x_tiles)
         assert shape.ctas <= MAX_CLUSTER
         assert 2 <= launch.stages <= MAX_STAGES and launch.shared_bytes < limits.shared_bytes
         assert sums_fit(launch)
-        for count, tier in zip(octets, launch.tiers, strict=True):
+        for count, tier in zip(row_blocks, launch.tiers, strict=True):
             assert not tier.clusters or count
             assert tier.clusters <= limits.most_clusters(sms, shape.ctas)
-            assert 1 <= tier.tile_octets <= shape.octets and 1 <= tier.window <= launch.stages
+            assert (
+                1 <= tier.tile_row_blocks <= shape.row_blocks and 1 <= tier.window <= launch.stages
+            )
             assert 1 <= tier.block_tiles <= ceil_div(n, shape.rows)
             assert not tier.even or shape.k_ctas == 1
-    for number, count in enumerate(octets):
+    for number, count in enumerate(row_blocks):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
         assert len(launches) == (count > 0)
 
 
 # Tiles of one tier are much smaller than another one's, and more is read behind a stage.
-@example(n=33, octets=[0, 425, 4, 13161], cols=512, sms=114, limits=H200)
-@example(n=65, octets=[3471, 3, 2395, 12954], cols=64, sms=132, limits=H200)
+@example(n=33, row_blocks=[0, 425, 4, 13161], cols=512, sms=114, limits=H200)
+@example(n=65, row_blocks=[3471, 3, 2395, 12954], cols=64, sms=132, limits=H200)
 @given(
     n=st.integers(1, 4096),
-    octets=st.lists(st.integers(0, 4000), min_size=2, max_size=4).filter(lambda o: any(o[1:])),
+    row_blocks=st.lists(st.integers(0, 4000), min_size=2, max_size=4).filter(lambda o: any(o[1:])),
     cols=st.integers(1, 30_000),
     sms=st.integers(28, 160),
     limits=st.sampled_from([H200, SMALL]),
 )
 def test_tiers_without_limits_have_all_sms(
-    n: int, octets: list[int], cols: int, sms: int, limits: Limits
+    n: int, row_blocks: list[int], cols: int, sms: int, limits: Limits
 ) -> None:
-    config = tiled_config(n, octets, [LOCAL] * len(octets), cols=cols, sms=sms, limits=limits)
-    whole = tiled_config(n, [sum(octets)], [LOCAL], cols=cols, sms=sms, limits=limits)
+    config = tiled_config(
+        n, row_blocks, [LOCAL] * len(row_blocks), cols=cols, sms=sms, limits=limits
+    )
+    whole = tiled_config(n, [sum(row_blocks)], [LOCAL], cols=cols, sms=sms, limits=limits)
     assert len({launch.shape.k_ctas for launch in (*config.launches, *whole.launches)}) == 1
-    assert len(config.launches) == 1 + (octets[0] > 0)
+    assert len(config.launches) == 1 + (row_blocks[0] > 0)
     for launch in config.launches:
         assert launch.ctas <= sms and sums_fit(launch)
         assert launch.blocks >= LEAST_BLOCKS
-    for number, count in enumerate(octets):
+    for number, count in enumerate(row_blocks):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
-        assert launches == ([config.launches[number == 0 and octets[0] > 0]] if count else [])
+        assert launches == ([config.launches[number == 0 and row_blocks[0] > 0]] if count else [])
 
 
 @pytest.mark.parametrize("rows", [7168, 21504, 28672])
@@ -125,7 +131,7 @@ def test_many_rows_of_x_make_the_largest_tiles(rows: int) -> None:
     (launch,) = tiled_config(2048, [rows // 8], [LOCAL], cols=7168, sms=132).launches
     (tier,) = launch.tiers
     assert (launch.shape, launch.stages) == (Shape(32, 2, w_ctas=2), 4)
-    assert (tier.tile_octets, tier.clusters) == (16, 66)
+    assert (tier.tile_row_blocks, tier.clusters) == (16, 66)
 
 
 @pytest.mark.parametrize("rows", [4096, 6144, 7168])
@@ -138,10 +144,10 @@ def test_few_rows_of_x_leave_few_sms_without_work(rows: int) -> None:
     ("n", "rows"), [(256, 6144), (256, 7168), (256, 12288), (512, 6144), (512, 7168), (1024, 6144)]
 )
 def test_wide_tiles_leave_few_sms_without_work(n: int, rows: int) -> None:
-    """W is cut by octets, so that one wave or two have a tile for nearly every SM."""
+    """W is cut by row blocks, so that one wave or two have a tile for nearly every SM."""
     (launch,) = tiled_config(n, [rows // 8], [LOCAL], cols=7168, sms=132).launches
     shape, (tier,) = launch.shape, launch.tiers
-    tiles = tile_count(n, rows // 8, tier.tile_octets, shape)
+    tiles = tile_count(n, rows // 8, tier.tile_row_blocks, shape)
     assert shape.wide and tiles > 0.96 * ceil_div(tiles, tier.clusters) * tier.clusters
     assert launch.ctas >= 126
 
@@ -152,12 +158,12 @@ def test_a_small_gpu_has_small_tiles() -> None:
 
 
 @pytest.mark.parametrize("n", [256, 512, 1024, 2048, 4096])
-def test_a_remote_octet_crosses_the_link_once(n: int) -> None:
+def test_a_remote_row_block_crosses_the_link_once(n: int) -> None:
     remote, local = tiled_config(n, [0, 896], [LOCAL, HOST], cols=7168, sms=132).launches * 2
     assert remote is local  # there is but one
     assert remote.shape.rows >= n
     tier = remote.tiers[1]
-    assert tier.window * tier.tile_octets * 1024 * tier.clusters <= 256 * 1024
+    assert tier.window * tier.tile_row_blocks * 1024 * tier.clusters <= 256 * 1024
     (alone,) = tiled_config(
         n, [0, 896], [LOCAL, HOST], cols=7168, sms=132, multicast=False
     ).launches
@@ -175,16 +181,18 @@ def test_a_small_remote_part_is_not_waited_for(n: int, rows: int, cols: int) -> 
     tier, others = remote.tiers[1], local.tiers[0]
     shares = far * n / (tier.clusters * remote.shape.ctas), (rows // 8 - far) * n / local.ctas
     assert others.clusters and shares[0] < 1.1 * shares[1]
-    in_flight = 1024 * tier.clusters * remote.shape.k_ctas * tier.window * tier.tile_octets
+    in_flight = 1024 * tier.clusters * remote.shape.k_ctas * tier.window * tier.tile_row_blocks
     enough = 2.3e-6 * far * 16 * cols / (2 * n * rows * cols / 500e12)  # while the rest multiplies
     assert in_flight >= min(128 * 1024, enough)
 
 
 @pytest.mark.parametrize(
-    ("octets", "clusters", "size"), [(896, 132, 14), (132 * 16, 132, 16), (1, 9, 1)]
+    ("row_blocks", "clusters", "size"), [(896, 132, 14), (132 * 16, 132, 16), (1, 9, 1)]
 )
-def test_tiles_are_as_small_as_makes_no_more_waves(octets: int, clusters: int, size: int) -> None:
-    assert even_tile(512, octets, clusters, Shape(32, 2)) == size
+def test_tiles_are_as_small_as_makes_no_more_waves(
+    row_blocks: int, clusters: int, size: int
+) -> None:
+    assert even_tile(512, row_blocks, clusters, Shape(32, 2)) == size
 
 
 @pytest.mark.parametrize("n", [0, 4097])

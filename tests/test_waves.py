@@ -18,10 +18,10 @@ HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 def test_the_busiest_cta_counts_for_as_much_as_all_bytes() -> None:
     op = linear_op("product", (7168, 7168), n=8, element_bytes=2)
 
-    def local(octets: int, sms: int) -> float:
-        counts = (octets, op.units - octets)
+    def local(row_blocks: int, sms: int) -> float:
+        counts = (row_blocks, op.units - row_blocks)
         kernel, _ = read_times(op, counts, (sms, HOST.sms - sms), HOST, ("host",))
-        return kernel * HOST.hbm_bytes_per_s / (octets * op.read_bytes / op.units)
+        return kernel * HOST.hbm_bytes_per_s / (row_blocks * op.read_bytes / op.units)
 
     assert local(7 * 124, 124) < local(7 * 123, 124), "seven for each, but for one"
     seven, eight = local(7 * 120, 120), local(7 * 120 + 8, 120)
@@ -29,37 +29,37 @@ def test_the_busiest_cta_counts_for_as_much_as_all_bytes() -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 16))
-def test_a_link_never_brings_more_than_its_rate(octets: int, sms: int) -> None:
+def test_a_link_never_brings_more_than_its_rate(row_blocks: int, sms: int) -> None:
     op = linear_op("product", (7168, 7168), n=8, element_bytes=2)
     for profile, tier in ((HOST, "host"), (PEER, "peer:1")):
-        counts, dealt = (op.units - octets, octets), (profile.sms - sms, sms)
+        counts, dealt = (op.units - row_blocks, row_blocks), (profile.sms - sms, sms)
         _, link = read_times(op, counts, dealt, profile, (tier,))
-        needed = octets * op.read_bytes / op.units / profile.tier(tier).direct_bytes_per_s
+        needed = row_blocks * op.read_bytes / op.units / profile.tier(tier).direct_bytes_per_s
         assert link >= needed * (1 - 1e-9)
 
 
 def test_rings_that_bridge_the_time_between_launches_keep_a_link_busy() -> None:
     """Those of eight SMs hold 2 us of NVLink, and 15 of PCIe."""
     op = linear_op("product", (12288, 4096), n=8, element_bytes=2)
-    octet = op.read_bytes / op.units
+    row_block = op.read_bytes / op.units
 
-    def waited(octets: int, sms: int) -> float:
-        counts, dealt = (op.units - octets, octets), (PEER.sms - sms, sms)
+    def waited(row_blocks: int, sms: int) -> float:
+        counts, dealt = (op.units - row_blocks, row_blocks), (PEER.sms - sms, sms)
         _, link = read_times(op, counts, dealt, PEER, ("peer:1",))
-        return link - octets * octet / PEER.tier("peer:1").direct_bytes_per_s
+        return link - row_blocks * row_block / PEER.tier("peer:1").direct_bytes_per_s
 
     assert waited(96, 16) < waited(96, 12) < waited(96, 8), "more SMs hold more"
     host = HOST.tier("host")
-    for octets in (8, 16, 32):  # whole groups for each of them
-        counts, dealt = (op.units - octets, octets), (HOST.sms - host.sms, host.sms)
+    for row_blocks in (8, 16, 32):  # whole groups for each of them
+        counts, dealt = (op.units - row_blocks, row_blocks), (HOST.sms - host.sms, host.sms)
         _, link = read_times(op, counts, dealt, HOST, ("host",))
-        assert link * host.direct_bytes_per_s <= octets * octet * (1 + 1e-9)
+        assert link * host.direct_bytes_per_s <= row_blocks * row_block * (1 + 1e-9)
 
 
 @given(st.integers(0, 896), st.integers(1, 32))
-def test_a_part_is_mixed_where_that_ends_sooner(octets: int, rows: int) -> None:
+def test_a_part_is_mixed_where_that_ends_sooner(row_blocks: int, rows: int) -> None:
     op = linear_op("product", (7168, 7168), n=rows, element_bytes=2)
-    counts = (op.units - octets, octets)
+    counts = (op.units - row_blocks, row_blocks)
     for profile, tier in ((HOST, "host"), (PEER, "peer:1")):
 
         def seconds(
@@ -69,12 +69,12 @@ def test_a_part_is_mixed_where_that_ends_sooner(octets: int, rows: int) -> None:
             return predicted_time(op, kernel, profile, link=link)
 
         sms = sms_by_tier(op, [counts], 0.0, 0.0, profile, (tier,))
-        assert sum(sms) == profile.sms or octets == op.units
-        if profile is HOST or not 0 < octets < op.units:
-            assert (sms[1] > 0) == (octets > 0), "a window is its own SMs'"
+        assert sum(sms) == profile.sms or row_blocks == op.units
+        if profile is HOST or not 0 < row_blocks < op.units:
+            assert (sms[1] > 0) == (row_blocks > 0), "a window is its own SMs'"
         elif sms[1] == 0:
             assert all(seconds(sms) < seconds((profile.sms - n, n)) for n in (8, 12, 16))
-            assert octets < 0.09 * op.units, "else the link is waited for"
+            assert row_blocks < 0.09 * op.units, "else the link is waited for"
 
 
 def test_attention_gets_no_more_sms_for_a_peer_than_keep_its_link_busy() -> None:

@@ -1,4 +1,4 @@
-"""Tiny random OPT and Llama checkpoints whose every matrix has at least five octets."""
+"""Tiny random OPT and Llama checkpoints whose every matrix has at least five row blocks."""
 
 from functools import cache
 from pathlib import Path

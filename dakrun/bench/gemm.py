@@ -13,7 +13,7 @@ lie in page-locked host memory or in a peer GPU's.
 
 cuBLAS does the same with torch.mm and dense weights, all of them in HBM whatever the ratio. The
 ablations take the window off (stages as deep as shared memory allows) and the alignment (groups of
-octets as large as can be, though waves are then uneven).
+row blocks as large as can be, though waves are then uneven).
 """
 
 import itertools
@@ -33,11 +33,11 @@ from dakrun.bench.header import head
 from dakrun.bench.output import Record
 from dakrun.bench.tiers import fill_random, measure_ceilings, operands
 from dakrun.engine.accesses import direct_accesses
-from dakrun.geometry import octet_count
+from dakrun.geometry import row_block_count
 from dakrun.hardware.profile import LOCAL, HardwareProfile
 from dakrun.kernels.gemm.dispatch import By, Products
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, row_block_bytes
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.runtime.jit import architecture, compile_ahead
 from dakrun.memory.tiers import aligned
 from dakrun.plan.in_flight import is_windowed
@@ -83,16 +83,16 @@ def measure_gemm(
 def gemm_cases(
     sweep: GemmSweep, turning_point: float, effort: Effort, *, tiers: int
 ) -> Iterator[GemmCase]:
-    """The cases by shape, rows of X and ratio, with octets in each of one or two `tiers`."""
+    """The cases by shape, rows of X and ratio, with row blocks in each of one or two `tiers`."""
     for shape, n, asked in itertools.product(sweep.shapes, sweep.rows, sweep.ratios):
-        octets, size = octet_count(shape.rows), octet_bytes(shape.cols)
+        row_blocks, size = row_block_count(shape.rows), row_block_bytes(shape.cols)
         yield GemmCase(
             shape=shape,
             n=n,
             asked=asked,
-            units=units_by_tier(octets, asked, turning_point, tiers=tiers),
+            units=units_by_tier(row_blocks, asked, turning_point, tiers=tiers),
             unit_bytes=size,
-            launches=effort.launches(octets * size),
+            launches=effort.launches(row_blocks * size),
         )
 
 
@@ -172,9 +172,9 @@ class Chains:
     def product(
         self, case: GemmCase, access: Sequence[TierAccess], *, aligned: bool = True
     ) -> tuple[list[float], By]:
-        """With the case's octets in each tier, read as `access` says; and what computes it."""
+        """With the case's row blocks in each tier, read as `access` says; and what computes it."""
         shape = (case.shape.rows, case.shape.cols)
-        splits = split_octets(case.units, access, sms=self._sms, aligned=aligned)
+        splits = split_row_blocks(case.units, access, sms=self._sms, aligned=aligned)
         weights = [
             PackedTensor(
                 shape,

@@ -1,4 +1,4 @@
-"""The cases of a GEMM sweep: octets of each tier, launches of the chain, and the planner's op.
+"""The cases of a GEMM sweep: row blocks of each tier, launches of the chain, and the planner's op.
 
 Pure arithmetic on sizes that the caller gives; needs no GPU and no torch.
 """
@@ -14,7 +14,7 @@ from dakrun.plan.ops import Op, linear_op
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCase(Case):
-    """X [n, K] times a weight of `shape`, whose units are octets."""
+    """X [n, K] times a weight of `shape`, whose units are row blocks."""
 
     shape: Shape
     n: int

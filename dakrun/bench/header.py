@@ -9,8 +9,8 @@ import torch
 import dakrun
 from dakrun.bench.ceilings import Ceilings
 from dakrun.hardware.files import cpu_name
-from dakrun.hardware.machine import driver, visible_gpus
 from dakrun.hardware.profile import HardwareProfile
+from dakrun.probe.machine import driver, visible_gpus
 
 
 def head(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dakrun.errors import DakrunError
 from dakrun.hardware.files import find_profile, gpu_names
-from dakrun.hardware.machine import (
+from dakrun.probe.machine import (
     Check,
     Gpu,
     direct_transport,

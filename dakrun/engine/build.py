@@ -12,7 +12,7 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Runner, TorchRunner
 from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.geometry import OCTET_ROWS
+from dakrun.geometry import ROWS_PER_BLOCK
 from dakrun.kernels.attention.kv_blocks import BLOCK
 from dakrun.kernels.gemm.splitk_config import X_TILES
 from dakrun.kernels.gemm.tiled import x_tiles
@@ -29,7 +29,7 @@ from dakrun.weights.checkpoint import Checkpoint, Manifest
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import Packing, Tensors, load
 
-ROWS = [OCTET_ROWS * tiles for tiles in X_TILES]  # for each variant of SplitK_GEMM
+ROWS = [ROWS_PER_BLOCK * tiles for tiles in X_TILES]  # for each variant of SplitK_GEMM
 DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
 

@@ -1,6 +1,6 @@
 """The kernels in plain torch, on any device: what the GPU kernels are tested against.
 
-Every row is computed from the tier that holds it, so a misplaced octet gives a wrong answer.
+Every row is computed from the tier that holds it, so a misplaced row block gives a wrong answer.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from dakrun.kernels.gemm.packing import ATOM_COLS, CHUNK, OCTET_ROWS, PackedTensor
+from dakrun.kernels.gemm.packing import ATOM_COLS, CHUNK, ROWS_PER_BLOCK, PackedTensor
 from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
@@ -16,7 +16,7 @@ SOURCE = "unpack.cu"
 class _Args(ctypes.Structure):
     _fields_ = (
         ("out", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("rows", "chunks", "first_octet", "octet_ctas")),
+        *((name, ctypes.c_int) for name in ("rows", "chunks", "first_row_block", "row_block_ctas")),
         ("weight", operands.PackedMatrix),
     )
 
@@ -31,22 +31,22 @@ def unpack(
     Raises ValueError where `out` does not fit the weight.
     """
     (m, cols), rows = weight.shape, len(out)
-    if first_row % OCTET_ROWS or not 0 <= first_row < first_row + rows <= m:
+    if first_row % ROWS_PER_BLOCK or not 0 <= first_row < first_row + rows <= m:
         raise ValueError(
-            f"expected some of {m} rows, from a multiple of {OCTET_ROWS} on, got {rows} from "
+            f"expected some of {m} rows, from a multiple of {ROWS_PER_BLOCK} on, got {rows} from "
             f"{first_row} on"
         )
     operands.check_operands(out.device, {"out": (out, (rows, cols), weight.dtype)})
     operands.check_gpu(out.device)
-    octet_ctas = ceil_div(cols, CTA_COLS)
+    row_block_ctas = ceil_div(cols, CTA_COLS)
     args = _Args(
         out=out.data_ptr(),
         rows=rows,
         chunks=cols // CHUNK,
-        first_octet=first_row // OCTET_ROWS,
-        octet_ctas=octet_ctas,
+        first_row_block=first_row // ROWS_PER_BLOCK,
+        row_block_ctas=row_block_ctas,
         weight=operands.packed_matrix(weight),
     )
     kernel = jit.kernel(SOURCE, "unpack")
-    kernel.launch(ceil_div(rows, OCTET_ROWS) * octet_ctas, THREADS, args, overlap=overlap)
+    kernel.launch(ceil_div(rows, ROWS_PER_BLOCK) * row_block_ctas, THREADS, args, overlap=overlap)
     return out

@@ -1,1 +1,1 @@
-"""Memory tiers: HBM, page-locked host memory, peer GPUs; the one place that allocates host memory."""
+"""Memory tiers: HBM, page-locked host memory, peer GPUs; only this folder allocates them."""

@@ -1,4 +1,4 @@
-"""Tiers: the memories that a plan fills, and matrices whose octets lie in several of them.
+"""Tiers: the memories that a plan fills, and matrices whose row blocks lie in several of them.
 
 Host and GPU memory come from host_memory.py and device_memory.py. Knows no plans and no models.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.geometry import first_row, octet_count
+from dakrun.geometry import first_row, row_block_count
 from dakrun.hardware.profile import LOCAL
 from dakrun.memory.device import (
     DeviceBlock,
@@ -104,7 +104,7 @@ class PartitionedTensor:
         placement: Sequence[tuple[str, int]],
         tiers: Mapping[str, Tier],
     ) -> "PartitionedTensor":
-        """Allocate a matrix with `placement` (tier, number of octets), in the order of its rows."""
+        """Allocate a matrix with `placement` (tier, row blocks), in the order of its rows."""
         (height, cols), first, parts = shape, 0, []
         for tier, count in placement:
             if count:
@@ -112,8 +112,8 @@ class PartitionedTensor:
                 data = tiers[tier].allocate((rows.stop - rows.start, cols), dtype)
                 parts.append(Part(tier, rows, data))
             first += count
-        if first != octet_count(height):
-            raise ValueError(f"{first} octets placed of a matrix of {octet_count(height)}")
+        if first != row_block_count(height):
+            raise ValueError(f"{first} row blocks placed of a matrix of {row_block_count(height)}")
         return cls(shape, dtype, tuple(parts))
 
     def dense(self) -> torch.Tensor:

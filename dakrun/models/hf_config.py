@@ -10,7 +10,7 @@ from typing import Any
 
 from dakrun.config import DTYPE_BYTES, Dtype, Llama3Rope, ModelConfig
 from dakrun.errors import CannotRun, UsageError
-from dakrun.weights.files import read_json_object, stored_dtype
+from dakrun.models.files import read_json_object, stored_dtype
 
 FAMILIES = {"OPTForCausalLM": "opt", "LlamaForCausalLM": "llama"}  # by architecture
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, DakrunError, UsageError
+from dakrun.models.files import read_json_object
 from dakrun.models.hf_config import parse_model_config, read_model_config
 from dakrun.models.known import hub_id, known_model, known_names
-from dakrun.weights.files import read_json_object
 
 WEIGHTS = "*.safetensors"
 # The root folder alone: some repositories keep the same weights in other formats below it.

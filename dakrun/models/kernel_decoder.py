@@ -1,8 +1,8 @@
 """OPT and Llama on the GPU's kernels: one forward pass for decode steps and for prompts.
 
 Knows operands as packed tensors and where activations go; attention is the caller's, who has the
-cache. Norms that precede a matrix are folded into it (dakrun.weights.loading), so a product needs no more
-than the scale of its rows.
+cache. Norms that precede a matrix are folded into it (dakrun.weights.loading), so a product needs
+no more than the scale of its rows.
 """
 
 import itertools

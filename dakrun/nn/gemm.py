@@ -25,7 +25,7 @@ class SplitKGEMM(nn.Module):
 
     x is [..., in_features] and y [..., out_features], of W's dtype and on its device. `ratio` is
     the share of W, its last rows, in the tier `remote`: "host", or "peer:N" for the memory of GPU
-    N; as an attribute it is that share as rounded to whole octets of 8 rows.
+    N; as an attribute it is that share as rounded to whole row blocks of 8 rows.
 
     On a GPU, float16 and bfloat16 with in_features a multiple of 8 are packed, and a kernel reads
     both tiers at once: SplitK_GEMM, or the tiled GEMM for more than 32 rows of x, as in a prefill,

@@ -5,10 +5,10 @@ Packed for SplitK_GEMM where that can be, else row by row. Knows tensors and tie
 
 import torch
 
-from dakrun.geometry import first_row, octet_count
+from dakrun.geometry import first_row, row_block_count
 from dakrun.hardware.profile import LOCAL
 from dakrun.kernels.gemm import storage
-from dakrun.kernels.gemm.packing import PackedTensor, octet_bytes
+from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.runtime import jit
 from dakrun.kernels.runtime.jit import sm_count
@@ -32,11 +32,11 @@ def allocate(
     the tier `remote`, which the GPU reads as `access` says. Raises CannotRun where this machine
     does not give the memory.
     """
-    (rows, cols), count = shape, octet_count(shape[0])
+    (rows, cols), count = shape, row_block_count(shape[0])
     there = remote_count(ratio, count)
     here, packed = count - there, has_kernel(like, cols)
     if packed:
-        sizes = [octets * octet_bytes(cols) for octets in (here, there)]
+        sizes = [row_blocks * row_block_bytes(cols) for row_blocks in (here, there)]
     else:
         local = first_row(here, rows)
         sizes = [aligned(n * cols * like.dtype.itemsize) for n in (local, rows - local)]

@@ -1,7 +1,7 @@
 """The greedy choice of offload ratios (DESIGN.md, the planner; arXiv 2604.26074, section 4).
 
 T(x) = max(floor, C (1 - x) / B_g, C x / B_h) falls up to a, is flat up to b, then rises. Filling
-the cheapest stretches of all ops first is optimal because every T is convex. Knows no octets.
+the cheapest stretches of all ops first is optimal because every T is convex. Knows no row blocks.
 """
 
 from collections.abc import Sequence

@@ -6,17 +6,17 @@ Knows the tiled GEMM's rings, and no placements but one op's.
 import bisect
 from collections.abc import Sequence
 
-from dakrun.geometry import OCTET_ROWS
+from dakrun.geometry import ROWS_PER_BLOCK
 from dakrun.hardware.profile import HardwareProfile, RemoteTier
 from dakrun.plan.in_flight import bytes_needed
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import kernel_time
 from dakrun.units import ceil_div
 
-# Of a CTA's ring: bytes of an atom, of which a stage has one for each octet of W and for every 8
-# rows of X; the most rows, the octets, the most stages, and bytes of all of them.
+# Of a CTA's ring: bytes of an atom, of which a stage has one for each row block of W and for every
+# 8 rows of X; the most rows, the row blocks, the most stages, and bytes of all of them.
 ATOM_BYTES = 1024
-TILE_ROWS, TILE_OCTETS = 512, 8
+TILE_ROWS, TILE_ROW_BLOCKS = 512, 8
 MOST_STAGES, RING_BYTES = 13, 210 * 1024
 
 
@@ -31,8 +31,8 @@ def many_rows_times(
     """(kernel, link) seconds of one layer of a product of many rows, part beside part.
 
     `sms[t]` SMs take their share of the arithmetic, which takes all of them `compute` seconds, for
-    `counts[t]` octets of each tier t, and HBM has to give the local ones. Links are as fast as the
-    rings of so many CTAs allow.
+    `counts[t]` row blocks of each tier t, and HBM has to give the local ones. Links are as fast as
+    the rings of so many CTAs allow.
     """
     parts = [
         _part_times(op, tier, n, s, compute, profile, remote)
@@ -46,14 +46,14 @@ def many_rows_times(
 def _part_times(
     op: Op,
     tier: int,
-    octets: float,
+    row_blocks: float,
     sms: int,
     compute: float,
     profile: HardwareProfile,
     remote: Sequence[str],
 ) -> tuple[float, float]:
     """(kernel, link) seconds of the part in one tier, the local one being 0."""
-    nbytes, work = op.read_bytes / op.units * octets, compute * octets / op.units
+    nbytes, work = op.read_bytes / op.units * row_blocks, compute * row_blocks / op.units
     kernel = work * profile.sms / sms
     if tier == 0:
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
@@ -67,7 +67,7 @@ def many_rows_sms(
     profile: HardwareProfile,
     remote: Sequence[str],
 ) -> tuple[int, ...]:
-    """SMs for each tier's part of a product of many rows, of which all layers have `counts` octets.
+    """SMs for each tier's part of a product of many rows; `counts` are row blocks of all layers.
 
     The kernel makes its own choice, of whole clusters and tiles (kernels/tiled_remote.py), near
     this one. Here a remote part gets the fewest with which it ends before the local one, or no
@@ -111,11 +111,11 @@ def many_rows_sms(
 
 def ring_stages(rows: int) -> int:
     """Stages of a CTA's ring that reads a remote part: of 64 rows of W and all of X, up to 512."""
-    across = ceil_div(min(rows, TILE_ROWS), OCTET_ROWS)
-    return min(MOST_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_OCTETS + across)))
+    across = ceil_div(min(rows, TILE_ROWS), ROWS_PER_BLOCK)
+    return min(MOST_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_ROW_BLOCKS + across)))
 
 
 def _ring_rate(tier: RemoteTier, rows: int, ctas: int) -> float:
     """Bytes/s of `tier` where `ctas` CTAs of a product of many rows read it."""
-    held = ctas * ring_stages(rows) * ATOM_BYTES * TILE_OCTETS
+    held = ctas * ring_stages(rows) * ATOM_BYTES * TILE_ROW_BLOCKS
     return tier.direct_bytes_per_s * min(1.0, held / bytes_needed(tier))

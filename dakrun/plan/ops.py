@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
-from dakrun.geometry import first_row, octet_count
+from dakrun.geometry import first_row, row_block_count
 from dakrun.units import ceil_div
 
 KV_BLOCK = 64
@@ -22,8 +22,8 @@ class Op:
 
     All figures are for one layer. `resident_bytes` is what must be kept, `read_bytes` what a
     step reads of it: the same for a weight, more kept than read for a KV cache that is not yet
-    full and for an embedding table. Placement is in `units`: octets of a weight, slots of a cache.
-    A linear op that is `normed` has a norm ahead of it.
+    full and for an embedding table. Placement is in `units`: row blocks of a weight, slots of a
+    cache. A linear op that is `normed` has a norm ahead of it.
     """
 
     name: str
@@ -147,7 +147,7 @@ def linear_op(
         resident_bytes=nbytes,
         read_bytes=nbytes,
         flops=2.0 * n * rows * cols,
-        units=octet_count(rows),
+        units=row_block_count(rows),
         normed=normed,
     )
 
@@ -242,5 +242,5 @@ def _embedding(model: ModelConfig, n: int, size: int) -> Op:
         resident_bytes=model.vocab_size * model.embed_size * size,
         read_bytes=n * model.embed_size * size,
         flops=0.0,
-        units=octet_count(model.vocab_size),
+        units=row_block_count(model.vocab_size),
     )

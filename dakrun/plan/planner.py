@@ -1,6 +1,6 @@
 """The planner: model, workload, machine and budgets in; a frozen Plan out.
 
-The loader and the engine obey the Plan; nothing else decides where an octet or a slot lies.
+The loader and the engine obey the Plan; nothing else decides where a row block or a slot lies.
 """
 
 import itertools
@@ -37,7 +37,7 @@ def make_plan(
     *,
     thorough: bool = True,
 ) -> Plan:
-    """Choose every op's offload ratio and transport, round to octets and slots, and plan prefill.
+    """Choose every op's offload ratio and transport, round to row blocks and slots, plan prefill.
 
     Raises CannotRun where the budgets do not hold the model, saying by how much, and UsageError
     where the workload does not suit the model. What needs no remote tier gets one only for a gain

@@ -1,4 +1,4 @@
-"""From ideal shares to whole octets: which layers of an op get one more than the others."""
+"""From ideal shares to whole row blocks: which layers of an op get one more than the others."""
 
 import bisect
 import math
@@ -15,8 +15,8 @@ _FUZZ_BYTES = 1e-4  # above the rounding error of a share, far below an element
 class RemoteBytes:
     """What rounding aims at, in resident bytes outside the local tier.
 
-    `required` must be reached and `limit` not passed; `wanted` is met to the nearest octet,
-    or, where it is None, octets are moved as long as that makes an op faster.
+    `required` must be reached and `limit` not passed; `wanted` is met to the nearest row block,
+    or, where it is None, row blocks are moved as long as that makes an op faster.
     """
 
     required: float
@@ -32,7 +32,7 @@ def remote_bytes(op: Op, units: int) -> int:
 def units_within(op: Op, size: float) -> int:
     """Most units of one layer of `op`, counted from its end, that are `size` bytes or less.
 
-    Counted in bytes because the last octet of a matrix may have fewer rows than the others.
+    Counted in bytes because the last row block of a matrix may have fewer rows than the others.
     """
     units = range(op.units + 1)
     return bisect.bisect(units, size + _FUZZ_BYTES, key=lambda n: remote_bytes(op, n)) - 1

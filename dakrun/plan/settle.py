@@ -1,4 +1,4 @@
-"""After the greedy, where no ratio is asked for: octets moved to where both parts end together.
+"""After the greedy, where no ratio is asked for: row blocks moved to where both parts end together.
 
 Knows one remote tier. Keeps within a unit's time of the op's least bound.
 """
@@ -14,7 +14,7 @@ from dakrun.plan.roofline import kernel_time
 from dakrun.plan.rounding import RemoteBytes, remote_bytes
 from dakrun.plan.waves import launch_times, sms_by_tier
 
-REACH = 16  # octets, up or down
+REACH = 16  # row blocks, up or down
 
 
 def settled(

@@ -1,6 +1,6 @@
 """Shares of every op over several remote tiers: the linear program of DESIGN.md's planner.
 
-With one remote tier its optimum is what greedy.py finds without it. Knows no octets.
+With one remote tier its optimum is what greedy.py finds without it. Knows no row blocks.
 """
 
 from collections.abc import Sequence

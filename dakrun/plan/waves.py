@@ -1,13 +1,13 @@
 """How many SMs read each tier of an op, and how long they take with what each of them is dealt.
 
-Knows the kernels' deal (octets.py), how many SMs keep a tier busy, and no placements but one op's.
-Its constants were measured on H200s.
+Knows the kernels' round-robin (dakrun/geometry.py), how many SMs keep a tier busy, and the
+placement of one op alone. Its constants were measured on H200s.
 """
 
 import math
 from collections.abc import Callable, Sequence
 
-from dakrun.geometry import FEW_ROWS, OCTET_ROWS, SHARED_BYTES, even_group, group_count
+from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK, SHARED_BYTES, even_group, group_count
 from dakrun.hardware.profile import HardwareProfile, RemoteTier
 from dakrun.plan.in_flight import bytes_needed, is_windowed
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
@@ -165,16 +165,16 @@ def read_times(
         return kernel, max(links, default=0.0)
     fixed, rows = profile.linear.at(op.batch_size)[0], op.batch_size
     links = []
-    for tier, octets, own in parts:
-        if not octets:
+    for tier, row_blocks, own in parts:
+        if not row_blocks:
             continue
         if own:
-            ctas, group = float(min(own, octets)), even_group(octets, min(own, octets))
-            seconds = unit * _waves(octets, own, _link_rate(tier, rows))
+            ctas, group = float(min(own, row_blocks)), even_group(row_blocks, min(own, row_blocks))
+            seconds = unit * _waves(row_blocks, own, _link_rate(tier, rows))
         else:
-            ctas = sms[0] * octets / (counts[0] + mixed)
+            ctas = sms[0] * row_blocks / (counts[0] + mixed)
             group = even_group(counts[0], sms[0], mixed)
-            seconds = _mixed_seconds(unit * octets, tier)
+            seconds = _mixed_seconds(unit * row_blocks, tier)
         # HBM stands still as well between launches, which is part of an op's fixed cost.
         idle = max(0.0, BETWEEN_SECONDS - _held(rows, ctas, group) / tier.direct_bytes_per_s)
         links.append(seconds + max(0.0, idle - fixed))
@@ -186,43 +186,43 @@ def _mixed_seconds(nbytes: float, tier: RemoteTier) -> float:
     return nbytes / (tier.direct_bytes_per_s * MIXED_LINK)
 
 
-def _unevenness(octets: int, ctas: int, sms: int, mixed: int = 0) -> float:
-    """What `octets` dealt to `ctas` take, as a multiple of HBM's time for their bytes.
+def _unevenness(row_blocks: int, ctas: int, sms: int, mixed: int = 0) -> float:
+    """What `row_blocks` dealt to `ctas` take, as a multiple of HBM's time for their bytes.
 
-    They have `mixed` octets of another tier among them. 1 stands for the chains on all `sms` that
-    the costs of ops were measured in.
+    They have `mixed` row blocks of another tier among them. 1 stands for the chains on all `sms`
+    that the costs of ops were measured in.
     """
-    if not octets:
+    if not row_blocks:
         return 1.0
-    ctas = min(max(1, ctas), octets + mixed)
-    group = even_group(octets, ctas, mixed)
-    busiest = group * ceil_div(group_count(group, octets, mixed), ctas)
-    return 1 + BUSIEST_SHARE * (busiest * sms / (octets + mixed) - 1 / EVEN_SMS)
+    ctas = min(max(1, ctas), row_blocks + mixed)
+    group = even_group(row_blocks, ctas, mixed)
+    busiest = group * ceil_div(group_count(group, row_blocks, mixed), ctas)
+    return 1 + BUSIEST_SHARE * (busiest * sms / (row_blocks + mixed) - 1 / EVEN_SMS)
 
 
 def _held(rows: int, ctas: float, group: int) -> float:
     """Bytes of W that rings of `ctas` hold, which X has a part of."""
-    tiles = ceil_div(min(rows, MOST_ROWS), OCTET_ROWS)
+    tiles = ceil_div(min(rows, MOST_ROWS), ROWS_PER_BLOCK)
     return ctas * SHARED_BYTES * group / (group + tiles)
 
 
-def _waves(octets: int, sms: int, rate: Callable[[int, int], float]) -> float:
-    """Time over an octet's bytes for as many waves as CTAs, one an SM, take `octets` in.
+def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> float:
+    """Time over a row block's bytes for as many waves as CTAs, one an SM, take `row_blocks` in.
 
-    `rate` is in bytes/s, by the CTAs that are at it and the octets of a group.
+    `rate` is in bytes/s, by the CTAs that are at it and the row blocks of a group.
     """
-    if not octets:
+    if not row_blocks:
         return 0.0
-    ctas = min(max(1, sms), octets)
-    group = even_group(octets, ctas)
-    whole, last = divmod(ceil_div(octets, group), ctas)
-    behind = max(0, octets - whole * ctas * group) if last else 0
-    seconds = (octets - behind) / rate(ctas, group)
+    ctas = min(max(1, sms), row_blocks)
+    group = even_group(row_blocks, ctas)
+    whole, last = divmod(ceil_div(row_blocks, group), ctas)
+    behind = max(0, row_blocks - whole * ctas * group) if last else 0
+    seconds = (row_blocks - behind) / rate(ctas, group)
     return seconds + (behind / rate(last, group) if behind else 0.0)
 
 
 def _link_rate(tier: RemoteTier, rows: int) -> Callable[[int, int], float]:
-    """Bytes/s of `tier`, for `rows` of X, by CTAs and the octets of a group.
+    """Bytes/s of `tier`, for `rows` of X, by CTAs and the row blocks of a group.
 
     CTAs have in flight what their rings hold, which X has a part of, or the window. Where that is
     all that the tier's SMs could hold, the link needs so much in flight as its latency says; else

@@ -13,7 +13,7 @@ from dakrun.hardware.profile import Sweep
 from dakrun.kernels.attention.config import attention_config
 from dakrun.kernels.attention.kv_blocks import BLOCK, KVShape
 from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
-from dakrun.kernels.gemm.packing import octet_bytes
+from dakrun.kernels.gemm.packing import row_block_bytes
 from dakrun.probe.chain import Launch, seconds_in_turns
 from dakrun.probe.kernel_costs import (
     ACCESS,
@@ -29,7 +29,7 @@ from dakrun.probe.sweeps import Bench, rounded
 
 HEADS, HEAD_DIM = 32, 128
 LONG_BYTES = 384 * 2**20  # of all slots, where they are long
-OCTETS = 1536, 512  # of the products before and behind it, of HEADS * HEAD_DIM columns
+ROW_BLOCKS = 1536, 512  # of the products before and behind it, of HEADS * HEAD_DIM columns
 
 
 def attention_sweep(bench: Bench) -> Sweep:
@@ -61,8 +61,10 @@ def _between(
 ) -> list[tuple[Launch, int]]:
     """Chains of the products around attention, with it and without, whose output is `heads`."""
     ahead, behind = memory.split(memory.numel() // 4 * 3)
-    size = octet_bytes(heads.shape[1])
-    most = (min(n, part.numel() // size) for n, part in zip(OCTETS, (ahead, behind), strict=True))
+    size = row_block_bytes(heads.shape[1])
+    most = (
+        min(n, part.numel() // size) for n, part in zip(ROW_BLOCKS, (ahead, behind), strict=True)
+    )
     before, count = normed_product(bench, ahead, next(most), random(memory, *heads.shape))
     after, least = product(bench, behind, next(most), heads)
 

@@ -11,7 +11,7 @@ import torch
 from dakrun.geometry import FEW_ROWS
 from dakrun.hardware.profile import Sweep
 from dakrun.kernels.gemm.dispatch import Products
-from dakrun.kernels.gemm.packing import octet_bytes
+from dakrun.kernels.gemm.packing import row_block_bytes
 from dakrun.kernels.select_greedy import select_greedy
 from dakrun.probe.chain import Launch, launch_seconds, seconds_in_turns
 from dakrun.probe.kernel_costs import (
@@ -26,7 +26,7 @@ from dakrun.probe.kernel_costs import (
 )
 from dakrun.probe.sweeps import Bench, rounded
 
-# Octets and columns: of 7B and 30B models, whose tiles fill the SMs more or less evenly.
+# Row blocks and columns: of 7B and 30B models, whose tiles fill the SMs more or less evenly.
 WEIGHTS = (
     (512, 4096), (768, 4096), (2048, 4096), (3584, 4096), (512, 16384), (896, 7168), (2688, 7168),
     (3584, 7168),
@@ -34,7 +34,7 @@ WEIGHTS = (
 NORM_COLS = 4096, 8192
 # Of the product behind a norm: small beside the norm's launch, or of a layer's size where it is
 # the product that normalises, as reading more would hide that.
-NORM_OCTETS = {False: 64, True: 768}
+NORM_ROW_BLOCKS = {False: 64, True: 768}
 NORM_BYTES = 2**26  # of the weights of small products, which need not be read from HBM
 LEAST_SECONDS = 1e-8  # that are told from nothing
 VOCABULARIES = 2**15, 2**17
@@ -57,10 +57,10 @@ def many_rows_sweep(bench: Bench) -> Sweep:
     memory, rows = random_memory(bench), []
     for n in many_rows(bench):
         sizes, chains = [], []
-        for octets, cols in WEIGHTS:
-            octets = min(octets, memory.numel() // octet_bytes(cols))
-            sizes.append(octets * octet_bytes(cols))
-            chains.append(product(bench, memory, octets, random(memory, n, cols)))
+        for row_blocks, cols in WEIGHTS:
+            row_blocks = min(row_blocks, memory.numel() // row_block_bytes(cols))
+            sizes.append(row_blocks * row_block_bytes(cols))
+            chains.append(product(bench, memory, row_blocks, random(memory, n, cols)))
         times = seconds_in_turns(chains, replays=bench.effort.runs, load=True)
         rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
     return rounded(COLUMNS, rows)
@@ -74,8 +74,8 @@ def norm_sweep(bench: Bench) -> Sweep:
     memory, rows = random_memory(bench), []
     for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
         x, few = random(memory, n, cols), n <= FEW_ROWS
-        octets, weights = NORM_OCTETS[few], memory if few else memory[:NORM_BYTES]
-        chains = [f(bench, weights, octets, x) for f in (normed_product, product)]
+        row_blocks, weights = NORM_ROW_BLOCKS[few], memory if few else memory[:NORM_BYTES]
+        chains = [f(bench, weights, row_blocks, x) for f in (normed_product, product)]
         more, less = seconds_in_turns(chains, replays=bench.effort.runs, load=False)
         added = [max(a - b, LEAST_SECONDS) for a, b in zip(more, less, strict=True)]
         rows.append(row(n, 2 * x.nbytes, added))

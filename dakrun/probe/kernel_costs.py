@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.geometry import FEW_ROWS, OCTET_ROWS
+from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK
 from dakrun.hardware.profile import LOCAL, Sweep
 from dakrun.kernels.gemm.dispatch import Products, tiles
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, octet_bytes
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, row_block_bytes
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.normalize import normalize
 from dakrun.probe.chain import Launch, launch_seconds
 from dakrun.probe.measurement import spread
@@ -22,7 +22,7 @@ from dakrun.probe.sweeps import Bench, rounded
 DTYPE = torch.float16
 ACCESS = (TierAccess(),)
 CHAIN_BYTES = 2**31  # of different operands, at most: L2 keeps far less
-WEIGHTS = (512, 4096), (3584, 7168)  # octets and columns: 32 and 392 MiB
+WEIGHTS = (512, 4096), (3584, 7168)  # row blocks and columns: 32 and 392 MiB
 EPS = 1e-5
 COLUMNS = ("n", "op_bytes", "op_s", "bytes_per_s", "spread")
 
@@ -33,33 +33,33 @@ def linear_sweep(bench: Bench) -> Sweep:
     Smaller weights stand in where the buffer has no room.
     """
     memory, rows = random_memory(bench), []
-    for n, (octets, cols) in itertools.product(bench.effort.rows, WEIGHTS):
-        octets = min(octets, memory.numel() // octet_bytes(cols))
-        launch, weights = product(bench, memory, octets, random(memory, n, cols))
+    for n, (row_blocks, cols) in itertools.product(bench.effort.rows, WEIGHTS):
+        row_blocks = min(row_blocks, memory.numel() // row_block_bytes(cols))
+        launch, weights = product(bench, memory, row_blocks, random(memory, n, cols))
         seconds = launch_seconds(launch, weights, replays=bench.effort.runs)
-        rows.append(row(n, octets * octet_bytes(cols), seconds))
+        rows.append(row(n, row_blocks * row_block_bytes(cols), seconds))
     return rounded(COLUMNS, rows)
 
 
 def product(
     bench: Bench,
     memory: torch.Tensor,
-    octets: int,
+    row_blocks: int,
     x: torch.Tensor,
     *,
     norm: bool = False,
     overlap: bool = True,
 ) -> tuple[Launch, int]:
-    """x [N, K] times one of the weights, of so many octets, that `memory` holds; their number.
+    """x [N, K] times one of the weights, of so many row blocks, that `memory` holds; their number.
 
     With `norm` few rows are normalised on the way.
     """
     n, cols = x.shape
-    (split,) = split_octets([octets], ACCESS, sms=bench.sms)
-    out = x.new_empty(n, OCTET_ROWS * octets)
+    (split,) = split_row_blocks([row_blocks], ACCESS, sms=bench.sms)
+    out = x.new_empty(n, ROWS_PER_BLOCK * row_blocks)
     weights = [
         PackedTensor((out.shape[1], cols), DTYPE, (PackedPart(LOCAL, split, data),))
-        for data in pieces(memory, octets * octet_bytes(cols))
+        for data in pieces(memory, row_blocks * row_block_bytes(cols))
     ]
     products = Products(x.device)
 
@@ -74,7 +74,7 @@ def product(
 
 
 def normed_product(
-    bench: Bench, memory: torch.Tensor, octets: int, x: torch.Tensor
+    bench: Bench, memory: torch.Tensor, row_blocks: int, x: torch.Tensor
 ) -> tuple[Launch, int]:
     """The same with a norm of x ahead, as in a decode step.
 
@@ -83,7 +83,7 @@ def normed_product(
     """
     few = len(x) <= FEW_ROWS
     overlap = few or tiles(x.device) is not None
-    launch, count = product(bench, memory, octets, x, norm=few, overlap=overlap)
+    launch, count = product(bench, memory, row_blocks, x, norm=few, overlap=overlap)
     if few:
         return launch, count
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.hardware.machine import numa, nvlink, pcie, visible_gpus
 from dakrun.hardware.profile import Provenance, RemoteTier
+from dakrun.probe.machine import numa, nvlink, pcie, visible_gpus
 from dakrun.probe.measurement import STEADY, Measurement
 
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.geometry import OCTET_ROWS
+from dakrun.geometry import ROWS_PER_BLOCK
 from dakrun.hardware.profile import LOCAL
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, octet_bytes
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk import splitk_gemm
-from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_octets
+from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_row_blocks
 from dakrun.probe.chain import graph_seconds
 from dakrun.probe.kernel_costs import DTYPE, pieces, random, random_memory
 from dakrun.probe.sweeps import Bench, Buffer
 
-OCTETS, COLS = 1536, 4096  # of a weight: 96 MiB
-STAGED_OCTETS = 8  # copied while ops before read HBM
+ROW_BLOCKS, COLS = 1536, 4096  # of a weight: 96 MiB
+STAGED_ROW_BLOCKS = 8  # copied while ops before read HBM
 ROWS = 8
 BUFFERS = 2
 MOST_OPS = 64
@@ -30,16 +30,18 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
 
     It starts when its copy has ended, and not beside the op before.
     """
-    splits = split_octets([OCTETS - STAGED_OCTETS, STAGED_OCTETS], ACCESSES, sms=bench.sms)
+    splits = split_row_blocks(
+        [ROW_BLOCKS - STAGED_ROW_BLOCKS, STAGED_ROW_BLOCKS], ACCESSES, sms=bench.sms
+    )
     config = gemm_config(ROWS, list(splits), ACCESSES, sms=bench.sms)
-    octet, memory = octet_bytes(COLS), random_memory(bench)
+    row_block, memory = row_block_bytes(COLS), random_memory(bench)
     x = random(memory, ROWS, COLS)
-    out = x.new_empty(ROWS, OCTETS * OCTET_ROWS)
-    whole = pieces(memory, OCTETS * octet)[:MOST_OPS]
-    there = pieces(remote.tensor, STAGED_OCTETS * octet)
+    out = x.new_empty(ROWS, ROW_BLOCKS * ROWS_PER_BLOCK)
+    whole = pieces(memory, ROW_BLOCKS * row_block)[:MOST_OPS]
+    there = pieces(remote.tensor, STAGED_ROW_BLOCKS * row_block)
 
     def matrices(far: Sequence[torch.Tensor]) -> dict[str, PackedTensor]:
-        near = (OCTETS - STAGED_OCTETS) * octet
+        near = (ROW_BLOCKS - STAGED_ROW_BLOCKS) * row_block
         return {
             str(number): PackedTensor(
                 (out.shape[1], COLS),
@@ -52,7 +54,7 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
             for number, data in enumerate(whole)
         }
 
-    resident = matrices([data[-STAGED_OCTETS * octet :] for data in whole])
+    resident = matrices([data[-STAGED_ROW_BLOCKS * row_block :] for data in whole])
     far = matrices(there)
     sizes = [staged_bytes(weight) for weight in far.values()]
     ring = torch.empty(BUFFERS * max(sizes), dtype=torch.uint8, device=memory.device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.weights.files import indexed
+from dakrun.models.files import indexed
 
 WEIGHTS = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"

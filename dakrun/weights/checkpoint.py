@@ -14,7 +14,7 @@ import torch
 from dakrun.errors import CannotRun
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.memory.tiers import PartitionedTensor
-from dakrun.weights.files import HEAD, read_header, safetensors_files
+from dakrun.models.files import HEAD, read_header, safetensors_files
 from dakrun.weights.folding import Fold
 from dakrun.weights.streaming import Extent, read, stream
 
@@ -50,7 +50,7 @@ class Manifest:
         return sum(shape[0] for shape in shapes), shapes[0][1]
 
     def request(self, matrix: str, rows: slice) -> Request:
-        """The rows of the sources that make up rows of a packed matrix, whole octets."""
+        """The rows of the sources that make up rows of a packed matrix, whole row blocks."""
         sources = self.matrices[matrix]
         if matrix in self.interleaved:
             turn = len(sources)

@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dakrun.errors import CannotRun, UsageError
+from dakrun.models.files import HEAD, INDEX, RESERVED
 from dakrun.models.hf_config import read_model_config
 from dakrun.units import format_bytes
 from dakrun.weights.bins import BIN_INDEX, bin_files, brief, read_tensors
-from dakrun.weights.files import HEAD, INDEX, RESERVED
 
 SHARD_BYTES = 4 << 30
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")

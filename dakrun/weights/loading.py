@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from dakrun.kernels.gemm import storage
-from dakrun.kernels.gemm.packing import PackedTensor, octet_bytes
+from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.storage import PIECE_ELEMENTS
 from dakrun.memory.tiers import PartitionedTensor, Tier, aligned
@@ -60,8 +60,8 @@ def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
     sizes = [aligned(attention.resident_bytes(number)) for number in range(len(plan.tiers))]
     for op in plan.weights():
         for counts in op.placement:
-            octets = [count * octet_bytes(op.op.shape[1]) for count in counts]
-            for number, size in enumerate(octets if packed else op.op.tier_bytes(counts)):
+            row_blocks = [count * row_block_bytes(op.op.shape[1]) for count in counts]
+            for number, size in enumerate(row_blocks if packed else op.op.tier_bytes(counts)):
                 sizes[number] += aligned(size)
     return dict(zip(plan.tiers, sizes, strict=True))
 
@@ -105,7 +105,7 @@ def load(
 def _placements(
     manifest: Manifest, plan: Plan
 ) -> Iterator[tuple[str, str, tuple[tuple[str, int], ...]]]:
-    """Name, op, and octets by tier of every matrix, in the manifest's order."""
+    """Name, op, and row blocks by tier of every matrix, in the manifest's order."""
     ops = {
         op.op.layer_name(layer): (op.op, layer)
         for op in plan.weights()

@@ -16,7 +16,7 @@ from dakrun.geometry import FEW_ROWS
 from dakrun.hardware.profile import LOCAL
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm.packing import OCTET_ROWS, PackedTensor
+from dakrun.kernels.gemm.packing import ROWS_PER_BLOCK, PackedTensor
 from dakrun.kernels.gemm.splitk import Activation, Norm
 from dakrun.kernels.gemm.splitk_config import MAX_ROWS as SPLITK_ROWS
 from dakrun.kernels.gemm.splitk_config import (
@@ -59,21 +59,21 @@ class Products:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._tiles = device, tiles(device)
-        self._halves: dict[int, gemm.Workspace] = {}  # by octets
+        self._halves: dict[int, gemm.Workspace] = {}  # by row blocks
         # Of X, which SplitK_GEMM multiplies faster, be it in two passes.
         self.few_rows = 2 * SPLITK_ROWS if self._tiles is None else FEW_ROWS
 
     def by(self, n: int, weight: PackedTensor) -> By:
         """What computes products of `n` rows."""
-        remote = any(part.split.octets for part in weight.parts if part.tier != LOCAL)
+        remote = any(part.split.row_blocks for part in weight.parts if part.tier != LOCAL)
         # A link is not to be waited for twice.
         if n <= (min(self.few_rows, SPLITK_ROWS) if remote else self.few_rows):
             return "splitk"
         if self._tiles is None:
             return "torch"
-        octets = sum(part.split.octets for part in weight.parts)
+        row_blocks = sum(part.split.row_blocks for part in weight.parts)
         little = n <= SPLITK_ROWS and reads_little(
-            n, octets, weight.shape[1], sms=sm_count(self._device)
+            n, row_blocks, weight.shape[1], sms=sm_count(self._device)
         )
         return "splitk" if little else "tiled"
 
@@ -168,10 +168,10 @@ class Products:
 
     def _tiled(self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]) -> Launch:
         assert self._tiles is not None
-        tiers, octets = zip(*tiled_gemm.octets_by_tier(weight), strict=True)
+        tiers, row_blocks = zip(*tiled_gemm.row_blocks_by_tier(weight), strict=True)
         access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
         config = _tiled_config(
-            n, octets, tuple(access[tier] for tier in tiers), cols=weight.shape[1],
+            n, row_blocks, tuple(access[tier] for tier in tiers), cols=weight.shape[1],
             sms=sm_count(self._device), limits=self._tiles,
         )  # fmt: skip
         workspace = self._carried if config.carriers else None
@@ -181,10 +181,10 @@ class Products:
         """Where halves of sums meet."""
         if not config.half_cols:
             return None
-        octets = sum(split.octets for split in config.splits)
-        if octets not in self._halves:
-            self._halves[octets] = gemm.Workspace.empty(config, self._device)
-        return self._halves[octets]
+        row_blocks = sum(split.row_blocks for split in config.splits)
+        if row_blocks not in self._halves:
+            self._halves[row_blocks] = gemm.Workspace.empty(config, self._device)
+        return self._halves[row_blocks]
 
     @functools.cached_property
     def _carried(self) -> tiled_gemm.Workspace:
@@ -220,7 +220,7 @@ def _unpacked(
     """The same by torch, with a part of the rows of W at a time."""
     rows, cols = weight.shape
     widest = max(cols, len(x))  # of what is unpacked, and of its products
-    step = max(1, PIECE_BYTES // (widest * x.element_size() * OCTET_ROWS)) * OCTET_ROWS
+    step = max(1, PIECE_BYTES // (widest * x.element_size() * ROWS_PER_BLOCK)) * ROWS_PER_BLOCK
     piece = x.new_empty(min(step, rows), cols)
     for first in range(0, rows, step):
         last = min(first + step, rows)

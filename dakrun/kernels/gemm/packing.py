@@ -1,11 +1,11 @@
-"""The packed form of a matrix, which the GPU's kernels read: octets, groups, waves, atoms.
+"""The packed form of a matrix, which the GPU's kernels read: row blocks, groups, waves, atoms.
 
-A tier's octets, of 8 rows, are dealt to its CTAs in groups of up to 16, those that a CTA computes
-together: CTA c takes the groups c, c + CTAs, ... What the CTAs take at a time, a wave, is stored as
-[steps of columns][groups][atoms along the columns][octets], so that CTAs side by side read memory
-side by side. An atom is 8 rows x 64 columns of 16-bit elements, 1 KiB: rows of 128 bytes whose
-16-byte chunks are swizzled, chunk c of row r at c ^ r, as TMA's 128-byte swizzle would put them.
-Rows are padded with zeros to whole octets, columns to multiples of 64.
+A tier's row blocks, of 8 rows, are dealt to its CTAs in groups of up to 16, those that a CTA
+computes together: CTA c takes the groups c, c + CTAs, ... What the CTAs take at a time, a wave, is
+stored as [steps of columns][groups][atoms along the columns][row blocks], so that CTAs side by side
+read memory side by side. An atom is 8 rows x 64 columns of 16-bit elements, 1 KiB: rows of 128
+bytes whose 16-byte chunks are swizzled, chunk c of row r at c ^ r, as TMA's 128-byte swizzle would
+put them. Rows are padded with zeros to whole row blocks, columns to multiples of 64.
 """
 
 from collections.abc import Iterator
@@ -13,24 +13,25 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.geometry import MAX_GROUP, OCTET_ROWS, octet_count
+from dakrun.geometry import MAX_GROUP, ROWS_PER_BLOCK, row_block_count
 from dakrun.units import ceil_div
 
 ATOM_COLS = 64
 DTYPES = (torch.float16, torch.bfloat16)
 CHUNK = 8  # elements of 16 bytes
-_ATOM = OCTET_ROWS * ATOM_COLS // 4  # words of 8 bytes
+_ATOM = ROWS_PER_BLOCK * ATOM_COLS // 4  # words of 8 bytes
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a tier's octets are dealt to `ctas`: in turn, in groups, the last maybe smaller.
+    """How a tier's row blocks are dealt to `ctas`: in turn, in groups, the last maybe smaller.
 
-    A step is `step_cols` columns, a multiple of 64, of a group of `group` octets. With `mixed` that
-    is how they are stored, but it is the local part's CTAs that take the groups, among their own.
+    A step is `step_cols` columns, a multiple of 64, of a group of `group` row blocks. With `mixed`
+    that is how they are stored, but it is the local part's CTAs that take the groups, among their
+    own.
     """
 
-    octets: int
+    row_blocks: int
     ctas: int
     group: int
     step_cols: int
@@ -39,18 +40,18 @@ class Split:
     def __post_init__(self) -> None:
         if not 1 <= self.group <= MAX_GROUP or self.step_cols % ATOM_COLS or self.step_cols < 1:
             raise ValueError(f"expected groups of 1 to {MAX_GROUP} and steps of 64s, got {self}")
-        if self.octets and self.ctas < 1:
+        if self.row_blocks and self.ctas < 1:
             raise ValueError(f"expected a CTA at least, got {self}")
 
     @property
     def wave(self) -> int:
-        """Octets that the CTAs take at a time."""
+        """Row blocks that the CTAs take at a time."""
         return max(1, self.ctas * self.group)
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Consecutive octets in one tier: `data` is uint8, 1-D, dealt out as `split`."""
+    """Consecutive row blocks in one tier: `data` is uint8, 1-D, dealt out as `split`."""
 
     tier: str
     split: Split
@@ -59,7 +60,7 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A matrix [M, K] of packed octets, the parts in the order of the rows."""
+    """A matrix [M, K] of packed row blocks, the parts in the order of the rows."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -69,15 +70,15 @@ class PackedTensor:
         if self.dtype not in DTYPES:
             raise ValueError(f"expected float16 or bfloat16, got {self.dtype}")
         for part in self.parts:
-            expected = part.split.octets * octet_bytes(self.shape[1])
+            expected = part.split.row_blocks * row_block_bytes(self.shape[1])
             if part.data.dtype != torch.uint8 or part.data.shape != (expected,):
                 raise ValueError(
                     f"expected {expected} bytes in {part.tier}, got {list(part.data.shape)} of "
                     f"{part.data.dtype}"
                 )
-        placed = sum(part.split.octets for part in self.parts)
-        if placed != octet_count(self.shape[0]):
-            raise ValueError(f"{placed} octets are placed of a matrix of {self.shape}")
+        placed = sum(part.split.row_blocks for part in self.parts)
+        if placed != row_block_count(self.shape[0]):
+            raise ValueError(f"{placed} row blocks are placed of a matrix of {self.shape}")
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The matrix [M, K] in one piece."""
@@ -85,7 +86,7 @@ class PackedTensor:
         parts = [
             _unpack(part.data.to(device), cols, part.split).view(self.dtype)
             for part in self.parts
-            if part.split.octets
+            if part.split.row_blocks
         ]
         return torch.cat(parts)[:rows, :cols].contiguous()
 
@@ -95,9 +96,9 @@ def padded_cols(cols: int) -> int:
     return ceil_div(cols, ATOM_COLS) * ATOM_COLS
 
 
-def octet_bytes(cols: int) -> int:
-    """Bytes of an octet of a matrix of `cols` columns."""
-    return OCTET_ROWS * padded_cols(cols) * 2
+def row_block_bytes(cols: int) -> int:
+    """Bytes of a row block of a matrix of `cols` columns."""
+    return ROWS_PER_BLOCK * padded_cols(cols) * 2
 
 
 def pack(weight: torch.Tensor, split: Split) -> torch.Tensor:
@@ -109,22 +110,24 @@ def pack(weight: torch.Tensor, split: Split) -> torch.Tensor:
         raise ValueError(
             f"expected a float16 or bfloat16 matrix, got {weight.dtype} {list(weight.shape)}"
         )
-    if octet_count(len(weight)) != split.octets:
-        raise ValueError(f"expected {split.octets} octets, got {octet_count(len(weight))}")
-    data = weight.new_empty(split.octets * octet_bytes(weight.shape[1]), dtype=torch.uint8)
-    for first, count in stretches(split, split.octets):
-        write(weight[OCTET_ROWS * first : OCTET_ROWS * (first + count)], split, data, first)
+    if row_block_count(len(weight)) != split.row_blocks:
+        raise ValueError(
+            f"expected {split.row_blocks} row blocks, got {row_block_count(len(weight))}"
+        )
+    data = weight.new_empty(split.row_blocks * row_block_bytes(weight.shape[1]), dtype=torch.uint8)
+    for first, count in stretches(split, split.row_blocks):
+        write(weight[ROWS_PER_BLOCK * first : ROWS_PER_BLOCK * (first + count)], split, data, first)
     return data
 
 
 def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
-    """A tier's octets as (first, count) of pieces that `write` takes, of up to `limit` octets.
+    """A tier's row blocks as (first, count) of pieces for `write`, of up to `limit` row blocks.
 
     A piece is whole waves where that many are not too many, else groups of one wave, one at least.
     """
     limit, first = max(1, limit // split.group) * split.group, 0
-    while first < split.octets:
-        left, skipped = split.octets - first, first % split.wave
+    while first < split.row_blocks:
+        left, skipped = split.row_blocks - first, first % split.wave
         count = min(limit, left, split.wave - skipped)
         if count == split.wave:
             count = min(limit, left) // split.wave * split.wave
@@ -135,29 +138,29 @@ def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
 def write(weight: torch.Tensor, split: Split, data: torch.Tensor, first: int) -> None:
     """Pack a piece of a tier's rows, one of `stretches`, into the tier's bytes `data`.
 
-    `weight` [M, K] is of a 16-bit dtype, its rows those of the octets from `first` on.
+    `weight` [M, K] is of a 16-bit dtype, its rows those of the row blocks from `first` on.
     """
     rows, cols = weight.shape
-    octets, width = octet_count(rows), padded_cols(cols)
-    padded = weight.new_zeros(octets * OCTET_ROWS, width)
+    row_blocks, width = row_block_count(rows), padded_cols(cols)
+    padded = weight.new_zeros(row_blocks * ROWS_PER_BLOCK, width)
     padded[:rows, :cols] = weight
-    words = padded.view(torch.int64).view(octets, OCTET_ROWS, -1, ATOM_COLS // CHUNK, 2)
-    atoms = _swizzled(words.permute(2, 0, 1, 3, 4))  # column, octet, row, chunk
+    words = padded.view(torch.int64).view(row_blocks, ROWS_PER_BLOCK, -1, ATOM_COLS // CHUNK, 2)
+    atoms = _swizzled(words.permute(2, 0, 1, 3, 4))  # column, row block, row, chunk
     for stored, of in _alike(data, split, first, atoms.flatten(2)):
         stored.copy_(of)
 
 
 def _unpack(data: torch.Tensor, cols: int, split: Split) -> torch.Tensor:
-    """The padded rows [octets * 8, padded_cols(cols)] of one tier; `data` are its bytes."""
+    """The padded rows [row blocks * 8, padded_cols(cols)] of one tier; `data` are its bytes."""
     columns, pieces = padded_cols(cols) // ATOM_COLS, []
-    for first, count in stretches(split, split.octets):
+    for first, count in stretches(split, split.row_blocks):
         atoms = data.new_empty((columns, count, _ATOM), dtype=torch.int64)
         for stored, to in _alike(data, split, first, atoms):
             to.copy_(stored)
         pieces.append(atoms)
-    shape = (columns, split.octets, OCTET_ROWS, ATOM_COLS // CHUNK, 2)
+    shape = (columns, split.row_blocks, ROWS_PER_BLOCK, ATOM_COLS // CHUNK, 2)
     atoms = _swizzled(torch.cat(pieces, 1).view(shape))
-    return atoms.permute(1, 2, 0, 3, 4).reshape(split.octets * OCTET_ROWS, -1)
+    return atoms.permute(1, 2, 0, 3, 4).reshape(split.row_blocks * ROWS_PER_BLOCK, -1)
 
 
 def _alike(
@@ -165,12 +168,13 @@ def _alike(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of views, one of a tier's bytes and one of the atoms that are stored there.
 
-    `atoms` [columns, octets, 128] of int64 are of one of `stretches`, from octet `first` on. Views
-    are [waves, steps, groups, columns of a step, octets of a group, 128], sizes being alike in one.
+    `atoms` [columns, row blocks, 128] of int64 are of one of `stretches`, from row block `first`
+    on. Views are [waves, steps, groups, columns of a step, row blocks of a group, 128], sizes being
+    alike in one.
     """
-    columns, octets = atoms.shape[:2]
-    skipped, waves = first % split.wave, max(1, octets // split.wave)
-    wave, here = min(split.wave, split.octets - first + skipped), octets // waves
+    columns, row_blocks = atoms.shape[:2]
+    skipped, waves = first % split.wave, max(1, row_blocks // split.wave)
+    wave, here = min(split.wave, split.row_blocks - first + skipped), row_blocks // waves
     words = data.view(torch.int64)[(first - skipped) * columns * _ATOM :]
     words = words[: waves * wave * columns * _ATOM].view(waves, -1)
     atoms = atoms.view(columns, waves, here, _ATOM)
@@ -178,10 +182,10 @@ def _alike(
         step = words[:, column * wave * _ATOM : (column + steps * depth) * wave * _ATOM]
         step = step.view(waves, steps, -1)
         some = atoms[column : column + steps * depth]
-        for octet, groups, size in _equal(here, split.group):
-            start, end = skipped + octet, skipped + octet + groups * size
+        for row_block, groups, size in _equal(here, split.group):
+            start, end = skipped + row_block, skipped + row_block + groups * size
             stored = step[..., start * depth * _ATOM : end * depth * _ATOM]
-            of = some[:, :, octet : octet + groups * size]
+            of = some[:, :, row_block : row_block + groups * size]
             of = of.view(steps, depth, waves, groups, size, _ATOM).permute(2, 0, 3, 1, 4, 5)
             yield stored.view(waves, steps, groups, depth, size, _ATOM), of
 
@@ -195,6 +199,6 @@ def _equal(count: int, size: int) -> list[tuple[int, int, int]]:
 
 def _swizzled(atoms: torch.Tensor) -> torch.Tensor:
     """[..., rows, chunks, words] with chunk c of row r at c ^ r; its own inverse."""
-    rows = torch.arange(OCTET_ROWS, device=atoms.device)[:, None]
+    rows = torch.arange(ROWS_PER_BLOCK, device=atoms.device)[:, None]
     moved = torch.arange(ATOM_COLS // CHUNK, device=atoms.device) ^ rows
     return atoms[..., rows, moved, :]

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from dakrun.hardware.profile import LOCAL
-from dakrun.kernels.gemm.packing import ATOM_COLS, OCTET_ROWS, PackedTensor, padded_cols
+from dakrun.kernels.gemm.packing import ATOM_COLS, ROWS_PER_BLOCK, PackedTensor, padded_cols
 from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, X_TILES, GemmConfig, can_mix
 from dakrun.kernels.runtime.jit import Kernel, kernel
 from dakrun.kernels.runtime.operands import CtaOrder
@@ -35,10 +35,10 @@ NORMS: tuple[Norm, ...] = ("none", "rms", "layer")
 class _Tier(ctypes.Structure):
     _fields_ = (
         ("base", ctypes.c_uint64),
-        ("first_octet", ctypes.c_int),
+        ("first_row_block", ctypes.c_int),
         ("first_cta", ctypes.c_int),
-        ("wave_octets", ctypes.c_int),
-        ("group_octets", ctypes.c_int),
+        ("wave_row_blocks", ctypes.c_int),
+        ("group_row_blocks", ctypes.c_int),
         ("step_atoms", ctypes.c_int),
         ("stage_atoms", ctypes.c_int),
         ("stages", ctypes.c_int),
@@ -81,8 +81,8 @@ class _Args(ctypes.Structure):
 class Workspace:
     """Where the halves of sums meet: one for all launches of a stream.
 
-    `halves` is float32 [2 * octets * 8 rows of W * 8 * x_tiles rows of X] or more, `arrivals` int32
-    [octets] or more, zero between launches.
+    `halves` is float32 [2 * row blocks * 8 rows of W * 8 * x_tiles rows of X] or more, `arrivals`
+    int32 [row blocks] or more, zero between launches.
     """
 
     halves: torch.Tensor
@@ -91,10 +91,10 @@ class Workspace:
     @classmethod
     def empty(cls, config: GemmConfig, device: torch.device | str) -> "Workspace":
         """For launches of `config`, and others that need no more."""
-        octets = sum(split.octets for split in config.splits)
+        row_blocks = sum(split.row_blocks for split in config.splits)
         return cls(
-            torch.empty(_halves(octets, config), dtype=torch.float32, device=device),
-            torch.zeros(octets, dtype=torch.int32, device=device),
+            torch.empty(_halves(row_blocks, config), dtype=torch.float32, device=device),
+            torch.zeros(row_blocks, dtype=torch.int32, device=device),
         )
 
 
@@ -139,7 +139,7 @@ def splitk_gemm(
     _check_halves(config, workspace, k, normalised=norm != "none")
     atoms = padded_cols(k) // ATOM_COLS
     used = zip(config.splits, config.rings, strict=True)
-    common = math.gcd(*(ring.atoms for split, ring in used if split.octets))
+    common = math.gcd(*(ring.atoms for split, ring in used if split.row_blocks))
     x_atoms = 1 if k % ATOM_COLS else common
     args = _Args(
         y=out.data_ptr(),
@@ -170,17 +170,17 @@ def splitk_gemm(
     if ahead is not None and config.splits[0].ctas:
         args.ahead = ahead.data_ptr()
         args.ahead_bytes = ahead.numel() // config.splits[0].ctas // AHEAD_ALIGN * AHEAD_ALIGN
-    groups = [ceil_div(split.octets, split.group) for split in config.splits]
+    groups = [ceil_div(split.row_blocks, split.group) for split in config.splits]
     if config.mixes:
         args.mixed_tier = next(i for i, split in enumerate(config.splits) if split.mixed)
     args.order = CtaOrder.of(config.splits[0].ctas, config.ctas)
-    octet = cta = 0
+    row_block = cta = 0
     tiers = zip(weight.parts, config.splits, config.rings, strict=True)
     for number, (part, split, ring) in enumerate(tiers):
         mixed = groups[args.mixed_tier] if config.mixes and number == 0 else 0
         args.tiers[number] = _Tier(
             part.data.data_ptr(),
-            octet,
+            row_block,
             cta,
             split.wave,
             split.group,
@@ -194,9 +194,9 @@ def splitk_gemm(
             groups[number] + mixed,
             mixed,
         )
-        octet += split.octets
+        row_block += split.row_blocks
         cta += 0 if config.mixes and split.mixed else split.ctas
-    args.tiers[len(weight.parts)] = _Tier(first_octet=octet, first_cta=cta)
+    args.tiers[len(weight.parts)] = _Tier(first_row_block=row_block, first_cta=cta)
     _kernel(
         weight.dtype, config.x_tiles, norm != "none", config.mixes, torch.cuda.current_device()
     ).launch(config.ctas, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap)
@@ -253,21 +253,21 @@ def _check_operands(
 def _check_halves(
     config: GemmConfig, workspace: Workspace | None, k: int, *, normalised: bool
 ) -> None:
-    half, octets = config.half_cols, sum(split.octets for split in config.splits)
+    half, row_blocks = config.half_cols, sum(split.row_blocks for split in config.splits)
     if not half:
         return
     if normalised or half >= k or any(half % split.step_cols for split in config.splits):
         raise ValueError(f"expected no norm and halves of whole steps of {k} columns, got {config}")
     if (
         workspace is None
-        or workspace.halves.numel() < _halves(octets, config)
-        or workspace.arrivals.numel() < octets
+        or workspace.halves.numel() < _halves(row_blocks, config)
+        or workspace.arrivals.numel() < row_blocks
     ):
-        raise ValueError(f"expected a workspace for sums of halves of {octets} octets")
+        raise ValueError(f"expected a workspace for sums of halves of {row_blocks} row blocks")
 
 
-def _halves(octets: int, config: GemmConfig) -> int:
-    return 2 * octets * OCTET_ROWS * OCTET_ROWS * config.x_tiles
+def _halves(row_blocks: int, config: GemmConfig) -> int:
+    return 2 * row_blocks * ROWS_PER_BLOCK * ROWS_PER_BLOCK * config.x_tiles
 
 
 def defines(

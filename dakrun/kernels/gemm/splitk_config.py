@@ -1,4 +1,4 @@
-"""How a kernel is run: pure choices from shapes, octets per tier and a few figures of the machine.
+"""Launch configurations of SplitK_GEMM: pure functions of shapes, row blocks per tier and the GPU.
 
 Needs no GPU. No shape is special.
 """
@@ -7,15 +7,15 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dakrun.geometry import MAX_GROUP, OCTET_ROWS, SHARED_BYTES, even_group, group_count
+from dakrun.geometry import MAX_GROUP, ROWS_PER_BLOCK, SHARED_BYTES, even_group, group_count
 from dakrun.kernels.gemm.packing import ATOM_COLS, Split
 from dakrun.units import ceil_div
 
 MAX_ROWS = 64  # of X in one launch
 X_TILES = (1, 2, 4, 8)
 MAX_STAGES = 16
-ATOM_BYTES = 2 * OCTET_ROWS * ATOM_COLS
-TILE_OCTETS = 8  # that a warpgroup multiplies at a time
+ATOM_BYTES = 2 * ROWS_PER_BLOCK * ATOM_COLS
+TILE_ROW_BLOCKS = 8  # that a warpgroup multiplies at a time
 PAIRED_TILES = 8  # of X that two groups are multiplied at once for
 STEP_BYTES = 16 * 1024  # of a group that lie together, at most
 STEP_ATOMS = 8  # of them, at most: halves of sums begin with one
@@ -34,7 +34,7 @@ class TierAccess:
     """How a tier is read: by how many SMs, and with how many bytes in flight over all of them.
 
     None stands for no limit. A remote tier that is `mixed` is read by the local tier's SMs, among
-    their own octets or slots: no SM waits for its link alone. Limits are then for launches that
+    their own row blocks or slots: no SM waits for its link alone. Limits are then for launches that
     cannot do that, those of many rows.
     """
 
@@ -95,37 +95,37 @@ def can_mix(x_tiles: int) -> bool:
     return x_tiles != PAIRED_TILES
 
 
-def reads_little(n: int, octets: int, cols: int, *, sms: int) -> bool:
+def reads_little(n: int, row_blocks: int, cols: int, *, sms: int) -> bool:
     """Whether SplitK_GEMM is the faster for `n` rows of X, up to MAX_ROWS, although they are many.
 
-    W is of `octets` with `cols` columns, X and W of 16 bits; each of `sms` reads its share of W and
-    X once. The tiled GEMM, made for many rows, takes longer to begin and to end.
+    W is of `row_blocks` with `cols` columns, X and W of 16 bits; each of `sms` reads its share of W
+    and X once. The tiled GEMM, made for many rows, takes longer to begin and to end.
     """
-    x_rows, w_rows = 8 * tiles_for(n), OCTET_ROWS * ceil_div(octets, sms)
+    x_rows, w_rows = 8 * tiles_for(n), ROWS_PER_BLOCK * ceil_div(row_blocks, sms)
     return 2 * cols * (x_rows + w_rows) <= LITTLE_BYTES
 
 
-def split_octets(
-    octets: Sequence[int], tiers: Sequence[TierAccess], *, sms: int, aligned: bool = True
+def split_row_blocks(
+    row_blocks: Sequence[int], tiers: Sequence[TierAccess], *, sms: int, aligned: bool = True
 ) -> tuple[Split, ...]:
-    """Deal `octets` per tier (the local one first) to the `sms` of a GPU, one CTA each.
+    """Deal `row_blocks` per tier (the local one first) to the `sms` of a GPU, one CTA each.
 
     Remote tiers get the SMs that they are read by, the local one the rest, and with them the groups
     of the first tier that is mixed. With `aligned` the size of a tier's groups is chosen for even
     waves, else it is MAX_GROUP.
     """
-    mixed = _mixed_tier(octets, tiers)
-    others = octets[mixed] if mixed else 0
+    mixed = _mixed_tier(row_blocks, tiers)
+    others = row_blocks[mixed] if mixed else 0
     remote = [
         min(sms if tier.sms is None else tier.sms, count) if number != mixed else 0
-        for number, (tier, count) in enumerate(zip(tiers, octets, strict=True))
+        for number, (tier, count) in enumerate(zip(tiers, row_blocks, strict=True))
         if number > 0
     ]
-    local = min(max(1, sms - sum(remote)), octets[0] + others)
+    local = min(max(1, sms - sum(remote)), row_blocks[0] + others)
     splits = []
-    for number, count in enumerate(octets):
+    for number, count in enumerate(row_blocks):
         if number in (0, mixed):
-            ctas, dealt = local, (octets[0], local, others)
+            ctas, dealt = local, (row_blocks[0], local, others)
         else:
             ctas = remote[number - 1]
             dealt = (count, ctas, 0)
@@ -135,12 +135,12 @@ def split_octets(
     return tuple(splits)
 
 
-def _mixed_tier(octets: Sequence[int], tiers: Sequence[TierAccess]) -> int:
+def _mixed_tier(row_blocks: Sequence[int], tiers: Sequence[TierAccess]) -> int:
     """The remote tier whose groups the local CTAs take among their own, or 0."""
     options = (
         number
-        for number, (count, tier) in enumerate(zip(octets, tiers, strict=True))
-        if number and count and octets[0] and tier.mixed
+        for number, (count, tier) in enumerate(zip(row_blocks, tiers, strict=True))
+        if number and count and row_blocks[0] and tier.mixed
     )
     return next(options, 0)
 
@@ -164,7 +164,7 @@ def gemm_config(
     `sms` are those of the GPU. Where W's columns are given as `cols`, sums may be made of halves.
     """
     x_tiles = tiles_for(n)
-    half_cols = half_columns(sum(split.octets for split in splits), cols, x_tiles, sms)
+    half_cols = half_columns(sum(split.row_blocks for split in splits), cols, x_tiles, sms)
     mixes = can_mix(x_tiles) and any(split.mixed for split in splits)
     rings = [
         ring(split, tiers[0] if mixes and split.mixed else tier, x_tiles, halves=half_cols > 0)
@@ -177,7 +177,7 @@ def gemm_config(
         shared_bytes=max(
             ring_bytes(split, ring, x_tiles)
             for split, ring in zip(splits, rings, strict=True)
-            if split.octets
+            if split.row_blocks
         ),
         splits=tuple(splits),
         rings=tuple(rings),
@@ -185,19 +185,19 @@ def gemm_config(
     )
 
 
-def half_columns(octets: int, cols: int, x_tiles: int, sms: int) -> int:
+def half_columns(row_blocks: int, cols: int, x_tiles: int, sms: int) -> int:
     """The columns of the first half of each sum, or 0 where sums had better be whole.
 
     Two CTAs that take half of each other's sums read half as much of X, and then leave and read
-    sums. Where a W of `octets` lies does not count, so that it changes no bits.
+    sums. Where a W of `row_blocks` lies does not count, so that it changes no bits.
     """
-    group, atoms = even_group(octets, sms), ceil_div(cols, ATOM_COLS)
-    if x_tiles != PAIRED_TILES or group > TILE_OCTETS:
+    group, atoms = even_group(row_blocks, sms), ceil_div(cols, ATOM_COLS)
+    if x_tiles != PAIRED_TILES or group > TILE_ROW_BLOCKS:
         return 0
-    if octets > sms * group:  # of two waves at once X is read half as often, too
+    if row_blocks > sms * group:  # of two waves at once X is read half as often, too
         return 0
     w, x = ATOM_BYTES * atoms * group, ATOM_BYTES * atoms * x_tiles
-    sums = 4 * OCTET_ROWS**2 * x_tiles * 2 * group  # both groups' halves, in float32
+    sums = 4 * ROWS_PER_BLOCK**2 * x_tiles * 2 * group  # both groups' halves, in float32
     whole = max(w, (w + x) / L2_SHARE)
     halves = max(w, (w + x / 2 + 1.5 * sums) / L2_SHARE) + JOIN_BYTES
     return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
@@ -211,19 +211,19 @@ def ring(split: Split, tier: TierAccess, x_tiles: int, *, halves: bool = False) 
     window waits for its link, not for X.
     """
     step, window = split.step_cols // ATOM_COLS, tier.window_bytes
-    pairs = x_tiles == PAIRED_TILES and split.group <= TILE_OCTETS
-    waves = ceil_div(split.octets, split.wave)
+    pairs = x_tiles == PAIRED_TILES and split.group <= TILE_ROW_BLOCKS
+    waves = ceil_div(split.row_blocks, split.wave)
     others = split.ctas > 1 if halves else waves > 0 and waves % 2 == 0
     groups = 2 if pairs and others and window is None else 1
-    octets = groups * split.group
+    row_blocks = groups * split.group
     options = [
         atoms
         for atoms in range(1, step + 1)
-        if step % atoms == 0 and (atoms == 1 or _stages(octets, atoms, x_tiles) >= STAGES)
+        if step % atoms == 0 and (atoms == 1 or _stages(row_blocks, atoms, x_tiles) >= STAGES)
     ]
-    copies = [ATOM_BYTES * atoms * octets for atoms in options]
+    copies = [ATOM_BYTES * atoms * row_blocks for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
-    stages = _stages(octets, options[chosen], x_tiles)
+    stages = _stages(row_blocks, options[chosen], x_tiles)
     if window is None or not split.ctas:
         window = stages
     else:
@@ -232,12 +232,12 @@ def ring(split: Split, tier: TierAccess, x_tiles: int, *, halves: bool = False) 
 
 
 def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
-    """Shared memory of a CTA: the stages, and what is read behind the last group's octets."""
+    """Shared memory of a CTA: the stages, and what is read behind the last group's row blocks."""
     stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + x_tiles)
-    behind = ATOM_BYTES * (-split.group % TILE_OCTETS - ring.atoms * x_tiles)
+    behind = ATOM_BYTES * (-split.group % TILE_ROW_BLOCKS - ring.atoms * x_tiles)
     return ring.stages * stage + max(0, behind)
 
 
-def _stages(octets: int, atoms: int, x_tiles: int) -> int:
-    room = SHARED_BYTES - ATOM_BYTES * max(0, -octets % TILE_OCTETS - atoms * x_tiles)
-    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (octets + x_tiles)))
+def _stages(row_blocks: int, atoms: int, x_tiles: int) -> int:
+    room = SHARED_BYTES - ATOM_BYTES * max(0, -row_blocks % TILE_ROW_BLOCKS - atoms * x_tiles)
+    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (row_blocks + x_tiles)))

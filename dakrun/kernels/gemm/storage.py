@@ -1,6 +1,6 @@
 """Packed matrices in their tiers: memory dealt out as it is read, written piece by piece.
 
-Knows octets, tiers and how they are read; not what the rows are.
+Knows row blocks, tiers and how they are read; not what the rows are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.geometry import OCTET_ROWS, first_row
+from dakrun.geometry import ROWS_PER_BLOCK, first_row
 from dakrun.kernels.gemm import packing
 from dakrun.kernels.gemm.packing import (
     CHUNK,
     DTYPES,
     PackedPart,
     PackedTensor,
-    octet_bytes,
+    row_block_bytes,
     stretches,
 )
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_octets
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.memory.device import device_view
 from dakrun.memory.tiers import Tier
 
@@ -27,7 +27,7 @@ PIECE_ELEMENTS = 1 << 24  # to write at a time, as packing takes memory, too
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `rows` of a matrix: octets of `part` from its octet `first` on."""
+    """Rows `rows` of a matrix: row blocks of `part` from its row block `first` on."""
 
     part: PackedPart
     first: int
@@ -48,15 +48,17 @@ def allocate(
     *,
     sms: int,
 ) -> PackedTensor:
-    """A matrix [M, K] of no particular values; `placement` gives (tier, octets) in their order.
+    """A matrix [M, K] of no particular values; `placement` gives (tier, row blocks) in their order.
 
     The local tier comes first, and `access` says how each is read, by a GPU of `sms` SMs. There
     is a part for every tier, empty ones included.
     """
-    splits = split_octets([octets for _, octets in placement], access, sms=sms)
+    splits = split_row_blocks([row_blocks for _, row_blocks in placement], access, sms=sms)
     parts = [
         PackedPart(
-            tier, split, tiers[tier].allocate((split.octets * octet_bytes(shape[1]),), torch.uint8)
+            tier,
+            split,
+            tiers[tier].allocate((split.row_blocks * row_block_bytes(shape[1]),), torch.uint8),
         )
         for (tier, _), split in zip(placement, splits, strict=True)
     ]
@@ -64,13 +66,13 @@ def allocate(
 
 
 def pieces(weight: PackedTensor, elements: int) -> Iterator[Piece]:
-    """A matrix in pieces of up to `elements`, but a group of octets at least, in their order."""
+    """A matrix in pieces of up to `elements`, at least a group of row blocks each, in order."""
     (height, cols), before = weight.shape, 0
     for part in weight.parts:
-        for first, count in stretches(part.split, elements // (OCTET_ROWS * cols)):
+        for first, count in stretches(part.split, elements // (ROWS_PER_BLOCK * cols)):
             top = before + first
             yield Piece(part, first, slice(first_row(top, height), first_row(top + count, height)))
-        before += part.split.octets
+        before += part.split.row_blocks
 
 
 def write(piece: Piece, rows: torch.Tensor) -> None:

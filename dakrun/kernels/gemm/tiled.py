@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dakrun.geometry import OCTET_ROWS
+from dakrun.geometry import ROWS_PER_BLOCK
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk import ACTIVATIONS, Activation
 from dakrun.kernels.gemm.tiled_shapes import (
@@ -42,7 +42,7 @@ class _TierTiles(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            *("first_octet", "first_cluster", "clusters", "row_groups", "tile_octets"),
+            *("first_row_block", "first_cluster", "clusters", "row_groups", "tile_row_blocks"),
             *("w_tiles", "x_tiles", "block_tiles", "rounds", "stages", "window"),
         )
     )
@@ -92,13 +92,13 @@ class Workspace:
         return carried >= config.carried and flags >= config.carriers * WARPS
 
 
-def octets_by_tier(weight: PackedTensor) -> tuple[tuple[str, int], ...]:
-    """The tiers that rows of `weight` lie in, in their order, and how many octets each has.
+def row_blocks_by_tier(weight: PackedTensor) -> tuple[tuple[str, int], ...]:
+    """The tiers that rows of `weight` lie in, in their order, and how many row blocks each has.
 
     Parts of one tier that follow each other, as staged rows do behind local ones, are one.
     """
     runs = itertools.groupby(weight.parts, key=lambda part: part.tier)
-    return tuple((tier, sum(part.split.octets for part in parts)) for tier, parts in runs)
+    return tuple((tier, sum(part.split.row_blocks for part in parts)) for tier, parts in runs)
 
 
 def tiled_gemm(
@@ -116,10 +116,10 @@ def tiled_gemm(
     """out [N, M] = activation(x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
 
     All in the weight's dtype on one GPU, sums in float32; N is up to 4,096. `config` has the tiers
-    of octets_by_tier(weight). With "silu_mul" the weight's rows are gates and what they multiply in
-    turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With `overlap` the launch may start
-    while the kernel before it ends, and reads weights meanwhile.
-    Raises ValueError where an operand does not fit the others.
+    of row_blocks_by_tier(weight). With "silu_mul" the weight's rows are gates and what they
+    multiply in turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With `overlap` the launch
+    may start while the kernel before it ends, and reads weights meanwhile. Raises ValueError where
+    an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]
     gated = activation == "silu_mul"
@@ -160,8 +160,8 @@ def tiled_gemm(
         args.w_ctas, args.x_ctas, args.k_ctas = shape.w_ctas, shape.x_ctas, shape.k_ctas
         args.segment = ceil_div(args.weight.atoms, shape.k_ctas)
         args.blocks = launch.blocks
-        args.box_rows = OCTET_ROWS * ceil_div(
-            min(shape.x_tiles, ceil_div(n, OCTET_ROWS)), shape.w_ctas
+        args.box_rows = ROWS_PER_BLOCK * ceil_div(
+            min(shape.x_tiles, ceil_div(n, ROWS_PER_BLOCK)), shape.w_ctas
         )
         args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), args.box_rows, 1)
         if args.boxes:
@@ -185,16 +185,16 @@ def _takes_boxes(out: torch.Tensor) -> bool:
 
 
 def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
-    """Each tier that holds octets is computed by one launch, and sums have the same segments."""
-    launches, tiers = config.launches, octets_by_tier(weight)
+    """Each tier that holds row blocks has one launch; all split k into the same segments."""
+    launches, tiers = config.launches, row_blocks_by_tier(weight)
     if any(len(launch.tiers) != len(tiers) for launch in launches) or (
         len({launch.shape.k_ctas for launch in launches}) > 1
     ):
         raise ValueError(f"the configuration is not one for this weight: {config}")
-    for number, (tier, octets) in enumerate(tiers):
+    for number, (tier, row_blocks) in enumerate(tiers):
         by = sum(launch.tiers[number].clusters > 0 for launch in launches)
-        if by != (octets > 0):
-            raise ValueError(f"expected one launch for the octets in {tier}, got {config}")
+        if by != (row_blocks > 0):
+            raise ValueError(f"expected one launch for the row blocks in {tier}, got {config}")
     for launch in launches:
         even = any(tier.even for tier in launch.tiers)
         if launch.stages < 2 or (even and launch.shape.k_ctas > 1):
@@ -203,22 +203,22 @@ def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
 
 def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ...]:
     found, first, cluster, shape = [], 0, 0, launch.shape
-    for (_, octets), tier in zip(octets_by_tier(weight), launch.tiers, strict=True):
-        w_tiles = ceil_div(octets, tier.tile_octets * shape.w_ctas)
+    for (_, row_blocks), tier in zip(row_blocks_by_tier(weight), launch.tiers, strict=True):
+        w_tiles = ceil_div(row_blocks, tier.tile_row_blocks * shape.w_ctas)
         x_tiles = ceil_div(n, shape.rows)
         rounds = ceil_div(w_tiles * x_tiles, max(1, tier.clusters))
         if tier.even and w_tiles * x_tiles % tier.clusters:
             rounds = max(0, rounds - 2)  # what is left is a tile for each, and less than another
         found.append(
             _TierTiles(
-                first, cluster, tier.clusters, shape.row_groups, tier.tile_octets, w_tiles,
+                first, cluster, tier.clusters, shape.row_groups, tier.tile_row_blocks, w_tiles,
                 x_tiles, tier.block_tiles, rounds, launch.stages, tier.window,
             )
         )  # fmt: skip
-        first += octets
+        first += row_blocks
         cluster += tier.clusters
     none = operands.MAX_TIERS + 1 - len(found)
-    return (*found, *[_TierTiles(first_octet=first, first_cluster=cluster)] * none)
+    return (*found, *[_TierTiles(first_row_block=first, first_cluster=cluster)] * none)
 
 
 def defines(dtype: torch.dtype, tiles: int, *, wide: bool = False) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""How the tiled GEMM is run: pure choices from shapes, octets per tier and figures of the GPU.
+"""How the tiled GEMM is run: pure choices from shapes, row blocks per tier and figures of the GPU.
 
 Needs no GPU. No shape is special. Bits of the result depend on the segments of sums alone, which
 are chosen from a matrix's shape, rows of X and the GPU, not from where the matrix lies.
@@ -37,7 +37,7 @@ SMALL_TILE_ROWS = 128  # of X, for which HBM has to give W faster than most of i
 
 def tiled_config(
     n: int,
-    octets: Sequence[int],
+    row_blocks: Sequence[int],
     tiers: Sequence[TierAccess],
     *,
     cols: int,
@@ -45,57 +45,57 @@ def tiled_config(
     limits: Limits = H200,
     multicast: bool = True,
 ) -> TiledConfig:
-    """Choose for a W of `cols` columns with `octets` in each of `tiers`, and an X of `n` rows.
+    """Choose for a W of `cols` columns with `row_blocks` in each of `tiers`, and an X of `n` rows.
 
     The local tier comes first. Where the others have no limits, nothing is known of their links:
     all SMs compute them, before what comes first. Else what may be in flight counts, and SMs are as
     many as end beside the local ones. `sms` are those of the GPU, `limits` an H200's where none are
     given.
-    Without `multicast` a remote octet crosses the link once for each 512 rows of X.
+    Without `multicast` a remote row block crosses the link once for each 512 rows of X.
     """
     if not 1 <= n <= MAX_ROWS:
         raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
     atoms = ceil_div(cols, ATOM_COLS)
-    _, best = _best(n, sum(octets), sms, atoms, shapes(limits), limits)
+    _, best = _best(n, sum(row_blocks), sms, atoms, shapes(limits), limits)
     segments = best.k_ctas
     launches = []
-    nobody = tuple(TierTiles(0) for _ in octets)
+    nobody = tuple(TierTiles(0) for _ in row_blocks)
     left = sms
 
     @functools.cache
     def local(sms: int) -> tuple[float, Shape]:
         options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
-        return _best(n, octets[0], sms, atoms, options, limits)
+        return _best(n, row_blocks[0], sms, atoms, options, limits)
 
-    if any(octets[1:]) and all(access == TierAccess() for access in tiers[1:]):
-        launches.append(_without_limits(n, octets, segments, sms, atoms, limits))
-    elif any(octets[1:]):
-        remote = Remote(n, tuple(octets[1:]), tuple(tiers[1:]), atoms, segments, limits)
-        rest = (lambda sms: local(sms)[0]) if octets[0] else None
+    if any(row_blocks[1:]) and all(access == TierAccess() for access in tiers[1:]):
+        launches.append(_without_limits(n, row_blocks, segments, sms, atoms, limits))
+    elif any(row_blocks[1:]):
+        remote = Remote(n, tuple(row_blocks[1:]), tuple(tiers[1:]), atoms, segments, limits)
+        rest = (lambda sms: local(sms)[0]) if row_blocks[0] else None
         launches.append(remote.launch(sms, rest, multicast=multicast))
         left -= launches[0].ctas
-    if octets[0]:
+    if row_blocks[0]:
         _, shape = local(left)
-        tier = local_tier(n, octets[0], shape, left, atoms, limits, window=tiers[0])
-        stages = shape.stages(limits, tier.tile_octets)
+        tier = local_tier(n, row_blocks[0], shape, left, atoms, limits, window=tiers[0])
+        stages = shape.stages(limits, tier.tile_row_blocks)
         launches.append(Launch(shape, stages, (tier, *nobody[1:])).with_most_blocks(limits))
     return TiledConfig(tuple(launches))
 
 
 def _without_limits(
-    n: int, octets: Sequence[int], segments: int, sms: int, atoms: int, limits: Limits
+    n: int, row_blocks: Sequence[int], segments: int, sms: int, atoms: int, limits: Limits
 ) -> Launch:
     """All tiers but the first one, each on as many of all SMs as its share of them asks for."""
-    total = sum(octets[1:])
+    total = sum(row_blocks[1:])
     options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
     _, shape = _best(n, total, sms, atoms, options, limits)
     clusters = limits.most_clusters(sms, shape.ctas)
-    given = _at_most([max(1, clusters * count // total) for count in octets[1:]], clusters)
+    given = _at_most([max(1, clusters * count // total) for count in row_blocks[1:]], clusters)
     tiers = [
         local_tier(n, count, shape, own * shape.ctas, atoms, limits) if count else TierTiles(0)
-        for count, own in zip(octets[1:], given, strict=True)
+        for count, own in zip(row_blocks[1:], given, strict=True)
     ]
-    stages = shape.stages(limits, *(tier.tile_octets for tier in tiers if tier.clusters))
+    stages = shape.stages(limits, *(tier.tile_row_blocks for tier in tiers if tier.clusters))
     return Launch(shape, stages, (TierTiles(0), *tiers)).with_most_blocks(limits)
 
 
@@ -124,7 +124,7 @@ def shapes(limits: Limits) -> Iterator[Shape]:
 
 def local_tier(
     n: int,
-    octets: int,
+    row_blocks: int,
     shape: Shape,
     sms: int,
     atoms: int,
@@ -135,20 +135,20 @@ def local_tier(
 ) -> TierTiles:
     """A tier that is computed on `sms`; with `even` as given, or where that is faster."""
     clusters, access = limits.most_clusters(sms, shape.ctas), window or TierAccess()
-    options = list(_options(n, octets, sms, atoms, shape, limits))
-    _, tile_octets, chosen = min(
+    options = list(_options(n, row_blocks, sms, atoms, shape, limits))
+    _, tile_row_blocks, chosen = min(
         [option for option in options if even is None or option[2] == even] or options
     )
-    stages = shape.stages(limits, tile_octets)
-    return tier_tiles(n, octets, shape, clusters, access, stages, tile_octets, even=chosen)
+    stages = shape.stages(limits, tile_row_blocks)
+    return tier_tiles(n, row_blocks, shape, clusters, access, stages, tile_row_blocks, even=chosen)
 
 
 def _best(
-    n: int, octets: int, sms: int, atoms: int, options: Iterator[Shape], limits: Limits
+    n: int, row_blocks: int, sms: int, atoms: int, options: Iterator[Shape], limits: Limits
 ) -> tuple[float, Shape]:
     """The fastest of those that `sms` have room for, and its cycles."""
     found = (
-        (min(_options(n, octets, sms, atoms, shape, limits))[0], number, shape)
+        (min(_options(n, row_blocks, sms, atoms, shape, limits))[0], number, shape)
         for number, shape in enumerate(options)
         if shape.ctas <= sms
     )
@@ -157,20 +157,20 @@ def _best(
 
 
 def _options(
-    n: int, octets: int, sms: int, atoms: int, shape: Shape, limits: Limits
+    n: int, row_blocks: int, sms: int, atoms: int, shape: Shape, limits: Limits
 ) -> Iterator[tuple[float, int, bool]]:
-    """Cycles of a launch, octets of a CTA's tile, and whether clusters share the last tiles.
+    """Cycles of a launch, row blocks of a CTA's tile, and whether clusters share the last tiles.
 
     Smaller tiles that make no more waves read W with more SMs, which counts where X has few rows;
     whole ones read less of X.
     """
     clusters = limits.most_clusters(sms, shape.ctas)
-    small = even_tile(n, octets, clusters, shape) if n <= SMALL_TILE_ROWS else shape.octets
-    for tile_octets, even in ((small, False), (shape.octets, True)):
-        tiles = tile_count(n, octets, tile_octets, shape)
+    small = even_tile(n, row_blocks, clusters, shape) if n <= SMALL_TILE_ROWS else shape.row_blocks
+    for tile_row_blocks, even in ((small, False), (shape.row_blocks, True)):
+        tiles = tile_count(n, row_blocks, tile_row_blocks, shape)
         if even and not (shape.k_ctas == 1 and shares(tiles, clusters)):
             continue
         cycles = tiles_cycles(
-            n, octets, sms, atoms, shape, limits, tile_octets, tiles / clusters, even=even
+            n, row_blocks, sms, atoms, shape, limits, tile_row_blocks, tiles / clusters, even=even
         )
-        yield LAUNCH_CYCLES + cycles, tile_octets, even
+        yield LAUNCH_CYCLES + cycles, tile_row_blocks, even

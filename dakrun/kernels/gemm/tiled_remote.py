@@ -25,10 +25,10 @@ LINK_CYCLES = 6000  # from a copy over a link until it has landed: a host on PCI
 
 @dataclass(frozen=True)
 class Remote:
-    """The remote part of a product of `n` rows of X: `octets` of W in each of `tiers`."""
+    """The remote part of a product of `n` rows of X: `row_blocks` of W in each of `tiers`."""
 
     n: int
-    octets: tuple[int, ...]
+    row_blocks: tuple[int, ...]
     tiers: tuple[TierAccess, ...]
     atoms: int  # of 64 columns
     segments: int  # of K, that sums are of
@@ -38,7 +38,7 @@ class Remote:
         self, sms: int, local: Callable[[int], float] | None, *, multicast: bool = True
     ) -> Launch:
         """For a GPU of `sms`, if any is local with the cycles that the rest takes by its SMs."""
-        parts = sum(count > 0 for count in self.octets)
+        parts = sum(count > 0 for count in self.row_blocks)
         shapes = [
             shape
             for shape in self._shapes(multicast=multicast)
@@ -66,8 +66,8 @@ class Remote:
 
     def _launch(self, shape: Shape, sms: int, local: Callable[[int], float] | None) -> Launch:
         """As few clusters as end no later than the local part."""
-        clusters = [int(count > 0) for count in self.octets]
-        parts = [tier for tier, count in enumerate(self.octets) if count]
+        clusters = [int(count > 0) for count in self.row_blocks]
+        parts = [tier for tier, count in enumerate(self.row_blocks) if count]
         for tier in parts * min(2, len(parts)):  # the second time knowing of the others
             others = sum(clusters) - clusters[tier]
             most = min(self._most(shape, sms, local) - others, self._useful(shape, tier))
@@ -92,32 +92,32 @@ class Remote:
 
     def _stages(self, shape: Shape) -> int:
         """Of all tiers' rings: as many as the largest tile leaves room for."""
-        return shape.stages(self.limits, shape.octets)
+        return shape.stages(self.limits, shape.row_blocks)
 
     def _useful(self, shape: Shape, tier: int) -> int:
         """Clusters that have tiles, and at least a stage of what may be in flight."""
-        count = tile_count(self.n, self.octets[tier], shape.octets, shape)
+        count = tile_count(self.n, self.row_blocks[tier], shape.row_blocks, shape)
         window = self.tiers[tier].window_bytes
         if window is not None:
-            count = min(count, window // (ATOM_BYTES * shape.octets * shape.k_ctas))
+            count = min(count, window // (ATOM_BYTES * shape.row_blocks * shape.k_ctas))
         return count
 
     def _tiles(self, shape: Shape, tier: int, clusters: int) -> TierTiles:
         """Whole tiles where clusters can share the last ones, else such as make even waves."""
-        octets = self.octets[tier]
+        row_blocks = self.row_blocks[tier]
         even = shape.k_ctas == 1 and shares(
-            tile_count(self.n, octets, shape.octets, shape), clusters
+            tile_count(self.n, row_blocks, shape.row_blocks, shape), clusters
         )
-        size = shape.octets if even else even_tile(self.n, octets, clusters, shape)
+        size = shape.row_blocks if even else even_tile(self.n, row_blocks, clusters, shape)
         stages, access = self._stages(shape), self.tiers[tier]
-        return tier_tiles(self.n, octets, shape, clusters, access, stages, size, even=even)
+        return tier_tiles(self.n, row_blocks, shape, clusters, access, stages, size, even=even)
 
     def _cycles(self, shape: Shape, tier: int, tiles: TierTiles) -> tuple[float, float]:
         """What products take, and the link, if it is as fast as what is in flight lets it be."""
-        n, octets, size = self.n, self.octets[tier], tiles.tile_octets
-        waves = tile_count(n, octets, size, shape) / tiles.clusters
+        n, row_blocks, size = self.n, self.row_blocks[tier], tiles.tile_row_blocks
+        waves = tile_count(n, row_blocks, size, shape) / tiles.clusters
         products = tiles_cycles(
-            n, octets, tiles.clusters * shape.ctas, self.atoms, shape, self.limits, size, waves,
+            n, row_blocks, tiles.clusters * shape.ctas, self.atoms, shape, self.limits, size, waves,
             even=tiles.even,
         )  # fmt: skip
         if self.tiers[tier].window_bytes is None:
@@ -126,7 +126,7 @@ class Remote:
         if tiles.window == self._stages(shape):  # one is filled when it was multiplied
             cycles += products / (ceil_div(self.atoms, shape.k_ctas) * max(1.0, waves))
         flying = tiles.clusters * shape.k_ctas * tiles.window * size
-        return products, cycles * self.atoms * octets * ceil_div(n, shape.rows) / flying
+        return products, cycles * self.atoms * row_blocks * ceil_div(n, shape.rows) / flying
 
     def _key(
         self, launch: Launch, sms: int, local: Callable[[int], float] | None
@@ -137,4 +137,4 @@ class Remote:
         for tier, tiles in enumerate(launch.tiers[1:]):
             if tiles.clusters:
                 parts += self._cycles(shape, tier, tiles)
-        return max(parts), shape.octets, launch.ctas, shape.x_ctas, shape.tiles
+        return max(parts), shape.row_blocks, launch.ctas, shape.x_ctas, shape.tiles

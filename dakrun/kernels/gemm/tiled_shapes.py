@@ -5,8 +5,8 @@ Needs no GPU, and chooses nothing.
 
 from dataclasses import dataclass, replace
 
-from dakrun.geometry import OCTET_ROWS
-from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TILE_OCTETS
+from dakrun.geometry import ROWS_PER_BLOCK
+from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TILE_ROW_BLOCKS
 from dakrun.units import ceil_div
 
 MAX_ROWS = 4096  # of X in one launch
@@ -18,9 +18,13 @@ THREADS = 128 * (WARPGROUPS + 1)
 MAX_STAGES = 13
 MAX_CLUSTER = 8  # CTAs
 PASS_TILES = 4  # of a warp's sums, whose outputs are staged at a time, as a block
-BLOCKS_BYTES = WARPGROUPS * PASS_TILES * OCTET_ROWS * TILE_OCTETS * OCTET_ROWS * 2  # one a warp
+BLOCKS_BYTES = (
+    WARPGROUPS * PASS_TILES * ROWS_PER_BLOCK * TILE_ROW_BLOCKS * ROWS_PER_BLOCK * 2
+)  # one a warp
 LEAST_BLOCKS, MAX_BLOCKS = 3, 8  # of a warp
-SUM_BYTES = 4 * OCTET_ROWS * WARPGROUPS * TILE_OCTETS * OCTET_ROWS  # a CTA's, of a tile of X
+SUM_BYTES = (
+    4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLOCK
+)  # a CTA's, of a tile of X
 BARRIER_BYTES = 1024  # of a CTA's shared memory
 
 
@@ -72,14 +76,14 @@ class Shape:
         return self.w_ctas * self.x_ctas * self.k_ctas
 
     @property
-    def octets(self) -> int:
+    def row_blocks(self) -> int:
         """Of W in a CTA's tile, at most."""
-        return self.row_groups * self.group_octets
+        return self.row_groups * self.group_row_blocks
 
     @property
-    def group_octets(self) -> int:
+    def group_row_blocks(self) -> int:
         """Of W, that a warpgroup multiplies."""
-        return self.tiles if self.wide else TILE_OCTETS
+        return self.tiles if self.wide else TILE_ROW_BLOCKS
 
     @property
     def across(self) -> int:
@@ -89,27 +93,27 @@ class Shape:
     @property
     def x_tiles(self) -> int:
         """Of 8 rows of X, that a warpgroup multiplies."""
-        return TILE_OCTETS if self.wide else self.tiles
+        return TILE_ROW_BLOCKS if self.wide else self.tiles
 
     @property
     def rows(self) -> int:
         """Of X in a cluster's tile."""
-        return OCTET_ROWS * self.across * self.x_ctas
+        return ROWS_PER_BLOCK * self.across * self.x_ctas
 
     @property
     def output_box(self) -> tuple[int, int]:
         """Rows and columns of Y that a warp writes at a time."""
         rows, cols = (2, PASS_TILES) if self.wide else (PASS_TILES, 2)
-        return OCTET_ROWS * rows, OCTET_ROWS * cols
+        return ROWS_PER_BLOCK * rows, ROWS_PER_BLOCK * cols
 
-    def stage_bytes(self, octets: int) -> int:
-        """Of a stage: 64 columns of `octets` of W, and of X."""
-        return ATOM_BYTES * (octets + self.across)
+    def stage_bytes(self, row_blocks: int) -> int:
+        """Of a stage: 64 columns of `row_blocks` of W, and of X."""
+        return ATOM_BYTES * (row_blocks + self.across)
 
-    def bytes_behind(self, octets: int) -> int:
-        """That are read behind a stage with `octets` of W: a warpgroup multiplies whole groups."""
-        whole = ceil_div(octets, self.group_octets) * self.group_octets
-        return ATOM_BYTES * max(0, whole - octets - self.across)
+    def bytes_behind(self, row_blocks: int) -> int:
+        """Bytes read behind a stage with `row_blocks` of W: a warpgroup multiplies whole groups."""
+        whole = ceil_div(row_blocks, self.group_row_blocks) * self.group_row_blocks
+        return ATOM_BYTES * max(0, whole - row_blocks - self.across)
 
     @property
     def sums_bytes(self) -> int:
@@ -120,18 +124,18 @@ class Shape:
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
         room = limits.shared_bytes - BARRIER_BYTES - LEAST_BLOCKS * BLOCKS_BYTES
-        return self.stages(limits, self.octets) >= 2 and self.sums_bytes <= room
+        return self.stages(limits, self.row_blocks) >= 2 and self.sums_bytes <= room
 
-    def stages(self, limits: Limits, *octets: int) -> int:
-        """That there is room for, where tiles have so many `octets` of W."""
+    def stages(self, limits: Limits, *row_blocks: int) -> int:
+        """That there is room for, where tiles have so many `row_blocks` of W."""
         room = limits.shared_bytes - BARRIER_BYTES - LEAST_BLOCKS * BLOCKS_BYTES
-        room -= self.bytes_behind(min(octets))
-        return min(MAX_STAGES, room // self.stage_bytes(max(octets)))
+        room -= self.bytes_behind(min(row_blocks))
+        return min(MAX_STAGES, room // self.stage_bytes(max(row_blocks)))
 
 
 @dataclass(frozen=True)
 class TierTiles:
-    """How a launch computes a tier: by `clusters`, in tiles of `tile_octets` octets of W a CTA.
+    """How a launch computes a tier: `clusters`, each CTA taking tiles of `tile_row_blocks` of W.
 
     `block_tiles` tiles along X are beside each other in the order in which clusters take them. With
     `even` clusters share the last tiles, so that all have as much to do. Of the stages of W that
@@ -139,7 +143,7 @@ class TierTiles:
     """
 
     clusters: int
-    tile_octets: int = 1
+    tile_row_blocks: int = 1
     block_tiles: int = 1
     even: bool = False
     window: int = 1
@@ -176,18 +180,18 @@ class Launch:
 
     @property
     def _ring_bytes(self) -> int:
-        stages = self.stages * self.shape.stage_bytes(self.tile_octets)
+        stages = self.stages * self.shape.stage_bytes(self.tile_row_blocks)
         stages += self.shape.bytes_behind(min(self._tile_sizes))
         return max(stages, self.shape.sums_bytes)
 
     @property
-    def tile_octets(self) -> int:
-        """Octets of W in a CTA's tile, of the tier that has the largest."""
+    def tile_row_blocks(self) -> int:
+        """Row blocks of W in a CTA's tile, of the tier that has the largest."""
         return max(self._tile_sizes)
 
     @property
     def _tile_sizes(self) -> list[int]:
-        return [tier.tile_octets for tier in self.tiers if tier.clusters] or [1]
+        return [tier.tile_row_blocks for tier in self.tiers if tier.clusters] or [1]
 
     @property
     def carriers(self) -> int:

@@ -6,8 +6,8 @@ Needs no GPU. What they take is fitted to an H200; no shape is special.
 import bisect
 import math
 
-from dakrun.geometry import OCTET_ROWS
-from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TILE_OCTETS, TierAccess
+from dakrun.geometry import ROWS_PER_BLOCK
+from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TILE_ROW_BLOCKS, TierAccess
 from dakrun.kernels.gemm.tiled_shapes import WARPGROUPS, Limits, Shape, TierTiles
 from dakrun.units import ceil_div
 
@@ -41,12 +41,12 @@ LAUNCH_CYCLES = 6000
 
 def tiles_cycles(
     n: int,
-    octets: int,
+    row_blocks: int,
     sms: int,
     atoms: int,
     shape: Shape,
     limits: Limits,
-    tile_octets: int,
+    tile_row_blocks: int,
     waves: float,
     *,
     even: bool,
@@ -55,14 +55,14 @@ def tiles_cycles(
 
     With `even` clusters share the last ones. That is products, or the copies that they wait for.
     """
-    along_x = min(WARPGROUPS // shape.row_groups, ceil_div(n, OCTET_ROWS * shape.x_tiles))
-    groups = ceil_div(tile_octets, shape.group_octets) * along_x
-    across = min(along_x * shape.x_tiles, ceil_div(n, OCTET_ROWS))
-    landed = tile_octets + across
-    shared = SHARED_CYCLES * (landed + groups * (TILE_OCTETS + shape.tiles))
-    lands = LANDING_CYCLES / (shape.stages(limits, tile_octets) - 1)
+    along_x = min(WARPGROUPS // shape.row_groups, ceil_div(n, ROWS_PER_BLOCK * shape.x_tiles))
+    groups = ceil_div(tile_row_blocks, shape.group_row_blocks) * along_x
+    across = min(along_x * shape.x_tiles, ceil_div(n, ROWS_PER_BLOCK))
+    landed = tile_row_blocks + across
+    shared = SHARED_CYCLES * (landed + groups * (TILE_ROW_BLOCKS + shape.tiles))
+    lands = LANDING_CYCLES / (shape.stages(limits, tile_row_blocks) - 1)
     stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
-    reads = ATOM_BYTES * (READS_OF_W * tile_octets + across / shape.w_ctas) / L2_BYTES
+    reads = ATOM_BYTES * (READS_OF_W * tile_row_blocks + across / shape.w_ctas) / L2_BYTES
     share = SHARE_OF_WIDE_READS if shape.wide else SHARE_OF_READS
     stage += share * min(1.0, waves) * reads * (EVEN_READS if even else 1)
     stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
@@ -70,7 +70,7 @@ def tiles_cycles(
     if shape.k_ctas > 1:
         per_tile += MEET_CYCLES + ADD_CYCLES * shape.tiles * (1 - 1 / shape.k_ctas)
     products = ceil_div(atoms, shape.k_ctas) * stage
-    fetched = ATOM_BYTES * atoms * octets / (HBM_BYTES * sms)
+    fetched = ATOM_BYTES * atoms * row_blocks / (HBM_BYTES * sms)
     rest = math.ceil(waves) * per_tile + (JOIN_CYCLES if shape.w_ctas > 1 else 0)
     if shape.k_ctas > 1:  # sums meet where the next tile's stages would land
         rest += (math.ceil(waves) - 1) * LANDING_CYCLES
@@ -80,9 +80,9 @@ def tiles_cycles(
     return max(math.ceil(waves) * products, fetched) + rest
 
 
-def tile_count(n: int, octets: int, tile_octets: int, shape: Shape) -> int:
+def tile_count(n: int, row_blocks: int, tile_row_blocks: int, shape: Shape) -> int:
     """Tiles of clusters."""
-    return ceil_div(octets, tile_octets * shape.w_ctas) * ceil_div(n, shape.rows)
+    return ceil_div(row_blocks, tile_row_blocks * shape.w_ctas) * ceil_div(n, shape.rows)
 
 
 def shares(tiles: int, clusters: int) -> bool:
@@ -90,45 +90,47 @@ def shares(tiles: int, clusters: int) -> bool:
     return tiles > clusters and tiles % clusters > 0
 
 
-def even_tile(n: int, octets: int, clusters: int, shape: Shape) -> int:
-    """The octets of a CTA's tile: as few as do not make more waves than the most would."""
+def even_tile(n: int, row_blocks: int, clusters: int, shape: Shape) -> int:
+    """The row blocks of a CTA's tile: as few as do not make more waves than the most would."""
 
-    def waves(tile_octets: int) -> int:
-        return ceil_div(tile_count(n, octets, tile_octets, shape), clusters)
+    def waves(tile_row_blocks: int) -> int:
+        return ceil_div(tile_count(n, row_blocks, tile_row_blocks, shape), clusters)
 
-    sizes = range(1, shape.octets + 1)
-    return sizes[bisect.bisect_left(sizes, -waves(shape.octets), key=lambda size: -waves(size))]
+    sizes = range(1, shape.row_blocks + 1)
+    return sizes[bisect.bisect_left(sizes, -waves(shape.row_blocks), key=lambda size: -waves(size))]
 
 
 def tier_tiles(
     n: int,
-    octets: int,
+    row_blocks: int,
     shape: Shape,
     clusters: int,
     access: TierAccess,
     stages: int,
-    tile_octets: int,
+    tile_row_blocks: int,
     *,
     even: bool,
 ) -> TierTiles:
-    """How `octets` of W are computed for `n` rows of X, in tiles of `tile_octets` octets a CTA.
+    """How `row_blocks` of W are computed for `n` rows of X, in tiles of `tile_row_blocks` a CTA.
 
     By `clusters`, or as many as have a tile, with rings of `stages` as far as `access` lets them be
     in flight. They share the last tiles if `even` is wanted, and possible.
     """
     across = ceil_div(n, shape.rows)
     even = (
-        even and shape.k_ctas == 1 and shares(tile_count(n, octets, tile_octets, shape), clusters)
+        even
+        and shape.k_ctas == 1
+        and shares(tile_count(n, row_blocks, tile_row_blocks, shape), clusters)
     )
-    clusters = min(clusters, tile_count(n, octets, tile_octets, shape))
+    clusters = min(clusters, tile_count(n, row_blocks, tile_row_blocks, shape))
     window = stages
     if access.window_bytes is not None:
         rings = clusters * shape.w_ctas * shape.k_ctas
-        window = access.window_bytes // (ATOM_BYTES * tile_octets * rings)
+        window = access.window_bytes // (ATOM_BYTES * tile_row_blocks * rings)
         window = max(1, min(stages, window))
-    w_rows = OCTET_ROWS * tile_octets * shape.w_ctas
+    w_rows = ROWS_PER_BLOCK * tile_row_blocks * shape.w_ctas
     block = _block_tiles(across, clusters, w_rows, shape.rows)
-    return TierTiles(clusters, tile_octets, block, even, window)
+    return TierTiles(clusters, tile_row_blocks, block, even, window)
 
 
 def _block_tiles(across: int, clusters: int, w_rows: int, x_rows: int) -> int:

@@ -21,8 +21,8 @@ class PackedTier(ctypes.Structure):
 
     _fields_ = (
         ("base", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("first_octet", "wave_octets")),
-        *((name, ctypes.c_int) for name in ("group_octets", "step_atoms")),
+        *((name, ctypes.c_int) for name in ("first_row_block", "wave_row_blocks")),
+        *((name, ctypes.c_int) for name in ("group_row_blocks", "step_atoms")),
     )
 
 
@@ -56,14 +56,14 @@ def packed_matrix(weight: PackedTensor) -> PackedMatrix:
             f"{cols} columns and {len(parts)} tiers"
         )
     matrix = PackedMatrix(tier_count=len(parts), atoms=padded_cols(cols) // ATOM_COLS)
-    octet = 0
+    row_block = 0
     for number, part in enumerate(parts):
         split = part.split
         matrix.tiers[number] = PackedTier(
-            part.data.data_ptr(), octet, split.wave, split.group, split.step_cols // ATOM_COLS
+            part.data.data_ptr(), row_block, split.wave, split.group, split.step_cols // ATOM_COLS
         )
-        octet += split.octets
-    matrix.tiers[len(parts)] = PackedTier(first_octet=octet)
+        row_block += split.row_blocks
+    matrix.tiers[len(parts)] = PackedTier(first_row_block=row_block)
     return matrix
 
 

@@ -170,7 +170,7 @@ def _op_dict(plan: Plan, op: OpPlan) -> dict[str, Any]:
         "layers": layers,
         "shape": list(op.op.shape),
         "shape_means": ["query_heads", "kv_heads"] if attention else ["rows", "cols"],
-        "unit": "slot" if attention else "octet",
+        "unit": "slot" if attention else "row_block",
         "units_per_layer": op.op.units,
         "units_by_layer": {
             plan.tiers[tier]: [counts[tier] for counts in op.placement] for tier in tiers

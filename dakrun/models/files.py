@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 
 from dakrun.config import Dtype
 from dakrun.errors import CannotRun, UsageError
-from dakrun.weights.files import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
