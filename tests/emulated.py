@@ -67,10 +67,10 @@ class EmulatedKernel:
         *,
         shared_bytes: int = 0,
         cluster: int = 1,
-        overlap: bool = False,
+        pdl: bool = False,
     ) -> None:
         """As kernels.jit.Kernel; AssertionError for what no interleaving may do."""
-        del overlap  # there is nothing before it that could still run
+        del pdl  # there is nothing before it that could still run
         complete = getattr(args, "order", 0) == AFTER_REMOTE
         problem = ctypes.create_string_buffer(256)
         self._launch(

@@ -76,7 +76,7 @@ def chain(
     x: torch.Tensor,
     outs: Sequence[torch.Tensor],
     *,
-    overlap: bool,
+    pdl: bool,
     norms: Sequence[Norm] = ("none",),
 ) -> None:
     """Launches each of which reads what the one before wrote, and writes the next of `outs`."""
@@ -84,7 +84,7 @@ def chain(
         CHAIN, itertools.cycle(outs), itertools.cycle(norms), strict=False
     ):
         run = of(WIDTH, WIDTH, x.dtype, row_blocks)
-        run(x, out, residual=x, activation="relu", overlap=overlap, **_options(norm))
+        run(x, out, residual=x, activation="relu", pdl=pdl, **_options(norm))
         x = out
 
 
@@ -94,7 +94,7 @@ def run_of_chain(
     """x, poisoned outputs, and what comes to stand in them without overlap."""
     x = normal(n, WIDTH, dtype=torch.float16)
     expected, outs = ([poisoned(n, WIDTH, x.dtype) for _ in range(count)] for _ in range(2))
-    chain(of, x, expected, overlap=False, **options)
+    chain(of, x, expected, pdl=False, **options)
     assert all(written(out) for out in expected)
     return x, outs, expected
 

@@ -13,7 +13,7 @@ from dakrun.cli import main as cli
 from dakrun.config import Workload
 from dakrun.hardware.files import load_profile
 from dakrun.models.known import known_model
-from dakrun.plan.advice import WORTH, Advice, advise
+from dakrun.plan.advice import MIN_GAIN, Advice, advise
 from dakrun.plan.limits import busy_shares, limits, resource_text
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.roofline import Links, time_of
@@ -74,8 +74,8 @@ def test_following_the_advice_gives_what_it_says(
         assert then["tpot_s"] == pytest.approx(other["predicted_tpot_s"])
         assert then["tokens_per_s"] / now - 1 == pytest.approx(other["gain"], abs=1e-9)
     best, sentence = alternatives[0], shown["advice"]["sentence"]
-    assert ("would help most" in sentence) == (best["gain"] > WORTH)
-    if best["gain"] > WORTH and best["available"]:
+    assert ("would help most" in sentence) == (best["gain"] > MIN_GAIN)
+    if best["gain"] > MIN_GAIN and best["available"]:
         assert best["change"] in sentence
     assert sentence.startswith("limited by ") and "\n" not in sentence
 
@@ -112,7 +112,7 @@ def test_more_hbm_than_the_machine_has() -> None:
 def test_a_smaller_batch_where_kv_dominates() -> None:
     plan = a_plan("opt-30b", "gh200", 256, prompt=1000)
     best = next(a for a in advise(plan).alternatives if a.kind == "batch_size")
-    assert best.change == "--batch-size 128" and best.gain > WORTH
+    assert best.change == "--batch-size 128" and best.gain > MIN_GAIN
 
 
 def test_what_was_fixed_is_set_free() -> None:
@@ -127,7 +127,7 @@ def test_nothing_helps() -> None:
     plan = a_plan("opt-30b", "gh200", 512)
     advice = advise(plan)
     assert advice.limits == ["compute"]
-    assert all(other.gain <= WORTH for other in advice.alternatives)
+    assert all(other.gain <= MIN_GAIN for other in advice.alternatives)
     assert "limited by arithmetic" in advice.sentence
     assert "helps by more than 2%" in advice.sentence
 

@@ -81,7 +81,7 @@ def launch(case: Case, config: AttentionConfig, slots: Sequence[torch.Tensor]) -
         for _ in range(10):
             splitk_flash_attn(
                 case.q, case.k, case.v, caches, lengths, config, workspace, out, scale=scale,
-                rotations=case.turns, overlap=True,
+                rotations=case.turns, pdl=True,
             )  # fmt: skip
 
     torch.cuda.synchronize()

@@ -279,10 +279,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """Launches that a CPU does: the addresses and the lengths of the slots of each."""
     found: Launched = []
 
-    def attend(*operands: Any, scale: float, overlap: bool) -> None:
+    def attend(*operands: Any, scale: float, pdl: bool) -> None:
         kernel._check_operands(*operands, None)
         q, _, _, caches, lengths, config, *_ = operands
-        assert overlap and scale == q.shape[2] ** -0.5
+        assert pdl and scale == q.shape[2] ** -0.5
         for address in caches.tolist():
             held = (ctypes.c_uint8 * config.shape.slot_bytes).from_address(address)
             slot = torch.frombuffer(held, dtype=torch.uint8)

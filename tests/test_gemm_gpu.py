@@ -144,7 +144,7 @@ def test_overlapping_launches_change_no_bit(
         for out in outs:
             out.fill_(math.nan)
         torch.cuda._sleep(1000 * delay)  # cycles
-        chain(linear, x, outs, overlap=True, norms=NORMS)
+        chain(linear, x, outs, pdl=True, norms=NORMS)
         assert all(map(same_bits, outs, expected)), delay
 
 
@@ -172,14 +172,14 @@ def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("n", "half"), CHAINS)
 def test_a_graph_changes_no_bit(
-    n: int, half: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    n: int, half: int, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(linear, n, len(CHAIN), norms=NORMS)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
-        chain(linear, x, outs, overlap=overlap, norms=NORMS)
-    assert edge_types(graph) == [PROGRAMMATIC * overlap] * (len(CHAIN) - 1)
+        chain(linear, x, outs, pdl=pdl, norms=NORMS)
+    assert edge_types(graph) == [PROGRAMMATIC * pdl] * (len(CHAIN) - 1)
     for _ in range(3):
         for out in outs:
             out.fill_(math.nan)
@@ -197,7 +197,7 @@ def test_a_thousand_replays_under_delays(
     with torch.cuda.graph(graph):
         for out in outs:
             out.fill_(math.nan)
-        chain(linear, x, outs, overlap=True, norms=NORMS)
+        chain(linear, x, outs, pdl=True, norms=NORMS)
     chosen, aside = random.Random(n), torch.cuda.Stream()
     noise = torch.zeros(1 << 22, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -52,14 +52,14 @@ class Launches:
         *,
         norm: str,
         eps: float,
-        overlap: bool,
+        pdl: bool,
         ahead: torch.Tensor | None,
     ) -> None:
         assert weight.shape == (out.shape[1], x.shape[1]) and len(x) == len(out)
         assert len(accesses) == len(weight.parts) == 1 and eps == 1e-5
         assert norm == "none" or (norm == "layer" and len(x) <= 32)
         assert ahead is None or ahead.dtype == torch.uint8
-        self.read(x, weight, overlap)
+        self.read(x, weight, pdl)
         self.fused += norm == "layer"
 
     def ahead(
@@ -67,8 +67,8 @@ class Launches:
     ) -> torch.Tensor | None:
         return None if n > 32 else weight.parts[0].data[:128]
 
-    def read(self, x: torch.Tensor, weight: PackedTensor, overlap: bool) -> None:
-        assert overlap, "as in a decode step"
+    def read(self, x: torch.Tensor, weight: PackedTensor, pdl: bool) -> None:
+        assert pdl, "as in a decode step"
         assert self.written is None or self.written.data_ptr() == x.data_ptr()
         self.written = None
         for part in weight.parts:
@@ -76,13 +76,13 @@ class Launches:
             self.weights.append(range(start, start + part.data.numel()))
 
     def normalize(
-        self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float, overlap: bool
+        self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float, pdl: bool
     ) -> None:
-        assert x.data_ptr() == out.data_ptr() and (norm, eps, overlap) == ("layer", 1e-5, True)
+        assert x.data_ptr() == out.data_ptr() and (norm, eps, pdl) == ("layer", 1e-5, True)
         self.norms += 1
 
-    def select_greedy(self, logits: torch.Tensor, *of_rows: torch.Tensor, overlap: bool) -> None:
-        assert overlap and all(len(values) == len(logits) for values in of_rows)
+    def select_greedy(self, logits: torch.Tensor, *of_rows: torch.Tensor, pdl: bool) -> None:
+        assert pdl and all(len(values) == len(logits) for values in of_rows)
         self.selections += 1
 
     def splitk_flash_attn(
@@ -97,9 +97,9 @@ class Launches:
         out: torch.Tensor,
         *,
         scale: float,
-        overlap: bool,
+        pdl: bool,
     ) -> None:
-        assert overlap and workspace and scale == 128**-0.5
+        assert pdl and workspace and scale == 128**-0.5
         slots = len(q)
         assert config.alone == (slots > 32), "behind products whose CTAs fill an SM"
         assert q.shape == k.shape == v.shape == (slots, 32, 128) and out.shape == (slots, 4096)
@@ -151,7 +151,7 @@ def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(chain, "graph_seconds", found.seconds)
     monkeypatch.setattr(chain, "recorded", lambda launch: launch)
     monkeypatch.setattr(chain, "_replayed", found.launched)
-    monkeypatch.setattr(chain, "LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(chain, "MIN_SECONDS", 1e-4)
     monkeypatch.setattr(chain, "LOAD_SECONDS", 0.0)
     return found
 
@@ -251,7 +251,7 @@ def test_few_logits_are_enough(
         return [1.0] * replays
 
     monkeypatch.setattr(batch_costs, "launch_seconds", seconds)
-    monkeypatch.setattr(batch_costs, "MOST_LOGITS", 50)
+    monkeypatch.setattr(batch_costs, "MAX_LOGITS", 50)
     batch_costs.sampling_sweep(replace(bench, effort=replace(bench.effort, slots=(8, 64))))
     assert counts == [50, 48, 24, 6]
 
@@ -302,10 +302,10 @@ def test_staging_is_what_it_adds(
 
     def product(
         x: torch.Tensor, weight: PackedTensor, config: GemmConfig, out: torch.Tensor, *,
-        overlap: bool,
+        pdl: bool,
     ) -> None:  # fmt: skip
         assert config.splits == tuple(part.split for part in weight.parts)
-        launches.read(x, weight, overlap)
+        launches.read(x, weight, pdl)
 
     monkeypatch.setattr(staged_costs, "splitk_gemm", product)
     monkeypatch.setattr(staged_costs, "StagedOperands", Staging)

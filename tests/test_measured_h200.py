@@ -75,7 +75,7 @@ def predicted(shape: tuple[int, int], n: int, rate: float = PROFILE.hbm_bytes_pe
 def test_kernels_take_longer_than_reads() -> None:
     chain = PROFILE.sweeps["chain"]
     columns = map(chain.column, ("op_bytes", "overlap", "op_s"))
-    measured = {size: op_s for size, overlap, op_s in zip(*columns, strict=True) if overlap}
+    measured = {size: op_s for size, pdl, op_s in zip(*columns, strict=True) if pdl}
     assert len(measured) >= 5
     for size, op_s in measured.items():
         assert op_s < predicted((int(size) // 8192, 4096), 8) < 1.05 * op_s + 3e-6

@@ -243,7 +243,7 @@ def test_packed_weights(
     kernels_on_the_cpu: list[tuple[str, int]], ratio: float, cols: int, rows: int
 ) -> None:
     linear = make_linear(cols, rows, dtype=torch.bfloat16)
-    module = SplitKGEMM.from_linear(linear, ratio=ratio, access=ACCESS, overlap=True)
+    module = SplitKGEMM.from_linear(linear, ratio=ratio, access=ACCESS, pdl=True)
     assert isinstance(module.weight, PackedTensor)
     row_blocks = row_block_count(rows)
     remote = int(ratio * row_blocks + 0.5)
@@ -320,12 +320,12 @@ def test_inputs_of_any_shape_and_place() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("n", [1, 7, 65, 600])
-def test_a_captured_graph_gives_the_same_bits(n: int, overlap: bool) -> None:
+def test_a_captured_graph_gives_the_same_bits(n: int, pdl: bool) -> None:
     torch.manual_seed(n)
     first, second = (
         SplitKGEMM.from_linear(
             make_linear(cols, rows, dtype=torch.bfloat16), ratio=ratio, access=ACCESS,
-            overlap=overlap, device="cuda",
+            pdl=pdl, device="cuda",
         )
         for cols, rows, ratio in ((1024, 3000, 0.1), (3000, 1024, 0.4))
     )  # fmt: skip

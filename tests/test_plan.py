@@ -18,7 +18,7 @@ from dakrun.hardware.profile import HardwareProfile
 from dakrun.models.known import known_model
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, candidates, choose_batch_size
 from dakrun.plan.ops import decode_ops
-from dakrun.plan.planner import WORTH, Policy, make_plan
+from dakrun.plan.planner import MIN_OFFLOAD_GAIN, Policy, make_plan
 from dakrun.plan.roofline import compute_time
 from dakrun.plan.show.json import plan_dict
 
@@ -293,7 +293,7 @@ def test_another_remote_tier_costs_nothing() -> None:
         for tiers in (("peer",), ("host", "peer"))
     )
     assert one.ratio > 0.05 and both.ratio > 0.05
-    assert both.predicted_s <= one.predicted_s * (1 + WORTH)
+    assert both.predicted_s <= one.predicted_s * (1 + MIN_OFFLOAD_GAIN)
 
 
 def test_batches_between_powers_of_two() -> None:

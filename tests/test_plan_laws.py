@@ -20,7 +20,7 @@ from dakrun.hardware.files import load_profile
 from dakrun.hardware.profile import HardwareProfile, OpCosts
 from dakrun.models.known import known_model
 from dakrun.plan.ops import Op, decode_ops
-from dakrun.plan.planner import WORTH, Plan, Policy, make_plan
+from dakrun.plan.planner import MIN_OFFLOAD_GAIN, Plan, Policy, make_plan
 from dakrun.plan.roofline import compute_time
 from dakrun.plan.show.json import overview_dict
 from dakrun.plan.show.overview import overview
@@ -257,8 +257,8 @@ def test_no_number_of_remote_slots_is_faster(
     # Few row blocks leave SMs idle, so that one more or less counts for more than slots do.
     few = (op for op in plan.weights() if op.op.units < profile.sms)
     idle = sum(sum(op.predicted_s) - sum(op.bounds_s) for op in few)
-    # A gain that is not WORTH it, and the SMs of slots that all tiers together read fastest.
-    slack = WORTH + OTHERS_COST * profile.tier("host").sms / profile.sms
+    # A gain below MIN_OFFLOAD_GAIN, and the SMs of slots that all tiers together read fastest.
+    slack = MIN_OFFLOAD_GAIN + OTHERS_COST * profile.tier("host").sms / profile.sms
     for slots in range(workload.batch_size + 1):
         other = replace(policy, kv_offload_ratio=slots / workload.batch_size)
         with contextlib.suppress(CannotRun):
@@ -315,7 +315,7 @@ def test_what_is_free_is_no_slower_than_what_is_fixed(
             times.append(make_plan(*given_problem, fixed).predicted_s)
     assume(times)
     free = make_plan(*given_problem, policy)
-    slack = WORTH if free.forgone else 1e-9  # of all local: a gain of less is none
+    slack = MIN_OFFLOAD_GAIN if free.forgone else 1e-9  # of all local: a gain of less is none
     assert free.predicted_s * (1 - slack) <= min(times)
 
 
@@ -438,6 +438,6 @@ def test_a_peer_is_worth_it_and_a_slow_link_is_not() -> None:
     plan = make_plan(model, work, load_profile("h200-pcie5"), Policy())
     assert plan.ratio == 0 and plan.forgone is not None
     assert 0 < plan.forgone.ratio < 0.02
-    assert plan.forgone.predicted_s > (1 - WORTH) * plan.predicted_s
+    assert plan.forgone.predicted_s > (1 - MIN_OFFLOAD_GAIN) * plan.predicted_s
     (note,) = (text for title, text in summary_rows(overview(plan)) if title == "note")
     assert "below 2% nothing is moved for speed" in note

@@ -238,16 +238,19 @@ def dated(name: str, days: int) -> HardwareProfile:
     ("days", "age"), [(-1, "today"), (0, "today"), (1, "1 day ago"), (40, "40 days ago")]
 )
 def test_how_old_a_profile_is(days: int, age: str) -> None:
-    assert probe.told(dated("mine", days)) == f"profile mine of NVIDIA H200: measured {age}"
-    shipped = probe.told(dated("h200-pcie5", days))
+    assert (
+        probe.describe_profile(dated("mine", days))
+        == f"profile mine of NVIDIA H200: measured {age}"
+    )
+    shipped = probe.describe_profile(dated("h200-pcie5", days))
     assert f"measured {age} on another machine; dakrun profile" in shipped
-    assert "not measured, from a data sheet" in probe.told(load_profile("gh200"))
+    assert "not measured, from a data sheet" in probe.describe_profile(load_profile("gh200"))
 
 
 def test_a_date_that_is_none() -> None:
     profile = dated("mine", 0)
     provenance = dataclasses.replace(profile.provenance, date="last winter")
-    told = probe.told(dataclasses.replace(profile, provenance=provenance))
+    told = probe.describe_profile(dataclasses.replace(profile, provenance=provenance))
     assert told == "profile mine of NVIDIA H200: measured last winter"
 
 

@@ -178,7 +178,7 @@ def test_bad_readings() -> None:
     sink = torch.zeros(4, dtype=torch.int32)
     for nbytes, ctas in ((4097, 4), (4096, 5)):
         with pytest.raises(ValueError, match="expected whole chunks"):
-            read_once(0, nbytes, ctas=ctas, chunk=4096, stages=2, sink=sink, overlap=False)
+            read_once(0, nbytes, ctas=ctas, chunk=4096, stages=2, sink=sink, pdl=False)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_readers_side_by_side(kept: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunks", [0, 1, 6, 7, 8, 23])
-def test_a_launch_reads_every_chunk_once(kept: None, overlap: bool, chunks: int) -> None:
+def test_a_launch_reads_every_chunk_once(kept: None, pdl: bool, chunks: int) -> None:
     chunk, ctas, stages = 4096, 3, 2
     data = torch.randint(0, 2**16, (23, chunk // 4), dtype=torch.int32, device="cuda")
     sinks = [torch.full((ctas,), -1, dtype=torch.int32, device="cuda") for _ in range(4)]
@@ -244,7 +244,7 @@ def test_a_launch_reads_every_chunk_once(kept: None, overlap: bool, chunks: int)
     for sink in sinks:
         read_once(
             data.data_ptr(), chunks * chunk, ctas=ctas, chunk=chunk, stages=stages, sink=sink,
-            overlap=overlap,
+            pdl=pdl,
         )  # fmt: skip
     firsts = data[:chunks, 0].tolist()
     for sink in sinks:

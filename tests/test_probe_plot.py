@@ -68,9 +68,9 @@ def a_measured_gpu(*tiers: str) -> HardwareProfile:
             for n, rate in ((4, 11.8), (16, 11.2), (24, 9.5), (32, 7.9), (64, 5.1), (256, 4.7))
         ]),
         "chain": sweep("op_bytes overlap op_s bytes_per_s", [
-            [n * MIB, overlap, n * MIB / (ops[n][not overlap] * 4.735e12),
-             ops[n][not overlap] * 4.735e12, 0.01]
-            for n in ops for overlap in (1, 0)
+            [n * MIB, pdl, n * MIB / (ops[n][not pdl] * 4.735e12),
+             ops[n][not pdl] * 4.735e12, 0.01]
+            for n in ops for pdl in (1, 0)
         ]),
     }  # fmt: skip
     for name in tiers:

@@ -104,12 +104,12 @@ class Kernels:
     def kernel(self, by: str) -> Any:
         def launch(
             x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, *,
-            bias: torch.Tensor, residual: torch.Tensor, workspace: Any, overlap: bool,
+            bias: torch.Tensor, residual: torch.Tensor, workspace: Any, pdl: bool,
             activation: str, norm: str = "none", eps: float = 0.0,
             ahead: torch.Tensor | None = None,
         ) -> None:  # fmt: skip
             assert activation == "none" and ahead is None
-            assert overlap
+            assert pdl
             self.launched.append((by, len(x), norm))
             self.workspaces.append(workspace)
             out.copy_(F.linear(x.float(), weight.dense().float(), bias.float()) + residual)
@@ -123,10 +123,10 @@ class Kernels:
         norm: str,
         *,
         eps: float,
-        overlap: bool,
+        pdl: bool,
         fills_sms: bool,
     ) -> Any:
-        assert overlap
+        assert pdl
         self.fills_sms = fills_sms
         self.launched.append(("normalize", len(x), norm))
         return out.copy_(x)
@@ -153,7 +153,7 @@ def test_launches(
     x, bias, residual = (torch.randn(shape).half() for shape in ((n, COLS), (40,), (n, 40)))
     out = torch.full((n, 40), torch.nan).half()
     found = Products(CPU)
-    found(x, w, ACCESS, out, bias=bias, residual=residual, norm="rms", eps=1e-5, overlap=True)
+    found(x, w, ACCESS, out, bias=bias, residual=residual, norm="rms", eps=1e-5, pdl=True)
     assert kernels.launched == wanted
     assert kernels.fills_sms == (not tiles and n > 32)
     exact = F.linear(x.float(), w.dense().float(), bias.float()) + residual
@@ -257,7 +257,7 @@ def test_streams_and_graphs_beside_each_other() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):  # all of them captured from one stream
             for _ in range(2):
-                products.products(device)(x, w, ACCESS[:1], out, overlap=True)
+                products.products(device)(x, w, ACCESS[:1], out, pdl=True)
         graphs.append(graph)
     for _ in range(30):
         for out in outs:
@@ -268,6 +268,6 @@ def test_streams_and_graphs_beside_each_other() -> None:
                 graph.replay()
         for x, out, stream in zip(xs, outs[3:], streams[3:], strict=True):
             with torch.cuda.stream(stream):
-                products.products(device)(x, w, ACCESS[:1], out, overlap=True)
+                products.products(device)(x, w, ACCESS[:1], out, pdl=True)
         torch.cuda.synchronize()
         assert all(map(same_bits, outs, itertools.chain(alone, alone)))

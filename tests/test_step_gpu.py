@@ -45,18 +45,16 @@ class Chain:
         self.lengths[1] = -1
         self.log.fill_(-1)
 
-    def run(self, *, overlap: bool) -> None:
+    def run(self, *, pdl: bool) -> None:
         for step in range(STEPS):
             embed(
                 self.tokens, self.table, self.x, positions=self.positions, lengths=self.lengths,
-                offset=2, overlap=overlap,
+                offset=2, pdl=pdl,
             )  # fmt: skip
-            unpack(self.table, self.piece, first_row=PIECE * step, overlap=overlap)
-            normalize(self.piece, self.normed, "layer", eps=1e-5, overlap=overlap)
-            normalize(self.x, self.logits, "rms", eps=1e-5, weight=self.weight, overlap=overlap)
-            select_greedy(
-                self.logits, self.tokens, self.lengths, self.slots, self.log, overlap=overlap
-            )
+            unpack(self.table, self.piece, first_row=PIECE * step, pdl=pdl)
+            normalize(self.piece, self.normed, "layer", eps=1e-5, pdl=pdl)
+            normalize(self.x, self.logits, "rms", eps=1e-5, weight=self.weight, pdl=pdl)
+            select_greedy(self.logits, self.tokens, self.lengths, self.slots, self.log, pdl=pdl)
 
     def written(self) -> list[torch.Tensor]:
         """All of it, as it is now."""
@@ -76,14 +74,14 @@ def same(run: Callable[[], None], chain: Chain, expected: list[torch.Tensor]) ->
 def test_overlapping_launches_change_no_bit(rows: int, dtype: torch.dtype) -> None:
     chain = Chain(rows, dtype)
     chain.reset()
-    chain.run(overlap=False)
+    chain.run(pdl=False)
     expected = chain.written()
     assert not any(bool(tensor.isnan().any()) for tensor in expected)
     assert expected[5].tolist() == [-1 if row == 1 else row + STEPS for row in range(rows)]
     for _ in range(20):
-        assert same(lambda: chain.run(overlap=True), chain, expected)
+        assert same(lambda: chain.run(pdl=True), chain, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.run(overlap=True)
+        chain.run(pdl=True)
     for _ in range(100):
         assert same(graph.replay, chain, expected)

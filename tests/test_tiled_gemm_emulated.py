@@ -17,8 +17,8 @@ from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
 from dakrun.kernels.gemm.splitk import Activation
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.gemm.tiled_shapes import (
-    LEAST_BLOCKS,
     MAX_BLOCKS,
+    MIN_BLOCKS,
     PORTABLE_X_TILES,
     WIDE_TILES,
     X_TILES,
@@ -212,7 +212,7 @@ def test_any_number_of_blocks(shape: Shape, residual: bool, m: int, build: Build
     more = normal(n, m) if residual else None
     wanted = run(weight, n, bias=bias, residual=more)
     kernel = kernel_of(shape, build)
-    for blocks in (LEAST_BLOCKS, 4, 7, MAX_BLOCKS):
+    for blocks in (MIN_BLOCKS, 4, 7, MAX_BLOCKS):
         for tile_row_blocks in (min(15, shape.row_blocks), shape.row_blocks):
             kernel.seed = blocks
             only = replace(launch(TierTiles(2, tile_row_blocks), shape=shape), blocks=blocks)

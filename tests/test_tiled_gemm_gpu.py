@@ -141,7 +141,7 @@ def test_sums_that_clusters_leave_for_others(shape: Shape) -> None:
         for _ in range(3):
             out = poisoned(n, m, dtype)
             for _ in range(3):
-                run(x, out, bias=bias, config=config, overlap=True)
+                run(x, out, bias=bias, config=config, pdl=True)
             assert written(out) and same_bits(out, wanted), sms
     assert True in seen
 
@@ -153,12 +153,12 @@ def test_multicast_changes_no_bit(n: int, row_blocks: tuple[int, ...]) -> None:
     x, residual = normal(n, k, dtype=dtype), normal(n, m, dtype=dtype)
     expected = tiled(m, k, dtype)(x, poisoned(n, m, dtype), residual=residual)
     run = tiled(m, k, dtype, row_blocks)
-    for multicast, overlap in itertools.product((False, True), repeat=2):
+    for multicast, pdl in itertools.product((False, True), repeat=2):
         config = run.config(n, multicast=multicast)
         out = poisoned(n, m, dtype)
         for _ in range(3):
-            run(x, out, residual=residual, config=config, overlap=overlap)
-        assert written(out) and same_bits(out, expected), (multicast, overlap)
+            run(x, out, residual=residual, config=config, pdl=pdl)
+        assert written(out) and same_bits(out, expected), (multicast, pdl)
 
 
 @pytest.mark.parametrize("epilogue", [("relu", True, True), ("silu_mul", True, False)])
@@ -196,13 +196,13 @@ def test_no_bit_depends_on_windows_sms_or_groups(n: int) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("count", [2, len(CHAIN)])  # of two, each launch overwrites what was read
 @pytest.mark.parametrize("n", [65, 300])
-def test_a_graph_changes_no_bit(n: int, count: int, overlap: bool) -> None:
+def test_a_graph_changes_no_bit(n: int, count: int, pdl: bool) -> None:
     x, outs, expected = run_of_chain(tiled, n, count)
-    chain(tiled, x, outs, overlap=overlap)
+    chain(tiled, x, outs, pdl=pdl)
     assert all(map(same_bits, outs, expected))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain(tiled, x, outs, overlap=overlap)
+        chain(tiled, x, outs, pdl=pdl)
     for delay in range(20):
         for out in outs:
             out.fill_(math.nan)

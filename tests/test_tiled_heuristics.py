@@ -10,10 +10,10 @@ from dakrun.kernels.gemm.tiled_shapes import (
     BARRIER_BYTES,
     BLOCKS_BYTES,
     H200,
-    LEAST_BLOCKS,
     MAX_BLOCKS,
     MAX_CLUSTER,
     MAX_STAGES,
+    MIN_BLOCKS,
     PORTABLE_X_TILES,
     Launch,
     Limits,
@@ -45,7 +45,7 @@ def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
         for row_blocks in range(1, shape.row_blocks + 1):
             stages = shape.stages(limits, row_blocks)
             launch = Launch(shape, stages, (TierTiles(1, row_blocks),)).with_most_blocks(limits)
-            assert LEAST_BLOCKS <= launch.blocks <= MAX_BLOCKS
+            assert MIN_BLOCKS <= launch.blocks <= MAX_BLOCKS
             assert stages >= 2 and sums_fit(launch)
             assert launch.shared_bytes <= limits.shared_bytes - BARRIER_BYTES
             reading = ceil_div(row_blocks, shape.group_row_blocks) * shape.group_row_blocks
@@ -120,7 +120,7 @@ def test_tiers_without_limits_have_all_sms(
     assert len(config.launches) == 1 + (row_blocks[0] > 0)
     for launch in config.launches:
         assert launch.ctas <= sms and sums_fit(launch)
-        assert launch.blocks >= LEAST_BLOCKS
+        assert launch.blocks >= MIN_BLOCKS
     for number, count in enumerate(row_blocks):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
         assert launches == ([config.launches[number == 0 and row_blocks[0] > 0]] if count else [])

@@ -137,7 +137,7 @@ class Chains:
         def launch(operand: int) -> None:
             splitk_flash_attn(
                 q, k, v, caches[operand], lengths, config, workspace, out,
-                scale=dim**-0.5, overlap=True,
+                scale=dim**-0.5, pdl=True,
             )  # fmt: skip
 
         return launch

@@ -192,7 +192,7 @@ class Chains:
         def launch(operand: int, x: torch.Tensor, out: torch.Tensor) -> None:
             following = weights[(operand + 1) % case.launches]
             ahead = self._products.ahead(case.n, following, access)
-            self._products(x, weights[operand], access, out, overlap=True, ahead=ahead)
+            self._products(x, weights[operand], access, out, pdl=True, ahead=ahead)
 
         return self._seconds(case, launch), self._products.by(case.n, weights[0])
 

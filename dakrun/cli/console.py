@@ -22,7 +22,7 @@ def stdout_console() -> "Console":
 
 
 @contextmanager
-def talk() -> Iterator[None]:
+def quiet_stderr() -> Iterator[None]:
     """Within it, what is said on stderr and cannot be written is dropped, and all after it."""
     try:
         yield
@@ -30,7 +30,7 @@ def talk() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def tell(text: str) -> None:
+def eprint(text: str) -> None:
     """A line on stderr, if that can be written."""
-    with talk():
+    with quiet_stderr():
         click.echo(text, err=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from dakrun.cli.console import tell
+from dakrun.cli.console import eprint
 from dakrun.errors import (
     EXIT_CANNOT_RUN,
     EXIT_FAILED,
@@ -64,10 +64,10 @@ class ErrorLines(click.Group):
             code = problem.exit_code
             _report(problem, problem.format_message(), _help_hint(problem))
         except click.Abort as abort:
-            tell("interrupted")
+            eprint("interrupted")
             code = exit_code(abort.__cause__)
         except Interrupted as stop:
-            tell(f"interrupted: {stop}; {stop.hint}")
+            eprint(f"interrupted: {stop}; {stop.hint}")
             code = stop.exit_code
         except DakrunError as problem:
             code = problem.exit_code
@@ -101,7 +101,7 @@ def _check_streams() -> None:
 def _report(problem: Exception, message: str, hint: str) -> None:
     if os.environ.get("DAKRUN_DEBUG") == "1":
         traceback.print_exception(problem)
-    tell(f"error: {_one_line(message)}\nhint: {_one_line(hint)}")
+    eprint(f"error: {_one_line(message)}\nhint: {_one_line(hint)}")
 
 
 def _leave(code: int) -> None:

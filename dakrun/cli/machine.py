@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from dakrun.cli.bench_options import MODEL, bench_options, own_options
-from dakrun.cli.console import stdout_console, tell
+from dakrun.cli.console import eprint, stdout_console
 from dakrun.cli.options import device_option, profile_option, resolve_run_profile
 from dakrun.errors import EXIT_CANNOT_RUN
 
@@ -60,11 +60,11 @@ def profile(
         from dakrun.plan.show.picture import check_target
 
         check_target(Path(plot))
-    tell(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
+    eprint(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
     result = probe.measure(name or path.stem, kind, quick=quick)
     probe.save(result.profile, path)
     render(result, stdout_console())
-    tell(f"written to {path}" + ("" if output else "; --profile auto uses it"))
+    eprint(f"written to {path}" + ("" if output else "; --profile auto uses it"))
     if plot:
         from dakrun.probe.plot import draw
 
@@ -95,7 +95,7 @@ def bench(
     from dakrun.bench.output import as_text, check_target, render, write
     from dakrun.bench.run import asked_sweep, check, measure
     from dakrun.plan.show import picture
-    from dakrun.probe import told
+    from dakrun.probe import describe_profile
 
     subject = kernel or MODEL
     sweep = asked_sweep(subject, own_options(subject, asked))
@@ -104,11 +104,11 @@ def bench(
     if plot:
         picture.check_target(plot)
     check(sweep)
-    hardware = resolve_run_profile(profile, "cuda" if kernel else "auto", tell)
+    hardware = resolve_run_profile(profile, "cuda" if kernel else "auto", eprint)
     if profile == "auto":
-        tell(told(hardware))
+        eprint(describe_profile(hardware))
     command = shlex.join(["dakrun", *sys.argv[1:]])
-    for record in measure(sweep, hardware, command=command, note=tell):
+    for record in measure(sweep, hardware, command=command, note=eprint):
         if output:
             write(record, output)
     if plot:

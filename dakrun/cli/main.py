@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from dakrun import __version__
-from dakrun.cli.console import WIDTH, stdout_console, talk, tell
+from dakrun.cli.console import WIDTH, eprint, quiet_stderr, stdout_console
 from dakrun.cli.errors import ErrorLines
 from dakrun.cli.machine import bench, doctor, profile
 from dakrun.cli.options import (
@@ -74,7 +74,7 @@ def plan(
     from dakrun.plan.batch_size import choose_batch_size
     from dakrun.plan.planner import make_plan
     from dakrun.plan.show.overview import overview
-    from dakrun.probe import told
+    from dakrun.probe import describe_profile
 
     room = max_model_len or prompt_len + max_tokens
     if room < prompt_len + max_tokens:
@@ -98,7 +98,7 @@ def plan(
         plot_plan(decision, Path(plot))
     shown = overview(decision, max_tpot)
     if profile == "auto":
-        tell(told(hardware))
+        eprint(describe_profile(hardware))
     if as_json:
         from dakrun.plan.show.json import overview_dict
 
@@ -155,7 +155,7 @@ def generate(
     from dakrun.generate import generate as run
     from dakrun.llm import LLM
     from dakrun.plan.batch_size import MAX_BATCH_SIZE
-    from dakrun.probe import told
+    from dakrun.probe import describe_profile
     from dakrun.report import render as render_report
     from dakrun.requests.reader import RequestReader
     from dakrun.requests.writer import ResultWriter
@@ -169,7 +169,7 @@ def generate(
             model,
             dtype=dtype,
             device=device,
-            profile=resolve_run_profile(profile, device, tell),
+            profile=resolve_run_profile(profile, device, eprint),
             batch_size=batch_size or "auto",
             max_batch_size=count_rows(source, MAX_BATCH_SIZE),
             max_tpot=max_tpot,
@@ -188,11 +188,11 @@ def generate(
     report["rows"] = vars(counts)
     if report_path is not None:
         write_report(report, Path(report_path))
-    with talk():
+    with quiet_stderr():
         render_report(report, stderr)
     if profile == "auto":
-        tell(told(llm.profile))
-    tell(str(counts))
+        eprint(describe_profile(llm.profile))
+    eprint(str(counts))
     return EXIT_FAILED if counts.failed or counts.failed_before else 0
 
 
@@ -210,9 +210,9 @@ def convert(*, source: Path, target: Path, shard_size: int) -> None:
     """
     from dakrun.weights.convert import convert as run
 
-    note = tell if sys.stderr.isatty() else lambda _: None
+    note = eprint if sys.stderr.isatty() else lambda _: None
     result = run(source.expanduser(), target.expanduser(), shard_bytes=shard_size, note=note)
-    tell(result.summary())
+    eprint(result.summary())
 
 
 @main.command()

@@ -65,11 +65,11 @@ class DecodeStep:
             q, k, v = decoder.heads(qkv)
             splitk_flash_attn(
                 q, k, v, self.caches[layer, :n], lengths, config, workspace, heads,
-                scale=decoder.scale, rotations=decoder.rotations, overlap=True,
+                scale=decoder.scale, rotations=decoder.rotations, pdl=True,
             )  # fmt: skip
 
         yield "embedding", partial(decoder.embed, tokens, lengths, a.x)
         yield from decoder.ops(operands, a, attend)
         yield "lm_head", partial(decoder.logits, operands, a.x, logits)
-        select = partial(select_greedy, logits, tokens, lengths, slots, self.log, overlap=True)
+        select = partial(select_greedy, logits, tokens, lengths, slots, self.log, pdl=True)
         yield "sampling", select

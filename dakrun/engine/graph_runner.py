@@ -23,7 +23,7 @@ from dakrun.memory.device import upload
 from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
 from dakrun.plan.segments import Segment
 
-LEAST_OVERLAPS = 2  # of a layer: launches that start before those ahead of them end
+MIN_OVERLAPS = 2  # of a layer: launches that start before those ahead of them end
 
 
 @dataclass
@@ -161,7 +161,7 @@ class GraphRunner:
             # Without copies between kernels, those of the copy engine or torch's.
             if isinstance(self._operands, Resident) and self.decoder.by(sum(bucket)) != "torch":
                 overlapping, others = edge_kinds(graph)
-                least = LEAST_OVERLAPS * self.decoder.config.num_layers
+                least = MIN_OVERLAPS * self.decoder.config.num_layers
                 assert overlapping >= least, f"{others} of a step's launches wait for those before"
             self.graphs[bucket] = graph
 

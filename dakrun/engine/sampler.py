@@ -16,7 +16,7 @@ from dakrun.config import SamplingParams
 # 2^18: their sums fit in int64 and are exact, so neither the order of addition (batch, device) nor
 # rounding can move a boundary.
 _SUM_BITS = 62
-_MOST_BITS = 44
+_MAX_BITS = 44
 # Rows are handled in groups of this many logits: about 200 MiB of scratch, whatever the batch.
 _GROUP_LOGITS = 2**22
 
@@ -119,7 +119,7 @@ def _weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
 
 def _one(vocab: int) -> int:
     """The weight of the likeliest of `vocab` tokens."""
-    return 2 ** min(_MOST_BITS, _SUM_BITS - (vocab - 1).bit_length())
+    return 2 ** min(_MAX_BITS, _SUM_BITS - (vocab - 1).bit_length())
 
 
 def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

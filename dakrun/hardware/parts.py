@@ -13,10 +13,10 @@ from dakrun.errors import UsageError
 
 LOCAL = "hbm"
 # Beyond these no number is meant, and a predicted time may be infinite.
-LEAST, MOST = 1.0, 1e24  # bytes, or bytes or FLOP per second
-MOST_WHOLE = 10**6  # SMs, rows
-MOST_SECONDS = 3600.0  # fixed cost of an op
-LEAST_EFFICIENCY = 1e-6
+MIN, MAX = 1.0, 1e24  # bytes, or bytes or FLOP per second
+MAX_WHOLE = 10**6  # SMs, rows
+MAX_SECONDS = 3600.0  # fixed cost of an op
+MIN_EFFICIENCY = 1e-6
 
 
 class OtherSchema(UsageError):
@@ -78,7 +78,7 @@ class ComputeRate:
     def __post_init__(self) -> None:
         ns = [n for n, _ in self.measured]
         rates = [self.peak, *(rate for _, rate in self.measured)]
-        if not all(LEAST <= rate < math.inf for rate in rates) or not _ascending(ns):
+        if not all(MIN <= rate < math.inf for rate in rates) or not _ascending(ns):
             raise bad("compute rates are not positive with N ascending", "a list [[N, FLOP/s]]")
 
     def at(self, n: int) -> float:
@@ -109,10 +109,10 @@ class OpCosts:
             raise bad("costs are not of one length", "as many rows as seconds and efficiencies")
         if not _ascending(self.rows):
             raise bad(f"costs are of {list(self.rows)} rows", "positive integers, ascending")
-        if not all(0 <= seconds <= MOST_SECONDS for seconds in self.seconds):
+        if not all(0 <= seconds <= MAX_SECONDS for seconds in self.seconds):
             raise bad("a fixed cost is negative, above an hour or not finite", "seconds")
-        if not all(LEAST_EFFICIENCY <= value <= 1 for value in self.efficiency):
-            expected = f"at least {LEAST_EFFICIENCY:g} and at most 1"
+        if not all(MIN_EFFICIENCY <= value <= 1 for value in self.efficiency):
+            expected = f"at least {MIN_EFFICIENCY:g} and at most 1"
             raise bad(f"efficiencies are {list(self.efficiency)}", expected)
 
     def at(self, n: int) -> tuple[float, float]:
@@ -191,16 +191,16 @@ def check_positive(owner: object, name: str, *fields: str) -> None:
     for attribute in fields:
         value = getattr(owner, attribute)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not LEAST <= value <= MOST:
-            raise bad(f"{name}: {attribute} is {value!r}", f"a number from {LEAST:g} to {MOST:g}")
+        if not is_number or not MIN <= value <= MAX:
+            raise bad(f"{name}: {attribute} is {value!r}", f"a number from {MIN:g} to {MAX:g}")
 
 
 def check_whole(owner: object, name: str, *fields: str) -> None:
     """UsageError unless the `fields` of `owner` are positive integers."""
     for attribute in fields:
         value = getattr(owner, attribute)
-        if type(value) is not int or not 1 <= value <= MOST_WHOLE:
-            raise bad(f"{name}: {attribute} is {value!r}", f"an integer from 1 to {MOST_WHOLE:,}")
+        if type(value) is not int or not 1 <= value <= MAX_WHOLE:
+            raise bad(f"{name}: {attribute} is {value!r}", f"an integer from 1 to {MAX_WHOLE:,}")
 
 
 def bad(problem: str, expected: str) -> UsageError:

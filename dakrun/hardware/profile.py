@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
+from dakrun.hardware.parts import LOCAL as LOCAL
 from dakrun.hardware.parts import (
-    LEAST,
-    MOST,
-    MOST_SECONDS,
+    MAX,
+    MAX_SECONDS,
+    MIN,
     OtherSchema,
     bad,
     check_positive,
     check_whole,
 )
-from dakrun.hardware.parts import LOCAL as LOCAL
 from dakrun.hardware.parts import ComputeRate as ComputeRate
 from dakrun.hardware.parts import OpCosts as OpCosts
 from dakrun.hardware.parts import Provenance as Provenance
@@ -85,13 +85,13 @@ class HardwareProfile:
         check_positive(self, self.name, "hbm_capacity_bytes", "hbm_bytes_per_s")
         if self.device not in ("cuda", "cpu"):
             raise bad(f"device is {self.device!r}", "cuda or cpu")
-        if not 0 <= self.context_bytes <= MOST:
+        if not 0 <= self.context_bytes <= MAX:
             raise bad(f"context_bytes is {self.context_bytes}", "at least 0")
-        if not 0 <= self.staged_seconds <= MOST_SECONDS:
-            raise bad(f"staged_seconds is {self.staged_seconds}", f"0 to {MOST_SECONDS:g}")
+        if not 0 <= self.staged_seconds <= MAX_SECONDS:
+            raise bad(f"staged_seconds is {self.staged_seconds}", f"0 to {MAX_SECONDS:g}")
         if self.many_rows and self.many_rows.rows[0] <= self.linear.rows[-1]:
             raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "more rows than linear has")
-        if not all(LEAST <= rate <= MOST for rate in self.link_groups.values()):
+        if not all(MIN <= rate <= MAX for rate in self.link_groups.values()):
             raise bad("the rate of a link group makes no sense", "bytes per second")
         names = [tier.name for tier in self.remote]
         if len(set(names)) < len(names):

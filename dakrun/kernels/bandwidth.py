@@ -147,11 +147,11 @@ def read_multicast(
 
 def read_once(
     address: int, nbytes: int, *, ctas: int, chunk: int, stages: int, sink: torch.Tensor,
-    overlap: bool,
+    pdl: bool,
 ) -> None:  # fmt: skip
     """Launch one op that reads `nbytes` (a multiple of `chunk`, perhaps 0) once.
 
-    `sink` is int32 [ctas] on the GPU. With `overlap` its reads start while the op before it ends.
+    `sink` is int32 [ctas] on the GPU. With `pdl` its reads start while the op before it ends.
     """
     _check_ring(chunk, stages)
     if nbytes % chunk or sink.numel() < ctas or sink.dtype != torch.int32:
@@ -159,7 +159,7 @@ def read_once(
     args = _ReadOnceArgs(
         base=address, bytes=nbytes, chunk=chunk, stages=stages, sink=sink.data_ptr()
     )
-    kernel(SOURCE, "read_once").launch(ctas, 64, args, shared_bytes=chunk * stages, overlap=overlap)
+    kernel(SOURCE, "read_once").launch(ctas, 64, args, shared_bytes=chunk * stages, pdl=pdl)
 
 
 def _check_ring(chunk: int, stages: int) -> None:

@@ -29,13 +29,13 @@ def embed(
     positions: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     offset: int = 0,
-    overlap: bool = False,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """out [N, K] = rows of `table` [V, K], and of `positions` [P, K] at `lengths` + `offset`.
 
     `tokens` and `lengths` are int32 [N] on the GPU; a negative length, that of a row without a
     request, counts as 0. What lies outside of a table takes its nearest row. Sums are in float32,
-    rounded once. With `overlap` the launch may start while the kernel before it ends.
+    rounded once. With `pdl` the launch may start while the kernel before it ends.
     Raises ValueError where an operand does not fit the others.
     """
     (rows, cols), n, device = table.shape, len(tokens), tokens.device
@@ -66,5 +66,5 @@ def embed(
         table=operands.packed_matrix(table),
     )
     kernel = jit.kernel(SOURCE, "embed", operands.defines(table.dtype))
-    kernel.launch(n * row_ctas, THREADS, args, overlap=overlap)
+    kernel.launch(n * row_ctas, THREADS, args, pdl=pdl)
     return out

@@ -33,13 +33,13 @@ def normalize(
     eps: float,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    overlap: bool = False,
+    pdl: bool = False,
     fills_sms: bool = False,
 ) -> torch.Tensor:
     """out [N, K] = `norm` of the rows of x [N, K], times weight [K], plus bias [K].
 
     All of a 16-bit dtype on one GPU, statistics in float32; `out` may be x. As in Llama, "rms"
-    rounds what is normalised before the weight, and has no bias. With `overlap` the launch may
+    rounds what is normalised before the weight, and has no bias. With `pdl` the launch may
     start while the kernel before it ends, and reads weight and bias meanwhile. `fills_sms` gives
     each SM as many CTAs, where the next kernel is to start meanwhile and has two to an SM: beside
     the few with a row each, the GPU would put both of an SM there before one elsewhere.
@@ -73,5 +73,5 @@ def normalize(
     threads = min(MAX_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
     kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))
     sms = jit.sm_count(x.device) if fills_sms else 1
-    kernel.launch(sms * ceil_div(n, sms), threads, args, overlap=overlap)
+    kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)
     return out

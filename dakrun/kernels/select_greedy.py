@@ -25,7 +25,7 @@ def select_greedy(
     slots: torch.Tensor,
     log: torch.Tensor,
     *,
-    overlap: bool = False,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """tokens [N] = the first of the largest of logits [N, V], as torch.argmax has it; NaN is.
 
@@ -33,7 +33,7 @@ def select_greedy(
     `log` [slots, depth] there or in page-locked memory. A row's token also becomes
     log[slot, length % depth], and its length one more. Rows of negative lengths, without a request,
     are left as they are. The caller sees to it that slots are the log's, each in one row: they are
-    on the device. With `overlap` the launch may start while the kernel before it ends.
+    on the device. With `pdl` the launch may start while the kernel before it ends.
     Raises ValueError where an operand does not fit the others.
     """
     if logits.dtype not in DTYPES or logits.dim() != 2 or not logits.numel():
@@ -66,5 +66,5 @@ def select_greedy(
         depth=log.shape[1],
     )
     kernel = jit.kernel(SOURCE, "select_greedy", operands.defines(logits.dtype))
-    kernel.launch(n, THREADS, args, overlap=overlap)
+    kernel.launch(n, THREADS, args, pdl=pdl)
     return tokens

@@ -22,11 +22,11 @@ class _Args(ctypes.Structure):
 
 
 def unpack(
-    weight: PackedTensor, out: torch.Tensor, *, first_row: int = 0, overlap: bool = False
+    weight: PackedTensor, out: torch.Tensor, *, first_row: int = 0, pdl: bool = False
 ) -> torch.Tensor:
     """out [rows, K] = rows of `weight` [M, K] from `first_row` on, a multiple of 8.
 
-    All of them where `out` is as large; with `overlap` the launch may start while the kernel before
+    All of them where `out` is as large; with `pdl` the launch may start while the kernel before
     it ends, and reads the weight meanwhile.
     Raises ValueError where `out` does not fit the weight.
     """
@@ -48,5 +48,5 @@ def unpack(
         weight=operands.packed_matrix(weight),
     )
     kernel = jit.kernel(SOURCE, "unpack")
-    kernel.launch(ceil_div(rows, ROWS_PER_BLOCK) * row_block_ctas, THREADS, args, overlap=overlap)
+    kernel.launch(ceil_div(rows, ROWS_PER_BLOCK) * row_block_ctas, THREADS, args, pdl=pdl)
     return out

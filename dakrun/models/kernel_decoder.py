@@ -156,15 +156,13 @@ class KernelDecoder:
             embed(tokens, table, words)
             assert learned is not None, "OPT has learned positions"
             added = learned[positions.clamp(min=0).long() + POSITION_OFFSET]
-            self.linear(
-                Resident(self.matrices), "project_in", words, x, residual=added, overlap=False
-            )
+            self.linear(Resident(self.matrices), "project_in", words, x, residual=added, pdl=False)
         elif learned is None:
-            embed(tokens, table, x, overlap=True)
+            embed(tokens, table, x, pdl=True)
         else:
             embed(
                 tokens, table, x, positions=learned, lengths=positions, offset=POSITION_OFFSET,
-                overlap=True,
+                pdl=True,
             )  # fmt: skip
 
     def ops(
@@ -183,7 +181,7 @@ class KernelDecoder:
 
         for i in range(self.config.num_layers):
             name = f"layers.{i}"
-            yield "qkv", partial(self.linear, operands, f"{name}.qkv", a.x, a.qkv, overlap=i > 0)
+            yield "qkv", partial(self.linear, operands, f"{name}.qkv", a.x, a.qkv, pdl=i > 0)
             yield "attention", partial(attend, i, a.qkv, a.heads)
             yield "o", partial(added, f"{name}.o", a.heads, f"{name}.attention_norm")
             yield (
@@ -215,9 +213,9 @@ class KernelDecoder:
             x = self._normalize(name, x, torch.empty_like(x))
         if "project_out" in self.matrices:
             narrow = x.new_empty(len(x), self.config.embed_size)
-            self.linear(operands, "project_out", x, narrow, overlap=not alone)
+            self.linear(operands, "project_out", x, narrow, pdl=not alone)
             x, alone = narrow, False
-        self.linear(operands, "lm_head", x, out, overlap=not alone)
+        self.linear(operands, "lm_head", x, out, pdl=not alone)
 
     def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q [n, Hq, D], k and v [n, Hkv, D] of a fused projection [n, (Hq + 2 Hkv) * D]."""
@@ -234,11 +232,11 @@ class KernelDecoder:
         *,
         activation: Activation = "none",
         residual: torch.Tensor | None = None,
-        overlap: bool = True,
+        pdl: bool = True,
     ) -> None:
         """out [n, M] = activation(norm(x) W^T + bias) + residual, with the norm that W has folded.
 
-        `out` may be `residual`. Without `overlap` it starts when the kernel before it has ended.
+        `out` may be `residual`. Without `pdl` it starts when the kernel before it has ended.
         That has to be so after small kernels that leave SMs empty: the GPU would put two CTAs of
         this one there and none elsewhere, and those of all that follow where they leave room.
         """
@@ -247,7 +245,7 @@ class KernelDecoder:
         self._products(
             x, weight, self._tier_accesses(name, weight), out, bias=bias, residual=residual,
             activation=activation, norm=norm, eps=self._eps,
-            overlap=overlap and operands.overlaps(name), ahead=self._ahead(operands, name, len(x)),
+            pdl=pdl and operands.overlaps(name), ahead=self._ahead(operands, name, len(x)),
         )  # fmt: skip
         operands.release(name)
 
@@ -273,5 +271,5 @@ class KernelDecoder:
         fills_sms = not self.config.pre_norm and not self.fills_sms(len(x))
         return normalize(
             x, out, self._norm, eps=self._eps, weight=self.resident.get(named),
-            bias=self.resident.get(f"{name}.bias"), overlap=True, fills_sms=fills_sms,
+            bias=self.resident.get(f"{name}.bias"), pdl=True, fills_sms=fills_sms,
         )  # fmt: skip

@@ -38,7 +38,7 @@ class SplitKGEMM(nn.Module):
     it `profile` says so: a HardwareProfile, the name or file of one, or None for the one that
     `dakrun profile` kept of this GPU, else a shipped one. On a CPU neither plays a part.
 
-    With `overlap` a launch may start while the kernel ahead of it runs (programmatic dependent
+    With `pdl` a launch may start while the kernel ahead of it runs (programmatic dependent
     launch). It then reads W, which no kernel writes, and waits for that kernel to end before it
     reads x or writes y, so no bit of y changes. It is off by default since it helps only where one
     SplitKGEMM directly follows another: torch's kernels never let the next one start.
@@ -60,7 +60,7 @@ class SplitKGEMM(nn.Module):
         remote: str = HOST,
         profile: HardwareProfile | str | None = None,
         access: TierAccess | None = None,
-        overlap: bool = False,
+        pdl: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class SplitKGEMM(nn.Module):
         if access is None and has_kernel(like, in_features):
             access = profiled_access(profile, remote, like.device, ratio)
         self.in_features, self.out_features = in_features, out_features
-        self.remote, self.overlap = remote, overlap
+        self.remote, self.pdl = remote, pdl
         self._device, self._access = like.device, access or TierAccess()
         shape = (out_features, in_features)
         self._weight: TieredWeight | None
@@ -96,7 +96,7 @@ class SplitKGEMM(nn.Module):
         remote: str = HOST,
         profile: HardwareProfile | str | None = None,
         access: TierAccess | None = None,
-        overlap: bool = False,
+        pdl: bool = False,
         device: torch.device | str | None = None,
     ) -> "SplitKGEMM":
         """One with the weight and bias of `linear`, on `device` or else where they are.
@@ -111,7 +111,7 @@ class SplitKGEMM(nn.Module):
             remote=remote,
             profile=profile,
             access=access,
-            overlap=overlap,
+            pdl=pdl,
             device=linear.weight.device if device is None else device,
             dtype=linear.weight.dtype,
         )
@@ -160,7 +160,7 @@ class SplitKGEMM(nn.Module):
         y = x.new_empty(x.shape[0], self.out_features)
         reads = (TierAccess(), self._access)
         with torch.cuda.device_of(x):
-            products(x.device)(x, weight, reads, y, bias=self.bias, overlap=self.overlap)
+            products(x.device)(x, weight, reads, y, bias=self.bias, pdl=self.pdl)
         return y
 
     def _save_to_state_dict(

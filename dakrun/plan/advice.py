@@ -16,7 +16,7 @@ from dakrun.plan.planner import Plan, make_plan
 from dakrun.plan.policy import Policy, Transport
 from dakrun.units import format_bytes, format_seconds, parse_bytes
 
-WORTH = 0.02  # a gain that is worth a word
+MIN_GAIN = 0.02  # a gain that is worth a word
 UNLIMITED = 1 << 60
 
 Kind = Literal["hbm_budget", "batch_size", "transport", "remote", "ratio", "strategy"]
@@ -60,13 +60,13 @@ class Advice:
             said += f", as {plan.required_ratio:.1%} of the bytes do not fit in HBM"
         helping: dict[Kind, Alternative] = {}
         for other in self.alternatives:
-            if other.gain > WORTH:
+            if other.gain > MIN_GAIN:
                 helping.setdefault(other.kind, other)
         best = [_text(other) for other in list(helping.values())[:2]]
         if not best:
             return (
                 f"{said}; no other budget, batch size, transport or remote tier that was tried "
-                f"helps by more than {WORTH:.0%}"
+                f"helps by more than {MIN_GAIN:.0%}"
             )
         return f"{said}; {best[0]} would help most" + "".join(f", then {b}" for b in best[1:])
 

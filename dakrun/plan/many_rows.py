@@ -17,7 +17,7 @@ from dakrun.units import ceil_div
 # 8 rows of X; the most rows, the row blocks, the most stages, and bytes of all of them.
 ATOM_BYTES = 1024
 TILE_ROWS, TILE_ROW_BLOCKS = 512, 8
-MOST_STAGES, RING_BYTES = 13, 210 * 1024
+MAX_STAGES, RING_BYTES = 13, 210 * 1024
 
 
 def many_rows_times(
@@ -112,7 +112,7 @@ def many_rows_sms(
 def ring_stages(rows: int) -> int:
     """Stages of a CTA's ring that reads a remote part: of 64 rows of W and all of X, up to 512."""
     across = ceil_div(min(rows, TILE_ROWS), ROWS_PER_BLOCK)
-    return min(MOST_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_ROW_BLOCKS + across)))
+    return min(MAX_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_ROW_BLOCKS + across)))
 
 
 def _ring_rate(tier: RemoteTier, rows: int, ctas: int) -> float:

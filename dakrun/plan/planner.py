@@ -26,7 +26,9 @@ __all__ = ["OpPlan", "Plan", "Policy", "make_plan"]
 
 STEPS = (256, 64, 16, 4, 1)  # from numbers of slots to better ones
 MOVES = 4  # of each size, at most
-WORTH = 0.02  # of a step: what predictions are off by. A remote share for less could make it slower
+MIN_OFFLOAD_GAIN = (
+    0.02  # of a step: what predictions are off by. A remote share for less could make it slower
+)
 
 
 def make_plan(
@@ -40,9 +42,9 @@ def make_plan(
     """Choose every op's offload ratio and transport, round to row blocks and slots, plan prefill.
 
     Raises CannotRun where the budgets do not hold the model, saying by how much, and UsageError
-    where the workload does not suit the model. What needs no remote tier gets one only for a gain
-    that is WORTH it. One that is not `thorough` takes a few percent longer where HBM is full, and
-    is there much sooner.
+    where the workload does not suit the model. A plan that fits HBM is offloaded only for a gain of
+    MIN_OFFLOAD_GAIN or more. Without `thorough` the search is much shorter, and the plan a few
+    percent slower where HBM is full.
     """
     if workload.max_model_len > model.max_positions:
         raise UsageError(
@@ -79,7 +81,7 @@ def _decode_plan(
         return plan
     alone = _best_plan(Problem(of, replace(policy, offload_ratio=0.0), 0), thorough)
     gain = 1 - plan.predicted_s / alone.predicted_s
-    return plan if gain >= WORTH else replace(alone, policy=policy, forgone=plan)
+    return plan if gain >= MIN_OFFLOAD_GAIN else replace(alone, policy=policy, forgone=plan)
 
 
 def _fixings(policy: Policy) -> Iterator[Policy]:

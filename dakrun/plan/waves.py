@@ -15,7 +15,7 @@ from dakrun.plan.ops import Op
 from dakrun.plan.roofline import predicted_time
 from dakrun.units import ceil_div
 
-MOST_ROWS = 64  # of X, in one launch
+MAX_ROWS = 64  # of X, in one launch
 # A local part takes as long as HBM for its bytes, and as its busiest CTA: so much of the latter. In
 # chains of products with 0 to 7% on a peer, read by 8 to 16 of 132 SMs, it was 0.5 to 0.7.
 BUSIEST_SHARE = 0.5
@@ -202,7 +202,7 @@ def _unevenness(row_blocks: int, ctas: int, sms: int, mixed: int = 0) -> float:
 
 def _held(rows: int, ctas: float, group: int) -> float:
     """Bytes of W that rings of `ctas` hold, which X has a part of."""
-    tiles = ceil_div(min(rows, MOST_ROWS), ROWS_PER_BLOCK)
+    tiles = ceil_div(min(rows, MAX_ROWS), ROWS_PER_BLOCK)
     return ctas * SHARED_BYTES * group / (group + tiles)
 
 

@@ -153,7 +153,7 @@ def kept_or_measured(device: Device, note: Callable[[str], None]) -> HardwarePro
     return profile
 
 
-def told(profile: HardwareProfile) -> str:
+def describe_profile(profile: HardwareProfile) -> str:
     """Which profile `--profile auto` took, of what, from where and how old, in a line."""
     source = profile.provenance
     age = _age(source.date)

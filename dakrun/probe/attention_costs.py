@@ -99,7 +99,7 @@ def _attention(
     def launch(number: int) -> None:
         splitk_flash_attn(
             q, k, v, sets[number % len(sets)], lengths, config, workspace, out,
-            scale=HEAD_DIM**-0.5, overlap=True,
+            scale=HEAD_DIM**-0.5, pdl=True,
         )  # fmt: skip
 
     return launch, len(sets)

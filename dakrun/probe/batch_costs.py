@@ -36,9 +36,9 @@ NORM_COLS = 4096, 8192
 # the product that normalises, as reading more would hide that.
 NORM_ROW_BLOCKS = {False: 64, True: 768}
 NORM_BYTES = 2**26  # of the weights of small products, which need not be read from HBM
-LEAST_SECONDS = 1e-8  # that are told from nothing
+MIN_SECONDS = 1e-8  # that are told from nothing
 VOCABULARIES = 2**15, 2**17
-MOST_LOGITS = 512  # of a chain: 256 MiB of the smallest
+MAX_LOGITS = 512  # of a chain: 256 MiB of the smallest
 
 
 def many_rows(bench: Bench) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def norm_sweep(bench: Bench) -> Sweep:
         row_blocks, weights = NORM_ROW_BLOCKS[few], memory if few else memory[:NORM_BYTES]
         chains = [f(bench, weights, row_blocks, x) for f in (normed_product, product)]
         more, less = seconds_in_turns(chains, replays=bench.effort.runs, load=False)
-        added = [max(a - b, LEAST_SECONDS) for a, b in zip(more, less, strict=True)]
+        added = [max(a - b, MIN_SECONDS) for a, b in zip(more, less, strict=True)]
         rows.append(row(n, 2 * x.nbytes, added))
     return rounded(COLUMNS, rows)
 
@@ -87,7 +87,7 @@ def sampling_sweep(bench: Bench) -> Sweep:
     memory, rows = random_memory(bench), []
     for n, vocabulary in itertools.product(bench.effort.slots, VOCABULARIES):
         size = 2 * n * vocabulary
-        found = pieces(memory, size)[:MOST_LOGITS]
+        found = pieces(memory, size)[:MAX_LOGITS]
         logits = [piece.view(DTYPE).view(n, vocabulary) for piece in found]
         seconds = launch_seconds(_selecting(logits), len(logits), replays=bench.effort.runs)
         rows.append(row(n, size, seconds))
@@ -102,6 +102,6 @@ def _selecting(logits: Sequence[torch.Tensor]) -> Launch:
     log = torch.zeros(n, 8, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def launch(number: int) -> None:
-        select_greedy(logits[number], tokens, lengths, slots, log, overlap=True)
+        select_greedy(logits[number], tokens, lengths, slots, log, pdl=True)
 
     return launch

@@ -12,7 +12,7 @@ import torch
 
 from dakrun.probe.measurement import steadier
 
-LEAST_SECONDS = 4e-3  # of a graph: where it begins and ends then counts for about 0.1%
+MIN_SECONDS = 4e-3  # of a graph: where it begins and ends then counts for about 0.1%
 LOAD_SECONDS = 0.4  # after which a GPU runs as fast as its power allows for long
 
 Launch = Callable[[int], object]  # puts a launch with one of some operands on the current stream
@@ -50,7 +50,7 @@ def graph_seconds(launch: Callable[[], None], runs: int, *, new: bool = True) ->
 def launch_seconds(launch: Launch, operands: int, *, replays: int) -> list[float]:
     """Seconds of a launch in each replay of a chain of them.
 
-    All `operands` have their turns, as often as it takes for LEAST_SECONDS.
+    All `operands` have their turns, as often as it takes for MIN_SECONDS.
     """
     length = _length(launch, operands)
     seconds = graph_seconds(_chain(launch, operands, length), replays, new=False)
@@ -82,9 +82,9 @@ def seconds_in_turns(
 
 
 def _length(launch: Launch, operands: int) -> int:
-    """Launches of a chain of LEAST_SECONDS in which all operands have as many turns."""
+    """Launches of a chain of MIN_SECONDS in which all operands have as many turns."""
     once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2))
-    return operands * math.ceil(LEAST_SECONDS / once)
+    return operands * math.ceil(MIN_SECONDS / once)
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:

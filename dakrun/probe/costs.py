@@ -20,31 +20,29 @@ CHAIN_OPS = 128  # at most
 
 def chain_sweep(bench: Bench) -> Sweep:
     """Chains of dependent ops in a CUDA graph, with and without overlapping launches."""
-    points = [(size, overlap) for size in bench.effort.op_bytes for overlap in (0, 1)]
+    points = [(size, pdl) for size in bench.effort.op_bytes for pdl in (0, 1)]
     rows = []
-    for size, overlap in points:
+    for size, pdl in points:
         total = bench.hbm.tensor.numel()
         addresses = [bench.hbm.tensor.data_ptr() + at for at in range(0, total - size + 1, size)]
-        seconds = _chain_seconds(bench, addresses[:CHAIN_OPS], size, bool(overlap))
+        seconds = _chain_seconds(bench, addresses[:CHAIN_OPS], size, bool(pdl))
         op = statistics.median(seconds)
-        rows.append((size, overlap, op, size / op, spread(seconds)))
+        rows.append((size, pdl, op, size / op, spread(seconds)))
     return rounded(("op_bytes", "overlap", "op_s", "bytes_per_s", "spread"), rows)
 
 
-def empty_launch_seconds(bench: Bench, *, overlap: bool) -> list[float]:
+def empty_launch_seconds(bench: Bench, *, pdl: bool) -> list[float]:
     """Seconds of a kernel that does nothing, in a graph of many."""
-    return _chain_seconds(bench, [bench.hbm.tensor.data_ptr()] * 256, 0, overlap)
+    return _chain_seconds(bench, [bench.hbm.tensor.data_ptr()] * 256, 0, pdl)
 
 
-def _chain_seconds(bench: Bench, addresses: Sequence[int], size: int, overlap: bool) -> list[float]:
+def _chain_seconds(bench: Bench, addresses: Sequence[int], size: int, pdl: bool) -> list[float]:
     """Seconds of each op of a chain that reads `size` bytes at each of `addresses`."""
     sink = torch.zeros(bench.sms, dtype=torch.int32, device="cuda")
 
     def launch() -> None:
         for address in addresses:
-            read_once(
-                address, size, ctas=bench.sms, chunk=16 * KIB, stages=6, sink=sink, overlap=overlap
-            )
+            read_once(address, size, ctas=bench.sms, chunk=16 * KIB, stages=6, sink=sink, pdl=pdl)
 
     return [seconds / len(addresses) for seconds in graph_seconds(launch, bench.effort.runs)]
 

@@ -11,7 +11,7 @@ from dakrun.hardware.profile import LOCAL
 from dakrun.units import format_bytes
 
 KIB, MIB = 2**10, 2**20
-LEAST_BYTES = 256 * MIB  # of a buffer: less says more of L2 than of memory
+MIN_BYTES = 256 * MIB  # of a buffer: less says more of L2 than of memory
 
 Ring = tuple[int, int]  # bytes of a chunk, stages
 
@@ -99,9 +99,9 @@ def buffer_sizes(
         **{f"peer:{gpu}": effort.peer_bytes for gpu in peers},
     }
     for tier, size in sizes.items():
-        if size < LEAST_BYTES:
+        if size < MIN_BYTES:
             raise CannotRun(
-                f"measuring takes {format_bytes(LEAST_BYTES)} of {tier} memory at least, "
+                f"measuring takes {format_bytes(MIN_BYTES)} of {tier} memory at least, "
                 f"{format_bytes(size)} can be had",
                 hint="end what else uses it, or plan with a shipped profile",
             )

@@ -200,8 +200,8 @@ class _Probe:
     def launches(self) -> None:
         """What ops cost that do no more than read, or nothing."""
         self.sweeps["chain"] = chain_sweep(self.bench)
-        for overlap, what in ((False, "launch in a graph"), (True, "overlapping launch")):
-            self.log.add(what, "s", empty_launch_seconds(self.bench, overlap=overlap))
+        for pdl, what in ((False, "launch in a graph"), (True, "overlapping launch")):
+            self.log.add(what, "s", empty_launch_seconds(self.bench, pdl=pdl))
 
     def kernels(self, compute: ComputeRate) -> dict[str, OpCosts]:
         """What dakrun's kernels cost by kind; `compute` is of their 16-bit dtype."""

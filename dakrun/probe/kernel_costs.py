@@ -48,7 +48,7 @@ def product(
     x: torch.Tensor,
     *,
     norm: bool = False,
-    overlap: bool = True,
+    pdl: bool = True,
 ) -> tuple[Launch, int]:
     """x [N, K] times one of the weights, of so many row blocks, that `memory` holds; their number.
 
@@ -67,7 +67,7 @@ def product(
         following = weights[(number + 1) % len(weights)]
         products(
             x, weights[number], ACCESS, out, norm="layer" if norm else "none", eps=EPS,
-            overlap=overlap, ahead=products.ahead(n, following, ACCESS),
+            pdl=pdl, ahead=products.ahead(n, following, ACCESS),
         )  # fmt: skip
 
     return launch, len(weights)
@@ -82,13 +82,13 @@ def normed_product(
     to multiply most of them, a product starts when that has ended.
     """
     few = len(x) <= FEW_ROWS
-    overlap = few or tiles(x.device) is not None
-    launch, count = product(bench, memory, row_blocks, x, norm=few, overlap=overlap)
+    pdl = few or tiles(x.device) is not None
+    launch, count = product(bench, memory, row_blocks, x, norm=few, pdl=pdl)
     if few:
         return launch, count
 
     def both(number: int) -> None:
-        normalize(x, x, "layer", eps=EPS, overlap=True)
+        normalize(x, x, "layer", eps=EPS, pdl=True)
         launch(number)
 
     return both, count

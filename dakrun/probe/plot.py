@@ -96,8 +96,8 @@ def chains(profile: HardwareProfile) -> dict[bool, list[tuple[float, float]]]:
         return {}
     found: dict[bool, list[tuple[float, float]]] = {}
     columns = map(sweep.column, ("overlap", "op_bytes", "bytes_per_s"))
-    for overlap, size, rate in zip(*columns, strict=True):
-        found.setdefault(bool(overlap), []).append((size, rate / profile.hbm_bytes_per_s))
+    for pdl, size, rate in zip(*columns, strict=True):
+        found.setdefault(bool(pdl), []).append((size, rate / profile.hbm_bytes_per_s))
     return {kind: sorted(found[kind]) for kind in sorted(found, reverse=True)}
 
 

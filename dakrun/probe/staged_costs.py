@@ -21,7 +21,7 @@ ROW_BLOCKS, COLS = 1536, 4096  # of a weight: 96 MiB
 STAGED_ROW_BLOCKS = 8  # copied while ops before read HBM
 ROWS = 8
 BUFFERS = 2
-MOST_OPS = 64
+MAX_OPS = 64
 ACCESSES = TierAccess(), TierAccess(1)
 
 
@@ -37,7 +37,7 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
     row_block, memory = row_block_bytes(COLS), random_memory(bench)
     x = random(memory, ROWS, COLS)
     out = x.new_empty(ROWS, ROW_BLOCKS * ROWS_PER_BLOCK)
-    whole = pieces(memory, ROW_BLOCKS * row_block)[:MOST_OPS]
+    whole = pieces(memory, ROW_BLOCKS * row_block)[:MAX_OPS]
     there = pieces(remote.tensor, STAGED_ROW_BLOCKS * row_block)
 
     def matrices(far: Sequence[torch.Tensor]) -> dict[str, PackedTensor]:
@@ -64,14 +64,14 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
     def ahead() -> None:
         staged.begin()
         for name in resident:
-            overlap = staged.overlaps(name)
-            splitk_gemm(x, staged.fetch(name), config, out, overlap=overlap)
+            pdl = staged.overlaps(name)
+            splitk_gemm(x, staged.fetch(name), config, out, pdl=pdl)
             staged.release(name)
         staged.end()
 
     def in_place() -> None:
         for weight in resident.values():
-            splitk_gemm(x, weight, config, out, overlap=True)
+            splitk_gemm(x, weight, config, out, pdl=True)
 
     more, less = (graph_seconds(step, bench.effort.runs) for step in (ahead, in_place))
     return [(a - b) / len(resident) for a, b in zip(more, less, strict=True)]

@@ -15,12 +15,12 @@ from dakrun.units import ceil_div
 
 PART_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up
 ITEMS = 512  # or more, where parts can be that short: about four for each SM of a large GPU
-MOST_PARTS = 7  # of a unit: the warps of a CTA
+MAX_PARTS = 7  # of a unit: the warps of a CTA
 UNITS = 128  # about one for each SM of a large GPU
 FULL = 0.85  # the share of them from which on one for each SM is better than many
-MOST_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
+MAX_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
 LONE_BYTES = SHARED_BYTES + 1024  # of shared memory, that an SM has not got twice
-MOST_UNITS = 128  # of a head: whoever is the last to be done adds up all of them
+MAX_UNITS = 128  # of a head: whoever is the last to be done adds up all of them
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class AttentionConfig:
     def max_parts(self) -> int:
         """Parts of the longest unit."""
         longest = min(self.shape.blocks, self.unit_blocks)
-        return min(MOST_PARTS, ceil_div(longest, self.part_blocks))
+        return min(MAX_PARTS, ceil_div(longest, self.part_blocks))
 
     @property
     def shared_bytes(self) -> int:
@@ -134,7 +134,7 @@ def _mixed_count(slots: Sequence[int], tiers: Sequence[TierAccess]) -> int:
 def cut(blocks: int, heads: int) -> tuple[int, int, int]:
     """The blocks of units and of parts, and the units of an item."""
     enough = (part for part in PART_BLOCKS if heads * ceil_div(blocks, part) >= ITEMS)
-    part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, MOST_UNITS))
+    part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, MAX_UNITS))
     units = UNITS // heads
     if units * heads >= FULL * UNITS:
         return max(part, ceil_div(blocks, units)), part, 1
@@ -153,4 +153,4 @@ def _even(units: int, sms: int, most: int, window: Callable[[int], int]) -> int:
 
 
 def _window(stages: int, wanted: int) -> int:
-    return stages if wanted >= stages else max(1, min(MOST_WINDOW, wanted))
+    return stages if wanted >= stages else max(1, min(MAX_WINDOW, wanted))

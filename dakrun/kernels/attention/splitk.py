@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.kernels.attention.config import MOST_PARTS, AttentionConfig
+from dakrun.kernels.attention.config import MAX_PARTS, AttentionConfig
 from dakrun.kernels.attention.kv_blocks import BLOCK, DTYPES
 from dakrun.kernels.runtime.jit import Kernel, kernel
 from dakrun.kernels.runtime.operands import CtaOrder
@@ -86,7 +86,7 @@ def splitk_flash_attn(
     *,
     scale: float,
     rotations: torch.Tensor | None = None,
-    overlap: bool = False,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """out [B, Hq * D]: each slot's new token attends to its cache and itself, and is appended.
 
@@ -96,7 +96,7 @@ def splitk_flash_attn(
     blocks (the caller sees to it: they are on the device), or a negative number for a slot without
     a request, whose output stays as it is. Scores are q k^T times `scale`. With
     `rotations`, float32 [positions, D / 2, 2] of cosines and sines, q and k are first rotated to
-    their positions (RoPE, halves as in Llama). With `overlap` the launch may start while the kernel
+    their positions (RoPE, halves as in Llama). With `pdl` the launch may start while the kernel
     before it ends: it then reads `caches`, `lengths` and what is cached, which no kernel that is
     still running may write.
     Raises ValueError where an operand does not fit the others.
@@ -138,7 +138,7 @@ def splitk_flash_attn(
         cta += config.ctas[number]
     args.tiers[len(config.slots)] = _Tier(slot, cta)
     _kernel(q.dtype, dim, group, torch.cuda.current_device()).launch(
-        cta + config.idle, _threads(group), args, shared_bytes=config.shared_bytes, overlap=overlap
+        cta + config.idle, _threads(group), args, shared_bytes=config.shared_bytes, pdl=pdl
     )
     return out
 
@@ -212,7 +212,7 @@ def _check_gpu(q: torch.Tensor) -> None:
 
 def _threads(group: int) -> int:
     """Of a CTA: warps that attend, fewer where each has more heads to keep, and one that copies."""
-    return 32 * ((MOST_PARTS if group <= 8 else 3) + 1)
+    return 32 * ((MAX_PARTS if group <= 8 else 3) + 1)
 
 
 def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:

@@ -108,19 +108,17 @@ class Products:
         activation: Activation = "none",
         norm: Norm = "none",
         eps: float = 0.0,
-        overlap: bool = False,
+        pdl: bool = False,
         ahead: torch.Tensor | None = None,
     ) -> None:
         """out [N, M] = activation(norm(x) W^T + bias) + residual, which `out` may be.
 
-        `accesses` say how W's tiers are read. The norm is without weight and bias. With `overlap`
+        `accesses` say how W's tiers are read. The norm is without weight and bias. With `pdl`
         it may start while the kernel before it ends. L2 may be brought what is `ahead`.
         """
         by = self.by(len(x), weight)
         if norm != "none" and (by != "splitk" or len(x) > FEW_ROWS):
-            x = normalize(
-                x, torch.empty_like(x), norm, eps=eps, overlap=overlap, fills_sms=by == "splitk"
-            )
+            x = normalize(x, torch.empty_like(x), norm, eps=eps, pdl=pdl, fills_sms=by == "splitk")
             norm = "none"
         if by == "torch":
             _unpacked(x, weight, out, bias, residual, activation)
@@ -133,7 +131,7 @@ class Products:
             else:
                 launch = self._splitk(len(x[rows]), weight, tuple(accesses), norm, eps, ahead)
             launch(
-                x[rows], out=out[rows], bias=bias, activation=activation, overlap=overlap,
+                x[rows], out=out[rows], bias=bias, activation=activation, pdl=pdl,
                 residual=None if residual is None else residual[rows],
             )  # fmt: skip
 

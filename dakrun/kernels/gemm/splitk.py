@@ -110,7 +110,7 @@ def splitk_gemm(
     norm: Norm = "none",
     eps: float = 0.0,
     workspace: Workspace | None = None,
-    overlap: bool = False,
+    pdl: bool = False,
     ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out [N, M] = activation(r x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
@@ -122,7 +122,7 @@ def splitk_gemm(
 
     All in the weight's dtype on one GPU, sums in float32. With "silu_mul" the weight's rows are
     gates and what they multiply in turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With
-    `overlap` the launch may start while the kernel before it ends, and reads weights meanwhile.
+    `pdl` the launch may start while the kernel before it ends, and reads weights meanwhile.
     `ahead` (uint8, 1-D, in the GPU's own memory) is brought to L2 as this launch ends. A
     configuration with sums of halves needs a `workspace`, and x no norm.
     Raises ValueError where an operand does not fit the others.
@@ -199,7 +199,7 @@ def splitk_gemm(
     args.tiers[len(weight.parts)] = _Tier(first_row_block=row_block, first_cta=cta)
     _kernel(
         weight.dtype, config.x_tiles, norm != "none", config.mixes, torch.cuda.current_device()
-    ).launch(config.ctas, THREADS, args, shared_bytes=config.shared_bytes, overlap=overlap)
+    ).launch(config.ctas, THREADS, args, shared_bytes=config.shared_bytes, pdl=pdl)
     return out
 
 

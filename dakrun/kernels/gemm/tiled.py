@@ -111,13 +111,13 @@ def tiled_gemm(
     residual: torch.Tensor | None = None,
     activation: Activation = "none",
     workspace: Workspace | None = None,
-    overlap: bool = False,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """out [N, M] = activation(x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
 
     All in the weight's dtype on one GPU, sums in float32; N is up to 4,096. `config` has the tiers
     of row_blocks_by_tier(weight). With "silu_mul" the weight's rows are gates and what they
-    multiply in turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With `overlap` the launch
+    multiply in turn, silu(x gate^T) * (x up^T), and out is [N, M / 2]. With `pdl` the launch
     may start while the kernel before it ends, and reads weights meanwhile. Raises ValueError where
     an operand does not fit the others.
     """
@@ -172,7 +172,7 @@ def tiled_gemm(
         )
         kernel.launch(
             launch.ctas, THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
-            overlap=overlap or order == AFTER_REMOTE,
+            pdl=pdl or order == AFTER_REMOTE,
         )  # fmt: skip
         args.carried += launch.carried
         args.flags += 4 * WARPS * launch.carriers

@@ -21,7 +21,7 @@ PASS_TILES = 4  # of a warp's sums, whose outputs are staged at a time, as a blo
 BLOCKS_BYTES = (
     WARPGROUPS * PASS_TILES * ROWS_PER_BLOCK * TILE_ROW_BLOCKS * ROWS_PER_BLOCK * 2
 )  # one a warp
-LEAST_BLOCKS, MAX_BLOCKS = 3, 8  # of a warp
+MIN_BLOCKS, MAX_BLOCKS = 3, 8  # of a warp
 SUM_BYTES = (
     4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLOCK
 )  # a CTA's, of a tile of X
@@ -123,12 +123,12 @@ class Shape:
 
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
-        room = limits.shared_bytes - BARRIER_BYTES - LEAST_BLOCKS * BLOCKS_BYTES
+        room = limits.shared_bytes - BARRIER_BYTES - MIN_BLOCKS * BLOCKS_BYTES
         return self.stages(limits, self.row_blocks) >= 2 and self.sums_bytes <= room
 
     def stages(self, limits: Limits, *row_blocks: int) -> int:
         """That there is room for, where tiles have so many `row_blocks` of W."""
-        room = limits.shared_bytes - BARRIER_BYTES - LEAST_BLOCKS * BLOCKS_BYTES
+        room = limits.shared_bytes - BARRIER_BYTES - MIN_BLOCKS * BLOCKS_BYTES
         room -= self.bytes_behind(min(row_blocks))
         return min(MAX_STAGES, room // self.stage_bytes(max(row_blocks)))
 
@@ -159,13 +159,13 @@ class Launch:
     shape: Shape
     stages: int
     tiers: tuple[TierTiles, ...]
-    blocks: int = LEAST_BLOCKS
+    blocks: int = MIN_BLOCKS
 
     def with_most_blocks(self, limits: Limits) -> "Launch":
         """The same with as many blocks as there is room for beside the stages."""
         room = limits.shared_bytes - BARRIER_BYTES - self._ring_bytes
         blocks = min(MAX_BLOCKS, room // BLOCKS_BYTES)
-        assert blocks >= LEAST_BLOCKS, f"room for {blocks} blocks beside {self.stages} stages"
+        assert blocks >= MIN_BLOCKS, f"room for {blocks} blocks beside {self.stages} stages"
         return replace(self, blocks=blocks)
 
     @property

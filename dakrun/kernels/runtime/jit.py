@@ -40,12 +40,12 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         cluster: int = 1,
-        overlap: bool = False,
+        pdl: bool = False,
     ) -> None:
         """Launch `grid` CTAs of `block` threads on torch's current stream.
 
         `shared_bytes` is dynamic shared memory a CTA; `cluster` CTAs, which divide the grid, form a
-        cluster. With `overlap` it may start before the kernel ahead has ended (programmatic
+        cluster. With `pdl` it may start before the kernel ahead has ended (programmatic
         dependent launch), and must itself wait before it touches what that kernel writes.
         Raises RuntimeError where the driver refuses.
         """
@@ -58,7 +58,7 @@ class Kernel:
         attributes = []
         if cluster > 1:
             attributes.append(_cluster_attribute(driver, cluster))
-        if overlap:
+        if pdl:
             attributes.append(_overlap_attribute(driver))
         config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dakrun.errors import CannotRun
 from dakrun.plan.ops import kv_positions
-from dakrun.plan.planner import WORTH, OpPlan, Plan
+from dakrun.plan.planner import MIN_OFFLOAD_GAIN, OpPlan, Plan
 from dakrun.plan.show.json import bound_figures, kv_figures, op_eb, predicted_figures, ridge, window
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
 from dakrun.units import format_bytes, format_decimal, format_seconds
@@ -191,7 +191,7 @@ def _forgone_rows(plan: Plan) -> list[tuple[str, str]]:
         (
             "note",
             f"with {plan.forgone.ratio:.1%} outside {plan.tiers[0]} a step is predicted to be "
-            f"{said}; below {WORTH:.0%} nothing is moved for speed (--offload-ratio "
+            f"{said}; below {MIN_OFFLOAD_GAIN:.0%} nothing is moved for speed (--offload-ratio "
             f"{plan.forgone.ratio:.4f} does it all the same)",
         )
     ]
