@@ -104,9 +104,10 @@ def test_malformed_shapes(text: str, said: str, hint: str) -> None:
 def test_pure_parts_start_without_torch() -> None:
     pure = (
         *("ceilings", "effort", "gemm_cases", "gemm_rows", "gemm_sweep", "attention_rows"),
-        *("model_limit", "model_plot", "model_rows", "model_sweep", "options", "output", "run"),
+        *("model_limit", "model_plot", "model_rows", "model_sweep", "output", "run"),
     )
-    code = f"import sys, {', '.join(f'dakrun.bench.{name}' for name in pure)}; print(*sys.modules)"
+    modules = ", ".join(f"dakrun.bench.{name}" for name in pure)
+    code = f"import sys, dakrun.cli.bench_options, {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "numpy", "rich", "transformers"} & set(done.stdout.split())
@@ -399,7 +400,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         out: torch.Tensor,
         **options: Any,
     ) -> None:
-        assert options["overlap"] and len(x) <= 64
+        assert options["pdl"] and len(x) <= 64
         assert config.splits == tuple(part.split for part in weight.parts)
         out.copy_(x.float() @ weight.dense().float().T)
 

@@ -217,7 +217,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
             x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, **options: Any
         ) -> None:
             assert x.data_ptr() % 16 == 0 == out.data_ptr() % 16
-            assert x.is_contiguous() and out.is_contiguous() and options["overlap"]
+            assert x.is_contiguous() and out.is_contiguous() and options["pdl"]
             launched.append((by, len(x)))
             out.copy_(F.linear(x, weight.dense(), options["bias"]))
 
@@ -318,7 +318,7 @@ def test_inputs_of_any_shape_and_place() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("n", [1, 7, 65, 600])
 def test_a_captured_graph_gives_the_same_bits(n: int, pdl: bool) -> None:
     torch.manual_seed(n)

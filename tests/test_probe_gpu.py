@@ -234,7 +234,7 @@ def test_readers_side_by_side(kept: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("chunks", [0, 1, 6, 7, 8, 23])
 def test_a_launch_reads_every_chunk_once(kept: None, pdl: bool, chunks: int) -> None:
     chunk, ctas, stages = 4096, 3, 2
