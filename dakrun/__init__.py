@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from dakrun.config import SamplingParams
     from dakrun.llm import LLM
     from dakrun.plan.policy import Policy
-    from dakrun.requests.request import Completion
+    from dakrun.requests import Completion
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Policy", "SamplingParams", "__version__"]
 
 _MODULES = {
     "LLM": "dakrun.llm",
-    "Completion": "dakrun.requests.request",
+    "Completion": "dakrun.requests",
     "Policy": "dakrun.plan.policy",
     "SamplingParams": "dakrun.config",
 }

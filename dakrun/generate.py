@@ -17,10 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
-from dakrun.requests.files import same_file
-from dakrun.requests.reader import RequestReader
-from dakrun.requests.request import Request, RowError
-from dakrun.requests.writer import ResultWriter
+from dakrun.requests import Request, RequestReader, ResultWriter, RowError, same_file
 
 
 @dataclass
@@ -52,7 +49,7 @@ def generate(
         return _generate(llm, reader, writer, console)
     except KeyboardInterrupt as stop:
         raise Interrupted(
-            f"the rows that had finished are in {writer.name}", hint=writer.go_on, cause=stop
+            f"the rows that had finished are in {writer.name}", hint=writer.resume_hint, cause=stop
         ) from None
 
 

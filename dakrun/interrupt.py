@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM: both end a run by an exception, but never halfway through a row.
 
-Knows signals only; what has to be whole is said by whoever calls `put_off`.
+Knows signals only; what has to be whole is said by whoever calls `defer_signals`.
 """
 
 import signal
@@ -47,7 +47,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Act on SIGINT and SIGTERM at the end of the block instead of within it."""
     if not _is_main_thread():  # Python runs signal handlers in the main thread alone
         yield

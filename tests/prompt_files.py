@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.config import SamplingParams
-from dakrun.requests.native_rows import PromptRules
-from dakrun.requests.reader import RequestReader
-from dakrun.requests.request import Request, RowError
+from dakrun.requests import PromptRules, Request, RequestReader, RowError
 
 VOCAB, MAX_LEN, POSITIONS = 300, 20, 64
 

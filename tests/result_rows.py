@@ -1,6 +1,6 @@
 """A completion and an error, and what is written of them."""
 
-from dakrun.requests.request import Completion, RowError
+from dakrun.requests import Completion, RowError
 
 
 def completion(id: str = "a", text: str | None = "so", ids: tuple[int, ...] = (5, 6)) -> Completion:

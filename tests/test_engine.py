@@ -18,7 +18,7 @@ from dakrun.errors import GpuFailed, UsageError
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
 from dakrun.report import _spread, render
-from dakrun.requests.request import Completion, Request
+from dakrun.requests import Completion, Request
 
 NAME = "llama-gqa3-tied"
 

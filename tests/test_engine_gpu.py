@@ -15,7 +15,7 @@ from dakrun.hardware.profile import HardwareProfile
 from dakrun.kernels.runtime.graph import edge_kinds
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
-from dakrun.requests.request import Request
+from dakrun.requests import Request
 
 pytestmark = pytest.mark.gpu
 VOCAB = 5003

@@ -338,7 +338,7 @@ FLAGS = {
     "output is a folder": flags(USAGE, "is a directory", "-o", "folder", hint=".jsonl"),
     "output exists": flags(USAGE, "not empty", "-o", "mine.toml", hint="--resume"),
     "resume of something else": flags(
-        USAGE, "line 1 is no result row", "-o", "mine.toml", "--resume", hint="--overwrite"
+        USAGE, "line 1 is not a result row", "-o", "mine.toml", "--resume", hint="--overwrite"
     ),
     "resume of standard output": flags(USAGE, "cannot be resumed", "-o", "-", "--resume"),
     "resume and overwrite": flags(USAGE, "exclude", "--resume", "--overwrite"),
@@ -429,7 +429,7 @@ BATCH_ROWS = {
         batch({"messages": [{"role": "user", "content": "a"}]}, CHAT), "no_chat_template", "/v1/co"
     ),
     "no messages": Row(batch({"messages": []}, CHAT), "invalid_prompt", "at least one message"),
-    "image": Row(batch({"messages": IMAGE}, CHAT), "unsupported_field", "a part that is no text"),
+    "image": Row(batch({"messages": IMAGE}, CHAT), "unsupported_field", "message 1 has a part"),
     "Batch limit is a word": Row(
         batch({"prompt": "one", "max_tokens": "all"}), "invalid_field", "max_tokens is 'all'"
     ),

@@ -13,9 +13,7 @@ from result_rows import COMPLETION_LINE, completion
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
-from dakrun.requests.reader import RequestReader
-from dakrun.requests.request import Reply, Request, RowError
-from dakrun.requests.writer import ResultWriter
+from dakrun.requests import Reply, Request, RequestReader, ResultWriter, RowError
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -134,12 +132,12 @@ BAD = [
     (
         row({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, CHAT),
         "unsupported_field",
-        "message 1 has a part that is no text",
+        "message 1 has a part",
     ),
     (
         row({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, CHAT),
         "invalid_prompt",
-        "text that is no string",
+        "not a string",
     ),
     (
         row({"messages": [{"role": "user", "content": "a\ud800"}]}, CHAT),
@@ -306,5 +304,5 @@ def test_resume_goes_by_custom_id(tmp_path: Path, cut: str) -> None:
 
 def test_a_batch_input_is_no_output(make: Callable[..., Path]) -> None:
     path = make(COMPLETION_LINE.strip(), row({"prompt": "a"}))
-    with pytest.raises(UsageError, match="line 2 is no result row"):
+    with pytest.raises(UsageError, match="line 2 is not a result row"):
         ResultWriter(path, resume=True).__enter__()

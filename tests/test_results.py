@@ -15,8 +15,7 @@ from prompt_files import RULES, open_reader, read
 from result_rows import COMPLETION_LINE, ERROR, ERROR_LINE, completion
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.requests.request import Request
-from dakrun.requests.writer import ResultWriter
+from dakrun.requests import IdSet, Request, ResultWriter
 
 
 def test_native_rows(tmp_path: Path) -> None:
@@ -142,9 +141,8 @@ def test_output_is_not_an_input_that_does_not_exist_yet(tmp_path: Path) -> None:
 def run_writer(arguments: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     """Writes one row through ResultWriter(<arguments>) in another process."""
     code = f"""
-from dakrun.requests.request import RowError
-from dakrun.requests.writer import ResultWriter
 from dakrun.errors import DakrunError
+from dakrun.requests import ResultWriter, RowError
 try:
     with ResultWriter({arguments}) as writer:
         writer.write_error(RowError(id="line-4", line=4, code="invalid_json", message="not JSON"))
@@ -306,7 +304,7 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path, flags: dict[str, bool
 
 def test_a_refused_output_is_left_to_others(make: Callable[..., Path]) -> None:
     path = make("notes\n", "out.jsonl")
-    with pytest.raises(UsageError, match="no result row"):
+    with pytest.raises(UsageError, match="not a result row"):
         ResultWriter(path, resume=True).__enter__()
     with ResultWriter(path, overwrite=True) as writer:
         writer.write(completion())
@@ -339,7 +337,7 @@ def test_resume_refuses_and_keeps_other_files(
     make: Callable[..., Path], content: str, line: int
 ) -> None:
     path = make(content, "out.jsonl")
-    with pytest.raises(UsageError, match=f"line {line} is no result row"):
+    with pytest.raises(UsageError, match=f"line {line} is not a result row"):
         ResultWriter(path, resume=True).__enter__()
     assert path.read_text() == content
 
@@ -363,12 +361,19 @@ def test_a_run_is_resumed_row_by_row(make: Callable[..., Path], tmp_path: Path) 
     assert ids == [*map(str, range(20)), "line-21"]
 
 
-def test_done_ids_take_a_few_bytes_each(make: Callable[..., Path]) -> None:
+def test_ids_take_a_few_bytes_each() -> None:
+    ids, n = IdSet(), 5000
+    assert all(ids.add(f"row {i}") for i in range(n)) and not ids.add("row 7")
+    assert len(ids) == n and 12 * n <= ids.nbytes <= 24 * n
+    assert all(f"row {i}" in ids for i in range(n))
+    assert not any(f"row {i}" in ids for i in range(n, 2 * n))
+
+
+def test_done_ids_are_read_on_resume(make: Callable[..., Path]) -> None:
     n = 5000
     path = make("".join(f'{{"id":"row {i}","error":{{}}}}\n' for i in range(n)), "out.jsonl")
     with ResultWriter(path, resume=True) as writer:
-        assert len(writer._ids) == writer.failed_before == n
-        assert 12 * n <= writer._ids.nbytes <= 24 * n
+        assert writer.failed_before == n
         assert all(writer.is_done(f"row {i}") for i in range(n))
         assert not any(writer.is_done(f"row {i}") for i in range(n, 2 * n))
 
@@ -395,9 +400,10 @@ def test_many_rows_are_never_held(
                 if row.line == last:
                     break
             assert most < rows / 20, "held objects grow with the number of rows"
-            assert max(reader._ids.nbytes, writer._ids.nbytes) <= 24 * rows
 
     stream(rows // 2)
     stream(rows)
     with ResultWriter(out, resume=True) as writer:
-        assert len(writer._ids) == rows and not writer.failed_before
+        assert not writer.failed_before
+        assert all(writer.is_done(f"request number {i}") for i in range(rows))
+    assert out.read_bytes().count(b"\n") == rows

@@ -19,8 +19,7 @@ import pytest
 
 from dakrun.demo import MODEL, task
 from dakrun.interrupt import Terminated, exit_code, raise_on_sigterm
-from dakrun.requests.request import RowError
-from dakrun.requests.writer import ResultWriter
+from dakrun.requests import ResultWriter, RowError
 
 COUNT = 200
 SAMPLED = ("--temperature", "1.2", "--seed", "7", "--max-tokens", "6", "--ignore-eos")
@@ -34,11 +33,9 @@ import torch
 from dakrun import generate, llm, report
 from dakrun.cli import main as cli
 from dakrun.demo import MODEL
-from dakrun.requests import reader as batch
-from dakrun.requests import writer as results
-from dakrun.requests import tokenizer
+from dakrun.requests import Tokenizer
 torch.set_num_threads(1)
-tokenizer.Tokenizer.load(MODEL)
+Tokenizer.load(MODEL)
 for line in sys.stdin:
     request = json.loads(line)
     pid = os.fork()

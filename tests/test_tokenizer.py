@@ -11,7 +11,7 @@ import tokenizers
 from tiny_tokenizer import BYTES, SPECIAL, make_tokenizer_files
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.requests.tokenizer import StopStrings, Tokenizer
+from dakrun.requests import StopStrings, Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -105,9 +105,9 @@ def test_nothing_on_stderr_and_verbosity_is_put_back(directory: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from dakrun.requests import tokenizer
+from dakrun.requests import Tokenizer
 assert "transformers" not in sys.modules
-t = tokenizer.Tokenizer.load(Path({str(directory)!r}))
+t = Tokenizer.load(Path({str(directory)!r}))
 assert len(t.encode("x" * 5000)) == 5001
 from transformers.utils import logging
 assert logging.get_verbosity() == logging.WARNING

@@ -29,7 +29,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware.profile import LOCAL, HardwareProfile
 from dakrun.llm import LLM
 from dakrun.plan.roofline import Links
-from dakrun.requests.request import Request
+from dakrun.requests import Request
 
 WARM_UP_TOKENS = 4
 ROUNDS = 3

@@ -157,8 +157,7 @@ def generate(
     from dakrun.plan.batch_size import MAX_BATCH_SIZE
     from dakrun.probe import describe_profile
     from dakrun.report import render as render_report
-    from dakrun.requests.reader import RequestReader
-    from dakrun.requests.writer import ResultWriter
+    from dakrun.requests import RequestReader, ResultWriter
 
     writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
     if report_path is not None:

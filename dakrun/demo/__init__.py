@@ -17,8 +17,7 @@ from dakrun.demo import task
 from dakrun.generate import generate
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
-from dakrun.requests.reader import RequestReader
-from dakrun.requests.writer import ResultWriter
+from dakrun.requests import RequestReader, ResultWriter
 
 MODEL = Path(__file__).parent / "model"
 MAX_TOKENS = 8

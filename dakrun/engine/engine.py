@@ -20,8 +20,7 @@ from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
 from dakrun.plan.planner import Plan
 from dakrun.plan.segments import passes
-from dakrun.requests.request import Completion, Request
-from dakrun.requests.tokenizer import StopStrings
+from dakrun.requests import Completion, Request, StopStrings
 
 Detokenize = Callable[[Sequence[int]], str]
 

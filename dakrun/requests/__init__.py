@@ -1,1 +1,29 @@
-"""Prompt files and results: rows in, rows out, the tokenizer between."""
+"""Prompt files in, result files out.
+
+reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; writer.py
+writes their results durably (files.py); prompts.py says which prompts a model accepts, tokenizer.py
+wraps the model's tokenizer, request.py holds the shared types. README.md describes the formats.
+"""
+
+from dakrun.requests.files import same_file
+from dakrun.requests.prompts import BadRow, PromptRules, as_requests
+from dakrun.requests.reader import RequestReader
+from dakrun.requests.request import Completion, IdSet, Reply, Request, RowError
+from dakrun.requests.tokenizer import StopStrings, Tokenizer
+from dakrun.requests.writer import ResultWriter
+
+__all__ = [
+    "BadRow",
+    "Completion",
+    "IdSet",
+    "PromptRules",
+    "Reply",
+    "Request",
+    "RequestReader",
+    "ResultWriter",
+    "RowError",
+    "StopStrings",
+    "Tokenizer",
+    "as_requests",
+    "same_file",
+]

@@ -1,18 +1,25 @@
-"""Files as the system sees them: which names lead to the same one, folders synced, files locked.
+"""Output files: whether two names are one file, and appends that are on disk or not done at all.
 
-Knows paths and standard streams; knows nothing of what is in the files.
+Knows paths, file descriptors and standard streams; knows nothing of the rows in the files.
 """
 
+import errno
 import fcntl
+import io
 import os
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dakrun.interrupt import defer_signals
+
+_NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
+
 
 def same_file(output: str, source: str) -> bool:
-    """Whether both names lead to one regular file, by whatever links or redirections.
+    """Whether both names lead to one regular file, through links or redirections.
 
     "-" is standard output for `output` and standard input for `source`.
     """
@@ -22,19 +29,101 @@ def same_file(output: str, source: str) -> bool:
     return "-" not in (output, source) and os.path.realpath(output) == os.path.realpath(source)
 
 
-def lock(fd: int) -> bool:
-    """Keep a file that is open from other runs until it is closed; False where one has it."""
+class OutputFile:
+    """A file, or standard output ("-"), opened for appending. All methods raise OSError."""
+
+    def __init__(self, name: str) -> None:
+        self._is_stdout = name == "-"
+        self._fd = _stdout_fd() if self._is_stdout else _open_for_append(name)
+        self._is_regular = self._fd >= 0 and stat.S_ISREG(os.fstat(self._fd).st_mode)
+        self._fsync = self._fd >= 0
+
+    @property
+    def can_be_truncated(self) -> bool:
+        """Whether this is a regular file other than standard output."""
+        return self._is_regular and not self._is_stdout
+
+    def lock(self) -> bool:
+        """Lock the file against other runs until it is closed; False if another run has it."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+        return True
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to its first `size` bytes."""
+        os.ftruncate(self._fd, size)
+
+    def append(self, data: bytes) -> None:
+        """Append `data`; on return it is on disk.
+
+        If that fails, a regular file is left as it was. SIGINT and SIGTERM wait for the end.
+        """
+        if self._fd < 0:
+            sys.stdout.write(data.decode())
+            sys.stdout.flush()
+        elif self._is_regular:
+            with defer_signals():
+                self._append_or_undo(data)
+        else:
+            self._write(data)
+            self._sync()
+
+    def close(self) -> None:
+        """Close the file; standard output stays open."""
+        if not self._is_stdout:
+            os.close(self._fd)
+
+    def _append_or_undo(self, data: bytes) -> None:
+        before = os.fstat(self._fd).st_size
+        try:
+            self._write(data)
+            self._sync()
+        except OSError:
+            os.ftruncate(self._fd, before)
+            raise
+
+    def _write(self, data: bytes) -> None:
+        written = os.write(self._fd, data)
+        if self._is_regular and written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        while written < len(data):  # a pipe takes only as much as it has room for
+            written += os.write(self._fd, data[written:])
+
+    def _sync(self) -> None:
+        if not self._fsync:
+            return
+        try:
+            os.fsync(self._fd)
+        except OSError as problem:
+            if problem.errno not in _NO_FSYNC:
+                raise
+            self._fsync = False  # a pipe or a terminal
+
+
+def _stdout_fd() -> int:
+    """The file descriptor of standard output; -1 if it was replaced by an object without one."""
+    sys.stdout.flush()
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
+        return sys.stdout.fileno()
+    except io.UnsupportedOperation:
+        return -1
 
 
-def fsync_folder(folder: Path) -> None:
-    """Have the names in `folder` on disk; OSError where its file system cannot do that."""
+def _open_for_append(name: str) -> int:
+    """Open or create a file; a new file's name is on disk on return."""
+    is_new = not os.path.exists(name)
+    fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    if is_new:
+        with suppress(OSError):  # some file systems cannot sync a folder
+            _fsync_folder(Path(name).parent)
+    return fd
+
+
+def _fsync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

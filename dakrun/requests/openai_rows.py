@@ -1,6 +1,6 @@
-"""OpenAI Batch rows: what a row asks for, and how its result is written.
+"""The OpenAI Batch row format: requests to /v1/completions and /v1/chat/completions, and results.
 
-Knows the bodies of /v1/completions and /v1/chat/completions; knows neither files nor the engine.
+Knows neither files nor the engine.
 """
 
 import hashlib
@@ -12,13 +12,12 @@ from typing import Any
 from dakrun.config import SamplingParams
 from dakrun.requests.native_rows import (
     SAMPLING_FIELDS,
-    BadRow,
-    Prompt,
-    PromptRules,
+    ParsedRow,
     RowFormat,
     json_kind,
     stop_and_eos,
 )
+from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Completion, Reply, RowError
 
 _URLS = ("/v1/completions", "/v1/chat/completions")
@@ -28,7 +27,7 @@ _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata")
 _ROLES = ("system", "developer", "user", "assistant")
-# Fields that are not supported, but ask for nothing with these values.
+# Unsupported fields, with the value that asks for nothing and is therefore accepted.
 _NEUTRAL: Mapping[str, object] = {
     "n": 1,
     "best_of": 1,
@@ -47,16 +46,16 @@ _NEUTRAL: Mapping[str, object] = {
 
 
 def is_batch_row(row: Mapping[str, Any]) -> bool:
-    """Whether a JSON row is meant as a Batch row."""
+    """Whether a JSON row has a field that only Batch rows have."""
     return "custom_id" in row or "body" in row
 
 
-def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRules) -> Prompt:
-    """Prompt and parameters of {"custom_id", "method": "POST", "url", "body": {...}}.
+def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRules) -> ParsedRow:
+    """Parse a row {"custom_id", "method": "POST", "url", "body": {...}}.
 
-    Parameters that the body does not give are `defaults`, not OpenAI's; a field that is null
-    counts as absent, and so does an unsupported one that asks for nothing, like "n": 1.
-    Raises BadRow, or UsageError for parameters.
+    Parameters that the body lacks are taken from `defaults`, not from OpenAI's defaults. A field
+    that is null counts as absent, and so does an unsupported field with its neutral value, like
+    "n": 1. Raises BadRow, or UsageError for parameters.
     """
     unknown = [name for name in row if name not in _ROW_FIELDS]
     if unknown:
@@ -64,10 +63,10 @@ def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRule
     if row.get("custom_id") is None:
         raise BadRow("invalid_field", "custom_id is missing")
     if row.get("method") != "POST":
-        raise BadRow("invalid_field", f"method is {_said(row.get('method'))}, not 'POST'")
+        raise BadRow("invalid_field", f"method is {_shown(row.get('method'))}, not 'POST'")
     url, body = row.get("url"), row.get("body")
     if url not in _URLS:
-        raise BadRow("unsupported_url", f"url is {_said(url)}, not {' or '.join(_URLS)}")
+        raise BadRow("unsupported_url", f"url is {_shown(url)}, not {' or '.join(_URLS)}")
     if not isinstance(body, dict):
         raise BadRow("invalid_field", f"body is {json_kind(body)}, not an object")
     is_chat = url == _URLS[1]
@@ -77,11 +76,12 @@ def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRule
         raise BadRow("invalid_field", f"model is {json_kind(model)}, not a string")
     params = _parameters(given, defaults)
     ids = _chat_prompt(given, rules) if is_chat else _text_prompt(given, rules)
-    return Prompt(ids, params, Reply("chat" if is_chat else "completion", model))
+    return ParsedRow(ids, params, Reply("chat" if is_chat else "completion", model))
 
 
 def needs_tokenizer(row: Mapping[str, Any]) -> bool:
     """Whether the prompt of a Batch row is text."""
+    """Whether the row's prompt is text or a chat."""
     body = row.get("body")
     return isinstance(body, dict) and (isinstance(body.get("prompt"), str) or "messages" in body)
 
@@ -90,7 +90,7 @@ BATCH = RowFormat("OpenAI Batch", "custom_id", parse_batch, needs_tokenizer, Rep
 
 
 def _supported(body: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of `body` that matter; raises BadRow that names those that are not supported."""
+    """The supported fields of `body`; raises BadRow, which names fields that are not supported."""
     given = {k: v for k, v in body.items() if v is not None and k not in _IGNORED}
     unknown = [k for k, v in given.items() if k not in fields and not _is_neutral(k, v)]
     if unknown:
@@ -138,7 +138,7 @@ def _chat_prompt(given: dict[str, Any], rules: PromptRules) -> tuple[int, ...]:
 
 
 def _message(number: int, message: object) -> dict[str, str]:
-    """A message as the chat template gets it: its role, and its text in one string."""
+    """A message as chat templates take it: its role, and all its text in one string."""
     if not isinstance(message, dict):
         raise BadRow("invalid_prompt", f"message {number} is {json_kind(message)}, not an object")
     given = {name: value for name, value in message.items() if value is not None}
@@ -146,9 +146,9 @@ def _message(number: int, message: object) -> dict[str, str]:
     if unknown:
         raise BadRow("unsupported_field", f"message {number} has unsupported {_names(unknown)}")
     if given.get("role") not in _ROLES:
-        said = _said(given.get("role"))
+        found = _shown(given.get("role"))
         raise BadRow(
-            "invalid_prompt", f"the role of message {number} is {said}, not {', '.join(_ROLES)}"
+            "invalid_prompt", f"the role of message {number} is {found}, not {', '.join(_ROLES)}"
         )
     content = given.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -158,16 +158,16 @@ def _message(number: int, message: object) -> dict[str, str]:
         )
     for part in parts:
         if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-            raise BadRow("unsupported_field", f"message {number} has a part that is no text")
+            raise BadRow("unsupported_field", f"message {number} has a part that is not text")
         if not isinstance(part["text"], str):
-            raise BadRow("invalid_prompt", f"message {number} has text that is no string")
+            raise BadRow("invalid_prompt", f"message {number} has text that is not a string")
     return {"role": given["role"], "content": "".join(part["text"] for part in parts)}
 
 
 def completion_row(completion: Completion) -> dict[str, Any]:
-    """The output row of a finished Batch request; its ids follow from custom_id alone.
+    """The result row of a finished Batch request; its ids are hashes of custom_id alone.
 
-    `token_ids` is no part of OpenAI's format: it stands in for the text without a tokenizer.
+    Without a tokenizer the choice has `token_ids`, which OpenAI's format lacks, and no text.
     """
     key, is_chat = _key(completion.id), completion.reply.kind == "chat"
     choice: dict[str, Any] = {"index": 0}
@@ -200,7 +200,7 @@ def completion_row(completion: Completion) -> dict[str, Any]:
 
 
 def error_row(error: RowError) -> dict[str, Any]:
-    """The output row of a Batch row that could not be run; `line` is no part of OpenAI's format."""
+    """The result row of a Batch row that could not be run; `line` is not in OpenAI's format."""
     return {
         "id": f"batch_req_{_key(error.id)}",
         "custom_id": error.id,
@@ -218,8 +218,8 @@ def _names(fields: list[str]) -> str:
     return ", ".join(map(repr, fields))
 
 
-def _said(value: object) -> str:
-    """A value that should be one of a few strings, for messages."""
+def _shown(value: object) -> str:
+    """A value in a message: a short string itself, otherwise its JSON type."""
     if value is None:
         return "missing"
     return repr(value) if isinstance(value, str) and len(value) <= 100 else json_kind(value)

@@ -1,6 +1,7 @@
 """Prompt files, read as a stream: every row becomes a Request, or a RowError if it cannot be run.
 
-Knows files and lines and holds one at a time; what a row may say is in rows.py.
+Knows files and lines, and holds one line at a time; the fields of a row are in native_rows.py and
+openai_rows.py.
 """
 
 import os
@@ -12,52 +13,55 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
-from dakrun.requests.ids import IdSet
 from dakrun.requests.native_rows import (
     NATIVE,
-    BadRow,
-    Prompt,
-    PromptRules,
+    ParsedRow,
     RowFormat,
     decode_utf8,
     id_of,
     json_object,
 )
 from dakrun.requests.openai_rows import BATCH, is_batch_row
-from dakrun.requests.request import Request, RowError
+from dakrun.requests.prompts import BadRow, PromptRules
+from dakrun.requests.request import IdSet, Request, RowError
 
 Format = Literal["text", "jsonl"]
-
-# Longer lines are skipped, not held: prompts are not that long, but a file that is no text may be.
-MAX_LINE_BYTES = 2**24
 
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl"}
 
 
 class _Line(NamedTuple):
-    """A line that is not blank, without its end; `data` is None where it is too long to keep."""
+    """A line that is not blank, without its line end; `data` is None if it is too long to keep."""
 
     number: int
     data: bytes | None
 
 
 class RequestReader:
-    """The rows of a prompt file, to be read once.
+    """The rows of a prompt file, read once, in order; a context manager that closes the file.
 
-    `source` is a path or "-" (standard input). Without `format`, .txt is text (a prompt a line),
+    `source` is a path or "-" (standard input). Without `format`, .txt is text (one prompt a line),
     .jsonl is JSON Lines, and a file without suffix or standard input is JSON Lines if its first
-    row begins with "{". JSON rows are native or OpenAI Batch rows, as the first of them is; the
-    other kind is then an error. No two rows have one id: where an earlier row has it, the row is
-    an error that is named after its line. `bytes_read` and `bytes_total` (None for a pipe) tell
-    how far it is. Blank lines are skipped, but counted. Raises UsageError where the source cannot
-    be opened, CannotRun where it breaks.
+    row begins with "{". The first JSON row decides whether all are native or OpenAI Batch rows;
+    rows of the other kind are errors. A row whose id an earlier row has becomes an error with an id
+    made of its line number. Blank lines are skipped, but counted. A line of more than
+    `max_line_bytes`, as in a binary file, is an error and is not held in memory.
+
+    `bytes_read` of `bytes_total` (None for a pipe) have been read. Raises UsageError if the source
+    cannot be opened, CannotRun if reading fails later.
     """
 
     def __init__(
-        self, source: str | Path, *, defaults: SamplingParams, format: Format | None = None
+        self,
+        source: str | Path,
+        *,
+        defaults: SamplingParams,
+        format: Format | None = None,
+        max_line_bytes: int = 2**24,
     ) -> None:
         self._name, self._defaults = str(source), defaults
         self._format = format or _format_of(self._name)
+        self._max_line_bytes = max_line_bytes
         self._file = _open(self._name)
         self.bytes_read = 0
         self.bytes_total = None if self._name == "-" else _size(self._file)
@@ -78,9 +82,9 @@ class RequestReader:
             self._file.close()
 
     def needs_tokenizer(self) -> bool:
-        """Whether the first row's prompt is text. Reads that row and keeps it.
+        """Whether the first row's prompt is text; reads that row ahead.
 
-        False where there are no rows, or it cannot be understood: that is one bad row.
+        False if there are no rows or the first one cannot be parsed.
         """
         line = self._peek()
         if line is None or line.data is None:
@@ -94,7 +98,7 @@ class RequestReader:
         return _kind_of(row).needs_tokenizer(row)
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError]:
-        """Every row as a Request, or as a RowError where `rules` or its format forbid it."""
+        """Every row as a Request, or as a RowError if it is malformed or breaks `rules`."""
         line = self._peek()
         if line is None:
             return
@@ -102,7 +106,7 @@ class RequestReader:
         while line is not None:
             self._first = None
             row = self._parse(line, row_format, rules)
-            yield row if row_format == "text" else self._unique(row)  # lines have unique ids
+            yield row if row_format == "text" else self._unique(row)  # text rows' ids are unique
             line = self._peek()
         self.close()
 
@@ -120,9 +124,11 @@ class RequestReader:
         row_id = f"line-{line.number}"
         try:
             if line.data is None:
-                raise BadRow("line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
+                raise BadRow(
+                    "line_too_long", f"the line has more than {self._max_line_bytes} bytes"
+                )
             if row_format == "text":
-                prompt = Prompt(rules.encode(decode_utf8(line.data)), self._defaults)
+                parsed = ParsedRow(rules.encode(decode_utf8(line.data)), self._defaults)
             else:
                 row = json_object(line.data)
                 kind = _kind_of(row)
@@ -133,39 +139,32 @@ class RequestReader:
                         "mixed_formats",
                         f"the row is {kind.name}, the rows before it are {self._row_kind.name}",
                     )
-                prompt = kind.parse(row, self._defaults, rules)
-            if prompt.params.stop and rules.tokenizer is None:
-                raise BadRow("no_tokenizer", "stop strings need the model's tokenizer")
+                parsed = kind.parse(row, self._defaults, rules)
+            rules.check_stop(parsed.params)
         except BadRow as bad:
             return self._error(row_id, line.number, bad.code, str(bad))
         except UsageError as bad:
             return self._error(row_id, line.number, "invalid_field", f"{bad}; {bad.hint}")
-        return Request(
-            id=row_id,
-            line=line.number,
-            prompt_ids=prompt.ids,
-            params=prompt.params,
-            reply=prompt.reply,
-        )
+        return Request(id=row_id, line=line.number, **parsed._asdict())
 
     def _error(self, row_id: str, line: int, code: str, message: str) -> RowError:
         reply = (self._row_kind or NATIVE).reply
         return RowError(id=row_id, line=line, code=code, message=message, reply=reply)
 
     def _unique(self, row: Request | RowError) -> Request | RowError:
-        """`row`, or an error with an id of its own where an earlier row has the same id."""
+        """`row`, or an error with a new id if an earlier row has the same id."""
         if self._ids.add(row.id):
             return row
-        own = f"line-{row.line}"
-        while not self._ids.add(own):
-            own += "-duplicate"
-        return self._error(own, row.line, "duplicate_id", f"an earlier row has the id {row.id!r}")
+        new = f"line-{row.line}"
+        while not self._ids.add(new):
+            new += "-duplicate"
+        return self._error(new, row.line, "duplicate_id", f"an earlier row has the id {row.id!r}")
 
     def _read_lines(self) -> Iterator[_Line]:
         number = 0
         while data := self._read():
             number += 1
-            if len(data) > MAX_LINE_BYTES:
+            if len(data) > self._max_line_bytes:
                 while data and not data.endswith(b"\n"):
                     data = self._read()
                 yield _Line(number, None)
@@ -176,13 +175,13 @@ class RequestReader:
                 yield _Line(number, data.removesuffix(b"\n").removesuffix(b"\r"))
 
     def _read(self) -> bytes:
-        """The next line, or as much of it as shows that it is too long."""
+        """The next line, or the start of one that is too long."""
         try:
-            data = self._file.readline(MAX_LINE_BYTES + 1)
+            data = self._file.readline(self._max_line_bytes + 1)
         except OSError as problem:
             raise CannotRun(
-                f"{self._name}: cannot be read any further ({problem.strerror})",
-                hint="copy the file to another place and run again with --resume",
+                f"{self._name}: reading failed ({problem.strerror})",
+                hint="copy the file to another disk, then run again with --resume",
             ) from problem
         self.bytes_read += len(data)
         return data
@@ -199,7 +198,7 @@ def _format_of(name: str) -> Format | None:
     if suffix not in _SUFFIXES:
         raise UsageError(
             f"{name}: prompt files end in .txt or .jsonl",
-            hint="a .txt file holds a prompt a line, a .jsonl file a JSON object a line",
+            hint="a .txt file holds one prompt a line, a .jsonl file one JSON object a line",
         )
     return _SUFFIXES[suffix]
 

@@ -1,5 +1,10 @@
-"""What enters and leaves the engine: requests, completions, and rows that are neither."""
+"""Requests, completions and row errors: what enters and leaves the engine; and sets of their ids.
 
+Knows neither files nor models.
+"""
+
+import hashlib
+from array import array
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +13,7 @@ from dakrun.config import SamplingParams
 
 @dataclass(frozen=True)
 class Reply:
-    """The format of a result row: native, or OpenAI's, which repeats the `model` of the request."""
+    """The format of a result row: native, or OpenAI's, which repeats the request's `model`."""
 
     kind: Literal["native", "completion", "chat"] = "native"
     model: str | None = None
@@ -16,7 +21,7 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A tokenised prompt and how to continue it; `line` is its 1-based line in the input."""
+    """A tokenized prompt and how to continue it; `line` is its 1-based line in the input."""
 
     id: str
     line: int
@@ -30,7 +35,7 @@ class Completion:
     """A finished request. `text` ends before EOS or the stop string; None without a tokenizer.
 
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
-    each further one (0 where there is none), both in seconds.
+    each later token (0 if there is none), both in seconds.
     """
 
     id: str
@@ -52,3 +57,61 @@ class RowError:
     code: str
     message: str
     reply: Reply = Reply()
+
+
+class IdSet:
+    """A set of row ids in 12 to 24 bytes each, however long the ids: a hash table of 64-bit hashes.
+
+    Only the hashes are kept: among a million ids, two collide with a probability of 3e-8.
+    """
+
+    def __init__(self) -> None:
+        self._table = _empty(1 << 10)  # open addressing; 0 marks a free slot
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, id: str) -> bool:
+        return self._table[self._slot(_hash(id))] != 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the table in bytes."""
+        return len(self._table) * self._table.itemsize
+
+    def add(self, id: str) -> bool:
+        """Insert `id`; True if it is new."""
+        value = _hash(id)
+        slot = self._slot(value)
+        if self._table[slot]:
+            return False
+        self._table[slot] = value
+        self._count += 1
+        if 3 * self._count > 2 * len(self._table):
+            self._grow()
+        return True
+
+    def _slot(self, value: int) -> int:
+        """The slot that holds `value`, or the free slot to insert it at."""
+        table, mask = self._table, len(self._table) - 1
+        slot = value & mask
+        while table[slot] not in (0, value):
+            slot = (slot + 1) & mask
+        return slot
+
+    def _grow(self) -> None:
+        old, self._table = self._table, _empty(2 * len(self._table))
+        for value in old:
+            if value:
+                self._table[self._slot(value)] = value
+
+
+def _empty(slots: int) -> "array[int]":
+    return array("Q", [0]) * slots
+
+
+def _hash(id: str) -> int:
+    """A 64-bit hash of `id` that is never 0."""
+    data = id.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1

@@ -1,7 +1,7 @@
-"""Text to token ids and back, and the search for stop strings in what was generated.
+"""Text to token ids and back, and the search for stop strings in generated tokens.
 
-Wraps the tokenizer that Hugging Face's AutoTokenizer finds in a model directory; imports it late
-and keeps it quiet. Knows nothing of requests.
+Wraps the tokenizer that transformers' AutoTokenizer finds in a model directory. Imports
+transformers late and silences its warnings. Knows nothing of requests.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ from dakrun.errors import CannotRun, UsageError
 Decode = Callable[[Sequence[int]], str]
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# Most bytes of a character. An incomplete one spoils the tokens beside it that are single bytes.
+# Maximum UTF-8 bytes of a character, which may be spread over as many tokens.
 _CHARACTER_BYTES = 4
 
 
 class Tokenizer:
-    """A model's own tokenizer; `load` makes one."""
+    """A model's tokenizer; `load` reads it from the model directory."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +35,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """The tokenizer in a model directory; CannotRun where there is none that works."""
+        """Load the tokenizer in a model directory; CannotRun if it is missing or broken."""
         if not cls.is_in(directory):
             raise CannotRun(
                 f"{directory}: no tokenizer files",
@@ -55,8 +55,8 @@ class Tokenizer:
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
                 f"{directory}: the tokenizer cannot be loaded ({reason})",
-                hint="copy the tokenizer files anew from where the model was published, and "
-                "config.json, which is read with them",
+                hint="copy the tokenizer files and config.json, which is read with them, again "
+                "from where the model was published",
             ) from problem
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -75,14 +75,14 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can work."""
+        """Whether the tokenizer has a chat template, which `chat` needs."""
         return bool(self._tokenizer.chat_template)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Token ids of a conversation up to where the assistant answers, by the chat template.
+        """Token ids of `{"role", "content"}` messages and the start of the assistant's answer.
 
-        `messages` are `{"role", "content"}`. Raises UsageError where the tokenizer has no template
-        or the template does not accept the messages.
+        Raises UsageError if the tokenizer has no chat template or the template does not accept the
+        messages.
         """
         if not self.has_chat_template:
             raise UsageError(
@@ -93,7 +93,7 @@ class Tokenizer:
             ids = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except Exception as problem:  # a template is a program that raises what it likes
+        except Exception as problem:  # a template is a program: it may raise anything
             reason = " ".join(str(problem).split())
             raise UsageError(
                 f"the chat template does not accept the messages ({reason})",
@@ -103,25 +103,26 @@ class Tokenizer:
 
 
 class StopStrings:
-    """Finds any of `stop` in generated tokens, whose text `decode` gives."""
+    """Finds any of the strings `stop` in generated tokens; `decode` turns tokens into text."""
 
     def __init__(self, stop: tuple[str, ...], decode: Decode) -> None:
         self._stop, self._decode = stop, decode
         longest = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0)
         self._window = longest + _CHARACTER_BYTES
-        # Twice, as decoding drops a space that a text begins with.
+        # Decoded twice, because decoding drops a leading space.
         self._has_text = cache(lambda token: decode([token, token]) != "")
 
     def hit(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest of `token_ids` completes a stop string; to be asked at each token.
+        """Whether the newest of `token_ids` completes a stop string. Call it after each token.
 
-        A token that has text, which special ones do not, is at least one byte of it: only the last
-        few such tokens need to be looked at, and all of them where a string is found.
+        A token with text (special tokens have none) is at least one byte, so only as many of the
+        last tokens are decoded as the longest stop string has bytes, and a character's more. All
+        tokens are decoded to confirm a hit.
         """
         if not self._stop:
             return False
         last = list(islice(filter(self._has_text, reversed(token_ids)), self._window))[::-1]
-        for start in range(_CHARACTER_BYTES):  # one of these is no middle of a character
+        for start in range(_CHARACTER_BYTES):  # one of these starts at the start of a character
             text = self._decode(last[start:])
             if self._is_in(text):
                 return self._is_in(self._decode(token_ids))
@@ -133,13 +134,13 @@ class StopStrings:
         return any(s in text for s in self._stop)
 
     def cut(self, text: str) -> str:
-        """`text` up to the first place where a stop string begins, or all of it."""
+        """`text` up to the first stop string in it, or all of it."""
         return text[: min((at for s in self._stop if (at := text.find(s)) >= 0), default=None)]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No advice from transformers on stderr; its verbosity is put back afterwards."""
+    """Silence transformers' warnings on stderr; restore its verbosity afterwards."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
