@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from dakrun.errors import CannotRun
+from dakrun.memory import HostBlock, allocate_tiers, check_page_locking, locked_block
+
+# Patched below, as there is no CUDA: the calls of the driver and of libc, and /sys.
 from dakrun.memory import host as host_memory
-from dakrun.memory.host import HostBlock, check_page_locking, locked_block
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -120,13 +122,13 @@ def test_pages_that_the_kernel_does_not_give(
     monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda
 ) -> None:
     monkeypatch.setattr(host_memory, "_libc", fake_libc(errno.ENOMEM))
-    with pytest.raises(CannotRun, match=r"does not give 1\.00 MiB .*Cannot allocate memory"):
+    with pytest.raises(CannotRun, match=r"1\.00 MiB .*Cannot allocate memory"):
         locked_block(MIB, 0)
     assert cuda.asked == []
 
 
 def test_pages_that_the_kernel_does_not_map() -> None:
-    with pytest.raises(CannotRun, match=r"does not map 1048576\.00 TiB of host memory \("):
+    with pytest.raises(CannotRun, match=r"cannot map 1048576\.00 TiB"):
         HostBlock(1 << 60)
 
 
@@ -152,7 +154,7 @@ def test_pages_are_bound_only_to_a_node_that_holds_them(monkeypatch: pytest.Monk
         for free in (18 * MIB, 17 * MIB):
             monkeypatch.setattr(host_memory, "node_memory", lambda node, free=free: free)
             assert block.bind(1)
-    assert policies == [host_memory.MPOL_BIND, host_memory.MPOL_PREFERRED]
+    assert policies == [2, 1]  # MPOL_BIND, MPOL_PREFERRED
 
 
 def test_a_locked_block_is_on_the_gpus_node(
@@ -179,6 +181,18 @@ def test_closing_unlocks_once_and_unmaps(cuda: FakeCuda) -> None:
     assert cuda.locked == {address: 1}
 
 
+def test_tiers_are_freed_together() -> None:
+    with allocate_tiers({"hbm": MIB, "host": MIB, "peer:1": 0}, torch.device("cpu")) as tiers:
+        assert tiers["host"].allocate((4,), torch.float32).sum() == 0
+        addresses = [tiers[t].allocate((4,), torch.float32).data_ptr() for t in ("hbm", "host")]
+        assert all(map(mapped, addresses))
+    assert not any(map(mapped, addresses))
+    assert [tier.free for tier in tiers.values()] == [0, 0, 0]
+    with pytest.raises(MemoryError, match="0 left"):
+        tiers["host"].allocate((4,), torch.float32)
+    tiers.close()
+
+
 def test_views_keep_the_pages_after_closing(cuda: FakeCuda) -> None:
     with locked_block(5 * MIB, 0) as block:
         view, address = block.tensor[MIB : 2 * MIB].view(torch.float32), block.address
@@ -201,7 +215,7 @@ def test_the_last_view_unlocks_where_nobody_closes(cuda: FakeCuda) -> None:
 
 def test_the_interpreters_exit_unlocks() -> None:
     code = (
-        "from dakrun import host_memory as h\n"
+        "from dakrun.memory import host as h\n"
         "h._register = lambda *a: print('locked', flush=True)\n"
         "h._unlock = lambda *a: print('unlocked', flush=True)\n"
         "h.numa_nodes = lambda: 1\n"
@@ -221,7 +235,7 @@ def test_a_failed_lock_releases_everything(
     cuda.most = 0
     monkeypatch.setattr(host_memory, "lock_limit", lambda: limit)
     before = resident()
-    with pytest.raises(CannotRun, match=f"does not page-lock 32.00 MiB .*{REFUSED}") as caught:
+    with pytest.raises(CannotRun, match=f"cannot page-lock 32.00 MiB .*{REFUSED}") as caught:
         locked_block(32 * MIB, 0)
     assert hint in caught.value.hint
     assert resident() - before < 16 * MIB and cuda.locked == {}
@@ -263,7 +277,7 @@ def test_a_limit_on_page_locking_that_counts(
 ) -> None:
     cuda.most = 8 * MIB
     monkeypatch.setattr(host_memory, "lock_limit", lambda: 8 * MIB)
-    with pytest.raises(CannotRun, match=r"does not page-lock 9\.00 MiB") as caught:
+    with pytest.raises(CannotRun, match=r"cannot page-lock 9\.00 MiB") as caught:
         check_page_locking(1 << 40, 0)
     assert "ulimit -l unlimited" in caught.value.hint
 

@@ -15,9 +15,9 @@ from dakrun.engine import build as build_module
 from dakrun.errors import UsageError
 from dakrun.hardware.files import load_profile
 from dakrun.llm import LLM
-from dakrun.memory import tiers as memory
+from dakrun.memory import HostBlock, tiers
 from dakrun.plan.planner import Policy
-from dakrun.requests.request import Request
+from dakrun.requests import Request
 
 NAME = "llama-gqa3-tied"
 POLICY = Policy(offload_ratio=0.3, kv_offload_ratio=0.5)
@@ -29,20 +29,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[memory.HostBlock]:
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[HostBlock]:
     """The memory of every tier that is allocated."""
     made = []
-    take = memory._take
+    take = tiers._take
 
     def noted(*args: object) -> object:
         made.append(take(*args))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(memory, "_take", noted)
+    monkeypatch.setattr(tiers, "_take", noted)
     return made  # type: ignore[return-value]
 
 
-def test_closing_gives_the_memory_back(path: Path, blocks: list[memory.HostBlock]) -> None:
+def test_closing_gives_the_memory_back(path: Path, blocks: list[HostBlock]) -> None:
     with LLM(path, device="cpu", batch_size=2, policy=POLICY) as llm:
         assert len(llm.generate([[5, 6, 7]])) == 1
         mappings = [weakref.ref(block._mapping) for block in blocks]
@@ -53,7 +53,7 @@ def test_closing_gives_the_memory_back(path: Path, blocks: list[memory.HostBlock
         llm.generate([[5, 6, 7]])
 
 
-def test_a_stream_ends_with_its_llm(path: Path, blocks: list[memory.HostBlock]) -> None:
+def test_a_stream_ends_with_its_llm(path: Path, blocks: list[HostBlock]) -> None:
     llm = LLM(path, device="cpu", batch_size=1, policy=POLICY)
     params = SamplingParams(max_tokens=2)
     stream = llm.stream(Request(id=i, line=1, prompt_ids=(5, 6), params=params) for i in "abc")
@@ -91,7 +91,7 @@ def test_arrays_are_no_numbers(path: Path, value: object) -> None:
 
 
 def test_a_failed_load_gives_the_memory_back(
-    path: Path, blocks: list[memory.HostBlock], monkeypatch: pytest.MonkeyPatch
+    path: Path, blocks: list[HostBlock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
         raise OSError("the disk broke")

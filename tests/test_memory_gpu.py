@@ -12,8 +12,7 @@ import torch
 from peers import readable_peer
 
 from dakrun.errors import CannotRun
-from dakrun.memory import host as host_memory
-from dakrun.memory.tiers import PartitionedTensor, allocate_tiers
+from dakrun.memory import PartitionedTensor, allocate_tiers
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,8 +77,9 @@ def test_dropping_the_tier_unlocks_it(runtime: Any, device: torch.device) -> Non
 def test_a_refused_lock_leaves_cuda_usable(
     runtime: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "PORTABLE_MAPPED", 0x7000)  # no flags that CUDA knows
-    with pytest.raises(CannotRun, match=r"does not page-lock .*cudaErrorInvalidValue"):
+    # Patched within: flags unknown to CUDA are the one refusal that leaves the machine as it is.
+    monkeypatch.setattr("dakrun.memory.host.PORTABLE_MAPPED", 0x7000)
+    with pytest.raises(CannotRun, match=r"cannot page-lock .*cudaErrorInvalidValue"):
         allocate_tiers({"hbm": 1 << 20, "host": 1 << 20}, device)
     assert torch.ones(3, device=device).sum() == 3
 
@@ -87,7 +87,7 @@ def test_a_refused_lock_leaves_cuda_usable(
 def test_the_interpreters_exit_is_quiet() -> None:
     code = (
         "import torch\n"
-        "from dakrun.memory.tiers import allocate_tiers\n"
+        "from dakrun.memory import allocate_tiers\n"
         "tiers = allocate_tiers({'hbm': 1 << 20, 'host': 1 << 28}, torch.device('cuda'))\n"
         "kept = tiers['host'].allocate((1 << 28,), torch.uint8)\n"
         "there = kept.to('cuda', non_blocking=True)\n"
@@ -103,7 +103,7 @@ def test_more_than_the_gpu_has_is_refused(device: torch.device) -> None:
 
 
 def test_the_computing_gpu_is_no_peer(device: torch.device) -> None:
-    with pytest.raises(CannotRun, match="is the GPU that computes"):
+    with pytest.raises(CannotRun, match="is the GPU that runs"):
         allocate_tiers({"hbm": 0, f"peer:{device.index}": 4096}, device)
     with pytest.raises(CannotRun, match="needs GPU 99"):
         allocate_tiers({"hbm": 0, "peer:99": 4096}, device)

@@ -17,8 +17,17 @@ from dakrun.errors import CannotRun
 from dakrun.hardware.profile import LOCAL, RemoteTier
 from dakrun.kernels.bandwidth import Reader, read_window
 from dakrun.kernels.runtime.copy_engine import copy
-from dakrun.memory.device import check_free, check_peer, device_index, peer_index
-from dakrun.memory.tiers import ALIGNMENT, HOST, Tiers, allocate_tiers, available_host_memory
+from dakrun.memory import (
+    ALIGNMENT,
+    HOST,
+    Tiers,
+    allocate_tiers,
+    available_host_memory,
+    check_free,
+    check_peer,
+    device_index,
+    peer_index,
+)
 from dakrun.probe.measurement import steadier
 from dakrun.probe.sweeps import Buffer, copy_seconds
 from dakrun.units import format_bytes

@@ -1,6 +1,7 @@
-"""How much host memory this process may take, and on which NUMA node it is near a GPU.
+"""Limits of host memory for this process, and the NUMA nodes of memory and GPUs.
 
-Reads /proc and /sys below a root folder and the process's rlimits; takes no memory itself.
+Reads /proc and /sys below a root folder, and the process's rlimits. Allocates nothing and imports
+no torch.
 """
 
 import mmap
@@ -14,19 +15,19 @@ from dakrun.errors import CannotRun
 from dakrun.units import format_bytes
 
 ROOT = Path("/")
-NO_LIMIT = 1 << 60  # cgroup 1 writes a number beyond this where there is no limit
+NO_LIMIT = 1 << 60  # cgroup 1 writes a larger number for "no limit"
 CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory.high", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-# Who takes memory from a virtual machine at run time; what they took is not this machine's.
+# Balloon drivers, which take memory from a virtual machine at run time.
 BALLOONS = ("sys/bus/vmbus/drivers/hv_balloon", "sys/devices/system/xen_memory")
 
 
 @dataclass(frozen=True)
 class HostLimit:
-    """Something that bounds host memory: `left` bytes may be taken; `hint` says what to do."""
+    """One bound on host memory: `left` bytes may still be taken, `what` names it for a message."""
 
     left: int
     what: str
@@ -34,29 +35,28 @@ class HostLimit:
 
 
 def available_host_memory(root: Path = ROOT) -> int:
-    """Bytes of host memory that this process may still take.
-
-    The least that any of these leaves: free memory, the limits of its memory cgroup and of those
-    above it, the address space (ulimit -v, -d) and, where the kernel counts it, the commit limit.
-    Free memory is MemAvailable and what `unused_ram` finds beside it. A limit above that is no
-    reason to believe in more memory than the kernel has.
-    """
+    """Bytes of host memory that this process may still take: the minimum over `host_limits`."""
     return max(0, min(limit.left for limit in host_limits(root)))
 
 
 def check_host_memory(nbytes: int, root: Path = ROOT) -> None:
-    """CannotRun, naming the limit, unless `nbytes` of host memory may be taken."""
-    least = min(host_limits(root), key=lambda limit: limit.left)
-    if nbytes > least.left:
+    """Raise CannotRun, naming the limit, unless `nbytes` of host memory may be taken."""
+    lowest = min(host_limits(root), key=lambda limit: limit.left)
+    if nbytes > lowest.left:
         raise CannotRun(
             f"the plan needs {format_bytes(nbytes)} of host memory, "
-            f"{format_bytes(max(0, least.left))} are {least.what}",
-            hint=least.hint,
+            f"but only {format_bytes(max(0, lowest.left))} are {lowest.what}",
+            hint=lowest.hint,
         )
 
 
 def host_limits(root: Path = ROOT) -> list[HostLimit]:
-    """All that bounds this process's host memory; CannotRun where the kernel does not say."""
+    """Every limit on this process's host memory.
+
+    These are free memory (MemAvailable and `unused_ram`), the memory cgroup and its ancestors, the
+    address space (ulimit -v and -d) and, under strict overcommit, the kernel's commit limit.
+    Raises CannotRun if /proc/meminfo does not give MemAvailable.
+    """
     fields = _fields(root / "proc/meminfo")
     if "MemAvailable" not in fields or "MemTotal" not in fields:
         raise CannotRun("/proc/meminfo has no MemAvailable", hint="dakrun needs Linux")
@@ -90,12 +90,12 @@ def host_limits(root: Path = ROOT) -> list[HostLimit]:
 
 
 def unused_ram(root: Path = ROOT) -> int:
-    """Bytes of RAM that the kernel has, but brings into use, and counts, only once it needs them.
+    """Bytes of RAM that the kernel has but does not count in MemTotal yet.
 
-    A kernel may set up the page descriptors of a large virtual machine as memory fills; MemTotal
-    then grows. The RAM of its zones (/proc/zoneinfo) is known from the start. Elsewhere it exceeds
-    MemTotal by the descriptors (1/64) and what else the kernel keeps: 1/32 is left out for those,
-    and a difference below 1/8 counts for nothing. So does one that a balloon may have made.
+    In a large virtual machine the kernel may initialise page descriptors only as memory fills up,
+    and MemTotal grows with them. The RAM of the zones (/proc/zoneinfo) is complete from the start.
+    Usually it exceeds MemTotal only by the descriptors (1/64) and other kernel memory. So 1/32 of
+    it is left out, and the result is 0 if the difference is below 1/8 or may be a balloon's.
     """
     fields, ram = _fields(root / "proc/meminfo"), _zone_ram(root)
     vmstat = _fields(root / "proc/vmstat", unit=mmap.PAGESIZE)
@@ -107,38 +107,38 @@ def unused_ram(root: Path = ROOT) -> int:
 
 
 def cgroup_limit(root: Path = ROOT) -> int | None:
-    """The least limit of this process's memory cgroup and those above it, in bytes."""
+    """The lowest limit in bytes of this process's memory cgroup and its ancestors; else None."""
     return min((limit for limit, _ in _cgroup_limits(root)), default=None)
 
 
 def lock_limit() -> int | None:
-    """RLIMIT_MEMLOCK (ulimit -l) in bytes, None where there is none.
+    """RLIMIT_MEMLOCK (ulimit -l) in bytes, None if unlimited.
 
-    NVIDIA's driver does not, as a rule, count what it locks against it.
+    NVIDIA's driver usually ignores it.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def pci_address(properties: Any) -> str:
-    """PCI address of a GPU, as /sys writes it, from torch's device properties."""
+    """PCI address of a GPU in the format of /sys, from torch's device properties."""
     parts = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
     return "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def numa_nodes(root: Path = ROOT) -> int:
-    """Number of NUMA nodes; 0 where the kernel does not show them."""
+    """Number of NUMA nodes; 0 if /sys does not list them."""
     return len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
 
 
 def numa_node(address: str, root: Path = ROOT) -> int | None:
-    """The node that the PCI device at `address` hangs on; None where the firmware is silent."""
+    """NUMA node of the PCI device at `address`; None if the firmware does not say."""
     text = _read(root / "sys/bus/pci/devices" / address / "numa_node")
-    return int(text) if text.isdigit() else None  # -1 where it is not known
+    return int(text) if text.isdigit() else None  # -1: unknown
 
 
 def node_memory(node: int, root: Path = ROOT) -> int:
-    """Bytes of `node` that are free or hold file pages, which make room for others."""
+    """Bytes of `node` that are free or can be reclaimed from the page cache."""
     total = 0
     for line in _read(root / f"sys/devices/system/node/node{node}/meminfo").splitlines():
         words = line.split()  # Node 0 MemFree: 123 kB
@@ -148,7 +148,7 @@ def node_memory(node: int, root: Path = ROOT) -> int:
 
 
 def _zone_ram(root: Path) -> int:
-    """Bytes of RAM in the kernel's zones, without the memory of devices."""
+    """Bytes of RAM in the kernel's zones, device memory excluded."""
     pages, zone = 0, ""
     for line in _read(root / "proc/zoneinfo").splitlines():
         words = line.split()
@@ -160,7 +160,7 @@ def _zone_ram(root: Path) -> int:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes left under it) of every limit on this process's memory cgroup."""
+    """(limit, bytes left) of this process's memory cgroup and its ancestors."""
     for folder in _cgroup_folders(root):
         for limit_file, usage_file in CGROUP_FILES:
             limit, usage = _read(folder / limit_file), _read(folder / usage_file)
@@ -170,7 +170,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """This process's memory cgroup and those above it, as far as they can be seen here."""
+    """Folders of this process's memory cgroup and its ancestors, as far as they are visible."""
     mount = root / "sys/fs/cgroup"
     tops = {"": mount, "memory": mount / "memory"}  # cgroup 2 and cgroup 1
     paths = dict.fromkeys(tops, "")
@@ -180,7 +180,7 @@ def _cgroup_folders(root: Path) -> Iterator[Path]:
             paths[name] = path.lstrip("/")
     for name, top in tops.items():
         folder = top / paths[name]
-        # In a container the path can be the host's, and the top is what the process is in.
+        # In a container the path may be the host's; the process is then in the top folder.
         if ".." in folder.parts or not folder.is_dir():
             folder = top
         yield folder
@@ -190,21 +190,21 @@ def _cgroup_folders(root: Path) -> Iterator[Path]:
 
 
 def _file_pages(folder: Path) -> int:
-    """Page cache that a cgroup counts as used but gives back under pressure, in bytes."""
+    """Bytes of page cache, which a cgroup counts as used but reclaims under pressure."""
     stat = _fields(folder / "memory.stat", unit=1)
-    return sum(  # cgroup 1 writes those of the groups below with another name
+    return sum(  # cgroup 1 writes the sums over descendants as total_*
         stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file")
     )
 
 
 def _fields(path: Path, unit: int = 1024) -> dict[str, int]:
-    """The numbers of a file of lines like "MemFree: 123 kB", times `unit`."""
+    """Name to number, times `unit`, from lines like "MemFree: 123 kB"."""
     words = (line.replace(":", " ").split() for line in _read(path).splitlines())
     return {w[0]: int(w[1]) * unit for w in words if len(w) > 1 and w[1].isdigit()}
 
 
 def _read(path: Path) -> str:
-    """A small file's text, or nothing where it cannot be read."""
+    """Text of a small file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

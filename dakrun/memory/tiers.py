@@ -1,6 +1,6 @@
-"""Tiers: the memories that a plan fills, and matrices whose row blocks lie in several of them.
+"""Memory tiers of fixed size, and matrices whose row blocks are partitioned over them.
 
-Host and GPU memory come from host_memory.py and device_memory.py. Knows no plans and no models.
+host.py and device.py allocate the memory. Knows neither plans nor models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,37 +19,39 @@ from dakrun.memory.device import (
     peer_index,
 )
 from dakrun.memory.host import HostBlock, check_page_locking, locked_block
-from dakrun.memory.limits import available_host_memory as available_host_memory
 from dakrun.memory.limits import check_host_memory
 from dakrun.units import ceil_div
 
-ALIGNMENT = 256
+ALIGNMENT = 256  # bytes
 HOST = "host"
-LOCAL_HINT = "lower --hbm-budget, --batch-size or --max-model-len, or end what else uses the GPU"
-PEER_HINT = "lower --peer-budget, or end what else uses that GPU"
+LOCAL_HINT = (
+    "lower --hbm-budget, --batch-size or --max-model-len, or stop other programs on the GPU"
+)
+PEER_HINT = "lower --peer-budget, or stop other programs on that GPU"
 
 
 class Tier:
-    """One memory of fixed size that hands out aligned, uninitialised tensors and never grows.
+    """An arena of fixed size in one memory; allocates aligned, uninitialised tensors.
 
-    On a GPU the tier "hbm" is its own memory, "host" page-locked host memory that every GPU can
-    read, and "peer:N" memory of GPU N that `device` can read. On a CPU all are host memory.
+    If `device` is a GPU, tier "hbm" is its own memory, "host" is page-locked host memory that every
+    GPU can read, and "peer:N" is memory of GPU N that `device` can read. If `device` is a CPU, all
+    tiers are host memory.
     """
 
     def __init__(self, name: str, capacity: int, device: torch.device) -> None:
-        """Take `capacity` bytes; CannotRun where the machine does not give them."""
+        """Allocate `capacity` bytes. Raises CannotRun if the machine does not have them."""
         self.name = name
         self.capacity = capacity
         self.used = 0
         self._block = _take(name, capacity, device)
 
     def close(self) -> None:
-        """Give the memory back. Repeating it does nothing; tensors of it are not to be read."""
+        """Free the memory; its tensors must not be read any more. A second call does nothing."""
         self.used = self.capacity
         self._block.close()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of this tier; MemoryError where it does not fit any more."""
+        """A contiguous, uninitialised tensor. Raises MemoryError if it does not fit."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         end = self.used + aligned(nbytes)
         if end > self.capacity:
@@ -60,15 +62,15 @@ class Tier:
 
     @property
     def free(self) -> int:
-        """Bytes that are not handed out."""
+        """Bytes not allocated yet."""
         return self.capacity - self.used
 
 
 class Tiers(dict[str, Tier]):
-    """Tiers by name that are given back together; a context manager."""
+    """Tiers by name; as a context manager it closes all of them."""
 
     def close(self) -> None:
-        """Close every tier. Repeating it does nothing."""
+        """Close every tier. A second call does nothing."""
         for tier in self.values():
             tier.close()
 
@@ -81,7 +83,7 @@ class Tiers(dict[str, Tier]):
 
 @dataclass(frozen=True)
 class Part:
-    """Whole rows of a matrix in one tier: `data` is [rows, K], row-major, contiguous."""
+    """A range of rows of a matrix in one tier: `data` is [rows, K], contiguous."""
 
     tier: str
     rows: slice
@@ -90,7 +92,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartitionedTensor:
-    """A matrix [M, K] whose rows lie in several tiers; the parts follow their order."""
+    """A matrix [M, K] whose rows are partitioned over tiers; parts are in order of rows."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -104,7 +106,10 @@ class PartitionedTensor:
         placement: Sequence[tuple[str, int]],
         tiers: Mapping[str, Tier],
     ) -> "PartitionedTensor":
-        """Allocate a matrix with `placement` (tier, row blocks), in the order of its rows."""
+        """Allocate an uninitialised matrix [M, K] with `placement`, (tier, row blocks) in order.
+
+        Raises ValueError if the row blocks do not add up to M rows, MemoryError if a tier is full.
+        """
         (height, cols), first, parts = shape, 0, []
         for tier, count in placement:
             if count:
@@ -113,11 +118,11 @@ class PartitionedTensor:
                 parts.append(Part(tier, rows, data))
             first += count
         if first != row_block_count(height):
-            raise ValueError(f"{first} row blocks placed of a matrix of {row_block_count(height)}")
+            raise ValueError(f"expected {row_block_count(height)} row blocks, got {first}")
         return cls(shape, dtype, tuple(parts))
 
     def dense(self) -> torch.Tensor:
-        """The matrix [M, K] in one piece, on the device of the first part."""
+        """A copy of the matrix [M, K] in one tensor, on the device of the first part."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.parts[0].data.device)
         for part in self.parts:
             out[part.rows] = part.data.to(out.device)
@@ -125,15 +130,15 @@ class PartitionedTensor:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to what an allocation occupies."""
+    """Bytes that an allocation of `nbytes` takes: rounded up to ALIGNMENT."""
     return ceil_div(nbytes, ALIGNMENT) * ALIGNMENT
 
 
 def allocate_tiers(capacities: Mapping[str, int], device: torch.device) -> Tiers:
-    """Tiers of exactly the given sizes in bytes, to be closed by the caller.
+    """Allocate tiers of exactly the given sizes in bytes; the caller closes them.
 
-    Raises CannotRun before anything is allocated where this machine does not hold them, and with
-    everything given back where that shows only then.
+    Raises CannotRun if a size does not fit. That is checked before anything is allocated; if an
+    allocation fails all the same, the others are freed.
     """
     _check(capacities, device)
     tiers = Tiers()
@@ -147,7 +152,7 @@ def allocate_tiers(capacities: Mapping[str, int], device: torch.device) -> Tiers
 
 
 def _check(capacities: Mapping[str, int], device: torch.device) -> None:
-    """CannotRun where a tier cannot be had; takes nothing that it does not give back."""
+    """Raise CannotRun if a tier does not fit. Allocates nothing that outlasts the call."""
     if device.type == "cpu":
         check_host_memory(sum(capacities.values()))
         return
@@ -163,7 +168,7 @@ def _check(capacities: Mapping[str, int], device: torch.device) -> None:
 
 
 def _take(name: str, nbytes: int, device: torch.device) -> HostBlock | DeviceBlock:
-    """Memory for the tier `name` of a model that runs on `device`."""
+    """Allocate the memory of tier `name` for a model that runs on `device`."""
     if device.type == "cpu":
         return HostBlock(nbytes)
     if name == HOST:

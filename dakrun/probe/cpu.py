@@ -19,7 +19,7 @@ from dakrun.errors import CannotRun
 from dakrun.hardware.files import cpu_name
 from dakrun.hardware.profile import ComputeRate, HardwareProfile, OpCosts, Provenance, RemoteTier
 from dakrun.kernels import reference
-from dakrun.memory.tiers import Part, PartitionedTensor, available_host_memory
+from dakrun.memory import Part, PartitionedTensor, available_host_memory
 from dakrun.probe.measurement import STEADY, Log, Measurement
 from dakrun.units import format_bytes
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from dakrun.hardware.files import gpu_names
-from dakrun.memory.limits import (
+from dakrun.memory import (
     available_host_memory,
     cgroup_limit,
     lock_limit,
