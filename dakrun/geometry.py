@@ -1,22 +1,95 @@
-"""The row block: 8 whole rows of a matrix, the unit in which it is placed, stored and computed.
+"""Sizes that planner, Python wrappers and CUDA kernels agree on, and how row blocks go to CTAs.
 
-A row block lies in one tier. The last one of a matrix may have fewer rows. The row blocks of a tier
-are dealt out in turn, in groups, to its CTAs, one on each of its SMs. This is what planner and
-kernels have to agree on.
+The constants of CUDA_CONSTANTS reach the kernels as macros of the same names, one `-D` each in
+every compilation (dakrun/kernels/runtime/nvrtc.py); native/geometry.cuh names those that several
+kernels use. A row block, 8 whole rows of a matrix, is the unit in which a matrix is placed in
+tiers, stored and computed. Needs neither torch nor a GPU.
 """
 
 import functools
 
 from dakrun.units import ceil_div
 
-ROWS_PER_BLOCK = 8
-FEW_ROWS = 32  # of X: what SplitK_GEMM multiplies faster than the tiled GEMM, and normalizes itself
-MAX_GROUP = 16  # row blocks that a CTA multiplies together
-SHARE_OF_X = 0.25  # what reading X for a group costs, in row blocks
-TAIL = 0.05  # what storing a CTA's last group costs, in that group
-# What two CTAs, one of this op and one of the next, can have of an SM's 228 KiB: 1 KiB each is the
-# driver's, and 1 KiB is for barriers.
-SHARED_BYTES = 112 * 1024
+# Packed matrices
+ROWS_PER_BLOCK = 8  # rows of a row block; the last one of a matrix may have fewer
+CHUNK = 8  # 16-bit elements of a 16-byte chunk, the unit of vector loads and of swizzling
+ATOM_COLS = 64  # columns of an atom: one swizzled row of 128 bytes
+ATOM_BYTES = 2 * ROWS_PER_BLOCK * ATOM_COLS  # of an atom, a row block's 64 columns
+MAX_TIERS = 9  # tiers of one matrix or KV cache: HBM, host memory and seven peers
+MAX_GROUP_ROW_BLOCKS = 16  # row blocks that a CTA multiplies together
+TILE_ROW_BLOCKS = 8  # row blocks that a warpgroup multiplies together: 64 rows, as wgmma has
+WARPGROUPS = 2  # of a GEMM's CTA that multiply
+
+# KV cache
+KV_BLOCK = 64  # positions of a KV block
+HEAD_DIMS = (64, 80, 96, 128)  # head sizes with an attention kernel
+MAX_GROUP_HEADS = 16  # query heads of one KV head
+
+# Shared memory of a CTA. An SM of a Hopper has 228 KiB, of which the driver keeps 1 KiB a CTA.
+SHARED_BYTES_PAIRED = 112 * 1024  # of each of two CTAs of an SM, less 1 KiB for barriers
+SHARED_BYTES_ALONE = 227 * 1024  # of the only CTA of an SM
+
+# SplitK_GEMM
+SPLITK_MAX_ROWS = 64  # rows of X in one launch
+SPLITK_X_TILES = (1, 2, 4, 8)  # kernel variants, by tiles of 8 rows of X
+SPLITK_MAX_STAGES = 16
+SPLITK_THREADS = 128 * WARPGROUPS + 2 * 32  # of a CTA: warpgroups multiply, two warps copy
+
+# Tiled GEMM
+TILED_MAX_ROWS = 4096  # rows of X in one launch
+TILED_X_TILES = (8, 16, 24, 32)  # kernel variants, by tiles of 8 rows of X a warpgroup
+TILED_PORTABLE_X_TILES = (8,)  # variants for GPUs without wgmma
+TILED_WIDE_TILES = (12, 24, 28)  # variants that multiply 64 rows of X by tiles of 8 rows of W
+TILED_MAX_STAGES = 13
+TILED_THREADS = 128 * (WARPGROUPS + 1)  # of a CTA: warpgroups that multiply, one that copies
+TILED_PASS_TILES = 4  # tiles of a warp's sums that are staged as one block of outputs
+TILED_MIN_OUTPUT_BLOCKS = 3  # blocks of outputs of a warp
+
+# SplitK_FlashAttn
+ATTENTION_MAX_STAGES = 16
+ATTENTION_WARPS = 7  # of a CTA that attend, for up to 8 query heads a KV head
+ATTENTION_WARPS_LARGE_GROUP = 3  # the same for more query heads, which need more registers
+ATTENTION_MAX_UNITS = 128  # CTAs that the blocks of one KV head of a slot are split over
+ATTENTION_PARTIAL_EXTRA = 4  # floats behind a partial output: row_max, row_sum, two of padding
+
+# Other kernels
+BANDWIDTH_MAX_SOURCES = 10  # readers of one launch
+BANDWIDTH_MAX_STAGES = 64
+ELEMENTWISE_THREADS = 256  # of a CTA of embed, store_kv and unpack
+ROW_THREADS = 1024  # of a CTA of select_greedy; the most of one of normalize
+NORMALIZE_CHUNKS = 2  # chunks of a row that a thread of normalize holds at most
+
+CUDA_CONSTANTS = {
+    "ROWS_PER_BLOCK": ROWS_PER_BLOCK,
+    "CHUNK": CHUNK,
+    "ATOM_COLS": ATOM_COLS,
+    "ATOM_BYTES": ATOM_BYTES,
+    "MAX_TIERS": MAX_TIERS,
+    "TILE_ROW_BLOCKS": TILE_ROW_BLOCKS,
+    "WARPGROUPS": WARPGROUPS,
+    "KV_BLOCK": KV_BLOCK,
+    "SPLITK_MAX_STAGES": SPLITK_MAX_STAGES,
+    "SPLITK_THREADS": SPLITK_THREADS,
+    "TILED_MAX_STAGES": TILED_MAX_STAGES,
+    "TILED_THREADS": TILED_THREADS,
+    "TILED_PASS_TILES": TILED_PASS_TILES,
+    "TILED_MIN_OUTPUT_BLOCKS": TILED_MIN_OUTPUT_BLOCKS,
+    "ATTENTION_MAX_STAGES": ATTENTION_MAX_STAGES,
+    "ATTENTION_WARPS": ATTENTION_WARPS,
+    "ATTENTION_WARPS_LARGE_GROUP": ATTENTION_WARPS_LARGE_GROUP,
+    "ATTENTION_MAX_UNITS": ATTENTION_MAX_UNITS,
+    "ATTENTION_PARTIAL_EXTRA": ATTENTION_PARTIAL_EXTRA,
+    "BANDWIDTH_MAX_SOURCES": BANDWIDTH_MAX_SOURCES,
+    "BANDWIDTH_MAX_STAGES": BANDWIDTH_MAX_STAGES,
+    "ELEMENTWISE_THREADS": ELEMENTWISE_THREADS,
+    "ROW_THREADS": ROW_THREADS,
+    "NORMALIZE_CHUNKS": NORMALIZE_CHUNKS,
+}
+
+FEW_ROWS = 32  # rows of X up to which SplitK_GEMM beats the tiled GEMM, and normalizes itself
+# Costs with which even_group() weighs group sizes.
+X_READ_COST = 0.25  # of reading X for a group, in row blocks
+EPILOGUE_COST = 0.05  # of storing a CTA's last group, in that group
 
 
 def row_block_count(rows: int) -> int:
@@ -25,26 +98,26 @@ def row_block_count(rows: int) -> int:
 
 
 def first_row(row_block: int, rows: int) -> int:
-    """First row of a row block of a matrix of `rows`; past the last row block, `rows`."""
+    """First row of a row block of a matrix of `rows`; `rows` past the last row block."""
     return min(row_block * ROWS_PER_BLOCK, rows)
 
 
 def group_count(group: int, row_blocks: int, mixed: int = 0) -> int:
-    """Groups of up to `group` row blocks, each of them of one tier or of the one mixed with it."""
+    """Groups of up to `group` row blocks of a tier, plus those of the one mixed with it."""
     return ceil_div(row_blocks, group) + ceil_div(mixed, group)
 
 
 @functools.cache
 def even_group(row_blocks: int, ctas: int, mixed: int = 0) -> int:
-    """The group with which the busiest of `ctas` has least to do, of a tier's row blocks.
+    """Choose the group size that gives the busiest of `ctas` the least work.
 
-    That is its row blocks, for each group of them an X to read, and the last group's outputs, whose
-    storing nothing hides. CTAs may also have `mixed` row blocks of another tier, in groups as
-    large.
+    Groups of a tier's row blocks are assigned to CTAs round-robin, and with them groups of the
+    `mixed` row blocks of another tier. A CTA's work is its row blocks, reading X once per group,
+    and storing the outputs of its last group, which overlaps with nothing.
     """
 
     def work(group: int) -> float:
         groups = ceil_div(group_count(group, row_blocks, mixed), ctas)
-        return groups * (group + SHARE_OF_X) + TAIL * group
+        return groups * (group + X_READ_COST) + EPILOGUE_COST * group
 
-    return min(range(MAX_GROUP, 0, -1), key=work) if row_blocks or mixed else 1
+    return min(range(MAX_GROUP_ROW_BLOCKS, 0, -1), key=work) if row_blocks or mixed else 1

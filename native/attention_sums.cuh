@@ -100,7 +100,7 @@ constexpr int kTogether = 4;
 // Of a head, all units in their order. Many are under way together: to wait for one takes the
 // better part of a microsecond, and that at the end of a kernel.
 __device__ __forceinline__ Sums add_units(const Row& row, int head) {
-  constexpr int kTotals = kMostUnits / 32;
+  constexpr int kTotals = kMaxUnits / 32;
   const int lane = lane_anew(), units = row.units, stride = row.args.max_parts * row.size;
   const float* const first = row.part(0, 0) + head * kPart;
   float2 totals[kTotals];  // of unit lane + 32 i

@@ -3,8 +3,8 @@
 
 #include "common.cuh"
 
-constexpr int kMaxSources = 10;  // HBM, host and eight peers
-constexpr int kMaxStages = 64;
+constexpr int kMaxSources = BANDWIDTH_MAX_SOURCES;
+constexpr int kMaxStages = BANDWIDTH_MAX_STAGES;
 
 extern __shared__ __align__(128) uint8_t smem[];
 

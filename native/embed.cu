@@ -5,7 +5,7 @@
 #include "element.cuh"
 #include "packed.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = ELEMENTWISE_THREADS;
 
 struct EmbedArgs {
   const int* tokens;         // [n]

@@ -5,11 +5,12 @@
 #include "element.cuh"
 #include "packed.cuh"
 
-constexpr int kWarpgroups = 2;  // of consumers
+constexpr int kWarpgroups = WARPGROUPS;  // of consumers
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = kWarpgroups * kWarpgroup;
-constexpr int kThreads = kConsumers + 2 * 32;  // and two warps that copy
-constexpr int kAtomK = 64;
+constexpr int kThreads = SPLITK_THREADS;  // and two warps that copy
+static_assert(kThreads == kConsumers + 2 * 32, "two warps copy beside those that multiply");
+constexpr int kAtomK = ATOM_COLS;
 
 // One cubin per dtype and N: -DBFLOAT16 is 0 or 1, and a warpgroup multiplies 64 rows of W and
 // 8 * X_TILES of X at a time, or, with -DWIDE=1, 64 rows of X and 8 * X_TILES of W.
@@ -19,8 +20,8 @@ constexpr int kAtomK = 64;
 #ifndef SETS
 #define SETS (X_TILES == 1 ? 4 : X_TILES == 2 ? 2 : 1)
 #endif
-constexpr int kXRows = WIDE ? 64 : 8 * X_TILES;
-constexpr int kTileRowBlocks = WIDE ? X_TILES : 8;
+constexpr int kXRows = kRowsPerBlock * (WIDE ? TILE_ROW_BLOCKS : X_TILES);
+constexpr int kTileRowBlocks = WIDE ? X_TILES : TILE_ROW_BLOCKS;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 
 extern __shared__ __align__(1024) uint8_t smem[];

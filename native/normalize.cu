@@ -7,8 +7,8 @@
 #include "cta_reduce.cuh"
 #include "element.cuh"
 
-constexpr int kMaxThreads = 1024;
-constexpr int kChunks = 2;  // at most, of a thread
+constexpr int kMaxThreads = ROW_THREADS;
+constexpr int kChunks = NORMALIZE_CHUNKS;  // at most, of a thread
 
 struct NormalizeArgs {
   const Element* x;       // [n, cols]

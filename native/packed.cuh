@@ -2,12 +2,8 @@
 // rows where they lie.
 #pragma once
 
+#include "geometry.cuh"
 #include "ptx.cuh"
-
-constexpr int kMaxTiers = 9;
-constexpr int kRowsPerBlock = 8;
-constexpr int kAtomChunks = 8;  // a row, of 16 bytes
-constexpr int kAtomBytes = 1024;
 
 struct PackedTier {
   const uint8_t* base;
@@ -35,7 +31,7 @@ struct RowBlock {
   const uint8_t* wave;
   int wave_row_blocks, step_atoms, atoms;
   int group, group_row_blocks;  // the group's first row block in the wave, and how many it has
-  int place;                // in the group
+  int place;                    // in the group
 
   __device__ __forceinline__ RowBlock(const PackedMatrix& matrix, int row_block)
       : atoms(matrix.atoms) {
@@ -84,9 +80,8 @@ struct RowBlockAtoms {
 
   __device__ __forceinline__ RowBlockAtoms(const RowBlock& row_block, int number)
       : from(row_block.atom(number)),
-        step(row_block.wave +
-             static_cast<int64_t>(row_block.step_of(number)) * row_block.wave_row_blocks *
-                 kAtomBytes),
+        step(row_block.wave + static_cast<int64_t>(row_block.step_of(number)) *
+                                  row_block.wave_row_blocks * kAtomBytes),
         group(row_block.group),
         place(row_block.place),
         step_atoms(row_block.step_atoms),

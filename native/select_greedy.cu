@@ -7,7 +7,7 @@
 #include "cta_reduce.cuh"
 #include "element.cuh"
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = ROW_THREADS;
 constexpr int kInFlight = 4;  // loads of a thread that are under way together
 constexpr int kLogits = 8;    // of a chunk
 

@@ -3,13 +3,15 @@
 
 #include "common.cuh"
 #include "element.cuh"
+#include "geometry.cuh"
 
-constexpr int kMaxTiers = 9;
-constexpr int kMaxStages = 16;
-constexpr int kWarps = GROUP_TILES == 1 ? 7 : 3;  // that attend, each to blocks of its own
-constexpr int kThreads = 32 * (kWarps + 1);       // and one that copies
-constexpr int kBlock = 64;                        // positions
-constexpr int kTileRows = 16;                     // the height of an mma
+constexpr int kMaxStages = ATTENTION_MAX_STAGES;
+constexpr int kWarps = GROUP_TILES == 1
+                           ? ATTENTION_WARPS
+                           : ATTENTION_WARPS_LARGE_GROUP;  // that attend, each to blocks of its own
+constexpr int kThreads = 32 * (kWarps + 1);                // and one that copies
+constexpr int kBlock = KV_BLOCK;                           // positions
+constexpr int kTileRows = 16;                              // the height of an mma
 constexpr int kTiles = kBlock / kTileRows;
 constexpr int kChunks = HEAD_DIM / 8;
 constexpr int kRowBytes = 2 * HEAD_DIM;         // of a position
@@ -17,8 +19,9 @@ constexpr int kHalfBytes = kBlock * kRowBytes;  // keys, or values, of a block: 
 constexpr int kSwizzle = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;  // divides the chunks
 constexpr int kSteps = HEAD_DIM / 16;
 
-constexpr int kPart = HEAD_DIM + 4;  // values of a head, largest score, sum of weights
-constexpr int kMostUnits = 128;      // of a KV head of a slot
+constexpr int kPart =
+    HEAD_DIM + ATTENTION_PARTIAL_EXTRA;         // values of a head, largest score, sum of weights
+constexpr int kMaxUnits = ATTENTION_MAX_UNITS;  // of a KV head of a slot
 
 // One cubin per dtype, head size and size of the groups: BFLOAT16, HEAD_DIM, GROUP_TILES.
 constexpr float kNone = -1e30f;  // less than any score, and no infinity: less itself it is zero

@@ -3,7 +3,7 @@
 
 #include "gemm_common.cuh"
 
-constexpr int kMaxStages = 16;
+constexpr int kMaxStages = SPLITK_MAX_STAGES;
 
 // With -DNORM=1 X is normalised, with -DMIXES=1 the first tier's CTAs take groups of another, too.
 constexpr bool kPairs = X_TILES == 8;  // X is then so large that it counts how often it is read
@@ -23,13 +23,13 @@ struct Tier {
   int first_cta;
   int wave_row_blocks;
   int group_row_blocks;  // at most kWarpgroups * kTileRowBlocks; fewer in a tier's last group
-  int step_atoms;    // a multiple of what a stage has
-  int stage_atoms;   // a multiple of x_atoms
-  int stages;        // 2 or more: one is free when the next is read
-  int window;        // stages of W that a CTA may have in flight
-  int x_boxes;       // copies of X for a stage
-  int group_stages;  // that a whole group takes
-  int groups;        // that stages have: with kPairs two, of up to kTileRowBlocks
+  int step_atoms;        // a multiple of what a stage has
+  int stage_atoms;       // a multiple of x_atoms
+  int stages;            // 2 or more: one is free when the next is read
+  int window;            // stages of W that a CTA may have in flight
+  int x_boxes;           // copies of X for a stage
+  int group_stages;      // that a whole group takes
+  int groups;            // that stages have: with kPairs two, of up to kTileRowBlocks
   // With kMixes: what its CTAs go through, and how many of these are the mixed tier's.
   int all_groups, mixed_groups;
 };

@@ -66,9 +66,9 @@ struct Ring {
 struct Source {
   Cursor at;
   const int k_end, step_atoms;
-  int first;                   // the group's row block in a wave
-  const uint8_t *step, *from;  // the next step of the wave; the stage
-  int row_blocks, in_wave, left;   // of the group; of the wave; atoms of the step
+  int first;                      // the group's row block in a wave
+  const uint8_t *step, *from;     // the next step of the wave; the stage
+  int row_blocks, in_wave, left;  // of the group; of the wave; atoms of the step
 
   __device__ __forceinline__ Source(const SplitKGemmArgs& args, int number, int group = 0)
       : at(args, number),

@@ -5,9 +5,9 @@
 // rotation.
 
 #include "element.cuh"
+#include "geometry.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kBlock = 64;  // positions
+constexpr int kThreads = ELEMENTWISE_THREADS;
 
 // Where a token's keys and values go: `layer_bytes` further in each layer, `head_bytes` in each KV
 // head.
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int kv_head = head - args.q_heads - (value ? args.kv_heads : 0);
   auto* const to = reinterpret_cast<Chunk*>(
       place.key + args.layer * place.layer_bytes + kv_head * place.head_bytes +
-      (value ? static_cast<int64_t>(kBlock) * args.head_dim * 2 : 0));
+      (value ? static_cast<int64_t>(kKvBlock) * args.head_dim * 2 : 0));
   const int turned = position % 8 * args.swizzle / 8;
   to[pair ^ turned] = first;
   to[pair + pairs ^ turned] = second;

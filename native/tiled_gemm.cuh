@@ -6,20 +6,21 @@
 static_assert(kWarpgroups == 2, "row_groups are 1 or 2");
 static_assert(X_TILES % (WIDE ? 4 : 8) == 0 && X_TILES <= 32, "at most 256 rows a warpgroup");
 
-constexpr int kTiledThreads = kConsumers + kWarpgroup;  // of these two warps copy
+constexpr int kTiledThreads = TILED_THREADS;  // of the last warpgroup two warps copy
+static_assert(kTiledThreads == kConsumers + kWarpgroup, "a warpgroup beside those that multiply");
 // A thread that multiplies takes registers from those that do not.
 constexpr int kCopyRegisters = 40, kConsumerRegisters = 232;
-constexpr int kMaxStages = 13;
+constexpr int kMaxStages = TILED_MAX_STAGES;
 
 // How a tier's row blocks are computed, by clusters of its own. A cluster's tile is that of its
 // CTAs. The matrix may have them in several parts, each packed by itself: tiles go over their
 // borders.
 struct TierTiles {
-  int first_row_block;       // of the matrix; row blocks of this tier: to the next one's
+  int first_row_block;   // of the matrix; row blocks of this tier: to the next one's
   int first_cluster;     // clusters of this tier, likewise
   int clusters;          // as many
   int row_groups;        // warpgroups along W: 2, or 1, and the other one has the next rows of X
-  int tile_row_blocks;       // of W in a CTA's tile, at most row_groups * kTileRowBlocks
+  int tile_row_blocks;   // of W in a CTA's tile, at most row_groups * kTileRowBlocks
   int w_tiles, x_tiles;  // of clusters
   int block_tiles;       // tiles along X that are beside each other in their order
   int rounds;            // in which each cluster takes a tile; it has a share of those then left
@@ -109,10 +110,10 @@ struct Tiles {
   int tier, cluster, w, x, segment;
   int turn = -1;
   int row_block, row_blocks;  // of W, counted from the matrix's first; there may be none
-  int n;              // the first row of X
-  int k, k_end;       // atoms
-  bool carried;       // the sums of those before k have been left
-  bool leaves;        // the sums are to be left
+  int n;                      // the first row of X
+  int k, k_end;               // atoms
+  bool carried;               // the sums of those before k have been left
+  bool leaves;                // the sums are to be left
 
   __device__ __forceinline__ Tiles(const TiledGemmArgs& args, const Place& place)
       : args(args),

@@ -8,10 +8,9 @@
 
 #include "tiled_gemm.cuh"
 
-constexpr int kPassTiles = 4;  // of a warp's sums, whose outputs are a block
+constexpr int kPassTiles = TILED_PASS_TILES;  // of a warp's sums, whose outputs are a block
 constexpr int kPasses = X_TILES / kPassTiles;
-constexpr int kLeastBlocks = 3;  // of a warp
-constexpr int kChunk = 8;        // outputs
+constexpr int kLeastBlocks = TILED_MIN_OUTPUT_BLOCKS;  // of a warp
 constexpr int kRowChunks = WIDE ? kPassTiles : 2;
 constexpr int kBlockRows = WIDE ? 16 : 8 * kPassTiles;
 constexpr int kBlockBytes = kBlockRows * kRowChunks * 16;

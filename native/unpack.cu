@@ -5,7 +5,7 @@
 
 #include "packed.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = ELEMENTWISE_THREADS;
 constexpr int kAtoms = 4;  // of a warp
 constexpr int kHalves = 2;
 constexpr int kHalfRows = kRowsPerBlock / kHalves;  // that a warp moves at a time, 16 bytes a lane

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention.config import AttentionConfig, attention_config
-from dakrun.kernels.attention.kv_blocks import BLOCK, KVShape, pack, unpack
+from dakrun.kernels.attention.kv_blocks import KVShape, pack, unpack
 from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
 from dakrun.kernels.gemm.splitk_config import TierAccess
 
@@ -52,7 +53,7 @@ class Case:
         batch, heads = len(self.lengths), self.kv_heads * self.group
         room = self.positions or max(self.lengths) + 1
         self.shape = KVShape(self.kv_heads, self.dim, room)
-        self.room = dataclasses.replace(self.shape, positions=self.shape.blocks * BLOCK)
+        self.room = dataclasses.replace(self.shape, positions=self.shape.blocks * KV_BLOCK)
         qkv = normal(batch, (heads + 2 * self.kv_heads) * self.dim).to(self.device)
         parts = qkv.view(batch, -1, self.dim).split((heads, self.kv_heads, self.kv_heads), dim=1)
         self.q, self.k, self.v = parts

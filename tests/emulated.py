@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dakrun.geometry import CUDA_CONSTANTS
 from dakrun.kernels.gemm.tiled import AFTER_REMOTE
 from dakrun.resources import resource_dir
 
@@ -52,7 +53,8 @@ class EmulatedKernel:
         entry = folder / "entry.cpp"
         entry.write_text(ENTRY.format(source=source, struct=struct, name=name), "utf-8")
         library = folder / "kernel.so"
-        macros = [f"-D{key}={value}" for key, value in defines.items()]
+        constants = {**CUDA_CONSTANTS, **defines}
+        macros = [f"-D{key}={value}" for key, value in constants.items()]
         command = [*COMPILER, "-shared", "-include", f"{_headers().name}/{HEADER}", *macros]
         subprocess.run([*command, "-o", library, entry], check=True)
         self._launch = ctypes.CDLL(str(library)).launch

@@ -15,30 +15,30 @@ import pytest
 import torch
 from benched import HEAD, PROFILE, TINY, check_measured, on_the_cpu, run, without_a_gpu
 from click.testing import Result
+from dakrun.bench.attention_cases import AttentionCase, attention_cases, slot_bytes
+from dakrun.bench.attention_rows import ATTENTION_COLUMNS, AttentionRow
+from dakrun.bench.cases import buffer_bytes, forecast
+from dakrun.bench.effort import FULL, MIB
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.bench import attention, attention_sweep, tiers
 from dakrun.bench import run as bench_run
-from dakrun.bench.attention_cases import AttentionCase, attention_cases, slot_bytes
-from dakrun.bench.attention_rows import ATTENTION_COLUMNS, AttentionRow
 from dakrun.bench.attention_sweep import DEFAULT_SLOTS, AttentionSweep, Slots, parse_slots
-from dakrun.bench.cases import buffer_bytes, forecast
-from dakrun.bench.effort import FULL, MIB
 from dakrun.bench.output import Record, as_text
 from dakrun.bench.sweep import TURNING_POINT
 from dakrun.cli import bench_options as options
 from dakrun.cli import main as cli
 from dakrun.config import Workload
 from dakrun.errors import UsageError
-from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.geometry import HEAD_DIMS
+from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import config as attention_heuristics
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention import splitk as kernel
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models.known import known_model
-from dakrun.plan.ops import KV_BLOCK
 from dakrun.plan.planner import Policy, make_plan
 
 
@@ -102,10 +102,8 @@ def test_malformed_slots(text: str, said: str, hint: str) -> None:
     assert hint in problem.value.hint
 
 
-def test_slots_are_those_that_the_kernel_takes() -> None:
-    assert attention_sweep.MAX_GROUP == kernel.MAX_GROUP
-    assert attention_sweep.HEAD_DIMS == kv_blocks.HEAD_DIMS and KV_BLOCK == kv_blocks.BLOCK
-    for dim in attention_sweep.HEAD_DIMS:
+def test_head_sizes_of_the_kernel_are_options() -> None:
+    for dim in HEAD_DIMS:
         assert sweep(head_dim=str(dim)).head_dim == dim
         assert f"{dim}" in run("attention", "--help").stdout
 
@@ -122,7 +120,7 @@ def test_a_sweep() -> None:
 
 @given(
     st.integers(1, 64), st.integers(1, 8), st.integers(1, 5000),
-    st.sampled_from(attention_sweep.HEAD_DIMS),
+    st.sampled_from(HEAD_DIMS),
 )  # fmt: skip
 def test_slots_have_room_in_whole_blocks(batch: int, heads: int, length: int, dim: int) -> None:
     slots = Slots(batch, heads, heads, length)
@@ -154,7 +152,7 @@ def test_bytes_of_slots_of_different_lengths() -> None:
 
 
 @pytest.mark.parametrize("slots", DEFAULT_SLOTS)
-@pytest.mark.parametrize("dim", attention_sweep.HEAD_DIMS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_sets_of_a_case(slots: Slots, dim: int) -> None:
     wanted = sweep(cases=(str(slots),), head_dim=str(dim))
     (some,) = attention_cases(wanted, 0.0, attention.EFFORT, tiers=1)

@@ -8,13 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.geometry import MAX_GROUP, SHARED_BYTES, row_block_count
-from dakrun.kernels.gemm.packing import ATOM_COLS, PackedPart, PackedTensor, Split, pack
+from dakrun.geometry import (
+    ATOM_BYTES,
+    ATOM_COLS,
+    MAX_GROUP_ROW_BLOCKS,
+    SHARED_BYTES_PAIRED,
+    SPLITK_MAX_ROWS,
+    SPLITK_X_TILES,
+    row_block_count,
+)
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, Split, pack
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.kernels.gemm.splitk_config import (
-    MAX_ROWS,
     STEP_ATOMS,
-    X_TILES,
     TierAccess,
     gemm_config,
     half_columns,
@@ -27,7 +33,6 @@ from dakrun.plan.ops import decode_ops
 from dakrun.units import ceil_div
 
 KIB = 1024
-ATOM_BYTES = 1024
 SMS = 132
 HOST = TierAccess(sms=8, window_bytes=256 * KIB)
 
@@ -57,8 +62,8 @@ def test_every_row_block_is_dealt_once(
         assert all(dealt), "none is without work"
         taken = [row_block for own in dealt for group in own for row_block in group]
         assert sorted(taken) == list(every)
-        assert 1 <= split.group <= MAX_GROUP and split.step_cols % ATOM_COLS == 0
-        assert aligned or not split.row_blocks or split.group == MAX_GROUP
+        assert 1 <= split.group <= MAX_GROUP_ROW_BLOCKS and split.step_cols % ATOM_COLS == 0
+        assert aligned or not split.row_blocks or split.group == MAX_GROUP_ROW_BLOCKS
 
 
 @given(deals(), st.booleans())
@@ -99,7 +104,7 @@ def test_even_groups_give_the_busiest_no_more(
         assert busiest <= without
 
 
-@given(deals(), st.integers(1, MAX_ROWS), st.booleans())
+@given(deals(), st.integers(1, SPLITK_MAX_ROWS), st.booleans())
 def test_shared_memory_suffices(
     deal: tuple[list[int], list[TierAccess], int], n: int, aligned: bool
 ) -> None:
@@ -107,7 +112,7 @@ def test_shared_memory_suffices(
     splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
     config = gemm_config(n, splits, tiers, sms=sms)
     assert config.splits == splits and len(config.rings) == len(tiers)
-    assert 0 < config.shared_bytes <= SHARED_BYTES
+    assert 0 < config.shared_bytes <= SHARED_BYTES_PAIRED
     for split, ring in zip(splits, config.rings, strict=True):
         assert 1 <= ring.window <= ring.stages and ring.stages >= 2
         assert split.step_cols % (ring.atoms * ATOM_COLS) == 0
@@ -121,7 +126,7 @@ def test_shared_memory_suffices(
 
 @given(
     st.lists(st.integers(1, 4000), min_size=2, max_size=3), st.integers(1, 200),
-    st.integers(1, MAX_ROWS), st.booleans(), st.booleans(),
+    st.integers(1, SPLITK_MAX_ROWS), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_a_mixed_tier_has_no_ctas(
     row_blocks: list[int], sms: int, n: int, last: bool, aligned: bool
@@ -149,7 +154,7 @@ def test_a_mixed_tier_has_no_ctas(
 
 
 @given(
-    st.integers(1, 4000), st.integers(0, 4000), st.integers(1, 64), st.integers(1, MAX_ROWS),
+    st.integers(1, 4000), st.integers(0, 4000), st.integers(1, 64), st.integers(1, SPLITK_MAX_ROWS),
     st.integers(1, 1 << 23), st.booleans(),
 )  # fmt: skip
 def test_windows_bound_what_is_in_flight(
@@ -169,7 +174,7 @@ def test_windows_bound_what_is_in_flight(
     assert bound.window == bound.stages or more > window
 
 
-@given(deals(), st.integers(1, MAX_ROWS))
+@given(deals(), st.integers(1, SPLITK_MAX_ROWS))
 def test_two_groups_at_once_are_of_two_waves(
     deal: tuple[list[int], list[TierAccess], int], n: int
 ) -> None:
@@ -182,7 +187,12 @@ def test_two_groups_at_once_are_of_two_waves(
         assert ring.groups == (2 if may else 1)
 
 
-@given(st.integers(1, 4000), st.integers(1, 1 << 16), st.integers(1, MAX_ROWS), st.integers(1, 200))
+@given(
+    st.integers(1, 4000),
+    st.integers(1, 1 << 16),
+    st.integers(1, SPLITK_MAX_ROWS),
+    st.integers(1, 200),
+)
 def test_halves_are_of_whole_steps(row_blocks: int, cols: int, n: int, sms: int) -> None:
     half = half_columns(row_blocks, cols, tiles_for(n), sms)
     assert half % (STEP_ATOMS * ATOM_COLS) == 0
@@ -217,15 +227,15 @@ def test_ctas_of_other_memory_are_spread(first_ones: int, others: int) -> None:
 
 
 def test_tiles() -> None:
-    for n in range(1, MAX_ROWS + 1):
-        assert tiles_for(n) == min(tiles for tiles in X_TILES if 8 * tiles >= n)
+    for n in range(1, SPLITK_MAX_ROWS + 1):
+        assert tiles_for(n) == min(tiles for tiles in SPLITK_X_TILES if 8 * tiles >= n)
 
 
-@pytest.mark.parametrize("n", [-1, 0, MAX_ROWS + 1])
+@pytest.mark.parametrize("n", [-1, 0, SPLITK_MAX_ROWS + 1])
 def test_rows_beyond_a_launch(n: int) -> None:
-    with pytest.raises(ValueError, match=f"expected 1 to {MAX_ROWS} rows, got {n}$"):
+    with pytest.raises(ValueError, match=f"expected 1 to {SPLITK_MAX_ROWS} rows, got {n}$"):
         tiles_for(n)
-    with pytest.raises(ValueError, match=f"expected 1 to {MAX_ROWS} rows, got {n}$"):
+    with pytest.raises(ValueError, match=f"expected 1 to {SPLITK_MAX_ROWS} rows, got {n}$"):
         gemm_config(n, [Split(1, 1, 1, 128)], [TierAccess()], sms=SMS)
 
 
@@ -240,9 +250,9 @@ def test_known_models(name: str) -> None:
         for remote in (0, 1, count // 10, count):
             tiers = (TierAccess(), HOST)
             splits = split_row_blocks((count - remote, remote), tiers, sms=SMS)
-            for n in range(1, MAX_ROWS + 1):
+            for n in range(1, SPLITK_MAX_ROWS + 1):
                 config = gemm_config(n, splits, tiers, sms=SMS)
-                assert config.splits == splits and config.shared_bytes <= SHARED_BYTES
+                assert config.splits == splits and config.shared_bytes <= SHARED_BYTES_PAIRED
 
 
 def changed(tensor: torch.Tensor, how: str) -> torch.Tensor:

@@ -18,12 +18,12 @@ from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.hardware.files import load_profile
+from dakrun.geometry import KV_BLOCK, TILED_PORTABLE_X_TILES, TILED_X_TILES
+from dakrun.hardware import load_profile
 from dakrun.kernels.attention import splitk as attention
-from dakrun.kernels.attention.kv_blocks import BLOCK
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
-from dakrun.kernels.gemm.tiled_shapes import PORTABLE_X_TILES, X_TILES, Limits
+from dakrun.kernels.gemm.tiled_shapes import Limits
 from dakrun.kernels.variants import variants
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models.hf_config import read_model_config
@@ -131,7 +131,7 @@ def decoder(path: Path, batch: int) -> tuple[KernelDecoder, PackedKVCache, Decod
         manifest = manifest_of(config, source)
         packing = Packing(accesses, SMS)
         weights = load(source, manifest, plan, tiers, CPU, packing=packing)
-    found = KernelDecoder(config, manifest, weights, accesses, cache.shape.blocks * BLOCK)
+    found = KernelDecoder(config, manifest, weights, accesses, cache.shape.blocks * KV_BLOCK)
     return found, cache, DecodeStep(found, cache, accesses["attention"])
 
 
@@ -217,7 +217,7 @@ def test_prompts_and_steps(
     config, mixes = kernels.config, path.name.startswith(MIXED)
     ahead = [
         variant
-        for x_tiles in (X_TILES, PORTABLE_X_TILES)
+        for x_tiles in (TILED_X_TILES, TILED_PORTABLE_X_TILES)
         for variant in variants(
             torch.float16, ROWS, x_tiles, head_dim=config.head_dim,
             group=config.num_heads // config.num_kv_heads, mixes=mixes,

@@ -7,20 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.geometry import SHARED_BYTES
+from dakrun.geometry import HEAD_DIMS, KV_BLOCK, SHARED_BYTES_ALONE, SHARED_BYTES_PAIRED
 from dakrun.kernels.attention.config import attention_config, cut, stage_bytes
-from dakrun.kernels.attention.kv_blocks import (
-    BLOCK,
-    HEAD_DIMS,
-    KVShape,
-    append,
-    pack,
-    read,
-    unpack,
-    write,
-)
+from dakrun.kernels.attention.kv_blocks import KVShape, append, pack, read, unpack, write
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.runtime import jit
 
 
 @given(st.integers(1, 5), st.sampled_from(HEAD_DIMS), st.integers(1, 200), st.integers(0, 200))
@@ -39,11 +29,11 @@ def test_where_an_element_lies() -> None:
     keys, values = torch.randn(2, 3, 130, 80).half()
     elements = pack(keys, values, shape).view(torch.float16)
     for head, position, dim in ((0, 0, 0), (2, 129, 79), (1, 64, 9), (1, 63, 72)):
-        block = (head * shape.blocks + position // BLOCK) * 2 * 80 * BLOCK
+        block = (head * shape.blocks + position // KV_BLOCK) * 2 * 80 * KV_BLOCK
         place = dim // 8 ^ position % 8 // 4  # 10 chunks: neighbours change places
-        within = position % BLOCK * 80 + place * 8 + dim % 8
+        within = position % KV_BLOCK * 80 + place * 8 + dim % 8
         assert elements[block + within] == keys[head, position, dim]
-        assert elements[block + 80 * BLOCK + within] == values[head, position, dim]
+        assert elements[block + 80 * KV_BLOCK + within] == values[head, position, dim]
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -101,7 +91,7 @@ def test_how_it_is_launched(
     shape = KVShape(heads, dim, positions)
     tiers = (TierAccess(), TierAccess(sms=8, window_bytes=window))
     config = attention_config(shape, (local, remote), tiers, sms=sms, capacity=9)
-    assert config.stages >= 2 and config.shared_bytes <= SHARED_BYTES
+    assert config.stages >= 2 and config.shared_bytes <= SHARED_BYTES_PAIRED
     assert bool(config.ctas[0]) == bool(local) and bool(config.ctas[1]) == bool(remote)
     assert config.ctas[1] <= min(8, sms * 8, remote * heads)
     assert config.idle == max(0, sms - sum(config.ctas)), "one for each SM"
@@ -114,7 +104,7 @@ def test_how_it_is_launched(
     )
     lone = attention_config(shape, (local, remote), tiers, sms=sms, capacity=9, alone=True)
     assert lone == replace(config, alone=True)
-    assert SHARED_BYTES < lone.shared_bytes < jit.SHARED_BYTES
+    assert SHARED_BYTES_PAIRED < lone.shared_bytes < SHARED_BYTES_ALONE
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from dakrun.errors import CannotRun
-from dakrun.geometry import FEW_ROWS
+from dakrun.geometry import FEW_ROWS, HEAD_DIMS, SPLITK_THREADS, TILED_PORTABLE_X_TILES
 from dakrun.kernels import embed, normalize, select_greedy, store_kv
 from dakrun.kernels.attention import splitk as attention
-from dakrun.kernels.attention.kv_blocks import DTYPES, HEAD_DIMS
+from dakrun.kernels.attention.kv_blocks import DTYPES
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm.tiled_shapes import PORTABLE_X_TILES
 from dakrun.kernels.runtime import jit, nvrtc, operands
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, Compiled, CompileError, compile_cubin
 from dakrun.resources import resource_dir
@@ -34,7 +33,7 @@ ATTENTIONS = [
     for group in (8, 16)
 ]
 PORTABLE_TILED_GEMMS = [
-    tiled_gemm.defines(dtype, tiles) for dtype in DTYPES for tiles in PORTABLE_X_TILES
+    tiled_gemm.defines(dtype, tiles) for dtype in DTYPES for tiles in TILED_PORTABLE_X_TILES
 ]
 TILED_GEMMS = {
     "sm_90a": [macros for dtype in DTYPES for macros in tiled_gemm.all_defines(dtype)],
@@ -96,7 +95,7 @@ def test_an_sm_has_room_for_launches_that_follow_each_other(dtype: torch.dtype) 
     products = [some for some in gemm.all_defines(dtype) if 8 * some["X_TILES"] <= FEW_ROWS]
     product = max(of_warp(gemm.SOURCE, defines) for defines in products)
     attends = of_warp(attention.SOURCE, attention.defines(dtype, 128, 1))
-    warps, beside = gemm.THREADS // 32, attention._threads(1) // 32
+    warps, beside = SPLITK_THREADS // 32, attention._threads(1) // 32
     assert ceil_div(warps, 4) * product + beside // 4 * attends <= 64 * 1024 // 4
     assert 2 * warps // 4 * product <= 64 * 1024 // 4
 

@@ -8,9 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.geometry import MAX_GROUP, ROWS_PER_BLOCK, row_block_count
-from dakrun.kernels.gemm.packing import (
+from dakrun.geometry import (
+    ATOM_BYTES,
     ATOM_COLS,
+    MAX_GROUP_ROW_BLOCKS,
+    ROWS_PER_BLOCK,
+    row_block_count,
+)
+from dakrun.kernels.gemm.packing import (
     DTYPES,
     PackedPart,
     PackedTensor,
@@ -20,8 +25,6 @@ from dakrun.kernels.gemm.packing import (
     row_block_bytes,
 )
 from dakrun.kernels.gemm.storage import pieces, write
-
-ATOM_BYTES = 1024
 
 
 def random_bits(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +52,7 @@ def packed(weight: torch.Tensor, splits: list[Split]) -> PackedTensor:
 
 @st.composite
 def ways_to_split(draw: st.DrawFn, row_blocks: int) -> Split:
-    dealt_to, group = draw(st.integers(1, 9)), draw(st.integers(1, MAX_GROUP))
+    dealt_to, group = draw(st.integers(1, 9)), draw(st.integers(1, MAX_GROUP_ROW_BLOCKS))
     return Split(row_blocks, dealt_to, group, ATOM_COLS * draw(st.integers(1, 9)))
 
 
@@ -115,7 +118,7 @@ def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
         (13, 130, 2, 1, 64),
         (72, 500, 2, 3, 256),
         (200, 640, 3, 4, 384),
-        (150, 200, 1, MAX_GROUP, 1024),
+        (150, 200, 1, MAX_GROUP_ROW_BLOCKS, 1024),
     ],
 )
 def test_the_layout_is_the_documented_one(
@@ -154,8 +157,11 @@ def test_strides_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"group": 0}, f"expected groups of 1 to {MAX_GROUP} and steps of 64s, got Split"),
-        ({"group": MAX_GROUP + 1}, f"expected groups of 1 to {MAX_GROUP}"),
+        (
+            {"group": 0},
+            f"expected groups of 1 to {MAX_GROUP_ROW_BLOCKS} and steps of 64s, got Split",
+        ),
+        ({"group": MAX_GROUP_ROW_BLOCKS + 1}, f"expected groups of 1 to {MAX_GROUP_ROW_BLOCKS}"),
         ({"step_cols": 96}, "steps of 64s, got .*step_cols=96"),
         ({"step_cols": 0}, "steps of 64s, got .*step_cols=0"),
         ({"step_cols": -128}, "steps of 64s, got .*step_cols=-128"),

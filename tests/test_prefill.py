@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.hardware.files import load_profile, shipped_profiles
-from dakrun.kernels.gemm.tiled_shapes import MAX_ROWS
+from dakrun.hardware import load_profile, shipped_profiles
 from dakrun.models.known import known_model
 from dakrun.plan.ops import activation_bytes
 from dakrun.plan.plan import PrefillPlan
@@ -119,10 +118,6 @@ def test_remote_weights_cross_their_link_in_every_pass(transport: Transport) -> 
         link = (times * in_layers + found.chunks * lm_head) / rate
         compute = found.flops / plan.profile.compute["float16"].peak
         assert max(link, compute) * (1 - 1e-9) <= found.bound_s < 1.05 * max(link, 1.15 * compute)
-
-
-def test_a_launch_takes_as_many_rows_as_the_kernel() -> None:
-    assert PREFILL_LAUNCH_ROWS == MAX_ROWS
 
 
 def test_passes_grow_until_the_link_is_hidden() -> None:

@@ -10,10 +10,9 @@ import torch
 from test_measured_h200 import shows_what_the_method_rests_on
 
 from dakrun.errors import CannotRun
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.geometry import TILED_PORTABLE_X_TILES, TILED_WIDE_TILES, TILED_X_TILES
+from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep, load_profile
 from dakrun.kernels.bandwidth import MAX_SOURCES, Reader, read_multicast, read_once, read_window
-from dakrun.kernels.gemm.tiled_shapes import PORTABLE_X_TILES, WIDE_TILES, X_TILES
 from dakrun.kernels.runtime import jit
 from dakrun.kernels.variants import Variant
 from dakrun.probe import gpu
@@ -64,15 +63,15 @@ def test_buffers() -> None:
 
 @pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
 def test_what_is_compiled_ahead(effort: Effort) -> None:
-    for x_tiles in (X_TILES, PORTABLE_X_TILES):
+    for x_tiles in (TILED_X_TILES, TILED_PORTABLE_X_TILES):
         needed = gpu.kernels(effort, x_tiles)
         sources = [source for source, _ in needed]
         assert len(needed) == len({(source, *macros.items()) for source, macros in needed})
         tiled = {macros["X_TILES"] for source, macros in needed if source == "tiled_gemm.cu"}
-        assert tiled == ({*X_TILES, *WIDE_TILES} if x_tiles == X_TILES else set())
-        assert sources.count("unpack.cu") == (x_tiles != X_TILES)
+        assert tiled == ({*TILED_X_TILES, *TILED_WIDE_TILES} if x_tiles == TILED_X_TILES else set())
+        assert sources.count("unpack.cu") == (x_tiles != TILED_X_TILES)
         assert sources.count("splitk_flash_attn.cu") == 1
-    quick = gpu.kernels(QUICK, X_TILES)
+    quick = gpu.kernels(QUICK, TILED_X_TILES)
     of_few = sorted(macros["NORM"] for source, macros in quick if source == "splitk_gemm.cu")
     assert of_few == [0, 1], "8 rows; 64 are the tiled GEMM's"
 

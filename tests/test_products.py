@@ -12,8 +12,8 @@ from packed_linear import linear, normal, poisoned, same_bits, written
 from packed_matrices import packed
 from torch.nn import functional as F
 
-from dakrun.geometry import row_block_count
-from dakrun.hardware.profile import LOCAL
+from dakrun.geometry import WARPGROUPS, row_block_count
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
@@ -21,7 +21,7 @@ from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, Split
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.gemm.tiled_config import shapes, tiled_config
-from dakrun.kernels.gemm.tiled_shapes import H200, WARPGROUPS
+from dakrun.kernels.gemm.tiled_shapes import H200
 
 CPU = torch.device("cpu")
 ACCESS = (TierAccess(), TierAccess(8, 256 * 1024))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from dakrun.geometry import HEAD_DIMS, KV_BLOCK
 from dakrun.kernels.attention import kv_blocks
-from dakrun.kernels.attention.kv_blocks import BLOCK, DTYPES, HEAD_DIMS, KVShape
+from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
 from dakrun.kernels.store_kv import store_kv
 from dakrun.models.layers import rotate
 
@@ -28,8 +29,8 @@ def test_two_prompts_in_two_slots(
     places, positions = [], []
     for slot, start, length in segments:
         for position in range(start, start + length):
-            block, row = divmod(position, BLOCK)
-            key = slots[slot].data_ptr() + (block * 2 * BLOCK + row) * dim * 2
+            block, row = divmod(position, KV_BLOCK)
+            key = slots[slot].data_ptr() + (block * 2 * KV_BLOCK + row) * dim * 2
             places.append((key, shape.slot_bytes, shape.slot_bytes // kv_heads))
             positions.append(position)
     at = torch.tensor(positions, dtype=torch.int32, device=kernel_device)

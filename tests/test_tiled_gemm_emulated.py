@@ -11,22 +11,18 @@ import torch
 from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from torch.nn import functional as F
 
-from dakrun.geometry import row_block_count
+from dakrun.geometry import (
+    TILED_MIN_OUTPUT_BLOCKS,
+    TILED_PORTABLE_X_TILES,
+    TILED_WIDE_TILES,
+    TILED_X_TILES,
+    row_block_count,
+)
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
 from dakrun.kernels.gemm.splitk import Activation
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
-from dakrun.kernels.gemm.tiled_shapes import (
-    MAX_BLOCKS,
-    MIN_BLOCKS,
-    PORTABLE_X_TILES,
-    WIDE_TILES,
-    X_TILES,
-    Launch,
-    Shape,
-    TierTiles,
-    TiledConfig,
-)
+from dakrun.kernels.gemm.tiled_shapes import MAX_BLOCKS, Launch, Shape, TierTiles, TiledConfig
 from dakrun.kernels.runtime import jit, operands
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -88,7 +84,7 @@ def kernel_of(shape: Shape, build: Build) -> EmulatedKernel:
 @pytest.fixture(autouse=True)
 def there_is_such_a_kernel(wgmma: int, request: pytest.FixtureRequest) -> None:
     shape = getattr(request.node, "callspec", None) and request.node.callspec.params.get("shape")
-    if shape and not wgmma and (shape.wide or shape.tiles not in PORTABLE_X_TILES):
+    if shape and not wgmma and (shape.wide or shape.tiles not in TILED_PORTABLE_X_TILES):
         pytest.skip("only with wgmma")
 
 
@@ -189,8 +185,8 @@ def test_gated_tiles_that_begin_with_any_row_block(shape: Shape) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        *(Shape(tiles, row_groups) for tiles in X_TILES for row_groups in (1, 2)),
-        *(Shape(tiles, 1, wide=True) for tiles in WIDE_TILES),
+        *(Shape(tiles, row_groups) for tiles in TILED_X_TILES for row_groups in (1, 2)),
+        *(Shape(tiles, 1, wide=True) for tiles in TILED_WIDE_TILES),
         Shape(12, 2, wide=True),
     ],
 )
@@ -212,7 +208,7 @@ def test_any_number_of_blocks(shape: Shape, residual: bool, m: int, build: Build
     more = normal(n, m) if residual else None
     wanted = run(weight, n, bias=bias, residual=more)
     kernel = kernel_of(shape, build)
-    for blocks in (MIN_BLOCKS, 4, 7, MAX_BLOCKS):
+    for blocks in (TILED_MIN_OUTPUT_BLOCKS, 4, 7, MAX_BLOCKS):
         for tile_row_blocks in (min(15, shape.row_blocks), shape.row_blocks):
             kernel.seed = blocks
             only = replace(launch(TierTiles(2, tile_row_blocks), shape=shape), blocks=blocks)

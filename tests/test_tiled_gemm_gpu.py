@@ -13,12 +13,12 @@ import torch
 from packed_linear import Linear, all_sms, linear, normal, poisoned, same_bits, written
 from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placements, run_of_chain
 
-from dakrun.geometry import row_block_count
+from dakrun.geometry import TILED_WIDE_TILES, TILED_X_TILES, row_block_count
 from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled import Workspace, limits, tiled_gemm
 from dakrun.kernels.gemm.tiled_config import local_tier, shapes, tiled_config
-from dakrun.kernels.gemm.tiled_shapes import WIDE_TILES, X_TILES, Launch, Limits, Shape, TiledConfig
+from dakrun.kernels.gemm.tiled_shapes import Launch, Limits, Shape, TiledConfig
 
 pytestmark = pytest.mark.gpu
 ROWS = (33, 64, 65, 100, 128, 129, 256, 300, 512, 1000, 4096)
@@ -86,7 +86,7 @@ def local(run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, even: boo
 
 
 @pytest.mark.parametrize(
-    "kernel", [*((n, False) for n in X_TILES), *((n, True) for n in WIDE_TILES)]
+    "kernel", [*((n, False) for n in TILED_X_TILES), *((n, True) for n in TILED_WIDE_TILES)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_shape(dtype: torch.dtype, kernel: tuple[int, bool]) -> None:

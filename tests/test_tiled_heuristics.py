@@ -4,7 +4,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TierAccess
+from dakrun.geometry import (
+    ATOM_BYTES,
+    TILED_MAX_STAGES,
+    TILED_MIN_OUTPUT_BLOCKS,
+    TILED_PORTABLE_X_TILES,
+)
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled_config import shapes, tiled_config
 from dakrun.kernels.gemm.tiled_shapes import (
     BARRIER_BYTES,
@@ -12,9 +18,6 @@ from dakrun.kernels.gemm.tiled_shapes import (
     H200,
     MAX_BLOCKS,
     MAX_CLUSTER,
-    MAX_STAGES,
-    MIN_BLOCKS,
-    PORTABLE_X_TILES,
     Launch,
     Limits,
     Shape,
@@ -23,7 +26,7 @@ from dakrun.kernels.gemm.tiled_shapes import (
 from dakrun.kernels.gemm.tiled_tiers import even_tile, tile_count
 from dakrun.units import ceil_div
 
-SMALL = Limits(99 * 1024, PORTABLE_X_TILES)
+SMALL = Limits(99 * 1024, TILED_PORTABLE_X_TILES)
 LOCAL, HOST = TierAccess(), TierAccess(8, 256 * 1024)
 
 
@@ -45,7 +48,7 @@ def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
         for row_blocks in range(1, shape.row_blocks + 1):
             stages = shape.stages(limits, row_blocks)
             launch = Launch(shape, stages, (TierTiles(1, row_blocks),)).with_most_blocks(limits)
-            assert MIN_BLOCKS <= launch.blocks <= MAX_BLOCKS
+            assert TILED_MIN_OUTPUT_BLOCKS <= launch.blocks <= MAX_BLOCKS
             assert stages >= 2 and sums_fit(launch)
             assert launch.shared_bytes <= limits.shared_bytes - BARRIER_BYTES
             reading = ceil_div(row_blocks, shape.group_row_blocks) * shape.group_row_blocks
@@ -84,7 +87,7 @@ def test_laws(
         shape = launch.shape
         assert shape.tiles in (limits.wide_tiles if shape.wide else limits.x_tiles)
         assert shape.ctas <= MAX_CLUSTER
-        assert 2 <= launch.stages <= MAX_STAGES and launch.shared_bytes < limits.shared_bytes
+        assert 2 <= launch.stages <= TILED_MAX_STAGES and launch.shared_bytes < limits.shared_bytes
         assert sums_fit(launch)
         for count, tier in zip(row_blocks, launch.tiers, strict=True):
             assert not tier.clusters or count
@@ -120,7 +123,7 @@ def test_tiers_without_limits_have_all_sms(
     assert len(config.launches) == 1 + (row_blocks[0] > 0)
     for launch in config.launches:
         assert launch.ctas <= sms and sums_fit(launch)
-        assert launch.blocks >= MIN_BLOCKS
+        assert launch.blocks >= TILED_MIN_OUTPUT_BLOCKS
     for number, count in enumerate(row_blocks):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
         assert launches == ([config.launches[number == 0 and row_blocks[0] > 0]] if count else [])

@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.geometry import SHARED_BYTES
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.geometry import SHARED_BYTES_PAIRED
+from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.models.known import known_model
 from dakrun.plan.ops import decode_ops, linear_op
 from dakrun.plan.roofline import predicted_time
@@ -88,7 +87,7 @@ def test_attention_gets_no_more_sms_for_a_peer_than_keep_its_link_busy() -> None
     peer = PEER.tier("peer:1")
     local, few = dealt(48, 16)
     assert local + few == PEER.sms
-    assert few < peer.sms and few * SHARED_BYTES > 2e-6 * peer.direct_bytes_per_s
+    assert few < peer.sms and few * SHARED_BYTES_PAIRED > 2e-6 * peer.direct_bytes_per_s
     assert dealt(64, 0) == dealt(60, 4) == (PEER.sms, 0), "mixed, where HBM takes longer"
     assert dealt(0, 64) == (0, peer.sms), "no others could have the rest"
     host = sms_by_tier(op, [(60, 4)], 0.0, 0.0, HOST, ("host",))

@@ -12,9 +12,7 @@ from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Runner, TorchRunner
 from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.geometry import ROWS_PER_BLOCK
-from dakrun.kernels.attention.kv_blocks import BLOCK
-from dakrun.kernels.gemm.splitk_config import X_TILES
+from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.kernels.gemm.tiled import x_tiles
 from dakrun.kernels.runtime.jit import architecture, compiling
 from dakrun.kernels.variants import Variant, variants
@@ -29,7 +27,7 @@ from dakrun.weights.checkpoint import Checkpoint, Manifest
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import Packing, Tensors, load
 
-ROWS = [ROWS_PER_BLOCK * tiles for tiles in X_TILES]  # for each variant of SplitK_GEMM
+ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # for each variant of SplitK_GEMM
 DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
 
@@ -66,7 +64,7 @@ def graph_runner(
     with compiling(_kernels(plan, device), architecture(device.index)):
         weights = load(source, manifest, plan, tiers, device, packing=packing)
     torch.cuda.empty_cache()  # of what loading took, which no other program could use
-    positions = cache.shape.blocks * BLOCK
+    positions = cache.shape.blocks * KV_BLOCK
     decoder = KernelDecoder(plan.model, manifest, weights, accesses, positions)
     steps, prefill = _operands(plan, decoder)
     staged = kv_staging_bytes(plan.model, plan.workload, plan.prefill.chunk_tokens)

@@ -16,7 +16,7 @@ from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep
 from dakrun.engine.packed_cache import PackedKVCache
 from dakrun.engine.prompt_pass import PromptPass
 from dakrun.engine.runner import Row, choose
-from dakrun.kernels.attention.kv_blocks import BLOCK
+from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.runtime.graph import capture, edge_kinds, replay_seconds
 from dakrun.memory.device import upload
@@ -173,7 +173,7 @@ class GraphRunner:
         matrices are read where they lie. No step may be running, and no request: what slots hold is
         overwritten.
         """
-        length = min(length, self._cache.shape.blocks * BLOCK - 1)
+        length = min(length, self._cache.shape.blocks * KV_BLOCK - 1)
         rows, bucket = self._rows, self._buckets[-1]
         self._mapped = None
         rows.slots.copy_(self._on_gpu(range(sum(bucket))))

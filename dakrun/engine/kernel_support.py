@@ -2,8 +2,7 @@
 
 import torch
 
-from dakrun.kernels.attention.kv_blocks import HEAD_DIMS
-from dakrun.kernels.attention.splitk import MAX_GROUP
+from dakrun.geometry import HEAD_DIMS, MAX_GROUP_HEADS
 from dakrun.kernels.runtime.jit import has_kernels
 from dakrun.plan.plan import Plan
 from dakrun.weights.loading import can_pack
@@ -13,5 +12,5 @@ def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
     """Whether `device` has kernels for all ops of the plan's model."""
     model = plan.model
     group = model.num_heads // model.num_kv_heads
-    fits = can_pack(plan) and model.head_dim in HEAD_DIMS and group <= MAX_GROUP
+    fits = can_pack(plan) and model.head_dim in HEAD_DIMS and group <= MAX_GROUP_HEADS
     return fits and has_kernels(device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.engine.packed_cache import PackedKVCache
-from dakrun.kernels.attention.kv_blocks import BLOCK
+from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.runtime.copy_engine import CopyStream
 from dakrun.kernels.store_kv import store_kv
 from dakrun.memory.device import upload
@@ -45,12 +45,12 @@ class PromptSlots:
         self._copies = []
         for s in segments:
             end = s.start + s.length
-            first = ceil_div(s.start, BLOCK)
-            count = ceil_div(end, BLOCK) - first  # of blocks that nothing is in yet
+            first = ceil_div(s.start, KV_BLOCK)
+            count = ceil_div(end, KV_BLOCK) - first  # of blocks that nothing is in yet
             size = shape.kv_heads * count * shape.block_bytes
             remote = s.slot >= self._cache.counts[0]
             staged = remote and 0 < size <= self._room.numel() - used
-            split = first * BLOCK if staged else end
+            split = first * KV_BLOCK if staged else end
             slot = self._cache.slot(s.slot)[0]
             head_bytes = shape.blocks * shape.block_bytes
             places.append(self._rows(range(s.start, split), slot, shape.slot_bytes, head_bytes))
@@ -87,6 +87,6 @@ class PromptSlots:
         """store_kv's places of `positions`, counted from the first block at `base`."""
         row_bytes = self._cache.shape.head_dim * 2
         at = torch.arange(positions.start, positions.stop)
-        rows = at // BLOCK * 2 * BLOCK + at % BLOCK
+        rows = at // KV_BLOCK * 2 * KV_BLOCK + at % KV_BLOCK
         further = [torch.full_like(at, size) for size in (layer_bytes, head_bytes)]
         return torch.stack((base.data_ptr() + rows * row_bytes, *further), 1)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES
 from dakrun.kernels.runtime.jit import kernel
 
-MAX_SOURCES = 10
-MAX_STAGES = 64
 MAX_SHARED_BYTES = 224 * 1024  # of 227 KiB that a CTA may have, less the kernels' barriers
 SOURCE = "bandwidth.cu"
 
@@ -57,7 +56,7 @@ class _Source(ctypes.Structure):
 
 class _ReadWindowArgs(ctypes.Structure):
     _fields_ = (
-        ("sources", _Source * MAX_SOURCES),
+        ("sources", _Source * BANDWIDTH_MAX_SOURCES),
         ("window_ns", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("span", ctypes.c_uint64),
@@ -89,10 +88,10 @@ class Window:
 
     def __init__(self, readers: Sequence[Reader], seconds: float) -> None:
         """Start `readers` side by side, each on its own CTAs, for `seconds`."""
-        if not 1 <= len(readers) <= MAX_SOURCES:
-            raise ValueError(f"expected 1 to {MAX_SOURCES} readers, got {len(readers)}")
+        if not 1 <= len(readers) <= BANDWIDTH_MAX_SOURCES:
+            raise ValueError(f"expected 1 to {BANDWIDTH_MAX_SOURCES} readers, got {len(readers)}")
         self._count = len(readers)
-        self._bytes = torch.zeros(MAX_SOURCES, dtype=torch.int64, device="cuda")
+        self._bytes = torch.zeros(BANDWIDTH_MAX_SOURCES, dtype=torch.int64, device="cuda")
         self._span = torch.tensor([torch.iinfo(torch.int64).max, 0], device="cuda")
         args = _ReadWindowArgs(
             window_ns=int(seconds * 1e9), bytes=self._bytes.data_ptr(), span=self._span.data_ptr()
@@ -163,7 +162,7 @@ def read_once(
 
 
 def _check_ring(chunk: int, stages: int) -> None:
-    if chunk < 16 or chunk % 16 or not 1 <= stages <= MAX_STAGES:
+    if chunk < 16 or chunk % 16 or not 1 <= stages <= BANDWIDTH_MAX_STAGES:
         raise ValueError(f"expected chunks of 16 bytes each, got {stages} stages of {chunk}")
     if chunk * stages > MAX_SHARED_BYTES:
         raise ValueError(f"{stages} stages of {chunk} bytes do not fit into shared memory")

@@ -4,11 +4,11 @@ import ctypes
 
 import torch
 
-from dakrun.kernels.gemm.packing import CHUNK, PackedTensor
+from dakrun.geometry import CHUNK, ELEMENTWISE_THREADS
+from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
-THREADS = 256
 SOURCE = "embed.cu"
 
 
@@ -52,7 +52,7 @@ def embed(
         },
     )
     operands.check_gpu(device)
-    row_ctas = ceil_div(cols, CHUNK * THREADS)
+    row_ctas = ceil_div(cols, CHUNK * ELEMENTWISE_THREADS)
     args = _Args(
         tokens=tokens.data_ptr(),
         lengths=0 if lengths is None else lengths.data_ptr(),
@@ -66,5 +66,5 @@ def embed(
         table=operands.packed_matrix(table),
     )
     kernel = jit.kernel(SOURCE, "embed", operands.defines(table.dtype))
-    kernel.launch(n * row_ctas, THREADS, args, pdl=pdl)
+    kernel.launch(n * row_ctas, ELEMENTWISE_THREADS, args, pdl=pdl)
     return out

@@ -5,13 +5,13 @@ from typing import Literal
 
 import torch
 
-from dakrun.kernels.gemm.packing import CHUNK, DTYPES
+from dakrun.geometry import CHUNK, NORMALIZE_CHUNKS, ROW_THREADS
+from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
 WARP = 32
-MAX_THREADS = 1024
-MAX_COLS = 2 * CHUNK * MAX_THREADS
+MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS
 SOURCE = "normalize.cu"
 
 Norm = Literal["rms", "layer"]
@@ -70,7 +70,7 @@ def normalize(
         centered=norm == "layer",
         eps=eps,
     )
-    threads = min(MAX_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
+    threads = min(ROW_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
     kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))
     sms = jit.sm_count(x.device) if fills_sms else 1
     kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)

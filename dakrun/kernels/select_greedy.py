@@ -4,10 +4,10 @@ import ctypes
 
 import torch
 
+from dakrun.geometry import ROW_THREADS
 from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.runtime import jit, operands
 
-THREADS = 1024
 SOURCE = "select_greedy.cu"
 
 
@@ -66,5 +66,5 @@ def select_greedy(
         depth=log.shape[1],
     )
     kernel = jit.kernel(SOURCE, "select_greedy", operands.defines(logits.dtype))
-    kernel.launch(n, THREADS, args, pdl=pdl)
+    kernel.launch(n, ROW_THREADS, args, pdl=pdl)
     return tokens

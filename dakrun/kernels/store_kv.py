@@ -8,11 +8,10 @@ import math
 
 import torch
 
-from dakrun.kernels.attention.kv_blocks import CHUNK, HEAD_DIMS
+from dakrun.geometry import CHUNK, ELEMENTWISE_THREADS, HEAD_DIMS
 from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
-THREADS = 256
 SOURCE = "store_kv.cu"
 
 
@@ -73,4 +72,4 @@ def store_kv(
     moved = heads - (q_heads if rotations is None else 0)
     threads = n * moved * (dim // (2 * CHUNK))
     kernel = jit.kernel(SOURCE, "store_kv", operands.defines(qkv.dtype))
-    kernel.launch(ceil_div(threads, THREADS), THREADS, args)
+    kernel.launch(ceil_div(threads, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args)

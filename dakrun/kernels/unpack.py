@@ -4,12 +4,12 @@ import ctypes
 
 import torch
 
-from dakrun.kernels.gemm.packing import ATOM_COLS, CHUNK, ROWS_PER_BLOCK, PackedTensor
+from dakrun.geometry import ATOM_COLS, CHUNK, ELEMENTWISE_THREADS, ROWS_PER_BLOCK
+from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
-THREADS = 256
-CTA_COLS = THREADS // 32 * 4 * ATOM_COLS  # four atoms a warp
+CTA_COLS = ELEMENTWISE_THREADS // 32 * 4 * ATOM_COLS  # four atoms a warp
 SOURCE = "unpack.cu"
 
 
@@ -48,5 +48,7 @@ def unpack(
         weight=operands.packed_matrix(weight),
     )
     kernel = jit.kernel(SOURCE, "unpack")
-    kernel.launch(ceil_div(rows, ROWS_PER_BLOCK) * row_block_ctas, THREADS, args, pdl=pdl)
+    kernel.launch(
+        ceil_div(rows, ROWS_PER_BLOCK) * row_block_ctas, ELEMENTWISE_THREADS, args, pdl=pdl
+    )
     return out

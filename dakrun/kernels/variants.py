@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dakrun.geometry import FEW_ROWS
+from dakrun.geometry import FEW_ROWS, TILED_X_TILES
 from dakrun.kernels import embed, normalize, select_greedy, store_kv, unpack
 from dakrun.kernels.attention import splitk as attention
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm import tiled_shapes
 from dakrun.kernels.gemm.splitk_config import tiles_for
 from dakrun.kernels.runtime import operands
 
@@ -45,7 +44,7 @@ def variants(
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
     small = (select_greedy, normalize, embed, store_kv)
     return [
-        *(many if tuple(x_tiles) == tiled_shapes.X_TILES else [(unpack.SOURCE, {})]),
+        *(many if tuple(x_tiles) == TILED_X_TILES else [(unpack.SOURCE, {})]),
         (attention.SOURCE, attention.defines(dtype, head_dim, group)),
         *skinny,
         *((kernel.SOURCE, operands.defines(dtype)) for kernel in small),

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dakrun.geometry import MAX_GROUP_HEADS
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention.config import AttentionConfig, attention_config
-from dakrun.kernels.attention.splitk import MAX_GROUP, Workspace, splitk_flash_attn
+from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
 from dakrun.kernels.runtime.jit import has_kernels, sm_count
 from dakrun.nn.kv_cache import PartitionedKVCache
 
@@ -111,9 +112,9 @@ def _check(
                 f"expected {name} as {of} of {cache.dtype} on {cache.device}, got "
                 f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             )
-    if query.shape[1] % heads or not heads <= query.shape[1] <= MAX_GROUP * heads:
+    if query.shape[1] % heads or not heads <= query.shape[1] <= MAX_GROUP_HEADS * heads:
         raise ValueError(
-            f"expected 1 to {MAX_GROUP} query heads for each of {heads}, got {query.shape[1]}"
+            f"expected 1 to {MAX_GROUP_HEADS} query heads for each of {heads}, got {query.shape[1]}"
         )
     if padding is not None and (
         count == 1 or len(padding) != cache.batch or not all(0 <= n < count for n in padding)

@@ -6,18 +6,17 @@ Knows the tiled GEMM's rings, and no placements but one op's.
 import bisect
 from collections.abc import Sequence
 
-from dakrun.geometry import ROWS_PER_BLOCK
-from dakrun.hardware.profile import HardwareProfile, RemoteTier
+from dakrun.geometry import ATOM_BYTES, ROWS_PER_BLOCK, TILE_ROW_BLOCKS, TILED_MAX_STAGES
+from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.plan.in_flight import bytes_needed
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import kernel_time
 from dakrun.units import ceil_div
 
-# Of a CTA's ring: bytes of an atom, of which a stage has one for each row block of W and for every
-# 8 rows of X; the most rows, the row blocks, the most stages, and bytes of all of them.
-ATOM_BYTES = 1024
-TILE_ROWS, TILE_ROW_BLOCKS = 512, 8
-MAX_STAGES, RING_BYTES = 13, 210 * 1024
+# Of a CTA's ring, whose stages have an atom for each row block of W and for every 8 rows of X: the
+# most rows of X, and the bytes of all stages.
+TILE_ROWS = 512
+RING_BYTES = 210 * 1024
 
 
 def many_rows_times(
@@ -112,7 +111,7 @@ def many_rows_sms(
 def ring_stages(rows: int) -> int:
     """Stages of a CTA's ring that reads a remote part: of 64 rows of W and all of X, up to 512."""
     across = ceil_div(min(rows, TILE_ROWS), ROWS_PER_BLOCK)
-    return min(MAX_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_ROW_BLOCKS + across)))
+    return min(TILED_MAX_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_ROW_BLOCKS + across)))
 
 
 def _ring_rate(tier: RemoteTier, rows: int, ctas: int) -> float:

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dakrun.config import DTYPE_BYTES
-from dakrun.hardware.profile import LOCAL
+from dakrun.geometry import TILED_MAX_ROWS
+from dakrun.hardware import LOCAL
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import Plan
 from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
 from dakrun.plan.segments import passes
 from dakrun.units import ceil_div
 
-PREFILL_LAUNCH_ROWS = 4096  # tokens that one launch of the tiled GEMM multiplies
+PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
 
 
 @dataclass(frozen=True, kw_only=True)

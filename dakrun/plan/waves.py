@@ -7,15 +7,21 @@ placement of one op alone. Its constants were measured on H200s.
 import math
 from collections.abc import Callable, Sequence
 
-from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK, SHARED_BYTES, even_group, group_count
-from dakrun.hardware.profile import HardwareProfile, RemoteTier
+from dakrun.geometry import (
+    FEW_ROWS,
+    ROWS_PER_BLOCK,
+    SHARED_BYTES_PAIRED,
+    SPLITK_MAX_ROWS,
+    even_group,
+    group_count,
+)
+from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.plan.in_flight import bytes_needed, is_windowed
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import predicted_time
 from dakrun.units import ceil_div
 
-MAX_ROWS = 64  # of X, in one launch
 # A local part takes as long as HBM for its bytes, and as its busiest CTA: so much of the latter. In
 # chains of products with 0 to 7% on a peer, read by 8 to 16 of 132 SMs, it was 0.5 to 0.7.
 BUSIEST_SHARE = 0.5
@@ -109,7 +115,7 @@ def _attention_sms(tier: RemoteTier) -> int:
     """SMs whose rings hold what the link of `tier` needs in flight; with a window all its own."""
     if is_windowed(tier):
         return tier.sms
-    return math.ceil(KEPT_IN_RINGS * bytes_needed(tier) / SHARED_BYTES)
+    return math.ceil(KEPT_IN_RINGS * bytes_needed(tier) / SHARED_BYTES_PAIRED)
 
 
 def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
@@ -202,8 +208,8 @@ def _unevenness(row_blocks: int, ctas: int, sms: int, mixed: int = 0) -> float:
 
 def _held(rows: int, ctas: float, group: int) -> float:
     """Bytes of W that rings of `ctas` hold, which X has a part of."""
-    tiles = ceil_div(min(rows, MAX_ROWS), ROWS_PER_BLOCK)
-    return ctas * SHARED_BYTES * group / (group + tiles)
+    tiles = ceil_div(min(rows, SPLITK_MAX_ROWS), ROWS_PER_BLOCK)
+    return ctas * SHARED_BYTES_PAIRED * group / (group + tiles)
 
 
 def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> float:

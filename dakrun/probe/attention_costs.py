@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.geometry import FEW_ROWS
-from dakrun.hardware.profile import Sweep
+from dakrun.geometry import FEW_ROWS, KV_BLOCK
+from dakrun.hardware import Sweep
 from dakrun.kernels.attention.config import attention_config
-from dakrun.kernels.attention.kv_blocks import BLOCK, KVShape
+from dakrun.kernels.attention.kv_blocks import KVShape
 from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
 from dakrun.kernels.gemm.packing import row_block_bytes
 from dakrun.probe.chain import Launch, seconds_in_turns
@@ -42,7 +42,7 @@ def attention_sweep(bench: Bench) -> Sweep:
     room.
     """
     weights, memory = random_memory(bench).chunk(2)
-    block, rows = KVShape(HEADS, HEAD_DIM, BLOCK).slot_bytes, []
+    block, rows = KVShape(HEADS, HEAD_DIM, KV_BLOCK).slot_bytes, []
     for slots in sorted({min(n, memory.numel() // (2 * block)) for n in bench.effort.slots}):
         heads = random(weights, slots, HEADS * HEAD_DIM)
         blocks = max(2, min(memory.numel(), LONG_BYTES) // (slots * block))
@@ -87,7 +87,7 @@ def _attention(
 
     Any number is taken: sets have their turns.
     """
-    shape, count = KVShape(HEADS, HEAD_DIM, BLOCK * blocks), len(out)
+    shape, count = KVShape(HEADS, HEAD_DIM, KV_BLOCK * blocks), len(out)
     alone = count > FEW_ROWS
     config = attention_config(shape, (count,), ACCESS, sms=bench.sms, alone=alone)
     workspace = Workspace.empty(config, 1, memory.device)

@@ -9,14 +9,12 @@ from dataclasses import replace
 import torch
 
 from dakrun.config import Dtype
-from dakrun.geometry import FEW_ROWS
-from dakrun.hardware.profile import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
-from dakrun.kernels.gemm.splitk_config import MAX_ROWS
+from dakrun.geometry import FEW_ROWS, SPLITK_MAX_ROWS, TILED_X_TILES
+from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels.gemm.tiled import x_tiles
-from dakrun.kernels.gemm.tiled_shapes import X_TILES
 from dakrun.kernels.runtime.jit import architecture, compiling
 from dakrun.kernels.variants import Variant, variants
-from dakrun.memory import tiers as memory
+from dakrun.memory import allocate_tiers, available_host_memory
 from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep
 from dakrun.probe.batch_costs import many_rows_sweep, norm_sweep, sampling_sweep
 from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened
@@ -59,11 +57,11 @@ def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measu
 def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
     device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
-    host_memory = memory.available_host_memory()
+    host_memory = available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
     sizes = buffer_sizes(effort, free, host_memory, peers)
     needed, arch = kernels(effort, x_tiles(device.index)), architecture(device.index)
-    with compiling(needed, arch) as compiled, memory.allocate_tiers(sizes, device) as tiers:
+    with compiling(needed, arch) as compiled, allocate_tiers(sizes, device) as tiers:
         buffers = {
             tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
             for tier, memories in tiers.items()
@@ -270,7 +268,7 @@ def _capacity(tier: str, host_memory: int) -> int:
 
 def kernels(effort: Effort, x_tiles: Sequence[int]) -> list[Variant]:
     """Those whose costs are measured on a GPU with such `x_tiles` of the tiled GEMM."""
-    most = FEW_ROWS if tuple(x_tiles) == X_TILES else MAX_ROWS
+    most = FEW_ROWS if tuple(x_tiles) == TILED_X_TILES else SPLITK_MAX_ROWS
     rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
     return variants(DTYPE, rows, x_tiles, head_dim=HEAD_DIM)
 

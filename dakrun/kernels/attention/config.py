@@ -8,19 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dakrun.geometry import SHARED_BYTES
+from dakrun.geometry import (
+    ATTENTION_MAX_STAGES,
+    ATTENTION_MAX_UNITS,
+    ATTENTION_WARPS,
+    SHARED_BYTES_PAIRED,
+)
 from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.gemm.splitk_config import MAX_STAGES, TierAccess
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.units import ceil_div
 
 PART_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up
 ITEMS = 512  # or more, where parts can be that short: about four for each SM of a large GPU
-MAX_PARTS = 7  # of a unit: the warps of a CTA
 UNITS = 128  # about one for each SM of a large GPU
 FULL = 0.85  # the share of them from which on one for each SM is better than many
 MAX_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
-LONE_BYTES = SHARED_BYTES + 1024  # of shared memory, that an SM has not got twice
-MAX_UNITS = 128  # of a head: whoever is the last to be done adds up all of them
+LONE_BYTES = SHARED_BYTES_PAIRED + 1024  # of shared memory, that an SM has not got twice
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class AttentionConfig:
     def max_parts(self) -> int:
         """Parts of the longest unit."""
         longest = min(self.shape.blocks, self.unit_blocks)
-        return min(MAX_PARTS, ceil_div(longest, self.part_blocks))
+        return min(ATTENTION_WARPS, ceil_div(longest, self.part_blocks))
 
     @property
     def shared_bytes(self) -> int:
@@ -100,7 +103,7 @@ def attention_config(
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], slots[1:], strict=True)
     ]
-    stages = min(MAX_STAGES, SHARED_BYTES // stage_bytes(shape))
+    stages = min(ATTENTION_MAX_STAGES, SHARED_BYTES_PAIRED // stage_bytes(shape))
 
     def window(tier: TierAccess, count: int) -> int:
         """Stages of `count` CTAs each."""
@@ -134,7 +137,7 @@ def _mixed_count(slots: Sequence[int], tiers: Sequence[TierAccess]) -> int:
 def cut(blocks: int, heads: int) -> tuple[int, int, int]:
     """The blocks of units and of parts, and the units of an item."""
     enough = (part for part in PART_BLOCKS if heads * ceil_div(blocks, part) >= ITEMS)
-    part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, MAX_UNITS))
+    part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, ATTENTION_MAX_UNITS))
     units = UNITS // heads
     if units * heads >= FULL * UNITS:
         return max(part, ceil_div(blocks, units)), part, 1

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dakrun.geometry import CHUNK, HEAD_DIMS, KV_BLOCK
 from dakrun.units import ceil_div
 
-BLOCK = 64  # positions
-CHUNK = 8  # dimensions
-HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -34,12 +32,12 @@ class KVShape:
     @property
     def blocks(self) -> int:
         """Blocks of each KV head."""
-        return ceil_div(self.positions, BLOCK)
+        return ceil_div(self.positions, KV_BLOCK)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of one head: keys and values of 16 bits."""
-        return 2 * self.head_dim * BLOCK * 2
+        return 2 * self.head_dim * KV_BLOCK * 2
 
     @property
     def slot_bytes(self) -> int:
@@ -58,11 +56,11 @@ def pack(keys: torch.Tensor, values: torch.Tensor, shape: KVShape) -> torch.Tens
             f"{keys.dtype} and {list(values.shape)} of {values.dtype}"
         )
     heads, positions, dim = keys.shape
-    room = shape.blocks * BLOCK
+    room = shape.blocks * KV_BLOCK
     if (heads, dim) != (shape.kv_heads, shape.head_dim) or positions > room:
         raise ValueError(f"expected keys that fit {shape}, got {list(keys.shape)}")
     both = torch.nn.functional.pad(torch.stack((keys, values), 1), (0, 0, 0, room - positions))
-    blocks = _swizzled(both, 0).view(heads, 2, shape.blocks, BLOCK, dim)
+    blocks = _swizzled(both, 0).view(heads, 2, shape.blocks, KV_BLOCK, dim)
     return blocks.transpose(1, 2).contiguous().view(torch.uint8).flatten()
 
 
@@ -86,14 +84,14 @@ def write(
     """Write keys and values [Hkv, P, D] of the positions from `start` on into a slot's bytes."""
     blocks = _blocks(slot, keys.dtype, shape)
     count = keys.shape[1]
-    if start < 0 or start + count > shape.blocks * BLOCK:
+    if start < 0 or start + count > shape.blocks * KV_BLOCK:
         raise ValueError(f"expected positions of {shape}, got {start} to {start + count}")
     both = _swizzled(torch.stack((keys, values), 1), start)
     done = 0
     while done < count:  # the rest of a block, whole blocks, the first of a block
-        block, row = divmod(start + done, BLOCK)
-        whole = (count - done) // BLOCK if row == 0 else 0
-        taken = whole * BLOCK or min(BLOCK - row, count - done)
+        block, row = divmod(start + done, KV_BLOCK)
+        whole = (count - done) // KV_BLOCK if row == 0 else 0
+        taken = whole * KV_BLOCK or min(KV_BLOCK - row, count - done)
         some = both[:, :, done : done + taken].unflatten(2, (max(1, whole), -1))
         target = blocks[:, block : block + max(1, whole), :, row : row + some.shape[3]]
         target.copy_(some.transpose(1, 2))
@@ -104,7 +102,7 @@ def read(
     slot: torch.Tensor, count: int, dtype: torch.dtype, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [Hkv, count, D] of the first positions of a slot's bytes."""
-    used = _blocks(slot, dtype, shape)[:, : ceil_div(count, BLOCK)].permute(2, 0, 1, 3, 4)
+    used = _blocks(slot, dtype, shape)[:, : ceil_div(count, KV_BLOCK)].permute(2, 0, 1, 3, 4)
     keys, values = _swizzled(used.flatten(2, 3)[:, :, :count], 0)
     return keys, values
 
@@ -113,7 +111,7 @@ def _blocks(slot: torch.Tensor, dtype: torch.dtype, shape: KVShape) -> torch.Ten
     """A slot's bytes as [Hkv, blocks, keys and values, 64, D]."""
     if slot.dtype != torch.uint8 or slot.shape != (shape.slot_bytes,):
         raise ValueError(f"expected {shape.slot_bytes} bytes, got {list(slot.shape)}")
-    return slot.view(dtype).view(shape.kv_heads, shape.blocks, 2, BLOCK, shape.head_dim)
+    return slot.view(dtype).view(shape.kv_heads, shape.blocks, 2, KV_BLOCK, shape.head_dim)
 
 
 def _swizzled(x: torch.Tensor, start: int) -> torch.Tensor:

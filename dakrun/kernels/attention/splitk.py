@@ -10,14 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.kernels.attention.config import MAX_PARTS, AttentionConfig
-from dakrun.kernels.attention.kv_blocks import BLOCK, DTYPES
+from dakrun.geometry import (
+    ATTENTION_PARTIAL_EXTRA,
+    ATTENTION_WARPS,
+    ATTENTION_WARPS_LARGE_GROUP,
+    KV_BLOCK,
+    MAX_GROUP_HEADS,
+    MAX_TIERS,
+)
+from dakrun.kernels.attention.config import AttentionConfig
+from dakrun.kernels.attention.kv_blocks import DTYPES
 from dakrun.kernels.runtime.jit import Kernel, kernel
 from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.units import ceil_div
 
-MAX_TIERS = 9
-MAX_GROUP = 16  # query heads of a KV head
 SOURCE = "splitk_flash_attn.cu"
 
 
@@ -70,7 +76,12 @@ def _workspace_sizes(
     config: AttentionConfig, group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     heads = (sum(config.slots), config.shape.kv_heads)
-    parts = (config.max_units, config.max_parts, group, config.shape.head_dim + 4)
+    parts = (
+        config.max_units,
+        config.max_parts,
+        group,
+        config.shape.head_dim + ATTENTION_PARTIAL_EXTRA,
+    )
     return (*heads, *parts), (*heads, group + config.max_units)
 
 
@@ -188,14 +199,18 @@ def _check_operands(
         tensor[0].is_contiguous() for tensor in (q, k, v)
     ):
         raise ValueError("expected rows of q, k and v that are contiguous and equally far apart")
-    if not out.is_contiguous() or not 1 <= group <= MAX_GROUP or len(config.slots) > MAX_TIERS:
+    if (
+        not out.is_contiguous()
+        or not 1 <= group <= MAX_GROUP_HEADS
+        or len(config.slots) > MAX_TIERS
+    ):
         raise ValueError(
-            f"expected a contiguous output, 1 to {MAX_GROUP} query heads for a KV head and at most "
-            f"{MAX_TIERS} tiers, got {group} and {len(config.slots)}"
+            f"expected a contiguous output, 1 to {MAX_GROUP_HEADS} query heads for a KV head and "
+            f"at most {MAX_TIERS} tiers, got {group} and {len(config.slots)}"
         )
     if rotations is not None and (
         rotations.shape[1:] != (dim // 2, 2)
-        or len(rotations) < shape.blocks * BLOCK
+        or len(rotations) < shape.blocks * KV_BLOCK
         or rotations.dtype != torch.float32
         or not rotations.is_contiguous()
     ):
@@ -212,7 +227,7 @@ def _check_gpu(q: torch.Tensor) -> None:
 
 def _threads(group: int) -> int:
     """Of a CTA: warps that attend, fewer where each has more heads to keep, and one that copies."""
-    return 32 * ((MAX_PARTS if group <= 8 else 3) + 1)
+    return 32 * ((ATTENTION_WARPS if group <= 8 else ATTENTION_WARPS_LARGE_GROUP) + 1)
 
 
 def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:

@@ -12,13 +12,18 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from dakrun.geometry import FEW_ROWS
-from dakrun.hardware.profile import LOCAL
+from dakrun.geometry import (
+    FEW_ROWS,
+    ROWS_PER_BLOCK,
+    SPLITK_MAX_ROWS,
+    TILED_MAX_ROWS,
+    TILED_X_TILES,
+)
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm.packing import ROWS_PER_BLOCK, PackedTensor
+from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk import Activation, Norm
-from dakrun.kernels.gemm.splitk_config import MAX_ROWS as SPLITK_ROWS
 from dakrun.kernels.gemm.splitk_config import (
     GemmConfig,
     TierAccess,
@@ -27,8 +32,7 @@ from dakrun.kernels.gemm.splitk_config import (
     tiles_for,
 )
 from dakrun.kernels.gemm.tiled_config import tiled_config
-from dakrun.kernels.gemm.tiled_shapes import MAX_ROWS as TILED_ROWS
-from dakrun.kernels.gemm.tiled_shapes import X_TILES, Limits
+from dakrun.kernels.gemm.tiled_shapes import Limits
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.runtime.graph import capture_id
 from dakrun.kernels.runtime.jit import sm_count
@@ -48,7 +52,7 @@ def tiles(device: torch.device) -> Limits | None:
     if device.type != "cuda":
         return None
     found = tiled_gemm.limits(device.index)
-    return found if found.x_tiles == X_TILES else None
+    return found if found.x_tiles == TILED_X_TILES else None
 
 
 class Products:
@@ -61,18 +65,18 @@ class Products:
         self._device, self._tiles = device, tiles(device)
         self._halves: dict[int, gemm.Workspace] = {}  # by row blocks
         # Of X, which SplitK_GEMM multiplies faster, be it in two passes.
-        self.few_rows = 2 * SPLITK_ROWS if self._tiles is None else FEW_ROWS
+        self.few_rows = 2 * SPLITK_MAX_ROWS if self._tiles is None else FEW_ROWS
 
     def by(self, n: int, weight: PackedTensor) -> By:
         """What computes products of `n` rows."""
         remote = any(part.split.row_blocks for part in weight.parts if part.tier != LOCAL)
         # A link is not to be waited for twice.
-        if n <= (min(self.few_rows, SPLITK_ROWS) if remote else self.few_rows):
+        if n <= (min(self.few_rows, SPLITK_MAX_ROWS) if remote else self.few_rows):
             return "splitk"
         if self._tiles is None:
             return "torch"
         row_blocks = sum(part.split.row_blocks for part in weight.parts)
-        little = n <= SPLITK_ROWS and reads_little(
+        little = n <= SPLITK_MAX_ROWS and reads_little(
             n, row_blocks, weight.shape[1], sms=sm_count(self._device)
         )
         return "splitk" if little else "tiled"
@@ -84,7 +88,7 @@ class Products:
 
         With `mixes` also of weights whose tiers are mixed.
         """
-        few = (min(n, SPLITK_ROWS) for n in rows if n <= max(self.few_rows, SPLITK_ROWS))
+        few = (min(n, SPLITK_MAX_ROWS) for n in rows if n <= max(self.few_rows, SPLITK_MAX_ROWS))
         for x_tiles in sorted({tiles_for(n) for n in few}):
             for macros in gemm.defines_of_tiers(dtype, x_tiles, mixes=mixes):
                 yield gemm.SOURCE, macros
@@ -123,7 +127,7 @@ class Products:
         if by == "torch":
             _unpacked(x, weight, out, bias, residual, activation)
             return
-        step = TILED_ROWS if by == "tiled" else SPLITK_ROWS
+        step = TILED_MAX_ROWS if by == "tiled" else SPLITK_MAX_ROWS
         for first in range(0, len(x), step):
             rows = slice(first, first + step)
             if by == "tiled":

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.geometry import MAX_GROUP, ROWS_PER_BLOCK, row_block_count
+from dakrun.geometry import ATOM_COLS, CHUNK, MAX_GROUP_ROW_BLOCKS, ROWS_PER_BLOCK, row_block_count
 from dakrun.units import ceil_div
 
-ATOM_COLS = 64
 DTYPES = (torch.float16, torch.bfloat16)
-CHUNK = 8  # elements of 16 bytes
 _ATOM = ROWS_PER_BLOCK * ATOM_COLS // 4  # words of 8 bytes
 
 
@@ -38,8 +36,14 @@ class Split:
     mixed: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.group <= MAX_GROUP or self.step_cols % ATOM_COLS or self.step_cols < 1:
-            raise ValueError(f"expected groups of 1 to {MAX_GROUP} and steps of 64s, got {self}")
+        if (
+            not 1 <= self.group <= MAX_GROUP_ROW_BLOCKS
+            or self.step_cols % ATOM_COLS
+            or self.step_cols < 1
+        ):
+            raise ValueError(
+                f"expected groups of 1 to {MAX_GROUP_ROW_BLOCKS} and steps of 64s, got {self}"
+            )
         if self.row_blocks and self.ctas < 1:
             raise ValueError(f"expected a CTA at least, got {self}")
 

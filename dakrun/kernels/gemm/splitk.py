@@ -12,16 +12,22 @@ from typing import Literal
 
 import torch
 
-from dakrun.hardware.profile import LOCAL
-from dakrun.kernels.gemm.packing import ATOM_COLS, ROWS_PER_BLOCK, PackedTensor, padded_cols
-from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, X_TILES, GemmConfig, can_mix
+from dakrun.geometry import (
+    ATOM_BYTES,
+    ATOM_COLS,
+    MAX_TIERS,
+    ROWS_PER_BLOCK,
+    SPLITK_THREADS,
+    SPLITK_X_TILES,
+)
+from dakrun.hardware import LOCAL
+from dakrun.kernels.gemm.packing import PackedTensor, padded_cols
+from dakrun.kernels.gemm.splitk_config import GemmConfig, can_mix
 from dakrun.kernels.runtime.jit import Kernel, kernel
 from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.kernels.runtime.tensor_map import atoms_map
 from dakrun.units import ceil_div
 
-MAX_TIERS = 9
-THREADS = 320
 SOURCE = "splitk_gemm.cu"
 AHEAD_BYTES = 32 * 1024  # a CTA: what memory can bring while one launch ends and the next begins
 AHEAD_ALIGN = 128
@@ -199,7 +205,7 @@ def splitk_gemm(
     args.tiers[len(weight.parts)] = _Tier(first_row_block=row_block, first_cta=cta)
     _kernel(
         weight.dtype, config.x_tiles, norm != "none", config.mixes, torch.cuda.current_device()
-    ).launch(config.ctas, THREADS, args, shared_bytes=config.shared_bytes, pdl=pdl)
+    ).launch(config.ctas, SPLITK_THREADS, args, shared_bytes=config.shared_bytes, pdl=pdl)
     return out
 
 
@@ -290,7 +296,7 @@ def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
     """The macros of all variants of the kernel for `dtype`."""
     return [
         macros
-        for x_tiles, norm in itertools.product(X_TILES, (False, True))
+        for x_tiles, norm in itertools.product(SPLITK_X_TILES, (False, True))
         for macros in defines_of_tiers(dtype, x_tiles, norm, mixes=True)
     ]
 

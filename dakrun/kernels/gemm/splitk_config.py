@@ -7,15 +7,22 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dakrun.geometry import MAX_GROUP, ROWS_PER_BLOCK, SHARED_BYTES, even_group, group_count
-from dakrun.kernels.gemm.packing import ATOM_COLS, Split
+from dakrun.geometry import (
+    ATOM_BYTES,
+    ATOM_COLS,
+    MAX_GROUP_ROW_BLOCKS,
+    ROWS_PER_BLOCK,
+    SHARED_BYTES_PAIRED,
+    SPLITK_MAX_ROWS,
+    SPLITK_MAX_STAGES,
+    SPLITK_X_TILES,
+    TILE_ROW_BLOCKS,
+    even_group,
+    group_count,
+)
+from dakrun.kernels.gemm.packing import Split
 from dakrun.units import ceil_div
 
-MAX_ROWS = 64  # of X in one launch
-X_TILES = (1, 2, 4, 8)
-MAX_STAGES = 16
-ATOM_BYTES = 2 * ROWS_PER_BLOCK * ATOM_COLS
-TILE_ROW_BLOCKS = 8  # that a warpgroup multiplies at a time
 PAIRED_TILES = 8  # of X that two groups are multiplied at once for
 STEP_BYTES = 16 * 1024  # of a group that lie together, at most
 STEP_ATOMS = 8  # of them, at most: halves of sums begin with one
@@ -85,9 +92,9 @@ class GemmConfig:
 
 def tiles_for(n: int) -> int:
     """Tiles of 8 rows for an X of `n` rows, of those that there are kernels for."""
-    if not 1 <= n <= MAX_ROWS:
-        raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
-    return X_TILES[bisect.bisect_left(X_TILES, ceil_div(n, 8))]
+    if not 1 <= n <= SPLITK_MAX_ROWS:
+        raise ValueError(f"expected 1 to {SPLITK_MAX_ROWS} rows, got {n}")
+    return SPLITK_X_TILES[bisect.bisect_left(SPLITK_X_TILES, ceil_div(n, 8))]
 
 
 def can_mix(x_tiles: int) -> bool:
@@ -96,7 +103,7 @@ def can_mix(x_tiles: int) -> bool:
 
 
 def reads_little(n: int, row_blocks: int, cols: int, *, sms: int) -> bool:
-    """Whether SplitK_GEMM is the faster for `n` rows of X, up to MAX_ROWS, although they are many.
+    """Whether SplitK_GEMM is the faster for `n` rows of X, more than FEW_ROWS.
 
     W is of `row_blocks` with `cols` columns, X and W of 16 bits; each of `sms` reads its share of W
     and X once. The tiled GEMM, made for many rows, takes longer to begin and to end.
@@ -112,7 +119,7 @@ def split_row_blocks(
 
     Remote tiers get the SMs that they are read by, the local one the rest, and with them the groups
     of the first tier that is mixed. With `aligned` the size of a tier's groups is chosen for even
-    waves, else it is MAX_GROUP.
+    waves, else it is MAX_GROUP_ROW_BLOCKS.
     """
     mixed = _mixed_tier(row_blocks, tiers)
     others = row_blocks[mixed] if mixed else 0
@@ -129,7 +136,7 @@ def split_row_blocks(
         else:
             ctas = remote[number - 1]
             dealt = (count, ctas, 0)
-        group = even_group(*dealt) if aligned else MAX_GROUP
+        group = even_group(*dealt) if aligned else MAX_GROUP_ROW_BLOCKS
         ctas = min(ctas, group_count(group, count, 0 if number else others))
         splits.append(Split(count, ctas, group, _step_cols(group), mixed=0 < number == mixed))
     return tuple(splits)
@@ -239,5 +246,7 @@ def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
 
 
 def _stages(row_blocks: int, atoms: int, x_tiles: int) -> int:
-    room = SHARED_BYTES - ATOM_BYTES * max(0, -row_blocks % TILE_ROW_BLOCKS - atoms * x_tiles)
-    return min(MAX_STAGES, room // (ATOM_BYTES * atoms * (row_blocks + x_tiles)))
+    room = SHARED_BYTES_PAIRED - ATOM_BYTES * max(
+        0, -row_blocks % TILE_ROW_BLOCKS - atoms * x_tiles
+    )
+    return min(SPLITK_MAX_STAGES, room // (ATOM_BYTES * atoms * (row_blocks + x_tiles)))

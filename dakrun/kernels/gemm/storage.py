@@ -8,16 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.geometry import ROWS_PER_BLOCK, first_row
+from dakrun.geometry import CHUNK, ROWS_PER_BLOCK, first_row
 from dakrun.kernels.gemm import packing
-from dakrun.kernels.gemm.packing import (
-    CHUNK,
-    DTYPES,
-    PackedPart,
-    PackedTensor,
-    row_block_bytes,
-    stretches,
-)
+from dakrun.kernels.gemm.packing import DTYPES, PackedPart, PackedTensor, row_block_bytes, stretches
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.memory.device import device_view
 from dakrun.memory.tiers import Tier

@@ -11,19 +11,22 @@ from typing import Any
 
 import torch
 
-from dakrun.geometry import ROWS_PER_BLOCK
+from dakrun.geometry import (
+    MAX_TIERS,
+    ROWS_PER_BLOCK,
+    TILED_MAX_ROWS,
+    TILED_PORTABLE_X_TILES,
+    TILED_THREADS,
+    TILED_WIDE_TILES,
+    TILED_X_TILES,
+    WARPGROUPS,
+)
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk import ACTIVATIONS, Activation
 from dakrun.kernels.gemm.tiled_shapes import (
     BARRIER_BYTES,
     MAX_CLUSTER,
-    MAX_ROWS,
-    PORTABLE_X_TILES,
     SUM_BYTES,
-    THREADS,
-    WARPGROUPS,
-    WIDE_TILES,
-    X_TILES,
     Launch,
     Limits,
     TiledConfig,
@@ -56,7 +59,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("w_ctas", "x_ctas", "k_ctas")),
         *((name, ctypes.c_int) for name in ("segment", "blocks", "width")),
         *((name, ctypes.c_uint64) for name in ("bias", "residual", "y", "carried", "flags")),
-        ("tiers", _TierTiles * (operands.MAX_TIERS + 1)),
+        ("tiers", _TierTiles * (MAX_TIERS + 1)),
         ("weight", operands.PackedMatrix),
     )
 
@@ -83,7 +86,7 @@ class Workspace:
     @classmethod
     def largest(cls, sms: int, device: torch.device | str) -> "Workspace":
         """For all launches on a GPU with so many SMs."""
-        sums = torch.empty(sms * max(X_TILES) * SUM_BYTES, dtype=torch.uint8, device=device)
+        sums = torch.empty(sms * max(TILED_X_TILES) * SUM_BYTES, dtype=torch.uint8, device=device)
         return cls(sums, torch.zeros(sms * WARPS, dtype=torch.int32, device=device))
 
     def fits(self, config: TiledConfig) -> bool:
@@ -134,7 +137,7 @@ def tiled_gemm(
     }
     operands.check_operands(x.device, wanted)
     operands.check_gpu(x.device)
-    if not 1 <= n <= MAX_ROWS or not config.launches:
+    if not 1 <= n <= TILED_MAX_ROWS or not config.launches:
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
     _check_tiers(weight, config)
     given = workspace or Workspace.empty(TiledConfig(()), x.device)
@@ -171,7 +174,7 @@ def tiled_gemm(
             SOURCE, "tiled_gemm", defines(weight.dtype, shape.tiles, wide=shape.wide)
         )
         kernel.launch(
-            launch.ctas, THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
+            launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
             pdl=pdl or order == AFTER_REMOTE,
         )  # fmt: skip
         args.carried += launch.carried
@@ -217,7 +220,7 @@ def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ..
         )  # fmt: skip
         first += row_blocks
         cluster += tier.clusters
-    none = operands.MAX_TIERS + 1 - len(found)
+    none = MAX_TIERS + 1 - len(found)
     return (*found, *[_TierTiles(first_row_block=first, first_cluster=cluster)] * none)
 
 
@@ -228,13 +231,19 @@ def defines(dtype: torch.dtype, tiles: int, *, wide: bool = False) -> dict[str, 
 
 def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
     """Those of all variants for GPUs with wgmma, the longest to compile first."""
-    sizes = [(tiles, False) for tiles in X_TILES] + [(tiles, True) for tiles in WIDE_TILES]
+    sizes = [(tiles, False) for tiles in TILED_X_TILES] + [
+        (tiles, True) for tiles in TILED_WIDE_TILES
+    ]
     return [defines(dtype, tiles, wide=wide) for tiles, wide in sorted(sizes)[::-1]]
 
 
 def x_tiles(device: int) -> tuple[int, ...]:
     """What `device`, a CUDA device index, has of the kernel; asking compiles nothing."""
-    return X_TILES if torch.cuda.get_device_capability(device) == (9, 0) else PORTABLE_X_TILES
+    return (
+        TILED_X_TILES
+        if torch.cuda.get_device_capability(device) == (9, 0)
+        else TILED_PORTABLE_X_TILES
+    )
 
 
 @functools.cache
@@ -242,10 +251,10 @@ def limits(device: int) -> Limits:
     """What `device`, a CUDA device index, sets to configurations."""
     properties: Any = torch.cuda.get_device_properties(device)
     shared_bytes = properties.shared_memory_per_block_optin
-    if x_tiles(device) != X_TILES:
-        return Limits(shared_bytes, PORTABLE_X_TILES)
+    if x_tiles(device) != TILED_X_TILES:
+        return Limits(shared_bytes, TILED_PORTABLE_X_TILES)
     with torch.cuda.device(device):
-        kernel = jit.kernel(SOURCE, "tiled_gemm", defines(torch.float16, X_TILES[0]))
+        kernel = jit.kernel(SOURCE, "tiled_gemm", defines(torch.float16, TILED_X_TILES[0]))
     most = shared_bytes - BARRIER_BYTES
-    clusters = (kernel.clusters(size, THREADS, most) for size in range(2, MAX_CLUSTER + 1))
-    return Limits(shared_bytes, X_TILES, tuple(clusters))
+    clusters = (kernel.clusters(size, TILED_THREADS, most) for size in range(2, MAX_CLUSTER + 1))
+    return Limits(shared_bytes, TILED_X_TILES, tuple(clusters))

@@ -8,19 +8,10 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
-from dakrun.kernels.gemm.packing import ATOM_COLS
+from dakrun.geometry import ATOM_COLS, TILED_MAX_ROWS, WARPGROUPS
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled_remote import Remote
-from dakrun.kernels.gemm.tiled_shapes import (
-    H200,
-    MAX_ROWS,
-    WARPGROUPS,
-    Launch,
-    Limits,
-    Shape,
-    TierTiles,
-    TiledConfig,
-)
+from dakrun.kernels.gemm.tiled_shapes import H200, Launch, Limits, Shape, TierTiles, TiledConfig
 from dakrun.kernels.gemm.tiled_tiers import (
     LAUNCH_CYCLES,
     even_tile,
@@ -53,8 +44,8 @@ def tiled_config(
     given.
     Without `multicast` a remote row block crosses the link once for each 512 rows of X.
     """
-    if not 1 <= n <= MAX_ROWS:
-        raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {n}")
+    if not 1 <= n <= TILED_MAX_ROWS:
+        raise ValueError(f"expected 1 to {TILED_MAX_ROWS} rows, got {n}")
     atoms = ceil_div(cols, ATOM_COLS)
     _, best = _best(n, sum(row_blocks), sms, atoms, shapes(limits), limits)
     segments = best.k_ctas

@@ -8,15 +8,9 @@ import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TierAccess
-from dakrun.kernels.gemm.tiled_shapes import (
-    MAX_CLUSTER,
-    WARPGROUPS,
-    Launch,
-    Limits,
-    Shape,
-    TierTiles,
-)
+from dakrun.geometry import ATOM_BYTES, WARPGROUPS
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm.tiled_shapes import MAX_CLUSTER, Launch, Limits, Shape, TierTiles
 from dakrun.kernels.gemm.tiled_tiers import even_tile, shares, tier_tiles, tile_count, tiles_cycles
 from dakrun.units import ceil_div
 

@@ -5,23 +5,24 @@ Needs no GPU, and chooses nothing.
 
 from dataclasses import dataclass, replace
 
-from dakrun.geometry import ROWS_PER_BLOCK
-from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TILE_ROW_BLOCKS
+from dakrun.geometry import (
+    ATOM_BYTES,
+    ROWS_PER_BLOCK,
+    TILE_ROW_BLOCKS,
+    TILED_MAX_STAGES,
+    TILED_MIN_OUTPUT_BLOCKS,
+    TILED_PASS_TILES,
+    TILED_WIDE_TILES,
+    TILED_X_TILES,
+    WARPGROUPS,
+)
 from dakrun.units import ceil_div
 
-MAX_ROWS = 4096  # of X in one launch
-X_TILES = (8, 16, 24, 32)  # of 8 rows of X, that a warpgroup multiplies
-PORTABLE_X_TILES = (8,)  # the same where there is no wgmma
-WIDE_TILES = (12, 24, 28)  # of 8 rows of W, that a warpgroup multiplies by 64 rows of X
-WARPGROUPS = 2
-THREADS = 128 * (WARPGROUPS + 1)
-MAX_STAGES = 13
 MAX_CLUSTER = 8  # CTAs
-PASS_TILES = 4  # of a warp's sums, whose outputs are staged at a time, as a block
 BLOCKS_BYTES = (
-    WARPGROUPS * PASS_TILES * ROWS_PER_BLOCK * TILE_ROW_BLOCKS * ROWS_PER_BLOCK * 2
+    WARPGROUPS * TILED_PASS_TILES * ROWS_PER_BLOCK * TILE_ROW_BLOCKS * ROWS_PER_BLOCK * 2
 )  # one a warp
-MIN_BLOCKS, MAX_BLOCKS = 3, 8  # of a warp
+MAX_BLOCKS = 8  # of a warp
 SUM_BYTES = (
     4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLOCK
 )  # a CTA's, of a tile of X
@@ -37,13 +38,13 @@ class Limits:
     """
 
     shared_bytes: int = 227 * 1024
-    x_tiles: tuple[int, ...] = X_TILES
+    x_tiles: tuple[int, ...] = TILED_X_TILES
     clusters: tuple[int, ...] = (66, 39, 30, 22, 17, 15, 15)
 
     @property
     def wide_tiles(self) -> tuple[int, ...]:
         """Of W, that a warpgroup multiplies with wgmma where shapes are wide."""
-        return WIDE_TILES if self.x_tiles == X_TILES else ()
+        return TILED_WIDE_TILES if self.x_tiles == TILED_X_TILES else ()
 
     def most_clusters(self, sms: int, ctas: int) -> int:
         """That run at a time on `sms`, of `ctas` CTAs."""
@@ -103,7 +104,7 @@ class Shape:
     @property
     def output_box(self) -> tuple[int, int]:
         """Rows and columns of Y that a warp writes at a time."""
-        rows, cols = (2, PASS_TILES) if self.wide else (PASS_TILES, 2)
+        rows, cols = (2, TILED_PASS_TILES) if self.wide else (TILED_PASS_TILES, 2)
         return ROWS_PER_BLOCK * rows, ROWS_PER_BLOCK * cols
 
     def stage_bytes(self, row_blocks: int) -> int:
@@ -118,19 +119,19 @@ class Shape:
     @property
     def sums_bytes(self) -> int:
         """Where segments of sums meet in shared memory, instead of stages."""
-        own = ceil_div(self.tiles, PASS_TILES * self.k_ctas) * PASS_TILES
+        own = ceil_div(self.tiles, TILED_PASS_TILES * self.k_ctas) * TILED_PASS_TILES
         return own * self.k_ctas * SUM_BYTES if self.k_ctas > 1 else 0
 
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
-        room = limits.shared_bytes - BARRIER_BYTES - MIN_BLOCKS * BLOCKS_BYTES
+        room = limits.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * BLOCKS_BYTES
         return self.stages(limits, self.row_blocks) >= 2 and self.sums_bytes <= room
 
     def stages(self, limits: Limits, *row_blocks: int) -> int:
         """That there is room for, where tiles have so many `row_blocks` of W."""
-        room = limits.shared_bytes - BARRIER_BYTES - MIN_BLOCKS * BLOCKS_BYTES
+        room = limits.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * BLOCKS_BYTES
         room -= self.bytes_behind(min(row_blocks))
-        return min(MAX_STAGES, room // self.stage_bytes(max(row_blocks)))
+        return min(TILED_MAX_STAGES, room // self.stage_bytes(max(row_blocks)))
 
 
 @dataclass(frozen=True)
@@ -159,13 +160,15 @@ class Launch:
     shape: Shape
     stages: int
     tiers: tuple[TierTiles, ...]
-    blocks: int = MIN_BLOCKS
+    blocks: int = TILED_MIN_OUTPUT_BLOCKS
 
     def with_most_blocks(self, limits: Limits) -> "Launch":
         """The same with as many blocks as there is room for beside the stages."""
         room = limits.shared_bytes - BARRIER_BYTES - self._ring_bytes
         blocks = min(MAX_BLOCKS, room // BLOCKS_BYTES)
-        assert blocks >= MIN_BLOCKS, f"room for {blocks} blocks beside {self.stages} stages"
+        assert blocks >= TILED_MIN_OUTPUT_BLOCKS, (
+            f"room for {blocks} blocks beside {self.stages} stages"
+        )
         return replace(self, blocks=blocks)
 
     @property

@@ -6,9 +6,9 @@ Needs no GPU. What they take is fitted to an H200; no shape is special.
 import bisect
 import math
 
-from dakrun.geometry import ROWS_PER_BLOCK
-from dakrun.kernels.gemm.splitk_config import ATOM_BYTES, TILE_ROW_BLOCKS, TierAccess
-from dakrun.kernels.gemm.tiled_shapes import WARPGROUPS, Limits, Shape, TierTiles
+from dakrun.geometry import ATOM_BYTES, ROWS_PER_BLOCK, TILE_ROW_BLOCKS, WARPGROUPS
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm.tiled_shapes import Limits, Shape, TierTiles
 from dakrun.units import ceil_div
 
 # Cycles of an SM, at 1.75 GHz. Of a stage: for 8 rows by 64 that warpgroups multiply, what it takes

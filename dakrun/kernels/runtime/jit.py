@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from dakrun.errors import CannotRun
+from dakrun.geometry import SHARED_BYTES_ALONE
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
-
-SHARED_BYTES = 227 * 1024  # of a CTA: what the kernels are laid out for
 
 
 class Kernel:
@@ -132,7 +131,9 @@ def has_kernels(device: torch.device) -> bool:
         return False
     properties: Any = torch.cuda.get_device_properties(device)
     target = f"sm_{properties.major}{properties.minor}a"
-    return target in ARCHITECTURES and properties.shared_memory_per_block_optin >= SHARED_BYTES
+    return (
+        target in ARCHITECTURES and properties.shared_memory_per_block_optin >= SHARED_BYTES_ALONE
+    )
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun
+from dakrun.geometry import CUDA_CONSTANTS
 from dakrun.resources import resource_dir
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_120a")
@@ -72,7 +73,7 @@ class Compiled:
 
 
 def compile_cubin(source: str, arch: str, defines: Mapping[str, int] | None = None) -> Compiled:
-    """Compile native/`source` for `arch`, such as sm_90a, with `defines` as macros.
+    """Compile native/`source` for `arch`, such as sm_90a, with CUDA_CONSTANTS and `defines`.
 
     Raises CompileError with the compiler's message and the options, CannotRun where the CUDA
     packages are missing.
@@ -149,7 +150,9 @@ def parse_report(log: str) -> tuple[KernelReport, ...]:
 
 
 def _defines(defines: Mapping[str, int] | None) -> list[str]:
-    return [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
+    """Options for the shared constants and one variant's own macros."""
+    macros = {**CUDA_CONSTANTS, **(defines or {})}
+    return [f"-D{name}={value}" for name, value in sorted(macros.items())]
 
 
 @functools.cache

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
-from dakrun.kernels.gemm.packing import ATOM_COLS, CHUNK, DTYPES, PackedTensor, padded_cols
+from dakrun.geometry import ATOM_COLS, CHUNK, MAX_TIERS
+from dakrun.kernels.gemm.packing import DTYPES, PackedTensor, padded_cols
 from dakrun.units import ceil_div
-
-MAX_TIERS = 9
 
 Wanted = tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]
 

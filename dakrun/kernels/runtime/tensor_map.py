@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-ATOM_COLS = 64  # 16-bit elements of a swizzled row of 128 bytes
+from dakrun.geometry import ATOM_COLS
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,9 +6,10 @@ Units stand in the key names; figures are defined in README.md and DESIGN.md's l
 from typing import Any
 
 from dakrun.errors import CannotRun
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.geometry import KV_BLOCK
+from dakrun.hardware import HardwareProfile
 from dakrun.plan.advice import Advice, Alternative
-from dakrun.plan.ops import KV_BLOCK, kv_positions
+from dakrun.plan.ops import kv_positions
 from dakrun.plan.planner import OpPlan, Plan
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
 
