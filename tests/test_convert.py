@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import tiny_models
 import torch
 from safetensors.torch import load_file
@@ -17,10 +18,9 @@ from dakrun.cli.main import main
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.llm import LLM
-from dakrun.weights import convert as convert_module
-from dakrun.weights.bins import BIN_INDEX, WEIGHTS
-from dakrun.weights.convert import Conversion, convert
+from dakrun.weights.convert import Conversion, convert_checkpoint
 
+WEIGHTS, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TIED, UNTIED = "llama-gqa3-tied", "llama-gqa4-rope3"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -79,7 +79,7 @@ def only_source(tmp_path: Path) -> bool:
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("name", [UNTIED, TIED, "opt-like-350m", "opt-no-bias"])
 def test_the_result_is_the_same_model(name: str, shards: int, tmp_path: Path) -> None:
-    result = convert(save_bin(name, tmp_path / "src", shards), tmp_path / "dst")
+    result = convert_checkpoint(save_bin(name, tmp_path / "src", shards), tmp_path / "dst")
     expected = state(name)
     one_memory = name in (TIED, "opt-like-350m") and shards == 1  # shards were cloned apart
     if one_memory:
@@ -95,7 +95,7 @@ def test_the_result_is_the_same_model(name: str, shards: int, tmp_path: Path) ->
 
 def test_shards_have_at_most_the_given_size(source: Path, tmp_path: Path) -> None:
     limit = 1 << 20
-    result = convert(source, tmp_path / "dst", shard_bytes=limit)
+    result = convert_checkpoint(source, tmp_path / "dst", shard_bytes=limit)
     files = sorted(tmp_path.glob("dst/*.safetensors"))
     names = [f"model-{i + 1:05d}-of-{result.files:05d}.safetensors" for i in range(result.files)]
     assert [path.name for path in files] == names
@@ -113,7 +113,7 @@ def test_configuration_and_tokenizer_come_along(source: Path, tmp_path: Path) ->
     kept = ["tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
     for name in [*kept, "tf_model.h5.index.json", "training_args.bin", "README.md"]:
         (source / name).write_text("{}")
-    convert(source, tmp_path / "dst")
+    convert_checkpoint(source, tmp_path / "dst")
     names = {path.name for path in (tmp_path / "dst").iterdir()}
     assert names == {*kept, "config.json", "model.safetensors"} | (
         {"generation_config.json"} & {path.name for path in source.iterdir()}
@@ -139,8 +139,8 @@ def test_one_source_file_is_mapped_at_a_time(
 
     seen: list[bool] = []
     monkeypatch.setattr(torch, "load", watched(torch.load, 0))
-    monkeypatch.setattr(convert_module, "save_file", watched(convert_module.save_file, 1))
-    convert(tmp_path / "src", tmp_path / "dst")
+    monkeypatch.setattr(safetensors.torch, "save_file", watched(safetensors.torch.save_file, 1))
+    convert_checkpoint(tmp_path / "src", tmp_path / "dst")
     assert seen == [True] * 8
 
 
@@ -157,7 +157,7 @@ def test_views_and_shared_memory_become_tensors_of_their_own(source: Path, tmp_p
         "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
     }
     torch.save(tensors, source / WEIGHTS)
-    convert(source, tmp_path / "dst")
+    convert_checkpoint(source, tmp_path / "dst")
     assert_same(tmp_path / "dst", tensors)
     assert (tmp_path / "dst/model.safetensors").stat().st_size < 2048
 
@@ -166,21 +166,21 @@ def test_an_untied_head_in_the_embeddings_memory_is_kept(source: Path, tmp_path:
     tensors = state(UNTIED)
     tensors[HEAD] = tensors[EMBEDDING]
     torch.save(tensors, source / WEIGHTS)
-    assert convert(source, tmp_path / "dst").tied == ()
+    assert convert_checkpoint(source, tmp_path / "dst").tied == ()
     assert_same(tmp_path / "dst", tensors)
 
 
 def test_old_files_are_read(tmp_path: Path) -> None:
     folder = save_bin(UNTIED, tmp_path / "src", _use_new_zipfile_serialization=False)
-    convert(folder, tmp_path / "dst")
+    convert_checkpoint(folder, tmp_path / "dst")
     assert_same(tmp_path / "dst", state(UNTIED))
 
 
 def test_entries_that_are_no_tensors_are_named(source: Path, tmp_path: Path) -> None:
     torch.save(state(UNTIED) | {"epoch": 3, "\x1b[31m": "red", 7: 8}, source / WEIGHTS)
-    result = convert(source, tmp_path / "dst")
+    result = convert_checkpoint(source, tmp_path / "dst")
     assert_same(tmp_path / "dst", state(UNTIED))
-    assert result.summary().endswith(r"no tensors left out: 'epoch', '\x1b[31m', 7")
+    assert result.summary().endswith(r"not tensors: 'epoch', '\x1b[31m', 7")
 
 
 class Exploit:
@@ -209,7 +209,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(
     assert exit.value.code == 3
     assert not trace.exists() and only_source(tmp_path) and not out
     error, hint = err.splitlines()
-    assert error.startswith("error: ") and "nothing of it was run" in error and "system" in error
+    assert error.startswith("error: ") and "no code of it was run" in error and "system" in error
     assert hint.startswith("hint: ") and "trust" in hint
     if form != "pickle":  # the file is as dangerous as it should be
         torch.load(source / WEIGHTS, weights_only=False)
@@ -253,22 +253,22 @@ CASES = {
         lambda d: (d / WEIGHTS).rename(d / "model.safetensors"), UsageError, "no .bin", "already",
     ),
     "no config": (lambda d: (d / "config.json").unlink(), UsageError, "no such file", "model"),
-    "truncated": (lambda d: truncate(d / WEIGHTS, 0.9), CannotRun, "not a whole file", "anew"),
-    "first bytes": (lambda d: truncate(d / WEIGHTS, 1e-5), CannotRun, "not a whole file", "anew"),
-    "empty file": (lambda d: truncate(d / WEIGHTS, 0), CannotRun, "not a whole file", "anew"),
+    "truncated": (lambda d: truncate(d / WEIGHTS, 0.9), CannotRun, "damaged", "again"),
+    "first bytes": (lambda d: truncate(d / WEIGHTS, 1e-5), CannotRun, "damaged", "again"),
+    "empty file": (lambda d: truncate(d / WEIGHTS, 0), CannotRun, "damaged", "again"),
     "git lfs": (
         lambda d: (d / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"),
-        CannotRun, "not what torch.save makes", "git lfs pull",
+        CannotRun, "not weights saved by torch.save", "git lfs pull",
     ),
     "plain pickle": (
         lambda d: (d / WEIGHTS).write_bytes(pickle.dumps({"a": Exploit(d / "it-ran")})),
-        CannotRun, "not what torch.save makes", "plain pickle",
+        CannotRun, "not weights saved by torch.save", "plain pickle",
     ),
     "tar": (spoil_tar, CannotRun, "tar file", "state_dict"),
     "TorchScript": (spoil_script, CannotRun, "TorchScript", "state_dict"),
-    "a list": (saved(lambda: [torch.ones(1)]), CannotRun, "no tensors by name", "state_dict"),
+    "a list": (saved(lambda: [torch.ones(1)]), CannotRun, "named tensors", "state_dict"),
     "nested": (
-        saved(lambda: {"model": {"a": torch.ones(1)}}), CannotRun, "by name", "state_dict",
+        saved(lambda: {"model": {"a": torch.ones(1)}}), CannotRun, "named tensors", "state_dict",
     ),
     "sparse": (
         saved(lambda: {"a": torch.eye(3).to_sparse()}), CannotRun, "'a' is not a plain", "sparse",
@@ -277,7 +277,7 @@ CASES = {
         saved(lambda: {"a": torch.ones(3, device="meta")}), CannotRun, "not a plain", "sparse",
     ),
     "reserved name": (
-        saved(lambda: {"__metadata__": torch.ones(3)}), CannotRun, "keeps for itself", "other name",
+        saved(lambda: {"__metadata__": torch.ones(3)}), CannotRun, "reserved", "another name",
     ),
     "missing shard": (
         lambda d: spoil_index(d, x="pytorch_model-2.bin"), CannotRun,
@@ -287,7 +287,8 @@ CASES = {
         lambda d: spoil_index(d, x="../pytorch_model-2.bin"), UsageError, "not a file beside", "",
     ),
     "missing tensor": (
-        lambda d: spoil_index(d, x="pytorch_model-1.bin"), CannotRun, "names 'x'", "belong",
+        lambda d: spoil_index(d, x="pytorch_model-1.bin"), CannotRun, "'x' is in none",
+        "different checkpoints",
     ),
     "index is no JSON": (
         lambda d: (spoil_index(d), truncate(d / BIN_INDEX, 0.5)), UsageError, "read", "copy",
@@ -296,7 +297,7 @@ CASES = {
         lambda d: (spoil_index(d), (d / BIN_INDEX).write_text("{}")), UsageError, "no weight_map",
         "anew",
     ),
-    "twice the same": (spoil_twice, CannotRun, "another file has, too", "one checkpoint"),
+    "twice the same": (spoil_twice, CannotRun, "in another file, too", "one checkpoint"),
 }  # fmt: skip
 
 
@@ -306,7 +307,7 @@ def test_a_bad_source_is_refused_in_one_line(case: str, source: Path, tmp_path: 
     spoil, kind, message, hint = CASES[case]
     spoil(source)
     with pytest.raises(DakrunError, match=message) as caught:
-        convert(source, tmp_path / "dst")
+        convert_checkpoint(source, tmp_path / "dst")
     assert type(caught.value) is kind
     assert hint.replace("\\", "") in caught.value.hint
     assert "\n" not in str(caught.value) + caught.value.hint
@@ -316,13 +317,13 @@ def test_a_bad_source_is_refused_in_one_line(case: str, source: Path, tmp_path: 
 
 def test_the_target_has_to_be_new_or_empty(source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    convert(source, tmp_path / "empty")
+    convert_checkpoint(source, tmp_path / "empty")
     for target in (tmp_path / "empty", source, source / "config.json"):
         with pytest.raises(UsageError, match="not an empty folder") as caught:
-            convert(source, target)
+            convert_checkpoint(source, target)
         assert "does not exist yet" in caught.value.hint
     with pytest.raises(UsageError, match="no such folder"):
-        convert(source, tmp_path / "a/b")
+        convert_checkpoint(source, tmp_path / "a/b")
     assert (tmp_path / "empty").stat().st_mode == source.stat().st_mode
     modes = {path.stat().st_mode for path in (tmp_path / "empty").iterdir()}
     assert modes == {(source / WEIGHTS).stat().st_mode}
@@ -332,7 +333,7 @@ def test_the_target_has_to_be_new_or_empty(source: Path, tmp_path: Path) -> None
 def test_nothing_is_left_behind_midway(
     problem: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = convert_module.save_file, []
+    real, calls = safetensors.torch.save_file, []
 
     def failing(*args: object, **options: object) -> None:
         calls.append(args)
@@ -340,9 +341,9 @@ def test_nothing_is_left_behind_midway(
             raise problem
         real(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(convert_module, "save_file", failing)
+    monkeypatch.setattr(safetensors.torch, "save_file", failing)
     with pytest.raises((KeyboardInterrupt, CannotRun)) as caught:
-        convert(source, tmp_path / "dst", shard_bytes=1 << 20)
+        convert_checkpoint(source, tmp_path / "dst", shard_bytes=1 << 20)
     assert len(calls) == 3 and only_source(tmp_path)
     if isinstance(caught.value, CannotRun):
         assert "No space left" in str(caught.value) and "disk space" in caught.value.hint
@@ -354,7 +355,7 @@ def test_a_full_disk_is_noticed_while_writing(tmp_path: Path, source: Path) -> N
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # Python ignores its signal
     try:
         with pytest.raises(CannotRun, match="cannot be written as safetensors") as caught:
-            convert(source, tmp_path / "dst")
+            convert_checkpoint(source, tmp_path / "dst")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "free disk space" in caught.value.hint and only_source(tmp_path)
@@ -365,8 +366,8 @@ def test_a_disk_that_is_too_small_is_noticed_before(
 ) -> None:
     usage = type(shutil.disk_usage(tmp_path))(10 << 20, 9 << 20, 1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CannotRun, match=r"1\.00 MiB are free, the result needs about"):
-        convert(source, tmp_path / "dst")
+    with pytest.raises(CannotRun, match=r"1\.00 MiB are free"):
+        convert_checkpoint(source, tmp_path / "dst")
     assert only_source(tmp_path)
 
 
@@ -386,5 +387,5 @@ def test_summary_of_one_file() -> None:
     done = Conversion(Path("dst"), 3, 1 << 30, 1, (HEAD,), ())
     assert done.summary() == (
         "dst: 3 tensors, 1.00 GiB in 1 safetensors file; "
-        "lm_head.weight left out, it is the embedding"
+        "lm_head.weight left out: tied to the embedding"
     )

@@ -207,10 +207,11 @@ def convert(*, source: Path, target: Path, shard_size: int) -> None:
 
     Runs no code from the files, and copies config.json and the tokenizer.
     """
-    from dakrun.weights.convert import convert as run
+    from dakrun.weights.convert import convert_checkpoint
 
     note = eprint if sys.stderr.isatty() else lambda _: None
-    result = run(source.expanduser(), target.expanduser(), shard_bytes=shard_size, note=note)
+    source, target = source.expanduser(), target.expanduser()
+    result = convert_checkpoint(source, target, shard_bytes=shard_size, note=note)
     eprint(result.summary())
 
 

@@ -1,7 +1,7 @@
-"""pytorch_model*.bin: which files make up a checkpoint, and their tensors, without running code.
+"""pytorch_model*.bin checkpoints: their files and tensors, read without running pickled code.
 
-Pickles can ask for any function to be called; torch.load(weights_only=True) refuses all but
-tensors. Knows nothing of what the tensors are for or become.
+A pickle can call any function; torch.load(weights_only=True) refuses everything but tensors.
+Does not know what the tensors are for.
 """
 
 import pickle
@@ -19,20 +19,21 @@ WEIGHTS = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
 ZIP_MAGIC = b"PK\x03\x04"
-COPY_ANEW = "copy the file anew (in a git clone: git lfs pull)"
+COPY_AGAIN = "copy the file again (in a git clone: git lfs pull)"
 
 
 def bin_files(source: Path) -> tuple[list[Path], set[str]]:
-    """The weight files of a folder, and the tensor names that its index promises (else none).
+    """The weight files of folder `source`, and the tensor names in its index (empty without one).
 
-    Raises UsageError where there are none or the index is wrong, CannotRun where one is missing.
+    Raises UsageError if there are no weight files or the index is malformed, CannotRun if a file
+    of the index is missing.
     """
     if not source.is_dir():
         what = "a file, not a folder" if source.is_file() else "no such folder"
         raise UsageError(
             f"{source}: {what}", hint="give the folder with config.json and pytorch_model*.bin"
         )
-    if (source / WEIGHTS).is_file():  # transformers, too, prefers it to an index
+    if (source / WEIGHTS).is_file():  # preferred to an index, as in transformers
         return [source / WEIGHTS], set()
     index = source / BIN_INDEX
     if index.is_file():
@@ -41,7 +42,7 @@ def bin_files(source: Path) -> tuple[list[Path], set[str]]:
         for name in names:
             if not (source / name).is_file():
                 raise CannotRun(
-                    f"{source / name}: no such file, but {BIN_INDEX} names it",
+                    f"{source / name}: no such file, but {BIN_INDEX} lists it",
                     hint="copy the missing shard",
                 )
         return [source / name for name in names], set(shards)
@@ -52,18 +53,18 @@ def bin_files(source: Path) -> tuple[list[Path], set[str]]:
         ready = any(source.glob("*.safetensors"))
         raise UsageError(
             f"{source}: has no .bin files",
-            hint=f"it has safetensors already: use --model {source}"
+            hint=f"it already has safetensors: use --model {source}"
             if ready
-            else "give the folder that holds pytorch_model*.bin",
+            else "give the folder with pytorch_model*.bin",
         )
     return files, set()
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The tensors of one file by name, dense and on the CPU, and the names of its other entries.
+    """The tensors of one file by name, dense and on the CPU, and the keys of its other entries.
 
-    Zip files (torch 1.6 and later) are mapped, older ones read into memory. Raises CannotRun for
-    a file that asks for more than tensors, is damaged, or holds no state_dict.
+    Zip files (torch 1.6 and later) are mapped, older ones are read into memory. Raises CannotRun if
+    the file asks to run code, is damaged, or holds no state_dict.
     """
     entries = _load(path)
     if not isinstance(entries, dict):
@@ -71,21 +72,21 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     named = {k: v for k, v in entries.items() if isinstance(k, str) and torch.is_tensor(v)}
     if not named:
         raise CannotRun(
-            f"{path}: holds no tensors by name",
-            hint="it has to be a state_dict, made by: torch.save(model.state_dict(), FILE)",
+            f"{path}: not a dictionary of named tensors",
+            hint="it must be a state_dict, saved by: torch.save(model.state_dict(), FILE)",
         )
     for name, tensor in named.items():
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
         if not plain or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             raise CannotRun(
                 f"{path}: {name!r} is not a plain dense tensor",
-                hint="take a checkpoint that is not quantised or sparse",
+                hint="use a checkpoint that is neither quantised nor sparse",
             )
     return named, [repr(k)[:80] for k in entries if k not in named]
 
 
 def _load(path: Path) -> Any:
-    """What torch.load makes of a file with weights_only: tensors in containers."""
+    """The object in the file, by torch.load(weights_only=True); CannotRun if that fails."""
     with path.open("rb") as file:
         zipped = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
     try:
@@ -96,26 +97,26 @@ def _load(path: Path) -> Any:
         asked = re.search(r"GLOBAL (\S+)", str(problem))
         if isinstance(problem, pickle.UnpicklingError) and asked:
             raise CannotRun(
-                f"{path}: is more than weights: it asks for {asked[1]!r}; nothing of it was run",
-                hint="take the weights from a source that you trust, as safetensors where it has "
-                "them; if you made the file, save model.state_dict() alone",
+                f"{path}: asks to run {asked[1]!r} while it is loaded; no code of it was run",
+                hint="get the weights from a source that you trust, preferably as safetensors; "
+                "if you made the file, save only model.state_dict()",
             ) from None
         if "TorchScript" in str(problem) or "legacy .tar" in str(problem):
             raise CannotRun(
-                f"{path}: is a TorchScript or tar file, which cannot be read without running code",
-                hint="load it where you trust it, and save model.state_dict() alone",
+                f"{path}: a TorchScript or tar file, which cannot be read without running code",
+                hint="if you trust it, load it with torch and save only model.state_dict()",
             ) from None
-        if isinstance(problem, pickle.UnpicklingError):  # its text speaks to who calls torch.load
+        if isinstance(problem, pickle.UnpicklingError):  # its text is meant for programmers
             raise CannotRun(
-                f"{path}: not what torch.save makes of weights; nothing of it was run",
-                hint=f"{COPY_ANEW}; a plain pickle has to be saved by torch.save instead",
+                f"{path}: not weights saved by torch.save; no code of it was run",
+                hint=f"{COPY_AGAIN}; if it is a plain pickle, save it by torch.save",
             ) from None
         raise CannotRun(
-            f"{path}: not a whole file of torch.save ({brief(problem)})", hint=COPY_ANEW
+            f"{path}: damaged, or not a file of torch.save ({brief(problem)})", hint=COPY_AGAIN
         ) from None
 
 
 def brief(problem: Exception) -> str:
-    """The first sentence of an exception from elsewhere, in one line."""
+    """The first sentence of a library's exception, in one line."""
     text = " ".join(str(problem).split()) or type(problem).__name__
     return text.split(". ")[0][:160]

@@ -1,6 +1,7 @@
-"""pytorch_model*.bin files made into safetensors, running nothing that their pickles ask for.
+"""Conversion of pytorch_model*.bin checkpoints to safetensors, without running pickled code.
 
-Knows files, tensor names and shared storage; of a model only whether its embeddings are tied.
+Knows files, tensor names and shared storage. Of the model it only asks whether its embeddings are
+tied.
 """
 
 import json
@@ -12,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import HEAD, INDEX, RESERVED
@@ -23,13 +24,16 @@ from dakrun.units import format_bytes
 from dakrun.weights.bins import BIN_INDEX, bin_files, brief, read_tensors
 
 SHARD_BYTES = 4 << 30
-COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
+COPIED = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer
 EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion wrote, and the names of the entries that it left out."""
+    """The files, tensors and bytes that a conversion wrote, and the entries that it dropped.
+
+    `tied` holds the names of heads that are the embedding, `not_tensors` of other pickled values.
+    """
 
     target: Path
     tensors: int
@@ -46,13 +50,13 @@ class Conversion:
             f"in {self.files} safetensors file{plural}"
         )
         if self.tied:
-            text += f"; {', '.join(self.tied)} left out, it is the embedding"
+            text += f"; {', '.join(self.tied)} left out: tied to the embedding"
         if self.not_tensors:
-            text += f"; entries that are no tensors left out: {', '.join(self.not_tensors)}"
+            text += f"; entries left out, as they are not tensors: {', '.join(self.not_tensors)}"
         return text
 
 
-def convert(
+def convert_checkpoint(
     source: Path,
     target: Path,
     *,
@@ -61,10 +65,12 @@ def convert(
 ) -> Conversion:
     """Write the .bin checkpoint in folder `source` as safetensors into the new folder `target`.
 
-    One source file is mapped at a time. An output file has at most `shard_bytes` of tensors (a
-    larger tensor gets one to itself) and comes from one source file. `note` hears of each source.
-    `target` appears when it is complete. Raises UsageError for folders that are not as they have
-    to be, CannotRun for files that are damaged, ask to run code, or do not fit on the disk.
+    Only one source file is mapped at a time. An output file holds tensors of one source file, at
+    most `shard_bytes` of them or a single larger one. `note` is called with a progress line for
+    each source file. `target` appears only when it is complete.
+
+    Raises UsageError if `source` is no .bin checkpoint or `target` is not empty; CannotRun if a
+    file is damaged or asks to run code, or the disk is too small.
     """
     try:
         files, names = bin_files(source)
@@ -75,16 +81,16 @@ def convert(
             done = _write(files, folder, shard_bytes, tied, note)
             if missing := sorted(names - done.seen):
                 raise CannotRun(
-                    f"{source / BIN_INDEX}: names {missing[0]!r}, which no file has",
-                    hint="the index and the files do not belong together; copy them anew",
+                    f"{source / BIN_INDEX}: tensor {missing[0]!r} is in none of its files",
+                    hint="index and files are from different checkpoints; copy them again",
                 )
             _name_shards(folder, done)
-            _copy_companions(source, folder)
+            _copy_configuration(source, folder)
     except OSError as problem:
         where = str(problem.filename or target)
         raise CannotRun(
             f"{where}: {problem.strerror or problem}",
-            hint="check permissions and free disk space; nothing was left behind",
+            hint="check permissions and free disk space; no partial output was kept",
         ) from None
     return Conversion(
         target=target,
@@ -97,7 +103,7 @@ def convert(
 
 
 class _Progress:
-    """What has been written: the tensor names of each output file, in order, and the rest."""
+    """Tensor names of each output file so far, in order, and the entries seen and dropped."""
 
     def __init__(self) -> None:
         self.shards: list[list[str]] = []
@@ -108,10 +114,10 @@ class _Progress:
 
 
 def _tied_embeddings(source: Path) -> bool:
-    """Whether config.json ties lm_head to the embedding, as far as dakrun knows the model."""
+    """Whether config.json ties lm_head to the embedding; False for unsupported architectures."""
     try:
         return read_model_config(source).tied_embeddings
-    except CannotRun:  # an architecture that dakrun does not run: keep every name
+    except CannotRun:
         return False
 
 
@@ -119,14 +125,14 @@ def _check_target(target: Path, nbytes: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(
             f"{target}: exists and is not an empty folder",
-            hint="give a folder that does not exist yet",
+            hint="choose a folder that does not exist yet",
         )
     if not target.parent.is_dir():
-        raise UsageError(f"{target.parent}: no such folder", hint="make it, or change DST")
+        raise UsageError(f"{target.parent}: no such folder", hint="create it, or change DST")
     free = shutil.disk_usage(target.parent).free
     if free < nbytes:
         raise CannotRun(
-            f"{target.parent}: {format_bytes(free)} are free, the result needs about "
+            f"{target.parent}: only {format_bytes(free)} are free, but the result needs about "
             f"{format_bytes(nbytes)}",
             hint="free disk space, or put DST on another disk",
         )
@@ -134,7 +140,7 @@ def _check_target(target: Path, nbytes: int) -> None:
 
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that becomes it at the end, or disappears with an exception."""
+    """A temporary folder beside `target`: renamed to it on success, removed on an exception."""
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield folder
@@ -156,7 +162,7 @@ def _write(
     tied: bool,
     note: Callable[[str], None],
 ) -> _Progress:
-    """Write output files 0, 1, ... into `folder`."""
+    """Write output files named 0, 1, ... into `folder`."""
     done = _Progress()
     for path in files:
         note(f"converting {path.name}")
@@ -165,35 +171,37 @@ def _write(
 
 
 def _write_one(path: Path, folder: Path, shard_bytes: int, tied: bool, done: _Progress) -> None:
-    """Convert one source file; its mapping ends with this call."""
+    """Convert one source file, and unmap it."""
     tensors, others = read_tensors(path)
     done.not_tensors += others
     if RESERVED in tensors:
         raise CannotRun(
-            f"{path}: has a tensor called {RESERVED!r}, which safetensors keeps for itself",
-            hint="save it under any other name",
+            f"{path}: has a tensor called {RESERVED!r}, a name reserved by safetensors",
+            hint="save it under another name",
         )
     if twice := sorted(done.seen & tensors.keys()):
         raise CannotRun(
-            f"{path}: has {twice[0]!r}, which another file has, too",
-            hint="leave only the files of one checkpoint in the folder",
+            f"{path}: tensor {twice[0]!r} is in another file, too",
+            hint="keep only the files of one checkpoint in the folder",
         )
     done.seen |= tensors.keys()
     if tied and _head_is_embedding(tensors):
         del tensors[HEAD]
         done.tied.append(HEAD)
-    users: dict[int, int] = {}  # of each storage
+    users: dict[int, int] = {}  # tensors by the address of their storage
     for tensor in tensors.values():
         start = tensor.untyped_storage().data_ptr()
         users[start] = users.get(start, 0) + 1
     for names in _groups(tensors, shard_bytes):
         try:
-            own = {name: _own(tensors[name], users) for name in names}
-            save_file(own, folder / str(len(done.shards)), metadata={"format": "pt"})
+            own = {name: _unshared(tensors[name], users) for name in names}
+            safetensors.torch.save_file(
+                own, folder / str(len(done.shards)), metadata={"format": "pt"}
+            )
         except (SafetensorError, KeyError, ValueError, RuntimeError) as problem:
             raise CannotRun(
                 f"{path}: cannot be written as safetensors ({brief(problem)})",
-                hint="check free disk space and the tensors' dtypes; nothing was left behind",
+                hint="check free disk space and the tensors' dtypes; no partial output was kept",
             ) from None
         done.shards.append(names)
         done.nbytes += sum(tensor.nbytes for tensor in own.values())
@@ -211,7 +219,7 @@ def _head_is_embedding(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _groups(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[list[str]]:
-    """The names in order, in groups of at most `limit` bytes, or of one."""
+    """The names in order, in groups of at most `limit` bytes or of one larger tensor."""
     group: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -224,14 +232,14 @@ def _groups(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[list[st
         yield group
 
 
-def _own(tensor: torch.Tensor, users: Mapping[int, int]) -> torch.Tensor:
-    """`tensor` contiguous in a storage that no other name uses: itself, or a copy."""
+def _unshared(tensor: torch.Tensor, users: Mapping[int, int]) -> torch.Tensor:
+    """`tensor`, contiguous; a copy if another tensor of the file uses its storage."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.clone() if users.get(tensor.untyped_storage().data_ptr(), 0) > 1 else tensor
 
 
 def _name_shards(folder: Path, done: _Progress) -> None:
-    """Give the output files their final names, and many of them an index."""
+    """Give the output files their final names; write an index if there are several."""
     count = len(done.shards)
     if count == 1:
         (folder / "0").rename(folder / "model.safetensors")
@@ -245,9 +253,9 @@ def _name_shards(folder: Path, done: _Progress) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_companions(source: Path, folder: Path) -> None:
-    """Copy the configuration and the tokenizer, but no index of other weights."""
-    for pattern in COMPANIONS:
+def _copy_configuration(source: Path, folder: Path) -> None:
+    """Copy the configuration and the tokenizer, but no index of weight files."""
+    for pattern in COPIED:
         for path in source.glob(pattern):
             if path.is_file() and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, folder / path.name)

@@ -1,7 +1,7 @@
-"""Stretches of files on their way to a device: read ahead by threads, copied, handed on in order.
+"""Reads tensors from files to a device: threads read ahead, results come in order.
 
-They pass through a few buffers, page-locked where the device is a GPU, so that reading, the link
-and whoever takes them work side by side, in memory that does not grow. Knows no tensor names.
+The data passes through a fixed ring of buffers, page-locked if the device is a GPU, so that disk,
+link and consumer overlap. Does not know tensor names.
 """
 
 import math
@@ -17,13 +17,13 @@ from dakrun.errors import CannotRun
 from dakrun.memory.tiers import HOST, aligned, allocate_tiers
 
 BUFFERS = 4
-SLICE_BYTES = 8 << 20  # that a thread reads at a time
+SLICE_BYTES = 8 << 20  # one read of a thread
 MAX_READERS = 8
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A tensor of `shape`, row-major, that lies in an open file from `offset` on."""
+    """A contiguous tensor of `shape` at byte `offset` of an open file."""
 
     path: str
     descriptor: int
@@ -33,25 +33,25 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, start: int, stop: int) -> "Extent":
-        """The same of the rows start ... stop - 1."""
+        """The extent of rows `start` to `stop` - 1."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         offset, shape = self.offset + start * row_bytes, (stop - start, *self.shape[1:])
         return replace(self, offset=offset, shape=shape)
 
 
 def reader_count() -> int:
-    """Threads that read files."""
+    """Number of threads that read files."""
     return min(MAX_READERS, len(os.sched_getaffinity(0)))
 
 
 def read(extent: Extent, out: torch.Tensor) -> None:
     """Read an extent into `out`, a contiguous tensor of its dtype in host memory.
 
-    Other threads run meanwhile. Raises CannotRun where the file cannot be read, or ends too early.
+    Releases the GIL. Raises CannotRun if the file cannot be read or is too short.
     """
     _read(extent, 0, out.view(-1).view(torch.uint8))
 
@@ -59,10 +59,10 @@ def read(extent: Extent, out: torch.Tensor) -> None:
 def stream(
     requests: Sequence[Sequence[Extent]], device: torch.device
 ) -> Iterator[list[torch.Tensor]]:
-    """The extents of each request in turn, as tensors on `device`; they are the taker's to change.
+    """Yield the extents of each request as tensors on `device`; the caller may overwrite them.
 
-    On a GPU they are ready in the order of torch's current stream. On a CPU they are only valid
-    until the next ones are asked for. Raises CannotRun as `read` does.
+    On a GPU the tensors are ready in the order of torch's current stream. On a CPU they are valid
+    until the next request is asked for. Raises CannotRun as `read` does.
     """
     size = max((_bytes(request) for request in requests), default=0)
     with (
@@ -83,28 +83,28 @@ def stream(
             request, buffer, reads = ahead.popleft()
             for each in reads:
                 each.result()
-            yield _tensors(request, buffer.moved(_bytes(request), device))
+            yield _tensors(request, buffer.copy_to(device, _bytes(request)))
             free.append(buffer)
 
 
 class _Buffer:
-    """Host memory, which a GPU may still be copying from."""
+    """A host buffer that a GPU may still be copying from."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self._copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Wait until it can be written."""
+        """Wait until the GPU has copied it."""
         if self._copied is not None:
             self._copied.synchronize()
 
-    def moved(self, count: int, device: torch.device) -> torch.Tensor:
-        """The first `count` bytes on `device`; itself, where that is a CPU."""
-        there = self.data[:count].to(device, non_blocking=True)
+    def copy_to(self, device: torch.device, count: int) -> torch.Tensor:
+        """Copy the first `count` bytes to `device`; on a CPU return a view of them."""
+        copied = self.data[:count].to(device, non_blocking=True)
         if device.type == "cuda":
             self._copied = torch.cuda.current_stream(device).record_event()
-        return there
+        return copied
 
 
 def _bytes(request: Sequence[Extent]) -> int:
@@ -112,7 +112,7 @@ def _bytes(request: Sequence[Extent]) -> int:
 
 
 def _tensors(request: Sequence[Extent], data: torch.Tensor) -> list[torch.Tensor]:
-    """The extents of a request that lie one after the other, aligned, in `data`."""
+    """Views of `data` as the extents of a request, one after the other, each aligned."""
     tensors, at = [], 0
     for extent in request:
         flat = data[at : at + extent.nbytes].view(extent.dtype)
@@ -124,7 +124,7 @@ def _tensors(request: Sequence[Extent], data: torch.Tensor) -> list[torch.Tensor
 def _slices(
     request: Sequence[Extent], data: torch.Tensor
 ) -> Iterator[tuple[Extent, int, torch.Tensor]]:
-    """What threads read: an extent, the byte of it to start from, and where to."""
+    """The reads of a request: (extent, first byte in it, destination in `data`)."""
     for extent, tensor in zip(request, _tensors(request, data), strict=True):
         flat = tensor.view(-1).view(torch.uint8)
         for start in range(0, extent.nbytes, SLICE_BYTES):
@@ -132,15 +132,15 @@ def _slices(
 
 
 def _read(extent: Extent, start: int, out: torch.Tensor) -> None:
-    """Read bytes of an extent, from byte `start` on, until `out` (uint8, 1-D) is full."""
+    """Fill `out` (uint8, 1-D) with the bytes of an extent from byte `start` on."""
     left, at = out.numpy().data, extent.offset + start
     try:
         while left:
             count = os.preadv(extent.descriptor, [left], at)
             if not count:
-                raise CannotRun(f"{extent.path}: ends too early", hint="copy the file anew")
+                raise CannotRun(f"{extent.path}: too short", hint="copy it again")
             left, at = left[count:], at + count
     except OSError as problem:
         raise CannotRun(
-            f"{extent.path}: cannot be read ({problem.strerror})", hint="copy the file anew"
+            f"{extent.path}: cannot be read ({problem.strerror})", hint="copy the file again"
         ) from None
