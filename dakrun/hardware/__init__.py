@@ -1,1 +1,48 @@
-"""A machine in figures: profiles of bandwidths, rates and fixed costs, in TOML files."""
+"""A machine in figures: profiles of bandwidths, rates and costs, in TOML files.
+
+profile.py has HardwareProfile and its TOML form, parts.py the parts of a profile, files.py the
+profiles that are shipped or kept. Imports neither torch nor CUDA.
+"""
+
+from dakrun.hardware.files import (
+    cpu_name,
+    find_profile,
+    gpu_names,
+    kept_profile,
+    kept_profiles_dir,
+    load_profile,
+    shipped_profiles,
+)
+from dakrun.hardware.parts import (
+    LOCAL,
+    ComputeRate,
+    KernelModel,
+    OpCosts,
+    OtherSchema,
+    Provenance,
+    Published,
+    RemoteTier,
+    Sweep,
+)
+from dakrun.hardware.profile import SCHEMA, HardwareProfile
+
+__all__ = [
+    "LOCAL",
+    "SCHEMA",
+    "ComputeRate",
+    "HardwareProfile",
+    "KernelModel",
+    "OpCosts",
+    "OtherSchema",
+    "Provenance",
+    "Published",
+    "RemoteTier",
+    "Sweep",
+    "cpu_name",
+    "find_profile",
+    "gpu_names",
+    "kept_profile",
+    "kept_profiles_dir",
+    "load_profile",
+    "shipped_profiles",
+]

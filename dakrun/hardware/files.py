@@ -1,6 +1,6 @@
-"""Profiles in files: those that are shipped or kept, and the one that suits this machine.
+"""Profile files: shipped with dakrun or kept in the cache, and the best one for this machine.
 
-Knows where they lie and what devices are called; what is in them is hardware.py's.
+Knows folders and device names; profile.py knows the content.
 """
 
 import os
@@ -15,7 +15,10 @@ from dakrun.resources import cache_dir, resource_dir
 
 
 def load_profile(name: str) -> HardwareProfile:
-    """The profile in file `name`, or the shipped or kept one of that name."""
+    """The profile in the .toml file `name`, or the shipped or kept one of that name.
+
+    Raises UsageError where there is none, or it breaks the schema.
+    """
     folders = (resource_dir("profiles"), kept_profiles_dir())
     paths = [Path(name)] if name.endswith(".toml") else [f / f"{name}.toml" for f in folders]
     for path in paths:
@@ -34,17 +37,16 @@ def shipped_profiles() -> list[str]:
 
 
 def kept_profiles_dir() -> Path:
-    """Where `dakrun profile` keeps what it measured on this machine."""
+    """The folder in which `dakrun profile` keeps profiles of this machine."""
     return cache_dir() / "profiles"
 
 
 def find_profile(*, device: Literal["cuda", "cpu"], name: str | None = None) -> HardwareProfile:
-    """The profile that suits this machine's CPU, or its GPU called `name`, best.
+    """The best profile for this machine's CPU, or for its GPU called `name`.
 
-    Without a name that is the first GPU that the driver lists in /proc, so that planning needs no
-    CUDA library. A kept profile of the same device comes before the shipped ones. Of those, the
-    one with the closest device name is taken, measured before spec sheet, then the one with the
-    fewest remote tiers.
+    The default name is the first GPU that the driver lists in /proc, which needs no CUDA library.
+    A kept profile of the same device comes before shipped ones. Shipped ones are ordered by the
+    longest matching device name, then measured before spec sheet, then the fewest remote tiers.
     Raises UsageError where the GPU has no profile.
     """
     name = _device_name(device) if name is None else name
@@ -64,9 +66,9 @@ def find_profile(*, device: Literal["cuda", "cpu"], name: str | None = None) -> 
 
 
 def kept_profile(*, device: Literal["cuda", "cpu"], name: str) -> HardwareProfile | None:
-    """The newest profile that `dakrun profile` kept of the device called `name`, if any.
+    """The newest profile that `dakrun profile` kept of the device called `name`, or None.
 
-    Those that another version kept do not count. Raises UsageError for one that is damaged.
+    Profiles of another schema are skipped. Raises UsageError for a damaged one.
     """
     files = sorted(kept_profiles_dir().glob("*.toml"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):

@@ -1,6 +1,6 @@
-"""The parts of a hardware profile: where its numbers come from, tiers, rates, costs, sweeps.
+"""The parts of a hardware profile: provenance, tiers, rates, costs, the kernel model, sweeps.
 
-Each checks its own values; how they form a machine, and TOML, are in hardware.py.
+Each part checks its own values. profile.py joins them to a machine and reads and writes TOML.
 """
 
 import bisect
@@ -12,10 +12,11 @@ from typing import Literal
 from dakrun.errors import UsageError
 
 LOCAL = "hbm"
-# Beyond these no number is meant, and a predicted time may be infinite.
-MIN, MAX = 1.0, 1e24  # bytes, or bytes or FLOP per second
-MAX_WHOLE = 10**6  # SMs, rows
+# Limits of plausible values: beyond them predicted times could become zero or infinite.
+MIN, MAX = 1.0, 1e24  # bytes, bytes/s and FLOP/s
+MAX_WHOLE = 10**6  # SMs and rows
 MAX_SECONDS = 3600.0  # fixed cost of an op
+MIN_SECONDS = 1e-9  # latency of a link
 MIN_EFFICIENCY = 1e-6
 
 
@@ -25,7 +26,7 @@ class OtherSchema(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a profile's numbers come from: measured (when, how) or a spec sheet (which)."""
+    """Origin of a profile's numbers: measured (when and how), a named spec sheet, or nominal."""
 
     kind: Literal["measured", "spec-sheet", "nominal"]
     date: str
@@ -35,15 +36,15 @@ class Provenance:
         if self.kind not in ("measured", "spec-sheet", "nominal"):
             raise bad(f"provenance.kind is {self.kind!r}", "measured, spec-sheet or nominal")
         if not all(isinstance(text, str) and text for text in (self.source, self.date)):
-            raise bad("provenance lacks its date or source", "say when and how it was found")
+            raise bad("provenance has no date or source", "when and how the numbers were found")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteTier:
-    """Memory behind a link. Bandwidths are in bytes/s, of runs that read HBM, too.
+    """Memory behind a link. Bandwidths are in bytes/s, measured while HBM is read as well.
 
-    `window_bytes` caps the bytes in flight of direct reads over all SMs; `sms` is how many SMs
-    saturate the link with it. Tiers that name the same `group` share that link's total rate.
+    `window_bytes` caps the bytes in flight of direct reads over all SMs; `sms` is the number of
+    SMs that saturate the link with it. Tiers of the same `group` share that link's total rate.
     """
 
     name: str
@@ -69,7 +70,7 @@ class RemoteTier:
 class ComputeRate:
     """Dense matrix multiply rate of one dtype, in FLOP/s.
 
-    `peak` is what the unit can do; `measured` holds (N, FLOP/s) pairs with N ascending.
+    `peak` is the rate of the arithmetic units; `measured` holds (N, FLOP/s) pairs, N ascending.
     """
 
     peak: float
@@ -95,9 +96,9 @@ class ComputeRate:
 
 @dataclass(frozen=True, kw_only=True)
 class OpCosts:
-    """What ops of one kind cost, by rows of X (attention: new tokens), which are ascending.
+    """Costs of one kind of op by rows of X (attention: new tokens), ascending.
 
-    An op that the roofline bounds by t seconds is predicted to take t / efficiency + seconds.
+    An op with a roofline bound of t seconds is predicted to take t / efficiency + seconds.
     """
 
     rows: tuple[int, ...]
@@ -127,11 +128,64 @@ class OpCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published:
-    """What others measured on such a machine: decode steps of a model that dakrun knows by name.
+class KernelModel:
+    """Constants of the CTA model (dakrun/plan/cta_model.py): how kernels share bandwidths.
 
-    `offload_ratio` is the share outside HBM, `eb_bytes_per_s` the model's weight bytes over a
-    step's time.
+    The defaults were fitted on H200s, with host memory over PCIe 5 and a peer over NVLink 4, to
+    times of chains of dakrun's kernels in CUDA graphs.
+
+    - busiest_cta_weight: weight of the busiest CTA's excess over the mean in the time that
+      products take to read HBM; 0 counts bytes alone. 0.5 to 0.7 fits products with 0 to 7% on a
+      peer, read by 8 to 16 of 132 SMs.
+    - busy_sms: ratio of SMs that were at work in the chains of the profile's op costs.
+    - remote_attention_cost: slowdown of attention's reads of HBM, relative, extrapolated to all
+      SMs reading remote slots.
+    - saturating_sms: ratio of SMs that saturate HBM in attention.
+    - attention_ring_factor: bytes of rings over the bytes in flight that attention needs for a
+      link's full rate, as rings hold blocks until they are attended to. Fitted to 4 of 64 slots
+      of 8,192 positions on a peer, read by 16, 11 and 10 SMs: 489, 475 and 475 us.
+    - mixed_link_efficiency: ratio of a link's rate that local CTAs reach which read remote units
+      among their own. Fitted to products with 8% on a peer, and to 5 of 64 slots there.
+    - few_sms_link_loss: loss of a link's rate, relative, with half of the SMs that fill its
+      window (PCIe 5).
+    - launch_gap_seconds: time from a launch's last read to the first read that depends on it.
+    - link_latency_seconds: bytes in flight that a link without a window needs, over its rate.
+    """
+
+    busiest_cta_weight: float = 0.5
+    busy_sms: float = 0.97
+    remote_attention_cost: float = 0.48
+    saturating_sms: float = 0.5
+    attention_ring_factor: float = 1.3
+    mixed_link_efficiency: float = 0.965
+    few_sms_link_loss: float = 0.05
+    launch_gap_seconds: float = 4.8e-6
+    link_latency_seconds: float = 2.3e-6
+
+    def __post_init__(self) -> None:
+        ranges: dict[str, tuple[float, float]] = {
+            "busiest_cta_weight": (0, 1),
+            "busy_sms": (MIN_EFFICIENCY, 1),
+            "remote_attention_cost": (0, 100),
+            "saturating_sms": (MIN_EFFICIENCY, 1),
+            "attention_ring_factor": (MIN_EFFICIENCY, 100),
+            "mixed_link_efficiency": (MIN_EFFICIENCY, 1),
+            "few_sms_link_loss": (0, 1),
+            "launch_gap_seconds": (0, MAX_SECONDS),
+            "link_latency_seconds": (MIN_SECONDS, MAX_SECONDS),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not (is_number(value) and low <= value <= high):
+                raise bad(f"kernel_model.{name} is {value!r}", f"a number from {low:g} to {high:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published measurement on such a machine: decode steps of a model known by name.
+
+    `offload_ratio` is the ratio of bytes outside HBM, `eb_bytes_per_s` the model's weight bytes
+    over a step's time.
     """
 
     model: str
@@ -142,7 +196,7 @@ class Published:
 
     def __post_init__(self) -> None:
         if not all(isinstance(text, str) and text for text in (self.model, self.source)):
-            raise bad("a published figure lacks its model or source", "who measured what")
+            raise bad("a published figure has no model or source", "both, as text")
         check_whole(self, f"published {self.model}", "batch_size")
         check_positive(self, f"published {self.model}", "eb_bytes_per_s")
         if not 0 <= self.offload_ratio <= 1:
@@ -151,7 +205,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What was measured over a grid: one row of numbers per point, under named columns.
+    """Measurements over a grid: one row of numbers per point, under named columns.
 
     Column names end in their units, as in "hbm_bytes_per_s".
     """
@@ -176,27 +230,31 @@ class Sweep:
 
 
 def _around(ns: Sequence[int], n: int) -> tuple[int, int]:
-    """Indices of the two of `ns`, ascending, that `n` lies between; twice the same one outside."""
+    """Indices of the two neighbours of `n` in ascending `ns`; both the same outside its range."""
     above = bisect.bisect(ns, n)
     return max(0, above - 1), min(above, len(ns) - 1)
 
 
 def _ascending(ns: Sequence[int]) -> bool:
-    """Whether `ns` are positive integers, each more than the one before."""
+    """Whether `ns` are positive integers in strictly ascending order."""
     return list(ns) == sorted({n for n in ns if type(n) is int and n > 0})
 
 
+def is_number(value: object) -> bool:
+    """Whether `value` is an int or a float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_positive(owner: object, name: str, *fields: str) -> None:
-    """UsageError unless the `fields` of `owner` (sizes, rates) are finite numbers from LEAST on."""
+    """Raise UsageError unless the `fields` of `owner` (sizes, rates) lie between MIN and MAX."""
     for attribute in fields:
         value = getattr(owner, attribute)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not MIN <= value <= MAX:
+        if not (is_number(value) and MIN <= value <= MAX):
             raise bad(f"{name}: {attribute} is {value!r}", f"a number from {MIN:g} to {MAX:g}")
 
 
 def check_whole(owner: object, name: str, *fields: str) -> None:
-    """UsageError unless the `fields` of `owner` are positive integers."""
+    """Raise UsageError unless the `fields` of `owner` are positive integers up to MAX_WHOLE."""
     for attribute in fields:
         value = getattr(owner, attribute)
         if type(value) is not int or not 1 <= value <= MAX_WHOLE:

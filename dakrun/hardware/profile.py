@@ -1,57 +1,54 @@
-"""A machine as the planner sees it: tiers, links, compute rates, fixed costs.
+"""A machine as the planner sees it: tiers, links, compute rates, costs, and its TOML form.
 
-HardwareProfile is loaded from and saved to TOML; where its numbers come from is part of it.
 Knows nothing of models and measures nothing.
 """
 
 import functools
+import json
 import math
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
-from dakrun.hardware.parts import LOCAL as LOCAL
 from dakrun.hardware.parts import (
     MAX,
     MAX_SECONDS,
     MIN,
+    ComputeRate,
+    KernelModel,
+    OpCosts,
     OtherSchema,
+    Provenance,
+    Published,
+    RemoteTier,
+    Sweep,
     bad,
     check_positive,
     check_whole,
 )
-from dakrun.hardware.parts import ComputeRate as ComputeRate
-from dakrun.hardware.parts import OpCosts as OpCosts
-from dakrun.hardware.parts import Provenance as Provenance
-from dakrun.hardware.parts import Published as Published
-from dakrun.hardware.parts import RemoteTier as RemoteTier
-from dakrun.hardware.parts import Sweep as Sweep
-from dakrun.hardware.toml_text import key, toml_text
 
 SCHEMA = 2
-COSTS = ("linear", "many_rows", "norm", "attention", "sampling")  # kinds of what is launched
+COSTS = ("linear", "many_rows", "norm", "attention", "sampling")  # tables under [costs]
 OPTIONAL_COSTS = ("many_rows", "norm", "sampling")
-# What a staged op costs besides: it starts when its copy has ended, not beside the op before. For
-# profiles that do not say; the mean over OPT-6.7B's on an H200, at 0.5 to 10% in host memory.
-STAGED_SECONDS = 5.5e-6
+STAGED_SECONDS = 5.5e-6  # mean over OPT-6.7B's ops on an H200, 0.5 to 10% in host memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
     """One machine. Bandwidths are in bytes/s, sizes in bytes, times in seconds.
 
-    `linear` and `attention` are what ops cost besides what bandwidths and compute rates allow, and
-    `many_rows` is the same of linear ops with more rows of X than `linear` has. The fixed cost of
-    attention has in it what it and the products beside it cost each other. `norm` is what a
-    norm ahead of a linear op costs besides X read and written, `sampling` what the next tokens
-    cost besides logits read; None where it is not known, and left out of predictions.
-    `staged_seconds` is what an op costs more whose bytes the copy engine has brought.
-    `link_groups` gives the total rate of each group; on a CPU the local tier is in one, too.
-    `facts` (sizes, PCIe generation ...), `sweeps` and what others `published` are for people and
-    pictures: no plan reads them.
+    `linear` has the costs of linear ops of few rows of X, `many_rows` of more rows, `attention` of
+    attention including its interference with the products beside it. `norm` has the costs of a
+    norm ahead of a linear op, beyond reading and writing X; `sampling` those of choosing the next
+    tokens, beyond reading logits. A None is left out of predictions. `staged_seconds` is added to
+    an op with staged bytes, which starts when its copy has ended and not beside the op before.
+    `kernel_model` has the constants of the CTA model. `link_groups` gives the total rate of each
+    group of tiers; on a CPU the local tier is in one (`hbm_group`). No plan reads `facts` (sizes,
+    PCIe generation ...), `sweeps` and `published`: they are for people and pictures.
     """
 
     name: str
@@ -73,6 +70,7 @@ class HardwareProfile:
     norm: OpCosts | None = None
     sampling: OpCosts | None = None
     staged_seconds: float = STAGED_SECONDS
+    kernel_model: KernelModel = field(default_factory=KernelModel)
     facts: Mapping[str, int | str] = field(default_factory=dict)
     sweeps: Mapping[str, Sweep] = field(default_factory=dict)
     published: tuple[Published, ...] = ()
@@ -80,7 +78,7 @@ class HardwareProfile:
     def __post_init__(self) -> None:
         for text in (self.name, self.description, self.device_name, self.hbm_group):
             if not isinstance(text, str):
-                raise bad(f"{text!r} stands for a name or description", "a string")
+                raise bad(f"{text!r} is not a name or description", "a string")
         check_whole(self, self.name, "sms")
         check_positive(self, self.name, "hbm_capacity_bytes", "hbm_bytes_per_s")
         if self.device not in ("cuda", "cpu"):
@@ -90,25 +88,25 @@ class HardwareProfile:
         if not 0 <= self.staged_seconds <= MAX_SECONDS:
             raise bad(f"staged_seconds is {self.staged_seconds}", f"0 to {MAX_SECONDS:g}")
         if self.many_rows and self.many_rows.rows[0] <= self.linear.rows[-1]:
-            raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "more rows than linear has")
+            raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "above the rows of linear")
         if not all(MIN <= rate <= MAX for rate in self.link_groups.values()):
-            raise bad("the rate of a link group makes no sense", "bytes per second")
+            raise bad("the rate of a link group is out of range", f"{MIN:g} to {MAX:g} bytes/s")
         names = [tier.name for tier in self.remote]
         if len(set(names)) < len(names):
-            raise bad(f"remote tiers {names} share a name", "a name of its own for each")
+            raise bad(f"two of the remote tiers {names} have the same name", "unique names")
         for tier in self.remote:
             if tier.sms > self.sms:
                 expected = f"at most the device's {self.sms}"
                 raise bad(f"remote tier {tier.name}: sms is {tier.sms}", expected)
         if self.device == "cuda" and self.sms <= len(self.remote):
-            raise bad(f"{self.name}: sms is {self.sms}", "one for each remote tier and one for HBM")
+            raise bad(f"{self.name}: sms is {self.sms}", "one for each tier, HBM included")
         for group in (self.hbm_group, *(tier.group for tier in self.remote)):
             if group and group not in self.link_groups:
                 raise bad(f"link group {group!r} is not listed", "a rate under [link_groups]")
 
     @functools.cached_property
     def products(self) -> OpCosts:
-        """What linear ops cost by rows of X, few and many; between the two linear in rows."""
+        """Costs of linear ops by rows of X, few and many; linear in rows between the two tables."""
         parts = [self.linear] if self.many_rows is None else [self.linear, self.many_rows]
         names = ("rows", "seconds", "efficiency")
         return OpCosts(
@@ -119,19 +117,19 @@ class HardwareProfile:
         )
 
     def tier(self, name: str) -> RemoteTier:
-        """The remote tier called `name`, at its group's rates if these are less.
+        """The remote tier called `name`, its rates capped by its group's total.
 
-        Raises UsageError where the machine has none.
+        Raises UsageError where the machine has no such tier.
         """
         for tier in self.remote:
             if tier.name == name:
-                most = self.link_groups.get(tier.group or "", math.inf)
-                if max(tier.direct_bytes_per_s, tier.staged_bytes_per_s) <= most:
+                total = self.link_groups.get(tier.group or "", math.inf)
+                if max(tier.direct_bytes_per_s, tier.staged_bytes_per_s) <= total:
                     return tier
                 return replace(
                     tier,
-                    direct_bytes_per_s=min(tier.direct_bytes_per_s, most),
-                    staged_bytes_per_s=min(tier.staged_bytes_per_s, most),
+                    direct_bytes_per_s=min(tier.direct_bytes_per_s, total),
+                    staged_bytes_per_s=min(tier.staged_bytes_per_s, total),
                 )
         names = ", ".join(tier.name for tier in self.remote) or "none"
         raise UsageError(
@@ -149,7 +147,7 @@ class HardwareProfile:
 
     @classmethod
     def from_toml(cls, text: str, *, source: str) -> "HardwareProfile":
-        """Parse a profile; UsageError naming `source` where it does not follow the schema."""
+        """Parse a profile. Raises UsageError, naming `source`, if `text` breaks the schema."""
         try:
             raw = tomllib.loads(text)
             if raw.get("schema") != SCHEMA:
@@ -175,7 +173,7 @@ class HardwareProfile:
             ) from None
 
     def to_toml(self) -> str:
-        """The profile as TOML; from_toml gives back an equal one."""
+        """The profile as TOML, from which from_toml makes an equal one."""
         p = self.provenance
         head = {"schema": SCHEMA, "name": self.name, "description": self.description}
         tables: list[tuple[str, dict[str, Any]]] = [
@@ -188,6 +186,7 @@ class HardwareProfile:
                          "staged_seconds": float(self.staged_seconds)}),
             *((f"[costs.{kind}]", {k: list(v) for k, v in vars(costs).items()})
               for kind in COSTS if (costs := getattr(self, kind))),
+            ("[kernel_model]", {k: float(v) for k, v in vars(self.kernel_model).items()}),
         ]  # fmt: skip
         if self.link_groups:
             tables.append(("[link_groups]", {k: float(v) for k, v in self.link_groups.items()}))
@@ -202,8 +201,8 @@ class HardwareProfile:
         tables += [("[[published]]", dict(vars(figure))) for figure in self.published]
         for name, sweep in self.sweeps.items():
             rows = [list(map(_number, row)) for row in sweep.rows]
-            tables.append((f"[sweeps.{key(name)}]", {"columns": [*sweep.columns], "rows": rows}))
-        return toml_text(head, tables)
+            tables.append((f"[sweeps.{_key(name)}]", {"columns": [*sweep.columns], "rows": rows}))
+        return _toml_text(head, tables)
 
 
 def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
@@ -228,6 +227,7 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
         attention=_op_costs(costs["attention"]),
         **{kind: _op_costs(costs[kind]) for kind in OPTIONAL_COSTS if kind in costs},
         staged_seconds=costs.get("staged_seconds", STAGED_SECONDS),
+        kernel_model=KernelModel(**raw.get("kernel_model", {})),
         remote=tuple(RemoteTier(**table) for table in raw.get("remote", [])),
         compute=compute,
         link_groups=raw.get("link_groups", {}),
@@ -249,5 +249,35 @@ def _op_costs(table: Mapping[str, Any]) -> OpCosts:
 
 
 def _number(value: float) -> float:
-    """`value` as an int where it is one, which reads better."""
+    """`value` as an int where it is whole, for readability."""
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _toml_text(
+    head: Mapping[str, object], tables: Iterable[tuple[str, Mapping[str, object]]]
+) -> str:
+    """TOML text: the values of `head`, then each table under its heading, such as "[device]".
+
+    Lists of more than four lists are written with a line for each.
+    """
+    parts = [("", head), *((f"{heading}\n", values) for heading, values in tables)]
+    return "\n".join(
+        heading + "".join(f"{_key(name)} = {_value(value)}\n" for name, value in values.items())
+        for heading, values in parts
+    )
+
+
+def _key(name: str) -> str:
+    """`name` as a TOML key: bare where TOML allows it."""
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _value(name)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        texts = [_value(item) for item in value]
+        if value and all(isinstance(item, list) for item in value) and len(value) > 4:
+            return "[\n" + "".join(f"  {text},\n" for text in texts) + "]"
+        return "[" + ", ".join(texts) + "]"
+    return repr(value)
