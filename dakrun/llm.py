@@ -13,29 +13,23 @@ from typing import Any, Literal, get_args
 import torch
 
 from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, SamplingParams, Workload
-from dakrun.engine.build import graph_runner, manifest_of, torch_runner
+from dakrun.engine.build import build_runner, runs_on_kernels
 from dakrun.engine.engine import Engine
-from dakrun.engine.gpu_errors import gpu_errors
-from dakrun.engine.kernel_support import runs_on_kernels
-from dakrun.engine.runner import Runner
+from dakrun.engine.runner import Runner, gpu_errors
 from dakrun.errors import CannotRun, UsageError, check_choice, check_count, check_number, wrong
-from dakrun.hardware.files import cpu_name, find_profile, load_profile
-from dakrun.hardware.profile import HardwareProfile
-from dakrun.memory import tiers as memory
-from dakrun.memory.device import free_on_peers
-from dakrun.memory.limits import available_host_memory
+from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
+from dakrun.memory import Tiers, allocate_tiers, available_host_memory, free_on_peers
 from dakrun.models import hub
+from dakrun.models.architectures import architecture
 from dakrun.models.hf_config import read_model_config
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, choose_batch_size
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.report import make_report
-from dakrun.requests.native_rows import PromptRules
-from dakrun.requests.prompts import as_requests
-from dakrun.requests.request import Completion, Request
-from dakrun.requests.tokenizer import Tokenizer
+from dakrun.requests import Completion, PromptRules, Request, Tokenizer, as_requests
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import tier_capacities
+from dakrun.weights.manifest import manifest_of
 
 DEFAULT_MAX_MODEL_LEN = 4096
 
@@ -105,7 +99,7 @@ class LLM:
             max_positions=self.config.max_positions,
             tokenizer=_tokenizer(directory, needed=needs_tokenizer),
         )
-        self._tiers = memory.Tiers()
+        self._tiers = Tiers()
         self._engine: Engine | None = None
         self.load_s = -time.perf_counter()
         try:
@@ -231,12 +225,10 @@ class LLM:
         """What computes, with the weights of the checkpoint in `directory`, or random ones."""
         packed = runs_on_kernels(self.plan, self.device)
         with Checkpoint(directory) if directory else nullcontext(Dummy()) as source:
-            manifest = manifest_of(self.config, source)
-            source.check(manifest)
+            source.check(manifest_of(architecture(self.config), source.__contains__))
             capacities = tier_capacities(self.plan, packed=packed)
-            self._tiers = memory.allocate_tiers(capacities, self.device)
-            build = graph_runner if packed else torch_runner
-            return build(source, manifest, self.plan, self._tiers, self.device)
+            self._tiers = allocate_tiers(capacities, self.device)
+            return build_runner(source, self.plan, self._tiers, self.device)
 
 
 def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:

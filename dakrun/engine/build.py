@@ -1,80 +1,97 @@
-"""From a plan and where weights come from to a runner: on the GPU's kernels, or in plain torch."""
+"""From a plan and a source of weights to a runner: on the GPU's kernels, or in plain torch.
 
-from collections.abc import Mapping
+Knows which plans the kernels can run and how a plan has them read each tier.
+"""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from dakrun.config import ModelConfig
-from dakrun.engine.accesses import tier_accesses
+from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.graph_runner import GraphRunner
-from dakrun.engine.kvcache import KVCache
-from dakrun.engine.packed_cache import PackedKVCache
-from dakrun.engine.prompt_pass import PromptPass
-from dakrun.engine.runner import Runner, TorchRunner
-from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES
+from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.engine.prefill import Prefill
+from dakrun.engine.reference_runner import ReferenceRunner
+from dakrun.engine.runner import Runner
+from dakrun.engine.staging import Staging, staged_bytes
+from dakrun.geometry import HEAD_DIMS, KV_BLOCK, MAX_GROUP_HEADS, ROWS_PER_BLOCK, SPLITK_X_TILES
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.kernels.attention.kv_blocks import KVShape
+from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled import x_tiles
-from dakrun.kernels.runtime.jit import architecture, compiling
+from dakrun.kernels.runtime.jit import architecture as gpu_architecture
+from dakrun.kernels.runtime.jit import compiling, has_kernels
 from dakrun.kernels.variants import Variant, variants
 from dakrun.memory.tiers import Tier
-from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
-from dakrun.models.llama import Llama
-from dakrun.models.opt import Opt
-from dakrun.plan.ops import kv_staging_bytes
-from dakrun.plan.planner import Plan
-from dakrun.plan.prefill_choice import STAGING_BUFFERS
-from dakrun.weights.checkpoint import Checkpoint, Manifest
-from dakrun.weights.dummy import Dummy
-from dakrun.weights.loading import Packing, Tensors, load
+from dakrun.models.architectures import architecture
+from dakrun.plan.ops import kv_positions, kv_staging_bytes
+from dakrun.plan.plan import OpPlan, Plan
+from dakrun.plan.plan import STAGING_BUFFERS
+from dakrun.weights.loading import Packing, Tensors, can_pack, load
+from dakrun.weights.manifest import Manifest, manifest_of
 
 ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # for each variant of SplitK_GEMM
-DECODERS: dict[str, type[Llama] | type[Opt]] = {"llama": Llama, "opt": Opt}
 
 
-def manifest_of(model: ModelConfig, source: Checkpoint | Dummy) -> Manifest:
-    """The tensors of `model`, by the names that they have in `source`."""
-    return DECODERS[model.family].manifest(model, source.__contains__)
+def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
+    """Whether `device` has kernels for all ops of the plan's model."""
+    model = plan.model
+    group = model.num_heads // model.num_kv_heads
+    fits = can_pack(plan) and model.head_dim in HEAD_DIMS and group <= MAX_GROUP_HEADS
+    return fits and has_kernels(device)
 
 
-def torch_runner(
+def build_runner(
+    source: Tensors, plan: Plan, tiers: Mapping[str, Tier], device: torch.device
+) -> Runner:
+    """A runner with the weights of `source` and all slots in `tiers`, on kernels where they fit."""
+    manifest = manifest_of(architecture(plan.model), source.__contains__)
+    build = _graph_runner if runs_on_kernels(plan, device) else _reference_runner
+    return build(source, manifest, plan, tiers, device)
+
+
+def _reference_runner(
     source: Tensors,
     manifest: Manifest,
     plan: Plan,
     tiers: Mapping[str, Tier],
     device: torch.device,
 ) -> Runner:
-    """One in plain torch, with its weights and slots in `tiers`."""
-    cache = KVCache(plan, tiers, getattr(torch, plan.model.dtype))
+    model, dtype = plan.model, getattr(torch, plan.model.dtype)
+    layout = RowLayout(model.num_kv_heads, model.head_dim, kv_positions(plan.workload), dtype)
+    cache = KVCache(plan.placement("attention"), model.num_layers, layout, tiers, device)
     weights = load(source, manifest, plan, tiers, device)
-    kind = DECODERS[plan.model.family]
-    return TorchRunner(kind(plan.model, weights, plan.workload.max_model_len), cache, device)
+    return ReferenceRunner(architecture(model), weights, cache, layout, plan.workload.max_model_len)
 
 
-def graph_runner(
+def _graph_runner(
     source: Tensors,
     manifest: Manifest,
     plan: Plan,
     tiers: Mapping[str, Tier],
     device: torch.device,
 ) -> Runner:
-    """One on the GPU's kernels, with its weights and slots in `tiers`."""
-    accesses = tier_accesses(plan)
-    cache = PackedKVCache(plan, tiers, getattr(torch, plan.model.dtype), device)
+    model, accesses = plan.model, tier_accesses(plan)
+    shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
+    cache = KVCache(plan.placement("attention"), model.num_layers, shape, tiers, device)
     packing = Packing(accesses, plan.profile.sms)
-    with compiling(_kernels(plan, device), architecture(device.index)):
+    with compiling(_kernels(plan, device), gpu_architecture(device.index)):
         weights = load(source, manifest, plan, tiers, device, packing=packing)
     torch.cuda.empty_cache()  # of what loading took, which no other program could use
-    positions = cache.shape.blocks * KV_BLOCK
-    decoder = KernelDecoder(plan.model, manifest, weights, accesses, positions)
-    steps, prefill = _operands(plan, decoder)
-    staged = kv_staging_bytes(plan.model, plan.workload, plan.prefill.chunk_tokens)
+    positions = shape.blocks * KV_BLOCK
+    backend = KernelBackend(architecture(model), manifest, weights, accesses, positions)
+    steps, prefill = _staging(plan, backend)
+    step = DecodeStep(backend.variant(steps, cache.slots), cache, shape, accesses["attention"])
+    chunk_tokens = plan.prefill.chunk_tokens
+    staged = kv_staging_bytes(model, plan.workload, chunk_tokens)
     room = torch.empty(staged if any(cache.counts[1:]) else 0, dtype=torch.uint8, device=device)
-    prompts = PromptPass(decoder, prefill, cache, room, plan.prefill.chunk_tokens)
-    return GraphRunner(decoder, steps, prompts, cache, accesses["attention"])
+    prompts = Prefill(backend.variant(prefill), cache, shape, room, chunk_tokens)
+    return GraphRunner(step, prompts, cache, shape)
 
 
 def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
-    """All that the plan's model may be run with, for any number of rows."""
+    """All kernels that the plan's model may be run with, for any number of rows."""
     model, remote = plan.model, range(1, len(plan.tiers))
     mixes = any(op.mixed(tier) for op in plan.weights() for tier in remote)
     return variants(
@@ -83,23 +100,51 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     )  # fmt: skip
 
 
-def _operands(plan: Plan, decoder: KernelDecoder) -> tuple[Operands, Operands]:
-    """Operands of decode steps and of prefill: where they lie, or staged through one ring."""
+def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Staging | None]:
+    """Staging of decode steps and of prefill through one ring; None where nothing is staged."""
+    matrices = backend.matrices
     remote = [
-        name
-        for name in decoder.order
-        if any(part.data.nbytes for part in decoder.matrices[name].parts[1:])
+        name for name in backend.order if any(part.data.nbytes for part in matrices[name].parts[1:])
     ]
     in_steps = [name for name in remote if plan.op(name.split(".")[-1]).transport == "staged"]
     in_prefill = remote if plan.prefill.transport == "staged" else []
-    sizes = [staged_bytes(decoder.matrices[name]) for name in {*in_steps, *in_prefill}]
+    sizes = [staged_bytes(matrices[name]) for name in {*in_steps, *in_prefill}]
     ring = torch.empty(
-        STAGING_BUFFERS * max(sizes, default=0), dtype=torch.uint8, device=decoder.like.device
+        STAGING_BUFFERS * max(sizes, default=0), dtype=torch.uint8, device=backend.like.device
+    )
+    return (
+        Staging(matrices, in_steps, ring) if in_steps else None,
+        Staging(matrices, in_prefill, ring, ahead=False) if in_prefill else None,
     )
 
-    def operands(staged: list[str], *, ahead: bool) -> Operands:
-        if not staged:
-            return Resident(decoder.matrices)
-        return StagedOperands(decoder.matrices, staged, ring, ahead=ahead)
 
-    return operands(in_steps, ahead=True), operands(in_prefill, ahead=False)
+def tier_accesses(plan: Plan) -> dict[str, tuple[TierAccess, ...]]:
+    """How kernels read each of the plan's tiers, by op, the local tier first.
+
+    A staged part is read in HBM like the local one, by its share of the SMs.
+    """
+    return {op.op.name: (TierAccess(), *_remote(plan, op)) for op in plan.ops}
+
+
+def direct_accesses(
+    profile: HardwareProfile, remote: Sequence[str], sms: Sequence[int]
+) -> list[TierAccess]:
+    """Direct reads of the tiers `remote`, each by its number of `sms`, in the tier's window.
+
+    With no SMs for a tier, those of the local tier read it among their own units.
+    """
+    tiers = (profile.tier(name) for name in remote)
+    return [
+        TierAccess(own or tier.sms, tier.window_bytes, mixed=not own)
+        for tier, own in zip(tiers, sms, strict=True)
+    ]
+
+
+def _remote(plan: Plan, op: OpPlan) -> list[TierAccess]:
+    names, total = plan.tiers[1:], op.op.layers * op.op.resident_bytes
+    if op.transport == "direct":
+        return direct_accesses(plan.profile, names, op.sms[1:])
+    shares = [op.resident_bytes(tier) / total for tier in range(1, len(plan.tiers))]
+    spare = 1 if op.resident_bytes(0) else 0
+    most = plan.profile.sms - spare - len(shares) + 1
+    return [TierAccess(min(most, max(1, round(share * plan.profile.sms)))) for share in shares]

@@ -1,75 +1,172 @@
-"""What a decode step launches, from the rows' newest tokens to their next ones.
+"""A decode step on the GPU's kernels: from the rows' newest tokens to their next ones.
 
-Knows rows, their buffers on the device and the kernels' order; neither graphs nor requests.
+Knows batch buckets, rows and their buffers on the device, neither graphs nor requests.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
-from dakrun.engine.buckets import Bucket
-from dakrun.engine.packed_cache import PackedKVCache
+from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.kernels.attention.config import AttentionConfig, attention_config
+from dakrun.kernels.attention.kv_blocks import KVShape
+from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.runtime.jit import sm_count
 from dakrun.kernels.select_greedy import select_greedy
-from dakrun.models.kernel_decoder import Activations, KernelDecoder, Operands
+from dakrun.models.decoder import Attention, Decoder
+from dakrun.models.layers import split_heads
 
-LOG_STEPS = 8  # tokens of a slot that are kept for the CPU, more than steps run ahead
+LOG_STEPS = 8  # tokens of a slot that the log keeps for the CPU, more than steps run ahead
 IDLE = -1  # the length of a row without a request
+SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+BUCKET_STEP = 64  # rows between larger buckets
+
+Bucket = tuple[int, ...]  # rows whose slots lie in each tier
 
 
 class DecodeStep:
-    """The rows of a batch of `cache`, those of a bucket being the first ones, tier after tier.
+    """The rows of a batch of `cache`; those of a bucket are the first ones, tier after tier.
 
-    On the device, one for each row: `tokens` and `slots` (int32), `lengths`, the positions that are
-    cached (int32), `caches`, where its slot begins in each layer (int64 [layers, rows]), and after
-    a step `logits` [rows, V]. `log` is int32 [slots, LOG_STEPS] in page-locked memory: a step puts
-    the token at position p of a slot at p % LOG_STEPS.
+    On the device, an element for each row: `tokens` and `slots` (int32), `lengths`, the number of
+    cached positions (int32), `caches`, the slot's address in each layer (int64 [layers, rows]), and
+    after a step `backend.logits` [rows, V]. `log` is int32 [slots, LOG_STEPS] in page-locked
+    memory: a step puts the token at position p of a slot at p % LOG_STEPS.
     """
 
     def __init__(
-        self, decoder: KernelDecoder, cache: PackedKVCache, accesses: Sequence[TierAccess]
+        self,
+        backend: KernelBackend,
+        cache: KVCache,
+        shape: KVShape,
+        accesses: Sequence[TierAccess],
     ) -> None:
         """All rows are idle; `accesses` says how attention reads the tiers."""
-        self.decoder, self._cache, self._accesses = decoder, cache, tuple(accesses)
-        batch, like = cache.slots, decoder.like
+        self.backend, self._cache, self._shape = backend, cache, shape
+        self._accesses = tuple(accesses)
+        batch, like = cache.slots, backend.like
         self.tokens, self.slots = torch.zeros(2, batch, dtype=torch.int32, device=like.device)
         self.lengths = torch.full_like(self.tokens, IDLE)
         self.caches = cache.addresses.clone()
-        self.logits = like.new_empty(batch, decoder.config.vocab_size)
         self.log = torch.zeros(batch, LOG_STEPS, dtype=torch.int32, pin_memory=like.is_cuda)
-        self._activations = Activations.empty(decoder.config, batch, like)
-        self._attention: dict[Bucket, tuple[AttentionConfig, Workspace]] = {}
+        self._heads = like.new_empty(batch, backend.model.config.q_size)
+        self._attention: dict[Bucket, Attention] = {}
 
     def prepare(self, bucket: Bucket) -> None:
-        """Take what memory a step of `bucket` needs for itself."""
-        cache, model, device = self._cache, self.decoder.config, self.decoder.like.device
+        """Choose the attention kernel's configuration for `bucket` and take its workspace."""
         config = attention_config(
-            cache.shape, bucket, self._accesses, sms=sm_count(device), capacity=cache.slots,
-            alone=self.decoder.fills_sms(sum(bucket)),
+            self._shape, bucket, self._accesses, sms=sm_count(self.backend.like.device),
+            capacity=self._cache.slots, alone=self.backend.fills_sms(sum(bucket)),
         )  # fmt: skip
-        workspace = Workspace.empty(config, model.num_heads // model.num_kv_heads, device)
-        self._attention[bucket] = config, workspace
+        model = self.backend.model.config
+        group = model.num_heads // model.num_kv_heads
+        workspace = Workspace.empty(config, group, self.backend.like.device)
+        self._attention[bucket] = partial(self._attend, config, workspace)
 
-    def ops(self, bucket: Bucket, operands: Operands) -> Iterator[tuple[str, Callable[[], object]]]:
-        """The launches of a step of a prepared bucket, under the names of the plan's ops."""
-        n, decoder = sum(bucket), self.decoder
-        tokens, slots, lengths = (x[:n] for x in (self.tokens, self.slots, self.lengths))
-        a, logits = self._activations.first(n), self.logits[:n]
-        config, workspace = self._attention[bucket]
+    def run(self, bucket: Bucket) -> None:
+        """Launch a step of a prepared bucket."""
+        n = sum(bucket)
+        Decoder(self.backend.model, self.backend).forward(
+            self.tokens[:n], self.lengths[:n], self._attention[bucket]
+        )
+        self._select(n)
 
-        def attend(layer: int, qkv: torch.Tensor, heads: torch.Tensor) -> None:
-            q, k, v = decoder.heads(qkv)
-            splitk_flash_attn(
-                q, k, v, self.caches[layer, :n], lengths, config, workspace, heads,
-                scale=decoder.scale, rotations=decoder.rotations, pdl=True,
-            )  # fmt: skip
+    def chains(self, bucket: Bucket) -> dict[str, list[Callable[[], object]]]:
+        """Launch a step of a prepared bucket; return its launches of all layers, by op.
 
-        yield "embedding", partial(decoder.embed, tokens, lengths, a.x)
-        yield from decoder.ops(operands, a, attend)
-        yield "lm_head", partial(decoder.logits, operands, a.x, logits)
-        select = partial(select_greedy, logits, tokens, lengths, slots, self.log, pdl=True)
-        yield "sampling", select
+        Matrices are read where they lie. An op's launches may be repeated, to time them alone.
+        """
+        n, backend = sum(bucket), self.backend.unstaged()
+        recorder = _Recorder(backend)
+        attention = recorder.recorded(self._attention[bucket])
+        Decoder(backend.model, recorder).forward(self.tokens[:n], self.lengths[:n], attention)
+        self._select(n)
+        recorder.launches["sampling"].append(partial(self._select, n))
+        backend.begin(n)  # the launches write to its buffers
+        return recorder.launches
+
+    def _attend(
+        self, config: AttentionConfig, workspace: Workspace, layer: int, qkv: torch.Tensor
+    ) -> torch.Tensor:
+        n, model = len(qkv), self.backend.model.config
+        q, k, v = split_heads(model, qkv)
+        return splitk_flash_attn(
+            q, k, v, self.caches[layer, :n], self.lengths[:n], config, workspace, self._heads[:n],
+            scale=model.head_dim**-0.5, rotations=self.backend.rotations, pdl=True,
+        )  # fmt: skip
+
+    def _select(self, n: int) -> None:
+        """Append the likeliest token of each row to its slot."""
+        select_greedy(
+            self.backend.logits[:n], self.tokens[:n], self.lengths[:n], self.slots[:n], self.log,
+            pdl=True,
+        )  # fmt: skip
+
+
+class _Recorder:
+    """A backend that launches each op and keeps the launch in `launches`, by the plan's op."""
+
+    def __init__(self, backend: KernelBackend) -> None:
+        self._backend = backend
+        self.begin, self.end = backend.begin, backend.end
+        self.launches: dict[str, list[Callable[[], object]]] = defaultdict(list)
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.launches["embedding"].append(partial(self._backend.embed, tokens, positions))
+        return self._backend.embed(tokens, positions)
+
+    def linear(
+        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        op = name.rpartition(".")[2]
+        self.launches[op].append(partial(self._backend.linear, name, x, residual))
+        return self._backend.linear(name, x, residual)
+
+    def recorded(self, attention: Attention) -> Attention:
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            self.launches["attention"].append(partial(attention, layer, qkv))
+            return attention(layer, qkv)
+
+        return attend
+
+
+def fill_order(counts: Sequence[int]) -> list[int]:
+    """All slots, numbered tier after tier, in an order that spreads the first over the tiers.
+
+    Of any number of slots in use, each tier then has about its share.
+    """
+    first, ranks = 0, []
+    for count in counts:
+        ranks += [((i + 0.5) / count, first + i) for i in range(count)]
+        first += count
+    return [slot for _, slot in sorted(ranks)]
+
+
+def buckets(counts: Sequence[int]) -> list[Bucket]:
+    """Buckets to capture for `counts` slots by tier, the smallest first; the last has all slots."""
+    slots, order = sum(counts), fill_order(counts)
+    return [_bucket(order[:size], counts) for size in _sizes(slots)]
+
+
+def fitting(options: Sequence[Bucket], used: Sequence[int]) -> Bucket:
+    """The first of `options` with room for `used` slots of each tier."""
+    return next(
+        option for option in options if all(room >= n for room, n in zip(option, used, strict=True))
+    )
+
+
+def _sizes(slots: int) -> Iterator[int]:
+    yield from (size for size in SMALL_BUCKETS if size < slots)
+    yield from range(SMALL_BUCKETS[-1] + BUCKET_STEP, slots, BUCKET_STEP)
+    yield slots
+
+
+def _bucket(slots: Sequence[int], counts: Sequence[int]) -> Bucket:
+    rows, first = [], 0
+    for count in counts:
+        rows.append(sum(first <= slot < first + count for slot in slots))
+        first += count
+    return tuple(rows)

@@ -1,29 +1,35 @@
 """Decode steps as CUDA graphs of the project's kernels, one graph for each batch bucket.
 
-Knows rows and slots; what a step computes is the decoder's, what is sampled the sampler's.
+Knows rows and slots. decode_step.py has the launches of a step, prefill.py those of prompts.
 """
 
 import statistics
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dakrun.engine.buckets import Bucket, buckets, fill_order, fitting
-from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep
-from dakrun.engine.packed_cache import PackedKVCache
-from dakrun.engine.prompt_pass import PromptPass
+from dakrun.engine.decode_step import (
+    IDLE,
+    LOG_STEPS,
+    Bucket,
+    DecodeStep,
+    buckets,
+    fill_order,
+    fitting,
+)
+from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Row, choose
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.attention.kv_blocks import KVShape
+from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.kernels.runtime.graph import capture, edge_kinds, replay_seconds
 from dakrun.memory.device import upload
-from dakrun.models.kernel_decoder import KernelDecoder, Operands, Resident
-from dakrun.plan.segments import Segment
+from dakrun.plan.prefill import Segment
 
-MIN_OVERLAPS = 2  # of a layer: launches that start before those ahead of them end
+MIN_PDL_EDGES = 2  # of a layer: launches that start before the kernel ahead of them ends
 
 
 @dataclass
@@ -45,38 +51,28 @@ class _Step:
 
 
 class GraphRunner:
-    """Slots whose steps the GPU takes by itself: tokens are fed back on the device.
+    """A runner whose steps need no CPU: tokens are fed back on the device.
 
-    The CPU learns of them afterwards, when an event has passed, from a log in host memory. Between
+    The CPU reads them afterwards, when an event has passed, from a log in host memory. Between
     replays it changes which slots the rows of a bucket serve, in stream order.
     """
 
     ahead = 2
 
-    def __init__(
-        self,
-        decoder: KernelDecoder,
-        operands: Operands,
-        prompts: PromptPass,
-        cache: PackedKVCache,
-        accesses: Sequence[TierAccess],
-    ) -> None:
-        """Captures all buckets; `accesses` says how attention reads the tiers.
-
-        `operands` are those of steps. A pass of `prompts` may use the memory that they go through.
-        """
-        self.chunk_tokens = prompts.chunk_tokens
+    def __init__(self, step: DecodeStep, prefill: Prefill, cache: KVCache, shape: KVShape) -> None:
+        """Captures all buckets. Passes of `prefill` may use the memory that steps stage through."""
+        self.chunk_tokens = prefill.chunk_tokens
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
         self._gaps_s: list[float] = []  # between replays, on the GPU
-        self.decoder, self._operands, self._cache = decoder, operands, cache
-        self._rows = DecodeStep(decoder, cache, accesses)
-        self._prompts, self._filled = prompts, False
+        self._rows, self._backend, self._prefill = step, step.backend, prefill
+        self._cache, self._positions = cache, shape.blocks * KV_BLOCK
+        self._filled = False
         self._buckets = buckets(cache.counts)
         self._mapped: list[int] | None = None  # the slots of the rows
         self._steps: deque[_Step] = deque()
         self._last: _Step | None = None  # that was collected
-        self._newest = torch.zeros_like(self._rows.tokens)  # by slot
+        self._newest = torch.zeros_like(step.tokens)  # by slot
         self._capture()
 
     def details(self) -> dict[str, Any]:
@@ -92,7 +88,7 @@ class GraphRunner:
     def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
         """Logits [S, V] after the last token of each segment."""
         self._filled = False
-        return self._prompts.logits(tokens, segments)
+        return self._prefill.logits(tokens, segments)
 
     @torch.inference_mode()
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -111,8 +107,7 @@ class GraphRunner:
         if mapped != self._mapped:
             self._map(mapped, rows)
         if not self._filled:
-            self._operands.fill()
-            self._filled = True
+            self._fill()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.graphs[bucket].replay()
@@ -144,7 +139,7 @@ class GraphRunner:
     def _sample(self, rows: Sequence[Row], mapped: Sequence[int]) -> torch.Tensor:
         """Draw the rows' tokens in place of the likeliest ones, which the graph has chosen."""
         places = self._on_gpu([mapped.index(row.slot) for row in rows]).long()
-        chosen = choose(self._rows.logits[places], rows)
+        chosen = choose(self._backend.logits[places], rows)
         self._rows.tokens[places] = chosen.int()
         kept = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
         return kept.copy_(chosen, non_blocking=True)
@@ -153,47 +148,45 @@ class GraphRunner:
         """Capture all buckets, the largest first, in one pool of memory."""
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
-        self._operands.fill()
+        self._fill()
         for bucket in reversed(self._buckets):
             self._rows.prepare(bucket)
-            self._step(bucket)  # compiles kernels, all rows being idle
-            graph = capture(lambda bucket=bucket: self._step(bucket), pool)  # type: ignore[misc]
-            # Without copies between kernels, those of the copy engine or torch's.
-            if isinstance(self._operands, Resident) and self.decoder.by(sum(bucket)) != "torch":
-                overlapping, others = edge_kinds(graph)
-                least = MIN_OVERLAPS * self.decoder.config.num_layers
-                assert overlapping >= least, f"{others} of a step's launches wait for those before"
+            self._rows.run(bucket)  # compiles kernels, all rows being idle
+            graph = capture(lambda bucket=bucket: self._rows.run(bucket), pool)  # type: ignore[misc]
+            # Copies between kernels, the copy engine's or torch's, are no programmatic edges.
+            if not self._backend.staging and self._backend.by(sum(bucket)) != "torch":
+                pdl, others = edge_kinds(graph)
+                least = MIN_PDL_EDGES * self._backend.model.config.num_layers
+                assert pdl >= least, f"{others} of a step's launches wait for those before"
             self.graphs[bucket] = graph
+        self._filled = False
+
+    def _fill(self) -> None:
+        """Stage the matrices that the step before the next one would have staged."""
+        if self._backend.staging:
+            self._backend.staging.fill()
+        self._filled = True
 
     @torch.inference_mode()
     def op_seconds(self, length: int) -> dict[str, float]:
         """Seconds of a full batch's step by op, each op's launches of all layers in one graph.
 
-        Slots are `length` positions long, or as many as there is room for beside the new one;
-        matrices are read where they lie. No step may be running, and no request: what slots hold is
+        Slots are `length` positions long, or as many as there is room for beside the new one.
+        Matrices are read where they lie. No step may be running, and no request: slots are
         overwritten.
         """
-        length = min(length, self._cache.shape.blocks * KV_BLOCK - 1)
+        length = min(length, self._positions - 1)
         rows, bucket = self._rows, self._buckets[-1]
         self._mapped = None
         rows.slots.copy_(self._on_gpu(range(sum(bucket))))
         rows.caches.copy_(self._cache.addresses)
-        launches: dict[str, list[Callable[[], object]]] = defaultdict(list)
-        for name, launch in rows.ops(bucket, Resident(self.decoder.matrices)):
-            launches[name].append(launch)
+        rows.lengths.fill_(length)
         found = {}
-        for name, chain in launches.items():
+        for name, launches in rows.chains(bucket).items():
             rows.lengths.fill_(length)
-            found[name] = replay_seconds(lambda chain=chain: [launch() for launch in chain])  # type: ignore[misc]
+            found[name] = replay_seconds(lambda chain=launches: [launch() for launch in chain])  # type: ignore[misc]
         rows.lengths.fill_(IDLE)
         return found
-
-    def _step(self, bucket: Bucket) -> None:
-        """Launch a decode step of the rows of a bucket."""
-        self._operands.begin()
-        for _, launch in self._rows.ops(bucket, self._operands):
-            launch()
-        self._operands.end()
 
     def _tier(self, slot: int) -> int:
         tier = 0
@@ -235,4 +228,4 @@ class GraphRunner:
 
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:
         """int32 on the GPU, without waiting for it."""
-        return upload(torch.tensor(numbers, dtype=torch.int32), self.decoder.like.device)
+        return upload(torch.tensor(numbers, dtype=torch.int32), self._backend.like.device)

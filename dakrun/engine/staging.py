@@ -1,7 +1,7 @@
-"""Matrices whose remote rows the copy engine brings into HBM ahead of their use.
+"""Staging: the copy engine brings remote rows of matrices into a ring of HBM ahead of their use.
 
-Knows in which order a pass uses them, not what for: a ring of HBM holds those that come next, over
-the end of a layer as, where passes follow each other, over that of a pass.
+Knows the order in which a pass uses matrices, not what for. The ring holds the matrices that come
+next, across the ends of layers and, where passes follow each other, of passes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dakrun.hardware.profile import LOCAL
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime.copy_engine import CopyStream
 from dakrun.memory.tiers import aligned
@@ -17,10 +17,10 @@ from dakrun.memory.tiers import aligned
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the ring the remote rows of a matrix come to lie: bytes `start` to `end`.
+    """The place of a matrix's remote rows in the ring: bytes `start` to `end`.
 
-    They may be copied there once the matrices up to number `after` of the step are done with, or,
-    if it is None, as soon as the step begins. `early` is for those that the step before copies.
+    The copy may start once the kernels of matrix number `after` of the step have run, or, with
+    None, as soon as the step begins. The step before makes the `early` copies.
     """
 
     start: int
@@ -30,10 +30,10 @@ class Place:
 
 
 def places(sizes: Sequence[int], ring: int) -> list[Place]:
-    """Places in a ring of `ring` bytes for what a step uses in this order, step after step.
+    """Places in a ring of `ring` bytes for matrices of `sizes` bytes, used in order every step.
 
-    Each follows the one before, from the ring's start again where it has no room. The first ones,
-    which fit in at once, are for the step before to copy.
+    Each follows the one before, or starts at the ring's beginning where there is no room left. The
+    first ones, which fit in together, are early. Raises ValueError for a size above the ring's.
     """
     spans, at, lap, laps = [], 0, 0, []
     for size in sizes:
@@ -53,13 +53,14 @@ def places(sizes: Sequence[int], ring: int) -> list[Place]:
     return found
 
 
-class StagedOperands:
-    """Operands of a pass: `staged` ones, in the order of their use, go through `ring`, of uint8.
+class Staging:
+    """Copies the remote rows of matrices into a ring of HBM ahead of their use.
 
-    The others are read where they lie. `begin` and `end` go around what is launched for a pass,
-    which may be captured in a CUDA graph. With `ahead` every pass leaves the first matrices of the
-    next one in the ring, which `fill` does for the first one, and after others have used the ring.
-    One stream launches, and one for each remote tier copies, so that links work side by side.
+    `staged` names those matrices in the order of their use; the others are read where they lie.
+    `begin` and `end` enclose the launches of a pass, which may be captured in a CUDA graph. With
+    `ahead` every pass leaves the first matrices of the next one in the ring; `fill` does so for the
+    first pass, and after others have used the ring. One stream for each remote tier copies, so that
+    links work side by side.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class StagedOperands:
         *,
         ahead: bool = True,
     ) -> None:
-        """Raises ValueError where one of them does not fit into the ring."""
+        """`ring` is uint8, 1-D, in HBM. Raises ValueError where a matrix does not fit into it."""
         self._matrices = matrices
         sizes = [staged_bytes(matrices[name]) for name in staged]
         found = places(sizes, ring.numel())
@@ -89,7 +90,7 @@ class StagedOperands:
         self._next, self._copied = 0, dict[int, list[torch.cuda.Event | None]]()
 
     def fill(self) -> None:
-        """Bring what the pass before would have left in the ring."""
+        """Copy the matrices that the pass before would have left in the ring."""
         self._follow()
         for number in self._early:
             self._copy(number)
@@ -102,7 +103,7 @@ class StagedOperands:
         self._advance(None)
 
     def end(self) -> None:
-        """Let what is launched next wait for the copies."""
+        """Let the next launches wait for the copies."""
         for stream in self._streams:
             stream.join()
 
@@ -117,16 +118,16 @@ class StagedOperands:
         return self._staged[number]
 
     def release(self, name: str) -> None:
-        """Give its place in the ring to whatever comes next there."""
+        """Free the place of a matrix, all of whose readers are launched, for the next copy."""
         if name in self._number:
             self._advance(self._number[name])
 
-    def overlaps(self, name: str) -> bool:
-        """Not where it is copied first: a copy has to have ended before a kernel starts."""
-        return name not in self._number
+    def has(self, name: str) -> bool:
+        """Whether the matrix is staged: a kernel that reads it starts when its copy has ended."""
+        return name in self._number
 
     def _advance(self, done: int | None) -> None:
-        """Start the copies that only waited for matrix `done` of the pass."""
+        """Start the copies that waited for matrix number `done` of the pass."""
         waited = False
         while self._next < len(self._order):
             number = self._order[self._next]
@@ -143,7 +144,7 @@ class StagedOperands:
             self._next += 1
 
     def _follow(self) -> None:
-        """Let copies that are started next wait for what is launched."""
+        """Let the next copies wait for all launches so far."""
         for stream in self._streams:
             stream.follow()
 
@@ -155,12 +156,12 @@ class StagedOperands:
 
 
 def staged_bytes(matrix: PackedTensor) -> int:
-    """Bytes of a ring that the matrix's remote rows take."""
+    """Bytes that the remote rows of a matrix take in a ring."""
     return sum(aligned(part.data.nbytes) for part in matrix.parts[1:])
 
 
 def _moved(matrix: PackedTensor, room: torch.Tensor) -> PackedTensor:
-    """`matrix` with its remote parts, one after the other, in `room`."""
+    """`matrix` with its remote parts in `room`, one after the other."""
     parts, at = [matrix.parts[0]], 0
     for part in matrix.parts[1:]:
         parts.append(replace(part, tier=LOCAL, data=room[at : at + part.data.nbytes]))

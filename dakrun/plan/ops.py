@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
-from dakrun.geometry import first_row, row_block_count
+from dakrun.geometry import KV_BLOCK, first_row, row_block_count
+from dakrun.models.architectures import Matrix, architecture
 from dakrun.units import ceil_div
 
-KV_BLOCK = 64
 PREFILL_CHUNK_TOKENS = 2048  # of a pass, in plain torch
 
 
@@ -77,50 +77,29 @@ def kv_positions(workload: Workload) -> int:
 def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
     """The ops of one decode step in their order within the step."""
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
+    of = architecture(model)
 
-    def linear(
-        name: str, rows: int, cols: int, *, in_layer: bool = True, normed: bool = False
-    ) -> Op:
-        layers = model.num_layers if in_layer else 1
+    def linear(matrix: Matrix, layers: int = 0) -> Op:
         return linear_op(
-            name, (rows, cols), n=n, element_bytes=size, layers=layers, in_layer=in_layer,
-            normed=normed,
+            matrix.op, (matrix.rows, matrix.cols), n=n, element_bytes=size, layers=layers or 1,
+            in_layer=layers > 0, normed=bool(matrix.norm or matrix.post_norm),
         )  # fmt: skip
 
-    hidden, embed = model.hidden_size, model.embed_size
-    ops = []
-    if not model.tied_embeddings:
-        ops.append(_embedding(model, n, size))
-    if embed != hidden:
-        ops.append(linear("project_in", hidden, embed, in_layer=False))
-    ops += [
-        linear("qkv", model.q_size + 2 * model.kv_size, hidden, normed=True),
-        attention_op(
-            (model.num_heads, model.num_kv_heads),
-            model.head_dim,
-            n=n,
-            length=workload.mean_kv_len,
-            positions=kv_positions(workload),
-            element_bytes=size,
-            layers=model.num_layers,
-            in_layer=True,
-        ),
-        linear("o", hidden, model.q_size),
-    ]
-    if model.family == "llama":
-        ops += [
-            linear("gate_up", 2 * model.ffn_size, hidden, normed=True),
-            linear("down", hidden, model.ffn_size),
-        ]
-    else:
-        ops += [
-            linear("fc1", model.ffn_size, hidden, normed=True),
-            linear("fc2", hidden, model.ffn_size),
-        ]
-    if embed != hidden:
-        ops.append(linear("project_out", embed, hidden, in_layer=False))
-    ops.append(linear("lm_head", model.vocab_size, embed, in_layer=False, normed=model.final_norm))
-    return tuple(ops)
+    attention = attention_op(
+        (model.num_heads, model.num_kv_heads),
+        model.head_dim,
+        n=n,
+        length=workload.mean_kv_len,
+        positions=kv_positions(workload),
+        element_bytes=size,
+        layers=model.num_layers,
+        in_layer=True,
+    )
+    qkv, *others = (linear(matrix, model.num_layers) for matrix in of.layer)
+    embedding = [_embedding(of.embedding, n, size)] if of.embedding else []
+    before = [linear(of.project_in)] if of.project_in else []
+    after = [linear(matrix) for matrix in (of.project_out, of.head) if matrix]
+    return (*embedding, *before, qkv, attention, *others, *after)
 
 
 def linear_op(
@@ -190,13 +169,12 @@ def weight_bytes(ops: tuple[Op, ...]) -> int:
 
 def vector_bytes(model: ModelConfig) -> int:
     """Bytes of norms, biases and learned positions, which always stay in the local tier."""
-    norm = model.hidden_size * (2 if model.family == "opt" else 1)
-    norms = (2 * model.num_layers + model.final_norm) * (norm if model.norm_affine else 0)
-    qkv_o = model.q_size + 2 * model.kv_size + model.hidden_size
-    ffn = model.ffn_size * (2 if model.family == "llama" else 1) + model.hidden_size
-    biases = model.num_layers * (qkv_o * model.attention_bias + ffn * model.mlp_bias)
-    positions = (model.max_positions + 2) * model.hidden_size if model.family == "opt" else 0
-    return (norms + biases + positions) * DTYPE_BYTES[model.dtype]
+    of = architecture(model)
+    elements = sum(matrix.rows for _, matrix in of.matrices() if matrix.bias)
+    elements += sum(len(norm.vectors) * model.hidden_size for _, norm in of.norms())
+    if of.family.positions:
+        elements += (model.max_positions + of.family.position_offset) * model.hidden_size
+    return elements * DTYPE_BYTES[model.dtype]
 
 
 def activation_bytes(
@@ -230,17 +208,19 @@ def _pass_tokens(workload: Workload, chunk_tokens: int) -> int:
     return min(chunk_tokens, workload.batch_size * workload.max_model_len)
 
 
-def _embedding(model: ModelConfig, n: int, size: int) -> Op:
+def _embedding(table: Matrix, n: int, size: int) -> Op:
+    """The gather of `n` rows of an embedding table."""
+    nbytes = table.rows * table.cols * size
     return Op(
-        name="embedding",
+        name=table.op,
         category="gather",
         layers=1,
         in_layer=False,
-        shape=(model.vocab_size, model.embed_size),
+        shape=(table.rows, table.cols),
         batch_size=n,
         element_bytes=size,
-        resident_bytes=model.vocab_size * model.embed_size * size,
-        read_bytes=n * model.embed_size * size,
+        resident_bytes=nbytes,
+        read_bytes=n * table.cols * size,
         flops=0.0,
-        units=row_block_count(model.vocab_size),
+        units=row_block_count(table.rows),
     )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.engine.staging import StagedOperands, staged_bytes
+from dakrun.engine.staging import Staging, staged_bytes
 from dakrun.geometry import ROWS_PER_BLOCK
-from dakrun.hardware.profile import LOCAL
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_row_blocks
@@ -58,13 +58,13 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
     far = matrices(there)
     sizes = [staged_bytes(weight) for weight in far.values()]
     ring = torch.empty(BUFFERS * max(sizes), dtype=torch.uint8, device=memory.device)
-    staged = StagedOperands(far, list(far), ring)
+    staged = Staging(far, list(far), ring)
     staged.fill()
 
     def ahead() -> None:
         staged.begin()
         for name in resident:
-            pdl = staged.overlaps(name)
+            pdl = not staged.has(name)
             splitk_gemm(x, staged.fetch(name), config, out, pdl=pdl)
             staged.release(name)
         staged.end()

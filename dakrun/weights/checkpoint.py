@@ -1,21 +1,18 @@
-"""Safetensors checkpoints: which tensors make up a model's operands, and where in files they lie.
+"""Safetensors checkpoints: open files, checked against a manifest and read row by row.
 
-Knows files and tensor names, but not what a model computes with them.
+Knows files, tensor names and shapes, not the model that the tensors belong to.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from dakrun.errors import CannotRun
-from dakrun.kernels.gemm.packing import PackedTensor
-from dakrun.memory.tiers import PartitionedTensor
 from dakrun.models.files import HEAD, read_header, safetensors_files
-from dakrun.weights.folding import Fold
+from dakrun.weights.manifest import Manifest, Request, Source
 from dakrun.weights.streaming import Extent, read, stream
 
 DTYPES = {  # by safetensors' names
@@ -23,53 +20,6 @@ DTYPES = {  # by safetensors' names
 }  # fmt: skip
 COPY_BYTES = 8 << 20
 _OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.\d+\..+\.(weight|bias)")
-
-Source = tuple[str, tuple[int, ...]]
-Request = Sequence[tuple[Source, slice]]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Which checkpoint tensors make up each operand of a model.
-
-    `matrices` are placed by the plan, `resident` tensors (norms, biases, positions) stay local;
-    an operand made of several (tensor name, shape) sources stacks them along dimension 0.
-
-    Where matrices are packed, a norm is `folded` into some, under names of `resident`, and the
-    sources of `interleaved` ones, and of their biases, take turns row by row.
-    """
-
-    matrices: Mapping[str, tuple[Source, ...]]
-    resident: Mapping[str, tuple[Source, ...]]
-    folded: Mapping[str, Fold] = field(default_factory=dict)
-    interleaved: frozenset[str] = frozenset()
-
-    def matrix_shape(self, name: str) -> tuple[int, int]:
-        """Shape of a matrix, all its sources together."""
-        shapes = [shape for _, shape in self.matrices[name]]
-        return sum(shape[0] for shape in shapes), shapes[0][1]
-
-    def request(self, matrix: str, rows: slice) -> Request:
-        """The rows of the sources that make up rows of a packed matrix, whole row blocks."""
-        sources = self.matrices[matrix]
-        if matrix in self.interleaved:
-            turn = len(sources)
-            return [(source, slice(rows.start // turn, rows.stop // turn)) for source in sources]
-        found, top = [], 0
-        for source in sources:
-            start, stop = max(rows.start, top), min(rows.stop, top + source[1][0])
-            if start < stop:
-                found.append((source, slice(start - top, stop - top)))
-            top += source[1][0]
-        return found
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's operands where they were loaded to, under the manifest's names."""
-
-    matrices: Mapping[str, PackedTensor | PartitionedTensor]
-    resident: Mapping[str, torch.Tensor]
 
 
 class Checkpoint:

@@ -1,7 +1,6 @@
-"""Random weights in place of a checkpoint's, made where they are wanted: --load-format dummy.
+"""Random weights in place of a checkpoint, generated on the device: --load-format dummy.
 
-A number depends on its tensor's name and its place in it alone, so models are the same whatever
-their plan is.
+An element depends only on its tensor's name and its index, so every plan gives the same model.
 """
 
 import zlib
@@ -9,27 +8,27 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dakrun.weights.checkpoint import Manifest, Request, Source
+from dakrun.weights.manifest import Manifest, Request, Source
 
-DEVIATION = 0.02
-COPY_ELEMENTS = 1 << 20
-_FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, as signed numbers
+STANDARD_DEVIATION = 0.02
+COPY_ELEMENTS = 1 << 20  # generated at a time by Dummy.copy
+_FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64 constants as signed integers
 
 
 class Dummy:
-    """What a Checkpoint is to the loader.
+    """A source of random weights with the interface of Checkpoint.
 
-    Matrices are of normal numbers, weights of norms are 1 and biases 0.
+    Matrices are normally distributed, norm weights are 1 and biases 0.
     """
 
     def __contains__(self, name: str) -> bool:
         return True
 
     def check(self, manifest: Manifest) -> None:
-        """Nothing can be wrong."""
+        """Accept any manifest."""
 
     def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
-        """Make rows of a tensor in `out`, of any dtype and device."""
+        """Write `rows` of the tensor `source` to `out`, of any dtype and device."""
         step = max(1, COPY_ELEMENTS * len(out) // max(1, out.numel()))
         for start in range(0, len(out), step):
             some = out[start : start + step]
@@ -39,13 +38,13 @@ class Dummy:
     def stream(
         self, requests: Sequence[Request], device: torch.device
     ) -> Iterator[list[torch.Tensor]]:
-        """The rows of each request, float32, on `device`."""
+        """Yield the rows of each request as float32 tensors on `device`."""
         for request in requests:
             yield [_values(source, rows, device) for source, rows in request]
 
 
 def _values(source: Source, rows: slice, device: torch.device) -> torch.Tensor:
-    """Rows of a tensor, float32."""
+    """`rows` of the tensor `source` as float32 [rows, K], or [rows] for norms and biases."""
     name, (_, *shape) = source
     if not shape:
         return torch.full(
@@ -59,5 +58,5 @@ def _values(source: Source, rows: slice, device: torch.device) -> torch.Tensor:
     bits ^= bits >> 27
     bits *= _FACTORS[1]
     bits ^= bits >> 31
-    uniform = bits.bitwise_and_(2**23 - 1).float().add_(0.5).mul_(2**-22).sub_(1)  # from -1 to 1
-    return uniform.erfinv_().mul_(DEVIATION * 2**0.5).view(-1, cols)
+    uniform = bits.bitwise_and_(2**23 - 1).float().add_(0.5).mul_(2**-22).sub_(1)  # in (-1, 1)
+    return uniform.erfinv_().mul_(STANDARD_DEVIATION * 2**0.5).view(-1, cols)

@@ -17,13 +17,16 @@ from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.storage import PIECE_ELEMENTS
 from dakrun.memory.tiers import PartitionedTensor, Tier, aligned
 from dakrun.plan.plan import Plan
-from dakrun.weights.checkpoint import Manifest, Request, Source, Weights
-from dakrun.weights.folding import fold, interleaved
+from dakrun.weights.manifest import Manifest, Request, Source, Weights, fold, interleave
 from dakrun.weights.streaming import reader_count
 
 
 class Tensors(Protocol):
     """Where weights come from: a Checkpoint or Dummy."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        ...
 
     def check(self, manifest: Manifest) -> None:
         """CannotRun unless all that `manifest` names can be had."""
@@ -185,5 +188,5 @@ def _fill(
 def _joined(tensors: list[torch.Tensor], *, turns: bool) -> torch.Tensor:
     """One tensor of several: row by row in turn, or one below the other."""
     if turns:
-        return interleaved(tensors)
+        return interleave(tensors)
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]

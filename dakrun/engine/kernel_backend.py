@@ -1,0 +1,205 @@
+"""The ops of a pass on the GPU's kernels, over packed weights in several tiers.
+
+Knows matrices by name, how each tier is read, and which are staged; the order of the ops is the
+decoder's. Norms ahead of a matrix are folded into it (weights/manifest.py), so that a product only
+scales rows.
+"""
+
+import copy
+import itertools
+from collections.abc import Mapping
+
+import torch
+
+from dakrun.engine.staging import Staging
+from dakrun.hardware import LOCAL
+from dakrun.kernels.embed import embed
+from dakrun.kernels.gemm.dispatch import By, Products
+from dakrun.kernels.gemm.packing import PackedTensor
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.normalize import normalize
+from dakrun.models.architectures import Architecture, Matrix, Norm
+from dakrun.models.layers import rope_table
+from dakrun.weights.manifest import Manifest, Weights
+
+
+class KernelBackend:
+    """The ops of a model whose matrices are read as `accesses` says by op, the local tier first.
+
+    `rotations`, float32 [positions, D / 2, 2], are cosines and sines of rotary embeddings, or None.
+    """
+
+    def __init__(
+        self,
+        model: Architecture,
+        manifest: Manifest,
+        weights: Weights,
+        accesses: Mapping[str, tuple[TierAccess, ...]],
+        positions: int,
+    ) -> None:
+        """No matrix is staged; `positions` is the number that a slot has room for."""
+        self.model = model
+        self.matrices: dict[str, PackedTensor] = {}
+        for name, matrix in weights.matrices.items():
+            assert isinstance(matrix, PackedTensor), f"{name} is not packed"
+            self.matrices[name] = matrix
+        self.staging: Staging | None = None
+        self.like = next(iter(weights.resident.values()))  # for the dtype and the device
+        self._vectors, self._folded, self._accesses = weights.resident, manifest.folded, accesses
+        self._ops = dict(model.step())
+        self._following = dict(itertools.pairwise(self.order))
+        self._products = Products(self.like.device)
+        self._products.reserve()
+        self._kept: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._pdl = False  # of the next product
+        self.rotations = None
+        if model.family.rotary:
+            table = torch.stack(rope_table(model.config, positions, torch.float32), -1)
+            self.rotations = table.to(self.like.device)
+
+    def variant(self, staging: Staging | None, rows: int = 0) -> "KernelBackend":
+        """The same model with matrices staged by `staging`.
+
+        Passes of up to `rows` tokens write to buffers that are kept, for CUDA graphs.
+        """
+        found = copy.copy(self)
+        found.staging, found._buffers = staging, {}
+        found._kept = self._allocate(rows, logits=True) if rows else {}
+        return found
+
+    def unstaged(self) -> "KernelBackend":
+        """The same model and buffers, all matrices read where they lie."""
+        found = copy.copy(self)
+        found.staging, found._buffers = None, {}
+        return found
+
+    @property
+    def order(self) -> list[str]:
+        """The matrices that may be staged, in the order of their use."""
+        return [name for name in self._ops if name != "project_in"]
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """The kept buffer of logits [rows, V]."""
+        return self._kept[self.model.head.op]
+
+    def begin(self, n: int) -> None:
+        """Start a pass of `n` tokens, and copies of the matrices that are staged first."""
+        kept = self._kept and n <= len(self._kept["x"])
+        self._buffers = self._kept if kept else self._allocate(n)
+        if self.staging:
+            self.staging.begin()
+
+    def end(self) -> None:
+        """End a pass: what is launched next waits for the copies."""
+        if self.staging:
+            self.staging.end()
+        self._buffers = {}
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, H] of tokens int32 [n]; idle rows have negative positions int32 [n]."""
+        n, model = len(tokens), self.model
+        table, learned = self.matrices[model.table], self._vectors.get("positions")
+        offset = model.family.position_offset
+        self._pdl = False
+        if model.project_in:
+            words = self.like.new_empty(n, model.project_in.cols)
+            embed(tokens, table, words)
+            assert learned is not None, "a family with projected embeddings has learned positions"
+            added = learned[positions.clamp(min=0).long() + offset]
+            x = self.linear(model.project_in.op, words, residual=added)
+            self._pdl = False
+            return x
+        x = self._buffers["x"][:n]
+        if learned is None:
+            embed(tokens, table, x, pdl=True)
+        else:
+            embed(tokens, table, x, positions=learned, lengths=positions, offset=offset, pdl=True)
+        return x
+
+    def linear(
+        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The matrix `name` applied to x [n, K], with its norms, bias and activation: [n, M].
+
+        The result overwrites `residual`. The launch may start while the kernel before it ends
+        (PDL), but not behind a small kernel that leaves SMs empty: the GPU would put two CTAs of
+        this launch on one SM, and those of the launches behind it wherever there is room.
+        """
+        matrix, staging = self._ops[name], self.staging
+        layer = name.removesuffix(matrix.op)
+        norm = matrix.norm.kind if matrix.norm and name in self._folded else "none"
+        if matrix.norm and norm == "none":
+            x = self._normalize(layer, matrix.norm, x, torch.empty_like(x))
+            self._pdl = False
+        out = self._out(matrix, len(x)) if residual is None else residual
+        weight = staging.fetch(name) if staging else self.matrices[name]
+        self._products(
+            x, weight, self._tier_accesses(name, weight), out,
+            bias=self._vectors.get(f"{name}.bias"), residual=residual,
+            activation=matrix.activation, norm=norm, eps=self.model.config.norm_eps,
+            pdl=self._pdl and not self._is_staged(name), ahead=self._ahead(name, len(x)),
+        )  # fmt: skip
+        if staging:
+            staging.release(name)
+        self._pdl = True
+        if matrix.post_norm:
+            self._normalize(layer, matrix.post_norm, out, out, fills_sms=not self.fills_sms(len(x)))
+        return out
+
+    def by(self, n: int) -> By:
+        """The kernel of most products of `n` rows."""
+        return self._products.by(n, self.matrices["layers.0.qkv"])
+
+    def fills_sms(self, n: int) -> bool:
+        """Whether CTAs of the products of `n` rows have an SM each."""
+        return self.by(n) == "tiled"
+
+    def _allocate(self, n: int, *, logits: bool = False) -> dict[str, torch.Tensor]:
+        """Outputs of a pass of `n` tokens by op; `x` are the hidden states."""
+        qkv, _, up, _ = self.model.layer
+        config = self.model.config
+        widths = {"x": config.hidden_size, qkv.op: qkv.rows, up.op: config.ffn_size}
+        if logits:
+            widths[self.model.head.op] = config.vocab_size
+        return {op: self.like.new_empty(n, width) for op, width in widths.items()}
+
+    def _out(self, matrix: Matrix, n: int) -> torch.Tensor:
+        if matrix.op in self._buffers:
+            return self._buffers[matrix.op][:n]
+        return self.like.new_empty(n, matrix.rows)
+
+    def _is_staged(self, name: str) -> bool:
+        return self.staging is not None and self.staging.has(name)
+
+    def _tier_accesses(self, name: str, weight: PackedTensor) -> tuple[TierAccess, ...]:
+        """How the parts of `weight` are read: the matrix `name`, or its staged copy."""
+        return tuple(
+            TierAccess() if part.tier == LOCAL else access
+            for part, access in zip(weight.parts, self._accesses[self._ops[name].op], strict=True)
+        )
+
+    def _ahead(self, name: str, n: int) -> torch.Tensor | None:
+        """The bytes of the next matrix to prefetch into L2, unless it is staged."""
+        following = self._following.get(name)
+        if following is None or self._is_staged(following):
+            return None
+        weight = self.matrices[following]
+        return self._products.ahead(n, weight, self._tier_accesses(following, weight))
+
+    def _normalize(
+        self,
+        layer: str,
+        norm: Norm,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        fills_sms: bool = False,
+    ) -> torch.Tensor:
+        """A norm that no matrix has taken in, of the rows of x."""
+        weight, bias = (self._vectors.get(f"{layer}{norm.name}.{v}") for v in ("weight", "bias"))
+        return normalize(
+            x, out, norm.kind, eps=self.model.config.norm_eps, weight=weight, bias=bias, pdl=True,
+            fills_sms=fills_sms,
+        )  # fmt: skip

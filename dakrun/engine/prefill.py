@@ -1,0 +1,268 @@
+"""Prefill on the GPU: prompts through the layers, their keys and values into packed slots.
+
+Knows passes of segments, each some tokens of one slot. Products are the backend's; attention is
+torch's fused kernel; a kernel rotates and packs keys and values, which copies take to remote slots.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import torch
+import torch.nn.functional as F
+
+from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.geometry import KV_BLOCK
+from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention.kv_blocks import KVShape
+from dakrun.kernels.attention.kv_cache import KVCache
+from dakrun.kernels.runtime.copy_engine import CopyStream
+from dakrun.kernels.store_kv import store_kv
+from dakrun.memory.device import upload
+from dakrun.models.decoder import Decoder
+from dakrun.models.layers import split_heads
+from dakrun.plan.prefill import Segment
+from dakrun.units import ceil_div
+
+
+class Prefill:
+    """Runs prompts of a model whose slots are in `cache`, in passes of up to `chunk_tokens`.
+
+    `room` is memory of the device, uint8, through which keys and values of remote slots go.
+    """
+
+    def __init__(
+        self,
+        backend: KernelBackend,
+        cache: KVCache,
+        shape: KVShape,
+        room: torch.Tensor,
+        chunk_tokens: int,
+    ) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._backend, self._cache, self._shape = backend, cache, shape
+        self._writer = KVWriter(cache, shape, room)
+
+    def logits(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+        """Logits [S, V] after each segment; `tokens` are the segments', one after the other."""
+        backend, device = self._backend, self._backend.like.device
+        spans = [torch.arange(s.start, s.start + s.length) for s in segments]
+        positions = upload(torch.cat(spans).int(), device)
+        ids = upload(torch.tensor(tokens, dtype=torch.int32), device)
+        ends = upload(torch.tensor([s.length for s in segments]).cumsum(0) - 1, device)
+        attention = _PassAttention(
+            backend, self._cache, self._shape, self._writer, segments, positions
+        )
+        self._writer.begin(segments)
+        logits = Decoder(backend.model, backend).forward(ids, positions, attention, rows=ends)
+        self._writer.end()
+        return logits
+
+
+class _PassAttention:
+    """Attention of a pass: stores new keys and values, attends to them and to cached ones."""
+
+    def __init__(
+        self,
+        backend: KernelBackend,
+        cache: KVCache,
+        shape: KVShape,
+        writer: "KVWriter",
+        segments: Sequence[Segment],
+        positions: torch.Tensor,
+    ) -> None:
+        self._backend, self._cache, self._shape, self._writer = backend, cache, shape, writer
+        self._positions = positions
+        self._runs = list(_runs(segments, backend.like.device))
+        self._heads = backend.like.new_empty(len(positions), backend.model.config.q_size)
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D]; rotates q and k in it."""
+        config = self._backend.model.config
+        q, k, v = split_heads(config, qkv)
+        joined = qkv.view(len(qkv), -1, config.head_dim)
+        self._writer.store(layer, joined, self._positions, self._backend.rotations)
+        for run in self._runs:
+            keys, values = k[run.rows], v[run.rows]
+            if run.cached:
+                packed = self._cache.on_device(layer, run.slot)
+                before = kv_blocks.read(packed, run.cached, qkv.dtype, self._shape)
+                keys, values = (
+                    torch.cat((first.transpose(0, 1), rest))
+                    for first, rest in zip(before, (keys, values), strict=True)
+                )
+            found = causal_attention(
+                q[run.rows], keys, values, run.queries, run.keys, scale=config.head_dim**-0.5
+            )
+            self._heads[run.rows] = found.flatten(1)
+        return self._heads
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Segments that one call of attention takes: `rows` of the pass's tokens.
+
+    Either several that begin a prompt, or one that continues in `slot` behind `cached` positions.
+    """
+
+    rows: slice
+    queries: "Lengths"
+    keys: "Lengths"
+    slot: int
+    cached: int
+
+
+def _runs(segments: Sequence[Segment], device: torch.device) -> Iterator[_Run]:
+    """Segments in their order; neighbours that begin a prompt are one run."""
+    first = 0
+    for key, group in groupby(enumerate(segments), lambda s: s[0] if s[1].start else -1):
+        some = [s for _, s in group]
+        lengths = [s.length for s in some]
+        queries, cached = Lengths.of(lengths, device), some[0].start if key >= 0 else 0
+        keys = Lengths.of([cached + lengths[0]], device) if cached else queries
+        rows = slice(first, first + sum(lengths))
+        yield _Run(rows, queries, keys, some[0].slot, cached)
+        first = rows.stop
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Blocks of a slot: `packed` [heads, bytes] in HBM, copied to `to` [layers, heads, bytes]."""
+
+    packed: torch.Tensor
+    to: torch.Tensor
+
+
+class KVWriter:
+    """Stores keys and values of passes in the slots of `cache`.
+
+    Whole blocks of remote slots are packed in `room`, uint8 in HBM, and copied while the layer's
+    other ops run. What finds no room there, and what fills a begun block, is stored in place.
+    """
+
+    def __init__(self, cache: KVCache, shape: KVShape, room: torch.Tensor) -> None:
+        self._cache, self._shape, self._room = cache, shape, room
+        self._stream = CopyStream(room.device)
+        self._copies: list[_Copy] = []
+        self._places = torch.empty(0, 3, dtype=torch.int64)
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Start a pass over `segments`: choose where each of its tokens goes."""
+        shape, used = self._shape, 0
+        places = []
+        self._copies = []
+        for s in segments:
+            end = s.start + s.length
+            first = ceil_div(s.start, KV_BLOCK)
+            count = ceil_div(end, KV_BLOCK) - first  # of empty blocks
+            size = shape.kv_heads * count * shape.block_bytes
+            remote = s.slot >= self._cache.counts[0]
+            staged = remote and 0 < size <= self._room.numel() - used
+            split = first * KV_BLOCK if staged else end
+            slot = self._cache.slot(s.slot)[0]
+            head_bytes = shape.blocks * shape.block_bytes
+            places.append(self._rows(range(s.start, split), slot, shape.slot_bytes, head_bytes))
+            if staged:
+                packed = self._room[used : used + size]
+                places.append(self._rows(range(end - split), packed, 0, count * shape.block_bytes))
+                packed = packed.view(shape.kv_heads, -1)
+                heads = self._cache.slot(s.slot).unflatten(1, (shape.kv_heads, -1))
+                start = first * shape.block_bytes
+                to = heads[:, :, start : start + packed.shape[1]]
+                self._copies.append(_Copy(packed, to))
+                used += size
+        self._places = upload(torch.cat(places), self._room.device)
+
+    def store(
+        self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, rotations: torch.Tensor | None
+    ) -> None:
+        """Store keys and values of qkv [T, Hq + 2 Hkv, D], rotated (see store_kv)."""
+        heads = self._shape.kv_heads
+        if self._copies:
+            self._stream.join()  # those of the layer before
+        store_kv(qkv, positions, self._places, layer, kv_heads=heads, rotations=rotations)
+        if self._copies:
+            self._stream.follow()
+            self._stream.copy(*((copy.to[layer], copy.packed) for copy in self._copies))
+
+    def end(self) -> None:
+        """Let the next launches wait until all is stored."""
+        self._stream.join()
+
+    def _rows(
+        self, positions: range, base: torch.Tensor, layer_bytes: int, head_bytes: int
+    ) -> torch.Tensor:
+        """Places of `positions` for store_kv, counted from the first block at `base`."""
+        row_bytes = self._shape.head_dim * 2
+        at = torch.arange(positions.start, positions.stop)
+        rows = at // KV_BLOCK * 2 * KV_BLOCK + at % KV_BLOCK
+        further = [torch.full_like(at, size) for size in (layer_bytes, head_bytes)]
+        return torch.stack((base.data_ptr() + rows * row_bytes, *further), 1)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of prompts in a row, `each`, and on the device their `ends`, int32 [prompts + 1]."""
+
+    each: tuple[int, ...]
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, each: Sequence[int], device: torch.device) -> "Lengths":
+        """Lengths `each`, with the ends on `device`."""
+        ends = torch.tensor([0, *accumulate(each)], dtype=torch.int32)
+        return cls(tuple(each), upload(ends, device))
+
+
+def causal_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Lengths,
+    keys: Lengths,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Attention [T, Hq, D] of q [T, Hq, D], k and v [P, Hkv, D], prompts one after the other.
+
+    The queries of a prompt are its last positions; each sees the keys up to its own. Takes memory
+    for the result and one float for each head of a query.
+    """
+    if queries is keys and len(queries.each) > 1 and len(set(queries.each)) == 1:
+        own, first, last = (
+            x.unflatten(0, (len(queries.each), -1)).transpose(1, 2) for x in (q, k, v)
+        )
+        same = F.scaled_dot_product_attention(
+            own, first, last, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return same.transpose(1, 2).flatten(0, 1)
+    if not q.is_cuda:
+        return _reference(q, k, v, queries, keys, scale)
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, queries.ends, keys.ends, max(queries.each), max(keys.each),
+        0.0, True, False, scale=scale,
+    )  # fmt: skip
+    return found[0]
+
+
+def _reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Lengths,
+    keys: Lengths,
+    scale: float,
+) -> torch.Tensor:
+    """causal_attention in plain torch on any device, prompt by prompt."""
+    out = []
+    for own, first, last in zip(
+        q.split(queries.each), k.split(keys.each), v.split(keys.each), strict=True
+    ):
+        length, end = len(own), len(first)
+        mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
+        found = F.scaled_dot_product_attention(
+            own.transpose(0, 1)[None], first.transpose(0, 1)[None], last.transpose(0, 1)[None],
+            attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        out.append(found[0].transpose(0, 1))
+    return torch.cat(out)

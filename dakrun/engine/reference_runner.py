@@ -1,0 +1,249 @@
+"""The model in plain torch, one step at a time on any device: the reference, and the CPU's runner.
+
+Knows partitioned matrices and slots; the order of the ops is the decoder's.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dakrun.config import ModelConfig
+from dakrun.engine.runner import Row, choose
+from dakrun.kernels import reference
+from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
+from dakrun.memory.tiers import PartitionedTensor
+from dakrun.models.architectures import Architecture, Norm
+from dakrun.models.decoder import Attention, Decoder
+from dakrun.models.layers import layer_norm, rms_norm, rope_table, rotate, split_heads
+from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
+from dakrun.plan.prefill import Segment
+from dakrun.weights.manifest import Weights
+
+Rotations = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [N, 1, D / 2]
+
+
+class ReferenceBackend:
+    """The ops of a pass over `weights` as they were stored, read from the tier that holds them."""
+
+    def __init__(self, model: Architecture, weights: Weights) -> None:
+        self._model, self._vectors = model, weights.resident
+        self._steps = dict(model.step())
+        self._matrices: dict[str, PartitionedTensor] = {}
+        for name, matrix in weights.matrices.items():
+            assert isinstance(matrix, PartitionedTensor), f"{name} is packed"
+            self._matrices[name] = matrix
+
+    def begin(self, n: int) -> None:
+        """Nothing to do."""
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, H] of tokens int64 [n] at positions int64 [n]."""
+        x = reference.gather_rows(self._matrices[self._model.table], tokens)
+        if self._model.project_in:
+            x = self.linear(self._model.project_in.op, x)
+        if "positions" in self._vectors:
+            x = x + self._vectors["positions"][positions + self._model.family.position_offset]
+        return x
+
+    def linear(
+        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The matrix `name` applied to x [n, K], with its norms, bias and activation: [n, M]."""
+        matrix = self._steps[name]
+        layer = name.removesuffix(matrix.op)
+        if matrix.norm:
+            x = self._norm(layer, matrix.norm, x)
+        y = reference.linear(x, self._matrices[name], self._vectors.get(f"{name}.bias"))
+        if matrix.activation == "relu":
+            y = F.relu(y)
+        elif matrix.activation == "silu_mul":
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        if residual is not None:
+            y = residual + y
+        return self._norm(layer, matrix.post_norm, y) if matrix.post_norm else y
+
+    def _norm(self, layer: str, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        vectors = [self._vectors.get(f"{layer}{norm.name}.{kind}") for kind in ("weight", "bias")]
+        if norm.kind == "rms":
+            assert vectors[0] is not None, "an RMSNorm has a weight"
+            return rms_norm(x, vectors[0], self._model.config.norm_eps)
+        return layer_norm(x, *vectors)
+
+
+class TimedBackend:
+    """A backend whose linear ops and attentions add their time on the CPU to `seconds` by op."""
+
+    def __init__(self, backend: ReferenceBackend) -> None:
+        self.begin, self.embed, self.end = backend.begin, backend.embed, backend.end
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._backend = backend
+
+    def linear(
+        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As the backend's."""
+        with self._timed(name.rpartition(".")[2]):
+            return self._backend.linear(name, x, residual)
+
+    def timed(self, attention: Attention) -> Attention:
+        """`attention`, timed."""
+
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            with self._timed("attention"):
+                return attention(layer, qkv)
+
+        return attend
+
+    @contextmanager
+    def _timed(self, op: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[op] += time.perf_counter() - start
+
+
+class ReferenceAttention:
+    """Attention of a pass over `segments`, each of one slot of `cache`.
+
+    `rope` are the rotations of the pass's positions, or None for learned positions. With `decode`
+    all segments are a single token long.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        layout: RowLayout,
+        segments: Sequence[Segment],
+        rope: Rotations | None,
+        *,
+        decode: bool,
+    ) -> None:
+        self._config, self._cache, self._layout = config, cache, layout
+        self._segments, self._rope, self._decode = segments, rope, decode
+        self._scale = config.head_dim**-0.5
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached."""
+        q, k, v = split_heads(self._config, qkv)
+        if self._rope is not None:
+            q, k = rotate(q, *self._rope), rotate(k, *self._rope)
+        q = q.contiguous()
+        caches = [self._layout.views(self._cache.slot(s.slot)[layer]) for s in self._segments]
+        if self._decode:
+            positions = [s.start for s in self._segments]
+            return reference.decode_attention(q, k, v, caches, positions, self._scale)
+        lengths = [s.length for s in self._segments]
+        parts = zip(self._segments, caches, *(x.split(lengths) for x in (q, k, v)), strict=True)
+        return torch.cat(
+            [
+                reference.prefill_attention(q, k, v, cache, s.start, self._scale)
+                for s, cache, q, k, v in parts
+            ]
+        )
+
+
+class ReferenceRunner:
+    """A runner in plain torch: a step is done when `launch` returns."""
+
+    ahead = 1
+    chunk_tokens = PREFILL_CHUNK_TOKENS
+
+    def __init__(
+        self,
+        model: Architecture,
+        weights: Weights,
+        cache: KVCache,
+        layout: RowLayout,
+        max_model_len: int,
+    ) -> None:
+        self.order: Sequence[int] = range(cache.slots)
+        self._model, self._cache, self._layout = model, cache, layout
+        self._device = cache.device
+        backend = ReferenceBackend(model, weights)
+        self._timed = TimedBackend(backend) if cache.device.type == "cpu" else None
+        self._prefill = Decoder(model, backend)
+        self._decode = Decoder(model, self._timed or backend)
+        self._rope: Rotations | None = None
+        if model.family.rotary:
+            dtype = getattr(torch, model.config.dtype)
+            cos, sin = rope_table(model.config, max_model_len, dtype)
+            self._rope = cos.to(cache.device), sin.to(cache.device)
+        self._steps = 0
+        self._newest: dict[int, int] = {}  # token by slot
+        self._chosen: deque[list[int]] = deque()  # by step
+
+    def op_seconds(self, length: int) -> Mapping[str, float]:
+        """Seconds by op, the mean of all steps so far, on a CPU."""
+        del length
+        found = self._timed.seconds if self._timed else {}
+        return {op: total / self._steps for op, total in found.items()}
+
+    def details(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+        """Logits [S, V] after the last token of each segment."""
+        ends = torch.tensor([s.length for s in segments], device=self._device).cumsum(0) - 1
+        positions = [p for s in segments for p in range(s.start, s.start + s.length)]
+        return self._forward(self._prefill, tokens, positions, segments, rows=ends)
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits [B, V] of a step: token b enters slots[b] at positions[b]."""
+        segments = [
+            Segment(slot, position, 1) for slot, position in zip(slots, positions, strict=True)
+        ]
+        return self._forward(self._decode, tokens, positions, segments)
+
+    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Remember the newest tokens."""
+        self._newest.update(zip(slots, tokens, strict=True))
+
+    def launch(self, rows: Sequence[Row]) -> None:
+        """Compute a step."""
+        slots = [row.slot for row in rows]
+        tokens = [self._newest[slot] for slot in slots]
+        logits = self.decode(tokens, [row.position for row in rows], slots)
+        self._steps += 1
+        self._chosen.append(choose(logits, rows).tolist())
+        self.begin(slots, self._chosen[-1])
+
+    def collect(self) -> list[int]:
+        """The tokens of the oldest step."""
+        return self._chosen.popleft()
+
+    def drop(self) -> None:
+        """Forget the tokens of all steps."""
+        self._chosen.clear()
+
+    def _forward(
+        self,
+        decoder: Decoder,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        segments: Sequence[Segment],
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits of a pass, a decode step unless `rows` says which tokens have some."""
+        at, ids = (torch.tensor(numbers, device=self._device) for numbers in (positions, tokens))
+        rope = None if self._rope is None else (self._rope[0][at, None], self._rope[1][at, None])
+        decode = rows is None
+        attention: Attention = ReferenceAttention(
+            self._model.config, self._cache, self._layout, segments, rope, decode=decode
+        )
+        if decode and self._timed:
+            attention = self._timed.timed(attention)
+        return decoder.forward(ids, at, attention, rows)

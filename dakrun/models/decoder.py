@@ -1,0 +1,75 @@
+"""The forward pass of a decoder-only model, straight down through its layers.
+
+Knows the architecture's matrices by name. A backend computes them, an attention reads and appends
+to the KV cache; neither dtypes nor devices nor tiers are known here.
+"""
+
+from typing import Protocol
+
+import torch
+
+from dakrun.models.architectures import Architecture
+
+
+class Backend(Protocol):
+    """What computes the ops of a pass over n tokens."""
+
+    def begin(self, n: int) -> None:
+        """Start a pass of `n` tokens."""
+        ...
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, H] of tokens [n] at positions [n]."""
+        ...
+
+    def linear(
+        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The matrix `name` applied to x [n, K], with its norms, bias and activation: [n, M].
+
+        `residual` [n, M] is added, and may be overwritten with the result.
+        """
+        ...
+
+    def end(self) -> None:
+        """End a pass: all of it is launched."""
+        ...
+
+
+class Attention(Protocol):
+    """Attention of a pass's tokens to their requests' caches and to themselves."""
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached."""
+        ...
+
+
+class Decoder:
+    """A model whose matrices `backend` has."""
+
+    def __init__(self, model: Architecture, backend: Backend) -> None:
+        self.model, self.backend = model, backend
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [n, V] after tokens [n] at positions [n], or after those numbered `rows` alone."""
+        linear = self.backend.linear
+        qkv, o, up, down = (matrix.op for matrix in self.model.layer)
+        self.backend.begin(len(tokens))
+        x = self.backend.embed(tokens, positions)
+        for i in range(self.model.config.num_layers):
+            heads = attention(i, linear(f"layers.{i}.{qkv}", x))
+            x = linear(f"layers.{i}.{o}", heads, residual=x)
+            x = linear(f"layers.{i}.{down}", linear(f"layers.{i}.{up}", x), residual=x)
+        if rows is not None:
+            x = x[rows]
+        if self.model.project_out:
+            x = linear(self.model.project_out.op, x)
+        logits = linear(self.model.head.op, x)
+        self.backend.end()
+        return logits
