@@ -1,14 +1,14 @@
-"""A prompt file through a model: rows in, completions out, progress on the way.
+"""A prompt file through a model: rows left to do, results as they finish, and the report file.
 
-Reads and writes rows one by one; how many there are never matters for memory.
+Rows are read and written one by one, so memory does not grow with their number.
 """
 
 import json
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -17,14 +17,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
-from dakrun.requests import Request, RequestReader, ResultWriter, RowError, same_file
+from dakrun.requests import Completion, Request, RequestReader, ResultWriter, RowError, same_file
 
 
 @dataclass
 class Counts:
-    """Rows that finished, failed, or were skipped as the output had them.
+    """Numbers of rows that finished, failed, or were skipped because the output already had them.
 
-    It had `failed_before` error rows, whether the input still asks for them or not.
+    `failed_before` counts the error rows that the output had when the run began.
     """
 
     failed_before: int
@@ -37,54 +37,73 @@ class Counts:
         return text + (f"; {self.failed_before} failed before" if self.failed_before else "")
 
 
-def generate(
-    llm: LLM, reader: RequestReader, writer: ResultWriter, console: Console | None
-) -> Counts:
-    """Run every row of `reader` that is not done yet and write its result as soon as it is there.
+class BatchJob:
+    """The rows of `reader` that `writer` does not have yet, to be completed by `llm`.
 
-    Progress goes to `console`, where there is one. SIGINT (Ctrl-C) raises Interrupted; so does
-    SIGTERM under interrupt.raise_on_sigterm.
+    A context manager that shows progress on `console`, if there is one:
+
+        with BatchJob(llm, reader, writer, console) as job:
+            for completion in llm.stream(job.requests()):
+                job.finish(completion)
+
+    Inside it SIGINT (Ctrl-C) raises Interrupted; so does SIGTERM under interrupt.raise_on_sigterm.
     """
-    try:
-        return _generate(llm, reader, writer, console)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(
-            f"the rows that had finished are in {writer.name}", hint=writer.resume_hint, cause=stop
-        ) from None
 
+    def __init__(
+        self, llm: LLM, reader: RequestReader, writer: ResultWriter, console: Console | None
+    ) -> None:
+        self._llm, self._reader, self._writer = llm, reader, writer
+        self._progress = _progress(console) if console else None
+        self.counts = Counts(writer.failed_before)
 
-def _generate(
-    llm: LLM, reader: RequestReader, writer: ResultWriter, console: Console | None
-) -> Counts:
-    counts = Counts(writer.failed_before)
+    def __enter__(self) -> "BatchJob":
+        if self._progress:
+            self._progress.start()
+            self._progress.add_task("rows", total=self._reader.bytes_total)
+        return self
 
-    def requests() -> Iterator[Request]:
-        for row in reader.rows(llm.rules):
-            if writer.is_done(row.id):
-                counts.skipped += 1
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress:
+            self._progress.stop()
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(
+                f"the rows that had finished are in {self._writer.name}",
+                hint=self._writer.resume_hint,
+                cause=error,
+            ) from None
+
+    def requests(self) -> Iterator[Request]:
+        """The rows that are left to do; writes the errors of rows that cannot be run."""
+        for row in self._reader.rows(self._llm.rules):
+            if self._writer.is_done(row.id):
+                self.counts.skipped += 1
             elif isinstance(row, RowError):
-                writer.write_error(row)
-                counts.failed += 1
+                self._writer.write_error(row)
+                self.counts.failed += 1
             else:
                 yield row
 
-    with _progress(console) if console else nullcontext() as progress:
-        task = progress.add_task("rows", total=reader.bytes_total) if progress else None
-        for completion in llm.stream(requests()):
-            writer.write(completion)
-            counts.done += 1
-            if progress and task is not None:
-                speed = llm.engine.stats.new_tokens
-                progress.update(
-                    task,
-                    completed=reader.bytes_read,
-                    description=f"{counts.done} done, {counts.failed} failed, {speed} tokens",
-                )
-    return counts
+    def finish(self, completion: Completion) -> None:
+        """Write the result of a request; on return it is on disk."""
+        self._writer.write(completion)
+        self.counts.done += 1
+        if self._progress:
+            tokens = self._llm.engine.stats.new_tokens
+            self._progress.update(
+                self._progress.task_ids[0],
+                completed=self._reader.bytes_read,
+                description=f"{self.counts.done} done, {self.counts.failed} failed, "
+                f"{tokens} tokens",
+            )
 
 
 def count_rows(source: str | Path, limit: int) -> int:
-    """Lines in a regular file, at most `limit`; `limit` where that cannot be known yet."""
+    """Number of lines in a regular file, at most `limit`; `limit` for pipes and standard input."""
     path = Path(source)
     if str(source) == "-" or not path.is_file():
         return limit
@@ -97,10 +116,10 @@ def count_rows(source: str | Path, limit: int) -> int:
 
 
 def check_report(report: str, *, source: str, output: str, profile: str) -> None:
-    """Raise UsageError where `report` cannot be meant for the report of a run with these files."""
+    """Raise UsageError if `report` is not a file name, or is another file of the same run."""
     hint = "give --report a file of its own that ends in .json"
     if report in ("", "-"):
-        raise UsageError(f"{report!r} names no file for the report", hint=hint)
+        raise UsageError(f"{report!r} is not a file name for the report", hint=hint)
     if os.path.isdir(report):
         raise UsageError(f"{report}: is a directory", hint=hint)
     folder = os.path.dirname(os.path.realpath(report))
@@ -115,7 +134,7 @@ def check_report(report: str, *, source: str, output: str, profile: str) -> None
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """Write `report` as JSON; CannotRun where that fails."""
+    """Write `report` as JSON. Raises CannotRun."""
     try:
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except OSError as problem:

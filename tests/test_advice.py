@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dakrun.cli import main as cli
+from dakrun.cli import main
 from dakrun.config import Workload
-from dakrun.hardware.files import load_profile
+from dakrun.hardware import load_profile
 from dakrun.models.known import known_model
 from dakrun.plan.advice import MIN_GAIN, Advice, advise
 from dakrun.plan.limits import busy_shares, limits, resource_text
@@ -33,7 +33,7 @@ def a_plan(
 
 
 def plan_json(*args: str) -> dict[str, Any]:
-    result = CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(cli.main, ["plan", "--json", *args])
+    result = CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(main, ["plan", "--json", *args])
     assert result.exit_code == 0, result.stderr
     shown: dict[str, Any] = json.loads(result.stdout)
     return shown
@@ -195,9 +195,9 @@ def test_ties_name_one_change_of_a_kind() -> None:
 )
 def test_a_limit_that_is_raised_as_hinted_is_kept(name: str, hardware: str) -> None:
     command = ["plan", "--model", name, "--profile", hardware, "--max-tpot"]
-    refused = CliRunner().invoke(cli.main, [*command, "0.001"])
+    refused = CliRunner().invoke(main, [*command, "0.001"])
     (limit,) = re.findall(r"raise --max-tpot to (\S+) or more", refused.stderr)
-    done = CliRunner().invoke(cli.main, [*command, limit, "--json"])
+    done = CliRunner().invoke(main, [*command, limit, "--json"])
     assert done.exit_code == 0, done.stderr
     shown = json.loads(done.stdout)
     assert shown["predicted"]["tpot_s"] * 1e3 <= float(limit)

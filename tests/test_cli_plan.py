@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import dakrun
-from dakrun.cli import main as cli
+from dakrun.cli import main
 from dakrun.errors import CannotRun
 from dakrun.hardware import files as profile_files
-from dakrun.hardware.files import load_profile
+from dakrun.hardware import load_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ("plan", "--model", "opt-30b", "--profile", "gh200", "--batch-size", "8")
@@ -25,7 +25,7 @@ TWO_GPUS = (*PLAN, "--profile", "h200-nvlink-peer", "--remote", "peer")
 
 def run(*args: str, **environment: str) -> Result:
     env = {"DAKRUN_DEBUG": "", "NO_COLOR": "", **environment}
-    return CliRunner(env=env).invoke(cli.main, list(args))
+    return CliRunner(env=env).invoke(main, list(args))
 
 
 def plan_json(*args: str, said: str = "") -> dict[str, Any]:
@@ -211,8 +211,8 @@ def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
         ((*PLAN, "--batch-size", "0"), 2, "'0' is not auto or an integer from 1 to 1,0", "--help"),
         ((*PLAN, "--batch-size", "x"), 2, "'--batch-size': 'x' is not auto", "--help"),
         ((*PLAN, "--batch-size", "9" * 400), 2, "999' is not auto or an integer", "--help"),
-        ((PLAN[0], "--max-tpot", "20", *PLAN[1:]), 2, "--batch-size is 8", "--help"),
-        ((*PLAN, "--max-tpot", "20"), 2, "it chooses a batch size, and --ba", "--help"),
+        ((PLAN[0], "--max-tpot", "20", *PLAN[1:]), 2, "needs --batch-size auto", "--help"),
+        ((*PLAN, "--max-tpot", "20"), 2, "--batch-size auto, not 8", "--help"),
         ((*PLAN[:-1], "auto", "--max-tpot", "inf"), 2, "it is not a finite number", "--help"),
         ((*PLAN[:-1], "auto", "--max-tpot", "0.5"), 3, "the fastest takes", "raise --max-tpot to"),
         ((*PLAN, "--offload-ratio", "1.5"), 2, "'1.5' is not auto or a number", "--help"),
@@ -262,7 +262,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, problem: BaseException) -> None:
     def fail(*_: object) -> None:
         raise problem
 
-    monkeypatch.setattr(cli, "resolve_profile", fail)
+    monkeypatch.setattr("dakrun.hardware.load_profile", fail)
 
 
 def test_internal_errors_are_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_a_full_disk_under_stdout_is_said_once(args: tuple[str, ...]) -> None:
 def test_imports_are_late(args: list[str], absent: str) -> None:
     code = f"""
 import sys
-from dakrun.cli.main import main
+from dakrun.cli import main
 try:
     main({args!r})
 except SystemExit as end:

@@ -14,7 +14,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file
 
-from dakrun.cli.main import main
+from dakrun.cli import main
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.llm import LLM

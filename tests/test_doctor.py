@@ -4,17 +4,17 @@ import importlib.metadata
 import io
 import json
 import resource
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from dakrun.cli import doctor
-from dakrun.cli.doctor import Check, can_generate, examine, render, verdict
-from dakrun.cli.main import main
+from dakrun.cli import Check, can_generate, doctor, examine, main, render, verdict
+from dakrun.errors import UsageError
 from dakrun.probe import machine as machine_checks
 from dakrun.probe.machine import Gpu
 
@@ -33,19 +33,38 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No driver library, no answer from another interpreter, a cache folder of the test's own."""
+    """No driver library, other processes that fail, a cache folder of the test's own."""
+    # An inner name: replacing ctypes.CDLL would break torch.
     monkeypatch.setattr(machine_checks, "_driver_cuda", lambda: 0)
-    monkeypatch.setattr(doctor, "_ask", lambda code: (False, "ImportError: no such thing"))
+    processes_print(monkeypatch, "ImportError: no such thing", code=1)
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def processes_print(monkeypatch: pytest.MonkeyPatch, text: str, code: int = 0) -> None:
+    """Processes are not started; they print `text`, to stderr if their exit code is not 0."""
+    done = subprocess.CompletedProcess([], code, stdout=text, stderr=text if code else "")
+    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     names = {name.replace("_", "-"): version for name, version in versions.items()}
-    monkeypatch.setattr(doctor, "_version", lambda package: names.get(package, ""))
+
+    def version(package: str) -> str:
+        if package not in names:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return names[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def found(name: str, *gpus: Gpu) -> Check:
+    """The check called `name` of a machine with `gpus`."""
+    (check,) = [check for check in examine(gpus) if check.name == name]
+    return check
 
 
 def test_a_lack_needs_a_remedy() -> None:
-    with pytest.raises(ValueError, match="x lacks a remedy"):
+    with pytest.raises(ValueError, match="remedy"):
         Check("x", "lack", "is not there")
 
 
@@ -54,7 +73,7 @@ def test_this_machine() -> None:
     named = {check.name: check for check in checks}
     assert named["torch"].status == named["python"].status == named["generate"].status == "ok"
     assert can_generate(checks)
-    assert not [check for check in checks if "cannot be told" in check.finding]
+    assert not [check for check in checks if "could not be checked" in check.finding]
     assert not [check for check in checks if "\n" in check.finding + check.remedy]
 
 
@@ -78,20 +97,22 @@ def test_generate_cannot_run_without(
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
     assert checks[name]["status"] == checks["generate"]["status"] == "lack"
     assert checks[name]["remedy"].startswith("pip install") and name in checks[name]["remedy"]
-    assert checks["generate"]["remedy"] == f"mend above: {name}"
+    assert checks["generate"]["remedy"] == f"fix above: {name}"
 
 
 def test_a_check_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def some_probe(gpus: object) -> Check:
+    def disk_usage(path: object) -> None:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(doctor, "CHECKS", (some_probe,))
-    assert examine()[0] == Check("some probe", "note", "cannot be told (two lines)")
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    check = found("cache")
+    assert check.status == "note" and check.finding.endswith("(two lines)")
 
 
 def test_python_outside_of_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
-    assert (doctor.python([]).status, doctor.python([]).finding) == ("lack", "3.14.0")
+    check = found("python")
+    assert (check.status, check.finding) == ("lack", "3.14.0")
 
 
 @pytest.mark.parametrize(
@@ -154,38 +175,60 @@ def test_gpus_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.finding == ("NVIDIA H200, compute capability 9.0, 139.70 GiB (1.00 GiB free)")
 
 
-@pytest.mark.parametrize("check", [doctor.cupy, doctor.nvrtc, doctor.cuda_headers])
+@pytest.mark.parametrize("name", ["cupy", "nvrtc", "cuda headers"])
 def test_what_kernels_need_is_a_lack_on_a_gpu_only(
-    check: Callable[..., Check], monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(monkeypatch)
-    assert (check([H200]).status, check([]).status) == ("lack", "note")
-    assert check([H200]).remedy == check([]).remedy == "pip install 'dakrun[cuda13]'"
+    on_gpu, on_cpu = found(name, H200), found(name)
+    assert (on_gpu.status, on_cpu.status) == ("lack", "note")
+    assert on_gpu.remedy == on_cpu.remedy == "pip install 'dakrun[cuda13]'"
     installed(monkeypatch, cupy_cuda13x="14.2.0", cuda_bindings="13.0.3")
-    assert check([H200]).status == "lack"  # installed, and broken
+    assert found(name, H200).status == "lack"  # installed, and broken
 
 
 def test_what_kernels_need_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, cupy_cuda13x="14.2.0", cuda_bindings="13.0.3", nvidia_cuda_runtime="13")
-    monkeypatch.setattr(doctor, "_ask", lambda code: (True, "13.0"))
+    processes_print(monkeypatch, "some warning\n13.0\n")
     headers = [importlib.metadata.PackagePath("nvidia/cu13/include/cuda_fp16.h")]
     monkeypatch.setattr(importlib.metadata, "files", lambda package: headers)
-    assert doctor.cupy([H200]) == Check("cupy", "ok", "cupy-cuda13x 14.2.0, imports")
-    assert doctor.nvrtc([H200]) == Check("nvrtc", "ok", "13.0, cuda-bindings 13.0.3")
-    assert doctor.cuda_headers([H200]) == Check("cuda headers", "ok", "in nvidia-cuda-runtime 13")
+    cupy, nvrtc, headers_check = (found(n, H200) for n in ("cupy", "nvrtc", "cuda headers"))
+    assert cupy.status == nvrtc.status == headers_check.status == "ok"
+    assert cupy.finding.startswith("cupy-cuda13x 14.2.0")
+    assert nvrtc.finding == "13.0, cuda-bindings 13.0.3"
+    assert headers_check.finding == "in nvidia-cuda-runtime 13"
 
 
 def test_two_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, cupy_cuda13x="14.2.0", cupy="14.2.0")
-    found = doctor.cupy([])
-    assert found.status == "lack" and "pip uninstall cupy-cuda13x cupy;" in found.remedy
+    check = found("cupy")
+    assert check.status == "lack" and "pip uninstall cupy-cuda13x cupy;" in check.remedy
 
 
-def test_asking_another_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert doctor._ask("print('a\\nb')") == (True, "b")
-    assert doctor._ask("import no_such_module")[1].startswith("ModuleNotFoundError")
-    assert doctor._ask("import os; os._exit(7)") == (False, "exit code 7")
+@pytest.mark.parametrize(
+    ("code", "text", "reason"),
+    [
+        (1, "Traceback:\nModuleNotFoundError: no cupy\n\n", "(ModuleNotFoundError: no cupy)"),
+        (-11, "", "(exit code -11)"),
+    ],
+)
+def test_a_package_that_breaks_another_process(
+    code: int, text: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, cupy_cuda13x="14.2.0")
+    processes_print(monkeypatch, text, code)
+    check = found("cupy", H200)
+    assert check.status == "lack" and check.finding.endswith(reason)
+
+
+def test_another_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], timeout: float, **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    installed(monkeypatch, cupy_cuda13x="14.2.0")
+    monkeypatch.setattr(subprocess, "run", run)
+    check = found("cupy", H200)
+    assert check.status == "lack" and "timed out" in check.finding
 
 
 @pytest.mark.parametrize(
@@ -259,15 +302,19 @@ NVLINK = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n" + "".join(
     ],
 )
 def test_nvlink(said: str, finding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "_said_by", lambda *command: said)
+    processes_print(monkeypatch, said)
     found = [check.finding for check in machine_checks.nvlink([H200])]
     assert len(found) == bool(finding) and all(text.startswith(finding) for text in found)
 
 
-def test_a_command_that_says_nothing() -> None:
-    assert machine_checks._said_by("no-such-command") == ""
-    assert machine_checks._said_by("false") == ""
-    assert machine_checks._said_by("echo", "hello") == "hello\n"
+def test_nvidia_smi_that_fails_or_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*command: object, **options: object) -> None:
+        raise FileNotFoundError
+
+    processes_print(monkeypatch, NVLINK, code=1)
+    assert machine_checks.nvlink([H200]) == []
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert machine_checks.nvlink([H200]) == []
 
 
 def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,29 +328,28 @@ def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Inner names: the machine that runs the tests may have a GPU, and a profile of it.
     monkeypatch.setattr(doctor, "gpu_names", list)
-    assert doctor.profile([]).finding.startswith("cpu ")
+    assert found("profile").finding.startswith("cpu ")
     monkeypatch.setattr(doctor, "find_profile", missing_profile)
-    found = doctor.profile([H200])
-    assert (found.status, found.finding) == ("lack", "no profile for X")
-    assert found.remedy == "name one with --profile"
+    check = found("profile", H200)
+    assert (check.status, check.finding) == ("lack", "no profile for X")
+    assert check.remedy == "name one with --profile"
 
 
 def missing_profile(device: str) -> None:
-    from dakrun.errors import UsageError
-
     assert device == "cuda"
     raise UsageError("no profile for X", hint="name one with --profile")
 
 
 def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = doctor.cache([])
-    assert found.status == "ok" and found.finding.startswith(str(tmp_path / "cache"))
+    check = found("cache")
+    assert check.status == "ok" and check.finding.startswith(str(tmp_path / "cache"))
     assert not (tmp_path / "cache").exists()  # looking makes nothing
     write(tmp_path / "file", "")
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(tmp_path / "file"))
-    found = doctor.cache([])
-    assert found.status == "lack" and "DAKRUN_CACHE_DIR" in found.remedy
+    check = found("cache")
+    assert check.status == "lack" and "DAKRUN_CACHE_DIR" in check.remedy
 
 
 def test_verdict() -> None:

@@ -8,7 +8,7 @@ import pytest
 FAILING = """
 import atexit, click
 from dakrun import errors
-from dakrun.cli.errors import ErrorLines
+from dakrun.cli import ErrorLines
 atexit.register(print, "at exit")
 
 @click.command(cls=ErrorLines, invoke_without_command=True)

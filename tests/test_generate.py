@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from dakrun.cli.main import main
+from dakrun.cli import main
 from dakrun.demo import MODEL, task
 from dakrun.generate import count_rows
 from dakrun.resources import resource_dir
@@ -222,8 +222,8 @@ def test_rows_are_counted_up_to_a_limit(tmp_path: Path, content: str, count: int
 @pytest.mark.parametrize(
     ("report", "message"),
     [
-        ("", "'' names no file"),
-        ("-", "'-' names no file"),
+        ("", "'' is not a file name"),
+        ("-", "'-' is not a file name"),
         (".", "is a directory"),
         ("none/report.json", "none: no such folder"),
         ("dangling", "none: no such folder"),

@@ -16,9 +16,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from dakrun.cli.main import main
+from dakrun.cli import main
 from dakrun.demo import MODEL
-from dakrun.hardware.files import load_profile
+from dakrun.hardware import load_profile
 
 Spoil = Callable[[Path], object]
 USAGE, CANNOT_RUN = 2, 3

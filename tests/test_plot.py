@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dakrun.cli import main as cli
+from dakrun.cli import main
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware.files import load_profile
+from dakrun.hardware import load_profile
 from dakrun.models.known import known_model
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.plan.show.plot import Point, clusters, plot_plan, points, ratio_curve
@@ -76,7 +76,7 @@ def test_the_curve_skips_what_does_not_fit() -> None:
 
 def run(*args: str) -> Result:
     command = ["plan", "--model", "opt-125m", "--profile", "gh200", "--batch-size", "8"]
-    return CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(cli.main, [*command, *args])
+    return CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(main, [*command, *args])
 
 
 def test_the_option(tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from dakrun import probe
-from dakrun.cli import main as cli
+from dakrun.cli import main
 from dakrun.demo import MODEL, task
 from dakrun.errors import CannotRun
+from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.hardware import files as profile_files
 from dakrun.hardware import profile as hardware
-from dakrun.hardware.files import cpu_name, find_profile, load_profile
-from dakrun.hardware.profile import HardwareProfile
 from dakrun.probe import cpu
 from dakrun.probe.cpu import Sizes, measure_cpu
 from dakrun.probe.measurement import Measurement
@@ -38,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*args: str) -> Result:
-    return CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(cli.main, list(args))
+    return CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(main, list(args))
 
 
 def test_a_measured_cpu() -> None:

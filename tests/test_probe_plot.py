@@ -11,10 +11,9 @@ from rich.console import Console
 from test_plot import png_size
 
 from dakrun import probe
-from dakrun.cli import main as cli
+from dakrun.cli import main
 from dakrun.errors import CannotRun
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import HardwareProfile, Sweep
+from dakrun.hardware import HardwareProfile, Sweep, load_profile
 from dakrun.probe.plot import best_by_doubling, chains, curves, draw
 from dakrun.probe.table import render
 
@@ -168,7 +167,7 @@ def test_a_profile_without_sweeps_has_no_heat_map(capsys: pytest.CaptureFixture[
 
 
 def run(*args: str) -> Result:
-    return CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(cli.main, ["profile", *args])
+    return CliRunner(env={"DAKRUN_DEBUG": ""}).invoke(main, ["profile", *args])
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ SERVER = """
 import json, os, resource, signal, sys
 import torch
 from dakrun import generate, llm, report
-from dakrun.cli import main as cli
+from dakrun.cli import main
 from dakrun.demo import MODEL
 from dakrun.requests import Tokenizer
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ for line in sys.stdin:
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"],) * 2)
         code = 1
         try:
-            cli.main(request["arguments"])
+            main(request["arguments"])
         except SystemExit as end:
             code = end.code or 0
         finally:

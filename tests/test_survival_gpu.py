@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 pytestmark = pytest.mark.gpu
 COUNT = 400
-COMMAND = [sys.executable, "-c", "from dakrun.cli.main import main; main()", "generate"]
+COMMAND = [sys.executable, "-c", "from dakrun.cli import main; main()", "generate"]
 # After some steps a kernel writes where there is no memory.
 FAILING = """
 import cupy
@@ -27,7 +27,7 @@ def failing(self, rows):
         wild((1,), (1,), ())
     launch(self, rows)
 GraphRunner.launch = failing
-from dakrun.cli.main import main
+from dakrun.cli import main
 main()
 """
 

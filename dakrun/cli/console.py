@@ -1,4 +1,4 @@
-"""Where commands print: data on stdout, talk on stderr."""
+"""Consoles for tables and progress, and messages: data goes to stdout, all else to stderr."""
 
 import os
 import sys
@@ -11,19 +11,26 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 120  # columns of tables that do not go to a terminal
+WIDTH = 120  # columns, if the output is not a terminal
 
 
 def stdout_console() -> "Console":
-    """A console on stdout: as wide as the terminal, or of a fixed width in pipes and files."""
+    """A console on stdout: as wide as the terminal, or WIDTH columns in pipes and files."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
+def stderr_console() -> "Console":
+    """A console on stderr: as wide as the terminal, or WIDTH columns in pipes and files."""
+    from rich.console import Console
+
+    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
+
+
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Within it, what is said on stderr and cannot be written is dropped, and all after it."""
+    """Ignore a failed write to stderr in the block, and discard all later output to stderr."""
     try:
         yield
     except OSError:
@@ -31,6 +38,6 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def eprint(text: str) -> None:
-    """A line on stderr, if that can be written."""
+    """Print a line on stderr; ignore a failed write."""
     with quiet_stderr():
         click.echo(text, err=True)

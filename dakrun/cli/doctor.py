@@ -1,7 +1,7 @@
-"""What this machine has and lacks for dakrun, each lack with its remedy.
+"""The checks of `dakrun doctor`: what this machine has and lacks, with a remedy for each lack.
 
-Knows the packages, the verdict on `generate` and how it is shown; machine_checks.py the rest.
-CuPy and NVRTC are asked in processes of their own, so that a broken one breaks nothing here.
+Checks Python packages, the profile and the cache folder; dakrun/probe/machine.py checks the
+hardware. CuPy and NVRTC are loaded in other processes, so that a crash there does no harm here.
 """
 
 import os
@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from dakrun.errors import DakrunError
-from dakrun.hardware.files import find_profile, gpu_names
+from dakrun.hardware import find_profile, gpu_names
 from dakrun.probe.machine import (
     Check,
     Gpu,
@@ -35,32 +35,33 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PACKAGES = ("transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy")
-ESSENTIAL = ("python", "torch", *PACKAGES)  # generate runs where none of these is lacking
+ESSENTIAL = ("python", "torch", *PACKAGES)  # generate cannot run without these
 CUDA_EXTRA = "pip install 'dakrun[cuda13]'"
 NO_GPU = "only a GPU needs it"
 CUPY_CODE = "import cupy; print(cupy.__version__)"
 NVRTC_CODE = "from cuda.bindings import nvrtc; print(*nvrtc.nvrtcVersion()[1:], sep='.')"
 
 
-def examine() -> list[Check]:
-    """All checks on this machine; none of them raises."""
-    gpus, checks = visible_gpus(), []
+def examine(gpus: Sequence[Gpu] | None = None) -> list[Check]:
+    """Run all checks, for `gpus` or else the GPUs that torch can use; never raises."""
+    gpus = visible_gpus() if gpus is None else gpus
+    checks: list[Check] = []
     for check in CHECKS:
         try:
             found = check(gpus)
         except Exception as problem:
             name = check.__name__.replace("_", " ")
-            found = Check(name, "note", f"cannot be told ({_one_line(problem)})")
+            found = Check(name, "note", f"could not be checked ({_one_line(problem)})")
         checks += [found] if isinstance(found, Check) else found
     return [*checks, verdict(gpus, checks)]
 
 
 def verdict(gpus: Sequence[Gpu], checks: Sequence[Check]) -> Check:
-    """Where `dakrun generate` runs here, after the other checks."""
+    """Whether `dakrun generate` runs here, and on which devices, given the other `checks`."""
     lacks = [check.name for check in checks if check.status == "lack"]
     if not can_generate(checks):
         essential = ", ".join(name for name in lacks if name in ESSENTIAL)
-        return Check("generate", "lack", "cannot run here", f"mend above: {essential}")
+        return Check("generate", "lack", "cannot run here", f"fix above: {essential}")
     lacking = f"; lacking, see above: {', '.join(lacks)}" if lacks else ""
     if gpus:
         return Check("generate", "ok", f"runs on the GPU and on the CPU{lacking}")
@@ -70,12 +71,12 @@ def verdict(gpus: Sequence[Gpu], checks: Sequence[Check]) -> Check:
 
 
 def can_generate(checks: Sequence[Check]) -> bool:
-    """Whether `dakrun generate` can run at all, on the CPU at least."""
+    """Whether `dakrun generate` can run at all, if only on the CPU."""
     return not any(check.status == "lack" and check.name in ESSENTIAL for check in checks)
 
 
 def render(checks: Sequence[Check], console: "Console") -> None:
-    """Print the checks as a table, remedies below their findings."""
+    """Print the checks as a table, each remedy below its finding."""
     from rich.table import Table
     from rich.text import Text
 
@@ -89,7 +90,7 @@ def render(checks: Sequence[Check], console: "Console") -> None:
 
 
 def python(gpus: Sequence[Gpu]) -> Check:
-    """The interpreter: dakrun supports 3.11 to 3.13."""
+    """The version of Python: 3.11 to 3.13 are supported."""
     version = ".".join(map(str, sys.version_info[:3]))
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
         return Check("python", "ok", version)
@@ -97,9 +98,9 @@ def python(gpus: Sequence[Gpu]) -> Check:
 
 
 def torch(gpus: Sequence[Gpu]) -> Check:
-    """torch and the CUDA that it was built for."""
+    """The version of torch, and the CUDA version that it was built for."""
     try:
-        module = _torch()
+        module: Any = import_module("torch")
     except Exception as problem:
         return Check("torch", "lack", f"cannot be imported ({_one_line(problem)})",
                      "pip install --force-reinstall 'torch>=2.11,<2.14'")  # fmt: skip
@@ -108,7 +109,7 @@ def torch(gpus: Sequence[Gpu]) -> Check:
 
 
 def packages(gpus: Sequence[Gpu]) -> list[Check]:
-    """The other packages that every run needs."""
+    """The other packages that every run needs, one check each."""
     return [
         Check(name, "ok", version)
         if (version := _version(name))
@@ -118,26 +119,26 @@ def packages(gpus: Sequence[Gpu]) -> list[Check]:
 
 
 def cupy(gpus: Sequence[Gpu]) -> Check:
-    """CuPy, which launches the kernels."""
+    """CuPy, which launches the kernels: installed once, and importable."""
     names = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
     installed = [f"{name} {version}" for name in names if (version := _version(name))]
     if not installed:
         return _missing("cupy", gpus, "not installed", CUDA_EXTRA)
     if len(installed) > 1:
         remedy = f"pip uninstall {' '.join(text.split()[0] for text in installed)}; {CUDA_EXTRA}"
-        return Check("cupy", "lack", f"{' and '.join(installed)} are in each other's way", remedy)
-    works, answer = _ask(CUPY_CODE)
+        return Check("cupy", "lack", f"{' and '.join(installed)} conflict", remedy)
+    works, answer = _run_python(CUPY_CODE)
     if not works:
-        return _missing("cupy", gpus, f"{installed[0]} does not import ({answer})", CUDA_EXTRA)
-    return Check("cupy", "ok", f"{installed[0]}, imports")
+        return _missing("cupy", gpus, f"{installed[0]} cannot be imported ({answer})", CUDA_EXTRA)
+    return Check("cupy", "ok", f"{installed[0]}, can be imported")
 
 
 def nvrtc(gpus: Sequence[Gpu]) -> Check:
-    """NVRTC through cuda-bindings, which compiles the kernels; it needs no GPU."""
+    """NVRTC, loaded by cuda-bindings; it compiles the kernels and needs no GPU."""
     version = _version("cuda-bindings")
     if not version:
         return _missing("nvrtc", gpus, "cuda-bindings is not installed", CUDA_EXTRA)
-    works, answer = _ask(NVRTC_CODE)
+    works, answer = _run_python(NVRTC_CODE)
     if not works:
         found = f"cuda-bindings {version}, but NVRTC does not load ({answer})"
         return _missing("nvrtc", gpus, found, CUDA_EXTRA)
@@ -145,7 +146,7 @@ def nvrtc(gpus: Sequence[Gpu]) -> Check:
 
 
 def cuda_headers(gpus: Sequence[Gpu]) -> Check:
-    """cuda_fp16.h, which the kernels include."""
+    """The CUDA headers, such as cuda_fp16.h, which the kernels include."""
     for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13"):
         if any(file.name == "cuda_fp16.h" for file in _package_files(name)):
             return Check("cuda headers", "ok", f"in {name} {_version(name)}")
@@ -153,7 +154,7 @@ def cuda_headers(gpus: Sequence[Gpu]) -> Check:
 
 
 def profile(gpus: Sequence[Gpu]) -> Check:
-    """The hardware profile that --profile auto takes here."""
+    """The hardware profile that --profile auto finds here."""
     try:
         found = find_profile(device="cuda" if gpus or gpu_names() else "cpu")
     except DakrunError as problem:
@@ -162,11 +163,11 @@ def profile(gpus: Sequence[Gpu]) -> Check:
 
 
 def cache(gpus: Sequence[Gpu]) -> Check:
-    """The cache folder: whether it can be written, and the disk's free space."""
+    """The cache folder: whether it is writable, and the free space on its disk."""
     folder = cache_dir().expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Check("cache", "lack", f"{folder}: cannot be written",
+        return Check("cache", "lack", f"{folder}: not writable",
                      "make it writable, or set DAKRUN_CACHE_DIR to another folder")  # fmt: skip
     return Check("cache", "ok", f"{folder}, {format_bytes(shutil.disk_usage(existing).free)} free")
 
@@ -175,10 +176,6 @@ CHECKS: tuple[Callable[..., Check | list[Check]], ...] = (
     python, torch, packages, gpu, driver, direct_transport, cupy, nvrtc, cuda_headers,
     host_memory, page_locking, numa, pcie, nvlink, peers, profile, cache,
 )  # fmt: skip
-
-
-def _torch() -> Any:
-    return import_module("torch")
 
 
 def _version(package: str) -> str:
@@ -193,14 +190,14 @@ def _package_files(package: str) -> Sequence[metadata.PackagePath]:
 
 
 def _missing(name: str, gpus: Sequence[Gpu], finding: str, remedy: str) -> Check:
-    """A lack where there is a GPU, else a note."""
+    """A lack if there is a GPU, else a note."""
     if gpus:
         return Check(name, "lack", finding, remedy)
     return Check(name, "note", f"{finding}; {NO_GPU}", remedy)
 
 
-def _ask(code: str) -> tuple[bool, str]:
-    """Whether `code` runs in another interpreter, and the last line that it says."""
+def _run_python(code: str) -> tuple[bool, str]:
+    """Run `code` in another interpreter: whether it succeeded, and the last line of its output."""
     try:
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
@@ -208,8 +205,8 @@ def _ask(code: str) -> tuple[bool, str]:
     except (OSError, subprocess.TimeoutExpired) as problem:
         return False, _one_line(problem)
     lines = (run.stderr if run.returncode else run.stdout).split("\n")
-    said = [line.strip() for line in lines if line.strip()]
-    return run.returncode == 0, said[-1] if said else f"exit code {run.returncode}"
+    output = [line.strip() for line in lines if line.strip()]
+    return run.returncode == 0, output[-1] if output else f"exit code {run.returncode}"
 
 
 def _one_line(problem: Exception) -> str:

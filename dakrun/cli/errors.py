@@ -1,4 +1,4 @@
-"""How a command ends: every failure becomes an `error:` and a `hint:` line and an exit code.
+"""Error lines and exit codes: every failure of a command becomes an `error:` and a `hint:` line.
 
 Knows click and the exceptions that end a command, but no command.
 """
@@ -25,7 +25,7 @@ from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
 _FREE_SPACE = "free some disk space, then run it again"
 _PERMISSIONS = "check its permissions, or name another place"
 _MEMORY = "free some memory, or lower --batch-size or --max-model-len"
-_REMEDIES = {
+_HINTS = {
     errno.EACCES: _PERMISSIONS,
     errno.EPERM: _PERMISSIONS,
     errno.EROFS: "name a place that can be written",
@@ -39,13 +39,14 @@ _REMEDIES = {
     errno.EMFILE: "raise the number of open files: ulimit -n",
     errno.ENOMEM: _MEMORY,
 }
-_NO_REMEDY = "check the file, its permissions and the disk; DAKRUN_DEBUG=1 shows where it happened"
+_OTHER_HINT = "check the file, its permissions and the disk; DAKRUN_DEBUG=1 shows where it happened"
 
 
 class ErrorLines(click.Group):
-    """A group that turns every failure into an `error:` and a `hint:` line and an exit code.
+    """A click group that turns every failure into an `error:` and a `hint:` line and an exit code.
 
-    A command returns its exit code, or None for 0. DAKRUN_DEBUG=1 shows tracebacks, too.
+    A command returns its exit code, or None for 0. With DAKRUN_DEBUG=1 the traceback is printed
+    before the error.
     """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,13 +74,13 @@ class ErrorLines(click.Group):
             code = problem.exit_code
             _report(problem, str(problem), problem.hint)
             if isinstance(problem, GpuFailed):
-                _leave(code)
-        except BrokenPipeError:  # whoever read our output has enough of it
-            _drop_stdout()
+                _exit_at_once(code)
+        except BrokenPipeError:  # the program that reads our output has ended
+            _discard_stdout()
             code = EXIT_FAILED
         except OSError as problem:
             code = EXIT_CANNOT_RUN
-            _report(problem, _what_failed(problem), _REMEDIES.get(problem.errno or 0, _NO_REMEDY))
+            _report(problem, _describe(problem), _HINTS.get(problem.errno or 0, _OTHER_HINT))
         except MemoryError as problem:
             code = EXIT_CANNOT_RUN
             _report(problem, f"memory ran out{f': {problem}' if str(problem) else ''}", _MEMORY)
@@ -91,7 +92,7 @@ class ErrorLines(click.Group):
 
 
 def _check_streams() -> None:
-    """Refuse to run without stdout; without stderr, talk goes nowhere."""
+    """Raise CannotRun if stdout is closed; replace a closed stderr by /dev/null."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
@@ -104,8 +105,8 @@ def _report(problem: Exception, message: str, hint: str) -> None:
     eprint(f"error: {_one_line(message)}\nhint: {_one_line(hint)}")
 
 
-def _leave(code: int) -> None:
-    """Exit at once: modules and graphs that are destroyed would tell again that the GPU failed."""
+def _exit_at_once(code: int) -> None:
+    """Exit without destructors: those of CUDA objects would report the GPU's failure again."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -120,19 +121,19 @@ def _help_hint(problem: click.ClickException) -> str:
     return f"see: {context.command_path if context else 'dakrun'} --help"
 
 
-def _what_failed(problem: OSError) -> str:
-    """The file, where there is one, and what the system said of it."""
+def _describe(problem: OSError) -> str:
+    """The file, if there is one, and the system's error message."""
     reason = problem.strerror or str(problem) or type(problem).__name__
     if problem.filename is not None:
         return f"{problem.filename}: {reason}"
     try:
         sys.stdout.flush()
-    except OSError:  # it was stdout: what could not be written is still in its buffer
-        _drop_stdout()
+    except OSError:  # writing to stdout failed: the unwritten rest is still in its buffer
+        _discard_stdout()
         return f"standard output: {reason}"
     return reason
 
 
-def _drop_stdout() -> None:
-    """Send what is left in stdout's buffer nowhere, so that the flush at exit cannot fail."""
+def _discard_stdout() -> None:
+    """Redirect stdout to /dev/null, so that flushing its buffer at exit cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

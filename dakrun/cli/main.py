@@ -1,6 +1,6 @@
-"""The `dakrun` command: options in, texts and exit codes out.
+"""The commands of `dakrun`: options in, results and exit codes out.
 
-Everything but click is imported when a command needs it, so that --help and plan start at once.
+Each command imports its modules when it runs, so that --help and plan start at once.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from dakrun import __version__
-from dakrun.cli.console import WIDTH, eprint, quiet_stderr, stdout_console
+from dakrun.cli.bench import bench
+from dakrun.cli.console import eprint, quiet_stderr, stderr_console, stdout_console
 from dakrun.cli.errors import ErrorLines
-from dakrun.cli.machine import bench, doctor, profile
 from dakrun.cli.options import (
     Size,
     device_option,
@@ -29,7 +29,7 @@ from dakrun.cli.options import (
     sampling_options,
     workload_options,
 )
-from dakrun.errors import EXIT_FAILED, UsageError
+from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 
 
 @click.group("dakrun", cls=ErrorLines, context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,8 +38,92 @@ def main() -> None:
     """Offline batch inference for OPT and Llama models in several memory tiers."""
 
 
-for command in (bench, doctor, profile):
-    main.add_command(command)
+main.add_command(bench)
+
+
+@main.command()
+@model_options
+@click.option("-i", "--input", "source", required=True, metavar="FILE|-", help="Prompts.")
+@click.option("-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results.")
+@sampling_options
+@workload_options
+@device_option("Where to compute.")
+@profile_option
+@policy_options
+@load_format_option()
+@click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
+@click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
+@click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+def generate(
+    *,
+    model: str,
+    source: str,
+    output: str,
+    batch_size: int | None,
+    max_tpot: float | None,
+    max_model_len: int | None,
+    dtype: Any,
+    device: Any,
+    profile: str,
+    policy: Any,
+    load_format: Any,
+    report_path: str | None,
+    resume: bool,
+    overwrite: bool,
+    **sampling: Any,
+) -> int:
+    """Complete the prompts of a file; each result is on disk as soon as it is finished.
+
+    Prompts are lines of text (.txt), or JSON or OpenAI Batch rows (.jsonl). A row that cannot be
+    run becomes an error row.
+    """
+    from dakrun.config import SamplingParams
+
+    params = SamplingParams(**sampling)
+
+    from dakrun.generate import BatchJob, check_report, count_rows, write_report
+    from dakrun.llm import LLM
+    from dakrun.plan.batch_size import MAX_BATCH_SIZE
+    from dakrun.probe import describe_profile
+    from dakrun.report import render
+    from dakrun.requests import RequestReader, ResultWriter
+
+    writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
+    if report_path is not None:
+        check_report(report_path, source=source, output=output, profile=profile)
+    with (
+        RequestReader(source, defaults=params) as reader,
+        LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            profile=resolve_run_profile(profile, device, eprint),
+            batch_size=batch_size or "auto",
+            max_batch_size=count_rows(source, MAX_BATCH_SIZE),
+            max_tpot=max_tpot,
+            max_model_len=max_model_len,
+            expected_tokens=params.max_tokens,
+            policy=policy,
+            needs_tokenizer=reader.needs_tokenizer(),
+            load_format=load_format,
+        ) as llm,
+    ):
+        console = stderr_console()
+        progress = console if sys.stderr.isatty() else None
+        start = time.perf_counter()
+        with writer, BatchJob(llm, reader, writer, progress) as job:
+            for completion in llm.stream(job.requests()):
+                job.finish(completion)
+        report = llm.report(time.perf_counter() - start)
+    report["rows"] = vars(job.counts)
+    if report_path is not None:
+        write_report(report, Path(report_path))
+    with quiet_stderr():
+        render(report, console)
+    if profile == "auto":
+        eprint(describe_profile(llm.profile))
+    eprint(str(job.counts))
+    return EXIT_FAILED if job.counts.failed or job.counts.failed_before else 0
 
 
 @main.command()
@@ -66,42 +150,42 @@ def plan(
 ) -> None:
     """Plan a model's memory and speed; needs no GPU or weights.
 
-    Shows what each op needs and where its bytes would lie, the memory map, the bound and
-    predicted time to first token (TTFT), time per output token (TPOT) and effective bandwidth
-    (EB), the same for a uniform ratio, and what limits the run and would help most.
+    Shows the tiers of each op's bytes, the memory map, the bound and predicted time to first token
+    (TTFT), time per output token (TPOT) and effective bandwidth (EB), the same with one offload
+    ratio for all ops, and what limits the speed and would raise it most.
     """
     from dakrun.config import Workload
     from dakrun.plan.batch_size import choose_batch_size
     from dakrun.plan.planner import make_plan
+    from dakrun.plan.show.json import overview_dict
     from dakrun.plan.show.overview import overview
+    from dakrun.plan.show.plot import plot_plan
     from dakrun.probe import describe_profile
 
-    room = max_model_len or prompt_len + max_tokens
-    if room < prompt_len + max_tokens:
+    length = prompt_len + max_tokens
+    max_model_len = max_model_len or length
+    if max_model_len < length:
         raise UsageError(
-            f"{prompt_len} prompt and {max_tokens} new tokens do not fit in --max-model-len {room}",
-            hint=f"raise it to {prompt_len + max_tokens}, or lower --prompt-len or --max-tokens",
+            f"{prompt_len} prompt and {max_tokens} new tokens do not fit in "
+            f"--max-model-len {max_model_len}",
+            hint=f"raise it to {length}, or lower --prompt-len or --max-tokens",
         )
     config, hardware = resolve_model(model, dtype), resolve_profile(profile)
     workload = Workload(
         batch_size=batch_size or 1,
         prompt_len=prompt_len,
         new_tokens=max_tokens,
-        max_model_len=room,
+        max_model_len=max_model_len,
     )
     if batch_size is None:
         workload = choose_batch_size(config, workload, hardware, policy, max_tpot=max_tpot)
     decision = make_plan(config, workload, hardware, policy)
     if plot:
-        from dakrun.plan.show.plot import plot_plan
-
         plot_plan(decision, Path(plot))
     shown = overview(decision, max_tpot)
     if profile == "auto":
         eprint(describe_profile(hardware))
     if as_json:
-        from dakrun.plan.show.json import overview_dict
-
         click.echo(json.dumps(overview_dict(shown)))
         return
     from dakrun.plan.show.table import render
@@ -110,89 +194,38 @@ def plan(
 
 
 @main.command()
-@model_options
-@click.option("-i", "--input", "source", required=True, metavar="FILE|-", help="Prompts.")
-@click.option("-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results.")
-@sampling_options
-@workload_options
-@device_option("Where to compute.")
-@profile_option
-@policy_options
-@load_format_option
-@click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
-@click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
-@click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
-def generate(
-    *,
-    model: str,
-    dtype: Any,
-    source: str,
-    output: str,
-    batch_size: int | None,
-    max_tpot: float | None,
-    max_model_len: int | None,
-    device: Any,
-    profile: str,
-    policy: Any,
-    load_format: Any,
-    report_path: str | None,
-    resume: bool,
-    overwrite: bool,
-    **sampling: Any,
-) -> int:
-    """Complete the prompts of a file; results are written as they finish.
+@click.option("-o", "--output", metavar="FILE.toml", help="File to write; default: in the cache.")
+@click.option(
+    "--quick", is_flag=True, help="Take seconds instead of about a minute, more with peer GPUs."
+)
+@click.option("--name", help="Name of the profile; default: that of the file or device.")
+@device_option("What to measure.")
+@click.option("--plot", metavar="FILE.png", help="Draw the measurements and the roofline.")
+def profile(
+    *, output: str | None, quick: bool, name: str | None, device: Any, plot: str | None
+) -> None:
+    """Measure this machine for the planner.
 
-    Prompts are lines of text (.txt), or JSON or OpenAI Batch rows (.jsonl); a bad row becomes an
-    error row.
+    Writes a hardware profile for --profile: of torch's current GPU, the host memory and the peer
+    GPUs that it can read, or of the CPU. Without -o it goes to the cache folder, where --profile
+    auto finds it.
     """
-    from dakrun.config import SamplingParams
+    from dakrun import probe
+    from dakrun.plan.show import picture
+    from dakrun.probe.plot import draw
+    from dakrun.probe.table import render
 
-    params = SamplingParams(**sampling)
-
-    from rich.console import Console
-
-    from dakrun.generate import check_report, count_rows, write_report
-    from dakrun.generate import generate as run
-    from dakrun.llm import LLM
-    from dakrun.plan.batch_size import MAX_BATCH_SIZE
-    from dakrun.probe import describe_profile
-    from dakrun.report import render as render_report
-    from dakrun.requests import RequestReader, ResultWriter
-
-    writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
-    if report_path is not None:
-        check_report(report_path, source=source, output=output, profile=profile)
-    with (
-        RequestReader(source, defaults=params) as reader,
-        LLM(
-            model,
-            dtype=dtype,
-            device=device,
-            profile=resolve_run_profile(profile, device, eprint),
-            batch_size=batch_size or "auto",
-            max_batch_size=count_rows(source, MAX_BATCH_SIZE),
-            max_tpot=max_tpot,
-            max_model_len=max_model_len,
-            expected_tokens=params.max_tokens,
-            policy=policy,
-            needs_tokenizer=reader.needs_tokenizer(),
-            load_format=load_format,
-        ) as llm,
-    ):
-        stderr = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
-        start = time.perf_counter()
-        with writer:
-            counts = run(llm, reader, writer, stderr if sys.stderr.isatty() else None)
-        report = llm.report(time.perf_counter() - start)
-    report["rows"] = vars(counts)
-    if report_path is not None:
-        write_report(report, Path(report_path))
-    with quiet_stderr():
-        render_report(report, stderr)
-    if profile == "auto":
-        eprint(describe_profile(llm.profile))
-    eprint(str(counts))
-    return EXIT_FAILED if counts.failed or counts.failed_before else 0
+    kind = probe.measured_device(device)
+    path = probe.target(output, name, kind)
+    if plot:
+        picture.check_target(Path(plot))
+    eprint(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
+    result = probe.measure(name or path.stem, kind, quick=quick)
+    probe.save(result.profile, path)
+    render(result, stdout_console())
+    eprint(f"written to {path}" + ("" if output else "; --profile auto uses it"))
+    if plot:
+        draw(result.profile, Path(plot))
 
 
 @main.command()
@@ -200,26 +233,42 @@ def generate(
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option(
     "--shard-size", type=Size(), default="4GiB", show_default=True,
-    help="Bytes of an output file, at most.",
+    help="Maximum bytes of an output file.",
 )  # fmt: skip
 def convert(*, source: Path, target: Path, shard_size: int) -> None:
     """Write a folder's pytorch_model*.bin as safetensors into a new folder.
 
-    Runs no code from the files, and copies config.json and the tokenizer.
+    Runs no code from the files; copies config.json and the tokenizer.
     """
     from dakrun.weights.convert import convert_checkpoint
 
     note = eprint if sys.stderr.isatty() else lambda _: None
     source, target = source.expanduser(), target.expanduser()
-    result = convert_checkpoint(source, target, shard_bytes=shard_size, note=note)
-    eprint(result.summary())
+    eprint(convert_checkpoint(source, target, shard_bytes=shard_size, note=note).summary())
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def doctor(*, as_json: bool) -> int:
+    """Check what this machine has and lacks, with a remedy for each lack.
+
+    Exits with 3 if generate cannot run at all.
+    """
+    from dakrun.cli.doctor import can_generate, examine, render
+
+    checks = examine()
+    if as_json:
+        click.echo(json.dumps([vars(check) for check in checks]))
+    else:
+        render(checks, stdout_console())
+    return 0 if can_generate(checks) else EXIT_CANNOT_RUN
 
 
 @main.command()
 def demo() -> int:
     """Answer 200 sums with a tiny bundled model, half of it in the remote tier."""
     from dakrun.demo import run
-    from dakrun.report import render as render_report
+    from dakrun.report import render
 
     console = stdout_console()
     result = run(console if sys.stdout.isatty() else None)
@@ -227,5 +276,5 @@ def demo() -> int:
         console.print(f"{prompt} -> {answer}  [{'right' if right else 'wrong'}]", markup=False)
     console.print("...")
     console.print(f"{result.right} of {len(result.answers)} sums are right\n")
-    render_report(result.report, console)
+    render(result.report, console)
     return 0 if result.right >= 0.95 * len(result.answers) else EXIT_FAILED

@@ -1,171 +1,225 @@
-"""Command line options that several commands share, and what they stand for.
+"""Command line options that several commands share, and lookups of the models and profiles named.
 
-Knows click and the options' types; the commands are in cli.py.
+Knows click; bench.py builds on the helpers here, main.py declares the commands.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from dakrun.cli.option_types import COUNT, RATIO, Size
+from dakrun.errors import UsageError
+from dakrun.units import parse_bytes
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig
-    from dakrun.hardware.profile import HardwareProfile
+    from dakrun.hardware import HardwareProfile
 
 Command = Callable[..., int | None]
+Decorator = Callable[[Any], Any]
+
+MAX_COUNT = 10**9
+TRANSPORTS = ("auto", "direct", "staged")
+STRATEGIES = ("greedy", "uniform")
 
 
-def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+class Auto(click.ParamType):
+    """`auto` (None), or the result of `convert_value`, which raises ValueError for other texts.
+
+    `expected` completes the error message "... is not".
+    """
+
+    def __init__(self, name: str, expected: str, convert_value: Callable[[str], Any]) -> None:
+        self.name, self.expected, self.convert_value = name, expected, convert_value
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value == "auto":
+            return None
+        try:
+            return self.convert_value(value)
+        except ValueError:
+            self.fail(f"{value!r} is not {self.expected}.", param, ctx)
+
+
+class Size(click.ParamType):
+    """Bytes, written like 20GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_bytes(value)
+        except UsageError as problem:
+            self.fail(f"{problem}; {problem.hint}.", param, ctx)
+
+
+def _count(text: str) -> int:
+    if not 1 <= (number := int(text)) <= MAX_COUNT:
+        raise ValueError
+    return number
+
+
+def _ratio(text: str) -> float:
+    if not 0 <= (number := float(text)) <= 1:
+        raise ValueError
+    return number
+
+
+COUNT = Auto("count", f"auto or an integer from 1 to {MAX_COUNT:,}", _count)
+RATIO = Auto("ratio", "auto or a number from 0 to 1", _ratio)
+
+
+def together(*options: Decorator) -> Decorator:
+    """A decorator that adds all `options` to a command, in this order."""
+
     def decorate(command: Any) -> Any:
         return functools.reduce(lambda decorated, add: add(decorated), reversed(options), command)
 
     return decorate
 
 
-def _only_for_auto(
+def option(*names: str, help: str, **settings: Any) -> Decorator:
+    """An option whose help shows its default."""
+    return click.option(*names, help=help, show_default=True, **settings)
+
+
+def count_option(*names: str, help: str, minimum: int = 1, **settings: Any) -> Decorator:
+    """An option that takes an integer of at least `minimum`."""
+    return option(*names, help=help, type=click.IntRange(min=minimum), metavar="N", **settings)
+
+
+def choice_option(*names: str, choices: Sequence[str], help: str, **settings: Any) -> Decorator:
+    """An option that takes one of `choices`; the default is the first of them."""
+    settings = {"default": choices[0], **settings}
+    return option(*names, help=help, type=click.Choice(choices), **settings)
+
+
+def auto_option(name: str, kind: Auto, metavar: str, help: str, **settings: Any) -> Decorator:
+    """An option that takes auto, its default, or a value of `kind`."""
+    return option(name, help=help, type=kind, metavar=metavar, default="auto", **settings)
+
+
+def budget_options(prefix: str = "") -> Decorator:
+    """The memory budgets by tier; `prefix` begins their help."""
+    return together(
+        option("--hbm-budget", type=Size(), help=f"{prefix}GPU memory to use, like 20GiB."),
+        option("--host-budget", type=Size(), help=f"{prefix}Host memory to use, like 100GiB."),
+        option("--peer-budget", type=Size(), help=f"{prefix}Memory to use on each peer GPU."),
+    )
+
+
+def device_option(help: str) -> Decorator:
+    """The option --device."""
+    return choice_option("--device", choices=("auto", "cuda", "cpu"), help=help)
+
+
+def load_format_option(prefix: str = "") -> Decorator:
+    """The option --load-format; `prefix` begins its help."""
+    return choice_option(
+        "--load-format",
+        choices=("auto", "dummy"),
+        help=f"{prefix}Weights of the checkpoint (auto), or random ones (dummy), for which a "
+        "config.json or a known name is enough.",
+    )
+
+
+def _seconds_per_token(
     ctx: click.Context, param: click.Parameter, milliseconds: float | None
 ) -> float | None:
-    """Seconds; refuses a limit where the batch size is given."""
+    """--max-tpot in seconds; refused unless --batch-size is auto."""
     if milliseconds is None:
         return None
     if not math.isfinite(milliseconds):
         raise click.BadParameter("it is not a finite number", ctx=ctx, param=param)
     if (given := ctx.params.get("batch_size")) is not None:
-        raise click.BadParameter(
-            f"it chooses a batch size, and --batch-size is {given}", ctx=ctx, param=param
-        )
+        raise click.UsageError(f"--max-tpot needs --batch-size auto, not {given}", ctx=ctx)
     return milliseconds / 1e3
 
 
-model_options = _together(
-    click.option("--model", required=True, metavar="DIR|HUB_ID|NAME", help="The model to run."),
-    click.option(
+model_options = together(
+    option("--model", required=True, metavar="DIR|HUB_ID|NAME", help="The model to run."),
+    choice_option(
         "--dtype",
-        type=click.Choice(["auto", "float16", "bfloat16", "float32"]),
-        default="auto",
-        show_default=True,
-        help="Store and compute in this type; auto: the checkpoint's.",
+        choices=("auto", "float16", "bfloat16", "float32"),
+        help="Type of weights, KV cache and activations; auto: the checkpoint's.",
     ),
 )
 
-workload_options = _together(
-    click.option(
+workload_options = together(
+    auto_option(
         "--batch-size",
-        type=COUNT,
-        metavar="auto|N",
-        default="auto",
-        show_default=True,
-        is_eager=True,  # known where --max-tpot is looked at
-        help="Requests decoded together; auto: the most predicted tokens per second.",
+        COUNT,
+        "auto|N",
+        "Requests decoded together; auto: the size with the most predicted tokens per second.",
+        is_eager=True,  # the callback of --max-tpot reads it
     ),
-    click.option(
+    option(
         "--max-tpot",
         type=click.FloatRange(min=0, min_open=True),
         metavar="MS",
-        callback=_only_for_auto,
-        help="With --batch-size auto: batches with at most this predicted time per output token.",
+        callback=_seconds_per_token,
+        help="Limit of the predicted time per output token, for --batch-size auto.",
     ),
-    click.option(
-        "--max-model-len",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Tokens of a prompt and its completion that the KV cache has room for.",
-    ),
+    count_option("--max-model-len", help="Maximum tokens of a prompt and its completion together."),
 )
 
-length_options = _together(
-    click.option(
-        "--prompt-len",
-        type=click.IntRange(min=1),
-        default=32,
-        show_default=True,
-        metavar="N",
-        help="Tokens of a prompt.",
-    ),
-    click.option(
-        "--max-tokens",
-        type=click.IntRange(min=1),
-        default=32,
-        show_default=True,
-        metavar="N",
-        help="Tokens of a completion.",
-    ),
+length_options = together(
+    count_option("--prompt-len", default=32, help="Tokens of a prompt."),
+    count_option("--max-tokens", default=32, help="Tokens of a completion."),
 )
 
-
-def device_option(what: str) -> Callable[[Any], Any]:
-    """The option --device, with `what` as its help."""
-    devices = click.Choice(["auto", "cuda", "cpu"])
-    return click.option("--device", type=devices, default="auto", show_default=True, help=what)
-
-
-profile_option = click.option(
+profile_option = option(
     "--profile",
     default="auto",
-    show_default=True,
     metavar="auto|NAME|FILE",
-    help="Hardware to plan for: a shipped profile, a .toml file, or this machine, which generate "
-    "measures where no profile of its GPU is kept.",
+    help="Hardware to plan for: a shipped profile, a .toml file, or (auto) this machine; generate "
+    "and bench measure a GPU that has no profile in the cache.",
 )
 
-load_format_option = click.option(
-    "--load-format",
-    type=click.Choice(["auto", "dummy"]),
-    default="auto",
-    show_default=True,
-    help="dummy: random weights, for which a config.json will do, or a known name.",
+sampling_options = together(
+    count_option("--max-tokens", default=128, help="Maximum tokens to generate for a prompt."),
+    option("--temperature", type=float, default=0.0, help="0 takes the most likely token."),
+    option("--top-k", type=int, default=0, help="0 keeps all tokens."),
+    option("--top-p", type=float, default=1.0, help="1 keeps all tokens."),
+    option("--seed", type=int, default=0, help="Seed of sampling, for temperatures above 0."),
+    option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
+    option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
 )
 
-_policy_options = _together(
-    click.option("--hbm-budget", type=Size(), help="GPU memory to use, like 20GiB."),
-    click.option("--host-budget", type=Size(), help="Host memory to use, like 100GiB."),
-    click.option("--peer-budget", type=Size(), help="Memory to use of each peer GPU."),
-    click.option(
-        "--offload-ratio",
-        type=RATIO,
-        metavar="auto|0..1",
-        default="auto",
-        show_default=True,
-        help="Share of weight and KV bytes outside HBM.",
-    ),
-    click.option(
+_policy_options = together(
+    budget_options(),
+    auto_option("--offload-ratio", RATIO, "auto|0..1", "Ratio of weight and KV bytes outside HBM."),
+    auto_option(
         "--kv-offload-ratio",
-        type=RATIO,
-        metavar="auto|0..1",
-        default="auto",
-        show_default=True,
-        help="Share of KV slots outside HBM; --offload-ratio then means the weights alone.",
+        RATIO,
+        "auto|0..1",
+        "Ratio of KV slots outside HBM; --offload-ratio is then that of the weights alone.",
     ),
-    click.option(
-        "--strategy",
-        type=click.Choice(["greedy", "uniform"]),
-        default="greedy",
-        show_default=True,
-        help="A ratio for each op, or the same for all.",
+    choice_option(
+        "--strategy", choices=STRATEGIES, help="An offload ratio for each op, or one for all ops."
     ),
-    click.option(
+    choice_option(
         "--transport",
-        type=click.Choice(["auto", "direct", "staged"]),
-        default="auto",
-        show_default=True,
-        help="Read remote bytes where they lie, or copy them ahead.",
+        choices=TRANSPORTS,
+        help="Read remote tiers in place (direct), or copy them to HBM ahead of use (staged).",
     ),
-    click.option(
+    option(
         "--remote",
         default="host",
-        show_default=True,
         metavar="TIER,...",
-        help="Remote tiers to offload to, as the profile names them.",
+        help="Remote tiers to offload to, by their names in the profile.",
     ),
 )
 
 
 def policy_options(command: Command) -> Command:
-    """Adds the placement options; the command gets them as one `policy` argument (a Policy)."""
+    """Add the placement options; the command gets them as one argument `policy` (a Policy)."""
 
     @functools.wraps(command)
     def with_policy(
@@ -199,7 +253,7 @@ def policy_options(command: Command) -> Command:
 
 
 def resolve_model(name: str, dtype: Any) -> "ModelConfig":
-    """The architecture that --model and --dtype ask for."""
+    """The architecture that --model and --dtype name."""
     from dakrun.models.hub import model_config
 
     model = model_config(name)
@@ -207,8 +261,8 @@ def resolve_model(name: str, dtype: Any) -> "ModelConfig":
 
 
 def resolve_profile(name: str) -> "HardwareProfile":
-    """The profile that --profile asks for; auto is this machine's GPU, or else its CPU."""
-    from dakrun.hardware.files import find_profile, gpu_names, load_profile
+    """The profile that --profile names; auto is that of this machine's GPU, or else of its CPU."""
+    from dakrun.hardware import find_profile, gpu_names, load_profile
 
     if name != "auto":
         return load_profile(name)
@@ -218,34 +272,13 @@ def resolve_profile(name: str) -> "HardwareProfile":
 def resolve_run_profile(
     name: str, device: Literal["auto", "cuda", "cpu"], note: Callable[[str], None]
 ) -> "HardwareProfile":
-    """The profile that --profile asks for on --device; auto may measure, and tells `note` so."""
+    """The profile that --profile names, for a run on --device.
+
+    auto measures a GPU that has no profile in the cache, and calls `note` with messages about it.
+    """
     from dakrun import probe
-    from dakrun.hardware.files import load_profile
+    from dakrun.hardware import load_profile
 
     if name != "auto":
         return load_profile(name)
     return probe.kept_or_measured(probe.measured_device(device), note)
-
-
-sampling_options = _together(
-    click.option(
-        "--max-tokens",
-        type=click.IntRange(min=1),
-        default=128,
-        show_default=True,
-        metavar="N",
-        help="Tokens to generate for a prompt, at most.",
-    ),
-    click.option(
-        "--temperature",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="0 takes the likeliest token.",
-    ),
-    click.option("--top-k", type=int, default=0, show_default=True, help="0 keeps all tokens."),
-    click.option("--top-p", type=float, default=1.0, show_default=True, help="1 keeps all tokens."),
-    click.option("--seed", type=int, default=0, show_default=True, help="For temperature above 0."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
-)

@@ -1,6 +1,7 @@
-"""The demo: the bundled model answers sums that it was never trained on, half of it offloaded.
+"""`dakrun demo`: a tiny bundled model, half of it offloaded, answers sums it was not trained on.
 
-Runs the same path as `dakrun generate`, over a prompt file and with a report.
+Takes the same path as `dakrun generate`, from a prompt file to a report. task.py has the sums,
+train.py trains the model, model/ is its checkpoint.
 """
 
 import json
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from dakrun.config import SamplingParams
 from dakrun.demo import task
-from dakrun.generate import generate
+from dakrun.generate import BatchJob
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
 from dakrun.requests import RequestReader, ResultWriter
@@ -26,7 +27,7 @@ BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo answered: (prompt, answer, right) for each sum, and the run's report."""
+    """The demo's answers, (prompt, answer, right) for each sum, and the run's report."""
 
     answers: list[tuple[str, str, bool]]
     report: dict[str, Any]
@@ -38,7 +39,7 @@ class DemoResult:
 
 
 def run(console: Console | None) -> DemoResult:
-    """Answer the 200 held-out sums with half of the weights and of the KV cache remote."""
+    """Answer the 200 held-out sums with half of the weights and half of the KV cache remote."""
     pairs = task.held_out()
     with (
         LLM(
@@ -56,8 +57,10 @@ def run(console: Console | None) -> DemoResult:
         with (
             RequestReader(prompts, defaults=SamplingParams(max_tokens=MAX_TOKENS)) as reader,
             ResultWriter(output, source=prompts) as writer,
+            BatchJob(llm, reader, writer, console) as job,
         ):
-            generate(llm, reader, writer, console)
+            for completion in llm.stream(job.requests()):
+                job.finish(completion)
         report = llm.report(time.perf_counter() - start)
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     texts = {row["id"]: row["text"] for row in rows}

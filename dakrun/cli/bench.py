@@ -1,0 +1,231 @@
+"""The command `dakrun bench` and its options: what to measure, and how to show it.
+
+Knows which options belong to models, which to a kernel; dakrun/bench checks their values.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from dakrun.cli.console import eprint, stdout_console
+from dakrun.cli.options import (
+    STRATEGIES,
+    TRANSPORTS,
+    budget_options,
+    choice_option,
+    count_option,
+    load_format_option,
+    option,
+    profile_option,
+    resolve_run_profile,
+    together,
+)
+from dakrun.errors import UsageError
+
+MODEL: Literal["model"] = "model"
+KERNELS = ("gemm", "attention")
+
+# The options, by parameter name, that not all subjects of a benchmark have.
+OPTIONS_OF = {
+    "gemm": ("shapes", "model", "rows", "ablations"),
+    "attention": ("cases", "head_dim"),
+    MODEL: (
+        *("model", "load_format", "batch_sizes", "transports", "strategies", "prompt_len"),
+        *("new_tokens", "hbm_budget", "host_budget", "peer_budget", "rival", "plot"),
+    ),
+}
+
+_bench_options = together(
+    click.option(
+        "--kernel",
+        type=click.Choice(KERNELS),
+        help="Kernel to measure; without it, decode steps of --model are measured.",
+    ),
+    option(
+        "--shape",
+        "shapes",
+        multiple=True,
+        metavar="MxK",
+        help="gemm: rows and columns of a weight; repeatable. Default: 4096x4096, and 7168x7168, "
+        "28672x7168 and 7168x28672 as in OPT-30B.",
+    ),
+    option(
+        "--model",
+        metavar="DIR|HUB_ID|NAME",
+        help="Model to measure; gemm: the weights of all its linear ops, lm_head included.",
+    ),
+    load_format_option("model: "),
+    count_option(
+        "--batch-size",
+        "batch_sizes",
+        multiple=True,
+        default=(8,),
+        help="model: requests decoded together; repeatable.",
+    ),
+    choice_option(
+        "--transport",
+        "transports",
+        choices=TRANSPORTS,
+        multiple=True,
+        default=("auto",),
+        help="model: remote tiers read in place, or copied to HBM ahead of use; repeatable.",
+    ),
+    choice_option(
+        "--strategy",
+        "strategies",
+        choices=STRATEGIES,
+        multiple=True,
+        default=("greedy",),
+        help="model: an offload ratio for each op, or one for all ops; repeatable.",
+    ),
+    count_option("--prompt-len", default=32, help="model: tokens of a prompt."),
+    count_option(
+        "--new-tokens",
+        minimum=3,
+        default=32,
+        help="model: tokens of a completion, which takes one decode step fewer.",
+    ),
+    click.option(
+        "--rival",
+        type=click.Choice(["transformers"]),
+        help="model: also measure this on a GPU: random weights, all in HBM, one CUDA graph a "
+        "step.",
+    ),
+    count_option(
+        "-n",
+        "--rows",
+        multiple=True,
+        default=(1, 8, 16),
+        help="gemm: rows of X, the batch; repeatable.",
+    ),
+    option(
+        "--ratio",
+        "ratios",
+        multiple=True,
+        default=("0",),
+        metavar="0..1|turning-point|auto",
+        help="Ratio of a weight, of the slots, or of a model's weight and KV bytes in the remote "
+        "tier; repeatable. At a kernel's turning point HBM and the remote tier take the same "
+        "time; auto is the planner's choice for a model.",
+    ),
+    option(
+        "--remote",
+        default="host",
+        metavar="host|peer[:N]",
+        help="Remote tier, by its name in the profile; a model may have several, as in host,peer.",
+    ),
+    budget_options("model: "),
+    choice_option(
+        "--dtype",
+        choices=("float16", "bfloat16"),
+        help="Type of weights, KV cache and activations.",
+    ),
+    option(
+        "--ablations",
+        is_flag=True,
+        help="gemm: also measure without the congestion window and without wave alignment.",
+    ),
+    option(
+        "--case",
+        "cases",
+        multiple=True,
+        metavar="BATCH:HEADS/KV_HEADS:[SHORTEST-]LENGTH",
+        help="attention: slots, query heads, KV heads, and positions in each slot, the new token's "
+        "included, or a range of them; repeatable. Default: ten cases from 8:56/56:64 to "
+        "1:32/8:131072.",
+    ),
+    choice_option(
+        "--head-dim",
+        choices=("64", "80", "96", "128"),
+        default="128",
+        help="attention: dimensions of a head.",
+    ),
+    option("--csv", "form", flag_value="csv", help="Print CSV, with units in the keys."),
+    option("--json", "form", flag_value="json", help="Print JSON, with units in the keys."),
+    option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Also write the results: .csv, .json or .md (Markdown); of a model, after each point.",
+    ),
+    option(
+        "--plot",
+        type=click.Path(path_type=Path),
+        metavar="FILE.png",
+        help="model: draw EB and TPOT against the offload ratio.",
+    ),
+)
+
+
+@click.command()
+@_bench_options
+@profile_option
+def bench(
+    *,
+    kernel: str | None,
+    profile: str,
+    form: str | None,
+    output: Path | None,
+    plot: Path | None,
+    **given: Any,
+) -> None:
+    """Measure a model or a kernel; compare with memory bandwidth and the profile's prediction.
+
+    --model alone: decode steps of batches of requests, a part of all weights in a remote tier;
+    without a GPU on the CPU.
+
+    gemm: X W^T, a part of W in a remote tier; cuBLAS has all of W in HBM.
+
+    attention: one new token in each slot, some slots in a remote tier; torch's SDPA has all in HBM.
+    """
+    from dakrun import bench as benchmarks
+    from dakrun.plan.show import picture
+    from dakrun.probe import describe_profile
+
+    subject = kernel or MODEL
+    sweep = benchmarks.parse_sweep(subject, _own_options(subject, given))
+    if output:
+        benchmarks.check_output(output)
+    if plot:
+        picture.check_target(plot)
+    benchmarks.check_device(sweep)
+    hardware = resolve_run_profile(profile, "cuda" if kernel else "auto", eprint)
+    if profile == "auto":
+        eprint(describe_profile(hardware))
+    command = shlex.join(["dakrun", *sys.argv[1:]])
+    for record in benchmarks.measure(sweep, hardware, command=command, progress=eprint):
+        if output:
+            benchmarks.write(record, output)
+    if plot:
+        benchmarks.draw(record, plot)
+    if form:
+        click.echo(benchmarks.as_text(record, form), nl=False)
+    else:
+        benchmarks.render(record, stdout_console())
+
+
+def _own_options(subject: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `given`, by parameter name, that the benchmark of `subject` takes.
+
+    Needs a running command. Raises UsageError if the command line has an option of others alone.
+    """
+    context = click.get_current_context()
+    flags = {param.name: param.opts[-1] for param in context.command.params}
+    foreign = {name for names in OPTIONS_OF.values() for name in names} - set(OPTIONS_OF[subject])
+    for name in sorted(foreign):
+        if context.get_parameter_source(name) != click.core.ParameterSource.DEFAULT:
+            others = [_title(other) for other, names in OPTIONS_OF.items() if name in names]
+            raise UsageError(
+                f"{flags[name]} is an option of {' and '.join(others)}, not of {_title(subject)}",
+                hint=f"leave it out; the options of {_title(subject)} alone are "
+                + ", ".join(flags[own] for own in OPTIONS_OF[subject]),
+            )
+    return {name: value for name, value in given.items() if name not in foreign}
+
+
+def _title(subject: str) -> str:
+    return "whole models" if subject == MODEL else f"--kernel {subject}"
