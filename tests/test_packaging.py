@@ -1,5 +1,6 @@
-"""The wheel and the sdist hold what runs need, runs find it, and README's tree names all of it."""
+"""Wheel and sdist hold what a run needs; READMEs and the layout of dakrun/ follow the rules."""
 
+import ast
 import os
 import re
 import shutil
@@ -16,11 +17,13 @@ from dakrun.resources import resource_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "dakrun/demo/model/model.safetensors"
+MAX_README_LINES = 219
+MAX_TOP_MODULES = 12
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist and the wheel, built here with the backend itself: no network."""
+    """A folder with the sdist and the wheel, built by calling the backend: no network."""
     out = tmp_path_factory.mktemp("built")
     build = [sys.executable, "-m", "hatchling", "build", "-d", str(out)]
     run = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
@@ -115,75 +118,103 @@ def test_resource_dir_says_what_is_missing(tmp_path: Path) -> None:
     assert "CannotRun: dakrun's folder 'native' is missing" in run.stderr
 
 
-def tree(readme: str) -> list[str]:
-    """The paths that the annotated tree of `readme` names, folders with a slash at the end."""
+def folder_map(readme: str) -> list[str]:
+    """The paths in the folder map of `readme`, such as "dakrun/" and "dakrun/plan/"."""
     block = re.search(r"^## Where things are\n+```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    assert block, "README.md has no tree under 'Where things are'"
+    assert block, "README.md has no folder map under 'Where things are'"
     paths: list[str] = []
     above: list[str] = []
     for line in block[1].splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        above = [*above[:depth], name]
+        above = [*above[:depth], line.split()[0]]
         paths.append("".join(above))
     return paths
 
 
-def untrue(named: list[str], files: set[str]) -> list[str]:
-    """What of the tree `named` does not exist, and which of `files` it leaves out.
-
-    A folder with nothing below it in the tree stands for all that it holds; another one stands for
-    its `__init__.py`.
-    """
-    folders = [path for path in named if path.endswith("/")]
-    whole = tuple(f for f in folders if not any(p != f and p.startswith(f) for p in named))
-    told = {*named, *(f"{folder}__init__.py" for folder in folders)}
-    there = files | {f"{folder}/" for file in files for folder in map(str, Path(file).parents)}
-    left_out = sorted(file for file in files - told if not file.startswith(whole))
+def map_errors(named: list[str], folders: set[str]) -> list[str]:
+    """The differences between the folders `named` in README's map and the existing `folders`."""
     return [
-        *(f"{p}: is in README.md's tree, but does not exist" for p in named if p not in there),
-        *(f"{file}: add a line for it to the tree in README.md" for file in left_out),
+        *(f"{path}: is in README.md's map twice" for path in set(named) if named.count(path) > 1),
+        *(f"{path}: is in README.md's map, but does not exist" for path in set(named) - folders),
+        *(f"{path}: add a line for it to the map in README.md" for path in folders - set(named)),
     ]
 
 
-def git_files(*arguments: str) -> set[str]:
-    """What `git ls-files` lists, less what was deleted."""
+def links(markdown: str) -> list[str]:
+    """The targets of the links of `markdown` that are relative paths, without their anchors."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", markdown)
+    relative = (t.partition("#")[0] for t in targets if not re.match(r"[a-z]+:", t))
+    return [target for target in relative if target]
+
+
+def git_files() -> set[str]:
+    """Files that git tracks, or would add, and that exist."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
-        pytest.skip("which files belong to dakrun is known in a git checkout alone")
-    listed = subprocess.run(
-        ["git", "ls-files", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+        pytest.skip("needs a git checkout to tell the project's files from others")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip(listed.stderr)
     return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
 
 
-def test_the_tree_in_the_readme_is_true() -> None:
-    new = ("--others", "--exclude-standard", "dakrun", "native", "profiles", "tests")
-    files = git_files() | git_files(*new)
-    named = tree((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert len(named) == len(set(named))
-    found = untrue(named, files)
-    assert not found, "\n" + "\n".join(found)
+def python_folders() -> list[str]:
+    """The folders of dakrun/, at any depth, that hold Python files."""
+    return sorted({str(Path(f).parent) for f in git_files() if re.match(r"dakrun/.*\.py$", f)})
 
 
-def test_an_untrue_tree_is_found() -> None:
-    lines = (
-        "dakrun/",
-        "  cli.py   a",
-        "  gone.py  b c",
-        "  plan/    d",
-        "    ops.py  e",
-        "native/  f",
-    )
-    named = tree("\n".join(("## Where things are", "", "```", *lines, "```", "")))
-    assert named == [
-        *("dakrun/", "dakrun/cli.py", "dakrun/gone.py", "dakrun/plan/", "dakrun/plan/ops.py"),
-        "native/",
+def test_the_readmes_map_names_every_folder() -> None:
+    parts = [Path(file).parts for file in git_files()]
+    folders = {"dakrun/", "native/", "profiles/", "tests/"}
+    folders |= {f"dakrun/{part[1]}/" for part in parts if part[0] == "dakrun" and len(part) > 2}
+    named = folder_map((ROOT / "README.md").read_text(encoding="utf-8"))
+    errors = map_errors(named, folders)
+    assert not errors, "\n" + "\n".join(errors)
+
+
+def test_errors_of_a_map_are_found() -> None:
+    lines = ("dakrun/", "  cli/   a", "  gone/  b c", "  cli/   d", "native/  e")
+    named = folder_map("\n".join(("## Where things are", "", "```", *lines, "```", "")))
+    assert named == ["dakrun/", "dakrun/cli/", "dakrun/gone/", "dakrun/cli/", "native/"]
+    errors = map_errors(named, {"dakrun/", "dakrun/cli/", "dakrun/plan/", "native/"})
+    assert [error.partition(":")[0] for error in errors] == [
+        *("dakrun/cli/", "dakrun/gone/", "dakrun/plan/"),
     ]
-    files = {"dakrun/__init__.py", "dakrun/cli.py", "dakrun/plan/ops.py", "dakrun/plan/new.py"}
-    assert untrue(named, files | {"native/any/kernel.cu", "Makefile"}) == [
-        "dakrun/gone.py: is in README.md's tree, but does not exist",
-        "Makefile: add a line for it to the tree in README.md",
-        "dakrun/plan/new.py: add a line for it to the tree in README.md",
+
+
+def test_the_readme_is_short() -> None:
+    count = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
+    assert count <= MAX_README_LINES, "README.md is too long; move details to the folders' READMEs"
+
+
+def test_links_of_markdown_files_lead_to_files() -> None:
+    files = [ROOT / name for name in git_files() if name.endswith(".md")]
+    assert ROOT / "README.md" in files
+    broken = [
+        f"{file.relative_to(ROOT)}: {target} does not exist"
+        for file in files
+        for target in links(file.read_text(encoding="utf-8"))
+        if not (file.parent / target).exists()
     ]
+    assert not broken, "\n" + "\n".join(broken)
+
+
+def test_only_relative_links_are_looked_up() -> None:
+    text = "[a](b/c.md) [d](https://e.org/f) [g](#h) ![i](j.png#k) `[0](1 2)`"
+    assert links(text) == ["b/c.md", "j.png"]
+
+
+def test_few_modules_lie_at_the_top() -> None:
+    modules = sorted(f for f in git_files() if re.fullmatch(r"dakrun/\w+\.py", f))
+    assert len(modules) <= MAX_TOP_MODULES, modules
+
+
+def test_every_folder_says_what_it_holds() -> None:
+    folders = python_folders()
+    assert "dakrun" in folders and "dakrun/plan" in folders
+    for folder in folders:
+        init = ROOT / folder / "__init__.py"
+        assert init.is_file(), f"{folder}: has no __init__.py"
+        assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), (
+            f"{init}: no docstring"
+        )
