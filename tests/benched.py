@@ -1,70 +1,105 @@
-"""What tests of the benchmarks share: a record's head, the command, copies and graphs of a CPU."""
+"""Helpers of the benchmark tests: a record, the command, and copies and graphs on a CPU."""
 
 import json
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from dakrun.bench import tiers
-from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.effort import MIB, Effort
-from dakrun.bench.output import Record, as_text
-from dakrun.cli import main as cli
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import LOCAL
-from dakrun.memory.tiers import allocate_tiers
-from dakrun.probe import chain
+from dakrun.bench import MIB, Ceilings, Effort, Record, as_text
+from dakrun.cli import main
+from dakrun.hardware import LOCAL, load_profile
+from dakrun.memory import allocate_tiers
 
 PROFILE = load_profile("h200-pcie5")
 TINY = Effort(
     hbm_bytes=256 * MIB, remote_bytes=64 * MIB, seconds=0.002, readings=3,
-    chain_bytes=64 * MIB, least_launches=4, replays=3,
+    chain_bytes=64 * MIB, min_launches=4, replays=3,
 )  # fmt: skip
 HEAD = {
     "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
-    "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
+    "cuda": "13.0", "dakrun": "0.1", "commit": "abc1234", "dtype": "float16", "profile": "mine",
     "ceilings_bytes_per_s": {"hbm": 4.7e12, "host": 5.14e10}, "turning_point_ratio": 0.0108,
     "ceilings_measured": True, "copied_bytes_per_s": {},
 }  # fmt: skip
 
 
-def run(kernel: str, *args: str) -> Result:
-    """`dakrun bench --kernel` with more arguments."""
-    command = ["bench", "--kernel", kernel, *args]
-    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(cli.main, command)
+def run(*args: object) -> Result:
+    """`dakrun bench` with these arguments."""
+    command = ["bench", *map(str, args)]
+    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(main, command)
+
+
+def refused(result: Result, code: int, said: str, hint: str) -> None:
+    """The command ended with an error that contains `said` and a hint that contains `hint`."""
+    assert result.exit_code == code and result.stdout == ""
+    *_, error, advice = result.stderr.splitlines()
+    assert error.startswith("error: ") and said in error
+    assert advice.startswith("hint: ") and hint in advice
+
+
+def check_command(
+    kernel: str,
+    args: tuple[str, ...],
+    wanted: Any,
+    record: Record,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The command with `args` measures the sweep `wanted` and writes the record in every format."""
+
+    def measured(found: Any, profile: Any, **rest: Any) -> Record:
+        assert found == wanted and profile == PROFILE
+        assert rest["command"] == "dakrun bench --ratio '0 5'"
+        return record
+
+    # Neither a GPU nor its kernels are needed to check what the command does with a record.
+    monkeypatch.setattr("dakrun.bench.check_device", lambda _: None)
+    monkeypatch.setattr(f"dakrun.bench.{kernel}.measure_{kernel}", measured)
+    monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--ratio", "0 5"])
+    target = tmp_path / "a.md"
+    asked = ("--kernel", kernel, *args, "--profile", PROFILE.name)
+    shown = run(*asked, "-o", target)
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout.startswith("NVIDIA H200") and record.columns[-2].title[:4] in shown.stdout
+    assert target.read_text(encoding="utf-8") == as_text(record, "md")
+    for format in ("csv", "json"):
+        assert run(*asked, f"--{format}").stdout == as_text(record, format)
 
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are a CPU's; a graph takes 10 ms, and its launches are made once."""
 
     def seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
-        if runs > 2:  # not to find out how long a chain is to be
+        if runs > 2:  # two runs only find the length of a chain
             launch()
         return [1e-2] * runs
 
+    # What only a GPU has: streams, the copy engine and CUDA graphs.
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(tiers, "copy", lambda to, of: to.copy_(of))
-    monkeypatch.setattr(tiers, "BLOCK_BYTES", 2**16)
-    monkeypatch.setattr(chain, "graph_seconds", seconds)
+    monkeypatch.setattr("dakrun.bench.tiers.copy", lambda to, of: to.copy_(of))
+    monkeypatch.setattr("dakrun.bench.tiers.BLOCK_BYTES", 2**16)
+    monkeypatch.setattr("dakrun.probe.chain.graph_seconds", seconds)
 
 
-def without_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Lets `module` measure as if HBM had 4 TB/s, the host 1; where it takes memory, by tier."""
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """HBM has 4 TB/s and the host 1; the result collects the tiers of each allocation."""
     taken: list[list[str]] = []
 
-    def take(sizes: dict[str, int], _: torch.device) -> Any:
+    def allocate(sizes: dict[str, int], _: torch.device) -> Any:
         taken.append(list(sizes))
         return allocate_tiers(sizes, torch.device("cpu"))
 
-    monkeypatch.setattr(
-        module, "measure_ceilings", lambda *_: Ceilings({LOCAL: 4e12, "host": 1e12})
-    )
-    monkeypatch.setattr(module, "head", lambda *values: {"command": values[-1]})
-    monkeypatch.setattr(tiers, "take", take)
+    # What only a GPU has: bandwidths to measure, a name, and memory of its own.
+    ceilings = Ceilings({LOCAL: 4e12, "host": 1e12})
+    monkeypatch.setattr("dakrun.bench.tiers.measure_ceilings", lambda *_: ceilings)
+    monkeypatch.setattr("dakrun.bench.run.head", lambda *values: {"command": values[-1]})
+    monkeypatch.setattr("dakrun.bench.tiers.allocate", allocate)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties",
@@ -74,7 +109,7 @@ def without_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str
 
 
 def check_measured(found: Record, operand: str, times: tuple[str, ...]) -> None:
-    """What holds of any TINY sweep with a share in host memory; `times` are keys of its rows."""
+    """Invariants of any TINY sweep with units in host memory; `times` are keys of its rows."""
     assert found.head["device"] == torch.cuda.get_device_name()
     assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
     for row in found.rows:

@@ -1,43 +1,62 @@
-"""`dakrun bench --kernel attention`: what it measures, what follows from it, what it refuses; and a
-tiny sweep, on a GPU and with kernels that stand in for a GPU's. What it shares with gemm is tested
-in test_bench_gemm.py.
+"""`dakrun bench --kernel attention`: sweeps, cases, rows and errors; and a tiny sweep, on a GPU and
+with kernels that stand in for a GPU's. test_bench_gemm.py tests what all kernels share.
 """
 
 import ctypes
 import dataclasses
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benched import HEAD, PROFILE, TINY, check_measured, on_the_cpu, run, without_a_gpu
-from click.testing import Result
-from dakrun.bench.attention_cases import AttentionCase, attention_cases, slot_bytes
-from dakrun.bench.attention_rows import ATTENTION_COLUMNS, AttentionRow
-from dakrun.bench.cases import buffer_bytes, forecast
-from dakrun.bench.effort import FULL, MIB
+from benched import (
+    HEAD,
+    PROFILE,
+    TINY,
+    check_command,
+    check_measured,
+    on_the_cpu,
+    refused,
+    run,
+    without_a_gpu,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.bench import attention, attention_sweep, tiers
-from dakrun.bench import run as bench_run
-from dakrun.bench.attention_sweep import DEFAULT_SLOTS, AttentionSweep, Slots, parse_slots
-from dakrun.bench.output import Record, as_text
-from dakrun.bench.sweep import TURNING_POINT
-from dakrun.cli import bench_options as options
-from dakrun.cli import main as cli
+from dakrun.bench import (
+    ATTENTION_EFFORT,
+    DEFAULT_SLOTS,
+    FULL,
+    MIB,
+    TURNING_POINT,
+    AttentionCase,
+    AttentionChains,
+    AttentionRow,
+    AttentionSweep,
+    Record,
+    Slots,
+    as_text,
+    attention_sweep,
+    buffer_bytes,
+    columns,
+    forecast,
+    measure_attention,
+    parse_slots,
+    slot_bytes,
+    whole,
+)
+from dakrun.cli import OPTIONS_OF, main
 from dakrun.config import Workload
 from dakrun.errors import UsageError
 from dakrun.geometry import HEAD_DIMS
-from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.hardware import LOCAL
 from dakrun.kernels.attention import config as attention_heuristics
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention import splitk as kernel
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.memory.tiers import allocate_tiers
+from dakrun.memory import allocate_tiers
 from dakrun.models.known import known_model
 from dakrun.plan.planner import Policy, make_plan
 
@@ -47,13 +66,13 @@ def sweep(**asked: Any) -> AttentionSweep:
     defaults = {
         "cases": (), "head_dim": "128", "ratios": ("0",), "remote": "host", "dtype": "float16",
     }  # fmt: skip
-    return attention_sweep.attention_sweep(**{**defaults, **asked})
+    return attention_sweep(**{**defaults, **asked})
 
 
 def case(text: str = "4:8/2:100", units: tuple[int, ...] = (3, 1), **changes: Any) -> AttentionCase:
     slots = parse_slots(text)
     values = {
-        "slots": slots, "head_dim": 64, "asked": 0.25, "units": units,
+        "slots": slots, "head_dim": 64, "requested": 0.25, "units": units,
         "unit_bytes": slot_bytes(slots, 64, "float16"), "launches": 5,
     }  # fmt: skip
     return AttentionCase(**{**values, **changes})
@@ -61,10 +80,14 @@ def case(text: str = "4:8/2:100", units: tuple[int, ...] = (3, 1), **changes: An
 
 def record() -> Record:
     found = AttentionRow(
-        case=case(), samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6, rival_s=5e-6
+        case=case(),
+        samples_s=(1e-6, 2e-6, 3e-6),
+        bound_s=1.5e-6,
+        predicted_s=1.9e-6,
+        baseline_s=5e-6,
     )
     head = HEAD | {"command": "dakrun bench --kernel attention"}
-    return Record(head=head, columns=ATTENTION_COLUMNS, rows=(found.figures(),))
+    return Record(head=head, columns=columns(sweep()), rows=(found.figures(),))
 
 
 @pytest.mark.parametrize("text", ["64:32/8:2048", " 64:32/8:2048 ", "064:32/08:2048"])
@@ -85,12 +108,12 @@ def test_slots_of_different_lengths() -> None:
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
-        *((text, r"is not a case BATCH:HEADS/KV_HEADS:\[SHORTEST-\]LENGTH", "--case 64:32/8:2048")
+        *((text, "is not a case", "--case 64:32/8:2048")
           for text in ("", "64", "64:32:2048", "64:32/8", "64:32/8:", "-1:8/8:64", "1:8/8:6.4",
                        "1:8/8:64:64", "٣:8/8:64", "1x8/8x64", "1:8/8:-64", "1:8/8:1-2-3")),
         *((text, f"a case of {text} is empty", "at least 1")
           for text in ("0:8/8:64", "1:0/8:64", "1:8/0:64", "1:8/8:0", "1:8/8:0-9")),
-        ("1:8/8:9-8", "no length is that long and that short", "1-8192"),
+        ("1:8/8:9-8", "shortest", "1-8192"),
         ("1:9/2:64", "9 query heads for 2 KV heads", "1 to 16 for each"),
         ("1:2/4:64", "2 query heads for 4 KV heads", "1 to 16 for each"),
         ("1:34/2:64", "34 query heads for 2 KV heads", "1 to 16 for each"),
@@ -105,7 +128,7 @@ def test_malformed_slots(text: str, said: str, hint: str) -> None:
 def test_head_sizes_of_the_kernel_are_options() -> None:
     for dim in HEAD_DIMS:
         assert sweep(head_dim=str(dim)).head_dim == dim
-        assert f"{dim}" in run("attention", "--help").stdout
+        assert f"{dim}" in run("--help").stdout
 
 
 def test_a_sweep() -> None:
@@ -141,7 +164,7 @@ def test_bytes_of_a_case() -> None:
 
 def test_bytes_of_slots_of_different_lengths() -> None:
     slots = parse_slots("64:32/8:1-8192")
-    (some,) = attention_cases(sweep(cases=(str(slots),), ratios=("0.25",)), 0.0, TINY, tiers=2)
+    (some,) = sweep(cases=(str(slots),), ratios=("0.25",)).cases(0.0, TINY, tiers=2)
     assert some.units == (48, 16) and some.held_bytes == (48 * 2**25, 16 * 2**25)
     sizes = [length * 8 * 2 * 128 * 2 for length in slots.lengths]
     assert some.tier_bytes == (sum(sizes[:48]), sum(sizes[48:]))
@@ -155,15 +178,15 @@ def test_bytes_of_slots_of_different_lengths() -> None:
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_sets_of_a_case(slots: Slots, dim: int) -> None:
     wanted = sweep(cases=(str(slots),), head_dim=str(dim))
-    (some,) = attention_cases(wanted, 0.0, attention.EFFORT, tiers=1)
+    (some,) = wanted.cases(0.0, ATTENTION_EFFORT, tiers=1)
     assert some.launches >= 4 and some.launches * some.read_bytes > 2 * 2**30
     assert some.launches == 4 or (some.launches - 1) * some.read_bytes <= 2 * 2**30
-    assert some.units == (slots.batch,) and attention.EFFORT.replays == FULL.replays == 7
+    assert some.units == (slots.batch,) and ATTENTION_EFFORT.replays == FULL.replays == 7
 
 
 def test_slots_per_tier() -> None:
     wanted = sweep(cases=("10:8/8:64",), ratios=("0", "0.25", TURNING_POINT, "1"))
-    found = attention_cases(wanted, 0.19, TINY, tiers=2)
+    found = wanted.cases(0.19, TINY, tiers=2)
     assert [some.units for some in found] == [(10, 0), (7, 3), (9, 1), (0, 10)]
 
 
@@ -181,7 +204,7 @@ def test_predictions_are_the_plans(model: str, ratio: float) -> None:
     heads = f"{config.num_heads}/{config.num_kv_heads}"
     dtype: Any = config.dtype
     same = case(f"8:{heads}:1024", tuple(counts), head_dim=config.head_dim)
-    found = forecast(same, same.op(dtype), dtype, PROFILE, ("host",))
+    found = forecast(same, dtype, PROFILE, ("host",))
     assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
     assert found.sms == op.sms
 
@@ -193,14 +216,14 @@ def test_a_row() -> None:
     assert row["kv_bytes"] == case().read_bytes and row["ratio"] == 0.25
     ratios = row["bound_over_time"], row["speedup"], row["spread"]
     assert ratios == pytest.approx((0.75, 2.5, 0.5))
-    assert {column.key for column in ATTENTION_COLUMNS} <= row.keys()
+    assert {column.key for column in record().columns} <= row.keys()
 
 
 def test_forms() -> None:
     *_, titles, _, cells = as_text(record(), "md").rstrip().splitlines()
     assert [text.strip() for text in titles.strip("|").split("|")] == [
-        *("case", "remote", "time us", "spread", "GB/s", "of ceiling", "predicted us", "SDPA us"),
-        "speed-up",
+        *("case", "remote", "time us", "spread", "GB/s", "% ceiling", "predicted us", "SDPA us"),
+        "speedup",
     ]
     assert cells.startswith("| 4:8/2:100 | 25.00% | 2.00 | 50.0% | ")
     (row,) = json.loads(as_text(record(), "json"))["rows"]
@@ -211,62 +234,42 @@ def test_forms() -> None:
 @pytest.mark.parametrize(
     ("args", "code", "said", "hint"),
     [
-        (("--case", "64"), 2, "'64' is not a case", "--case 64:32/8:2048"),
+        (("--case", "64"), 2, "not a case", "--case 64:32/8:2048"),
         (("--case", "1:9/2:64"), 2, "9 query heads for 2 KV heads", "1 to 16"),
-        (("--ratio", "2"), 2, "'2' is not a remote share", "--ratio 0.1"),
-        (("--head-dim", "72"), 2, "'72' is not one of", "--help"),
-        (("--dtype", "float32"), 2, "'float32' is not one of", "--help"),
-        (("-o", "a.txt"), 2, "a.txt: a benchmark is written as", "-o a.csv"),
+        (("--ratio", "2"), 2, "'2' is not an offload ratio", "--ratio 0.1"),
+        (("--head-dim", "72"), 2, "'72'", "--help"),
+        (("--dtype", "float32"), 2, "'float32'", "--help"),
+        (("-o", "a.txt"), 2, "a.txt", "-o a.csv"),
         *((args, 2, f"{args[0]} is an option of --kernel gemm, not of --kernel attention",
            "--head-dim") for args in (("--shape", "8x8"), ("--rows", "8"), ("--ablations",))),
         (("--model", "opt-30b"), 2, "of --kernel gemm and whole models, not of --kernel attention",
          "leave it out"),
         (("-n", "8"), 2, "--rows is an option of --kernel gemm", "--case, --head-dim"),
-        ((), 3, "needs a CUDA GPU", "dakrun doctor"),
+        ((), 3, "CUDA GPU", "dakrun doctor"),
     ],
 )  # fmt: skip
 def test_errors(
     args: tuple[str, ...], code: int, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(run("attention", *args), code, said, hint)
+    refused(run("--kernel", "attention", *args), code, said, hint)
 
 
 @pytest.mark.parametrize("args", [("--case", "1:8/8:64"), ("--head-dim", "128")])
 def test_options_of_the_other_kernel(args: tuple[str, ...]) -> None:
     said = f"{args[0]} is an option of --kernel attention, not of --kernel gemm"
-    refused(run("gemm", *args), 2, said, "--shape, --model, --rows, --ablations")
-
-
-def refused(result: Result, code: int, said: str, hint: str) -> None:
-    assert result.exit_code == code and result.stdout == ""
-    error, advice = result.stderr.splitlines()
-    assert error.startswith("error: ") and said in error
-    assert advice.startswith("hint: ") and hint in advice
+    refused(run("--kernel", "gemm", *args), 2, said, "--shape, --model, --rows, --ablations")
 
 
 def test_every_kernel_has_options_of_its_own() -> None:
-    names = {param.name for param in cli.bench.params}
-    assert all(set(own) <= names for own in options.OWN.values())
+    names = {param.name for param in main.commands["bench"].params}
+    assert all(set(own) <= names for own in OPTIONS_OF.values())
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def measured(found: AttentionSweep, profile: HardwareProfile, **rest: Any) -> Record:
-        assert found == sweep(cases=("64:32/8:2048",), head_dim="80", ratios=("0.5",))
-        assert profile == PROFILE and rest["command"] == "dakrun bench"
-        return record()
-
-    monkeypatch.setattr(bench_run, "check", lambda _: None)
-    monkeypatch.setattr(attention, "measure_attention", measured)
-    monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench"])
-    asked = ("--case", "64:32/8:2048", "--head-dim", "80", "--ratio", "0.5")
-    target = tmp_path / "a.md"
-    shown = run("attention", *asked, "--profile", PROFILE.name, "-o", str(target))
-    assert shown.exit_code == 0, shown.stderr
-    assert shown.stdout.startswith("NVIDIA H200") and "SDPA" in shown.stdout
-    assert target.read_text(encoding="utf-8") == as_text(record(), "md")
-    again = run("attention", *asked, "--profile", PROFILE.name, "--csv")
-    assert again.stdout == as_text(record(), "csv")
+    args = ("--case", "64:32/8:2048", "--head-dim", "80", "--ratio", "0.5")
+    wanted = sweep(cases=("64:32/8:2048",), head_dim="80", ratios=("0.5",))
+    check_command("attention", args, wanted, record(), tmp_path, monkeypatch)
 
 
 Launched = list[tuple[list[int], list[int]]]
@@ -289,7 +292,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         found.append((caches.tolist(), lengths.tolist()))
 
     on_the_cpu(monkeypatch)
-    monkeypatch.setattr(attention, "splitk_flash_attn", attend)
+    monkeypatch.setattr("dakrun.bench.attention.splitk_flash_attn", attend)  # needs a GPU
     return found
 
 
@@ -303,11 +306,11 @@ def test_chains_read_every_slot(
     some = case(text, units)
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with allocate_tiers(sizes, torch.device("cpu")) as memories:
-        buffers = tiers.whole(memories)
-        chains = attention.Chains(buffers, dtype, 132, replays=3)
-        chains.fill()
+        buffers = whole(memories)
+        chains = AttentionChains(buffers, dtype, 132, replays=3)
+        chains.fill(some)
         access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(units)]
-        assert chains.splitk(some, access) == [1e-2 / 5] * 3
+        assert chains.attention(some, access) == [1e-2 / 5] * 3
         # A slot is read once; those of a tier lie side by side from where its buffer begins.
         held = [
             range(start := buffer.data_ptr(), start + 5 * nbytes, some.unit_bytes)
@@ -319,7 +322,7 @@ def test_chains_read_every_slot(
             assert lengths == [length - 1 for length in some.slots.lengths]
             in_tiers = [sum(address in part for address in addresses) for part in held]
             assert in_tiers == list(units)
-        assert chains.sdpa(some) == [1e-2 / 5] * 3
+        assert chains.baseline(some) == [1e-2 / 5] * 3
         assert len(launched) == 5
 
 
@@ -344,9 +347,9 @@ def test_what_torch_reads(launched: Launched, text: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
-    chains = attention.Chains({LOCAL: buffer}, torch.float16, 132, replays=3)
-    chains.fill()
-    chains.sdpa(some)
+    chains = AttentionChains({LOCAL: buffer}, torch.float16, 132, replays=3)
+    chains.fill(some)
+    chains.baseline(some)
     ends = sorted(read)
     assert len(ends) == 2 * some.launches
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
@@ -354,15 +357,15 @@ def test_what_torch_reads(launched: Launched, text: str, monkeypatch: pytest.Mon
 
 
 def test_a_sweep_without_a_gpu(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = without_a_gpu(attention, monkeypatch)
+    taken = without_a_gpu(monkeypatch)
     wanted = sweep(
         cases=("5:8/2:65", "2:4/4:1"), head_dim="80", ratios=("0", TURNING_POINT, "1"),
         dtype="bfloat16",
     )  # fmt: skip
     said: list[str] = []
-    found = attention.measure_attention(
+    found = measure_attention(
         wanted, PROFILE, effort=dataclasses.replace(TINY, chain_bytes=1), command="it",
-        note=said.append,
+        progress=said.append,
     )  # fmt: skip
     assert found.head["command"] == "it" and taken == [[LOCAL, "host"]]
     assert said[0].startswith("measuring 6 cases") and said[1].startswith("5:8/2:65 0.00% remote")
@@ -382,7 +385,7 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
         cases=("3:8/8:100", "4:32/8:1-2048"), ratios=("0", "0.5", TURNING_POINT), dtype="bfloat16"
     )
     taken = torch.cuda.memory_allocated()
-    found = attention.measure_attention(wanted, PROFILE, effort=TINY, command="it", note=print)
+    found = measure_attention(wanted, PROFILE, effort=TINY, command="it", progress=print)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 7
     check_measured(found, "kv", ("sdpa_s", "predicted_s"))
     assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"

@@ -1,5 +1,5 @@
-"""`dakrun bench --kernel gemm`: what it measures, what follows from it, how it is shown, what it
-refuses; and a tiny sweep, on a GPU and with kernels that stand in for a GPU's.
+"""`dakrun bench --kernel gemm`: sweeps, cases, rows, formats and errors; and a tiny sweep, on a GPU
+and with kernels that stand in for a GPU's.
 """
 
 import csv
@@ -7,6 +7,8 @@ import dataclasses
 import io
 import itertools
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,37 +17,65 @@ from typing import Any
 
 import pytest
 import torch
-from benched import HEAD, PROFILE, TINY, check_measured, on_the_cpu, run, without_a_gpu
-from click.testing import CliRunner
+from benched import (
+    HEAD,
+    PROFILE,
+    TINY,
+    check_command,
+    check_measured,
+    on_the_cpu,
+    refused,
+    run,
+    without_a_gpu,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dakrun.bench import gemm, tiers
-from dakrun.bench import run as bench_run
-from dakrun.bench.cases import Forecast, buffer_bytes, forecast, remote_units
-from dakrun.bench.ceilings import Ceilings, link_ring
-from dakrun.bench.effort import FULL, MAX_LAUNCHES, MIB
-from dakrun.bench.gemm_cases import GemmCase
-from dakrun.bench.gemm_rows import GemmRow, gemm_columns
-from dakrun.bench.gemm_sweep import DEFAULT_SHAPES, GemmSweep, Shape, gemm_sweep, parse_shape
-from dakrun.bench.output import Record, as_text, check_target, render, write
-from dakrun.bench.sweep import TURNING_POINT, parse_ratio
-from dakrun.cli import main as cli
+from dakrun.bench import (
+    DEFAULT_SHAPES,
+    FULL,
+    MAX_LAUNCHES,
+    MIB,
+    TURNING_POINT,
+    Ceilings,
+    Forecast,
+    GemmCase,
+    GemmChains,
+    GemmRow,
+    GemmSweep,
+    Record,
+    Shape,
+    allocate,
+    as_text,
+    buffer_bytes,
+    check_output,
+    columns,
+    commit,
+    forecast,
+    gemm_sweep,
+    link_ring,
+    measure_gemm,
+    parse_ratio,
+    parse_shape,
+    remote_units,
+    render,
+    whole,
+    write,
+)
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.geometry import row_block_count
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import LOCAL, HardwareProfile, RemoteTier
+from dakrun.hardware import LOCAL, RemoteTier, load_profile
 from dakrun.kernels.gemm import dispatch as products_of
 from dakrun.kernels.gemm.dispatch import Products
-from dakrun.kernels.gemm.packing import CHUNK, PackedTensor, row_block_bytes
+from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.memory.tiers import allocate_tiers
+from dakrun.memory import allocate_tiers
 from dakrun.models.known import known_model
 from dakrun.plan.planner import Policy, make_plan
-from dakrun.probe import chain
+from dakrun.probe.chain import launch_seconds
 
 PRODUCTS = Products(torch.device("cpu"))
 
@@ -62,7 +92,7 @@ def sweep(**asked: Any) -> GemmSweep:
 def case(row_blocks: tuple[int, ...] = (96, 32), **changes: Any) -> GemmCase:
     rows = 8 * sum(row_blocks)
     values = {
-        "shape": Shape(rows, 1024), "n": 8, "asked": 0.25, "units": row_blocks,
+        "shape": Shape(rows, 1024), "n": 8, "requested": 0.25, "units": row_blocks,
         "unit_bytes": 16 * 1024, "launches": 10,
     }  # fmt: skip
     return GemmCase(**{**values, **changes})
@@ -72,11 +102,10 @@ def record(rows: int = 2, **asked: Any) -> Record:
     wanted = sweep(shapes=("1024x1024",), **asked)
     found = GemmRow(
         case=case(), by="splitk", samples_s=(1e-6, 2e-6, 3e-6), bound_s=1.5e-6, predicted_s=1.9e-6,
-        rival_s=5e-6, alignment_off_s=2.5e-6,
+        baseline_s=5e-6, alignment_off_s=2.5e-6 if wanted.ablations else None,
     )  # fmt: skip
     head = HEAD | {"command": "dakrun bench --kernel gemm -n 8"}
-    figures = found.figures(ablations=wanted.ablations)
-    return Record(head=head, columns=gemm_columns(wanted), rows=(figures,) * rows)
+    return Record(head=head, columns=columns(wanted), rows=(found.figures(),) * rows)
 
 
 @pytest.mark.parametrize("text", ["28672x7168", " 28672X7168 ", "028672x7168"])
@@ -90,9 +119,9 @@ def test_shapes(text: str) -> None:
     [
         *((text, "is not a shape MxK", "--shape 28672x7168")
           for text in ("", "7168", "7168x", "x7168", "7168*7168", "-1x8", "1.5x8", "8x8x8", "٣x8")),
-        ("0x8", "a weight of 0x8 is empty", "at least 1"),
-        ("8x0", "a weight of 8x0 is empty", "at least 1"),
-        ("4096x4100", "takes columns in eights", "4096x4104"),
+        ("0x8", "0x8 is empty", "at least 1"),
+        ("8x0", "8x0 is empty", "at least 1"),
+        ("4096x4100", "multiple of 8", "4096x4104"),
     ],
 )  # fmt: skip
 def test_malformed_shapes(text: str, said: str, hint: str) -> None:
@@ -102,19 +131,10 @@ def test_malformed_shapes(text: str, said: str, hint: str) -> None:
 
 
 def test_pure_parts_start_without_torch() -> None:
-    pure = (
-        *("ceilings", "effort", "gemm_cases", "gemm_rows", "gemm_sweep", "attention_rows"),
-        *("model_limit", "model_plot", "model_rows", "model_sweep", "output", "run"),
-    )
-    modules = ", ".join(f"dakrun.bench.{name}" for name in pure)
-    code = f"import sys, dakrun.cli.bench_options, {modules}; print(*sys.modules)"
+    code = "import sys, dakrun.bench, dakrun.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "numpy", "rich", "transformers"} & set(done.stdout.split())
-
-
-def test_shapes_are_those_that_the_kernel_takes() -> None:
-    assert CHUNK == 8, "Shape refuses other columns than multiples of this"
 
 
 def test_ratios() -> None:
@@ -122,7 +142,7 @@ def test_ratios() -> None:
         *(0.0, 0.05, 1.0), TURNING_POINT,
     ]  # fmt: skip
     for text in ("-0.1", "1.01", "nan", "inf", "5%", "", "turning point"):
-        with pytest.raises(UsageError, match="is not a remote share") as problem:
+        with pytest.raises(UsageError, match="not an offload ratio") as problem:
             parse_ratio(text)
         assert "turning-point" in problem.value.hint
 
@@ -136,7 +156,7 @@ def test_a_sweep() -> None:
 
 
 def gemm_help() -> str:
-    return " ".join(run("gemm", "--help").stdout.split())
+    return " ".join(run("--help").stdout.split())
 
 
 def test_the_shapes_of_a_model() -> None:
@@ -164,7 +184,7 @@ def test_the_remote_tiers() -> None:
     for remote in ("peer", "peer:3", "host,peer"):
         with pytest.raises(UsageError, match="no remote tier"):
             sweep(ratios=("1",), remote=remote).remote_tiers(PROFILE)
-    with pytest.raises(UsageError, match="is of a CPU"):
+    with pytest.raises(UsageError, match="describes a CPU"):
         sweep().remote_tiers(load_profile("cpu"))
 
 
@@ -206,7 +226,7 @@ def test_any_window_has_a_ring(window: int, sms: int) -> None:
 
 
 def test_launches_of_a_chain() -> None:
-    assert FULL.launches(2**31) == FULL.launches(2**40) == FULL.least_launches == 8
+    assert FULL.launches(2**31) == FULL.launches(2**40) == FULL.min_launches == 8
     assert FULL.launches(2**25) * 2**25 > FULL.chain_bytes >= 2**31
     assert FULL.launches(128) == MAX_LAUNCHES
 
@@ -223,7 +243,7 @@ def test_a_case() -> None:
 
 
 def predicted(some: GemmCase, remote: tuple[str, ...], dtype: Any = "float16") -> Forecast:
-    return forecast(some, some.op(dtype), dtype, PROFILE, remote)
+    return forecast(some, dtype, PROFILE, remote)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
@@ -272,8 +292,8 @@ def test_keys_carry_units() -> None:
     }
     row = record(ablations=True).rows[0]
     assert all(key.endswith(("_s", "_bytes")) for key in row.keys() - plain)
-    for columns in (gemm_columns(sweep()), gemm_columns(sweep(model="opt-30b", ablations=True))):
-        assert {column.key for column in columns} <= row.keys()
+    for wanted in (sweep(), sweep(model="opt-30b", ablations=True)):
+        assert {column.key for column in columns(wanted)} <= row.keys()
 
 
 def test_csv() -> None:
@@ -296,10 +316,13 @@ def test_markdown() -> None:
     head, empty, *table, last = as_text(record(ablations=True), "md").split("\n")
     assert empty == last == "" and len(table) == 4
     assert "ceilings: hbm 4,700.0 GB/s, host 51.4 GB/s (turning point 1.08%)" in head
+    for fact in ("NVIDIA H200", "2026-11-21", "driver 580.65.06", "torch 2.11.0", "CUDA 13.0"):
+        assert fact in head
+    assert "dakrun 0.1, commit abc1234;" in head
     assert head.endswith("`dakrun bench --kernel gemm -n 8`")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert len({len(row) for row in cells}) == 1
-    assert cells[0][:5] == ["shape", "N", "by", "remote", "time us"]
+    assert cells[0][:5] == ["shape", "N", "kernel", "remote", "time us"]
     assert cells[2] == [
         *("1024x1024", "8", "splitk", "25.00%", "2.00", "50.0%", "1,049", "75.0%", "1.90", "5.00"),
         *("2.50", "-", "2.50"),
@@ -323,70 +346,84 @@ def test_the_table(width: int) -> None:
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.md"])
 def test_files(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    check_target(path)
+    check_output(path)
     write(record(), path)
     assert path.read_text(encoding="utf-8") == as_text(record(), path.suffix[1:])
 
 
 def test_bad_targets(tmp_path: Path) -> None:
     for path, said in (
-        (tmp_path / "a.txt", "written as .csv, .json or .md"),
-        (tmp_path / "csv", "written as .csv"),
+        (tmp_path / "a.txt", ".csv, .json or .md"),
+        (tmp_path / "csv", ".csv, .json or .md"),
         (tmp_path / "no" / "a.csv", "no such folder"),
     ):
         with pytest.raises(UsageError, match=said):
-            check_target(path)
+            check_output(path)
     (tmp_path / "b.md").mkdir()
     with pytest.raises(UsageError, match="is a folder"):
-        check_target(tmp_path / "b.md")
+        check_output(tmp_path / "b.md")
 
 
 @pytest.mark.parametrize(
     ("args", "code", "said", "hint"),
     [
-        (("--shape", "7168"), 2, "'7168' is not a shape MxK", "--shape 28672x7168"),
-        (("--shape", "8x9"), 2, "takes columns in eights", "8x16"),
-        (("--ratio", "2"), 2, "'2' is not a remote share", "--ratio 0.1"),
-        (("-n", "0"), 2, "0 is not in the range", "dakrun bench --help"),
-        (("--model", "opt-30"), 2, "no such model directory or known name", "opt-30b"),
-        (("--dtype", "float32"), 2, "'float32' is not one of", "--help"),
-        (("-o", "a.txt"), 2, "a.txt: a benchmark is written as", "-o a.csv"),
-        ((), 3, "needs a CUDA GPU", "dakrun doctor"),
+        (("--shape", "7168"), 2, "'7168' is not a shape", "--shape 28672x7168"),
+        (("--shape", "8x9"), 2, "multiple of 8", "8x16"),
+        (("--ratio", "2"), 2, "'2' is not an offload ratio", "--ratio 0.1"),
+        (("-n", "0"), 2, "0", "--help"),
+        (("--model", "opt-30"), 2, "opt-30", "opt-30b"),
+        (("--dtype", "float32"), 2, "'float32'", "--help"),
+        (("-o", "a.txt"), 2, "a.txt", "-o a.csv"),
+        ((), 3, "CUDA GPU", "dakrun doctor"),
     ],
 )
 def test_errors(
     args: tuple[str, ...], code: int, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run("gemm", *args)
-    assert result.exit_code == code and result.stdout == ""
-    error, advice = result.stderr.splitlines()
-    assert error.startswith("error: ") and said in error
-    assert advice.startswith("hint: ") and hint in advice
+    refused(run("--kernel", "gemm", *args), code, said, hint)
 
 
 def test_the_kernel_must_be_named() -> None:
-    result = CliRunner().invoke(cli.main, ["bench"])
-    assert result.exit_code == 2 and "--kernel" in result.stderr
+    refused(run(), 2, "a kernel or a model", "--kernel")
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def measured(found: GemmSweep, profile: HardwareProfile, **rest: Any) -> Record:
-        assert (found.rows, found.ratios) == ((8,), (0.0, TURNING_POINT))
-        assert profile == PROFILE and rest["command"] == "dakrun bench -n 8"
-        return record()
+    args = ("-n", "8", "--ratio", "0", "--ratio", TURNING_POINT)
+    wanted = sweep(rows=(8,), ratios=("0", TURNING_POINT))
+    check_command("gemm", args, wanted, record(), tmp_path, monkeypatch)
 
-    monkeypatch.setattr(bench_run, "check", lambda _: None)
-    monkeypatch.setattr(gemm, "measure_gemm", measured)
-    monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "-n", "8"])
-    asked = ("-n", "8", "--ratio", "0", "--ratio", TURNING_POINT, "--profile", PROFILE.name)
-    target = tmp_path / "a.md"
-    shown = run("gemm", *asked, "-o", str(target))
-    assert shown.exit_code == 0, shown.stderr
-    assert shown.stdout.startswith("NVIDIA H200") and "cuBLAS" in shown.stdout
-    assert target.read_text(encoding="utf-8") == as_text(record(), "md")
-    assert run("gemm", *asked, "--csv").stdout == as_text(record(), "csv")
-    assert run("gemm", *asked, "--json").stdout == as_text(record(), "json")
+
+def test_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DAKRUN_COMMIT", raising=False)
+    assert commit(tmp_path) is None, "an installed package"
+    if shutil.which("git"):
+        for who in ("AUTHOR", "COMMITTER"):
+            monkeypatch.setenv(f"GIT_{who}_NAME", "x")
+            monkeypatch.setenv(f"GIT_{who}_EMAIL", "x@example.com")
+
+        def git(*args: str) -> str:
+            run = subprocess.run(
+                ["git", *args], cwd=tmp_path, capture_output=True, text=True, check=True
+            )
+            return run.stdout.strip()
+
+        file = tmp_path / "file"
+        file.write_text("one")
+        git("init")
+        git("add", "file")
+        git("commit", "-m", "one")
+        short = git("rev-parse", "--short", "HEAD")
+        git("tag", "v1")
+        assert commit(tmp_path) == short
+        (tmp_path / "results.md").write_text("new")
+        assert commit(tmp_path) == short, "a new file is no change"
+        file.write_text("two")
+        assert commit(tmp_path) == f"{short}-dirty"
+        monkeypatch.setenv("PATH", os.devnull)
+        assert commit(tmp_path) is None, "no git"
+    monkeypatch.setenv("DAKRUN_COMMIT", "abc1234")
+    assert commit(tmp_path) == "abc1234"
 
 
 @pytest.fixture
@@ -404,10 +441,15 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.splits == tuple(part.split for part in weight.parts)
         out.copy_(x.float() @ weight.dense().float().T)
 
+    # A kernel, the SMs that it runs on, and the choice of kernels for a GPU.
     on_the_cpu(monkeypatch)
     monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", multiply)
     monkeypatch.setattr(products_of, "sm_count", lambda _: 132)
-    monkeypatch.setattr(gemm, "Products", lambda _: PRODUCTS)
+    monkeypatch.setattr("dakrun.bench.gemm.Products", lambda _: PRODUCTS)
+
+
+def new_chains(buffers: dict[str, torch.Tensor]) -> GemmChains:
+    return GemmChains(buffers, torch.float16, 132, 3, products=PRODUCTS, ablations=False)
 
 
 @pytest.mark.parametrize(("once", "rounds"), [(1e-2, 1), (4e-3, 1), (1e-3, 4), (3e-3, 2)])
@@ -415,13 +457,13 @@ def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPat
     seen: list[int] = []
 
     def seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
-        assert new == (runs == 2), "to find out how long a chain is to be"
+        assert new == (runs == 2), "two runs only find the length of a chain"
         seen.clear()
         launch()
         return [once * len(seen) / 3] * runs
 
-    monkeypatch.setattr(chain, "graph_seconds", seconds)
-    found = chain.launch_seconds(seen.append, 3, replays=5)
+    monkeypatch.setattr("dakrun.probe.chain.graph_seconds", seconds)  # needs a GPU
+    found = launch_seconds(seen.append, 3, replays=5)
     assert found == pytest.approx([once / 3] * 5)
     assert seen == [0, 1, 2] * rounds
 
@@ -434,39 +476,39 @@ def test_chains_read_every_weight(cpu: None, row_blocks: tuple[int, ...], aligne
     assert row_block_count(100) == 13
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with allocate_tiers(sizes, torch.device("cpu")) as memories:
-        buffers = tiers.whole(memories)
-        chains = gemm.Chains(buffers, torch.float16, 132, 3, PRODUCTS)
-        chains.fill(200)
+        buffers = whole(memories)
+        chains = new_chains(buffers)
+        chains.fill(some)
         weights = [buffer.view(torch.float16).float() for buffer in buffers.values()]
         assert all(w.std() == pytest.approx(200**-0.5, rel=0.05) for w in weights if len(w))
         access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(row_blocks)]
-        assert chains.product(some, access, aligned=aligned) == ([1e-2 / 4] * 3, "splitk")
-        assert chains.cublas(some) == [1e-2 / 4] * 3
+        assert chains.products(some, access, aligned=aligned) == ([1e-2 / 4] * 3, "splitk")
+        assert chains.baseline(some) == [1e-2 / 4] * 3
 
 
 def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
     some = case((2,), shape=Shape(16, 16), n=2, unit_bytes=row_block_bytes(16), launches=5)
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
-    chains = gemm.Chains({LOCAL: buffer}, torch.float16, 132, 3, PRODUCTS)
+    chains = new_chains({LOCAL: buffer})
     ends: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    chains._seconds(some, lambda number, x, out: ends.append((number, x, out)))
+    chains.seconds(some, lambda number, x, out: ends.append((number, x, out)))
     assert [number for number, *_ in ends] == [0, 1, 2, 3, 4]
     for (_, x, out), (_, after, _) in itertools.pairwise(ends):
         assert out.data_ptr() == after.data_ptr() != x.data_ptr()
 
 
 def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = without_a_gpu(gemm, monkeypatch)
+    taken = without_a_gpu(monkeypatch)
     compiled: list[tuple[str, dict[str, int]]] = []
-    monkeypatch.setattr(gemm, "architecture", lambda _: "sm_90a")
-    monkeypatch.setattr(gemm, "compile_ahead", lambda some, _: compiled.extend(some))
+    monkeypatch.setattr("dakrun.bench.gemm.architecture", lambda _: "sm_90a")
+    monkeypatch.setattr("dakrun.bench.gemm.compile_ahead", lambda some, _: compiled.extend(some))
     wanted = sweep(
         shapes=("160x64", "64x160"), rows=(1, 8), ratios=("0", TURNING_POINT, "1"), ablations=True
     )
     said: list[str] = []
-    found = gemm.measure_gemm(
+    found = measure_gemm(
         wanted, PROFILE, effort=dataclasses.replace(TINY, chain_bytes=1), command="it",
-        note=said.append,
+        progress=said.append,
     )  # fmt: skip
     assert found.head["command"] == "it" and taken == [[LOCAL, "host"]] and len(said) == 1 + 12
     assert compiled == list(PRODUCTS.variants((1, 8), torch.float16)), (
@@ -484,7 +526,7 @@ def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("sizes", "said"),
-    [({LOCAL: 2**40}, "the benchmark needs 1.00 TiB of GPU 0"), ({"host": 2**60}, "host memory")],
+    [({LOCAL: 2**40}, "1.00 TiB of GPU 0"), ({"host": 2**60}, "host memory")],
 )
 def test_too_little_memory(
     sizes: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
@@ -493,7 +535,7 @@ def test_too_little_memory(
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**37, 2**37))
     with pytest.raises(CannotRun, match=said) as problem:
-        tiers.take(sizes, torch.device("cuda", 0))
+        allocate(sizes, torch.device("cuda", 0))
     assert "smaller shapes" in problem.value.hint
 
 
@@ -504,7 +546,7 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
         ablations=True, dtype="bfloat16",
     )  # fmt: skip
     taken = torch.cuda.memory_allocated()
-    found = gemm.measure_gemm(wanted, PROFILE, effort=TINY, command="it", note=print)
+    found = measure_gemm(wanted, PROFILE, effort=TINY, command="it", progress=print)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 19
     check_measured(found, "weight", ("cublas_s", "alignment_off_s", "predicted_s"))
     assert all((row["window_off_s"] is None) == (row["ratio"] == 0) for row in found.rows)
@@ -520,11 +562,13 @@ def test_activations_stay_finite() -> None:
     some = case((32, 32), shape=Shape(512, 512), unit_bytes=row_block_bytes(512), launches=100)
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=True))
     ends: list[torch.Tensor] = []
-    with tiers.take(sizes, torch.device("cuda", torch.cuda.current_device())) as memories:
+    with allocate(sizes, torch.device("cuda", torch.cuda.current_device())) as memories:
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         products = Products(torch.device("cuda", torch.cuda.current_device()))
-        chains = gemm.Chains(tiers.whole(memories), torch.float16, sms, 3, products)
-        chains.fill(512)
+        chains = GemmChains(
+            whole(memories), torch.float16, sms, 3, products=products, ablations=False
+        )
+        chains.fill(some)
         patch = pytest.MonkeyPatch()
         with patch.context() as patched:
 
@@ -533,7 +577,7 @@ def test_activations_stay_finite() -> None:
                 return splitk_gemm(x, *rest, **options)
 
             patched.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", keeping)
-            chains.product(some, [TierAccess(), TierAccess(8, 256 * 1024)])
+            chains.products(some, [TierAccess(), TierAccess(8, 256 * 1024)])
         torch.cuda.synchronize()
         for end in ends[-2:]:
             assert torch.isfinite(end).all() and 1e-3 < end.float().std() < 1e3

@@ -1,5 +1,5 @@
-"""`dakrun bench --model`: what it measures, what follows from it, how it is shown and drawn, and
-what it refuses; and small models, on the CPU and on a GPU.
+"""`dakrun bench --model`: sweeps, limits, rows, formats, pictures and errors; and small models, on
+the CPU and on a GPU.
 """
 
 import csv
@@ -14,24 +14,35 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from click.testing import CliRunner, Result
+from benched import HEAD, refused, run
 from peers import readable_peer, with_peers
 from rich.console import Console
 
-from dakrun.bench import model as bench
-from dakrun.bench import rival
-from dakrun.bench import run as bench_run
-from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.model_limit import limit_s, measured_links
-from dakrun.bench.model_plot import draw, ideal_s, lines
-from dakrun.bench.model_rows import ModelRow, Run, failed_row, measured_row, model_columns
-from dakrun.bench.model_sweep import ModelSweep, Point, model_sweep
-from dakrun.bench.output import Record, as_text, render
-from dakrun.cli import main as cli
+from dakrun.bench import (
+    ROUNDS,
+    Ceilings,
+    ModelRow,
+    ModelSweep,
+    Point,
+    Record,
+    Run,
+    as_text,
+    draw,
+    failed_row,
+    ideal_s,
+    limit_s,
+    lines,
+    measure_model,
+    measured_links,
+    measured_row,
+    model_columns,
+    model_sweep,
+    render,
+    requests,
+)
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import LOCAL
+from dakrun.hardware import LOCAL, load_profile
 from dakrun.llm import LLM
 from dakrun.models.known import known_model
 from dakrun.plan.planner import Plan, Policy, make_plan
@@ -76,21 +87,13 @@ def row(point: Point = POINT, **changes: Any) -> ModelRow:
 
 
 def record(*rows: ModelRow) -> Record:
-    head = {
+    head = HEAD | {
         "model": "opt-6.7b", "load_format": "dummy", "prompt_tokens": 32, "new_tokens": 16,
-        "device": "NVIDIA H200", "date": "2026-11-21", "driver": "580.65.06", "torch": "2.11.0",
-        "cuda": "13.0", "dakrun": "0.1", "dtype": "float16", "profile": "mine",
-        "ceilings_bytes_per_s": RATES.rates, "turning_point_ratio": 0.0108,
-        "ceilings_measured": True, "copied_bytes_per_s": RATES.copied,
+        "ceilings_bytes_per_s": RATES.rates, "copied_bytes_per_s": RATES.copied,
         "command": "dakrun bench --model opt-6.7b",
     }  # fmt: skip
     figures = tuple(row.figures for row in rows)
     return Record(head=head, columns=model_columns(sweep()), rows=figures)
-
-
-def run(*args: object) -> Result:
-    command = ["bench", *map(str, args)]
-    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(cli.main, command)
 
 
 def test_a_sweep() -> None:
@@ -111,11 +114,11 @@ def test_the_policy_of_a_point() -> None:
     assert free.policy(common) == Policy(remote=("host", "peer:1"), hbm_budget=5)
     fixed = Point(batch_size=1, ratio=0.0, transport="staged")
     assert fixed.policy(Policy()) == Policy(offload_ratio=0.0, transport="staged")
-    assert str(free) == "batch 1, a planned share remote, auto"
+    assert str(free) == "batch 1, planned ratio remote, auto"
     assert str(fixed) == "batch 1, 0.00% remote, staged"
 
 
-def test_strategies_are_told_apart() -> None:
+def test_strategies_are_distinguished() -> None:
     both = sweep(ratios=("0.3",), strategies=("greedy", "uniform", "greedy"))
     greedy, uniform = both.points()
     assert uniform.policy(both.policy) == Policy(offload_ratio=0.3, strategy="uniform")
@@ -260,7 +263,7 @@ def test_a_cpus_head() -> None:
     cpu = Record({**shown.head, **changed}, shown.columns, shown.rows)
     line = as_text(cpu, "md").splitlines()[0]
     assert line.startswith("opt-6.7b, 32 + 16 tokens; NVIDIA H200, 2026-11-21; torch 2.11.0, dak")
-    assert "; ceilings by the profile: hbm 12.0 GB/s; predicted" in line
+    assert "; ceilings from the profile: hbm 12.0 GB/s; predicted" in line
 
 
 def test_lines() -> None:
@@ -297,30 +300,30 @@ def png_width(path: Path) -> int:
 
 
 def test_requests() -> None:
-    found = bench.requests(sweep(prompt_len=5), 3, 7)
+    found = requests(sweep(prompt_len=5), 3, 7)
     assert len({request.prompt_ids for request in found}) == len(found) == 3
     assert {len(request.prompt_ids) for request in found} == {5}
     assert all(r.params.max_tokens == 7 and r.params.ignore_eos for r in found)
-    assert found == bench.requests(sweep(prompt_len=5), 3, 7)
+    assert found == requests(sweep(prompt_len=5), 3, 7)
 
 
 @pytest.mark.parametrize(
     ("args", "said", "hint"),
     [
-        ((), "neither a kernel nor a model", "--kernel gemm"),
-        (("--model", "opt-30b"), "names an architecture", "--load-format dummy"),
-        (("--model", "opt-30"), "no such model directory or known name", "opt-30b"),
-        (("--ratio", "2"), "'2' is not a remote share", "or auto"),
-        (("--ratio", "turning-point"), "'turning-point' is not a remote share", "or auto"),
-        (("--transport", "both"), "'both' is not one of", "--help"),
-        (("--batch-size", "0"), "0 is not in the range", "--help"),
-        (("--new-tokens", "2"), "2 is not in the range", "--help"),
-        (("--prompt-len", "2017"), "are beyond the 2048 positions", "lower --prompt-len"),
-        (("--remote", "peer"), "no remote tier 'peer'", "host"),
-        (("--profile", "h200-pcie5"), "is of a GPU, and none can be used", "--profile auto"),
-        (("--profile", "none"), "no profile 'none'", "h200-pcie5"),
-        (("-o", "a.txt"), "a.txt: a benchmark is written as", "-o a.csv"),
-        (("--plot", "a.jpg"), "a.jpg: a picture is a .png file", "--plot a.png"),
+        ((), "a kernel or a model", "--kernel gemm"),
+        (("--model", "opt-30b"), "architecture", "--load-format dummy"),
+        (("--model", "opt-30"), "opt-30", "opt-30b"),
+        (("--ratio", "2"), "'2' is not an offload ratio", "or auto"),
+        (("--ratio", "turning-point"), "'turning-point' is not an offload ratio", "or auto"),
+        (("--transport", "both"), "'both'", "--help"),
+        (("--batch-size", "0"), "0", "--help"),
+        (("--new-tokens", "2"), "2", "--help"),
+        (("--prompt-len", "2017"), "2048 positions", "lower --prompt-len"),
+        (("--remote", "peer"), "'peer'", "host"),
+        (("--profile", "h200-pcie5"), "describes a GPU", "--profile auto"),
+        (("--profile", "none"), "'none'", "h200-pcie5"),
+        (("-o", "a.txt"), "a.txt", "-o a.csv"),
+        (("--plot", "a.jpg"), "a.jpg", "--plot a.png"),
         (("--shape", "8x8"), "--shape is an option of --kernel gemm", "--batch-size"),
         (("--kernel", "gemm", "--plot", "a.png"), "--plot is an option of whole models", "--shape"),
         (("--kernel", "attention", "--model", "opt-30b"), "gemm and whole models", "--case"),
@@ -332,11 +335,7 @@ def test_errors(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     known = ("--model", "opt-6.7b", "--load-format", "dummy", "--profile", "cpu")
     named = not args or "--model" in args or "--kernel" in args
-    result = run(*args) if named else run(*known, *args)
-    assert result.exit_code == 2 and result.stdout == ""
-    *_, error, advice = result.stderr.splitlines()
-    assert error.startswith("error: ") and said in error
-    assert advice.startswith("hint: ") and hint in advice
+    refused(run(*args) if named else run(*known, *args), 2, said, hint)
 
 
 class Fussy(LLM):
@@ -359,8 +358,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
     """Options for a tiny model on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench, "LLM", Fussy)
-    monkeypatch.setattr(bench, "ROUNDS", 2)
+    # An LLM that fails on request, and fewer rounds.
+    monkeypatch.setattr("dakrun.bench.model.LLM", Fussy)
+    monkeypatch.setattr("dakrun.bench.model.ROUNDS", 2)
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--model", NAME])
     return ("--model", path, "--profile", "cpu", "--prompt-len", 4, "--new-tokens", 5)
 
@@ -408,8 +408,9 @@ def test_the_rival(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) ->
             raise torch.OutOfMemoryError
         return 3.0
 
-    monkeypatch.setattr(rival, "rival_step_s", seconds)
-    monkeypatch.setattr(bench_run, "check", lambda _: None)
+    # A rival runs on GPUs alone.
+    monkeypatch.setattr("dakrun.bench.rival.rival_step_s", seconds)
+    monkeypatch.setattr("dakrun.bench.check_device", lambda _: None)
     points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.5)
     result = run(*tiny, *points, "--rival", "transformers", "--json")
     assert result.exit_code == 0, result.stderr
@@ -420,14 +421,11 @@ def test_the_rival(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_rival_needs_a_gpu(tiny: tuple[object, ...]) -> None:
-    result = run(*tiny, "--rival", "transformers")
-    assert result.exit_code == 3 and "needs a CUDA GPU" in result.stderr
+    refused(run(*tiny, "--rival", "transformers"), 3, "CUDA GPU", "dakrun doctor")
 
 
 def test_nothing_that_can_run(tiny: tuple[object, ...]) -> None:
-    result = run(*tiny, "--batch-size", 3)
-    assert result.exit_code == 3 and result.stdout == ""
-    assert result.stderr.splitlines()[-2:] == ["error: 3 are too many", "hint: take fewer"]
+    refused(run(*tiny, "--batch-size", 3), 3, "3 are too many", "take fewer")
 
 
 def test_what_was_measured_is_kept(tiny: tuple[object, ...], tmp_path: Path) -> None:
@@ -445,9 +443,8 @@ def test_memory_that_runs_out(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(bench, "LLM", fail)
-    result = run(*tiny)
-    assert result.exit_code == 3 and "error: memory ran out: no more\nhint: choose" in result.stderr
+    monkeypatch.setattr("dakrun.bench.model.LLM", fail)  # an LLM that is too large
+    refused(run(*tiny), 3, "memory ran out: no more", "smaller batches")
 
 
 @pytest.mark.gpu
@@ -457,7 +454,7 @@ def test_a_small_model_on_two_gpus() -> None:
         model="opt-125m", batch_sizes=(2,), ratios=("0.5", "auto"), remote="host,peer",
         transports=("direct", "staged"), prompt_len=8, new_tokens=9, peer_budget=60 * 2**20,
     )  # fmt: skip
-    *_, found = bench.measure_model(wanted, with_peers(peer), command="it", note=print)
+    *_, found = measure_model(wanted, with_peers(peer), command="it", progress=print)
     tiers = [LOCAL, "host", f"peer:{peer}"]
     assert list(found.head["ceilings_bytes_per_s"]) == tiers
     assert list(found.head["copied_bytes_per_s"]) == tiers[1:]
@@ -472,10 +469,10 @@ def test_a_small_model_on_a_gpu() -> None:
         model="opt-125m", batch_sizes=(2,), ratios=("0", "0.5"), transports=("direct", "staged"),
         prompt_len=8, new_tokens=9,
     )  # fmt: skip
-    *_, found = bench.measure_model(wanted, H200, command="it", note=print)
+    *_, found = measure_model(wanted, H200, command="it", progress=print)
     assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
     assert found.head["copied_bytes_per_s"]["host"] > 0
     assert [row["problem"] for row in found.rows] == [None] * 4
     for row in found.rows:
-        assert row["steps"] == bench.ROUNDS * 8 and row["gap_s"] is not None
+        assert row["steps"] == ROUNDS * 8 and row["gap_s"] is not None
         assert 0 < row["limit_over_time"] < 1.2 and row["gpu_bytes"] > 0

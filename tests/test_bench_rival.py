@@ -7,8 +7,7 @@ import pytest
 import tiny_models
 import torch
 
-from dakrun.bench import rival
-from dakrun.bench.rival import Step, rival_step_s, transformers_config
+from dakrun.bench import Step, rival_step_s, transformers_config
 from dakrun.config import ModelConfig
 from dakrun.models.hf_config import parse_model_config
 from dakrun.models.known import known_model, known_names
@@ -40,13 +39,13 @@ def test_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("new_tokens", [3, 32])
-def test_a_time(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_median_of_all_steps(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(launch: Callable[[], None], runs: int) -> list[float]:
         for _ in range(3 * runs + 2):
             launch()
         return [0.1, 0.3, 0.2]
 
-    monkeypatch.setattr(rival, "graph_seconds", seconds)
+    monkeypatch.setattr("dakrun.bench.rival.graph_seconds", seconds)  # needs a GPU
     config = replace(tiny("llama-gqa3-tied"), dtype="bfloat16")
     found = rival_step_s(
         config, batch_size=2, prompt_len=5, new_tokens=new_tokens, device=torch.device("cpu")

@@ -1,27 +1,32 @@
-"""What `dakrun bench --kernel attention` is asked to measure: batches of slots, remote shares.
+"""`dakrun bench --kernel attention`: batches of slots and offload ratios, and their cases.
 
-Knows how users write them; needs no GPU and no torch.
+Parses the command line's values; needs no GPU and no torch.
 """
 
+import itertools
 import random
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from dakrun.bench.sweep import BenchDtype, Sweep, parse_ratios
+from dakrun.bench.ceilings import Effort
+from dakrun.bench.sweep import BenchDtype, Case, Sweep, parse_ratios, units_by_tier
+from dakrun.config import DTYPE_BYTES
 from dakrun.errors import UsageError
+from dakrun.geometry import KV_BLOCK, MAX_GROUP_HEADS
+from dakrun.plan.ops import Op, attention_op
+from dakrun.units import ceil_div
 
-MAX_GROUP = 16  # query heads of a KV head that the kernel takes
-HEAD_DIMS = (64, 80, 96, 128)  # that there are kernels for
-AS_IN = "as in --case 64:32/8:2048"
+EXAMPLE = "as in --case 64:32/8:2048"
 
 
 @dataclass(frozen=True)
 class Slots:
-    """`batch` slots, in each of which a new token is the last of `length` positions.
+    """`batch` slots of `length` positions each, the last of which is a new token.
 
-    `heads` query heads attend to the keys and values of `kv_heads`, evenly shared. Where there is a
-    `shortest`, slots are of different lengths, up to `length`.
+    `heads` query heads attend to `kv_heads` KV heads in equal groups. With `shortest`, the slots'
+    lengths are drawn uniformly from `shortest` to `length`.
     """
 
     batch: int
@@ -32,26 +37,30 @@ class Slots:
 
     def __post_init__(self) -> None:
         if min(self.batch, self.heads, self.kv_heads, *self._range) < 1:
-            raise UsageError(f"a case of {self} is empty", hint=f"all are at least 1, {AS_IN}")
-        if self.heads % self.kv_heads or self.heads > MAX_GROUP * self.kv_heads:
+            raise UsageError(
+                f"a case of {self} is empty", hint=f"all numbers are at least 1, {EXAMPLE}"
+            )
+        if self.heads % self.kv_heads or self.heads > MAX_GROUP_HEADS * self.kv_heads:
             raise UsageError(
                 f"a case of {self}: {self.heads} query heads for {self.kv_heads} KV heads",
-                hint=f"the kernel takes 1 to {MAX_GROUP} for each, {AS_IN}",
+                hint=f"the kernel supports 1 to {MAX_GROUP_HEADS} for each, {EXAMPLE}",
             )
         if self._range[0] > self.length:
             raise UsageError(
-                f"a case of {self}: no length is that long and that short",
+                f"a case of {self}: the shortest length is above the longest",
                 hint="write the shortest first, as in --case 64:32/8:1-8192",
             )
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The positions of each slot: between the shortest and `length` all are as likely.
-
-        They are the same each time.
-        """
+        """Positions of each slot; drawn with a fixed seed."""
         draw = random.Random(0)
         return tuple(draw.randint(*self._range) for _ in range(self.batch))
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of a slot of `length` positions."""
+        return ceil_div(self.length, KV_BLOCK)
 
     @property
     def _range(self) -> tuple[int, int]:
@@ -62,7 +71,7 @@ class Slots:
         return f"{self.batch}:{self.heads}/{self.kv_heads}:{lengths}"
 
 
-# Few and many slots; OPT-30B's heads, Llama's with and without groups; from a block to long ones.
+# Few and many slots; OPT-30B's heads, Llama's with and without groups; one block to long contexts.
 DEFAULT_SLOTS = (
     *(Slots(8, 56, 56, 1056), Slots(128, 56, 56, 544), Slots(512, 32, 32, 512)),
     *(Slots(64, 32, 8, 2048), Slots(64, 32, 8, 8192), Slots(16, 64, 8, 8192)),
@@ -72,11 +81,63 @@ DEFAULT_SLOTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSweep(Sweep):
-    """All `slots` with every remote share."""
+class AttentionCase(Case):
+    """One decode step of `slots`; the units are slots, each with room for the longest."""
 
+    slots: Slots
+    head_dim: int
+
+    @property
+    def label(self) -> str:
+        return str(self.slots)
+
+    @property
+    def tier_bytes(self) -> tuple[int, ...]:
+        """Bytes of KV that a launch reads from each tier, the new tokens' included."""
+        position = self.unit_bytes // (self.slots.blocks * KV_BLOCK)
+        lengths = iter(self.slots.lengths)
+        return tuple(position * sum(itertools.islice(lengths, count)) for count in self.units)
+
+    def op(self, dtype: BenchDtype) -> Op:
+        """The planner's op, for slots of the mean length; its bytes have no padding."""
+        slots = self.slots
+        return attention_op(
+            (slots.heads, slots.kv_heads),
+            self.head_dim,
+            n=slots.batch,
+            length=statistics.fmean(slots.lengths),
+            positions=slots.blocks * KV_BLOCK,
+            element_bytes=DTYPE_BYTES[dtype],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSweep(Sweep):
+    """All `slots` with every offload ratio."""
+
+    kernel = "attention"
+    operand = "KV"
     slots: tuple[Slots, ...]
     head_dim: int
+
+    def cases(self, turning_point: float, effort: Effort, *, tiers: int) -> Iterator[AttentionCase]:
+        """The cases by batch of slots and ratio."""
+        for slots, requested in itertools.product(self.slots, self.ratios):
+            once = AttentionCase(
+                slots=slots,
+                head_dim=self.head_dim,
+                requested=requested,
+                units=units_by_tier(slots.batch, requested, turning_point, tiers=tiers),
+                unit_bytes=slot_bytes(slots, self.head_dim, self.dtype),
+                launches=1,
+            )
+            yield replace(once, launches=effort.launches(once.read_bytes))
+
+
+def slot_bytes(slots: Slots, head_dim: int, dtype: BenchDtype) -> int:
+    """Bytes of a slot: keys and values of whole blocks, the new token's included."""
+    blocks = slots.kv_heads * slots.blocks
+    return blocks * 2 * KV_BLOCK * head_dim * DTYPE_BYTES[dtype]
 
 
 def attention_sweep(
@@ -87,9 +148,9 @@ def attention_sweep(
     remote: str,
     dtype: BenchDtype,
 ) -> AttentionSweep:
-    """What the command line asks for: its cases, or else DEFAULT_SLOTS.
+    """The sweep of the command line's options: its cases, or DEFAULT_SLOTS.
 
-    Raises UsageError where something of it is malformed.
+    Raises UsageError if an option is malformed.
     """
     return AttentionSweep(
         slots=tuple(dict.fromkeys(map(parse_slots, cases))) or DEFAULT_SLOTS,
@@ -106,7 +167,7 @@ def parse_slots(text: str) -> Slots:
     if match is None:
         raise UsageError(
             f"{text!r} is not a case BATCH:HEADS/KV_HEADS:[SHORTEST-]LENGTH",
-            hint=f"write slots, query heads, KV heads and positions, {AS_IN}",
+            hint=f"write slots, query heads, KV heads and positions, {EXAMPLE}",
         )
     *sizes, shortest, length = match.groups()
     batch, heads, kv_heads = map(int, sizes)

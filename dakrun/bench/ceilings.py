@@ -1,23 +1,60 @@
-"""What the memories allow: rates measured in the run that they are compared with.
+"""How much a benchmark measures, and the ceilings: the bandwidths that its times are compared with.
 
-Pure arithmetic; tiers.py measures.
+Pure choices and arithmetic; tiers.py measures.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dakrun.hardware.profile import LOCAL, RemoteTier
+from dakrun.hardware import LOCAL, RemoteTier
 from dakrun.probe.effort import KIB, Ring, ring_for
 
+MIB, GIB = 2**20, 2**30
+MAX_LAUNCHES = 16_384  # of a chain, however small the operands
+
 HBM_RING: Ring = (16 * KIB, 12)
-LINK_BYTES = 2 * KIB, 128 * KIB  # in flight on an SM: what there are rings for
+MIN_IN_FLIGHT, MAX_IN_FLIGHT = 2 * KIB, 128 * KIB  # bytes of an SM for which ring_for has a ring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Sizes and repetitions of a benchmark.
+
+    Ceilings: `hbm_bytes` and `remote_bytes` of random data are read for `seconds`, `readings`
+    times. Chains: every launch reads its own operand; a chain has at least `min_launches`, whose
+    operands exceed `chain_bytes` in total, and is replayed `replays` times.
+    """
+
+    hbm_bytes: int
+    remote_bytes: int
+    seconds: float
+    readings: int
+    chain_bytes: int
+    min_launches: int
+    replays: int
+
+    def launches(self, operand_bytes: int) -> int:
+        """Launches of a chain whose operands have `operand_bytes` each."""
+        wanted = max(self.min_launches, self.chain_bytes // operand_bytes + 1)
+        return min(wanted, MAX_LAUNCHES)
+
+
+FULL = Effort(
+    hbm_bytes=4 * GIB,
+    remote_bytes=GIB,
+    seconds=0.02,
+    readings=5,
+    chain_bytes=2 * GIB,
+    min_launches=8,
+    replays=7,
+)
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes/s that each tier in use delivers alone, HBM first.
+    """Bytes/s of each tier read alone, HBM first.
 
-    `copied` is what the copy engine brings of each remote tier, where that was measured.
+    `copied` holds the copy engine's bytes/s from each remote tier, if that was measured.
     """
 
     rates: Mapping[str, float]
@@ -25,20 +62,19 @@ class Ceilings:
 
     @property
     def turning_point(self) -> float:
-        """The remote share at which all tiers take the same time."""
+        """The offload ratio at which all tiers take the same time."""
         total = sum(self.rates.values())
         return (total - self.rates[LOCAL]) / total
 
     def seconds(self, tier_bytes: Sequence[int]) -> float:
-        """Seconds that reading so many bytes of each tier takes at least."""
+        """Lower bound in seconds for reading `tier_bytes` from the tiers at once."""
         rates = self.rates.values()
         return max(n / rate for n, rate in zip(tier_bytes, rates, strict=True))
 
 
 def link_ring(tier: RemoteTier) -> Ring:
-    """Chunk and stages with which its SMs keep a tier's window, or little less, in flight."""
-    least, most = LINK_BYTES
-    per_sm = min(max(tier.window_bytes // tier.sms, least), most)
+    """The largest ring for which all SMs of `tier` together stay within its window."""
+    per_sm = min(max(tier.window_bytes // tier.sms, MIN_IN_FLIGHT), MAX_IN_FLIGHT)
     ring = ring_for(1 << per_sm.bit_length() - 1)
     assert ring is not None
     return ring

@@ -1,49 +1,41 @@
-"""Products X W^T beside their ceilings and cuBLAS: `dakrun bench --kernel gemm`.
+"""Products X W^T compared with their ceilings and cuBLAS: `dakrun bench --kernel gemm`.
 
-The ceilings come first, in the same process: bulk copies of random bytes into shared memory, from
-HBM by all SMs and from the remote tier by the profile's SMs within its window, medians of five.
-Then a CUDA graph is made for every case: a chain of launches of one shape with programmatic
-dependent launch, each of which reads what the one before wrote (two buffers in turn) and a weight
-of its own, and may have L2 look ahead at the next one's, as decode steps do. The kernel is the one
-that computes so many rows of X everywhere else, too. There are eight weights at least, of more than
-2 GiB in all, so L2 does not help otherwise; the chain goes through them as often as takes 4 ms. A
-time is the graph's over its launches: the median of seven replays, after as many to warm up.
-Weights are random: packing is a permutation, so random values are packed ones, too. Remote parts
-lie in page-locked host memory or in a peer GPU's.
+Each case is a CUDA graph of launches of one shape with programmatic dependent launch. A launch
+reads its own weight and the output of the launch before it (two buffers alternate), and may
+prefetch the next launch's weight into L2, as decode steps do. The kernel is the one that the
+engine uses for that many rows of X. A chain has at least eight weights of more than 2 GiB in
+total, so L2 serves none of them otherwise, and repeats them until it takes 4 ms. A time is the
+graph's time over its launches: the median of seven replays after seven to warm up. Weights are
+random values in packed order; the remote parts lie in page-locked host memory or a peer GPU's.
 
-cuBLAS does the same with torch.mm and dense weights, all of them in HBM whatever the ratio. The
-ablations take the window off (stages as deep as shared memory allows) and the alignment (groups of
-row blocks as large as can be, though waves are then uneven).
+The baseline is cuBLAS: the same with torch.mm and dense weights in HBM, whatever the ratio. One
+ablation reads without the congestion window (as many stages as shared memory holds), the other
+without wave alignment (largest groups of row blocks, so that waves are uneven).
 """
 
-import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from dakrun.bench.cases import forecast, units_by_tier
-from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.effort import FULL, Effort
-from dakrun.bench.gemm_cases import GemmCase
-from dakrun.bench.gemm_rows import GemmRow, gemm_columns
-from dakrun.bench.gemm_sweep import GemmSweep
-from dakrun.bench.header import head
+from dakrun.bench.ceilings import FULL, Effort
+from dakrun.bench.gemm_sweep import GemmCase, GemmSweep
 from dakrun.bench.output import Record
-from dakrun.bench.tiers import fill_random, measure_ceilings, operands
-from dakrun.engine.accesses import direct_accesses
-from dakrun.geometry import row_block_count
-from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.bench.rows import GemmRow
+from dakrun.bench.run import Chains, measure_kernel
+from dakrun.bench.tiers import fill_random
+from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.gemm.dispatch import By, Products
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, row_block_bytes
+from dakrun.kernels.gemm.packing import PackedPart, PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.runtime.jit import architecture, compile_ahead
-from dakrun.memory.tiers import aligned
-from dakrun.plan.in_flight import is_windowed
+from dakrun.memory import aligned
+from dakrun.plan.roofline import is_windowed
 from dakrun.probe.chain import launch_seconds
 
-# Puts a launch with one of the weights, from x [N, K] to out [N, M], on the current stream.
+# Launches the product of x [N, K] and the weight of that number into out [N, M].
 Launch = Callable[[int, torch.Tensor, torch.Tensor], object]
 
 
@@ -53,105 +45,25 @@ def measure_gemm(
     *,
     effort: Effort = FULL,
     command: str,
-    note: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Record:
-    """Measure all cases of `sweep` on torch's current GPU; `note` is told of each.
+    """Measure all cases of `sweep` on torch's current GPU; see measure_kernel.
 
-    `profile` predicts, and says how the remote tier is read; `command` is kept in the record.
-    Raises CannotRun where there is no memory for it, or no kernel for the GPU.
+    Raises CannotRun if memory is short or no kernel supports the GPU.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    dtype = getattr(torch, sweep.dtype)
     products = Products(device)
-    remote = sweep.remote_tiers(profile)
-    mixes = not all(map(is_windowed, remote))  # what needs no window may be
-    compile_ahead(products.variants(sweep.rows, dtype, mixes=mixes), architecture(device.index))
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    ceilings = measure_ceilings(remote, effort, device)
-    tiers = len(ceilings.rates)
-    cases = list(gemm_cases(sweep, ceilings.turning_point, effort, tiers=tiers))
-    with operands(cases, "weights", ceilings.rates, device, note) as buffers:
-        chains = Chains(buffers, dtype, sms, effort.replays, products)
-        rows = _Bench(sweep, profile, ceilings, chains, note).rows(cases)
-    return Record(
-        head=head({"kernel": "gemm"}, sweep.dtype, ceilings, profile, command),
-        columns=gemm_columns(sweep),
-        rows=tuple(row.figures(ablations=sweep.ablations) for row in rows),
+    mixes = not all(map(is_windowed, sweep.remote_tiers(profile)))
+    variants = products.variants(sweep.rows, getattr(torch, sweep.dtype), mixes=mixes)
+    compile_ahead(variants, architecture(device.index))
+    new_chains = partial(GemmChains, products=products, ablations=sweep.ablations)
+    return measure_kernel(
+        sweep, profile, new_chains, effort=effort, command=command, progress=progress
     )
 
 
-def gemm_cases(
-    sweep: GemmSweep, turning_point: float, effort: Effort, *, tiers: int
-) -> Iterator[GemmCase]:
-    """The cases by shape, rows of X and ratio, with row blocks in each of one or two `tiers`."""
-    for shape, n, asked in itertools.product(sweep.shapes, sweep.rows, sweep.ratios):
-        row_blocks, size = row_block_count(shape.rows), row_block_bytes(shape.cols)
-        yield GemmCase(
-            shape=shape,
-            n=n,
-            asked=asked,
-            units=units_by_tier(row_blocks, asked, turning_point, tiers=tiers),
-            unit_bytes=size,
-            launches=effort.launches(row_blocks * size),
-        )
-
-
-@dataclass(frozen=True)
-class _Bench:
-    """The measuring of a sweep's cases, of which `note` is told."""
-
-    sweep: GemmSweep
-    profile: HardwareProfile
-    ceilings: Ceilings
-    chains: "Chains"
-    note: Callable[[str], None]
-
-    def rows(self, cases: Sequence[GemmCase]) -> list[GemmRow]:
-        """All cases; cuBLAS is measured once for those that differ in their ratio alone."""
-        rows: list[GemmRow] = []
-        for (shape, n), group in itertools.groupby(cases, key=lambda case: (case.shape, case.n)):
-            alike = list(group)
-            if not rows or rows[-1].case.shape != shape:
-                self.chains.fill(shape.cols)
-            cublas_s = statistics.median(self.chains.cublas(alike[0]))
-            for case in alike:
-                row = self._row(case, cublas_s)
-                self.note(f"{shape} N={n} {row.summary}")
-                rows.append(row)
-        return rows
-
-    def _row(self, case: GemmCase, cublas_s: float) -> GemmRow:
-        remote = tuple(self.chains.buffers)[1:]
-        dtype = self.sweep.dtype
-        expected = forecast(case, case.op(dtype), dtype, self.profile, remote)
-        access = [TierAccess(), *direct_accesses(self.profile, remote, expected.sms[1:])]
-        samples_s, by = self.chains.product(case, access)
-        row = GemmRow(
-            case=case,
-            by=by,
-            samples_s=samples_s,
-            bound_s=self.ceilings.seconds(case.tier_bytes),
-            predicted_s=expected.seconds,
-            rival_s=cublas_s,
-        )
-        return self._ablated(row, access) if self.sweep.ablations else row
-
-    def _ablated(self, row: GemmRow, access: Sequence[TierAccess]) -> GemmRow:
-        """The row with its case measured without windows, where it has any, and alignment."""
-        window_off_s = None
-        if row.case.ratio:
-            deep = [replace(tier, window_bytes=None) for tier in access]
-            window_off_s = statistics.median(self.chains.product(row.case, deep)[0])
-        uneven, _ = self.chains.product(row.case, access, aligned=False)
-        alignment_off_s = statistics.median(uneven)
-        return replace(row, window_off_s=window_off_s, alignment_off_s=alignment_off_s)
-
-
-class Chains:
-    """Chains of launches over the weights in `buffers`: uint8, 1-D, by tier, HBM first.
-
-    Times are seconds of one launch, replay by replay.
-    """
+class GemmChains(Chains):
+    """Chains of products over the weights in `buffers`."""
 
     def __init__(
         self,
@@ -159,20 +71,36 @@ class Chains:
         dtype: torch.dtype,
         sms: int,
         replays: int,
+        *,
         products: Products,
+        ablations: bool,
     ) -> None:
-        self.buffers = buffers
-        self._dtype, self._sms, self._replays, self._products = dtype, sms, replays, products
+        super().__init__(buffers, dtype, sms, replays)
+        self._products, self._ablations = products, ablations
+        self._cols = 0  # for which the buffers were filled
 
-    def fill(self, cols: int) -> None:
-        """Put random weights of `cols` columns into all buffers."""
-        # So scaled, products of products neither vanish nor overflow.
-        fill_random(self.buffers, self._dtype, scale=cols**-0.5)
+    def fill(self, case: GemmCase) -> None:
+        """Write normal weights of variance 1 / K, so that outputs keep the scale of X."""
+        if case.shape.cols != self._cols:
+            self._cols = case.shape.cols
+            fill_random(self.buffers, self._dtype, scale=self._cols**-0.5)
 
-    def product(
+    def row(self, case: GemmCase, access: Sequence[TierAccess], **known: float) -> GemmRow:
+        samples_s, by = self.products(case, access)
+        row = GemmRow(case=case, by=by, samples_s=samples_s, **known)
+        if not self._ablations:
+            return row
+        window_off_s = None
+        if case.ratio:
+            deep = [replace(tier, window_bytes=None) for tier in access]
+            window_off_s = statistics.median(self.products(case, deep)[0])
+        uneven, _ = self.products(case, access, aligned=False)
+        return replace(row, window_off_s=window_off_s, alignment_off_s=statistics.median(uneven))
+
+    def products(
         self, case: GemmCase, access: Sequence[TierAccess], *, aligned: bool = True
     ) -> tuple[list[float], By]:
-        """With the case's row blocks in each tier, read as `access` says; and what computes it."""
+        """Times with the case's row blocks in each tier, and the kernel that was launched."""
         shape = (case.shape.rows, case.shape.cols)
         splits = split_row_blocks(case.units, access, sms=self._sms, aligned=aligned)
         weights = [
@@ -194,10 +122,9 @@ class Chains:
             ahead = self._products.ahead(case.n, following, access)
             self._products(x, weights[operand], access, out, pdl=True, ahead=ahead)
 
-        return self._seconds(case, launch), self._products.by(case.n, weights[0])
+        return self.seconds(case, launch), self._products.by(case.n, weights[0])
 
-    def cublas(self, case: GemmCase) -> list[float]:
-        """cuBLAS with the case's weight dense and all in HBM."""
+    def baseline(self, case: GemmCase) -> list[float]:
         rows, cols = case.shape.rows, case.shape.cols
         size = rows * cols * self._dtype.itemsize
         starts = range(0, case.launches * aligned(size), aligned(size))
@@ -207,18 +134,18 @@ class Chains:
         def launch(operand: int, x: torch.Tensor, out: torch.Tensor) -> None:
             torch.mm(x, weights[operand], out=out)
 
-        return self._seconds(case, launch)
+        return self.seconds(case, launch)
 
-    def _seconds(self, case: GemmCase, launch: Launch) -> list[float]:
-        """Seconds of a launch in each replay of the chain, each reading what the last one wrote.
+    def seconds(self, case: GemmCase, launch: Launch) -> list[float]:
+        """Times of a chain in which each launch reads the output of the one before.
 
-        Only the first weight's launch reads random numbers: else products of so many would vanish
-        or overflow. Where the output is the smaller, the rest of the next input stays as it was.
+        The first weight's launch reads random numbers instead: over the whole chain, products of
+        products would vanish or overflow. Where M < K, the rest of the next input is constant.
         """
         n, rows, cols = case.n, case.shape.rows, case.shape.cols
-        device = self.buffers[LOCAL].device
         start, *ends = (
-            torch.randn(n * max(rows, cols), dtype=self._dtype, device=device) for _ in range(3)
+            torch.randn(n * max(rows, cols), dtype=self._dtype, device=self.device)
+            for _ in range(3)
         )
         xs = [end[: n * cols].view(n, cols) for end in (start, *ends)]
         outs = [end[: n * rows].view(n, rows) for end in ends]

@@ -1,25 +1,26 @@
-"""What `dakrun bench --kernel gemm` is asked to measure: shapes, rows of X, remote shares.
+"""`dakrun bench --kernel gemm`: weight shapes, rows of X and offload ratios, and their cases.
 
-Knows how users write them; needs no GPU and no torch.
+Parses the command line's values; needs no GPU and no torch.
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dakrun.bench.sweep import BenchDtype, Sweep, parse_ratios
-from dakrun.config import ModelConfig, Workload
+from dakrun.bench.ceilings import Effort
+from dakrun.bench.sweep import BenchDtype, Case, Sweep, parse_ratios, units_by_tier
+from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.errors import UsageError
+from dakrun.geometry import CHUNK, row_block_count
 from dakrun.models.hub import model_config
-from dakrun.plan.ops import decode_ops
+from dakrun.plan.ops import Op, decode_ops, linear_op
 from dakrun.units import ceil_div
-
-COLS_STEP = 8  # 16 bytes, by which the tensor memory accelerator addresses rows of X
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A weight [M, K]: `rows` x `cols`. `ops` names the ops of a model that have it."""
+    """A weight [M, K] of `rows` x `cols`; `ops` names the ops of a model that have this shape."""
 
     rows: int
     cols: int
@@ -28,31 +29,65 @@ class Shape:
     def __post_init__(self) -> None:
         if self.rows < 1 or self.cols < 1:
             raise UsageError(f"a weight of {self} is empty", hint="both sizes are at least 1")
-        if self.cols % COLS_STEP:
-            more = ceil_div(self.cols, COLS_STEP) * COLS_STEP
+        if self.cols % CHUNK:
+            more = ceil_div(self.cols, CHUNK) * CHUNK
             raise UsageError(
-                f"a weight of {self}: the kernel takes columns in eights",
-                hint=f"the next that it takes is {self.rows}x{more}",
+                f"a weight of {self}: the columns are no multiple of {CHUNK}",
+                hint=f"the next shape that the kernel supports is {self.rows}x{more}",
             )
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}"
 
 
-# A square one that is soon read, and OPT-30B's: o, fc1 and fc2.
+# A small square weight, and o, fc1 and fc2 of OPT-30B.
 DEFAULT_SHAPES = (Shape(4096, 4096), Shape(7168, 7168), Shape(28672, 7168), Shape(7168, 28672))
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmSweep(Sweep):
-    """Every shape with every number of rows of X and every remote share.
+class GemmCase(Case):
+    """X [n, K] times a weight of `shape`; the units are row blocks."""
 
-    With `ablations` every case is also measured with the window off and with the alignment off.
+    shape: Shape
+    n: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.shape} N={self.n}"
+
+    def op(self, dtype: BenchDtype) -> Op:
+        shape = (self.shape.rows, self.shape.cols)
+        return linear_op(str(self.shape), shape, n=self.n, element_bytes=DTYPE_BYTES[dtype])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSweep(Sweep):
+    """Every shape with every number of rows of X and every offload ratio.
+
+    With `ablations` every case is also measured without the congestion window and without wave
+    alignment.
     """
 
+    kernel = "gemm"
+    operand = "weights"
     shapes: tuple[Shape, ...]
     rows: tuple[int, ...]
     ablations: bool
+
+    def cases(self, turning_point: float, effort: Effort, *, tiers: int) -> Iterator[GemmCase]:
+        """The cases by shape, rows of X and ratio."""
+        from dakrun.kernels.gemm.packing import row_block_bytes  # imports torch
+
+        for shape, n, requested in itertools.product(self.shapes, self.rows, self.ratios):
+            row_blocks, size = row_block_count(shape.rows), row_block_bytes(shape.cols)
+            yield GemmCase(
+                shape=shape,
+                n=n,
+                requested=requested,
+                units=units_by_tier(row_blocks, requested, turning_point, tiers=tiers),
+                unit_bytes=size,
+                launches=effort.launches(row_blocks * size),
+            )
 
 
 def gemm_sweep(
@@ -65,9 +100,9 @@ def gemm_sweep(
     dtype: BenchDtype,
     ablations: bool,
 ) -> GemmSweep:
-    """What the command line asks for: its shapes and the model's, or else DEFAULT_SHAPES.
+    """The sweep of the command line's options: its shapes and the model's, or DEFAULT_SHAPES.
 
-    Raises UsageError where something of it is malformed.
+    Raises UsageError if an option is malformed.
     """
     named = [parse_shape(text) for text in shapes]
     if model is not None:
@@ -94,16 +129,16 @@ def parse_shape(text: str) -> Shape:
 
 
 def model_shapes(model: ModelConfig) -> list[Shape]:
-    """The weights of a decode step's linear ops, lm_head included, in their order."""
+    """The weights of a decode step's linear ops in order, lm_head included."""
     one = Workload(batch_size=1, prompt_len=1, new_tokens=1, max_model_len=1)
     linear = [op for op in decode_ops(model, one) if op.category == "linear"]
     return [Shape(*op.shape, (op.name,)) for op in linear]
 
 
 def merged(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-    """Each shape once, with the ops of all that are alike."""
+    """The shapes without repetitions; equal shapes join their ops."""
     ops: dict[tuple[int, int], tuple[str, ...]] = {}
     for shape in shapes:
         size = (shape.rows, shape.cols)
         ops[size] = ops.get(size, ()) + shape.ops
-    return tuple(Shape(*size, of) for size, of in ops.items())
+    return tuple(Shape(*size, names) for size, names in ops.items())

@@ -1,10 +1,10 @@
-"""Decode steps of whole models beside what memory allows: `dakrun bench --model`.
+"""Decode steps of whole models compared with memory bandwidth: `dakrun bench --model`.
 
-The ceilings come first, in the same process: HBM and each remote tier alone, and the copy engine;
-on a CPU they are the profile's. Then the model is loaded for every point, as `dakrun generate`
-loads it, and runs batches of requests of the same length to their ends, so that all slots are busy
-in every decode step: a short batch to warm up, then up to three that count. A time is the median
-of all steps. What rival.py measures comes before the points of its batch size.
+The ceilings are measured first, in the same process: HBM and each remote tier alone, and the copy
+engine; on a CPU they are the profile's. For every point the model is loaded as `dakrun generate`
+loads it. It completes batches of requests of equal length, so that all slots are busy in every
+decode step: a short batch to warm up, then up to three timed ones. A time is the median of all
+steps. The rival (rival.py) of a batch size runs before its first point.
 """
 
 import gc
@@ -15,26 +15,31 @@ from contextlib import suppress
 
 import torch
 
-from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.effort import FULL
-from dakrun.bench.header import head
-from dakrun.bench.model_limit import limit_s, measured_links
-from dakrun.bench.model_rows import ModelRow, Run, failed_row, measured_row, model_columns
+from dakrun.bench.ceilings import FULL, Ceilings
+from dakrun.bench.model_rows import (
+    ModelRow,
+    Run,
+    failed_row,
+    limit_s,
+    measured_links,
+    measured_row,
+    model_columns,
+)
 from dakrun.bench.model_sweep import ModelSweep, Point
-from dakrun.bench.output import Record
+from dakrun.bench.output import Record, head
 from dakrun.bench.tiers import measure_ceilings
 from dakrun.config import SamplingParams
 from dakrun.engine.engine import EngineStats
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.llm import LLM
 from dakrun.plan.roofline import Links
 from dakrun.requests import Request
 
 WARM_UP_TOKENS = 4
 ROUNDS = 3
-SECONDS = 20.0  # after which no further batch is started
-HINT = "choose smaller batches or another --ratio, or end what else uses the memory"
+MAX_SECONDS = 20.0  # no batch starts later
+HINT = "choose smaller batches or another --ratio, or end other programs that use the memory"
 
 
 def measure_model(
@@ -42,69 +47,69 @@ def measure_model(
     profile: HardwareProfile,
     *,
     command: str,
-    note: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Iterator[Record]:
-    """Measure all points of `sweep`; a record of those so far after each, which `note` is told of.
+    """Measure all points of `sweep`; yields a record of all rows so far after each point.
 
-    It runs on torch's current GPU, or without one on the CPU, and `profile` is to be of that.
-    `command` is kept in the record. Raises UsageError for a profile of another device, CannotRun
-    where no point can run: those that cannot are rows without figures otherwise.
+    Runs on torch's current GPU, or on the CPU if there is none; `profile` must describe that
+    device. A point that cannot run becomes a row without figures. Raises UsageError for another
+    device's profile, CannotRun if no point can run.
     """
     device = _device(profile)
     bench = _Bench(sweep, profile, device)
     points = list(sweep.points())
-    note(f"points to measure of {sweep.name}: {len(points)}")
-    what = {
+    progress(f"points to measure of {sweep.name}: {len(points)}")
+    subject = {
         "model": sweep.name,
         "load_format": sweep.load_format,
         "prompt_tokens": sweep.prompt_len,
         "new_tokens": sweep.new_tokens,
     }
-    about = head(what, sweep.config.dtype, bench.ceilings, profile, command)
+    header = head(subject, sweep.config.dtype, bench.ceilings, profile, command)
     rows: list[ModelRow] = []
     refusal: CannotRun | None = None
     for point in points:
         try:
             rows.append(bench.row(point))
         except CannotRun as problem:
-            refusal = CannotRun(str(problem), hint=problem.hint)  # without what led to it
+            refusal = CannotRun(str(problem), hint=problem.hint)  # without the traceback
             rows.append(failed_row(point, str(problem)))
-        note(f"{point}: {rows[-1].summary}")
-        yield Record(about, model_columns(sweep), tuple(row.figures for row in rows))
+        progress(f"{point}: {rows[-1].summary}")
+        yield Record(header, model_columns(sweep), tuple(row.figures for row in rows))
     if refusal and all(row.problem for row in rows):
         raise refusal
 
 
 def _device(profile: HardwareProfile) -> torch.device:
-    """Torch's current GPU, or the CPU where there is none; UsageError unless `profile` is of it."""
+    """Torch's current GPU, or else the CPU; UsageError if `profile` describes the other."""
     on_gpu = torch.cuda.is_available()
     if (profile.device == "cuda") != on_gpu:
-        of = "a CPU" if on_gpu else "a GPU, and none can be used here"
+        described = "a CPU" if on_gpu else "a GPU, and none is available here"
         raise UsageError(
-            f"profile {profile.name} is of {of}",
-            hint="name another one, or --profile auto",
+            f"profile {profile.name} describes {described}",
+            hint="name another profile, or --profile auto",
         )
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 class _Bench:
-    """The measuring of a sweep's points on a device, whose ceilings it finds first."""
+    """Measures the points of a sweep on a device, after its ceilings."""
 
     def __init__(self, sweep: ModelSweep, profile: HardwareProfile, device: torch.device) -> None:
         self.sweep, self.profile, self.device = sweep, profile, device
-        self._free = self._free_bytes()  # before anything is taken
+        self._free = self._free_bytes()  # before anything is allocated
         self.ceilings = self._measured()
         self._rivals: dict[int, float | None] = {}  # by batch size
 
     def row(self, point: Point) -> ModelRow:
-        """The point's row; CannotRun where it does not fit."""
+        """Measure a point; CannotRun if it does not fit."""
         rival_s = self._rival_s(point.batch_size)
         self._release()
         try:
             return measured_row(point, self._run(point), rival_s)
         except (torch.OutOfMemoryError, MemoryError) as problem:
-            what = str(problem).partition("\n")[0]
-            raise CannotRun(f"memory ran out: {what}", hint=HINT) from None
+            reason = str(problem).partition("\n")[0]
+            raise CannotRun(f"memory ran out: {reason}", hint=HINT) from None
 
     def _run(self, point: Point) -> Run:
         sweep = self.sweep
@@ -136,7 +141,7 @@ class _Bench:
             )
 
     def _rounds(self, llm: LLM, batch_size: int) -> None:
-        """Run the batches; afterwards the engine's stats are of those that count."""
+        """Run the batches; the engine's stats then cover the timed ones."""
         sweep = self.sweep
 
         def finish(new_tokens: int) -> None:
@@ -147,11 +152,11 @@ class _Bench:
         llm.engine.stats = EngineStats()
         start = time.perf_counter()
         for done in range(ROUNDS):
-            if not done or time.perf_counter() - start < SECONDS:
+            if not done or time.perf_counter() - start < MAX_SECONDS:
                 finish(sweep.new_tokens)
 
     def _rival_s(self, batch_size: int) -> float | None:
-        """Seconds of the rival's step, measured once; None where there is none, or no memory."""
+        """Seconds of the rival's step, measured once; None without a rival or enough memory."""
         sweep = self.sweep
         if sweep.rival and batch_size not in self._rivals:
             from dakrun.bench.rival import rival_step_s  # transformers takes seconds to import
@@ -169,13 +174,13 @@ class _Bench:
         return self._rivals.get(batch_size)
 
     def _release(self) -> None:
-        """Give back the memory that the last model left, or the error that ended it."""
+        """Free the memory of the last model, or of the error that ended it."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _measured(self) -> Ceilings:
-        """The ceilings of a GPU; the profile's of a CPU, all tiers of which are its memory."""
+        """The ceilings of a GPU; for a CPU, whose tiers share its memory, those of the profile."""
         remote = self.sweep.remote_tiers(self.profile)
         if self.device.type == "cpu":
             return Ceilings({LOCAL: self.profile.hbm_bytes_per_s})
@@ -192,7 +197,7 @@ class _Bench:
 
 
 def requests(sweep: ModelSweep, batch_size: int, new_tokens: int) -> list[Request]:
-    """A batch of prompts of random token ids, the same ones every time, which never end early."""
+    """A batch of prompts of random token ids with a fixed seed; end-of-sequence is ignored."""
     draw = random.Random(0)
     vocabulary = range(sweep.config.vocab_size)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)

@@ -1,6 +1,6 @@
-"""A model's benchmark as a picture: EB and TPOT against the remote share, beside the ideal.
+"""A model's benchmark as a picture: effective bandwidth and TPOT over the offload ratio.
 
-Knows a record's keys; matplotlib is imported late.
+Knows a record's keys; matplotlib is imported when drawing starts.
 """
 
 import itertools
@@ -25,13 +25,13 @@ from dakrun.plan.show.picture import (
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STEPS = 400  # of an ideal curve
-MARGIN = 1.06  # of the share axis beyond the last point
+MARGIN = 1.06  # of the ratio axis beyond the last point
 
 Row = Mapping[str, Any]
 
 
 def draw(record: Record, path: Path) -> None:
-    """Write a PNG of the rows with figures to `path`; UsageError where that fails."""
+    """Write a PNG of all measured rows to `path`; UsageError if that fails."""
     head = record.head
     figure = new_figure(13, 5.6)
     left, right = figure.subplots(1, 2)
@@ -56,8 +56,8 @@ def draw(record: Record, path: Path) -> None:
         for (name, line), colour, marker in zip(
             lines(rows).items(), itertools.cycle(COLOURS), itertools.cycle(MARKERS)
         ):
-            shares, values = zip(*((100 * r["ratio"], factor * r[key]) for r in line), strict=True)
-            axes.plot(shares, values, marker=marker, color=colour, lw=0.9, ms=6, label=name)
+            ratios, values = zip(*((100 * r["ratio"], factor * r[key]) for r in line), strict=True)
+            axes.plot(ratios, values, marker=marker, color=colour, lw=0.9, ms=6, label=name)
         axes.set(yscale="log")
         axes.legend(fontsize=8, framealpha=0.95)
         caption(axes, title, "weight and KV bytes outside HBM (%)", unit)
@@ -65,37 +65,37 @@ def draw(record: Record, path: Path) -> None:
 
 
 def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each batch size, transport and strategy, by share, as a line's name has them."""
+    """The rows of each line, sorted by ratio: one line per batch size, transport and strategy."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["batch_size"], row["asked_transport"])):
-        alike = ", uniform" if row["strategy"] == "uniform" else ""
-        name = f"batch {row['batch_size']}, {row['asked_transport']}{alike}"
+        strategy = ", uniform" if row["strategy"] == "uniform" else ""
+        name = f"batch {row['batch_size']}, {row['asked_transport']}{strategy}"
         found.setdefault(name, []).append(row)
     return {name: sorted(line, key=lambda row: row["ratio"]) for name, line in found.items()}
 
 
-def ideal_s(read: float, share: float, rates: Sequence[float]) -> float:
-    """Seconds of a step that reads `read` bytes, a share of them remote, all tiers at full rate.
+def ideal_s(nbytes: float, ratio: float, rates: Sequence[float]) -> float:
+    """Seconds of a step that reads `nbytes`, `ratio` of them remote, with all tiers at full rate.
 
-    `rates` are bytes/s of the local tier and of the remote ones together, each at its fastest
-    transport; with one alone, that is all there is.
+    `rates` are bytes/s of the local tier and the sum of the remote tiers, each with its faster
+    transport; without remote tiers, of the local tier alone.
     """
-    shares = (1 - share, share) if len(rates) > 1 else (1.0,)
-    return max(read * part / rate for part, rate in zip(shares, rates, strict=True))
+    parts = (1 - ratio, ratio) if len(rates) > 1 else (1.0,)
+    return max(nbytes * part / rate for part, rate in zip(parts, rates, strict=True))
 
 
 def _draw_ideals(
     axes: Any, rows: Sequence[Row], rates: Sequence[float], key: str, factor: float
 ) -> None:
-    """A line for each batch size, which differ in the KV bytes that they read."""
-    most = min(1.0, MARGIN * max(row["ratio"] for row in rows))
+    """Draw the ideal of each batch size; they differ in the KV bytes of a step."""
+    last = min(1.0, MARGIN * max(row["ratio"] for row in rows))
     by_batch = {row["batch_size"]: row for row in rows}
     for number, row in enumerate(by_batch.values()):
-        shares = [most * step / STEPS for step in range(STEPS + 1)]
-        read = row["hbm_read_bytes"] + row["remote_read_bytes"]
-        times = [ideal_s(read, share, rates) for share in shares]
+        ratios = [last * step / STEPS for step in range(STEPS + 1)]
+        nbytes = row["hbm_read_bytes"] + row["remote_read_bytes"]
+        times = [ideal_s(nbytes, ratio, rates) for ratio in ratios]
         values = times if key == "tpot_s" else [row["weight_bytes"] / s for s in times]
         axes.plot(
-            [100 * share for share in shares], [factor * value for value in values], "--",
+            [100 * ratio for ratio in ratios], [factor * value for value in values], "--",
             color=GREY, lw=1.0, zorder=1, label=None if number else "ideal: all tiers at full rate",
         )  # fmt: skip

@@ -1,31 +1,34 @@
-"""The rows of a model's benchmark: what a point's decode steps took, and what follows from it.
+"""The rows of a model's benchmark: times of a point's decode steps, and the figures derived.
 
-Pure; tables, CSV and JSON are made of these by output.py.
+Pure; output.py turns them into tables, CSV and JSON. The limit of a step is here, too.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dakrun.bench.model_sweep import AskedTransport, ModelRatio, ModelSweep, Point
-from dakrun.bench.output import Column
-from dakrun.bench.rows import microseconds
-from dakrun.plan.plan import Plan
+from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.model_sweep import ModelRatio, ModelSweep, Point, TransportChoice
+from dakrun.bench.output import Column, microseconds
+from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Strategy
 from dakrun.plan.prefill import predict_prefill
+from dakrun.plan.roofline import Links, time_of
 from dakrun.probe.measurement import spread
 from dakrun.units import format_decimal, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was measured of a point whose `plan` was obeyed; times in seconds.
+    """The measurements of a point that ran with `plan`; times in seconds.
 
-    `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV each on average;
-    `ttft_s` is by request, batch after batch, `prefill_s` that of a batch. All tiers in use
-    together give `ceiling_bytes_per_s`. `gap_s` is the time between steps on a GPU and `gpu_bytes`
-    what was taken of its memory beside the CUDA context, where there is one.
+    `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV on average; `ttft_s`
+    is by request, batch after batch; `prefill_s` is that of a batch. `ceiling_bytes_per_s` is the
+    sum over all tiers in use. On a GPU, `gap_s` is the time between two steps and `gpu_bytes` the
+    allocated memory without the CUDA context.
     """
 
     plan: Plan
@@ -41,17 +44,17 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """A point and its figures under keys with units; None stands for what was not measured.
+    """A point and its figures; keys carry units, None is a figure that was not measured.
 
-    `transports` are those that the plan chose for remote weights. EB is the model's weight bytes
-    over the step's time, EB total all weight and KV bytes that it read, which is compared with the
-    ceilings of all tiers together. `limit_s` is what the
-    ceilings allow (model_limit.py), `bound_s` and `predicted_s` what the profile says, `rival_s`
-    the step of another program with all in HBM. `problem` is why nothing was measured.
+    `transports` are those that the plan chose for remote weights. EB (effective bandwidth) is the
+    model's weight bytes over the step's time, EB total all weight and KV bytes read over that time.
+    `limit_s` follows from the ceilings (see `limit_s` below), `bound_s` and `predicted_s` from the
+    profile. `rival_s` is the step of another program with everything in HBM. `problem` is the
+    reason why nothing was measured.
     """
 
     batch_size: int
-    asked_transport: AskedTransport
+    asked_transport: TransportChoice
     asked_ratio: ModelRatio
     strategy: Strategy
     transports: str | None = None
@@ -83,12 +86,12 @@ class ModelRow:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """All of it by key."""
+        """All figures by key."""
         return dict(vars(self))
 
     @property
     def summary(self) -> str:
-        """The outcome in a few words."""
+        """TPOT, EB and share of the limit, for a progress message."""
         if self.tpot_s is None or self.eb_bytes_per_s is None:
             return f"not measured: {self.problem}"
         return (
@@ -97,8 +100,47 @@ class ModelRow:
         )
 
 
+def measured_links(ceilings: Ceilings, profile: HardwareProfile) -> Links:
+    """The bandwidths of `ceilings`, by transport; links that tiers share are the profile's."""
+    shared = Links.of(profile, tuple(ceilings.rates)[1:])
+    return replace(shared, direct=ceilings.rates, staged={**ceilings.rates, **ceilings.copied})
+
+
+def limit_s(plan: Plan, links: Links) -> float:
+    """Lower bound in seconds of a decode step of `plan`, from the bytes it reads alone.
+
+    Ops run one after the other; each takes as long as the slowest tier that it reads, and reads
+    staged bytes from the local tier. Copies may run ahead of their ops, so a link's time is
+    compared with the whole step.
+    """
+    ops = sum(_op_s(op, links) for op in plan.ops)
+    return max([ops, *(_link_s(plan, tier, links) for tier in range(1, len(plan.tiers)))])
+
+
+def _op_s(op: OpPlan, links: Links) -> float:
+    """Seconds of an op in all layers, one after the other."""
+    read = op.op.read_bytes
+    if op.transport == "staged":
+        return op.op.layers * read / links.direct[LOCAL]
+    lines = links.lines(read, 0.0)
+    return sum(
+        layers * time_of(lines, op.op.shares(counts))
+        for counts, layers in Counter(op.placement).items()
+    )
+
+
+def _link_s(plan: Plan, tier: int, links: Links) -> float:
+    """Seconds for all bytes that the plan reads from its remote tier number `tier`."""
+    seconds = 0.0
+    for op in plan.ops:
+        if nbytes := op.read_bytes(tier):
+            rates = links.staged if op.transport == "staged" else links.direct
+            seconds += nbytes / rates[plan.tiers[tier]]
+    return seconds
+
+
 def failed_row(point: Point, problem: str) -> ModelRow:
-    """The row of a point that cannot run because of `problem`."""
+    """The row of a point that could not run."""
     return ModelRow(
         batch_size=point.batch_size,
         asked_transport=point.transport,
@@ -149,17 +191,17 @@ def measured_row(point: Point, run: Run, rival_s: float | None = None) -> ModelR
 
 
 def _last_of_batches(ttft_s: Sequence[float], batch_size: int) -> list[float]:
-    """What the last request of each batch took."""
+    """TTFT of the slowest request of each batch."""
     return [max(ttft_s[i : i + batch_size]) for i in range(0, len(ttft_s), batch_size)]
 
 
 def planned_gpu_bytes(plan: Plan) -> int:
-    """Bytes that the plan takes of its GPU beside the CUDA context."""
-    return sum(nbytes for what, nbytes in plan.memory(0).items() if what != "context")
+    """Bytes of GPU memory that the plan allocates, without the CUDA context."""
+    return sum(nbytes for name, nbytes in plan.memory(0).items() if name != "context")
 
 
 def _milliseconds(seconds: float) -> str:
-    """In about five digits, so that a table of slow steps is no wider."""
+    """Milliseconds in about five digits, so that slow steps do not widen a table."""
     ms = seconds * 1e3
     return f"{ms:,.{3 if ms < 100 else 2 if ms < 1000 else 1}f}"
 
@@ -174,19 +216,19 @@ def _gibibytes(nbytes: int) -> str:
 
 _COLUMNS = (
     Column("batch_size", "batch"),
-    Column("asked_transport", "asked"),
-    Column("transports", "read"),
+    Column("asked_transport", "transport"),
+    Column("transports", "planned"),
     Column("ratio", "remote", "{:.2%}".format),
     Column("tpot_s", "TPOT ms", _milliseconds),
     Column("eb_bytes_per_s", "EB GB/s", _gigabytes),
     Column("eb_total_bytes_per_s", "EB total GB/s", _gigabytes),
-    Column("eb_total_over_ceiling", "of sum", "{:.1%}".format),
+    Column("eb_total_over_ceiling", "% tiers", "{:.1%}".format),
     Column("limit_s", "limit ms", _milliseconds),
-    Column("limit_over_time", "of limit", "{:.1%}".format),
+    Column("limit_over_time", "% limit", "{:.1%}".format),
     Column("predicted_s", "predicted ms", _milliseconds),
     Column("prediction_error", "error", "{:+.1%}".format),
     Column("ttft_s", "TTFT ms", _milliseconds),
-    Column("predicted_ttft_s", "plan ms", _milliseconds),
+    Column("predicted_ttft_s", "plan TTFT", _milliseconds),
     Column("gap_s", "gap us", microseconds),
     Column("gpu_bytes", "GPU GiB", _gibibytes),
     Column("planned_gpu_bytes", "plan GiB", _gibibytes),
@@ -194,7 +236,7 @@ _COLUMNS = (
 
 
 def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
-    """The columns of a table: strategies where there are several, a rival where there is one."""
+    """The columns of a table; strategy and rival only if the sweep varies or has them."""
     columns: tuple[Column, ...] = _COLUMNS
     if len(sweep.strategies) > 1:
         columns = (*columns[:1], Column("strategy", "strategy"), *columns[1:])
@@ -202,6 +244,6 @@ def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
         return columns
     rival = (
         Column("rival_s", f"{sweep.rival} ms", _milliseconds),
-        Column("speedup", "speed-up", "{:.2f}".format),
+        Column("speedup", "speedup", "{:.2f}".format),
     )
     return columns + rival

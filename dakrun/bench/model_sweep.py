@@ -1,6 +1,6 @@
-"""What `dakrun bench --model` is asked to measure: batches, remote shares, transports, lengths.
+"""`dakrun bench --model`: batch sizes, offload ratios, transports and strategies, and their points.
 
-Knows how users write them; needs no GPU and no torch.
+Parses the command line's values; needs no GPU and no torch.
 """
 
 import itertools
@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from dakrun.bench.sweep import BenchDtype, parse_share
+from dakrun.bench.sweep import BenchDtype, parse_number
 from dakrun.config import LoadFormat, ModelConfig
 from dakrun.errors import UsageError
-from dakrun.hardware.profile import HardwareProfile, RemoteTier
+from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.models.hub import model_config
 from dakrun.models.known import known_model
 from dakrun.plan.policy import Policy, Strategy, parse_remote
@@ -20,29 +20,29 @@ from dakrun.plan.policy import Policy, Strategy, parse_remote
 AUTO: Literal["auto"] = "auto"
 
 ModelRatio = float | Literal["auto"]
-AskedTransport = Literal["auto", "direct", "staged"]
+TransportChoice = Literal["auto", "direct", "staged"]
 Rival = Literal["transformers"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Decode steps of `batch_size` requests with a share `ratio` of all weight and KV bytes remote.
+    """Decode steps of `batch_size` requests with `ratio` of all weight and KV bytes offloaded.
 
-    "auto" leaves the share, or how it is read, to the planner.
+    With "auto" the planner chooses the ratio or the transport.
     """
 
     batch_size: int
     ratio: ModelRatio
-    transport: AskedTransport
+    transport: TransportChoice
     strategy: Strategy = "greedy"
 
     def __str__(self) -> str:
-        share = "a planned share" if self.ratio == AUTO else f"{self.ratio:.2%}"
-        alike = ", uniform" if self.strategy == "uniform" else ""
-        return f"batch {self.batch_size}, {share} remote, {self.transport}{alike}"
+        ratio = "planned ratio" if self.ratio == AUTO else f"{self.ratio:.2%}"
+        strategy = ", uniform" if self.strategy == "uniform" else ""
+        return f"batch {self.batch_size}, {ratio} remote, {self.transport}{strategy}"
 
     def policy(self, common: Policy) -> Policy:
-        """What is fixed of the plan: by the point, and by what all points have in `common`."""
+        """The policy of the point's plan; `common` has what all points share."""
         return replace(
             common,
             offload_ratio=None if self.ratio == AUTO else self.ratio,
@@ -53,11 +53,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSweep:
-    """The model `name` with every batch size, transport, strategy and remote share.
+    """The model `name` with every batch size, transport, strategy and offload ratio.
 
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
-    random weights; `policy` has the tiers that hold the share, as a profile names them, and the
-    budgets. `rival` is what else to measure, with all of the model in HBM.
+    random weights. `policy` has the remote tiers and the budgets. `rival` is another program to
+    measure, with the whole model in HBM.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ModelSweep:
     load_format: LoadFormat
     batch_sizes: tuple[int, ...]
     ratios: tuple[ModelRatio, ...]
-    transports: tuple[AskedTransport, ...]
+    transports: tuple[TransportChoice, ...]
     strategies: tuple[Strategy, ...]
     policy: Policy
     prompt_len: int
@@ -73,25 +73,25 @@ class ModelSweep:
     rival: Rival | None
 
     def __post_init__(self) -> None:
-        room, most = self.prompt_len + self.new_tokens, self.config.max_positions
-        if room > most:
+        length, limit = self.prompt_len + self.new_tokens, self.config.max_positions
+        if length > limit:
             raise UsageError(
-                f"{self.prompt_len} prompt and {self.new_tokens} new tokens are beyond the {most} "
+                f"{self.prompt_len} prompt and {self.new_tokens} new tokens exceed the {limit} "
                 f"positions of {self.config.name}",
                 hint="lower --prompt-len or --new-tokens",
             )
 
     def points(self) -> Iterator[Point]:
-        """What is measured, by batch size, transport, share and strategy."""
+        """The points by batch size, transport, ratio and strategy."""
         for batch_size, transport, ratio, strategy in itertools.product(
             self.batch_sizes, self.transports, self.ratios, self.strategies
         ):
             yield Point(batch_size=batch_size, ratio=ratio, transport=transport, strategy=strategy)
 
     def remote_tiers(self, profile: HardwareProfile) -> list[RemoteTier]:
-        """The remote tiers in `profile`, or none where every share is 0.
+        """The remote tiers in `profile`; an empty list if every ratio is 0.
 
-        Raises UsageError where the profile has no such tier.
+        Raises UsageError if the profile has no such tier.
         """
         tiers = [profile.tier(name) for name in self.policy.remote_tiers(profile)]
         return tiers if any(ratio != 0 for ratio in self.ratios) else []
@@ -103,7 +103,7 @@ def model_sweep(
     load_format: LoadFormat,
     batch_sizes: Sequence[int],
     ratios: Iterable[str],
-    transports: Sequence[AskedTransport],
+    transports: Sequence[TransportChoice],
     strategies: Sequence[Strategy],
     remote: str,
     dtype: BenchDtype,
@@ -114,10 +114,10 @@ def model_sweep(
     host_budget: int | None,
     peer_budget: int | None,
 ) -> ModelSweep:
-    """What the command line asks for; UsageError where something of it is malformed."""
+    """The sweep of the command line's options; UsageError if one is malformed."""
     if model is None:
         raise UsageError(
-            "neither a kernel nor a model is named",
+            "bench needs a kernel or a model",
             hint="add --kernel gemm, --kernel attention or --model DIR",
         )
     is_path = Path(model).expanduser().exists()
@@ -147,5 +147,5 @@ def model_sweep(
 
 
 def parse_model_ratio(text: str) -> ModelRatio:
-    """The remote share in a text such as "0.1" or "auto"; UsageError for anything else."""
-    return AUTO if text == AUTO else parse_share(text, AUTO)
+    """The offload ratio "0.1", or "auto"; UsageError for anything else."""
+    return AUTO if text == AUTO else parse_number(text, AUTO)

@@ -1,6 +1,6 @@
-"""What transformers takes for a decode step of the same architecture with all of it in HBM.
+"""The time of transformers' decode step, with the same architecture and everything in HBM.
 
-Its weights are random, its cache is static, and a step is one CUDA graph. Knows no plans.
+Weights are random, the cache is static, and a step is one CUDA graph. Knows no plans.
 """
 
 import statistics
@@ -12,17 +12,17 @@ from dakrun.config import ModelConfig
 from dakrun.probe.chain import graph_seconds
 from dakrun.units import ceil_div
 
-ALIGNMENT = 8  # positions: torch's attention takes masks whose rows start at 16 bytes
+ALIGNMENT = 8  # positions: torch's attention needs mask rows aligned to 16 bytes
 
 
 def rival_step_s(
     config: ModelConfig, *, batch_size: int, prompt_len: int, new_tokens: int, device: torch.device
 ) -> float:
-    """Seconds of a decode step on `device`: the median of as many as `new_tokens` allow.
+    """Seconds of a decode step on `device`: the median of as many steps as `new_tokens` allow.
 
-    Raises torch.OutOfMemoryError where the GPU does not hold the model.
+    Raises torch.OutOfMemoryError if the model does not fit the GPU.
     """
-    runs = max(2, (new_tokens - 2) // 3)  # graph_seconds() takes up to 3 x runs + 2 steps
+    runs = max(2, (new_tokens - 2) // 3)  # graph_seconds() runs up to 3 x runs + 2 steps
     room = prompt_len + max(new_tokens, 3 * runs + 2)
     with torch.device(device), torch.inference_mode():
         model = AutoModelForCausalLM.from_config(
@@ -33,9 +33,9 @@ def rival_step_s(
 
 
 class Step:
-    """Decode steps of a transformers `model`, each of which puts the next tokens into `token`.
+    """Decode steps of a transformers `model`; each writes the next tokens to `token`, int64 [n, 1].
 
-    They follow on `prompt`, int64 [n, P], and there can be as many as positions are left of `room`.
+    The constructor prefills `prompt`, int64 [n, P]. The cache has `room` positions.
     """
 
     def __init__(self, model: torch.nn.Module, prompt: torch.Tensor, room: int) -> None:
@@ -47,23 +47,23 @@ class Step:
         self.token = self._next(prompt)
 
     def __call__(self) -> None:
-        """Launch a step; nothing of it waits for the GPU, so it can be captured."""
+        """Launch a step without synchronizing, so that a CUDA graph can capture it."""
         batch = self.token.shape[0]
-        # Made here, mask and positions are not inferred from the cache's length, which would wait.
+        # Given explicitly: transformers would read the cache's length from the device.
         seen = (self._slots <= self._position).view(1, 1, 1, -1).expand(batch, -1, -1, -1)
         positions = self._position.expand(batch, 1)
         self.token.copy_(self._next(self.token, attention_mask=seen, position_ids=positions))
         self._position.add_(1)
 
-    def _next(self, ids: torch.Tensor, **where: torch.Tensor) -> torch.Tensor:
-        """The likeliest tokens after `ids`, int64 [n, 1]."""
-        found = self._model(ids, past_key_values=self._cache, logits_to_keep=1, **where)
-        tokens: torch.Tensor = found.logits[:, -1].argmax(-1, keepdim=True)
+    def _next(self, ids: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
+        """The most likely next tokens after `ids`: int64 [n, 1]."""
+        output = self._model(ids, past_key_values=self._cache, logits_to_keep=1, **positions)
+        tokens: torch.Tensor = output.logits[:, -1].argmax(-1, keepdim=True)
         return tokens
 
 
 def transformers_config(config: ModelConfig) -> OPTConfig | LlamaConfig:
-    """The configuration by which transformers knows the architecture."""
+    """The configuration of the same architecture in transformers."""
     common = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

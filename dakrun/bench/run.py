@@ -1,16 +1,28 @@
-"""From the options of `dakrun bench` to what was measured, whichever the kernel, or of a model.
+"""From the options of `dakrun bench` to records: which sweep, and the loop over a kernel's cases.
 
-torch is imported when something is to be measured, not before.
+Knows what all kernels share; gemm.py and attention.py launch theirs, model.py runs models. torch is
+imported when measuring starts.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dakrun.bench.attention_sweep import AttentionSweep, attention_sweep
+from dakrun.bench.ceilings import Effort
 from dakrun.bench.gemm_sweep import GemmSweep, gemm_sweep
 from dakrun.bench.model_sweep import ModelSweep, model_sweep
-from dakrun.bench.output import Record
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.bench.output import Record, head
+from dakrun.bench.rows import Row, columns
+from dakrun.bench.sweep import forecast
+from dakrun.hardware import LOCAL, HardwareProfile
+
+if TYPE_CHECKING:
+    import torch
+
+    from dakrun.kernels.gemm.splitk_config import TierAccess
 
 AnySweep = GemmSweep | AttentionSweep | ModelSweep
 
@@ -21,16 +33,16 @@ _SWEEPS: dict[str, Callable[..., AnySweep]] = {
 }
 
 
-def asked_sweep(subject: str, asked: dict[str, Any]) -> AnySweep:
-    """The sweep of a kernel, or of a "model", that its options ask for.
+def parse_sweep(subject: str, options: dict[str, Any]) -> AnySweep:
+    """The sweep of "gemm", "attention" or "model" that the command line's options describe.
 
-    Raises UsageError where one is malformed.
+    Raises UsageError if one is malformed.
     """
-    return _SWEEPS[subject](**asked)
+    return _SWEEPS[subject](**options)
 
 
-def check(sweep: AnySweep) -> None:
-    """Raise CannotRun where the sweep needs a GPU and there is none."""
+def check_device(sweep: AnySweep) -> None:
+    """Raise CannotRun if the sweep needs a GPU and there is none."""
     if isinstance(sweep, ModelSweep) and sweep.rival is None:
         return
     from dakrun.bench.tiers import check_gpu
@@ -39,18 +51,96 @@ def check(sweep: AnySweep) -> None:
 
 
 def measure(
-    sweep: AnySweep, profile: HardwareProfile, *, command: str, note: Callable[[str], None]
+    sweep: AnySweep, profile: HardwareProfile, *, command: str, progress: Callable[[str], None]
 ) -> Iterator[Record]:
-    """What was found so far, again and again, and in the end all of it."""
+    """Records of growing length; the last is complete."""
     if isinstance(sweep, ModelSweep):
         from dakrun.bench.model import measure_model
 
-        yield from measure_model(sweep, profile, command=command, note=note)
+        yield from measure_model(sweep, profile, command=command, progress=progress)
     elif isinstance(sweep, GemmSweep):
         from dakrun.bench.gemm import measure_gemm
 
-        yield measure_gemm(sweep, profile, command=command, note=note)
+        yield measure_gemm(sweep, profile, command=command, progress=progress)
     else:
         from dakrun.bench.attention import measure_attention
 
-        yield measure_attention(sweep, profile, command=command, note=note)
+        yield measure_attention(sweep, profile, command=command, progress=progress)
+
+
+class Chains(ABC):
+    """Chains of launches of one kernel over operands in `buffers`, and of its baseline.
+
+    `buffers` are uint8 [bytes] by tier, HBM first, and hold operands of `dtype`. Times are seconds
+    of one launch, one for each of `replays` replays.
+    """
+
+    def __init__(
+        self, buffers: "dict[str, torch.Tensor]", dtype: "torch.dtype", sms: int, replays: int
+    ) -> None:
+        self.buffers = buffers
+        self.device = buffers[LOCAL].device
+        self._dtype, self._sms, self._replays = dtype, sms, replays
+
+    @abstractmethod
+    def fill(self, case: Any) -> None:
+        """Write random operands for `case` into all buffers."""
+
+    @abstractmethod
+    def baseline(self, case: Any) -> list[float]:
+        """Times of torch's kernel with the case's operands contiguous in HBM."""
+
+    @abstractmethod
+    def row(self, case: Any, access: "Sequence[TierAccess]", **known: float) -> Row:
+        """The row of `case` with each tier read as `access` says; `known` are the other times."""
+
+
+def measure_kernel(
+    sweep: GemmSweep | AttentionSweep,
+    profile: HardwareProfile,
+    new_chains: "Callable[[dict[str, torch.Tensor], torch.dtype, int, int], Chains]",
+    *,
+    effort: Effort,
+    command: str,
+    progress: Callable[[str], None],
+) -> Record:
+    """Measure the ceilings and then all cases of `sweep` on torch's current GPU.
+
+    `profile` gives the predictions and the SMs and window for the remote tier; `new_chains` is the
+    constructor of a Chains. Cases that differ in their ratio alone share one baseline measurement.
+    Raises CannotRun if memory is short.
+    """
+    import torch
+
+    from dakrun.bench.tiers import measure_ceilings, operands
+    from dakrun.engine.build import direct_accesses
+    from dakrun.kernels.gemm.splitk_config import TierAccess
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    ceilings = measure_ceilings(sweep.remote_tiers(profile), effort, device)
+    _, *remote = ceilings.rates
+    cases = list(sweep.cases(ceilings.turning_point, effort, tiers=len(ceilings.rates)))
+    rows: list[Row] = []
+    with operands(cases, sweep.operand, ceilings.rates, device, progress) as buffers:
+        chains = new_chains(buffers, getattr(torch, sweep.dtype), sms, effort.replays)
+        for label, group in itertools.groupby(cases, key=lambda case: case.label):
+            first, *others = group
+            chains.fill(first)
+            baseline_s = statistics.median(chains.baseline(first))
+            for case in (first, *others):
+                expected = forecast(case, sweep.dtype, profile, remote)
+                row = chains.row(
+                    case,
+                    [TierAccess(), *direct_accesses(profile, remote, expected.sms[1:])],
+                    bound_s=ceilings.seconds(case.tier_bytes),
+                    predicted_s=expected.seconds,
+                    baseline_s=baseline_s,
+                )
+                progress(f"{label} {row.summary}")
+                rows.append(row)
+    return Record(
+        head=head({"kernel": sweep.kernel}, sweep.dtype, ceilings, profile, command),
+        columns=columns(sweep),
+        rows=tuple(row.figures() for row in rows),
+    )

@@ -1,6 +1,6 @@
-"""Memory for a benchmark: taken, filled with random data, and the rates at which it is read.
+"""Memory for a benchmark: allocated in tiers, filled with random data, and its ceilings measured.
 
-Knows tiers and bytes and how they are read, not the kernels under test.
+Knows tiers and bytes, not the kernels under test.
 """
 
 import statistics
@@ -10,11 +10,10 @@ from functools import partial
 
 import torch
 
-from dakrun.bench.cases import Case, buffer_bytes
-from dakrun.bench.ceilings import HBM_RING, Ceilings, link_ring
-from dakrun.bench.effort import Effort
+from dakrun.bench.ceilings import HBM_RING, Ceilings, Effort, link_ring
+from dakrun.bench.sweep import Case, buffer_bytes
 from dakrun.errors import CannotRun
-from dakrun.hardware.profile import LOCAL, RemoteTier
+from dakrun.hardware import LOCAL, RemoteTier
 from dakrun.kernels.bandwidth import Reader, read_window
 from dakrun.kernels.runtime.copy_engine import copy
 from dakrun.memory import (
@@ -32,26 +31,27 @@ from dakrun.probe.measurement import steadier
 from dakrun.probe.sweeps import Buffer, copy_seconds
 from dakrun.units import format_bytes
 
-BLOCK_BYTES = 2**26  # of different values, repeated all over a buffer
-HINT = "choose smaller shapes, cases or ratios, or end what else uses that memory"
+BLOCK_BYTES = 2**26  # random bytes that a buffer repeats
+HINT = "choose smaller shapes, cases or ratios, or end other programs that use the memory"
 
 
 def check_gpu() -> None:
-    """Raise CannotRun where there is no GPU."""
+    """Raise CannotRun if there is no GPU."""
     if not torch.cuda.is_available():
-        raise CannotRun("a benchmark needs a CUDA GPU; none can be used", hint="see: dakrun doctor")
+        raise CannotRun("this benchmark needs a CUDA GPU", hint="see: dakrun doctor")
 
 
 def measure_ceilings(
     remote: Sequence[RemoteTier], effort: Effort, device: torch.device, *, copies: bool = False
 ) -> Ceilings:
-    """What HBM delivers to all SMs, and each of `remote` to its SMs within its window, alone.
+    """Bandwidths of HBM read by all SMs, and of each remote tier read by its SMs within its window.
 
-    The bytes are random ones. With `copies` also what the copy engine brings of each of `remote`.
+    Each tier is read alone, with bulk copies of random bytes into shared memory. With `copies`,
+    also the copy engine's bandwidth from each remote tier.
     """
     names = [tier.name for tier in remote]
     sizes = {LOCAL: effort.hbm_bytes} | dict.fromkeys(names, effort.remote_bytes)
-    with take(sizes, device) as tiers:
+    with allocate(sizes, device) as tiers:
         buffers = whole(tiers)
         rates = _rates(buffers, remote, effort, device)
         if not copies:
@@ -62,12 +62,12 @@ def measure_ceilings(
 
 
 def _copied(local: torch.Tensor, remote: torch.Tensor, effort: Effort) -> float:
-    """Bytes/s of the copy engine: the median of its copies."""
+    """Bytes/s of the copy engine from `remote` to `local`: the median of several copies."""
     nbytes = min(local.numel(), remote.numel())
-    to, of = local[:nbytes], remote[:nbytes]
+    target, source = local[:nbytes], remote[:nbytes]
 
     def readings() -> list[float]:
-        return [nbytes / copy_seconds(to, of) for _ in range(effort.readings)]
+        return [nbytes / copy_seconds(target, source) for _ in range(effort.readings)]
 
     return statistics.median(steadier(readings))
 
@@ -78,15 +78,15 @@ def _rates(
     effort: Effort,
     device: torch.device,
 ) -> dict[str, float]:
-    """Bytes/s of each tier: the median of its readings."""
+    """Bytes/s of each tier: the median of several readings."""
     block = torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, device=device)
     for buffer in buffers.values():
         fill(buffer, block)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     readers = {LOCAL: Buffer(buffers[LOCAL]).reader(sms, HBM_RING)}
     for tier in remote:
-        there = Buffer(buffers[tier.name])
-        readers[tier.name] = there.reader(min(tier.sms, sms), link_ring(tier))
+        far = Buffer(buffers[tier.name])
+        readers[tier.name] = far.reader(min(tier.sms, sms), link_ring(tier))
 
     def readings(reader: Reader) -> list[float]:
         return [read_window([reader], effort.seconds)[0] for _ in range(effort.readings)]
@@ -97,8 +97,8 @@ def _rates(
     }
 
 
-def take(sizes: Mapping[str, int], device: torch.device) -> Tiers:
-    """Tiers of `sizes` bytes, to be closed by the caller; CannotRun where they cannot be had."""
+def allocate(sizes: Mapping[str, int], device: torch.device) -> Tiers:
+    """Allocate tiers of `sizes` bytes, which the caller closes; CannotRun if memory is short."""
     check = partial(check_free, what="the benchmark", hint=HINT)
     for name, size in sizes.items():
         if name == LOCAL:
@@ -116,34 +116,35 @@ def take(sizes: Mapping[str, int], device: torch.device) -> Tiers:
 
 
 def whole(tiers: Tiers) -> dict[str, torch.Tensor]:
-    """All bytes of each tier as one tensor: uint8, 1-D."""
+    """All bytes of each tier as one tensor: uint8 [bytes]."""
     return {name: tier.allocate((tier.capacity,), torch.uint8) for name, tier in tiers.items()}
 
 
 @contextmanager
 def operands(
     cases: Sequence[Case],
-    what: str,
+    name: str,
     tiers: Iterable[str],
     device: torch.device,
-    note: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Memory for the operands of any of the `cases`: uint8, 1-D, by tier.
+    """Buffers for the operands of any of the `cases`: uint8 [bytes] by tier.
 
-    `note` is told how much it is, of `what`. Raises CannotRun where it cannot be had.
+    `progress` reports their size; `name` says what the operands are. Raises CannotRun if memory is
+    short.
     """
     sizes = dict(zip(tiers, buffer_bytes(cases, ALIGNMENT), strict=True))
-    note(f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of {what}")
-    with take(sizes, device) as memories:
+    progress(f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of {name}")
+    with allocate(sizes, device) as memories:
         buffers = whole(memories)
         yield buffers
-        buffers.clear()  # else they keep the memory
+        buffers.clear()  # references would keep the memory
 
 
 def fill_random(
     buffers: Mapping[str, torch.Tensor], dtype: torch.dtype, *, scale: float = 1.0
 ) -> None:
-    """Put normal values times `scale` into all `buffers`."""
+    """Write normal values times `scale` into all `buffers`."""
     values = torch.randn(BLOCK_BYTES // dtype.itemsize, device=buffers[LOCAL].device)
     block = values.mul_(scale).to(dtype).view(torch.uint8)
     for buffer in buffers.values():
@@ -151,9 +152,10 @@ def fill_random(
 
 
 def fill(buffer: torch.Tensor, block: torch.Tensor) -> None:
-    """Repeat `block`, which lies in HBM, all over `buffer`: both uint8, 1-D.
+    """Repeat `block` in `buffer`, both uint8 [bytes]; `block` lies in HBM.
 
-    Done when it returns: launches that overlap may read what is in `buffer` before their turn.
+    Synchronizes: with programmatic dependent launch, a kernel may read `buffer` before the work
+    ahead of it on the stream has ended.
     """
     for part in buffer.split(block.numel()):
         copy(part, block[: part.numel()])
