@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dakrun.config import Workload
-from dakrun.engine.accesses import tier_accesses
-from dakrun.hardware.files import load_profile
+from dakrun.engine.build import tier_accesses
+from dakrun.hardware import load_profile
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.models.known import known_model
 from dakrun.nn.remote_tier import profiled_access

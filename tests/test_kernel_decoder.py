@@ -12,27 +12,29 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from dakrun.config import Workload
 from dakrun.engine import decode_step
-from dakrun.engine.accesses import tier_accesses
-from dakrun.engine.build import ROWS, manifest_of
+from dakrun.engine.build import ROWS, tier_accesses
 from dakrun.engine.decode_step import DecodeStep
-from dakrun.engine.packed_cache import PackedKVCache
-from dakrun.engine.prompt_pass import PromptPass
-from dakrun.engine.staging import StagedOperands, staged_bytes
-from dakrun.geometry import KV_BLOCK, TILED_PORTABLE_X_TILES, TILED_X_TILES
+from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.engine.prefill import Prefill
+from dakrun.engine.staging import Staging, staged_bytes
+from dakrun.geometry import TILED_PORTABLE_X_TILES, TILED_X_TILES
 from dakrun.hardware import load_profile
 from dakrun.kernels.attention import splitk as attention
+from dakrun.kernels.attention.kv_blocks import KVShape
+from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm.tiled_shapes import Limits
 from dakrun.kernels.variants import variants
 from dakrun.memory.tiers import allocate_tiers
+from dakrun.models.architectures import architecture
 from dakrun.models.hf_config import read_model_config
-from dakrun.models.kernel_decoder import KernelDecoder, Resident
-from dakrun.models.known import known_model
+from dakrun.plan.ops import kv_positions
 from dakrun.plan.planner import Policy, make_plan
-from dakrun.plan.segments import Segment
+from dakrun.plan.prefill import Segment
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.loading import Packing, load, tier_capacities
+from dakrun.weights.manifest import manifest_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3
@@ -110,8 +112,8 @@ def model(
     return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def decoder(path: Path, batch: int) -> tuple[KernelDecoder, PackedKVCache, DecodeStep]:
-    """With parts of weights and slots in two tiers, which in some models the same CTAs read."""
+def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep]:
+    """Parts of weights and slots in two tiers, which in some models the same CTAs read."""
     config = read_model_config(path)
     work = Workload(batch_size=batch, prompt_len=16, new_tokens=8, max_model_len=100)
     policy = Policy(
@@ -126,35 +128,35 @@ def decoder(path: Path, batch: int) -> tuple[KernelDecoder, PackedKVCache, Decod
             op: (local, *(replace(access, mixed=True) for access in remote))
             for op, (local, *remote) in accesses.items()
         }
-    cache = PackedKVCache(plan, tiers, torch.float16, CPU)
+    shape = KVShape(config.num_kv_heads, config.head_dim, kv_positions(work))
+    cache = KVCache(plan.placement("attention"), config.num_layers, shape, tiers, CPU)
+    of = architecture(config)
     with Checkpoint(path) as source:
-        manifest = manifest_of(config, source)
+        manifest = manifest_of(of, source.__contains__)
         packing = Packing(accesses, SMS)
         weights = load(source, manifest, plan, tiers, CPU, packing=packing)
-    found = KernelDecoder(config, manifest, weights, accesses, cache.shape.blocks * KV_BLOCK)
-    return found, cache, DecodeStep(found, cache, accesses["attention"])
+    backend = KernelBackend(of, manifest, weights, accesses, shape.positions)
+    step = DecodeStep(backend.variant(None, batch), cache, shape, accesses["attention"])
+    return backend, cache, step
 
 
 def test_a_slot_is_read_where_the_gpu_that_computes_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of a slot in another GPU's memory come to this one's."""
-    config = known_model("opt-125m")
-    assert config is not None
-    work = Workload(batch_size=2, prompt_len=16, new_tokens=8, max_model_len=100)
-    plan = make_plan(config, work, load_profile("h200-pcie5"), Policy(kv_offload_ratio=0.5))
-    cache = PackedKVCache(
-        plan, allocate_tiers({"hbm": 2**23, "host": 2**23}, CPU), torch.float16, CPU
-    )
-    monkeypatch.setattr(cache, "_device", torch.device("meta"))
+    shape = KVShape(12, 64, 128)
+    tiers = allocate_tiers({"hbm": 2**23, "host": 2**23}, CPU)
+    cache = KVCache((("hbm", 1), ("host", 1)), 12, shape, tiers, CPU)
+    monkeypatch.setattr(cache, "device", torch.device("meta"))
     for slot in range(2):
-        assert all(x.is_meta and x.shape == (12, 9, 64) for x in cache.read(0, slot, 9))
+        bytes_of_slot = cache.on_device(0, slot)
+        assert bytes_of_slot.is_meta and bytes_of_slot.shape == (shape.slot_bytes,)
 
 
-def staged(kernels: KernelDecoder) -> StagedOperands:
+def staging(backend: KernelBackend) -> Staging:
     """All matrices, through a ring that holds two of them."""
-    ring = 2 * max(staged_bytes(matrix) for matrix in kernels.matrices.values())
-    names = [name for name in kernels.order if staged_bytes(kernels.matrices[name])]
+    ring = 2 * max(staged_bytes(matrix) for matrix in backend.matrices.values())
+    names = [name for name in backend.order if staged_bytes(backend.matrices[name])]
     room = torch.empty(ring, dtype=torch.uint8)
-    return StagedOperands(kernels.matrices, names, room, ahead=False)
+    return Staging(backend.matrices, names, room, ahead=False)
 
 
 @torch.no_grad()
@@ -185,15 +187,16 @@ def test_prompts_and_steps(
         by = "torch"
         monkeypatch.setattr(products, "PIECE_BYTES", 2**14)
     monkeypatch.setattr(products.Products, "by", lambda *_: by)
-    kernels, cache, rows = decoder(path, 2)
+    backend, cache, rows = model_of(path, 2)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
-    prompt_pass = PromptPass(
-        kernels, staged(kernels), cache, torch.empty(ROOM, dtype=torch.uint8), 128
+    shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
+    prefill = Prefill(
+        backend.variant(staging(backend)), cache, shape, torch.empty(ROOM, dtype=torch.uint8), 128
     )
-    prompt_pass.logits(prompts[0][:66], [Segment(0, 0, 66)])
+    prefill.logits(prompts[0][:66], [Segment(0, 0, 66)])
     segments = [Segment(0, 66, 4), Segment(1, 0, 9)]
-    found = prompt_pass.logits([*prompts[0][66:], *prompts[1]], segments)
+    found = prefill.logits([*prompts[0][66:], *prompts[1]], segments)
     assert all(close(f, logits(reference, p)) for f, p in zip(found, prompts, strict=True))
 
     by = "splitk"
@@ -205,16 +208,15 @@ def test_prompts_and_steps(
     for step in range(2):
         for prompt, token in zip(prompts, rows.tokens.tolist(), strict=True):
             prompt.append(token)
-        for _, launch in rows.ops(bucket, Resident(kernels.matrices)):
-            launch()
+        rows.run(bucket)
         for number, prompt in enumerate(prompts):
-            assert close(rows.logits[number], logits(reference, prompt))
-        assert rows.tokens.tolist() == rows.logits.argmax(1).tolist()
+            assert close(rows.backend.logits[number], logits(reference, prompt))
+        assert rows.tokens.tolist() == rows.backend.logits.argmax(1).tolist()
         assert rows.lengths.tolist() == [71 + step, 10 + step]
         position = torch.tensor([70, 9]) + step
         logged = rows.log[torch.arange(2), position % decode_step.LOG_STEPS]
         assert logged.tolist() == rows.tokens.tolist()
-    config, mixes = kernels.config, path.name.startswith(MIXED)
+    config, mixes = backend.model.config, path.name.startswith(MIXED)
     ahead = [
         variant
         for x_tiles in (TILED_X_TILES, TILED_PORTABLE_X_TILES)

@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from dakrun.config import ModelConfig, Workload
-from dakrun.engine.accesses import tier_accesses
+from dakrun.engine.build import tier_accesses
 from dakrun.errors import CannotRun
-from dakrun.hardware.files import load_profile
+from dakrun.hardware import load_profile
 from dakrun.kernels.gemm.packing import DTYPES, PackedTensor
 from dakrun.memory.tiers import allocate_tiers
+from dakrun.models.architectures import architecture
 from dakrun.models.known import known_model
-from dakrun.models.llama import Llama
-from dakrun.models.opt import Opt
 from dakrun.plan.planner import Plan, Policy, make_plan
 from dakrun.weights import loading, streaming
-from dakrun.weights.checkpoint import Checkpoint, Manifest, Weights
+from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
-from dakrun.weights.folding import Fold
 from dakrun.weights.loading import Packing, can_pack, load, tier_capacities
+from dakrun.weights.manifest import Fold, Manifest, Weights
+from dakrun.weights.manifest import manifest_of as manifest_of_model
 
 CPU = torch.device("cpu")
 SMS = 5
@@ -65,8 +65,9 @@ NAMES = list(CONFIGS)
 
 
 def manifest_of(name: str) -> Manifest:
-    kind = Llama if CONFIGS[name].family == "llama" else Opt
-    return kind.manifest(CONFIGS[name], lambda tensor: tensor.startswith("model."))
+    return manifest_of_model(
+        architecture(CONFIGS[name]), lambda tensor: tensor.startswith("model.")
+    )
 
 
 def plan_of(name: str, dtype: torch.dtype = torch.float16, policy: Policy | None = None) -> Plan:
@@ -188,7 +189,7 @@ def test_what_is_folded() -> None:
     )
     assert manifest_of("opt-no-affine").folded["lm_head"] == Fold("layer")
     assert manifest_of("llama").folded["layers.0.gate_up"] == Fold(
-        "rms", "layers.0.post_attention_layernorm"
+        "rms", "layers.0.ffn_norm.weight"
     )
 
 
@@ -270,9 +271,9 @@ def test_a_file_that_shrinks_while_it_is_read(directory: Path) -> None:
         path = directory / "model-0.safetensors"
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size // 2)
-        with pytest.raises(CannotRun, match=r"model-0\.safetensors: ends too early"):
+        with pytest.raises(CannotRun, match=r"model-0\.safetensors: too short"):
             packed("llama", plan, source)
-        with pytest.raises(CannotRun, match="ends too early"):
+        with pytest.raises(CannotRun, match="too short"):
             tiers = allocate_tiers(tier_capacities(plan, packed=False), CPU)
             load(source, manifest_of("llama"), plan, tiers, CPU)
 

@@ -7,9 +7,10 @@ import tiny_models
 import torch
 
 from dakrun.config import SamplingParams
+from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.llm import LLM
 from dakrun.plan.planner import Policy
-from dakrun.plan.segments import Segment
+from dakrun.plan.prefill import Segment
 
 PROMPT_LENGTHS = (5, 1, 17, 33, 64, 2, 9, 40)
 NEW_TOKENS = 64
@@ -106,18 +107,17 @@ def test_tokens_do_not_depend_on_the_batch_size(
     assert greedy(llm) == expected[name]
 
 
-@torch.inference_mode()
 def our_logits(llm: LLM, sequences: list[list[int]]) -> torch.Tensor:
     """Logits [B, NEW_TOKENS, V] along given sequences: the prompt prefilled, the rest decoded."""
-    decoder, cache = llm.engine.runner.decoder, llm.engine.runner.cache
+    runner = llm.engine.runner
+    assert isinstance(runner, ReferenceRunner)
     segments = [Segment(slot, 0, n) for slot, n in enumerate(PROMPT_LENGTHS)]
     flat = [t for s, n in zip(sequences, PROMPT_LENGTHS, strict=True) for t in s[:n]]
-    hidden = decoder.prefill(torch.tensor(flat), segments, cache)
-    steps = [decoder.logits(hidden[torch.tensor(PROMPT_LENGTHS).cumsum(0) - 1])]
+    steps = [runner.prefill(flat, segments)]
     for step in range(NEW_TOKENS - 1):
         positions = [n + step for n in PROMPT_LENGTHS]
-        tokens = torch.tensor([s[p] for s, p in zip(sequences, positions, strict=True)])
-        steps.append(decoder.decode(tokens, positions, list(range(len(sequences))), cache))
+        tokens = [s[p] for s, p in zip(sequences, positions, strict=True)]
+        steps.append(runner.decode(tokens, positions, range(len(sequences))))
     return torch.stack(steps, dim=1)
 
 
@@ -168,10 +168,6 @@ def test_swapped_row_blocks_give_another_answer(checkpoints: dict[str, Path]) ->
     """The reference reads each row block where it lies: spoiling one tier's bytes is seen."""
     llm = load(checkpoints["llama-mha"], offload_ratio=0.37)
     before = greedy(llm)
-    remote = [
-        p
-        for p in llm.engine.runner.decoder.weights.matrices["layers.1.down"].parts
-        if p.tier == "host"
-    ]
+    remote = [p for p in llm.engine.runner.matrices["layers.1.down"].parts if p.tier == "host"]
     remote[-1].data.copy_(remote[-1].data.flip(0))
     assert greedy(llm) != before

@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from dakrun.config import Workload
-from dakrun.engine.packed_cache import PackedKVCache
-from dakrun.engine.prompt_slots import PromptSlots
-from dakrun.hardware.files import load_profile
+from dakrun.engine.prefill import KVWriter
 from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.memory.tiers import allocate_tiers
-from dakrun.models.known import known_model
-from dakrun.plan.planner import Policy, make_plan
-from dakrun.plan.segments import Segment
+from dakrun.plan.prefill import Segment
 
 BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads
 
@@ -23,15 +19,12 @@ def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
     device = torch.device(kernel_device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    config = known_model("opt-125m")
-    assert config is not None
-    work = Workload(batch_size=4, prompt_len=16, new_tokens=8, max_model_len=250)
-    plan = make_plan(config, work, load_profile("h200-pcie5"), Policy(kv_offload_ratio=0.5))
+    shape = kv_blocks.KVShape(12, 64, 256)
     with allocate_tiers({"hbm": 2**26, "host": 2**26}, device) as tiers:
-        cache = PackedKVCache(plan, tiers, torch.float16, device)
+        cache = KVCache((("hbm", 2), ("host", 2)), 12, shape, tiers, device)
         assert cache.counts == (2, 2)
         room = torch.full((blocks * BLOCK_BYTES,), 255, dtype=torch.uint8, device=device)
-        slots = PromptSlots(cache, room)
+        writer = KVWriter(cache, shape, room)
         kept = torch.randn(2, 4, 12, 250, 64, device=device).half()  # of layer 5
         for passed in (
             [Segment(3, 0, 130), Segment(0, 0, 70), Segment(2, 0, 1)],
@@ -48,13 +41,13 @@ def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
                     heads = slice(12 * (1 + number), 12 * (2 + number))
                     qkv[first : first + s.length, heads] = of.transpose(0, 1)
                 first += s.length
-            slots.begin(passed)
+            writer.begin(passed)
             for layer in (4, 5, 6):  # others have other values
                 other = qkv if layer == 5 else torch.randn_like(qkv)
-                slots.store(layer, other, positions.to(device), None)
-            slots.end()
+                writer.store(layer, other, positions.to(device), None)
+            writer.end()
         for slot, end in enumerate((80, 105, 129, 230)):
-            found = cache.read(5, slot, end)
+            found = kv_blocks.read(cache.on_device(5, slot), end, torch.float16, shape)
             for x, wanted in zip(found, kept[:, slot, :, :end], strict=True):
                 assert torch.equal(x, wanted), (slot, end)
 

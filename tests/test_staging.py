@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_matrices import normal, packed
 
-from dakrun.engine.staging import Place, StagedOperands, places, staged_bytes
-from dakrun.hardware.profile import LOCAL
+from dakrun.engine.staging import Place, Staging, places, staged_bytes
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packing import Split
 
 
@@ -61,10 +61,10 @@ def test_passes_find_their_matrices(device: str) -> None:
     matrices = {name: packed(weight, tiers) for name, weight in dense.items()}
     staged = [name for name in matrices if name != "3"]
     ring = torch.empty(2 * staged_bytes(matrices["0"]), dtype=torch.uint8, device=device)
-    steps = StagedOperands(matrices, staged, ring)
-    prompts = StagedOperands(matrices, staged, ring, ahead=False)
+    steps = Staging(matrices, staged, ring)
+    prompts = Staging(matrices, staged, ring, ahead=False)
 
-    def run(operands: StagedOperands) -> None:
+    def run(operands: Staging) -> None:
         operands.begin()
         for name, weight in dense.items():
             found = operands.fetch(name)

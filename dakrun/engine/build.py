@@ -26,8 +26,7 @@ from dakrun.kernels.variants import Variant, variants
 from dakrun.memory.tiers import Tier
 from dakrun.models.architectures import architecture
 from dakrun.plan.ops import kv_positions, kv_staging_bytes
-from dakrun.plan.plan import OpPlan, Plan
-from dakrun.plan.plan import STAGING_BUFFERS
+from dakrun.plan.plan import STAGING_BUFFERS, OpPlan, Plan
 from dakrun.weights.loading import Packing, Tensors, can_pack, load
 from dakrun.weights.manifest import Manifest, manifest_of
 

@@ -1,8 +1,7 @@
-"""The engine: keeps all slots busy with requests until there are none left.
+"""The scheduler: fills slots with requests, alternates prefill and decode steps, collects tokens.
 
-`generate` alternates prefill of new requests and decode steps, which may be started before the
-tokens of those ahead are known; a slot that finishes is refilled at once. Knows neither files nor
-checkpoints, nor how the runner computes.
+A step may be launched before the tokens of the one ahead are known; a slot that finishes is
+refilled at once. Knows neither files nor checkpoints, nor how the runner computes.
 """
 
 import bisect
@@ -27,7 +26,7 @@ Detokenize = Callable[[Sequence[int]], str]
 
 @dataclass
 class EngineStats:
-    """What a run measured so far; times in seconds, bytes as really read by decode steps."""
+    """Totals and times of all runs so far, in seconds; `kv_bytes_read` counts decode steps."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -42,9 +41,9 @@ class EngineStats:
 
 @dataclass
 class _Running:
-    """A request in its slot. `cached` positions of it are in the KV cache.
+    """A request in its slot, `cached` positions of which are in the KV cache.
 
-    `coming` tokens are known or being computed, at most `limit`; one that has ended is `ended`.
+    `launched` counts its tokens that are known or being computed, up to `limit`.
     """
 
     request: Request
@@ -55,13 +54,13 @@ class _Running:
     limit: int
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
-    coming: int = 1
+    launched: int = 1
     first_token: float = 0.0
     ended: bool = False
 
 
 class Engine:
-    """Runs requests on a `runner` whose operands and cache lie where `plan` put them."""
+    """Runs requests on a `runner` whose weights and slots lie where `plan` put them."""
 
     def __init__(self, runner: Runner, plan: Plan, detokenize: Detokenize | None) -> None:
         self.runner, self.plan = runner, plan
@@ -70,15 +69,16 @@ class Engine:
         self._max_len = plan.workload.max_model_len
         self._eos = frozenset(plan.model.eos_token_ids)
         self._kv_bytes = plan.model.kv_bytes_per_token
-        self._one_run = threading.Lock()  # whose requests have the slots
+        self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = False
-        self._collected = 0.0  # when tokens last came
-        self._steps: deque[tuple[float, list[_Running]]] = deque()  # launched at, with
+        self._collected = 0.0  # time of the last collection
+        self._steps: deque[tuple[float, list[_Running]]] = deque()  # launch time, requests
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions in the order in which they finish; requests are taken as slots free up.
 
-        UsageError, once it begins, while another run has not ended and is not closed.
+        Raises UsageError, at the first completion, while another run has neither ended nor been
+        closed.
         """
         if not self._one_run.acquire(blocking=False):
             raise UsageError(
@@ -86,35 +86,11 @@ class Engine:
                 hint="finish or close that stream first, and give each thread its own LLM",
             )
         try:
-            yield from self._run(requests)
-        finally:
-            self._one_run.release()
-
-    def close(self) -> None:
-        """End a run that has not ended, which is told so, and wait for its steps."""
-        self._closed = True
-        with suppress(RuntimeError):  # of a GPU that has failed
-            self.runner.drop()
-
-    def op_seconds(self, length: int) -> Mapping[str, float]:
-        """Seconds of a decode step by op: see Runner.op_seconds. Nothing during a run.
-
-        To measure it may overwrite what slots hold.
-        """
-        if not self._one_run.acquire(blocking=False):
-            return {}
-        try:
-            return self.runner.op_seconds(length)
-        finally:
-            self._one_run.release()
-
-    def _run(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        waiting = iter(requests)
-        order = {slot: number for number, slot in enumerate(self.runner.order)}
-        free = sorted(order, key=order.__getitem__)
-        running: list[_Running] = []
-        exhausted = False
-        try:
+            waiting = iter(requests)
+            order = {slot: number for number, slot in enumerate(self.runner.order)}
+            free = sorted(order, key=order.__getitem__)
+            running: list[_Running] = []
+            exhausted = False
             while True:
                 if self._closed:
                     raise UsageError(
@@ -127,7 +103,7 @@ class Engine:
                         exhausted = True
                     else:
                         new.append(self._admit(request, free.pop(0)))
-                going = [r for r in running if r.coming < r.limit]
+                going = [r for r in running if r.launched < r.limit]
                 if new:
                     self._prefill(new)
                     running += new
@@ -145,9 +121,28 @@ class Engine:
                         bisect.insort(free, r.slot, key=order.__getitem__)
                         yield self._complete(r, reason)
         finally:
-            self._steps.clear()  # what is still being computed is nobody's
+            self._steps.clear()
             with suppress(RuntimeError):  # of a GPU that has failed
                 self.runner.drop()
+            self._one_run.release()
+
+    def close(self) -> None:
+        """End the current run, whose next completion is a UsageError, and wait for its steps."""
+        self._closed = True
+        with suppress(RuntimeError):  # of a GPU that has failed
+            self.runner.drop()
+
+    def op_seconds(self, length: int) -> Mapping[str, float]:
+        """Seconds of a decode step by op (see Runner.op_seconds); empty during a run.
+
+        Measuring may overwrite slots.
+        """
+        if not self._one_run.acquire(blocking=False):
+            return {}
+        try:
+            return self.runner.op_seconds(length)
+        finally:
+            self._one_run.release()
 
     def _admit(self, request: Request, slot: int) -> _Running:
         length = len(request.prompt_ids)
@@ -164,7 +159,7 @@ class Engine:
     def _prefill(self, new: Sequence[_Running]) -> None:
         """Cache the prompts of `new`, pass by pass, and sample their first tokens."""
         start = time.perf_counter()
-        behind: tuple[list[_Running], Chosen] | None = None  # what the pass before has come to
+        before: tuple[list[_Running], Chosen] | None = None  # first tokens of the pass before
         by_slot = {r.slot: r for r in new}
         prompts = {r.slot: r.request.prompt_ids for r in new}
         lengths = {slot: len(prompt) for slot, prompt in prompts.items()}
@@ -179,22 +174,22 @@ class Engine:
             done = [by_slot[segments[number].slot] for number in ends]
             rows = [Row(r.slot, r.cached, 0, r.request.params, r.seed) for r in done]
             chosen = Chosen(logits[ends[0] : ends[-1] + 1], rows) if ends else None
-            self._begin(behind)  # while the pass is computed
-            behind = (done, chosen) if chosen else None
-        self._begin(behind)
+            self._begin(before)  # while the pass is computed
+            before = (done, chosen) if chosen else None
+        self._begin(before)
         self.stats.prefill_s += time.perf_counter() - start
 
     def _begin(self, ready: "tuple[list[_Running], Chosen] | None") -> None:
-        """Take the first tokens of requests, if there are some."""
+        """Record the first tokens of requests and hand them to the runner."""
         if ready is not None:
             done, chosen = ready
             tokens = chosen.tokens()
             self.runner.begin([r.slot for r in done], tokens)
-            self._take(done, tokens)
+            self._record(done, tokens)
 
     def _launch(self, going: Sequence[_Running]) -> None:
-        """Start a decode step: every request's newest token goes in, its next will come out."""
-        rows = [Row(r.slot, r.cached, r.coming, r.request.params, r.seed) for r in going]
+        """Start a decode step of all requests `going`."""
+        rows = [Row(r.slot, r.cached, r.launched, r.request.params, r.seed) for r in going]
         start = time.perf_counter()
         self.runner.launch(rows)
         self._steps.append((start, list(going)))
@@ -202,19 +197,19 @@ class Engine:
         self.stats.kv_bytes_read += sum(r.cached for r in going) * self._kv_bytes
         for r in going:
             r.cached += 1
-            r.coming += 1
+            r.launched += 1
 
     def _collect(self) -> None:
-        """Take the tokens of the oldest step that was started, but those of ended requests."""
+        """Record the tokens of the oldest step, except those of ended requests."""
         start, rows = self._steps.popleft()
         chosen = self.runner.collect()
         now = time.perf_counter()
         self.stats.step_s.append(now - max(start, self._collected))
         self._collected = now
         kept = [(r, token) for r, token in zip(rows, chosen, strict=True) if not r.ended]
-        self._take([r for r, _ in kept], [token for _, token in kept])
+        self._record([r for r, _ in kept], [token for _, token in kept])
 
-    def _take(self, rows: Sequence[_Running], chosen: Sequence[int]) -> None:
+    def _record(self, rows: Sequence[_Running], chosen: Sequence[int]) -> None:
         now = time.perf_counter()
         for r, token in zip(rows, chosen, strict=True):
             r.first_token = r.first_token or now

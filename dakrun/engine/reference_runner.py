@@ -33,10 +33,10 @@ class ReferenceBackend:
     def __init__(self, model: Architecture, weights: Weights) -> None:
         self._model, self._vectors = model, weights.resident
         self._steps = dict(model.step())
-        self._matrices: dict[str, PartitionedTensor] = {}
+        self.matrices: dict[str, PartitionedTensor] = {}
         for name, matrix in weights.matrices.items():
             assert isinstance(matrix, PartitionedTensor), f"{name} is packed"
-            self._matrices[name] = matrix
+            self.matrices[name] = matrix
 
     def begin(self, n: int) -> None:
         """Nothing to do."""
@@ -46,7 +46,7 @@ class ReferenceBackend:
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, H] of tokens int64 [n] at positions int64 [n]."""
-        x = reference.gather_rows(self._matrices[self._model.table], tokens)
+        x = reference.gather_rows(self.matrices[self._model.table], tokens)
         if self._model.project_in:
             x = self.linear(self._model.project_in.op, x)
         if "positions" in self._vectors:
@@ -61,7 +61,7 @@ class ReferenceBackend:
         layer = name.removesuffix(matrix.op)
         if matrix.norm:
             x = self._norm(layer, matrix.norm, x)
-        y = reference.linear(x, self._matrices[name], self._vectors.get(f"{name}.bias"))
+        y = reference.linear(x, self.matrices[name], self._vectors.get(f"{name}.bias"))
         if matrix.activation == "relu":
             y = F.relu(y)
         elif matrix.activation == "silu_mul":
@@ -170,6 +170,7 @@ class ReferenceRunner:
         self._device = cache.device
         backend = ReferenceBackend(model, weights)
         self._timed = TimedBackend(backend) if cache.device.type == "cpu" else None
+        self.matrices = backend.matrices
         self._prefill = Decoder(model, backend)
         self._decode = Decoder(model, self._timed or backend)
         self._rope: Rotations | None = None
