@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.geometry import first_row, row_block_count
-from dakrun.hardware.profile import LOCAL
+from dakrun.hardware import LOCAL
 from dakrun.memory.device import (
     DeviceBlock,
     check_free,
