@@ -1,19 +1,17 @@
-// What GEMMs over a packed W share: their warps, atoms of W and of X, and the sums of a thread.
+// What both GEMMs over a packed W share: warp roles, tile sizes, and a thread's accumulators.
 #pragma once
 
 #include "common.cuh"
 #include "element.cuh"
 #include "packed.cuh"
 
-constexpr int kWarpgroups = WARPGROUPS;  // of consumers
-constexpr int kWarpgroup = 128;
-constexpr int kConsumers = kWarpgroups * kWarpgroup;
-constexpr int kThreads = SPLITK_THREADS;  // and two warps that copy
-static_assert(kThreads == kConsumers + 2 * 32, "two warps copy beside those that multiply");
+constexpr int kWarpgroups = WARPGROUPS;               // that multiply: the consumers
+constexpr int kWarpgroup = 128;                       // threads
+constexpr int kConsumers = kWarpgroups * kWarpgroup;  // threads
 constexpr int kAtomK = ATOM_COLS;
 
-// One cubin per dtype and N: -DBFLOAT16 is 0 or 1, and a warpgroup multiplies 64 rows of W and
-// 8 * X_TILES of X at a time, or, with -DWIDE=1, 64 rows of X and 8 * X_TILES of W.
+// One cubin per dtype and tile size. -DBFLOAT16 is 0 or 1. A warpgroup multiplies 64 rows of W by
+// 8 * X_TILES rows of X, or, with -DWIDE=1, 64 rows of X by 8 * X_TILES rows of W.
 #ifndef WIDE
 #define WIDE 0
 #endif
@@ -32,11 +30,11 @@ __device__ __forceinline__ float silu_mul(float gate, float up) {
   return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
-// Sums of one thread, lane 4g + t of warp w: for rows 8i to 8i + 7 of X, of rows 2t (x) and 2t + 1
-// (y) of these with row g of row block 2w in tile[2i], and of row block 2w + 1 in tile[2i + 1];
-// with WIDE the same with X and W exchanged. For few rows of X there are several sets of them,
-// which products go to in turns: one that adds to what another one adds to waits for it.
-struct Sums {
+// The fp32 accumulators of one thread, lane 4g + t of warp w: tile[2i] belongs to row g of row
+// block 2w, tile[2i + 1] to row g of row block 2w + 1; x and y are rows 8i + 2t and 8i + 2t + 1 of
+// X. With WIDE, W and X change places. A product waits for the one before it that adds to the same
+// accumulators; for few rows of X there are several sets, which products use round-robin.
+struct Accumulators {
   static constexpr int kSets = SETS;
 
   float2 tile[kSets][2 * X_TILES] = {};

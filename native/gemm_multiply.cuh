@@ -1,8 +1,8 @@
-// How a warpgroup multiplies the atoms of a stage: with wgmma where there is one, else every warp
-// its two row blocks with mma. Either way the sums of k go in order, and lie in the same registers.
+// Multiplies the atoms of one stage: a warpgroup with wgmma on sm_90a, each warp with mma
+// elsewhere. Both add the terms of K in the same order into the same registers.
 //
-// Rows go by 64, 16 a warp. What lies behind the last row block is read as well, and what that
-// gives never stored.
+// A warpgroup multiplies 64 rows, 16 a warp. Rows behind the last row block are multiplied as well,
+// whatever shared memory holds there, and never stored.
 #pragma once
 
 #include "gemm_common.cuh"
@@ -14,49 +14,51 @@
 #if WGMMA
 #include "wgmma.cuh"
 
-// `atoms` of W, `w_atom` apart, and of X, given by their descriptors.
+// Starts acc += W X^T for `atoms` of W, `w_atom` apart, and of X, both given by descriptors.
 template <int atoms>
-__device__ __forceinline__ void multiply(uint64_t w, uint32_t w_atom, uint64_t x, Sums& sums) {
+__device__ __forceinline__ void multiply(uint64_t w, uint32_t w_atom, uint64_t x,
+                                         Accumulators& acc) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < atoms; i++) {
 #pragma unroll
     for (int step = 0; step < kAtomK / 16; step++) {
-      ptx::wgmma(sums.tile[step % Sums::kSets], w + i * w_atom + 2 * step,
+      ptx::wgmma(acc.tile[step % Accumulators::kSets], w + i * w_atom + 2 * step,
                  x + i * (kXAtomBytes >> 4) + 2 * step, Element());
     }
   }
   ptx::wgmma_commit();
 }
 
-// Starts on `atoms` of W, `w_atom` bytes apart from `w` on, and of X from `x` on. By twos: what has
-// to be done before and after products costs as much as they do.
+// The same for `atoms` of W from shared address `w` on, `w_atom` bytes apart, and of X from `x` on.
+// Two atoms make one group of wgmmas: fence and commit of a group cost as much as its products.
 __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x, int atoms,
-                                         Sums& sums) {
+                                         Accumulators& acc) {
   uint64_t a = ptx::matrix_descriptor(w), b = ptx::matrix_descriptor(x);
   w_atom >>= 4;
 #pragma unroll 1
   for (; atoms >= 2; atoms -= 2, a += 2 * w_atom, b += 2 * (kXAtomBytes >> 4))
-    multiply<2>(a, w_atom, b, sums);
-  if (atoms == 1) multiply<1>(a, w_atom, b, sums);
+    multiply<2>(a, w_atom, b, acc);
+  if (atoms == 1) multiply<1>(a, w_atom, b, acc);
 }
 
-// Until nothing is read any more but by what was started last.
+// Waits until only the group of wgmmas that was started last still reads shared memory.
 __device__ __forceinline__ void wait_but_for_last() {
   ptx::wgmma_wait_but_one();
 }
 
-__device__ __forceinline__ void wait_for(Sums& sums) {
-  ptx::wgmma_wait(sums.tile);
+__device__ __forceinline__ void wait_for(Accumulators& acc) {
+  ptx::wgmma_wait(acc.tile);
 }
 
 #else
 
+// acc += W X^T for `atoms` of W from shared address `w` on, `w_atom` bytes apart, and of X.
 __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x, int atoms,
-                                         Sums& sums) {
-  // Lanes of ldmatrix: of W the second eight read the second row block, and the second sixteen the
-  // next 8 k; of X every eight read 8 k more. In swizzled rows of 128 bytes the others of a lane's
-  // 16 bytes are reached by an exclusive or.
+                                         Accumulators& acc) {
+  // ldmatrix addresses. Of W, lanes 8-15 and 24-31 read the warp's second row block, lanes 16-31
+  // the next 8 k; of X, every 8 lanes read 8 more k. In a swizzled row of 128 bytes an XOR of the
+  // address reaches the other chunks.
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32, row = lane % 8;
   w += (2 * warp + lane / 8 % 2) * kAtomBytes + row * 128 + ((lane / 16 ^ row) << 4);
   x += row * 128 + ((lane / 8 ^ row) << 4);
@@ -74,7 +76,7 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x
         ptx::ldmatrix_x4(b, (x ^ 64 * half) + tile * 8 * 128);
 #pragma unroll
         for (int step = 0; step < 2; step++) {
-          float2(&set)[2 * X_TILES] = sums.tile[(2 * half + step) % Sums::kSets];
+          float2(&set)[2 * X_TILES] = acc.tile[(2 * half + step) % Accumulators::kSets];
           ptx::mma(set[2 * tile], set[2 * tile + 1], a[step], b[2 * step], b[2 * step + 1],
                    Element());
         }

@@ -1,5 +1,5 @@
-// A packed matrix in several tiers (dakrun/kernels/packing.py), for kernels that read any of its
-// rows where they lie.
+// A packed matrix in several tiers (dakrun/kernels/gemm/packing.py has the layout), for kernels
+// that read any of its rows in place.
 #pragma once
 
 #include "geometry.cuh"
@@ -7,30 +7,30 @@
 
 struct PackedTier {
   const uint8_t* base;
-  int first_row_block;  // row blocks of this tier: to the next tier's first
+  int first_row_block;  // of the matrix; the tier ends where the next one begins
   int wave_row_blocks, group_row_blocks, step_atoms;
 };
 
 struct PackedMatrix {
   int tier_count;
   int atoms;                        // along the columns
-  PackedTier tiers[kMaxTiers + 1];  // one more, for the end
+  PackedTier tiers[kMaxTiers + 1];  // one more for the last tier's end
 };
 
-// Of numbers that are not negative, below 2^21: fewer instructions than a division has, all of
-// which a CTA that starts waits for.
+// number / by for non-negative integers below 2^21, in fewer instructions than a division: a CTA
+// waits for these before its first copy.
 __device__ __forceinline__ int quotient(int number, int by) {
   const int about = static_cast<int>(__fdividef(number, by));
   const int left = number - about * by;
   return about + (left >= by) - (left < 0);
 }
 
-// A row block of a matrix: its wave, [steps][groups][atoms along the columns][row blocks], and its
-// place in there.
+// Where a row block of a matrix lies: its wave, [steps][groups][atoms along the columns][row
+// blocks], and its place in the wave.
 struct RowBlock {
   const uint8_t* wave;
   int wave_row_blocks, step_atoms, atoms;
-  int group, group_row_blocks;  // the group's first row block in the wave, and how many it has
+  int group, group_row_blocks;  // the group's first row block in the wave, and its size
   int place;                    // in the group
 
   __device__ __forceinline__ RowBlock(const PackedMatrix& matrix, int row_block)
@@ -56,7 +56,7 @@ struct RowBlock {
     return quotient(atom, step_atoms) * step_atoms;
   }
 
-  // 8 rows of 128 bytes, whose chunks are swizzled.
+  // Address of an atom: 8 rows of 128 bytes, whose chunks are swizzled.
   __device__ __forceinline__ const uint8_t* atom(int number) const {
     const int step = step_of(number);
     const int depth = min(step_atoms, atoms - step);
@@ -65,16 +65,15 @@ struct RowBlock {
     return wave + static_cast<int64_t>(before) * kAtomBytes;
   }
 
-  // 16 bytes: the columns from 8 * number on.
+  // Address of 16 bytes of a row: the columns from 8 * number on.
   __device__ __forceinline__ const uint8_t* chunk(int row, int number) const {
     const int swizzled = number % kAtomChunks ^ row;
     return atom(number / kAtomChunks) + (row * kAtomChunks + swizzled) * 16;
   }
 };
 
-// The atoms of a row block from `number` on, one after the other, and with them those of the row
-// blocks behind it in its group. One warp goes through them, an instruction after the other, so
-// what the next one costs counts: no division.
+// Walks along the columns through a row block's atoms, from `number` on; those of the row blocks
+// behind it in its group lie behind each atom. What a step computes delays a copy: no divisions.
 struct RowBlockAtoms {
   const uint8_t* from;  // the atom
 

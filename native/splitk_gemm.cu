@@ -1,69 +1,87 @@
-// Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, the rows of W lying in several memory tiers.
+// SplitK_GEMM: Y[N, M] = epilogue(X[N, K] W[M, K]^T) for N <= 64, W's rows in several memory tiers.
 //
-// W is packed (dakrun/kernels/packing.py) in row blocks of 8 rows, each of which lies in one tier.
-// A CTA computes rows in groups of row blocks: whole ones, or for many rows of X halves of sums
-// that depend on the shapes alone (gemm_halves.cuh). The order of a sum's terms thus depends on
-// neither tiers nor the number of CTAs, and they change no bit of Y.
+//   grid: one CTA per SM; each tier has CTAs of its own      (tiers by CTA)
+//   each CTA of a tier:
+//     W producer warp:
+//       for each group of row blocks that the scheduler assigns, for each stage along K:
+//         if the tier has a congestion window: wait until fewer than `window` stages are in flight
+//         wait until the stage is empty
+//         bulk-copy the group's W into it, from HBM, host or peer memory alike
+//       prefetch W of a later launch into L2
+//     X producer warp:
+//       wait for the predecessor kernel (PDL): it wrote X
+//       for the same stages: wait until empty, copy X by TMA
+//     consumers, two warpgroups:
+//       for each group:
+//         acc = 0
+//         for each stage along K: wait until full; acc += W X^T; release the stage
+//         split-K: store_partial; the CTA that arrives second combines both halves
+//         Y = activation(norm scale * acc + bias) + residual
 //
-// A CTA serves one tier, or in turns two: where a link needs no window, what little lies behind it
-// is read by all SMs, so that none is missing where HBM is read. A thread, or a warp as one, keeps
-// copies of W in flight into a ring of stages, another those of X, and two warpgroups multiply. Of
-// groups of more than 8 row blocks each takes its part, so that X is read once for both; smaller
-// ones they take in turns, one storing while the other multiplies, or two at once, where that X is
-// read once for both counts for more.
+// W is packed as dakrun/kernels/gemm/packing.py lays it out. The order in which the terms of an
+// output are added depends on the shapes alone, so that tiers and the number of CTAs change no bit
+// of Y. A tier's CTAs serve that tier alone, but for mixed tiers (splitk_scheduler.cuh).
+//
+// Warpgroups: groups of more than 8 row blocks are divided between them, so that X is read once for
+// both. Smaller groups they take in turns, one in its epilogue while the other multiplies; with
+// X_TILES == 8, where X is the larger operand, they may have two groups at once.
 
-#include "gemm_epilogue.cuh"
-#include "gemm_halves.cuh"
 #include "gemm_multiply.cuh"
+#include "splitk_combine.cuh"
+#include "splitk_epilogue.cuh"
 #include "splitk_producer.cuh"
 
-constexpr int kTurnBarrier = 1;  // and the next: where warpgroups wait for their turn
+constexpr int kTurnBarrier = 1;  // and 2: where a warpgroup waits for its turn
 constexpr int kNormBarrier = 3;  // where they wait for the moments of X
 
-__device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring, int number,
-                                        int warp, Moments& moments) {
+// The consumers.
+__device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring,
+                                        int tier_of_cta, int warp, Moments& moments) {
   constexpr int kWarps = kWarpgroup / 32;
   const int warpgroup = warp / kWarps, other = 1 - warpgroup;
-  const int first = ring.split ? warpgroup * kTileRowBlocks : 0;
-  const int group = ring.shared && !ring.split ? warpgroup : 0;
+  // What the warpgroup has of a stage: the second part of a divided group, or the second group.
+  const int first = ring.divided ? warpgroup * kTileRowBlocks : 0;
+  const int group = ring.shared && !ring.divided ? warpgroup : 0;
   const int warp_row_block = first + warp % kWarps * 2;
-  const Tier& tier = args.tiers[number];
+  const Tier& tier = args.tiers[tier_of_cta];
   const int stage_atoms = tier.stage_atoms;
   const bool arrives = arrives_for_warp();
-  // Where a group of the other warpgroup leaves the ring.
-  const RingPosition others(tier.group_stages, ring.stages);
+  const RingPosition others_group(tier.group_stages, ring.stages);
   RingPosition stage;
-  Cursor at(args, number);
+  Scheduler at(args, tier_of_cta);
   ptx::wait_for_dependencies();
   for (int turn = 0; !at.done(); at.next_group(), turn++) {
+    // Taking turns: skip the stages of the other warpgroup's group.
     if (!ring.shared && turn % kWarpgroups != warpgroup) {
-      stage.advance(others, ring.stages);
+      stage.advance(others_group, ring.stages);
       continue;
     }
     const int row_blocks = kPairs ? max(at.row_blocks(group), 0) : at.row_blocks();
     const int row_block = at.first_row_block + at.row_block + group * at.second + warp_row_block;
-    const Outputs outputs(args, row_block * kRowsPerBlock, row_blocks - warp_row_block);
+    const Epilogue epilogue(args, row_block * kRowsPerBlock, row_blocks - warp_row_block);
     if (!ring.shared && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
+
+    // Main loop over the group's stages.
     const bool normalises = NORM && turn == 0;
-    RowSums of_x(warp % kWarps);
-    Sums sums;
-#if WGMMA  // products go on behind multiply(): a stage is free when those of the next one do
-    uint32_t before = 0;  // the barrier of the stage before, to be freed
+    MomentAccumulators moments_of_x(warp % kWarps);
+    Accumulators acc;
+#if WGMMA  // wgmma is asynchronous: a stage is released when the next stage's products have started
+    uint32_t empty_before = 0;  // the barrier of the stage before
 #endif
 #pragma unroll 1
-    for (int left = at.end() - at.k; left > 0; left -= stage_atoms) {
+    for (int left = at.k_stop() - at.k; left > 0; left -= stage_atoms) {
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
-      if (ring.windowed) wait_barrier(ring.x_barrier[stage.stage], stage.parity);
-      multiply(ring.w(stage.stage) + group * ring.group_bytes + first * kAtomBytes,
-               row_blocks * kAtomBytes, ring.x(stage.stage), min(left, stage_atoms), sums);
+      if (ring.windowed) wait_barrier(ring.x_full_barrier[stage.stage], stage.parity);
+      multiply(ring.smem_w(stage.stage) + group * ring.group_bytes + first * kAtomBytes,
+               row_blocks * kAtomBytes, ring.smem_x(stage.stage), min(left, stage_atoms), acc);
       if (normalises && warpgroup == 0) {
-        of_x.add(ring.x(stage.stage), at.k_end - left, min(left, stage_atoms));
+        moments_of_x.add(ring.smem_x(stage.stage), at.k_end - left, min(left, stage_atoms));
       }
 #if WGMMA
       wait_but_for_last();
       __syncwarp();
-      if (before && arrives) ptx::mbarrier_arrive(before);
-      before = ring.empty_barrier[stage.stage];
+      if (empty_before && arrives) ptx::mbarrier_arrive(empty_before);
+      empty_before = ring.empty_barrier[stage.stage];
 #else
       __syncwarp();
       if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[stage.stage]);
@@ -71,25 +89,29 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       stage.advance(ring.stages);
     }
 #if WGMMA
-    wait_for(sums);
+    wait_for(acc);
     __syncwarp();
-    if (arrives) ptx::mbarrier_arrive(before);
+    if (arrives) ptx::mbarrier_arrive(empty_before);
 #endif
+
+    // The norm's moments, for this group and all others.
     if (normalises) {
-      if (warpgroup == 0) of_x.store(moments);
+      if (warpgroup == 0) moments_of_x.store(moments);
       ptx::named_barrier_sync(kNormBarrier, ring.shared ? kConsumers : kWarpgroup);
     }
+    // Taking turns: the other warpgroup may multiply while this one is in its epilogue.
     if (!ring.shared && !at.last_group()) {
       ptx::named_barrier_arrive(kTurnBarrier + other, kConsumers);
     }
-    if (has_halves(args) &&
-        !add_halves(args, at.k > 0, row_block, row_blocks - warp_row_block, sums))
+    // Split-K: only the second half to arrive has an output to store.
+    if (splits_k(args) && !combine(args, at.k > 0, row_block, row_blocks - warp_row_block, acc))
       continue;
-    outputs.put(sums, moments);
+    epilogue.store(acc, moments);
   }
 }
 
-// Two CTAs to an SM, that of this op and that of the next; elsewhere the largest N would spill.
+// Two CTAs share an SM, one of this launch and one of the next; with mma and the largest N the
+// registers of two would spill.
 #if X_TILES == 8 && !WGMMA
 constexpr int kCtasOfSm = 1;
 #else
@@ -101,35 +123,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   __shared__ uint64_t barriers[3 * kMaxStages];
   __shared__ Moments moments;
   ptx::launch_dependents();
-  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the compiler sees it is uniform
-  const int number = tier_of_cta(args);
-  const bool idle =
-      args.order.number() >= args.tiers[args.tier_count].first_cta;  // it only fills an SM
-  const Tier& tier = args.tiers[number];
+
+  // Roles: the tier of this CTA, and the role of this warp.
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // uniform, for the compiler
+  const int tier_number = tier_of_cta(args);
+  const bool idle = args.order.number() >= args.tiers[args.tier_count].first_cta;
+  const Tier& tier = args.tiers[tier_number];
   const Ring ring(args, tier, barriers);
-  // Every thread waits for the kernels before, also those that read nothing of theirs: that this
-  // kernel is complete then implies that those before it are, at any distance.
+  constexpr int kWProducer = kConsumers / 32;  // its warp; the next one is the X producer
+  // Every thread waits for the predecessor kernel, even one that reads none of its output: then
+  // this kernel's completion implies that of all kernels before it.
   if (idle) return fill_sm();
-  const bool copies = warp >= kConsumers / 32 && (kWholeWarps || ptx::elect_one());
-  Producer producer(args, ring, number);
-  if (copies && warp == kConsumers / 32) {
-    if (copies_for_warp()) ring.initialize_w();
-    producer.fill_ring(min(tier.window, tier.stages));
-  } else if (copies && copies_for_warp()) {
+  const bool produces = warp >= kWProducer && (kWholeWarps || ptx::elect_one());
+
+  // Barriers, and the first copies of W before anything else.
+  WProducer w_producer(args, ring, tier_number);
+  if (produces && warp == kWProducer) {
+    if (is_copying_thread()) ring.initialize_full();
+    w_producer.fill_ring(min(tier.window, tier.stages));
+  } else if (produces && is_copying_thread()) {
     ptx::prefetch_tensor_map(&args.x);
-    ring.initialize_x();
+    ring.initialize_empty();
   }
   __syncthreads();
-  if (warp < kConsumers / 32) {
-    consume(args, ring, number, warp, moments);
-  } else if (copies && warp > kConsumers / 32) {
-    XLoader x(args, ring, number);
+
+  if (warp < kWProducer) {
+    consume(args, ring, tier_number, warp, moments);
+  } else if (produces && warp > kWProducer) {
+    XProducer x_producer(args, ring, tier_number);
     ptx::wait_for_dependencies();
-    x.run();
+    x_producer.run();
   } else {
-    if (copies) {
-      producer.run();
-      producer.look_ahead(args);
+    if (produces) {
+      w_producer.run();
+      w_producer.look_ahead(args);
     }
     ptx::wait_for_dependencies();
   }

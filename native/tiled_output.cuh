@@ -1,127 +1,132 @@
-// How a warp puts the sums of a tile on their way to Y, pass by pass.
+// How a warp stores its outputs of a tile, pass by pass: accumulators -> block -> Y.
 #pragma once
 
 #if WIDE
-#include "wide_epilogue.cuh"
+#include "tiled_wide_epilogue.cuh"
 #else
 #include "tiled_epilogue.cuh"
 #endif
 
-// A warp's way through its blocks, a pass after the other.
-template <Way way>
+// A warp's way through its blocks.
+template <EpilogueKind kind>
 struct Passes {
-  static constexpr bool kBrings = way == kWithResidual;
+  static constexpr bool kResidual = kind == kWithResidual;
   static constexpr uint32_t kNone = ~0u;
-  static constexpr int kLag = kLeastBlocks - 1;  // blocks that may still be read
+  static constexpr int kLag = kMinOutputBlocks - 1;  // blocks that TMA may still read
 
-  const WarpOutputs<way == kGated> outputs;
-  Blocks& blocks;
-  const int count, step;  // of passes: how many there are, and how far the next one is
-  uint32_t before[kLag] = {kNone, kNone};  // the blocks of the two passes before
+  const WarpOutputs<kind == kGated> outputs;
+  OutputBlocks& blocks;
+  const int count, step;  // passes that have outputs; from one of this CTA's passes to the next
+  uint32_t previous[kLag] = {kNone, kNone};  // the blocks of the two passes before
 
-  __device__ __forceinline__ Passes(const TiledGemmArgs& args, const TilePart& part, Blocks& blocks,
-                                    bool leaves)
-      : outputs(args, part),
+  __device__ __forceinline__ Passes(const TiledGemmArgs& args, const WarpgroupTile& tile,
+                                    OutputBlocks& blocks, bool stores_partial)
+      : outputs(args, tile),
         blocks(blocks),
-        count(leaves ? 0 : outputs.passes()),
+        count(stores_partial ? 0 : outputs.passes()),
         step(args.k_ctas) {}
 
-  // Before the tile's products: residuals are brought for as many passes as there are blocks, from
-  // the first one on. Each is a group of copies, be it empty.
-  __device__ __forceinline__ void begin(int pass) const {
-    until_read<0>();
+  // Before the tile's products: prefetches residuals for as many passes as there are blocks, from
+  // pass `pass` on. Each is a group of copies, be it empty.
+  __device__ __forceinline__ void prefetch_residuals(int pass) const {
+    wait_until_read<0>();
     uint32_t block = blocks.next;
 #pragma unroll 1
     for (int i = 0; i < blocks.count; i++, pass += step) {
-      if (pass < count) outputs.bring(block, pass);
+      if (pass < count) outputs.load_residual(block, pass);
       ptx::commit_copies();
       block = blocks.after(block);
     }
   }
 
-  // After the tile's products. Nothing reads blocks any more: the tile before was written long ago.
-  __device__ __forceinline__ void begin_staging() const {
-    if (!kBrings) until_read<0>();
+  // After the tile's products, which took so long that TMA has read all blocks.
+  __device__ __forceinline__ void begin() const {
+    if (!kResidual) wait_until_read<0>();
   }
 
-  // The block of the next pass, of which `turn` have been before in the tile. Behind the copies of
-  // its residual there have been as many groups as blocks but three.
+  // Takes the block for a pass, the tile's number `turn`. Since the copies of its residual as many
+  // groups were committed as there are blocks, but for three.
   __device__ __forceinline__ uint32_t take(int turn) const {
-    if (kBrings) {
-      if (blocks.count > kLeastBlocks) {
+    if (kResidual) {
+      if (blocks.count > kMinOutputBlocks) {
         ptx::wait_for_copies<1>();
       } else {
         ptx::wait_for_copies<0>();
       }
       sync_warp();
     } else if (turn >= blocks.count) {
-      until_read<kLag>();
+      wait_until_read<kLag>();
     }
     return blocks.take();
   }
 
-  // By a lane that has staged its part of a pass. The block of the second pass before it is read no
-  // more then, and gets the residual of the pass that will take it.
-  __device__ __forceinline__ void pass_on(uint32_t block, int pass, bool boxes) {
-    if (boxes) ptx::fence_proxy_async();
+  // Stores a block that the lane has staged its part of. Then TMA has read the block of two passes
+  // before, which gets the residual of the pass that will take it.
+  __device__ __forceinline__ void store(uint32_t block, int pass, bool boxes) {
+    if (boxes) ptx::fence_proxy_async();  // the lanes' writes come before TMA's reads
     sync_warp();
-    if (!boxes) outputs.write(block, pass);
+    if (!boxes) outputs.store(block, pass);
     if (ptx::elect_one()) {
-      if (boxes) outputs.write_box(block, pass);
+      if (boxes) outputs.store_box(block, pass);
       ptx::commit_stores();
     }
-    if (!kBrings) return;
-    until_read<kLag>();
+    if (!kResidual) return;
+    wait_until_read<kLag>();
     const int next = pass + (blocks.count - kLag) * step;
-    if (before[0] != kNone && next < count) outputs.bring(before[0], next);
+    if (previous[0] != kNone && next < count) outputs.load_residual(previous[0], next);
     ptx::commit_copies();
-    before[0] = before[1], before[1] = block;
+    previous[0] = previous[1], previous[1] = block;
   }
 
  private:
-  // Until nothing reads blocks but those of so many passes, the last ones.
+  // Waits until TMA has read all blocks but those of the last `groups` passes.
   template <int groups>
-  static __device__ __forceinline__ void until_read() {
+  static __device__ __forceinline__ void wait_until_read() {
     if (ptx::elect_one()) ptx::wait_for_reads<groups>();
     sync_warp();
   }
 };
 
-// A warp's outputs of a tile, or none of them where others go on with the sums.
-struct TileOutputs {
+// The epilogue of a warp's part of a tile. Biases are loaded, and residuals prefetched, before the
+// products. With `stores_partial` it has no outputs.
+struct TileEpilogue {
   const TiledGemmArgs& args;
-  const TilePart& part;
-  Blocks& blocks;
-  const bool leaves;
-  const Biases<kPasses> biases;  // read ahead of the sums
+  const WarpgroupTile& tile;
+  OutputBlocks& blocks;
+  const bool stores_partial;
+  const Biases<kPasses> biases;
 
-  __device__ __forceinline__ TileOutputs(const TiledGemmArgs& args, const TilePart& part,
-                                         Blocks& blocks, bool leaves, int first)
-      : args(args), part(part), blocks(blocks), leaves(leaves), biases(args, part, 0) {
-    if (args.residual) passes<kWithResidual>().begin(first);
+  __device__ __forceinline__ TileEpilogue(const TiledGemmArgs& args, const WarpgroupTile& tile,
+                                          OutputBlocks& blocks, bool stores_partial, int first_pass)
+      : args(args),
+        tile(tile),
+        blocks(blocks),
+        stores_partial(stores_partial),
+        biases(args, tile, 0) {
+    if (args.residual) passes<kWithResidual>().prefetch_residuals(first_pass);
   }
 
-  template <Way way>
-  __device__ __forceinline__ Passes<way> passes() const {
-    return {args, part, blocks, leaves};
+  template <EpilogueKind kind>
+  __device__ __forceinline__ Passes<kind> passes() const {
+    return {args, tile, blocks, stores_partial};
   }
 
-  // Of all passes. Each has code of its own where that is worth it, else only what differs.
-  template <Way way>
-  __device__ __forceinline__ void put(const Sums& sums) const {
-    Passes<way> all = passes<way>();
+  // Stores the outputs of all passes. The usual case is unrolled; the others share their code.
+  template <EpilogueKind kind>
+  __device__ __forceinline__ void store(const Accumulators& acc) const {
+    Passes<kind> all = passes<kind>();
     const Stager stager;
     const auto stage = [&](int pass, uint32_t block) {
-      stager.stage<way>(args, sums.tile[0] + 2 * pass * kPassTiles, biases.in(pass), block);
+      stager.stage<kind>(args, acc.tile[0] + 2 * pass * kPassTiles, biases.in(pass), block);
     };
-    all.begin_staging();
-    if (way != kGated && all.outputs.are_boxes(all.count)) {
+    all.begin();
+    if (kind != kGated && all.outputs.fit_boxes(all.count)) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; pass++) {
         if (pass >= all.count) continue;
         const uint32_t block = all.take(pass);
         stage(pass, block);
-        all.pass_on(block, pass, true);
+        all.store(block, pass, true);
       }
       return;
     }
@@ -131,7 +136,7 @@ struct TileOutputs {
 #pragma unroll
       for (int i = 0; i < kPasses; i++)
         if (i == pass) stage(i, block);
-      all.pass_on(block, pass, all.outputs.are_boxes(pass + 1));
+      all.store(block, pass, all.outputs.fit_boxes(pass + 1));
     }
   }
 };

@@ -1,19 +1,19 @@
 // Warpgroup matrix multiplication of sm_90a (PTX ISA 8.x, section 9.7.15): four warps multiply 64
-// rows of A and some of B, both in shared memory, while they go on; sums are in registers.
+// rows of A by some of B, both in shared memory, asynchronously; accumulators are in registers.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace ptx {
 
-// Of a matrix in rows of 128 bytes along k, swizzled, that lie one behind the other, 8 of them in a
-// multiple of 1 KiB; 16 more k are 2 more.
+// The descriptor of a matrix at a shared address, K-major in rows of 128 bytes with 128-byte
+// swizzle; every 8 rows are 1 KiB, aligned to 1 KiB. Adding 2 to a descriptor moves it by 16 k.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
   return kSwizzle128 | kEightRows | address >> 4;  // there are no more than 256 KiB
 }
 
-// Before the first product into registers that were written otherwise.
+// Orders writes of the accumulators by other instructions before the products that follow.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -22,32 +22,31 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most one of what was committed is under way.
+// Waits until at most one committed group of products is in flight.
 __device__ __forceinline__ void wgmma_wait_but_one() {
   asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
-// Until none is, which the sums must not be read before.
+// Waits until none is; accumulators must not be read before.
 template <int sets, int size>
-__device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
+__device__ __forceinline__ void wgmma_wait(float2 (&acc)[sets][size]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (int set = 0; set < sets; set++) {
 #pragma unroll
     for (int i = 0; i < size; i++)
-      asm volatile("" : "+f"(sums[set][i].x), "+f"(sums[set][i].y)::"memory");
+      asm volatile("" : "+f"(acc[set][i].x), "+f"(acc[set][i].y)::"memory");
   }
 }
 
-// sums += A B^T for 64 rows of A, 8 to 256 rows of B, and 16 k. Lane 4g + t of warp w has,
-// for rows 8i to 8i + 7 of B, row 16 w + g of A in sums[2i] and row 16 w + g + 8 in sums[2i + 1],
-// each with rows 2t and 2t + 1 of these.
-#define WGMMA_SUMS(i) \
-  "+f"(sums[2 * (i)].x), "+f"(sums[2 * (i)].y), "+f"(sums[2 * (i) + 1].x), "+f"(sums[2 * (i) + 1].y)
-#define WGMMA_2_SUMS(i) WGMMA_SUMS(i), WGMMA_SUMS(i + 1)
-#define WGMMA_4_SUMS(i) WGMMA_2_SUMS(i), WGMMA_2_SUMS(i + 2)
-#define WGMMA_8_SUMS(i) WGMMA_4_SUMS(i), WGMMA_4_SUMS(i + 4)
-#define WGMMA_16_SUMS(i) WGMMA_8_SUMS(i), WGMMA_8_SUMS(i + 8)
+// acc += A B^T for 64 rows of A, 8 to 256 rows of B, and 16 k. In lane 4g + t of warp w, acc[2i] is
+// row 16 w + g of A, acc[2i + 1] row 16 w + g + 8, each with rows 8i + 2t and 8i + 2t + 1 of B.
+#define WGMMA_ACC(i) \
+  "+f"(acc[2 * (i)].x), "+f"(acc[2 * (i)].y), "+f"(acc[2 * (i) + 1].x), "+f"(acc[2 * (i) + 1].y)
+#define WGMMA_2_ACC(i) WGMMA_ACC(i), WGMMA_ACC(i + 1)
+#define WGMMA_4_ACC(i) WGMMA_2_ACC(i), WGMMA_2_ACC(i + 2)
+#define WGMMA_8_ACC(i) WGMMA_4_ACC(i), WGMMA_4_ACC(i + 4)
+#define WGMMA_16_ACC(i) WGMMA_8_ACC(i), WGMMA_8_ACC(i + 8)
 #define WGMMA_ASM(rows, type, registers, a_register, b_register, ...)                           \
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" rows \
                "k16.f32." type "." type " {" registers "}, %" a_register ", %" b_register       \
@@ -85,36 +84,36 @@ __device__ __forceinline__ void wgmma_wait(float2 (&sums)[sets][size]) {
   ", %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119" \
   ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define WGMMA_OF(type, Element)                                                               \
-  __device__ __forceinline__ void wgmma(float2(&sums)[2], uint64_t a, uint64_t b, Element) {  \
-    WGMMA_ASM("8", type, WGMMA_4, "4", "5", WGMMA_SUMS(0));                                   \
-  }                                                                                           \
-  __device__ __forceinline__ void wgmma(float2(&sums)[4], uint64_t a, uint64_t b, Element) {  \
-    WGMMA_ASM("16", type, WGMMA_8, "8", "9", WGMMA_2_SUMS(0));                                \
-  }                                                                                           \
-  __device__ __forceinline__ void wgmma(float2(&sums)[8], uint64_t a, uint64_t b, Element) {  \
-    WGMMA_ASM("32", type, WGMMA_16, "16", "17", WGMMA_4_SUMS(0));                             \
-  }                                                                                           \
-  __device__ __forceinline__ void wgmma(float2(&sums)[16], uint64_t a, uint64_t b, Element) { \
-    WGMMA_ASM("64", type, WGMMA_32, "32", "33", WGMMA_8_SUMS(0));                             \
-  }                                                                                           \
-  __device__ __forceinline__ void wgmma(float2(&sums)[24], uint64_t a, uint64_t b, Element) { \
-    WGMMA_ASM("96", type, WGMMA_48, "48", "49", WGMMA_8_SUMS(0), WGMMA_4_SUMS(8));            \
-  }                                                                                           \
-  __device__ __forceinline__ void wgmma(float2(&sums)[32], uint64_t a, uint64_t b, Element) { \
-    WGMMA_ASM("128", type, WGMMA_64, "64", "65", WGMMA_16_SUMS(0));                           \
-  }                                                                                           \
-  __device__ __forceinline__ void wgmma(float2(&sums)[48], uint64_t a, uint64_t b, Element) { \
-    WGMMA_ASM("192", type, WGMMA_96, "96", "97", WGMMA_16_SUMS(0), WGMMA_8_SUMS(16));         \
-  }                                                                                           \
-  __device__ __forceinline__ void wgmma(float2(&sums)[56], uint64_t a, uint64_t b, Element) { \
-    WGMMA_ASM("224", type, WGMMA_112, "112", "113", WGMMA_16_SUMS(0), WGMMA_8_SUMS(16),       \
-              WGMMA_4_SUMS(24));                                                              \
-  }                                                                                           \
-  __device__ __forceinline__ void wgmma(float2(&sums)[64], uint64_t a, uint64_t b, Element) { \
-    WGMMA_ASM("256", type, WGMMA_128, "128", "129", WGMMA_16_SUMS(0), WGMMA_16_SUMS(16));     \
+#define DEFINE_WGMMA(type, Element)                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[2], uint64_t a, uint64_t b, Element) {  \
+    WGMMA_ASM("8", type, WGMMA_4, "4", "5", WGMMA_ACC(0));                                   \
+  }                                                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[4], uint64_t a, uint64_t b, Element) {  \
+    WGMMA_ASM("16", type, WGMMA_8, "8", "9", WGMMA_2_ACC(0));                                \
+  }                                                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[8], uint64_t a, uint64_t b, Element) {  \
+    WGMMA_ASM("32", type, WGMMA_16, "16", "17", WGMMA_4_ACC(0));                             \
+  }                                                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[16], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("64", type, WGMMA_32, "32", "33", WGMMA_8_ACC(0));                             \
+  }                                                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[24], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("96", type, WGMMA_48, "48", "49", WGMMA_8_ACC(0), WGMMA_4_ACC(8));             \
+  }                                                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[32], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("128", type, WGMMA_64, "64", "65", WGMMA_16_ACC(0));                           \
+  }                                                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[48], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("192", type, WGMMA_96, "96", "97", WGMMA_16_ACC(0), WGMMA_8_ACC(16));          \
+  }                                                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[56], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("224", type, WGMMA_112, "112", "113", WGMMA_16_ACC(0), WGMMA_8_ACC(16),        \
+              WGMMA_4_ACC(24));                                                              \
+  }                                                                                          \
+  __device__ __forceinline__ void wgmma(float2(&acc)[64], uint64_t a, uint64_t b, Element) { \
+    WGMMA_ASM("256", type, WGMMA_128, "128", "129", WGMMA_16_ACC(0), WGMMA_16_ACC(16));      \
   }
-WGMMA_OF("f16", __half)
-WGMMA_OF("bf16", __nv_bfloat16)
+DEFINE_WGMMA("f16", __half)
+DEFINE_WGMMA("bf16", __nv_bfloat16)
 
 }  // namespace ptx

@@ -1,20 +1,21 @@
-// How SplitK_GEMM normalises the rows of X, with -DNORM=1: sums are those of x W^T, and are scaled
-// by 1 / sqrt(mean of squares + eps), or 1 / sqrt(variance + eps), of their row of X. What else a
-// norm does is part of W and of the bias.
+// RMSNorm and LayerNorm of X inside SplitK_GEMM, with -DNORM=1: accumulators of X W^T are scaled by
+// 1 / sqrt(mean of squares + eps), or 1 / sqrt(variance + eps), of their row of X. The norm's
+// weight, bias and mean are folded into W and the bias before.
 //
-// All of X passes through shared memory for a CTA's first group. The first warpgroup adds up its
-// rows and their squares there, in an order that depends on K alone.
+// All of X passes through shared memory for a CTA's first group. The first warpgroup then adds up
+// its rows and their squares, in an order that depends on K alone.
 #pragma once
 
 #include "splitk_gemm.cuh"
 
-// Of X's rows, in shared memory; a row block's atoms are dealt out to shares in turn.
+// Sums and sums of squares of X's rows, in shared memory. `kShares` warps add up each row block,
+// taking its atoms round-robin.
 struct Moments {
   static constexpr int kShares = X_TILES < 4 ? 4 / X_TILES : 1;
 
   float sums[kShares][kXRows], squares[kShares][kXRows];
 
-  // What sums of a row are multiplied by.
+  // The factor for the accumulators of a row of X.
   __device__ __forceinline__ float scale(const SplitKGemmArgs& args, int row) const {
     float sum = 0.0f, square = 0.0f;
 #pragma unroll
@@ -25,20 +26,21 @@ struct Moments {
   }
 };
 
-// What a warp adds up: one share of a row block, or two row blocks. A product of a row block, above
-// as many rows of ones, with its transpose has the squares on its diagonal, and the sums below.
-// They go to parts in turns, of which none waits for another.
-struct RowSums {
+// One warp's part: one share of a row block, or two row blocks. mma multiplies a row block, with
+// rows of ones below it, by its transpose: the squares are on the diagonal, the sums below.
+// Products go round-robin to `kParts` accumulators, so that none waits for the one before it.
+struct MomentAccumulators {
   static constexpr int kRowBlocks = (X_TILES + 3) / 4, kShares = Moments::kShares;
-  static constexpr int kParts = X_TILES < 4 ? 2 : 4;  // more take registers that others need
+  static constexpr int kParts = X_TILES < 4 ? 2 : 4;  // more would take registers from the GEMM
 
   const int row_block, share;
   float2 squares[kRowBlocks][kParts] = {}, sums[kRowBlocks][kParts] = {};
 
-  __device__ __forceinline__ RowSums(int warp)
+  __device__ __forceinline__ MomentAccumulators(int warp)
       : row_block(warp % X_TILES * kRowBlocks), share(warp / X_TILES) {}
 
-  // Of a stage with `atoms` of X from `x` on, whose first is K's number `number`.
+  // Adds a stage with `atoms` of X from shared address `x` on, whose first atom is number `number`
+  // along K.
   __device__ __forceinline__ void add(uint32_t x, int number, int atoms) {
     constexpr uint32_t kOnes = BFLOAT16 ? 0x3f803f80 : 0x3c003c00;
     const int lane = threadIdx.x % 32, row = lane % 8;
@@ -55,16 +57,15 @@ struct RowSums {
 #pragma unroll
           for (int pair = 0; pair < 2; pair++) {
             const int part = (2 * half + pair) % kParts;
-            const uint32_t low = b[2 * pair], high = b[2 * pair + 1],
-                           a[4] = {low, kOnes, high, kOnes};
-            ptx::mma(squares[j][part], sums[j][part], a, low, high, Element());
+            const uint32_t b0 = b[2 * pair], b1 = b[2 * pair + 1], a[4] = {b0, kOnes, b1, kOnes};
+            ptx::mma(squares[j][part], sums[j][part], a, b0, b1, Element());
           }
         }
       }
     }
   }
 
-  // What belongs to row g of a row block is with lane 4g + g / 2.
+  // Row g's moments are with lane 4g + g / 2.
   __device__ __forceinline__ void store(Moments& to) const {
     const int lane = threadIdx.x % 32, row = lane / 4;
     if (lane % 4 != row / 2) return;

@@ -1,0 +1,98 @@
+// The two producer warps of the tiled GEMM: one copies W into the ring of stages, one X.
+#pragma once
+
+#include "tiled_ring.cuh"
+
+// Waits for the predecessor kernel before its outputs are read, or overwritten.
+__device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
+  if (args.order == kAfterRemote) return;
+  ptx::wait_for_dependencies();
+  if (args.order == kBeforeLocal) ptx::launch_dependents();
+}
+
+// By a producer at the end of a tile: CTAs that split K exchange partial sums where the stages are.
+__device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, const Tiles& tile,
+                                                   const SplitKBarriers& barriers) {
+  if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.reduced(), tile.parity());
+}
+
+// The W producer, a whole warp: lane i copies row block i of a tile, together with those that lie
+// behind it in its group.
+__device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring& ring,
+                                          const Place& place, const SplitKBarriers& barriers) {
+  const TierTiles& tier = args.tiers[place.tier];
+  const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_row_block - 1;
+  const int window = tier.window < ring.stages ? tier.window : 1 << 30;
+  // CTAs along X load W's stages round-robin and multicast them.
+  const bool multicast = args.x_ctas > 1;
+  const int turns = args.x_ctas - 1, turn = multicast ? place.sharer : 0;
+  const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);  // one tile along X reads W once
+  RingPosition fill, landed;
+  int issued = 0;
+  for (Tiles tile(args, place); tile.next();) {
+    const RowBlock row_block(args.weight,
+                             min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
+    const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.place == 0);
+    const int bytes =
+        min(tile.row_blocks - lane, row_block.group_row_blocks - row_block.place) * kAtomBytes;
+    RowBlockAtoms atoms(row_block, min(tile.k, args.weight.atoms - 1));
+#pragma unroll 1
+    for (int k = tile.k; k < tile.k_end; k++, issued++, atoms.next()) {
+      // Congestion window: the oldest stage in flight has to land first.
+      if (issued >= window) {
+        wait_barrier(ring.full_barrier[landed.stage], landed.parity);
+        landed.advance(ring.stages);
+      }
+      wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+      const uint32_t full_barrier = ring.full_barrier[fill.stage];
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(full_barrier, tile.row_blocks * kAtomBytes);
+      __syncwarp();
+      if (copies && (k & turns) == turn) {
+        const uint32_t to = ring.smem_w(fill.stage) + lane * kAtomBytes;
+        if (multicast) {
+          ptx::bulk_load_multicast(to, atoms.from, bytes, full_barrier, place.multicast_mask());
+        } else {
+          ptx::bulk_load_kept(to, atoms.from, bytes, full_barrier, policy);
+        }
+      }
+      fill.advance(ring.stages);
+    }
+    wait_for_reduction(args, tile, barriers);
+  }
+}
+
+// The X producer, a warp of which one thread copies. A box is no larger than X: rows beyond it
+// would come as zeros, and slowly.
+__device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring& ring,
+                                          const Place& place, const SplitKBarriers& barriers) {
+  const int max_boxes = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
+  // CTAs along W load a part of each box each and multicast it.
+  const bool multicast = args.w_ctas > 1, copies = ptx::elect_one();
+  const int part = multicast ? args.box_rows * place.sharer : 0;
+  const int box_bytes = args.w_ctas * args.box_rows * kAtomK * 2;
+  RingPosition fill;
+  for (Tiles tile(args, place); tile.next();) {
+    if (tile.first()) wait_for_input(args);
+    const int boxes = max(0, min(max_boxes, (args.n - tile.n + kXRows - 1) / kXRows));
+    if (copies) {
+#pragma unroll 1
+      for (int k = tile.k; k < tile.k_end; k++) {
+        wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+        const uint32_t full_barrier = ring.full_barrier[fill.stage];
+        ptx::mbarrier_arrive_expect_tx(full_barrier, boxes * box_bytes);
+        uint32_t to = ring.smem_x(fill.stage) + part * kAtomK * 2;
+#pragma unroll 1
+        for (int i = 0, n = tile.n + part; i < boxes; i++, n += kXRows, to += kXAtomBytes) {
+          if (multicast) {
+            ptx::tensor_load_multicast(to, &args.x, k * kAtomK, n, 0, full_barrier,
+                                       place.multicast_mask());
+          } else {
+            ptx::tensor_load(to, &args.x, k * kAtomK, n, 0, full_barrier);
+          }
+        }
+        fill.advance(ring.stages);
+      }
+    }
+    wait_for_reduction(args, tile, barriers);
+  }
+}

@@ -1,0 +1,98 @@
+// The tiles of a CTA of the tiled GEMM: data-parallel waves first, then Stream-K.
+#pragma once
+
+#include "tiled_gemm.cuh"
+
+// Data-parallel: cluster c takes the tiles c, c + clusters, ... of its tier. Tiles are numbered
+// along X, in blocks of `block_tiles`, then along W, so that those that are computed at a time read
+// few rows of W and of X, which L2 then holds for all of them.
+//
+// Stream-K: where whole waves would leave clusters without work at the end, the tiles that are
+// left, one or more a cluster but less than two, are shared evenly by their atoms along K. A
+// cluster has the end of one tile, maybe a whole tile, and the beginning of another. It starts with
+// that beginning and stores the accumulators as a partial tile; the next cluster loads them when it
+// has done all else, so that it need not wait, and goes on from there. Every output thus adds the
+// terms of K in order, as a data-parallel tile does.
+struct Tiles {
+  const TiledGemmArgs& args;
+  int tier, cluster, w, x, segment;
+  int turn = -1;
+  int row_block, row_blocks;  // of W, counted from the matrix's first; there may be none
+  int n;                      // the first row of X
+  int k, k_end;               // atoms
+  bool loads_partial;         // the accumulators begin as a partial tile
+  bool stores_partial;        // they are stored as a partial tile, not to Y
+
+  __device__ __forceinline__ Tiles(const TiledGemmArgs& args, const Place& place)
+      : args(args),
+        tier(place.tier),
+        cluster(place.cluster),
+        w(args.w_ctas > 1 ? place.sharer : 0),
+        x(args.w_ctas > 1 ? 0 : place.sharer),
+        segment(place.segment) {}
+
+  // Goes to the first tile, or the next; false where there is none.
+  __device__ __forceinline__ bool next() {
+    turn++;
+    return locate();
+  }
+  __device__ __forceinline__ bool first() const { return turn == 0; }
+  __device__ __forceinline__ uint32_t parity() const { return turn & 1; }
+  // Whether this is the CTA's last tile, in launches without Stream-K.
+  __device__ __forceinline__ bool last() const { return turn + 1 >= args.tiers[tier].waves; }
+
+ private:
+  __device__ __forceinline__ bool locate() {
+    tier = ptx::opaque(tier);  // else all below would stay in registers
+    const TierTiles& of = args.tiers[tier];
+    int number = data_parallel(of);
+    if (turn >= of.waves) number = stream_k(of);
+    if (number >= of.w_tiles * of.x_tiles) return false;
+    const int whole = of.w_tiles * of.block_tiles, block = quotient(number, whole);
+    const int in_block = number - block * whole, before = block * of.block_tiles;
+    const int width = min(of.block_tiles, of.x_tiles - before), row = quotient(in_block, width);
+    row_block = of.first_row_block + (row * args.w_ctas + w) * of.tile_row_blocks;
+    row_blocks = max(0, min(of.tile_row_blocks, args.tiers[tier + 1].first_row_block - row_block));
+    const int x_rows = (kWarpgroups + 1 - of.row_groups) * kXRows;
+    n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
+    return true;
+  }
+
+  // A whole tile, or of a cluster that splits K the CTA's segment; returns its number.
+  __device__ __forceinline__ int data_parallel(const TierTiles& of) {
+    const int number = cluster + turn * of.clusters;
+    k = segment * args.segment_atoms;
+    k_end = min(k + args.segment_atoms, args.weight.atoms);
+    k = min(k, k_end);
+    loads_partial = stores_partial = false;
+    return number;
+  }
+
+  // The part of the tiles behind the waves that is the cluster's; returns a tile's number, or one
+  // behind all.
+  __device__ __forceinline__ int stream_k(const TierTiles& of) {
+    const int atoms = args.weight.atoms, before = of.waves * of.clusters;
+    const int tiles = of.w_tiles * of.x_tiles, all = (tiles - before) * atoms;
+    if (all <= 0) return tiles;
+    // In atoms of all these tiles from `begin` to `end`: it begins `begins` atoms into tile `first`
+    // and ends `ends` atoms into tile `last`.
+    const int begin = all * cluster / of.clusters, end = all * (cluster + 1) / of.clusters;
+    const int first = quotient(begin, atoms), begins = begin - first * atoms;
+    const int last = quotient(end, atoms), ends = end - last * atoms;
+    const int step = turn - of.waves - (ends > 0);
+    // First the beginning of the last tile,
+    if (step < 0) {
+      k_end = ends;
+      stores_partial = true;
+      return before + last;
+    }
+    // then whole tiles,
+    const int number = first + (begins > 0) + step;
+    if (number < last) return before + number;
+    // and the end of the first one.
+    if (number > last || begins == 0) return tiles;
+    k = begins;
+    loads_partial = true;
+    return before + first;
+  }
+};
