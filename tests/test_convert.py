@@ -295,7 +295,7 @@ CASES = {
     ),
     "index without a map": (
         lambda d: (spoil_index(d), (d / BIN_INDEX).write_text("{}")), UsageError, "no weight_map",
-        "anew",
+        "again",
     ),
     "twice the same": (spoil_twice, CannotRun, "in another file, too", "one checkpoint"),
 }  # fmt: skip
