@@ -1,7 +1,7 @@
 """dakrun: offline batch inference whose weights and KV cache lie in several memory tiers.
 
-Importing the package imports nothing else: a name of the Python API brings its module (LLM brings
-torch) when it is first asked for.
+The names of the Python API are imported when they are first used: LLM imports torch, the package
+itself imports nothing.
 """
 
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dakrun.config import SamplingParams
     from dakrun.llm import LLM
-    from dakrun.plan.policy import Policy
+    from dakrun.plan import Policy
     from dakrun.requests import Completion
 
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ _MODULES = {
     "SamplingParams": "dakrun.config",
 }
 
-if not TYPE_CHECKING:  # a type checker would take any name of the package for one that exists
+if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:

@@ -1,6 +1,6 @@
-"""`python -m dakrun`: the same as the `dakrun` command."""
+"""`python -m dakrun`, the same as the command `dakrun`."""
 
-from dakrun.cli.main import main
+from dakrun.cli import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,7 @@
-"""What a run is asked to do: the model's architecture, the workload and the sampling.
+"""Descriptions of a run: the model's architecture, the workload and the sampling parameters.
 
-Frozen and validated; knows neither files nor hardware. hf_config.py reads a ModelConfig.
+Frozen dataclasses, validated when made; know neither files nor hardware. models/hf_config.py
+translates a config.json into a ModelConfig.
 """
 
 import math
@@ -12,7 +13,8 @@ from dakrun.errors import UsageError, check_count, check_number, wrong
 Dtype = Literal["float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-_SWITCHES = (
+_HINT = "compare config.json with the published one"
+_FLAGS = (
     *("tied_embeddings", "attention_bias", "mlp_bias"),
     *("pre_norm", "final_norm", "norm_affine"),
 )
@@ -31,21 +33,21 @@ class Llama3Rope:
         ascending = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
         if not (1 <= self.factor < math.inf and ascending and self.original_max_positions > 0):
             raise UsageError(
-                f"llama3 rope with factor {self.factor} and frequency factors "
-                f"{self.low_freq_factor} to {self.high_freq_factor}, of "
-                f"{self.original_max_positions} positions, makes no sense",
-                hint="config.json: factor >= 1, high_freq_factor > low_freq_factor > 0 and "
-                "original_max_position_embeddings > 0 are needed",
+                f"invalid llama3 rope scaling: factor {self.factor}, low_freq_factor "
+                f"{self.low_freq_factor}, high_freq_factor {self.high_freq_factor}, "
+                f"original_max_position_embeddings {self.original_max_positions}",
+                hint="config.json needs factor >= 1, high_freq_factor > low_freq_factor > 0 and "
+                "original_max_position_embeddings > 0",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of an OPT or Llama decoder.
+    """Architecture of an OPT or Llama decoder. Raises UsageError for sizes that do not match.
 
-    `ffn_size` is OPT's ffn_dim and Llama's intermediate_size; `embed_size` differs from
-    `hidden_size` only where OPT projects its word embeddings (350m); `pre_norm` is False only
-    there, too. `dtype` is the checkpoint's.
+    `ffn_size` is OPT's ffn_dim and Llama's intermediate_size. Only OPT-350m projects its word
+    embeddings (`embed_size` is not `hidden_size`) and normalizes after attention and MLP
+    (`pre_norm` is False). `dtype` is the checkpoint's.
     """
 
     name: str
@@ -78,19 +80,19 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(
                     f"{self.name}: {field} is {value!r}, not a positive integer",
-                    hint="check config.json against the one that the model was published with",
+                    hint=_HINT,
                 )
-        for field in _SWITCHES:
+        for field in _FLAGS:
             if not isinstance(getattr(self, field), bool):
                 raise UsageError(
                     f"{self.name}: {field} is {getattr(self, field)!r}, not true or false",
-                    hint="check config.json against the one that the model was published with",
+                    hint=_HINT,
                 )
         for field in ("norm_eps", "rope_theta"):
             if not 0 < getattr(self, field) < math.inf:
                 raise UsageError(
                     f"{self.name}: {field} is {getattr(self, field)!r}, not a positive number",
-                    hint="check config.json against the one that the model was published with",
+                    hint=_HINT,
                 )
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
@@ -101,34 +103,35 @@ class ModelConfig:
         if self.family == "llama" and self.head_dim % 2:
             raise UsageError(
                 f"{self.name}: rotary embeddings need an even head_dim, not {self.head_dim}",
-                hint="check head_dim in config.json",
+                hint="compare head_dim in config.json with the published one",
             )
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads together."""
+        """Columns of the queries: all query heads side by side."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together; the value heads are as wide."""
+        """Columns of the keys, and of the values: all KV heads side by side."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token keeps over all layers, in `dtype`."""
+        """Bytes of a token's keys and values in all layers, in `dtype`."""
         return 2 * self.num_layers * self.kv_size * DTYPE_BYTES[self.dtype]
 
     def with_dtype(self, dtype: Dtype) -> "ModelConfig":
-        """The same model computed and stored in `dtype`."""
+        """The same model, stored and computed in `dtype`."""
         return replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """How many requests decode together, and how long they are (in tokens).
+    """The requests to plan for. Lengths are in tokens.
 
-    `max_model_len` positions of KV cache are kept for each of the `batch_size` slots.
+    `batch_size` requests decode together, each in a slot of the KV cache with `max_model_len`
+    positions. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion.
     """
 
     batch_size: int
@@ -148,10 +151,10 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends.
+    """How the tokens of a request are sampled, and when it ends.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. The result depends on
-    `seed` and the request alone, not on what else is in the batch.
+    Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. The result depends on `seed` and
+    on the request, not on the other requests in the batch.
     """
 
     max_tokens: int = 128
@@ -163,8 +166,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for field, least in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
-            object.__setattr__(self, field, check_count(field, getattr(self, field), least))
+        for field, minimum in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
+            object.__setattr__(self, field, check_count(field, getattr(self, field), minimum))
         for field, high in (("temperature", 100.0), ("top_p", 1.0)):
             object.__setattr__(self, field, check_number(field, getattr(self, field), 0.0, high))
         if self.top_p == 0:

@@ -1,6 +1,6 @@
-"""Errors that reach the user: one line of what is wrong, one line of what to do about it.
+"""Errors for the user: one line says what is wrong, a hint says what to do. And argument checks.
 
-Every error carries the exit code of the command line; only error_lines.py shows it and exits.
+Each error has the exit code of the command line; only cli/errors.py prints errors and exits.
 """
 
 import math
@@ -30,25 +30,25 @@ class UsageError(DakrunError):
 
 
 class CannotRun(DakrunError):
-    """The request is well formed, but this model or machine does not allow it (exit code 3)."""
+    """The request is well formed, but this model or machine cannot run it (exit code 3)."""
 
     exit_code = EXIT_CANNOT_RUN
 
 
 class GpuFailed(CannotRun):
-    """CUDA failed: from then on every call of this process to it fails, those of exit included."""
+    """A CUDA error that makes all later CUDA calls of this process fail, also those at exit."""
 
 
 def check_count(
-    name: str, value: object, least: int = 1, *, besides: Sequence[str | None] = ()
+    name: str, value: object, minimum: int = 1, *, besides: Sequence[str | None] = ()
 ) -> Any:
-    """`value` as an int of at least `least`, or one of `besides` as it is; UsageError for others.
+    """`value`, an integer (NumPy's too) of at least `minimum`, as an int; or one of `besides`.
 
-    NumPy's numbers are taken, too.
+    Raises UsageError for anything else.
     """
-    if not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least:
+    if not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= minimum:
         return int(value)
-    return _one_of(name, value, f"an integer of at least {least}", besides)
+    return _one_of(name, value, f"an integer of at least {minimum}", besides)
 
 
 def check_number(
@@ -59,7 +59,10 @@ def check_number(
     *,
     besides: Sequence[str | None] = (),
 ) -> Any:
-    """`value` as a finite int or float from `low` to `high`; for the rest see `check_count`."""
+    """`value`, a finite number (NumPy's too) from `low` to `high`; or one of `besides`.
+
+    Raises UsageError for anything else.
+    """
     if not isinstance(value, bool) and isinstance(value, Real):
         number = int(value) if isinstance(value, Integral) else float(value)
         if low <= number <= high and number < math.inf:
@@ -69,13 +72,13 @@ def check_number(
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
-    """UsageError unless `value` is one of `choices`."""
+    """Raise UsageError unless `value` is one of `choices`."""
     if not isinstance(value, str | None) or value not in choices:
         raise wrong(name, value, " or ".join(map(str, choices)))
 
 
 def wrong(name: str, value: object, expected: str) -> UsageError:
-    """The error for a `value` that is not what was `expected`."""
+    """The error for an argument `name` whose `value` is not as `expected`."""
     return UsageError(f"{name} is {value!r}", hint=f"{name} must be {expected}")
 
 

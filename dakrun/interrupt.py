@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM: both end a run by an exception, but never halfway through a row.
+"""SIGINT and SIGTERM as exceptions, which can be deferred while something must not be interrupted.
 
-Knows signals only; what has to be whole is said by whoever calls `defer_signals`.
+Knows signals only.
 """
 
 import signal
@@ -17,11 +17,11 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came; raised where Ctrl-C would raise KeyboardInterrupt."""
+    """SIGTERM arrived; raised where Ctrl-C would raise KeyboardInterrupt."""
 
 
 class Interrupted(DakrunError):
-    """A run was stopped by a signal; `hint` tells how to go on."""
+    """A signal stopped the run; `hint` says how to continue it."""
 
     def __init__(self, message: str, *, hint: str, cause: BaseException) -> None:
         super().__init__(message, hint=hint)
@@ -29,13 +29,16 @@ class Interrupted(DakrunError):
 
 
 def exit_code(cause: BaseException | None) -> int:
-    """The exit code of a process that `cause`, a KeyboardInterrupt, ends."""
+    """The exit code of a process that ends with the KeyboardInterrupt `cause`."""
     return EXIT_TERMINATED if isinstance(cause, Terminated) else EXIT_INTERRUPTED
 
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """Raise Terminated where SIGTERM would end the process at once, unless it is ignored."""
+    """In the block, let SIGTERM raise Terminated instead of ending the process.
+
+    Does nothing if SIGTERM is ignored or handled already.
+    """
     if not _is_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -48,21 +51,21 @@ def raise_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Act on SIGINT and SIGTERM at the end of the block instead of within it."""
-    if not _is_main_thread():  # Python runs signal handlers in the main thread alone
+    """Handle SIGINT and SIGTERM that arrive in the block at its end."""
+    if not _is_main_thread():  # Python runs signal handlers in the main thread only
         yield
         return
-    came: list[int] = []
+    arrived: list[int] = []
     handlers = {number: signal.getsignal(number) for number in _STOPPING}
     for number in _STOPPING:
-        signal.signal(number, lambda number, _: came.append(number))
+        signal.signal(number, lambda number, _: arrived.append(number))
     try:
         yield
     finally:
         for number, handler in handlers.items():
             if handler is not None:
                 signal.signal(number, handler)
-        for first in came[:1]:
+        for first in arrived[:1]:
             signal.raise_signal(first)
 
 

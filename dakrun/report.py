@@ -1,7 +1,7 @@
-"""The report of a run: what was planned, what was measured, on what.
+"""The report of a run: its plan, the measured times and rates, and the machine.
 
-`make_report` gives the JSON of --report, `render` a summary for people. Units are in the keys;
-TTFT, TPOT and EB are defined in README.md.
+`make_report` makes the JSON of --report, `render` prints a summary. Units are in the keys.
+TTFT: time to first token. TPOT: time per output token. EB: effective bandwidth.
 """
 
 import platform
@@ -16,12 +16,12 @@ from rich.table import Table
 
 import dakrun
 from dakrun.engine.engine import EngineStats
-from dakrun.plan.planner import Plan
-from dakrun.plan.show.json import plan_dict
+from dakrun.plan import Plan
+from dakrun.plan.show import plan_dict
 from dakrun.units import ceil_div, format_bytes, format_seconds
 
 SCHEMA = 1
-ERROR_BAR = 0.10  # of a predicted time: an op that is further off is named
+ERROR_BAR = 0.10  # relative error of a prediction; `render` lists the ops that exceed it
 
 
 def make_report(
@@ -34,13 +34,14 @@ def make_report(
     load_s: float,
     wall_s: float,
 ) -> dict[str, Any]:
-    """The run's report as JSON-ready data (schema 1); `device` is the name of what computed.
+    """The run's report as JSON-ready data (schema 1).
 
-    `op_seconds` are those of a step by op, as measured, `details` what the runner adds.
+    `op_seconds` are the measured seconds of a decode step by op; `details` are entries that the
+    runner adds; `device` is the name of the GPU or CPU.
 
-    EB is the model's weight bytes over the mean decode step time (arXiv 2604.26074); EB total
-    counts the weight and KV bytes that the steps really read. Figures that a run without a
-    decode step does not have are None.
+    EB is the model's weight bytes over the mean decode step time (arXiv 2604.26074). EB total is
+    the rate of the weight and KV bytes that the steps read. Entries that need a decode step are
+    None without one.
     """
     steps = len(stats.step_s)
     decode_s = sum(stats.step_s)
@@ -109,7 +110,7 @@ def make_report(
 
 
 def _sampling(plan: Plan, op_seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """What the next tokens take, as an op that has no bound; nothing where none is predicted."""
+    """Sampling as an entry of "ops", without a bound; empty if the plan predicts no time for it."""
     if not plan.sampling_s:
         return []
     return [
@@ -133,12 +134,14 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         times = (op["bound_s"], op["predicted_s"], op["measured_s"])
         ops.add_row(op["name"], str(op["layers"]), *map(_seconds, times))
     console.print(ops)
-    if off := _off(report["ops"]):
-        console.print(f"off their predictions, which are for a full batch: {', '.join(off)}")
+    if errors := _large_errors(report["ops"]):
+        console.print(
+            "measured against the prediction, which is for a full batch: " + ", ".join(errors)
+        )
 
 
-def _off(ops: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The ops that took more or less than predicted by more than ERROR_BAR, and by how much."""
+def _large_errors(ops: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ops whose time differs from the prediction by more than ERROR_BAR, and by how much."""
     errors = {
         op["name"]: op["measured_s"] / op["predicted_s"] - 1
         for op in ops
@@ -165,7 +168,7 @@ def _figures(report: Mapping[str, Any]) -> Table:
         "decode step": f"{_spread_text(report['decode_step_s'])}; predicted "
         f"{_seconds(report['predicted_step_s'])} with a full batch",
         "throughput": f"{report['tokens_per_s'] or 0:.1f} tokens/s",
-        "EB": f"{_rate(report['eb_bytes_per_s'])}; with KV as read "
+        "EB": f"{_rate(report['eb_bytes_per_s'])}; all weight and KV bytes read "
         f"{_rate(report['eb_total_bytes_per_s'])}",
     }
     for tier in report["tiers"]:

@@ -1,7 +1,6 @@
-"""Where the folders `native` (CUDA sources) and `profiles` (hardware TOMLs) lie, and the cache.
+"""Paths of the folders `native` (CUDA sources) and `profiles` (hardware TOMLs), and of the cache.
 
-The two sit at the top of a checkout and inside the package in an installed wheel; this module
-knows both places and nothing about what the folders hold.
+`native` and `profiles` are at the top of a checkout, and inside the package in an installed wheel.
 """
 
 import os
@@ -16,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent
 def resource_dir(name: Literal["native", "profiles"]) -> Path:
     """The folder `name`: beside the package in a checkout, else `dakrun/_resources/name`.
 
-    Raises CannotRun when neither is there (a copy of the package alone, or a broken install).
+    Raises CannotRun if neither exists (a copy of the package alone, or a broken install).
     """
     in_checkout = PACKAGE.parent / name
     if (PACKAGE.parent / "pyproject.toml").is_file() and in_checkout.is_dir():
@@ -31,9 +30,9 @@ def resource_dir(name: Literal["native", "profiles"]) -> Path:
 
 
 def cache_dir() -> Path:
-    """Where dakrun keeps what it can make again; it need not exist yet.
+    """The folder for compiled kernels and measured profiles; it may not exist yet.
 
-    $DAKRUN_CACHE_DIR, else dakrun below $XDG_CACHE_HOME, else ~/.cache/dakrun.
+    $DAKRUN_CACHE_DIR, else $XDG_CACHE_HOME/dakrun, else ~/.cache/dakrun.
     """
     if own := os.environ.get("DAKRUN_CACHE_DIR"):
         return Path(own)

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them ("20GiB", "1.5 GB"), and figures as reports show them."""
+"""Byte sizes in text form ("20GiB", "1.5 GB"), numbers formatted with units, and ceil_div."""
 
 import math
 import re
@@ -45,7 +45,7 @@ def format_decimal(value: float, unit: str) -> str:
 
 
 def format_seconds(s: float) -> str:
-    """`s` seconds in the unit that suits its size: "12.3 us", "4.56 ms", "7.89 s"."""
+    """`s` seconds with a unit by magnitude: "12.3 us", "4.56 ms", "7.89 s"."""
     if s >= 1:
         return f"{s:.2f} s"
     return f"{s * 1e3:.2f} ms" if s >= 1e-3 else f"{s * 1e6:.1f} us"

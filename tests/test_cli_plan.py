@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 import dakrun
 from dakrun.cli import main
 from dakrun.errors import CannotRun
-from dakrun.hardware import files as profile_files
 from dakrun.hardware import load_profile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,12 +178,17 @@ def test_options_reach_the_planner() -> None:
 
 
 def test_auto_batch_size_and_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_files, "gpu_names", list)
+    def gpus(*names: str) -> None:
+        # The inner name, too: find_profile has it from there.
+        for module in ("dakrun.hardware", "dakrun.hardware.files"):
+            monkeypatch.setattr(f"{module}.gpu_names", lambda: list(names))
+
+    gpus()
     small = ("--profile", "auto", "--model", "opt-125m", "--batch-size", "auto")
     shown = plan_json(*small, said="profile cpu of CPU: not measured")
     assert shown["profile"]["name"] == "cpu"
     assert shown["workload"]["batch_size"] > 1
-    monkeypatch.setattr(profile_files, "gpu_names", lambda: ["NVIDIA H200"])
+    gpus("NVIDIA H200")
     said = "profile h200-pcie5 of NVIDIA H200: measured "
     assert plan_json("--profile", "auto", said=said)["profile"]["name"] == "h200-pcie5"
 

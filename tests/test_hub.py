@@ -9,7 +9,7 @@ from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models import hub
 from dakrun.models.known import hub_id, known_model, known_names
-from dakrun.plan.ops import decode_ops, vector_bytes, weight_bytes
+from dakrun.plan import decode_ops, vector_bytes, weight_bytes
 
 # Parameters of the published checkpoints, in billions.
 BILLIONS = {
@@ -72,9 +72,9 @@ def test_paths(tmp_path: Path) -> None:
 def test_names_that_are_nothing() -> None:
     with pytest.raises(UsageError) as caught:
         hub.model_config("opt-30")
-    assert "no such model directory or known name" in str(caught.value)
-    assert "did you mean opt-30b" in caught.value.hint
-    with pytest.raises(UsageError, match="no such model directory"):
+    assert "no such model" in str(caught.value)
+    assert "opt-30b" in caught.value.hint
+    with pytest.raises(UsageError, match="no such model"):
         hub.model_config("/no/such/model")
     with pytest.raises(UsageError, match="names an architecture") as caught:
         hub.model_directory("opt-30b")
@@ -117,7 +117,7 @@ def test_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, offline: bool)
         with pytest.raises(CannotRun) as caught:
             resolve("facebook/opt-30b")
         assert said in str(caught.value)
-        assert "dakrun plan knows it offline as opt-30b" in caught.value.hint
+        assert "offline as opt-30b" in caught.value.hint
 
 
 def test_a_snapshot_without_safetensors_needs_converting(

@@ -164,7 +164,7 @@ CHECKPOINTS = {
     "empty model folder": Call(
         USAGE, "config.json: no such file", "model directory", flags=("--model", "folder")
     ),
-    "model is a file": flags(USAGE, "a file, not a model directory", "--model", "mine.toml"),
+    "model is a file": flags(USAGE, "not a model directory", "--model", "mine.toml"),
     "model is a path": flags(USAGE, "no such model directory", "--model", "no/where/at/all"),
     "model is a missing folder": flags(USAGE, "./nowhere", "--model", "./nowhere"),
     "model has no weights": flags(USAGE, "names an architecture", "--model", "opt-125m"),
@@ -175,18 +175,18 @@ CHECKPOINTS = {
         CANNOT_RUN, "can contain code", "dakrun convert", pickled("pytorch_model.bin")
     ),
     "pickle called safetensors": Call(
-        CANNOT_RUN, "not a whole safetensors file", "copy", pickled("model.safetensors")
+        CANNOT_RUN, "not a complete safetensors", "copy", pickled("model.safetensors")
     ),
-    "index of a pickle": Call(CANNOT_RUN, "not a whole safetensors file", "copy", pickled_shard),
-    "truncated": Call(CANNOT_RUN, "not a whole safetensors file", "copy the file anew", truncate),
+    "index of a pickle": Call(CANNOT_RUN, "not a complete safetensors", "copy", pickled_shard),
+    "truncated": Call(CANNOT_RUN, "not a complete safetensors", "copy the file", truncate),
     "empty safetensors": Call(
-        CANNOT_RUN, "not a whole safetensors file", "copy", put("model/model.safetensors", b"")
+        CANNOT_RUN, "not a complete safetensors", "copy", put("model/model.safetensors", b"")
     ),
     "page instead of weights": Call(
-        CANNOT_RUN, "not a whole", "copy", put("model/model.safetensors", "<html>404</html>" * 9)
+        CANNOT_RUN, "not a complete", "copy", put("model/model.safetensors", "<html>404</html>" * 9)
     ),
     "endless safetensors header": Call(
-        CANNOT_RUN, "not a whole", "copy", put("model/model.safetensors", b"\xff" * 64)
+        CANNOT_RUN, "not a complete", "copy", put("model/model.safetensors", b"\xff" * 64)
     ),
     "missing shard": Call(
         CANNOT_RUN, "gone.safetensors: no such file", "shard",
@@ -196,13 +196,13 @@ CHECKPOINTS = {
     "index of a list": Call(USAGE, "has no weight_map", "", sharded('{"weight_map": ["a"]}')),
     "index is no JSON": Call(USAGE, "cannot be read", "copy", sharded("{")),
     "index of numbers": Call(
-        USAGE, "names 5, not a file", "copy the index", sharded('{"weight_map": {"a": 5}}')
+        USAGE, "names 5", "copy the index", sharded('{"weight_map": {"a": 5}}')
     ),
     "index of lists": Call(
-        USAGE, "names ['a'], not a file beside it", "", sharded('{"weight_map": {"a": ["a"]}}')
+        USAGE, "['a']", "", sharded('{"weight_map": {"a": ["a"]}}')
     ),
     "index of another folder": Call(
-        USAGE, "names '../part.safetensors', not a file beside it", "copy the index",
+        USAGE, "'../part.safetensors'", "copy the index",
         sharded('{"weight_map": {"a": "../part.safetensors"}}'),
     ),
     "index of any file": Call(
@@ -254,7 +254,7 @@ CONFIGS = {
     "config is too deep": Call(
         USAGE, "cannot be read", "copy it", put("model/config.json", "[" * 100_000)
     ),
-    "config is a list": Call(USAGE, "holds no JSON object", "", put("model/config.json", "[]")),
+    "config is a list": Call(USAGE, "not a JSON object", "", put("model/config.json", "[]")),
     "config is no text": Call(USAGE, "cannot be read", "", put("model/config.json", b"\xff\x00")),
     "config says nothing": Call(
         CANNOT_RUN, "architecture (none named)", "Llama", put("model/config.json", "{}")
@@ -263,11 +263,11 @@ CONFIGS = {
         USAGE, "generation_config.json: cannot be read", "", put("model/generation_config.json", "")
     ),
     "other architecture": config(
-        "architecture MambaForCausalLM is not supported", "LlamaForCausalLM", CANNOT_RUN,
+        "MambaForCausalLM", "LlamaForCausalLM", CANNOT_RUN,
         model_type="mamba", architectures=["MambaForCausalLM"],
     ),
-    "quantised": config(
-        "quantised (gptq)", "float16", CANNOT_RUN, quantization_config={"quant_method": "gptq"}
+    "quantized": config(
+        "gptq", "float16", CANNOT_RUN, quantization_config={"quant_method": "gptq"}
     ),
     "no vocabulary": config("has no 'vocab_size'", vocab_size="absent"),
     "negative vocabulary": config("vocab_size is -64", vocab_size=-64),
@@ -284,14 +284,14 @@ CONFIGS = {
         USAGE, "generation_config.json: eos_token_id is 'end'", "published",
         edit("generation_config.json", eos_token_id="end"),
     ),
-    "other type": config("dtype 'int8' is not supported", "float16", CANNOT_RUN, dtype="int8"),
+    "other type": config("dtype 'int8'", "float16", CANNOT_RUN, dtype="int8"),
     "other activation": config("activation 'gelu'", "silu", CANNOT_RUN, hidden_act="gelu"),
     "other rope": config(
         "rope type 'yarn'", "llama3", CANNOT_RUN, rope_parameters={"rope_type": "yarn"}
     ),
     "rope without factors": config("no 'factor'", rope_parameters={"rope_type": "llama3"}),
-    "rope that makes no sense": config("makes no sense", rope_parameters=NO_LLAMA3),
-    "rope is a list": config("does not describe a model", rope_parameters=[1]),
+    "rope that makes no sense": config("rope scaling", rope_parameters=NO_LLAMA3),
+    "rope is a list": config("malformed", rope_parameters=[1]),
 }  # fmt: skip
 
 TOKENIZERS = {
@@ -299,13 +299,13 @@ TOKENIZERS = {
         CANNOT_RUN, "no tokenizer files", "tokenizer.json", remove("model/tokenizer.json")
     ),
     "tokenizer is no JSON": Call(
-        CANNOT_RUN, "tokenizer cannot be loaded", "anew", put("model/tokenizer.json", "{")
+        CANNOT_RUN, "tokenizer cannot be loaded", "again", put("model/tokenizer.json", "{")
     ),
     "tokenizer says nothing": Call(
-        CANNOT_RUN, "tokenizer cannot be loaded", "anew", put("model/tokenizer.json", "{}")
+        CANNOT_RUN, "tokenizer cannot be loaded", "again", put("model/tokenizer.json", "{}")
     ),
     "tokenizer is no text": Call(
-        CANNOT_RUN, "tokenizer cannot be loaded", "anew", put("model/tokenizer.json", b"\xff\xfe")
+        CANNOT_RUN, "tokenizer cannot be loaded", "again", put("model/tokenizer.json", b"\xff\xfe")
     ),
     "tokenizer config is no JSON": Call(
         CANNOT_RUN, "tokenizer cannot be loaded", "", put("model/tokenizer_config.json", "{")

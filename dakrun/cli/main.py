@@ -83,7 +83,7 @@ def generate(
 
     from dakrun.generate import BatchJob, check_report, count_rows, write_report
     from dakrun.llm import LLM
-    from dakrun.plan.batch_size import MAX_BATCH_SIZE
+    from dakrun.plan import MAX_BATCH_SIZE
     from dakrun.probe import describe_profile
     from dakrun.report import render
     from dakrun.requests import RequestReader, ResultWriter
@@ -155,11 +155,8 @@ def plan(
     ratio for all ops, and what limits the speed and would raise it most.
     """
     from dakrun.config import Workload
-    from dakrun.plan.batch_size import choose_batch_size
-    from dakrun.plan.planner import make_plan
-    from dakrun.plan.show.json import overview_dict
-    from dakrun.plan.show.overview import overview
-    from dakrun.plan.show.plot import plot_plan
+    from dakrun.plan import choose_batch_size, make_plan
+    from dakrun.plan.show import Overview, overview_dict, plot_plan
     from dakrun.probe import describe_profile
 
     length = prompt_len + max_tokens
@@ -182,13 +179,13 @@ def plan(
     decision = make_plan(config, workload, hardware, policy)
     if plot:
         plot_plan(decision, Path(plot))
-    shown = overview(decision, max_tpot)
+    shown = Overview.of(decision, max_tpot)
     if profile == "auto":
         eprint(describe_profile(hardware))
     if as_json:
         click.echo(json.dumps(overview_dict(shown)))
         return
-    from dakrun.plan.show.table import render
+    from dakrun.plan.show import render
 
     render(shown, stdout_console())
 

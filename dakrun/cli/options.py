@@ -234,7 +234,7 @@ def policy_options(command: Command) -> Command:
         remote: str,
         **rest: Any,
     ) -> int | None:
-        from dakrun.plan.policy import Policy, parse_remote
+        from dakrun.plan import Policy, parse_remote
 
         policy = Policy(
             hbm_budget=hbm_budget,

@@ -17,7 +17,7 @@ from dakrun.config import SamplingParams
 from dakrun.demo import task
 from dakrun.generate import BatchJob
 from dakrun.llm import LLM
-from dakrun.plan.planner import Policy
+from dakrun.plan import Policy
 from dakrun.requests import RequestReader, ResultWriter
 
 MODEL = Path(__file__).parent / "model"

@@ -1,6 +1,6 @@
-"""The demo task: adding two numbers below 100, asked and answered in English words.
+"""The demo task: sums of two numbers below 100, in English words.
 
-Knows the words, the prompts, the right answers, and which sums the model never saw in training.
+Has the words, the prompts, the answers, and the split into training and held-out sums.
 """
 
 import random
@@ -35,7 +35,7 @@ _ONES = [
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 VOCABULARY: tuple[str, ...] = (*_ONES, *_TENS, "hundred", "plus", "equals")
-"""Every word that a prompt or an answer can hold."""
+"""All words of prompts and answers."""
 
 
 def words(number: int) -> str:
@@ -57,19 +57,18 @@ def prompt(a: int, b: int) -> str:
 
 
 def answer(a: int, b: int) -> str:
-    """The words that rightly follow `prompt(a, b)`, e.g. "one hundred thirty two"."""
+    """The right answer to `prompt(a, b)`, e.g. "one hundred thirty two"."""
     return words(a + b)
 
 
 def is_right(a: int, b: int, text: str) -> bool:
-    """Whether `text` is the answer to a + b, whatever its white space."""
+    """Whether `text` is the answer to a + b, ignoring white space."""
     return " ".join(text.split()) == answer(a, b)
 
 
 @cache
 def _held_out() -> tuple[tuple[int, int], ...]:
-    # Only Random.random() is promised to give the same numbers in every Python version,
-    # so the choice is a sort by its numbers instead of a call to sample() or shuffle().
+    # Random.random() gives the same numbers in all Python versions, unlike sample() and shuffle().
     rng = random.Random(HELD_OUT_SEED)
     unordered = [(a, b) for a in range(LIMIT) for b in range(a, LIMIT)]
     chosen = sorted(unordered, key=lambda _: rng.random())[:HELD_OUT_COUNT]
@@ -77,12 +76,12 @@ def _held_out() -> tuple[tuple[int, int], ...]:
 
 
 def held_out() -> list[tuple[int, int]]:
-    """The 200 sums kept from training, always the same; no two are one sum turned around."""
+    """The 200 sums kept out of training, always the same; a + b and b + a never both appear."""
     return list(_held_out())
 
 
 def training_pairs() -> list[tuple[int, int]]:
-    """Every pair that is held out in neither order, so commuting cannot reveal an answer."""
+    """All pairs that are not held out in either order."""
     hidden = {pair for a, b in _held_out() for pair in ((a, b), (b, a))}
     everything = ((a, b) for a in range(LIMIT) for b in range(LIMIT))
     return [pair for pair in everything if pair not in hidden]

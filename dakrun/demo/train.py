@@ -1,6 +1,6 @@
-"""Trains the demo model, a tiny Llama that adds in words, and writes it as a Hugging Face folder.
+"""Training of the demo model, a tiny Llama that adds in words; writes a Hugging Face folder.
 
-Knows the model's shape, its word-level tokenizer and the recipe; checks itself on unseen sums.
+Has the model's shape, its word-level tokenizer and the recipe; checks the model on unseen sums.
 """
 
 # ruff: noqa: T201 - a command of its own, so it prints
@@ -40,7 +40,7 @@ CLIP = 1.0
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per word, which puts the begin token before every text."""
+    """A tokenizer with one token per word and the begin token before every text."""
     ids = {token: number for number, token in enumerate((*SPECIAL, *task.VOCABULARY))}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -100,7 +100,7 @@ def build_data(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """The share of the peak rate at `step`: a linear warm-up, then a cosine down to zero."""
+    """The fraction of the peak rate at `step`: a linear warm-up, then a cosine down to zero."""
     warmup = min(WARMUP, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
@@ -108,7 +108,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def train(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, steps: int) -> None:
-    """Train in place on shuffled minibatches, printing the loss now and then."""
+    """Train in place on shuffled minibatches, printing the loss every 100 steps."""
     groups: list[dict[str, Any]] = [
         {
             "params": [p for p in model.parameters() if p.ndim > 1],
@@ -147,7 +147,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def accuracy(folder: Path) -> float:
-    """Load the folder in its saved dtype; the share of held-out sums it answers rightly."""
+    """Load the model in its saved dtype; the fraction of held-out sums that it answers right."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     pairs = task.held_out()
@@ -166,7 +166,7 @@ def accuracy(folder: Path) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, write and check the model; 0 when it adds well enough, 1 when it does not."""
+    """Train, write and check the model; returns 0 if its accuracy suffices, else 1."""
     parser = argparse.ArgumentParser(prog="python -m dakrun.demo.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-model"), help="folder to write")
     parser.add_argument("--steps", type=int, default=STEPS, help="minibatches to train on")
@@ -181,9 +181,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{model.num_parameters():,} parameters, {len(ids):,} sums to train on", flush=True)
     train(model, ids, labels, args.steps)
     save(model, tokenizer, args.out)
-    share = accuracy(args.out)
-    print(f"held-out accuracy {share:.1%} (greedy, {len(task.held_out())} sums), in {args.out}")
-    return 0 if share >= REQUIRED_ACCURACY else 1
+    reached = accuracy(args.out)
+    print(f"held-out accuracy {reached:.1%} (greedy, {len(task.held_out())} sums), in {args.out}")
+    return 0 if reached >= REQUIRED_ACCURACY else 1
 
 
 if __name__ == "__main__":

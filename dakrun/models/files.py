@@ -1,4 +1,4 @@
-"""The files of a checkpoint's weights: which they are, and what safetensors headers say.
+"""The weight files of a checkpoint: their names and their safetensors headers. Also JSON files.
 
 Knows neither models nor torch.
 """
@@ -15,16 +15,16 @@ from dakrun.errors import CannotRun, UsageError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-RESERVED = "__metadata__"  # in the header of a safetensors file, beside its tensors
+RESERVED = "__metadata__"  # key of a safetensors header that is not a tensor
 HEADER_SIZE_BYTES = 8
 _COMPUTED: dict[str, Dtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """The safetensors files that make up a checkpoint; empty where there are none.
+    """The safetensors files of a checkpoint; empty if there are none.
 
-    As in transformers: model.safetensors, or else those that the index names. Without an index,
-    all. Raises UsageError where the index is wrong.
+    As in transformers: model.safetensors, else the files that the index names. Without an index,
+    all safetensors files. Raises UsageError if the index is malformed.
     """
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
@@ -34,45 +34,45 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 
 def indexed(index: Path) -> dict[str, str]:
-    """The name of the file, beside `index`, of each tensor; UsageError where it says none."""
+    """The file name, beside `index`, of each tensor; raises UsageError if it is malformed."""
     shards = read_json_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise UsageError(f"{index}: has no weight_map", hint="copy the index anew")
+        raise UsageError(f"{index}: has no weight_map", hint="copy the index again")
     for name in shards.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise UsageError(
-                f"{index}: names {name!r}, not a file beside it", hint="copy the index anew"
+                f"{index}: names {name!r}, not a file beside it", hint="copy the index again"
             )
     return shards
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The byte at which a file's tensors begin, and what it says of each by name.
+    """The offset in bytes of a safetensors file's tensor data, and its header entries by name.
 
-    CannotRun where it is not a whole safetensors file.
+    Raises CannotRun if it is not a complete safetensors file.
     """
     try:
-        with safe_open(path, framework="np"):  # checks all of the header
+        with safe_open(path, framework="np"):  # checks the whole header
             pass
         with path.open("rb") as file:
             size = int.from_bytes(file.read(HEADER_SIZE_BYTES), "little")
             entries = json.loads(file.read(size))
     except FileNotFoundError:
         raise CannotRun(
-            f"{path}: no such file", hint="copy the shard that the index names, or mend the link"
+            f"{path}: no such file", hint="copy the shard that the index names, or repair the link"
         ) from None
     except (SafetensorError, OSError) as problem:
         raise CannotRun(
-            f"{path}: not a whole safetensors file ({problem})", hint="copy the file anew"
+            f"{path}: not a complete safetensors file ({problem})", hint="copy the file again"
         ) from None
     entries.pop(RESERVED, None)
     return HEADER_SIZE_BYTES + size, entries
 
 
 def stored_dtype(directory: Path) -> Dtype | None:
-    """The type of the first file's first float tensor by name, as transformers' "auto" takes it.
+    """The dtype of the first float tensor, by name, in the first file, as transformers' "auto".
 
-    None where there is no file, or nothing in it that dakrun computes in.
+    None if there is no file, or no tensor in it of a supported dtype.
     """
     files = safetensors_files(directory)
     if not files or not files[0].is_file():
@@ -83,15 +83,15 @@ def stored_dtype(directory: Path) -> Dtype | None:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; UsageError where there is none."""
+    """The JSON object in the file `path`; raises UsageError if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(
-            f"{path}: no such file", hint="a Hugging Face model directory is needed"
+            f"{path}: no such file", hint="give a Hugging Face model directory"
         ) from None
     except (OSError, ValueError, RecursionError) as problem:
-        raise UsageError(f"{path}: cannot be read ({problem})", hint="copy it anew") from None
+        raise UsageError(f"{path}: cannot be read ({problem})", hint="copy it again") from None
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: holds no JSON object", hint="copy it anew")
+        raise UsageError(f"{path}: not a JSON object", hint="copy it again")
     return value

@@ -1,6 +1,6 @@
-"""What the user calls a model, resolved: a directory, a config.json, a known name or a hub id.
+"""Models by the name that the user gives: a directory, a config.json, a known name or a hub id.
 
-Downloads through huggingface_hub, imported late; it honours HF_HOME, HF_HUB_OFFLINE and HF_TOKEN.
+Downloads with huggingface_hub, imported late, which honours HF_HOME, HF_HUB_OFFLINE and HF_TOKEN.
 """
 
 import difflib
@@ -15,17 +15,17 @@ from dakrun.models.hf_config import parse_model_config, read_model_config
 from dakrun.models.known import hub_id, known_model, known_names
 
 WEIGHTS = "*.safetensors"
-# The root folder alone: some repositories keep the same weights in other formats below it.
+# Only files of the root folder: some repositories have the weights in other formats below it.
 PATTERNS = [WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]
-ELSEWHERE = ["*/*", "consolidated*"]
+IGNORED = ["*/*", "consolidated*"]
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def model_config(name: str) -> ModelConfig:
-    """The architecture of the model `name`; from the hub only config.json is fetched.
+    """The architecture of the model `name`; only config.json is downloaded from the hub.
 
-    Raises UsageError for a name that nothing goes by or a config.json that is wrong, CannotRun
-    for an architecture that is not supported or a hub that does not answer.
+    Raises UsageError for an unknown name or a malformed config.json, CannotRun for an architecture
+    that is not supported or a failed download.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -43,10 +43,10 @@ def model_config(name: str) -> ModelConfig:
 
 
 def model_directory(name: str) -> Path:
-    """The folder with the checkpoint `name`: a directory, or a hub id, downloaded if need be.
+    """The folder with the checkpoint `name`: a directory, or a hub id, downloaded if needed.
 
-    Raises UsageError for other names (a known one stands for an architecture, not for weights),
-    CannotRun where the hub does not deliver safetensors files.
+    Raises UsageError for other names (known names stand for architectures without weights),
+    CannotRun if the download fails or has no safetensors files.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -58,7 +58,7 @@ def model_directory(name: str) -> Path:
         )
     if known_model(name) is not None:
         raise UsageError(
-            f"{name!r} names an architecture for planning, not a checkpoint",
+            f"{name!r} names an architecture, not a checkpoint with weights",
             hint=f"give a model directory, or the hub id {hub_id(name)}; "
             "generate --load-format dummy makes random weights",
         )
@@ -67,7 +67,7 @@ def model_directory(name: str) -> Path:
 
     folder = _from_hub(
         name,
-        lambda: snapshot_download(name, allow_patterns=PATTERNS, ignore_patterns=ELSEWHERE),
+        lambda: snapshot_download(name, allow_patterns=PATTERNS, ignore_patterns=IGNORED),
     )
     if not any(Path(folder).glob(WEIGHTS)):
         raise CannotRun(
@@ -79,7 +79,7 @@ def model_directory(name: str) -> Path:
 
 
 def _require_hub_id(name: str) -> None:
-    """UsageError unless `name` has the form of a hub id and cannot be meant as a path."""
+    """Raise UsageError unless `name` has the form of a hub id."""
     if _HUB_ID.fullmatch(name):
         return
     names = known_names()
@@ -87,14 +87,14 @@ def _require_hub_id(name: str) -> None:
     if "/" in name:
         hint = "give a folder with config.json and safetensors files, or a hub id ORG/NAME"
     elif close:
-        hint = f"did you mean {' or '.join(close)}? Else give a model directory or a hub id"
+        hint = f"did you mean {' or '.join(close)}? Or give a model directory or a hub id"
     else:
         hint = f"give a model directory, a hub id ORG/NAME, or one of: {', '.join(names)}"
     raise UsageError(f"{name!r}: no such model directory or known name", hint=hint)
 
 
 def _from_hub(name: str, fetch: Callable[[], str]) -> str:
-    """What `fetch` returns; CannotRun with one line of why where the hub does not deliver."""
+    """The path that `fetch` downloads to; raises CannotRun with the reason if it fails."""
     try:
         return fetch()
     except Exception as problem:
@@ -102,12 +102,12 @@ def _from_hub(name: str, fetch: Callable[[], str]) -> str:
 
 
 def _failure(name: str, problem: Exception) -> DakrunError:
-    """The error that tells the user why the hub did not deliver the model `name`."""
+    """The error for a failed download of the model `name`."""
     from huggingface_hub import errors
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     planning = [known for known in known_names() if (hub_id(known) or "").lower() == name.lower()]
-    by_name = f"; dakrun plan knows it offline as {planning[0]}" if planning else ""
+    by_name = f"; dakrun plan takes it offline as {planning[0]}" if planning else ""
     if isinstance(problem, errors.GatedRepoError):
         return CannotRun(
             f"{name} is gated on the Hugging Face hub",
@@ -117,13 +117,13 @@ def _failure(name: str, problem: Exception) -> DakrunError:
     if isinstance(problem, errors.RepositoryNotFoundError):
         return CannotRun(
             f"the Hugging Face hub has no model {name}, or it is private",
-            hint="check the spelling; for a private model set HF_TOKEN. A path to a folder "
-            "would have to exist here",
+            hint="check the spelling; for a private model set HF_TOKEN; a folder of that name does "
+            "not exist here",
         )
     if isinstance(problem, errors.RemoteEntryNotFoundError):
         return CannotRun(
             f"{name} has no config.json on the Hugging Face hub",
-            hint="it does not hold a transformers checkpoint; choose one that does",
+            hint="it is not a transformers checkpoint; choose one that is",
         )
     if HF_HUB_OFFLINE and isinstance(
         problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled

@@ -1,6 +1,6 @@
-"""Architectures that can be planned by name, without a checkpoint: published OPT and Llama sizes.
+"""Published OPT and Llama architectures by name, to plan without a checkpoint.
 
-Knows the numbers of their config.json and their hub ids; reads no file and no network.
+Holds the numbers of their config.json and their hub ids; reads no file and no network.
 """
 
 from typing import Any
@@ -44,12 +44,12 @@ _LLAMA_3: dict[str, Any] = {
 
 
 def known_names() -> list[str]:
-    """The names that `known_model` knows, OPT first, small to large."""
+    """All names that `known_model` takes, OPT first, small to large."""
     return [*_OPT, *_LLAMA]
 
 
 def known_model(name: str) -> ModelConfig | None:
-    """The architecture published as `name` (in any case), or None."""
+    """The architecture published as `name` (upper or lower case), or None."""
     name = name.lower()
     if name in _OPT:
         return _opt(name)
@@ -57,7 +57,7 @@ def known_model(name: str) -> ModelConfig | None:
 
 
 def hub_id(name: str) -> str | None:
-    """Where the checkpoint of a known model is published: its Hugging Face hub id."""
+    """The Hugging Face hub id of a known model's checkpoint, or None."""
     name = name.lower()
     if name in _OPT:
         return f"facebook/{name}"
@@ -66,7 +66,7 @@ def hub_id(name: str) -> str | None:
 
 def _opt(name: str) -> ModelConfig:
     hidden, layers, heads = _OPT[name]
-    is_350m = name == "opt-350m"  # the only one with post-norm and projected embeddings
+    is_350m = name == "opt-350m"  # the only one with post-norms and projected embeddings
     return ModelConfig(
         name=name,
         family="opt",
