@@ -4,3 +4,52 @@ engine.py schedules requests; a runner computes their steps: graph_runner.py on 
 (decode_step.py, prefill.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
 build.py makes the runner that a plan asks for.
 """
+
+from dakrun.engine.build import (
+    SPLITK_ROWS,
+    build_runner,
+    direct_accesses,
+    runs_on_kernels,
+    tier_accesses,
+)
+from dakrun.engine.decode_step import LOG_STEPS, DecodeStep, buckets, fill_order, fitting
+from dakrun.engine.engine import Engine, EngineStats
+from dakrun.engine.graph_runner import GraphRunner
+from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
+from dakrun.engine.reference_runner import ReferenceRunner
+from dakrun.engine.runner import Row, Runner, gpu_errors
+from dakrun.engine.sampler import request_seed, sample, uniform
+from dakrun.engine.staging import Place, Staging, places, staged_bytes
+
+__all__ = [
+    "LOG_STEPS",
+    "SPLITK_ROWS",
+    "DecodeStep",
+    "Engine",
+    "EngineStats",
+    "GraphRunner",
+    "KVWriter",
+    "KernelBackend",
+    "Lengths",
+    "Place",
+    "Prefill",
+    "ReferenceRunner",
+    "Row",
+    "Runner",
+    "Staging",
+    "buckets",
+    "build_runner",
+    "causal_attention",
+    "direct_accesses",
+    "fill_order",
+    "fitting",
+    "gpu_errors",
+    "places",
+    "request_seed",
+    "runs_on_kernels",
+    "sample",
+    "staged_bytes",
+    "tier_accesses",
+    "uniform",
+]

@@ -15,7 +15,7 @@ from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
 from dakrun.engine.staging import Staging, staged_bytes
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK, MAX_GROUP_HEADS, ROWS_PER_BLOCK, SPLITK_X_TILES
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile
 from dakrun.kernels.attention.kv_blocks import KVShape
 from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
 from dakrun.kernels.gemm.splitk_config import TierAccess
@@ -25,12 +25,11 @@ from dakrun.kernels.runtime.jit import compiling, has_kernels
 from dakrun.kernels.variants import Variant, variants
 from dakrun.memory.tiers import Tier
 from dakrun.models.architectures import architecture
-from dakrun.plan.ops import kv_positions, kv_staging_bytes
-from dakrun.plan.plan import STAGING_BUFFERS, OpPlan, Plan
+from dakrun.plan import STAGING_BUFFERS, OpPlan, Plan, kv_positions, kv_staging_bytes
 from dakrun.weights.loading import Packing, Tensors, can_pack, load
 from dakrun.weights.manifest import Manifest, manifest_of
 
-ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # for each variant of SplitK_GEMM
+SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # of each kernel variant
 
 
 def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
@@ -94,7 +93,7 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     model, remote = plan.model, range(1, len(plan.tiers))
     mixes = any(op.mixed(tier) for op in plan.weights() for tier in remote)
     return variants(
-        getattr(torch, model.dtype), ROWS, x_tiles(device.index), head_dim=model.head_dim,
+        getattr(torch, model.dtype), SPLITK_ROWS, x_tiles(device.index), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
     )  # fmt: skip
 

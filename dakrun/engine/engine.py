@@ -17,8 +17,7 @@ from typing import Literal
 from dakrun.engine.runner import Chosen, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
-from dakrun.plan.planner import Plan
-from dakrun.plan.prefill import passes
+from dakrun.plan import Plan, passes
 from dakrun.requests import Completion, Request, StopStrings
 
 Detokenize = Callable[[Sequence[int]], str]

@@ -27,14 +27,14 @@ from dakrun.kernels.attention.kv_blocks import KVShape
 from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.kernels.runtime.graph import capture, edge_kinds, replay_seconds
 from dakrun.memory.device import upload
-from dakrun.plan.prefill import Segment
+from dakrun.plan import Segment
 
 MIN_PDL_EDGES = 2  # of a layer: launches that start before the kernel ahead of them ends
 
 
 @dataclass
 class Replays:
-    """How often each bucket was replayed, with how many rows that no request used."""
+    """Replays of each bucket by its rows, and the rows among them that no request used."""
 
     count: Counter[int] = field(default_factory=Counter)
     padding: Counter[int] = field(default_factory=Counter)
@@ -42,7 +42,7 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that was launched: `sampled` is int64 [n] in host memory, where rows sample."""
+    """A launched step; `sampled`, int64 [n] in host memory, has the tokens where a row samples."""
 
     rows: Sequence[Row]
     start: torch.cuda.Event
@@ -76,7 +76,7 @@ class GraphRunner:
         self._capture()
 
     def details(self) -> dict[str, Any]:
-        """How often each bucket was replayed, with how many rows of padding, and gaps between."""
+        """Replays and padding rows of each bucket, and the median gap between replays."""
         gaps = statistics.median(self._gaps_s) if self._gaps_s else None
         buckets = [
             {"rows": rows, "replays": count, "padding_rows": self.replays.padding[rows]}
@@ -92,7 +92,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Put the first tokens where the next step finds them."""
+        """Store the first tokens of slots for the next step."""
         self._unmap()
         self._newest[self._on_gpu(slots)] = self._on_gpu(tokens)
 
@@ -137,7 +137,7 @@ class GraphRunner:
             self.collect()
 
     def _sample(self, rows: Sequence[Row], mapped: Sequence[int]) -> torch.Tensor:
-        """Draw the rows' tokens in place of the likeliest ones, which the graph has chosen."""
+        """Draw the rows' tokens, in place of the likeliest ones that the graph has chosen."""
         places = self._on_gpu([mapped.index(row.slot) for row in rows]).long()
         chosen = choose(self._backend.logits[places], rows)
         self._rows.tokens[places] = chosen.int()
@@ -196,7 +196,7 @@ class GraphRunner:
         return tier
 
     def _arrange(self, rows: Sequence[Row], bucket: Bucket) -> list[int]:
-        """A slot, or IDLE, for every row of a bucket; where it can be, what is mapped already."""
+        """A slot, or IDLE, for every row of a bucket; the present mapping where it will do."""
         wanted, before = {row.slot for row in rows}, self._mapped or []
         if len(before) == sum(bucket) and {slot for slot in before if slot != IDLE} == wanted:
             return before
@@ -219,7 +219,7 @@ class GraphRunner:
         self._mapped = mapped
 
     def _unmap(self) -> None:
-        """Keep the newest tokens of the slots that rows serve."""
+        """Save the newest tokens of the slots that the rows serve."""
         if self._mapped is not None:
             places = [(i, slot) for i, slot in enumerate(self._mapped) if slot != IDLE]
             rows, slots = (self._on_gpu(numbers) for numbers in zip(*places, strict=True))

@@ -21,7 +21,7 @@ from dakrun.kernels.store_kv import store_kv
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Decoder
 from dakrun.models.layers import split_heads
-from dakrun.plan.prefill import Segment
+from dakrun.plan import Segment
 from dakrun.units import ceil_div
 
 

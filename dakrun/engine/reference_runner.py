@@ -20,8 +20,7 @@ from dakrun.memory.tiers import PartitionedTensor
 from dakrun.models.architectures import Architecture, Norm
 from dakrun.models.decoder import Attention, Decoder
 from dakrun.models.layers import layer_norm, rms_norm, rope_table, rotate, split_heads
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS
-from dakrun.plan.prefill import Segment
+from dakrun.plan import PREFILL_CHUNK_TOKENS, Segment
 from dakrun.weights.manifest import Weights
 
 Rotations = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [N, 1, D / 2]

@@ -12,7 +12,7 @@ import torch
 from dakrun.config import SamplingParams
 from dakrun.engine.sampler import sample
 from dakrun.errors import CannotRun, GpuFailed
-from dakrun.plan.prefill import Segment
+from dakrun.plan import Segment
 
 
 class Row(NamedTuple):

@@ -1,7 +1,6 @@
-"""Weights into the tiers that a plan names: packed for the GPU's kernels, or row by row for torch.
+"""Weights into the tiers of a plan: packed for the GPU's kernels, or row by row for plain torch.
 
-Knows a plan and where tensors come from; what a model computes with them only as its manifest's
-folds.
+Knows a plan, a manifest and a source of tensors, not what the model computes with them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.storage import PIECE_ELEMENTS
 from dakrun.memory.tiers import PartitionedTensor, Tier, aligned
-from dakrun.plan.plan import Plan
+from dakrun.plan import Plan
 from dakrun.weights.manifest import Manifest, Request, Source, Weights, fold, interleave
 from dakrun.weights.streaming import reader_count
 
@@ -29,36 +28,36 @@ class Tensors(Protocol):
         ...
 
     def check(self, manifest: Manifest) -> None:
-        """CannotRun unless all that `manifest` names can be had."""
+        """Raise CannotRun unless the source has every tensor of `manifest`."""
         ...
 
     def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
-        """Put rows of a tensor into `out`, converting its dtype; threads may do so at once."""
+        """Copy rows of a tensor into `out`, converting the dtype; may run in several threads."""
         ...
 
     def stream(
         self, requests: Sequence[Request], device: torch.device
     ) -> Iterator[list[torch.Tensor]]:
-        """The rows of each request on `device`, to be used before the next are asked for."""
+        """The rows of each request on `device`, valid until the next ones are asked for."""
         ...
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How matrices are dealt out: each op's tiers as `accesses` say, to a GPU of `sms` SMs."""
+    """How matrices are packed: for reads of each op's tiers as in `accesses`, by `sms` SMs."""
 
     accesses: Mapping[str, tuple[TierAccess, ...]]
     sms: int
 
 
 def can_pack(plan: Plan) -> bool:
-    """Whether the GPU's kernels take all matrices of the plan's model."""
+    """Whether the GPU's kernels can read all matrices of the plan's model."""
     dtype = getattr(torch, plan.model.dtype)
     return all(storage.can_pack(dtype, op.op.shape[1]) for op in plan.weights())
 
 
 def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
-    """Bytes of each tier that hold the plan's matrices and KV slots, alignment included."""
+    """Bytes to take of each tier for the plan's matrices and KV slots, alignment included."""
     attention = plan.op("attention")
     sizes = [aligned(attention.resident_bytes(number)) for number in range(len(plan.tiers))]
     for op in plan.weights():
@@ -80,10 +79,10 @@ def load(
 ) -> Weights:
     """Allocate and fill every operand, in the plan's dtype; resident tensors go to `device`.
 
-    With `packing`, matrices are PackedTensors with the manifest's norms folded into them, which
-    changes their biases, too, or makes one; can_pack(plan) has to hold. Without it they are
-    PartitionedTensors, as stored. Nothing is allocated before the source was checked; raises
-    CannotRun where it is not what the manifest says, or cannot be read.
+    With `packing`, which needs can_pack(plan), matrices are PackedTensors with the manifest's norms
+    folded in; a fold changes a matrix's bias, or adds one. Without, they are PartitionedTensors, as
+    stored. Raises CannotRun, before anything is allocated, where the source does not have what the
+    manifest names, and later where it cannot be read.
     """
     source.check(manifest)
     dtype = getattr(torch, plan.model.dtype)
@@ -100,7 +99,7 @@ def load(
         for name, op, placement in _placements(manifest, plan)
     }
     _fill(matrices, source, manifest, resident, device)
-    if device.type == "cuda":  # kernels that overlap do not wait for what fills a matrix
+    if device.type == "cuda":  # a PDL launch does not wait for the kernels that fill a matrix
         torch.cuda.synchronize(device)
     return Weights(matrices, {name: vector.to(dtype) for name, vector in resident.items()})
 
@@ -108,7 +107,7 @@ def load(
 def _placements(
     manifest: Manifest, plan: Plan
 ) -> Iterator[tuple[str, str, tuple[tuple[str, int], ...]]]:
-    """Name, op, and row blocks by tier of every matrix, in the manifest's order."""
+    """Name, op, and (tier, row blocks) of every matrix, in the manifest's order."""
     ops = {
         op.op.layer_name(layer): (op.op, layer)
         for op in plan.weights()
@@ -128,8 +127,8 @@ def _resident(
         tensors = [torch.empty(shape, dtype=dtype) for _, shape in sources]
         for one, tensor in zip(sources, tensors, strict=True):
             source.copy(one, slice(0, len(tensor)), tensor)
-        turns = name.removesuffix(".bias") in manifest.interleaved
-        resident[name] = _joined(tensors, turns=turns).to(device)
+        alternate = name.removesuffix(".bias") in manifest.interleaved
+        resident[name] = _joined(tensors, alternate=alternate).to(device)
     return resident
 
 
@@ -140,7 +139,7 @@ def _partitioned(
     tiers: Mapping[str, Tier],
     dtype: torch.dtype,
 ) -> dict[str, PartitionedTensor]:
-    """All matrices, their rows as they are."""
+    """All matrices, their rows as stored."""
     matrices, jobs = {}, []
     with ThreadPoolExecutor(reader_count()) as readers:
         for name, _, placement in _placements(manifest, plan):
@@ -166,7 +165,7 @@ def _fill(
 ) -> None:
     """Write all matrices, with norms folded in; `resident` tensors are float32 on `device`.
 
-    Biases among them get what the norms' biases add, or are made of that.
+    What a norm's bias contributes is added to the matrix's bias, which is made where it has none.
     """
     jobs = [
         (name, piece)
@@ -176,7 +175,7 @@ def _fill(
     requests = [manifest.request(name, piece.rows) for name, piece in jobs]
     for (name, piece), tensors in zip(jobs, source.stream(requests, device), strict=True):
         matrix = matrices[name]
-        rows = _joined(tensors, turns=name in manifest.interleaved)
+        rows = _joined(tensors, alternate=name in manifest.interleaved)
         if name in manifest.folded:
             rows, added = fold(rows, manifest.folded[name], resident)
             if added is not None:
@@ -185,8 +184,8 @@ def _fill(
         storage.write(piece, rows.to(matrix.dtype))
 
 
-def _joined(tensors: list[torch.Tensor], *, turns: bool) -> torch.Tensor:
-    """One tensor of several: row by row in turn, or one below the other."""
-    if turns:
+def _joined(tensors: list[torch.Tensor], *, alternate: bool) -> torch.Tensor:
+    """One tensor of several: with alternating rows, or one below the other."""
+    if alternate:
         return interleave(tensors)
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
