@@ -22,8 +22,7 @@ from dakrun.memory import Tiers, allocate_tiers, available_host_memory, free_on_
 from dakrun.models import hub
 from dakrun.models.architectures import architecture
 from dakrun.models.hf_config import read_model_config
-from dakrun.plan.batch_size import MAX_BATCH_SIZE, choose_batch_size
-from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.plan import MAX_BATCH_SIZE, Plan, Policy, choose_batch_size, make_plan
 from dakrun.report import make_report
 from dakrun.requests import Completion, PromptRules, Request, Tokenizer, as_requests
 from dakrun.weights.checkpoint import Checkpoint

@@ -57,11 +57,11 @@ def make(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are shown without alternatives to them, which are ten times the work."""
-    from dakrun.plan import advice, limits
+    from dakrun.plan import Advice, busy_shares
 
     def advise(plan: Any, max_tpot: float | None) -> Any:
         del max_tpot
-        return advice.Advice(plan=plan, busy=limits.busy_shares(plan), alternatives=())
+        return Advice(plan=plan, busy=busy_shares(plan), alternatives=())
 
     monkeypatch.setattr("dakrun.plan.show.overview.advise", advise)
 

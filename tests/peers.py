@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dakrun.hardware.files import find_profile, load_profile
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile, find_profile, load_profile
 
 
 def readable_peers(count: int) -> list[int]:

@@ -9,7 +9,7 @@ from dakrun.hardware import load_profile
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.models.known import known_model
 from dakrun.nn.remote_tier import profiled_access
-from dakrun.plan.planner import Policy, make_plan
+from dakrun.plan import Policy, make_plan
 
 
 def test_a_plan_s_sms_and_windows() -> None:

@@ -58,7 +58,7 @@ from dakrun.kernels.attention import splitk as kernel
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import allocate_tiers
 from dakrun.models.known import known_model
-from dakrun.plan.planner import Policy, make_plan
+from dakrun.plan import Policy, make_plan
 
 
 def sweep(**asked: Any) -> AttentionSweep:

@@ -74,8 +74,8 @@ from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import allocate_tiers
 from dakrun.models.known import known_model
-from dakrun.plan.planner import Policy, make_plan
-from dakrun.probe.chain import launch_seconds
+from dakrun.plan import Policy, make_plan
+from dakrun.probe import launch_seconds
 
 PRODUCTS = Products(torch.device("cpu"))
 

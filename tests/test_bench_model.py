@@ -45,9 +45,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, load_profile
 from dakrun.llm import LLM
 from dakrun.models.known import known_model
-from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.plan.prefill import predict_prefill
-from dakrun.plan.roofline import Links
+from dakrun.plan import Links, Plan, Policy, make_plan, predict_prefill
 
 H200, PEERS = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 RATES = Ceilings({LOCAL: 4.7e12, "host": 5.1e10}, copied={"host": 5.5e10})

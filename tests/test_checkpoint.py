@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dakrun.errors import CannotRun
 from dakrun.llm import LLM
 from dakrun.models.hub import model_config
-from dakrun.plan.planner import Policy
+from dakrun.plan import Policy
 
 NAME = "llama-gqa4-rope3"
 POLICY = Policy(offload_ratio=0.4, kv_offload_ratio=0.5)

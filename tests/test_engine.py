@@ -16,7 +16,7 @@ from dakrun.config import SamplingParams
 from dakrun.engine.runner import Row
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.llm import LLM
-from dakrun.plan.planner import Policy
+from dakrun.plan import Policy
 from dakrun.report import _spread, render
 from dakrun.requests import Completion, Request
 

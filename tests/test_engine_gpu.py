@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 from dakrun.config import SamplingParams
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.errors import CannotRun
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile
 from dakrun.kernels.runtime.graph import edge_kinds
 from dakrun.llm import LLM
-from dakrun.plan.planner import Policy
+from dakrun.plan import Policy
 from dakrun.requests import Request
 
 pytestmark = pytest.mark.gpu

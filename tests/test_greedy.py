@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from dakrun.geometry import ROWS_PER_BLOCK, first_row, row_block_count
-from dakrun.plan.greedy import Curve, best_total, greedy_shares, uniform_shares
-from dakrun.plan.ops import Op
-from dakrun.plan.rounding import RemoteBytes, remote_bytes, round_shares
+from dakrun.plan import (
+    Curve,
+    Op,
+    RemoteGoal,
+    best_total,
+    greedy_ratios,
+    remote_bytes,
+    round_ratios,
+    uniform_ratios,
+)
 
 
 @given(st.integers(1, 100), st.data())
@@ -89,7 +96,7 @@ def total_time(curves: list[Curve], shares: list[float]) -> float:
 @given(problems())
 def test_greedy_is_optimal(problem: tuple[list[Curve], float]) -> None:
     curves, remote = problem
-    shares = greedy_shares(curves, remote)
+    shares = greedy_ratios(curves, remote)
     placed = sum(x * curve.resident for x, curve in zip(shares, curves, strict=True))
     assert all(0 <= x <= 1 for x in shares)
     assert placed == pytest.approx(remote, rel=1e-9, abs=1e-9)
@@ -99,16 +106,16 @@ def test_greedy_is_optimal(problem: tuple[list[Curve], float]) -> None:
 @given(problems())
 def test_greedy_is_never_worse_than_uniform(problem: tuple[list[Curve], float]) -> None:
     curves, remote = problem
-    uniform = uniform_shares(curves, remote)
+    uniform = uniform_ratios(curves, remote)
     assert len(set(uniform)) == 1
-    greedy = total_time(curves, greedy_shares(curves, remote))
+    greedy = total_time(curves, greedy_ratios(curves, remote))
     assert greedy <= total_time(curves, uniform) * (1 + 1e-9)
 
 
 @given(problems())
 def test_best_total_is_the_fastest(problem: tuple[list[Curve], float]) -> None:
     curves, _ = problem
-    best = total_time(curves, greedy_shares(curves, best_total(curves)))
+    best = total_time(curves, greedy_ratios(curves, best_total(curves)))
     total = sum(curve.resident for curve in curves)
     assert best == pytest.approx(lp_time(curves, 0, total), rel=1e-5)
     assert best == pytest.approx(sum(curve.floor for curve in curves))
@@ -127,15 +134,15 @@ def test_thresholds(local: float, remote: float, read: float, compute: float) ->
 def test_like_ops_stay_alike() -> None:
     machine = Machine(4.0, 1.0)
     curves = [machine.curve(10, 10, 0), machine.curve(1000, 1000, 0)]
-    assert greedy_shares(curves, 101) == pytest.approx([0.1, 0.1])
-    assert greedy_shares(curves, 606) == pytest.approx([0.6, 0.6])
+    assert greedy_ratios(curves, 101) == pytest.approx([0.1, 0.1])
+    assert greedy_ratios(curves, 606) == pytest.approx([0.6, 0.6])
 
 
 def test_what_is_read_least_goes_to_the_remote_tier_first() -> None:
     machine = Machine(4.0, 1.0)
     table, weight = machine.curve(100, 1, 0), machine.curve(100, 100, 0)
-    assert greedy_shares([table, weight], 100) == pytest.approx([0.8, 0.2])
-    assert greedy_shares([table, weight], 150) == pytest.approx([1.0, 0.5])
+    assert greedy_ratios([table, weight], 100) == pytest.approx([0.8, 0.2])
+    assert greedy_ratios([table, weight], 150) == pytest.approx([1.0, 0.5])
 
 
 @st.composite
@@ -154,8 +161,8 @@ def test_rounding_stays_within_a_unit_of_each_op(ops: list[Op], data: st.DataObj
     shares = [data.draw(st.floats(0, 1)) for _ in ops]
     ideal = [x * op.resident_bytes for x, op in zip(shares, ops, strict=True)]
     wanted = sum(size * op.layers for size, op in zip(ideal, ops, strict=True))
-    goal = RemoteBytes(required=0, limit=2 * wanted + 1e12, wanted=wanted)
-    rounded = round_shares(ops, shares, goal, lambda op, n: remote_bytes(op, n) / 1e9)
+    goal = RemoteGoal(required=0, limit=2 * wanted + 1e12, wanted=wanted)
+    rounded = round_ratios(ops, shares, goal, lambda op, n: remote_bytes(op, n) / 1e9)
     placed, unit = 0, 0
     for op, size, layers in zip(ops, ideal, rounded, strict=True):
         assert len(layers) == op.layers and max(layers) - min(layers) <= 1
@@ -173,4 +180,4 @@ def test_bytes_beyond_the_threshold_may_come_faster() -> None:
     weight = Curve(10, 10, 4.0, 4.0, 1.0, beyond=1.25)
     assert weight.b == cache.b == pytest.approx(0.4)
     assert weight.time(0.9) == pytest.approx(4.0 + 10 * 0.5 / 1.25)
-    assert greedy_shares([cache, weight], 12) == pytest.approx([0.4, 0.8])
+    assert greedy_ratios([cache, weight], 12) == pytest.approx([0.4, 0.8])

@@ -13,10 +13,10 @@ import torch
 from dakrun.config import SamplingParams
 from dakrun.engine import build as build_module
 from dakrun.errors import UsageError
-from dakrun.hardware.files import load_profile
+from dakrun.hardware import load_profile
 from dakrun.llm import LLM
 from dakrun.memory import HostBlock, tiers
-from dakrun.plan.planner import Policy
+from dakrun.plan import Policy
 from dakrun.requests import Request
 
 NAME = "llama-gqa3-tied"

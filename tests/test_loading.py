@@ -21,7 +21,7 @@ from dakrun.kernels.gemm.packing import DTYPES, PackedTensor
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models.architectures import architecture
 from dakrun.models.known import known_model
-from dakrun.plan.planner import Plan, Policy, make_plan
+from dakrun.plan import Plan, Policy, make_plan
 from dakrun.weights import loading, streaming
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy

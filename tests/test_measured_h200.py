@@ -3,15 +3,10 @@
 import pytest
 
 from dakrun.config import Dtype, Workload
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.models.known import known_model
-from dakrun.plan.ops import linear_op
-from dakrun.plan.planner import Policy, make_plan
-from dakrun.plan.roofline import predicted_time
-from dakrun.plan.waves import read_times
-from dakrun.probe.congestion import fixed_cost
-from dakrun.probe.effort import FULL
+from dakrun.plan import Policy, linear_op, make_plan, predicted_time, read_times
+from dakrun.probe import FULL, fixed_cost
 
 KIB, MIB = 2**10, 2**20
 PROFILE = load_profile("h200-pcie5")

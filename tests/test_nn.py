@@ -383,7 +383,7 @@ def test_the_memory_is_given_back() -> None:
             del module
         assert runtime.pointerGetAttributes(address).type != 1
         assert torch.cuda.memory_allocated() < before + linear.weight.nbytes // 4
-    with pytest.raises(CannotRun, match="is the GPU that computes"):
+    with pytest.raises(CannotRun, match="is the GPU that runs"):
         SplitKGEMM.from_linear(linear, remote="peer:0", access=ACCESS, device="cuda:0")
 
 

@@ -24,7 +24,7 @@ from transformers import (
     StaticCache,
 )
 
-from dakrun.hardware.profile import LOCAL
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.nn.huggingface import SplitKCache
 

@@ -13,14 +13,19 @@ import pytest
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.models.known import known_model
-from dakrun.plan.batch_size import MAX_BATCH_SIZE, candidates, choose_batch_size
-from dakrun.plan.ops import decode_ops
-from dakrun.plan.planner import MIN_OFFLOAD_GAIN, Policy, make_plan
-from dakrun.plan.roofline import compute_time
-from dakrun.plan.show.json import plan_dict
+from dakrun.plan import (
+    MAX_BATCH_SIZE,
+    MIN_OFFLOAD_GAIN,
+    Policy,
+    candidates,
+    choose_batch_size,
+    compute_time,
+    decode_ops,
+    make_plan,
+)
+from dakrun.plan.show import plan_dict
 
 GH200 = load_profile("gh200")
 GIB = 2**30

@@ -16,16 +16,18 @@ from scipy.optimize import linprog
 
 from dakrun.config import Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import HardwareProfile, OpCosts
+from dakrun.hardware import HardwareProfile, OpCosts, load_profile
 from dakrun.models.known import known_model
-from dakrun.plan.ops import Op, decode_ops
-from dakrun.plan.planner import MIN_OFFLOAD_GAIN, Plan, Policy, make_plan
-from dakrun.plan.roofline import compute_time
-from dakrun.plan.show.json import overview_dict
-from dakrun.plan.show.overview import overview
-from dakrun.plan.show.texts import CHOICES, NEEDS, choice_rows, need_rows, summary_rows
-from dakrun.plan.waves import OTHERS_COST
+from dakrun.plan import MIN_OFFLOAD_GAIN, Op, Plan, Policy, compute_time, decode_ops, make_plan
+from dakrun.plan.show import (
+    CHOICES,
+    NEEDS,
+    Overview,
+    choice_rows,
+    need_rows,
+    overview_dict,
+    summary_rows,
+)
 
 GH200 = load_profile("gh200")
 FREE = OpCosts(rows=(1,), seconds=(0.0,), efficiency=(1.0,))
@@ -258,7 +260,10 @@ def test_no_number_of_remote_slots_is_faster(
     few = (op for op in plan.weights() if op.op.units < profile.sms)
     idle = sum(sum(op.predicted_s) - sum(op.bounds_s) for op in few)
     # A gain below MIN_OFFLOAD_GAIN, and the SMs of slots that all tiers together read fastest.
-    slack = MIN_OFFLOAD_GAIN + OTHERS_COST * profile.tier("host").sms / profile.sms
+    slack = (
+        MIN_OFFLOAD_GAIN
+        + profile.kernel_model.remote_attention_cost * profile.tier("host").sms / profile.sms
+    )
     for slots in range(workload.batch_size + 1):
         other = replace(policy, kv_offload_ratio=slots / workload.batch_size)
         with contextlib.suppress(CannotRun):
@@ -355,7 +360,7 @@ def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Pol
         plan = make_plan(model, workload, profile, policy)
     except CannotRun:
         assume(False)
-    everything = overview(plan)
+    everything = Overview.of(plan)
     shown = json.loads(json.dumps(overview_dict(everything), allow_nan=False))
     assert shown["schema"] == 1
     assert shown["profile"]["provenance"]["kind"] == profile.provenance.kind
@@ -439,5 +444,5 @@ def test_a_peer_is_worth_it_and_a_slow_link_is_not() -> None:
     assert plan.ratio == 0 and plan.forgone is not None
     assert 0 < plan.forgone.ratio < 0.02
     assert plan.forgone.predicted_s > (1 - MIN_OFFLOAD_GAIN) * plan.predicted_s
-    (note,) = (text for title, text in summary_rows(overview(plan)) if title == "note")
+    (note,) = (text for title, text in summary_rows(Overview.of(plan)) if title == "note")
     assert "below 2% nothing is moved for speed" in note

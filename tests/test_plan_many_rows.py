@@ -7,16 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import ModelConfig, Workload
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import HardwareProfile, OpCosts
+from dakrun.hardware import HardwareProfile, OpCosts, load_profile
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled_config import tiled_config
 from dakrun.models.known import known_model
-from dakrun.plan.assemble import waits_s
-from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
-from dakrun.plan.ops import decode_ops, linear_op
-from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.plan.roofline import Links, compute_time, kernel_time, predicted_time, sampling_time
+from dakrun.plan import (
+    Links,
+    Plan,
+    Policy,
+    compute_time,
+    decode_ops,
+    kernel_time,
+    linear_op,
+    make_plan,
+    many_rows_sms,
+    many_rows_times,
+    predicted_time,
+    ring_stages,
+    sampling_time,
+    waits_s,
+)
 
 MANY = OpCosts(rows=(128, 512), seconds=(8e-6, 4e-6), efficiency=(0.9, 0.8))
 NORM = OpCosts(rows=(128, 512), seconds=(3e-6, 5e-6), efficiency=(0.5, 1.0))

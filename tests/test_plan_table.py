@@ -10,13 +10,10 @@ from rich.console import Console
 
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware.files import load_profile
+from dakrun.hardware import load_profile
 from dakrun.models.known import known_model
-from dakrun.plan.planner import Policy, make_plan
-from dakrun.plan.show.json import overview_dict
-from dakrun.plan.show.overview import Overview, overview
-from dakrun.plan.show.table import render
-from dakrun.plan.show.texts import summary_rows
+from dakrun.plan import Policy, make_plan
+from dakrun.plan.show import Overview, overview_dict, render, summary_rows
 
 WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
 
@@ -28,7 +25,7 @@ def on_two_gpus(**fixed: Any) -> Overview:
     policy = Policy(hbm_budget=40 << 30, **fixed)
     model = known_model("opt-30b")
     assert model is not None
-    return overview(make_plan(model, workload, load_profile("h200-nvlink-peer"), policy))
+    return Overview.of(make_plan(model, workload, load_profile("h200-nvlink-peer"), policy))
 
 
 def rendered(width: int, **fixed: Any) -> str:
@@ -58,6 +55,6 @@ def test_no_width_loses_anything(width: int) -> None:
 
 def test_uniform_that_cannot_run_is_said() -> None:
     plan = make_plan(known_model("opt-30b"), WORKLOAD, load_profile("gh200"), Policy())
-    refusal = replace(overview(plan), uniform=CannotRun("no room", hint="none"))
+    refusal = replace(Overview.of(plan), uniform=CannotRun("no room", hint="none"))
     assert overview_dict(refusal)["uniform"] == {"runs": False, "reason": "no room"}
     assert ("uniform", "the same ratio for every op cannot run: no room") in summary_rows(refusal)

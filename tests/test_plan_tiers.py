@@ -10,15 +10,20 @@ from scipy.optimize import linprog
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import LOCAL, HardwareProfile, RemoteTier
+from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
 from dakrun.models.known import known_model
-from dakrun.plan.greedy import Curve, best_total, greedy_shares
-from dakrun.plan.ops import decode_ops
-from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.plan.roofline import Links, time_of
-from dakrun.plan.simplex import minimise
-from dakrun.plan.tier_mix import MixedOp, mixed_shares
+from dakrun.plan import (
+    Curve,
+    Links,
+    Plan,
+    Policy,
+    best_total,
+    decode_ops,
+    greedy_ratios,
+    make_plan,
+    time_of,
+)
+from dakrun.plan.linear_program import OpLines, best_ratios, minimise
 
 GH200 = load_profile("gh200")
 GIB = 2**30
@@ -39,7 +44,7 @@ def links(draw: st.DrawFn, most: int = 3) -> Links:
 @st.composite
 def problems(
     draw: st.DrawFn, most: int = 3, *, direct_only: bool = False
-) -> tuple[list[MixedOp], list[float], float | None, bool]:
+) -> tuple[list[OpLines], list[float], float | None, bool]:
     """Ops of all regimes, capacities that hold them, and perhaps a fixed number of bytes."""
     over = draw(links(most))
     ops = []
@@ -51,7 +56,11 @@ def problems(
             st.one_of(st.just(0.0), st.floats(fastest, max(fastest, local)), st.floats(0, 3 * read))
         )
         staged = not direct_only and draw(st.booleans())
-        ops.append(MixedOp(resident, over.lines(read, max(compute, fastest), staged=staged)))
+        ops.append(
+            OpLines(
+                resident, tuple(over.lines(read, max(compute, fastest), staged=staged).values())
+            )
+        )
     total = sum(op.resident for op in ops)
     weights = [draw(st.floats(0.05, 1)) for _ in over.direct]
     room = draw(st.sampled_from([1.0, 1.2, 3.0]))
@@ -64,7 +73,7 @@ def problems(
 
 
 def highs(
-    ops: list[MixedOp], capacities: list[float], remote: float | None, uniform: bool
+    ops: list[OpLines], capacities: list[float], remote: float | None, uniform: bool
 ) -> float | None:
     """Least total time by HiGHS; None where it is infeasible."""
     tiers, n = len(capacities), len(ops)
@@ -110,10 +119,10 @@ def highs(
 
 @given(problems())
 def test_shares_equal_the_optimum_of_a_solver(
-    problem: tuple[list[MixedOp], list[float], float | None, bool],
+    problem: tuple[list[OpLines], list[float], float | None, bool],
 ) -> None:
     ops, capacities, remote, uniform = problem
-    shares = mixed_shares(ops, capacities, remote, uniform=uniform)
+    shares = best_ratios(ops, capacities, remote, uniform=uniform)
     best = highs(ops, capacities, remote, uniform)
     if best is None or shares is None:
         assert best is None and shares is None
@@ -128,7 +137,7 @@ def test_shares_equal_the_optimum_of_a_solver(
         held = sum(op.resident * share[tier] for op, share in zip(ops, shares, strict=True))
         assert held <= capacity + 1e-7 * total
     if not uniform:
-        alike = mixed_shares(ops, capacities, remote, uniform=True)
+        alike = best_ratios(ops, capacities, remote, uniform=True)
         if alike is not None:
             slower = sum(time_of(op.lines, share) for op, share in zip(ops, alike, strict=True))
             assert found <= slower + 1e-6 * slower
@@ -136,7 +145,7 @@ def test_shares_equal_the_optimum_of_a_solver(
 
 @given(problems(1, direct_only=True))
 def test_with_one_remote_tier_the_greedy_is_as_good(
-    problem: tuple[list[MixedOp], list[float], float | None, bool],
+    problem: tuple[list[OpLines], list[float], float | None, bool],
 ) -> None:
     """Direct ops over one link: greedy.py finds what the linear program finds."""
     ops, capacities, remote, _ = problem
@@ -149,7 +158,7 @@ def test_with_one_remote_tier_the_greedy_is_as_good(
     wanted = remote
     if wanted is None:
         wanted = min(max(best_total(curves), total - capacities[0]), capacities[1])
-    xs = greedy_shares(curves, wanted)
+    xs = greedy_ratios(curves, wanted)
     best = highs(ops, capacities, remote, False)
     assume(best is not None)
     assert sum(c.time(x) for c, x in zip(curves, xs, strict=True)) == pytest.approx(best, rel=1e-6)

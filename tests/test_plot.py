@@ -12,8 +12,8 @@ from dakrun.config import Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.models.known import known_model
-from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.plan.show.plot import Point, clusters, plot_plan, points, ratio_curve
+from dakrun.plan import Plan, Policy, make_plan
+from dakrun.plan.show import Point, clusters, plot_plan, points, ratio_curve
 
 
 def a_plan(batch_size: int = 8, *, profile: str = "gh200", **fixed: object) -> Plan:

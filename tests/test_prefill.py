@@ -10,13 +10,18 @@ from hypothesis import strategies as st
 from dakrun.config import Workload
 from dakrun.hardware import load_profile, shipped_profiles
 from dakrun.models.known import known_model
-from dakrun.plan.ops import activation_bytes
-from dakrun.plan.plan import PrefillPlan
-from dakrun.plan.planner import Plan, Policy, make_plan
-from dakrun.plan.policy import Transport
-from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, predict_prefill
-from dakrun.plan.prefill_choice import staging_bytes
-from dakrun.plan.segments import passes
+from dakrun.plan import (
+    PREFILL_LAUNCH_ROWS,
+    Plan,
+    Policy,
+    PrefillPlan,
+    Transport,
+    activation_bytes,
+    make_plan,
+    passes,
+    predict_prefill,
+    staging_bytes,
+)
 
 GIB = 2**30
 
@@ -145,7 +150,7 @@ def test_passes_have_the_room_that_is_left(spare: int) -> None:
     memory = plan.memory(0)
     assert sum(memory.values()) <= plan.budgets[0]
     assert memory["activations"] >= activation_bytes(model, work, plan.prefill.chunk_tokens)
-    assert memory["staging"] >= staging_bytes(plan)
+    assert memory["staging"] >= staging_bytes(plan.ops, plan.prefill.transport)
     base = replace(plan, prefill=PrefillPlan())
     assert predict_prefill(plan).predicted_s <= predict_prefill(base).predicted_s
 

@@ -7,17 +7,18 @@ import pytest
 
 from dakrun.config import Workload
 from dakrun.errors import UsageError
-from dakrun.hardware import files as profile_files
-from dakrun.hardware.files import (
+from dakrun.hardware import (
+    SCHEMA,
+    HardwareProfile,
     cpu_name,
     find_profile,
     kept_profiles_dir,
     load_profile,
     shipped_profiles,
 )
-from dakrun.hardware.profile import SCHEMA, HardwareProfile
+from dakrun.hardware import files as profile_files
 from dakrun.models.known import known_model
-from dakrun.plan.planner import Policy, make_plan
+from dakrun.plan import Policy, make_plan
 from dakrun.resources import resource_dir
 
 WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)

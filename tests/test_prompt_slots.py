@@ -7,7 +7,7 @@ from dakrun.engine.prefill import KVWriter
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.memory.tiers import allocate_tiers
-from dakrun.plan.prefill import Segment
+from dakrun.plan import Segment
 
 BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads
 

@@ -15,7 +15,7 @@ from dakrun.bench.sweep import BenchDtype, Case, Sweep, parse_ratios, units_by_t
 from dakrun.config import DTYPE_BYTES
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK, MAX_GROUP_HEADS
-from dakrun.plan.ops import Op, attention_op
+from dakrun.plan import Op, attention_op
 from dakrun.units import ceil_div
 
 EXAMPLE = "as in --case 64:32/8:2048"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dakrun.hardware import LOCAL, RemoteTier
-from dakrun.probe.effort import KIB, Ring, ring_for
+from dakrun.probe.measurement import KIB, Ring, ring_for
 
 MIB, GIB = 2**20, 2**30
 MAX_LAUNCHES = 16_384  # of a chain, however small the operands

@@ -32,7 +32,7 @@ from dakrun.kernels.gemm.packing import PackedPart, PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.runtime.jit import architecture, compile_ahead
 from dakrun.memory import aligned
-from dakrun.plan.roofline import is_windowed
+from dakrun.plan import is_windowed
 from dakrun.probe.chain import launch_seconds
 
 # Launches the product of x [N, K] and the weight of that number into out [N, M].

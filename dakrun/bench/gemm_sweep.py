@@ -14,7 +14,7 @@ from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.errors import UsageError
 from dakrun.geometry import CHUNK, row_block_count
 from dakrun.models.hub import model_config
-from dakrun.plan.ops import Op, decode_ops, linear_op
+from dakrun.plan import Op, decode_ops, linear_op
 from dakrun.units import ceil_div
 
 

@@ -33,7 +33,7 @@ from dakrun.engine.engine import EngineStats
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.llm import LLM
-from dakrun.plan.roofline import Links
+from dakrun.plan import Links
 from dakrun.requests import Request
 
 WARM_UP_TOKENS = 4

@@ -13,10 +13,7 @@ from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.model_sweep import ModelRatio, ModelSweep, Point, TransportChoice
 from dakrun.bench.output import Column, microseconds
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.plan.plan import OpPlan, Plan
-from dakrun.plan.policy import Strategy
-from dakrun.plan.prefill import predict_prefill
-from dakrun.plan.roofline import Links, time_of
+from dakrun.plan import Links, OpPlan, Plan, Strategy, predict_prefill, time_of
 from dakrun.probe.measurement import spread
 from dakrun.units import format_decimal, format_seconds
 
@@ -122,7 +119,7 @@ def _op_s(op: OpPlan, links: Links) -> float:
     read = op.op.read_bytes
     if op.transport == "staged":
         return op.op.layers * read / links.direct[LOCAL]
-    lines = links.lines(read, 0.0)
+    lines = links.lines(read, 0.0).values()
     return sum(
         layers * time_of(lines, op.op.shares(counts))
         for counts, layers in Counter(op.placement).items()

@@ -15,7 +15,7 @@ from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.models.hub import model_config
 from dakrun.models.known import known_model
-from dakrun.plan.policy import Policy, Strategy, parse_remote
+from dakrun.plan import Policy, Strategy, parse_remote
 
 AUTO: Literal["auto"] = "auto"
 

@@ -13,10 +13,16 @@ from typing import ClassVar, Literal
 from dakrun.bench.ceilings import Effort
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.plan.ops import Op
-from dakrun.plan.policy import Policy
-from dakrun.plan.roofline import Links, compute_time, predicted_time, times_of
-from dakrun.plan.cta_model import launch_times, sms_by_tier
+from dakrun.plan import (
+    Links,
+    Op,
+    Policy,
+    compute_time,
+    launch_times,
+    predicted_time,
+    sms_by_tier,
+    times_of,
+)
 from dakrun.units import ceil_div
 
 TURNING_POINT: Literal["turning-point"] = "turning-point"

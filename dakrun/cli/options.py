@@ -218,6 +218,13 @@ _policy_options = together(
 )
 
 
+# Options that are fields of a Policy as they are.
+_POLICY_FIELDS = (
+    *("hbm_budget", "host_budget", "peer_budget"),
+    *("offload_ratio", "kv_offload_ratio", "strategy"),
+)
+
+
 def policy_options(command: Command) -> Command:
     """Add the placement options; the command gets them as one argument `policy` (a Policy)."""
 
@@ -254,7 +261,7 @@ def policy_options(command: Command) -> Command:
 
 def resolve_model(name: str, dtype: Any) -> "ModelConfig":
     """The architecture that --model and --dtype name."""
-    from dakrun.models.hub import model_config
+    from dakrun.models import model_config
 
     model = model_config(name)
     return model if dtype == "auto" else model.with_dtype(dtype)

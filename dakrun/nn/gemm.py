@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile
 from dakrun.kernels import reference
 from dakrun.kernels.gemm.dispatch import products
 from dakrun.kernels.gemm.packing import PackedTensor

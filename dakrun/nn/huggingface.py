@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory.tiers import HOST
 from dakrun.nn.attention import SplitKFlashAttn

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
 from dakrun.kernels.gemm.splitk_config import TierAccess

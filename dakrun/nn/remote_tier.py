@@ -5,10 +5,9 @@ import re
 
 import torch
 
-from dakrun.hardware.files import find_profile, load_profile
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile, find_profile, load_profile
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.plan.in_flight import is_windowed
+from dakrun.plan import is_windowed
 
 
 def check_remote(ratio: float, remote: str) -> None:

@@ -6,7 +6,7 @@ Packed for SplitK_GEMM where that can be, else row by row. Knows tensors and tie
 import torch
 
 from dakrun.geometry import first_row, row_block_count
-from dakrun.hardware.profile import LOCAL
+from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import storage
 from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk_config import TierAccess

@@ -1,4 +1,127 @@
-"""Planning: which share of each operand lives in which tier, and the speed that follows.
+"""Planning: the ratio of each operand that lies in each tier, and the speed that follows.
 
-Pure Python: no torch, no GPU, no weights.
+planner.py makes plans in three stages: op_costs.py (time of an op), placement.py (best ratios,
+rounded), assemble.py (the Plan). README.md has the formulas. Needs no torch, GPU or weights.
 """
+
+from dakrun.plan.advice import (
+    MIN_GAIN,
+    Advice,
+    Alternative,
+    advise,
+    busy_shares,
+    limits,
+    resource_text,
+)
+from dakrun.plan.assemble import Candidate, cost_placement
+from dakrun.plan.batch_size import MAX_BATCH_SIZE, candidates, choose_batch_size
+from dakrun.plan.cta_model import launch_times, read_times, sms_by_tier
+from dakrun.plan.greedy import Curve, best_total, greedy_ratios, uniform_ratios
+from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
+from dakrun.plan.op_costs import OpCosts, waits_s
+from dakrun.plan.ops import (
+    PREFILL_CHUNK_TOKENS,
+    Op,
+    activation_bytes,
+    attention_op,
+    decode_ops,
+    kv_positions,
+    kv_staging_bytes,
+    linear_op,
+    vector_bytes,
+    weight_bytes,
+)
+from dakrun.plan.placement import ideal_ratios, slot_candidates
+from dakrun.plan.plan import STAGING_BUFFERS, OpPlan, PlacedOp, Plan, PrefillPlan, staging_bytes
+from dakrun.plan.planner import MIN_OFFLOAD_GAIN, climb, make_plan
+from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
+from dakrun.plan.prefill import (
+    PREFILL_LAUNCH_ROWS,
+    Prefill,
+    Segment,
+    passes,
+    predict_prefill,
+    with_prefill,
+)
+from dakrun.plan.problem import Problem
+from dakrun.plan.roofline import (
+    Links,
+    compute_time,
+    is_windowed,
+    kernel_time,
+    predicted_time,
+    sampling_time,
+    time_of,
+    times_of,
+)
+from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios
+
+__all__ = [
+    "MAX_BATCH_SIZE",
+    "MIN_GAIN",
+    "MIN_OFFLOAD_GAIN",
+    "PREFILL_CHUNK_TOKENS",
+    "PREFILL_LAUNCH_ROWS",
+    "STAGING_BUFFERS",
+    "Advice",
+    "Alternative",
+    "Candidate",
+    "Curve",
+    "Links",
+    "Op",
+    "OpCosts",
+    "OpPlan",
+    "PlacedOp",
+    "Plan",
+    "Policy",
+    "Prefill",
+    "PrefillPlan",
+    "Problem",
+    "RemoteGoal",
+    "Segment",
+    "Strategy",
+    "Transport",
+    "activation_bytes",
+    "advise",
+    "attention_op",
+    "best_total",
+    "busy_shares",
+    "candidates",
+    "choose_batch_size",
+    "climb",
+    "compute_time",
+    "cost_placement",
+    "decode_ops",
+    "greedy_ratios",
+    "ideal_ratios",
+    "is_windowed",
+    "kernel_time",
+    "kv_positions",
+    "kv_staging_bytes",
+    "launch_times",
+    "limits",
+    "linear_op",
+    "make_plan",
+    "many_rows_sms",
+    "many_rows_times",
+    "parse_remote",
+    "passes",
+    "predict_prefill",
+    "predicted_time",
+    "read_times",
+    "remote_bytes",
+    "resource_text",
+    "ring_stages",
+    "round_ratios",
+    "sampling_time",
+    "slot_candidates",
+    "sms_by_tier",
+    "staging_bytes",
+    "time_of",
+    "times_of",
+    "uniform_ratios",
+    "vector_bytes",
+    "waits_s",
+    "weight_bytes",
+    "with_prefill",
+]

@@ -1,32 +1,37 @@
-"""What limits a plan's speed, and which change would help most: found by planning again.
+"""The limit of a plan's speed, and the changes that would help most, found by planning again.
 
-Tries one change at a time and compares predicted tokens/s; sees neither weights nor a GPU.
+Tries one change at a time and compares predicted tokens/s. Needs neither weights nor a GPU.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from dakrun.config import Workload
 from dakrun.errors import DakrunError
+from dakrun.hardware import LOCAL
 from dakrun.plan.batch_size import MAX_BATCH_SIZE
-from dakrun.plan.limits import busy_shares, limits, resource_text
-from dakrun.plan.planner import Plan, make_plan
+from dakrun.plan.plan import Plan
+from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Policy, Transport
+from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
 from dakrun.units import format_bytes, format_seconds, parse_bytes
 
-MIN_GAIN = 0.02  # a gain that is worth a word
-UNLIMITED = 1 << 60
+LAUNCHES = "launches"
+SAME_LIMIT = 0.9  # resources at least this busy, over the busiest one, limit the step together
+MIN_GAIN = 0.02  # gain in tokens/s from which a change is advised
+UNLIMITED = 1 << 60  # bytes
 
 Kind = Literal["hbm_budget", "batch_size", "transport", "remote", "ratio", "strategy"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The plan after one change: options of `dakrun plan`, or hardware that is not `available`.
+    """The plan after one change: of options, or of hardware that is not `available`.
 
-    `gain` is its predicted tokens/s over the first plan's, less 1.
+    `change` is the options' text; `gain` the predicted tokens/s over the first plan's, less 1.
     """
 
     kind: Kind
@@ -38,7 +43,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What the step waits for (see limits.busy_shares), and what was tried, the best first."""
+    """How busy each resource is (see `busy_shares`), and the alternatives, the best first."""
 
     plan: Plan
     busy: dict[str, float]
@@ -46,18 +51,18 @@ class Advice:
 
     @property
     def limits(self) -> list[str]:
-        """The resources that the step waits for."""
+        """The resources that limit the step."""
         return limits(self.busy)
 
     @property
     def sentence(self) -> str:
-        """What limits the run, and the two kinds of change that help most, in one sentence."""
+        """The limit of the run and the two kinds of change that help most, in one sentence."""
         plan = self.plan
-        said = "limited by " + " and ".join(
+        limit = "limited by " + " and ".join(
             f"{resource_text(name)} ({self.busy[name]:.0%} of the step)" for name in self.limits
         )
         if plan.phase == 3 and plan.required_ratio > 0:
-            said += f", as {plan.required_ratio:.1%} of the bytes do not fit in HBM"
+            limit += f", as {plan.required_ratio:.1%} of the bytes do not fit in HBM"
         helping: dict[Kind, Alternative] = {}
         for other in self.alternatives:
             if other.gain > MIN_GAIN:
@@ -65,10 +70,10 @@ class Advice:
         best = [_text(other) for other in list(helping.values())[:2]]
         if not best:
             return (
-                f"{said}; no other budget, batch size, transport or remote tier that was tried "
+                f"{limit}; no other budget, batch size, transport or remote tier that was tried "
                 f"helps by more than {MIN_GAIN:.0%}"
             )
-        return f"{said}; {best[0]} would help most" + "".join(f", then {b}" for b in best[1:])
+        return f"{limit}; {best[0]} would help most" + "".join(f", then {b}" for b in best[1:])
 
 
 def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
@@ -82,7 +87,7 @@ def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
         try:
             other = make_plan(plan.model, workload, plan.profile, policy)
         except DakrunError:
-            continue  # what does not run does not help
+            continue
         if max_tpot is not None and other.predicted_s > max_tpot:
             continue
         budget = policy.hbm_budget or 0
@@ -96,7 +101,7 @@ def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
-    """What to try: (kind, its text, the workload and the policy with that one change)."""
+    """Changes to try: (kind, its text, the workload and the policy with that one change)."""
     work, policy = plan.workload, plan.policy
     for text in _budgets(plan):
         roomier = replace(policy, hbm_budget=parse_bytes(text))
@@ -124,9 +129,9 @@ def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
 
 
 def _budgets(plan: Plan) -> list[str]:
-    """HBM budgets to try, as one writes them: a tenth more, all of it, and as much as is of use.
+    """HBM budgets to try, as option values: 10% more, all of the GPU's, and as much as is of use.
 
-    None where more HBM would lie idle.
+    Empty where more HBM would stay unused.
     """
     unlimited = replace(plan.policy, hbm_budget=UNLIMITED)
     try:
@@ -143,7 +148,7 @@ def _budgets(plan: Plan) -> list[str]:
 
 
 def _size(n: float, rounded: Callable[[float], int]) -> str:
-    """`n` bytes, rounded to be short."""
+    """`n` bytes as a short option value, rounded by `rounded`."""
     if n >= 2**30:
         return f"{rounded(n / 2**30 * 100) / 100:.2f}GiB"
     return f"{rounded(n / 2**20)}MiB"
@@ -158,6 +163,7 @@ def _more_tiers(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _text(other: Alternative) -> str:
+    """The change, its gain and its TPOT."""
     change = other.change
     if not other.available:
         size = format_bytes(other.plan.budgets[0])
@@ -165,3 +171,43 @@ def _text(other: Alternative) -> str:
         change = f"{size} of HBM ({other.plan.profile.name} has {has})"
     gain = f"{1 + other.gain:.1f} times the" if other.gain >= 1 else f"{other.gain:+.0%}"
     return f"{change} ({gain} tokens/s, TPOT {format_seconds(other.plan.predicted_s)})"
+
+
+def busy_shares(plan: Plan) -> dict[str, float]:
+    """Ratio of the predicted step in which each resource is in use, the busiest first.
+
+    Resources are COMPUTE, the plan's tiers, tiers behind one link ("host+peer:1") and LAUNCHES,
+    the fixed cost of the ops. Ops run one after the other; each uses several resources at once.
+    """
+    links = Links.of(plan.profile, plan.tiers[1:])
+    seconds = defaultdict[str, float](float)
+    for op in plan.ops:
+        seconds[LAUNCHES] += op.op.layers * op_cost(op.op, plan.profile)[0]
+        compute = compute_time(op.op, plan.profile, plan.model.dtype)
+        lines = links.lines(op.op.read_bytes, compute, staged=op.transport == "staged")
+        for counts, layers in Counter(op.placement).items():
+            ratios = op.op.shares(counts)
+            for name, line in lines.items():
+                seconds[name] += layers * line_time(line, ratios)
+    busiest = sorted(seconds, key=lambda name: -seconds[name])
+    return {name: seconds[name] / plan.predicted_s for name in busiest}
+
+
+def limits(busy: dict[str, float]) -> list[str]:
+    """The resources that limit a step: the busiest, and those within SAME_LIMIT of it.
+
+    A link that tiers share stands for the tiers behind it.
+    """
+    highest = max(busy.values())
+    names = [name for name, ratio in busy.items() if ratio >= SAME_LIMIT * highest]
+    shared = {tier for name in names if "+" in name for tier in name.split("+")}
+    return [name for name in names if name not in shared]
+
+
+def resource_text(name: str) -> str:
+    """A resource in words, such as "the link to host memory"."""
+    if name in (COMPUTE, LAUNCHES):
+        return {COMPUTE: "arithmetic", LAUNCHES: "the fixed cost of launches"}[name]
+    if "+" in name:
+        return f"the memory link that {' and '.join(name.split('+'))} share"
+    return "HBM bandwidth" if name == LOCAL else f"the link to {name} memory"

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun
-from dakrun.hardware.profile import HardwareProfile
-from dakrun.plan.planner import Policy, make_plan
+from dakrun.hardware import HardwareProfile
+from dakrun.plan.planner import make_plan
+from dakrun.plan.policy import Policy
 from dakrun.units import format_seconds
 
 MAX_BATCH_SIZE = 1024

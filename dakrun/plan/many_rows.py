@@ -1,22 +1,20 @@
-"""Products of many rows with a part of the weight in remote tiers: SMs for each part, and the time.
+"""CTA model of the tiled GEMM: SMs for each tier's part of a product of many rows, and its time.
 
-Knows the tiled GEMM's rings, and no placements but one op's.
+Knows the rings of the tiled GEMM's CTAs and one op's placement.
 """
 
 import bisect
 from collections.abc import Sequence
 
 from dakrun.geometry import ATOM_BYTES, ROWS_PER_BLOCK, TILE_ROW_BLOCKS, TILED_MAX_STAGES
-from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.plan.in_flight import bytes_needed
+from dakrun.hardware import HardwareProfile, KernelModel, RemoteTier
 from dakrun.plan.ops import Op
-from dakrun.plan.roofline import kernel_time
+from dakrun.plan.roofline import bytes_in_flight, kernel_time
 from dakrun.units import ceil_div
 
-# Of a CTA's ring, whose stages have an atom for each row block of W and for every 8 rows of X: the
-# most rows of X, and the bytes of all stages.
-TILE_ROWS = 512
-RING_BYTES = 210 * 1024
+# A stage of a CTA's ring has an atom for each row block of W and for every 8 rows of X.
+TILE_ROWS = 512  # rows of X in a stage, at most
+RING_BYTES = 210 * 1024  # bytes of all stages
 
 
 def many_rows_times(
@@ -27,11 +25,10 @@ def many_rows_times(
     profile: HardwareProfile,
     remote: Sequence[str],
 ) -> tuple[float, float]:
-    """(kernel, link) seconds of one layer of a product of many rows, part beside part.
+    """(kernel, link) seconds of one layer of a product of many rows, its parts side by side.
 
-    `sms[t]` SMs take their share of the arithmetic, which takes all of them `compute` seconds, for
-    `counts[t]` row blocks of each tier t, and HBM has to give the local ones. Links are as fast as
-    the rings of so many CTAs allow.
+    `sms[t]` SMs multiply `counts[t]` row blocks of tier t; all SMs together would take `compute`
+    seconds for the whole op. HBM limits the local part, the rings of a part's CTAs its link.
     """
     parts = [
         _part_times(op, tier, n, s, compute, profile, remote)
@@ -51,12 +48,13 @@ def _part_times(
     profile: HardwareProfile,
     remote: Sequence[str],
 ) -> tuple[float, float]:
-    """(kernel, link) seconds of the part in one tier, the local one being 0."""
+    """(kernel, link) seconds of the part in tier number `tier`, 0 being the local one."""
     nbytes, work = op.read_bytes / op.units * row_blocks, compute * row_blocks / op.units
     kernel = work * profile.sms / sms
     if tier == 0:
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
-    return kernel, nbytes / _ring_rate(profile.tier(remote[tier - 1]), op.batch_size, sms)
+    link = profile.tier(remote[tier - 1])
+    return kernel, nbytes / _ring_rate(link, op.batch_size, sms, profile.kernel_model)
 
 
 def many_rows_sms(
@@ -68,53 +66,51 @@ def many_rows_sms(
 ) -> tuple[int, ...]:
     """SMs for each tier's part of a product of many rows; `counts` are row blocks of all layers.
 
-    The kernel makes its own choice, of whole clusters and tiles (kernels/tiled_remote.py), near
-    this one. Here a remote part gets the fewest with which it ends before the local one, or no
-    later than its link allows, or one less where that is sooner.
+    A remote part gets the fewest SMs with which it ends before the local part or as soon as its
+    link allows, or one fewer where the op ends sooner so. The kernel rounds the result to whole
+    clusters and tiles (dakrun/kernels/gemm/tiled_remote.py).
     """
     layer = [n * op.units / sum(counts) for n in counts]
     sms = [int(n > 0) for n in counts]
     tiers = [tier for tier, n in enumerate(counts) if tier and n]
     inefficiency = kernel_time(op, 1.0, profile)
 
-    def given(tier: int, count: int) -> list[int]:
+    def with_sms(tier: int, count: int) -> list[int]:
+        """SMs per tier with `count` for one remote tier; the local one gets the rest."""
         found = [*sms[:tier], count, *sms[tier + 1 :]]
         return [profile.sms - sum(found[1:]) if counts[0] else 0, *found[1:]]
 
-    def seconds(number: int, dealt: Sequence[int]) -> float:
-        """Of the part in one tier, with `dealt` SMs for each tier's."""
-        if not layer[number]:
+    def seconds(tier: int, split: Sequence[int]) -> float:
+        """Seconds of one tier's part with SMs per tier `split`."""
+        if not layer[tier]:
             return 0.0
-        kernel, link = _part_times(
-            op, number, layer[number], dealt[number], compute, profile, remote
-        )
+        kernel, link = _part_times(op, tier, layer[tier], split[tier], compute, profile, remote)
         return max(kernel * inefficiency, link)
 
-    for tier in tiers * min(2, len(tiers)):  # the second time knowing of the others
-        most = profile.sms - sum(sms[1:]) + sms[tier] - int(counts[0] > 0)
+    for tier in tiers * min(2, len(tiers)):  # again, as the first ones were given SMs too early
+        highest = profile.sms - sum(sms[1:]) + sms[tier] - int(counts[0] > 0)
+        soonest = seconds(tier, with_sms(tier, highest)) * (1 + 1e-9)
 
-        best = seconds(tier, given(tier, most)) * (1 + 1e-9)  # with what its link allows
+        def suffices(count: int, tier: int = tier, soonest: float = soonest) -> bool:
+            split = with_sms(tier, count)
+            part = seconds(tier, split)
+            return part <= soonest or part <= seconds(0, split)
 
-        def ends(count: int, tier: int = tier, best: float = best) -> bool:
-            dealt = given(tier, count)
-            part = seconds(tier, dealt)
-            return part <= best or part <= seconds(0, dealt)
-
-        enough = min(most, 1 + bisect.bisect_left(range(1, most + 1), True, key=ends))
-        options = {count: given(tier, count) for count in sorted({max(1, enough - 1), enough})}
+        fewest = min(highest, 1 + bisect.bisect_left(range(1, highest + 1), True, key=suffices))
+        options = {count: with_sms(tier, count) for count in sorted({max(1, fewest - 1), fewest})}
         sms[tier] = min(
             options, key=lambda count: max(seconds(t, options[count]) for t in range(len(sms)))
         )
-    return tuple(given(tiers[0], sms[tiers[0]])) if tiers else (profile.sms, *sms[1:])
+    return tuple(with_sms(tiers[0], sms[tiers[0]])) if tiers else (profile.sms, *sms[1:])
 
 
 def ring_stages(rows: int) -> int:
-    """Stages of a CTA's ring that reads a remote part: of 64 rows of W and all of X, up to 512."""
+    """Stages of a CTA's ring for a remote part: of 64 rows of W and `rows` of X, up to 512."""
     across = ceil_div(min(rows, TILE_ROWS), ROWS_PER_BLOCK)
     return min(TILED_MAX_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_ROW_BLOCKS + across)))
 
 
-def _ring_rate(tier: RemoteTier, rows: int, ctas: int) -> float:
-    """Bytes/s of `tier` where `ctas` CTAs of a product of many rows read it."""
+def _ring_rate(tier: RemoteTier, rows: int, ctas: int, model: KernelModel) -> float:
+    """Bytes/s of `tier` read by `ctas` CTAs of a product of many rows, limited by their rings."""
     held = ctas * ring_stages(rows) * ATOM_BYTES * TILE_ROW_BLOCKS
-    return tier.direct_bytes_per_s * min(1.0, held / bytes_needed(tier))
+    return tier.direct_bytes_per_s * min(1.0, held / bytes_in_flight(tier, model))

@@ -2,33 +2,31 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import ModelConfig, Workload
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, weight_bytes
 from dakrun.plan.policy import Policy, Transport
 from dakrun.plan.roofline import Regime
 
+STAGING_BUFFERS = 2  # of the size of the largest remote part of a matrix
+
 
 @dataclass(frozen=True, kw_only=True)
-class OpPlan:
-    """Where one op's units lie, and the time that follows.
+class PlacedOp:
+    """One op with its units placed, and the time that follows.
 
-    `placement[layer][t]` units are in the plan's tier t, in the order of the tiers; `bounds_s`
-    and `predicted_s` hold seconds per layer. `sms[t]` SMs work on tier t; where that are none, a
-    part that is read where it lies is mixed: the local tier's SMs read it among their own. `a` and
-    `b` are the shares between which the op is no slower than at its best.
+    `placement[layer][t]` units lie in the plan's tier number t; `bounds_s` and `predicted_s` are
+    seconds per layer. `sms[t]` SMs read tier t. A part that is read directly and has none is
+    mixed: the local tier's SMs read it among their own.
     """
 
     op: Op
-    regime: Regime
     transport: Transport
     sms: tuple[int, ...]
-    a: float
-    b: float
     placement: tuple[tuple[int, ...], ...]
     bounds_s: tuple[float, ...]
     predicted_s: tuple[float, ...]
@@ -54,16 +52,48 @@ class OpPlan:
 
     @property
     def ratio(self) -> float:
-        """Share of the op's bytes outside the local tier, as placed."""
+        """Offload ratio: the op's bytes outside the local tier, over all."""
         return 1 - self.resident_bytes(0) / (self.op.layers * self.op.resident_bytes)
+
+    @property
+    def largest_remote_part(self) -> int:
+        """Most bytes of one layer outside the local tier."""
+        sizes = (self.op.unit_bytes(of[0], self.op.units) for of in set(self.placement))
+        return max(sizes, default=0)
+
+
+def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int:
+    """Bytes of the local tier's buffers for the staged parts of `ops`.
+
+    Decode steps stage the ops of that transport, a staged `prefill` all matrices. Both use the
+    same buffers.
+    """
+    sizes = [
+        op.largest_remote_part
+        for op in ops
+        if op.transport == "staged" or (prefill == "staged" and op.op.category == "linear")
+    ]
+    return STAGING_BUFFERS * max(sizes, default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpPlan(PlacedOp):
+    """A placed op of a plan, with the limit of its speed.
+
+    The op is at its fastest between the offload ratios `a` and `b`.
+    """
+
+    regime: Regime
+    a: float
+    b: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """How prompts are prefilled: in passes of `chunk_tokens` tokens, the last maybe shorter.
+    """Prefill in passes of `chunk_tokens` tokens; the last pass may be shorter.
 
-    Each reads the remote parts of matrices where they lie (direct), once for PREFILL_LAUNCH_ROWS
-    tokens, or once in all, after the copy engine has brought them (staged).
+    A pass reads the remote parts of matrices where they lie (direct), once for PREFILL_LAUNCH_ROWS
+    tokens, or once in all, when the copy engine has brought them (staged).
     """
 
     chunk_tokens: int = PREFILL_CHUNK_TOKENS
@@ -74,12 +104,12 @@ class PrefillPlan:
 class Plan:
     """The decision for one run. `tiers[0]` is the local tier; budgets are bytes per tier.
 
-    `fixed_bytes` names what lies in the local tier besides weights and KV. `required_ratio` is
-    the share of weight and KV bytes that capacity forces out of the local tier; `phase` is how far
-    the greedy went: 1 up to the ops' a, 2 up to their b, 3 beyond. `sampling_s` is what a step's
-    next tokens are predicted to take, `waits_s` how long direct and staged reads of matrices wait
-    for each other. `forgone` is a plan with a remote share that would be too little faster. All but
-    `prefill` is of decode steps.
+    `fixed_bytes` are the local tier's bytes besides weights and KV, by purpose. `required_ratio`
+    is the ratio of weight and KV bytes that capacity forces out of the local tier. `phase` is the
+    extent of offloading: 1 up to the ops' a, 2 up to their b, 3 beyond. `sampling_s` is the time
+    of choosing a step's tokens, `waits_s` the time in which direct and staged reads of matrices
+    wait for each other. `forgone` is an offloading plan whose gain is below MIN_OFFLOAD_GAIN. All
+    figures but those of `prefill` are of decode steps.
     """
 
     model: ModelConfig
@@ -112,7 +142,7 @@ class Plan:
         return {"weights": weights, "kv": kv, **(self.fixed_bytes if tier == 0 else {})}
 
     def weights(self) -> Iterator[OpPlan]:
-        """The ops that have a matrix."""
+        """The ops with a matrix."""
         return (op for op in self.ops if op.op.category != "attention")
 
     def read_bytes(self, tier: int) -> float:
@@ -126,16 +156,16 @@ class Plan:
 
     @property
     def ratio(self) -> float:
-        """Share of weight and KV bytes outside the local tier, as placed."""
+        """Offload ratio: weight and KV bytes outside the local tier, over all."""
         total = sum(op.op.layers * op.op.resident_bytes for op in self.ops)
         return 1 - sum(op.resident_bytes(0) for op in self.ops) / total
 
     @property
     def bound_s(self) -> float:
-        """Time of a decode step by bytes over bandwidths and FLOPs over rates alone."""
+        """Seconds of a decode step by bytes over bandwidths and FLOPs over rates alone."""
         return sum(sum(op.bounds_s) for op in self.ops)
 
     @property
     def predicted_s(self) -> float:
-        """Time of a decode step with the profile's efficiencies and fixed costs."""
+        """Seconds of a decode step with the profile's efficiencies and fixed costs."""
         return sum(sum(op.predicted_s) for op in self.ops) + self.sampling_s + self.waits_s

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dakrun.errors import UsageError, check_choice, check_number, wrong
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware import HardwareProfile
 
 Strategy = Literal["greedy", "uniform"]
 Transport = Literal["direct", "staged"]

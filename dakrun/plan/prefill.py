@@ -1,31 +1,113 @@
-"""The time to first token that a plan implies: the prompts of a whole batch, pass by pass.
+"""Prefill: how prompts are cut into passes, the time to first token, and the choice of passes.
 
-Knows how the engine cuts prompts into chunks; chooses nothing: operands lie where the plan says.
+Takes the placement of a plan and the HBM that it leaves as given.
 """
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dakrun.config import DTYPE_BYTES
 from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import LOCAL
-from dakrun.plan.ops import Op
-from dakrun.plan.plan import Plan
+from dakrun.plan.ops import Op, activation_bytes
+from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
+from dakrun.plan.policy import Transport
 from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
-from dakrun.plan.segments import passes
 from dakrun.units import ceil_div
 
 PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
+PREDICTION_ERROR = 0.02  # of a TTFT: options this close to the fastest count as equal
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` tokens of one slot that enter its cache from position `start` on."""
+
+    slot: int
+    start: int
+    length: int
+
+
+def passes(prompts: Mapping[int, int], chunk_tokens: int) -> Iterator[list[Segment]]:
+    """The segments of each pass, `chunk_tokens` in all; the last pass may have fewer.
+
+    `prompts` are lengths in tokens by slot.
+    """
+    chunk: list[Segment] = []
+    room = chunk_tokens
+    for slot, prompt in prompts.items():
+        start = 0
+        while start < prompt:
+            length = min(prompt - start, room)
+            chunk.append(Segment(slot, start, length))
+            start, room = start + length, room - length
+            if room == 0:
+                yield chunk
+                chunk, room = [], chunk_tokens
+    if chunk:
+        yield chunk
+
+
+def with_prefill(plan: Plan) -> Plan:
+    """`plan` with the prefill of the least predicted TTFT for which HBM has room.
+
+    Of options within PREDICTION_ERROR of the fastest, the one that needs the least memory. Passes
+    of the GPU's kernels have PREFILL_LAUNCH_ROWS tokens, or more with remote matrices, which cross
+    the link once a pass. Remote matrices are staged if there is room: direct reads occupy SMs for
+    longer than their bytes take, by a factor of two on an H200 with 30% of OPT-6.7B in host memory.
+    Without room for any such pass, the plan keeps the passes of plain torch.
+    """
+    if plan.profile.device != "cuda" or plan.model.dtype == "float32":
+        return plan
+    fitting = [option for option in _options(plan) if _room(option) >= 0] or [plan]
+    options = [option for option in fitting if option.prefill.transport == "staged"] or fitting
+    times = [predict_prefill(option).predicted_s for option in options]
+    near = [
+        option
+        for option, time in zip(options, times, strict=True)
+        if time <= (1 + PREDICTION_ERROR) * min(times)
+    ]
+    return max(near, key=_room)
+
+
+def _options(plan: Plan) -> Iterator[Plan]:
+    """`plan` with each size of passes and each transport that may be of use."""
+    work = plan.workload
+    transports: list[Transport] = [plan.policy.transport or "direct"]
+    tokens = highest = PREFILL_LAUNCH_ROWS
+    if any(op.op.category == "linear" and op.ratio > 0 for op in plan.ops):
+        highest = max(highest, work.batch_size * work.prompt_len)
+        if plan.policy.transport is None:
+            transports.append("staged")
+    while tokens < 2 * highest:
+        for transport in transports:
+            yield _with(plan, PrefillPlan(chunk_tokens=tokens, transport=transport))
+        tokens *= 2
+
+
+def _with(plan: Plan, prefill: PrefillPlan) -> Plan:
+    """`plan` with `prefill`, and its activations and staging buffers in the memory map."""
+    held = activation_bytes(plan.model, plan.workload, prefill.chunk_tokens)
+    fixed = plan.fixed_bytes | {"activations": held}
+    needed = staging_bytes(plan.ops, prefill.transport)
+    if staging := max(plan.fixed_bytes.get("staging", 0), needed):
+        fixed["staging"] = staging
+    return replace(plan, prefill=prefill, fixed_bytes=fixed)
+
+
+def _room(plan: Plan) -> int:
+    """Bytes of the local tier that are free."""
+    return plan.budgets[0] - sum(plan.memory(0).values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """The prefill of one full batch: `tokens` in `chunks` passes, `flops` of arithmetic.
+    """The prefill of one full batch: `tokens` in `chunks` passes, with `flops` of arithmetic.
 
-    `bound_s` is bytes over bandwidths and FLOPs over rates alone, `predicted_s` has the profile's
-    efficiencies and its fixed cost per launch, too.
+    `bound_s` is bytes over bandwidths and FLOPs over rates alone; `predicted_s` includes the
+    profile's efficiencies and fixed costs.
     """
 
     tokens: int
@@ -36,27 +118,29 @@ class Prefill:
 
 
 def predict_prefill(plan: Plan) -> Prefill:
-    """TTFT of a batch: seconds until every one of its slots has its first token.
+    """TTFT of a batch: seconds until all of its slots have their first token.
 
     All slots begin empty, with a prompt of `workload.prompt_len` tokens each, and are prefilled
-    together, in passes as `plan.prefill` says; those in the first ones have their token earlier. A
-    pass of R tokens takes
+    together, in the passes of `plan.prefill`. Slots of early passes have their token sooner. A pass
+    of R tokens takes
 
         max(sum over ops and layers of max(FLOPs / P(R), bytes / rate of each tier),
-            bytes that go over each link by the copy engine, either way / its rate).
+            bytes over each link by the copy engine, in either direction, / its rate).
 
-    A linear op does 2 R M K FLOPs and reads its matrix once, or, with direct reads, once for
-    PREFILL_LAUNCH_ROWS tokens; the copy engine brings the remote parts of all matrices while others
-    are computed. The lm_head runs on the last token of the prompts that end in the pass. Attention
-    is a launch for each prompt: its L tokens from position s on do 4 Hq D (L s + L (L + 1) / 2)
-    FLOPs, causally, at P(L), and read s positions of keys and values from the slot's tier, where
-    the copy engine brings those of its L tokens. Norms, attention and the cache besides read and
-    write each token in HBM. `predicted_s` divides each op's time by its efficiency and adds the
-    cost of the launch. Sampling is left out.
+    - A linear op does 2 R M K FLOPs. It reads its matrix once or, with direct reads, once for
+      PREFILL_LAUNCH_ROWS tokens. The copy engine brings staged parts while other ops run.
+    - The lm_head runs on the last token of the prompts that end in the pass.
+    - Attention is a launch for each prompt. L tokens from position s on do
+      4 Hq D (L s + L (L + 1) / 2) FLOPs, causally, at P(L). They read s positions of keys and
+      values from the slot's tier. The copy engine writes those of the L tokens there.
+    - Norms, attention and the cache also read and write each token in HBM.
+
+    `predicted_s` divides each op's time by its efficiency and adds the cost of its launch.
+    Sampling is left out.
     """
     flops = bound_s = predicted_s = 0.0
     chunks = 0
-    for work, count in _passes(plan).items():
+    for work, count in _works(plan).items():
         one = _Pass(plan)
         one.add(work)
         chunks += count
@@ -69,12 +153,12 @@ def predict_prefill(plan: Plan) -> Prefill:
     )
 
 
-# What a pass computes: its tokens, prompts that end in it, and how often (tier, start, length).
+# Work of a pass: tokens, prompts that end in it, and counts of (tier, start, length) segments.
 _Work = tuple[int, int, tuple[tuple[tuple[int, int, int], int], ...]]
 
 
-def _passes(plan: Plan) -> Counter[_Work]:
-    """How many passes are alike."""
+def _works(plan: Plan) -> Counter[_Work]:
+    """The number of passes with each work."""
     work, found = plan.workload, Counter[_Work]()
     slots = plan.op("attention").placement[0]  # slots are numbered tier after tier
     tier_of = list(itertools.chain.from_iterable([t] * n for t, n in enumerate(slots)))
@@ -88,7 +172,7 @@ def _passes(plan: Plan) -> Counter[_Work]:
 
 
 class _Pass:
-    """The time of a pass, as ops are added to it: what SMs do, and copies beside that."""
+    """Time of a pass, summed as ops are added: the SMs' work, and the copies beside it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self.flops = plan, 0.0
@@ -98,44 +182,45 @@ class _Pass:
 
     @property
     def bound_s(self) -> float:
-        """By bytes and FLOPs alone."""
+        """Seconds by bytes and FLOPs alone."""
         return max(self._bound_s, *self._copies_s.values(), 0.0)
 
     @property
     def predicted_s(self) -> float:
-        """With efficiencies, and what launches cost."""
+        """Seconds with efficiencies and fixed costs of launches."""
         return max(self._predicted_s, *self._copies_s.values(), 0.0) + self._launches_s
 
     def add(self, work: _Work) -> None:
-        """All ops of a pass."""
+        """Add all ops of a pass."""
         rows, ends, spans = work
-        self._others(rows)
+        self._add_rows(rows)
         for op in self._plan.ops:
             if op.op.category == "attention":
                 for (tier, start, length), count in spans:
-                    self._attention(op.op, tier, start, length, count * op.op.layers)
+                    self._add_attention(op.op, tier, start, length, count * op.op.layers)
                 continue
             n = ends if op.op.name == "lm_head" else rows
             if n:
                 one = _with_rows(op.op, n)
                 for counts, layers in Counter(op.placement).items():
-                    self._matrix(one, op.op.shares(counts), layers)
+                    self._add_matrix(one, op.op.shares(counts), layers)
 
-    def _matrix(self, one: Op, shares: Sequence[float], layers: int) -> None:
+    def _add_matrix(self, one: Op, ratios: Sequence[float], layers: int) -> None:
+        """A linear op or gather in `layers` layers, with its ratio in every tier."""
         staged = self._plan.prefill.transport == "staged" and one.category == "linear"
-        times = 1
-        if one.category == "linear" and not staged and shares[0] < 1:
-            times = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS)
+        reads = 1
+        if one.category == "linear" and not staged and ratios[0] < 1:
+            reads = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS)
         compute = compute_time(one, self._plan.profile, self._plan.model.dtype)
-        lines = self._links.named_lines(times * one.read_bytes, compute, staged=staged)
-        seconds = {name: line_time(line, shares) for name, line in lines.items()}
+        lines = self._links.lines(reads * one.read_bytes, compute, staged=staged)
+        seconds = {name: line_time(line, ratios) for name, line in lines.items()}
         if staged:
             for name in seconds.keys() - {COMPUTE, LOCAL}:
                 self._copies_s[name] += layers * seconds.pop(name)
         self._launch(one, max(seconds.values()), layers)
 
-    def _attention(self, op: Op, tier: int, start: int, length: int, count: int) -> None:
-        """Causal attention of `length` tokens of one slot, `start` of whose positions are kept."""
+    def _add_attention(self, op: Op, tier: int, start: int, length: int, count: int) -> None:
+        """Causal attention of `length` tokens of a slot with `start` cached positions."""
         model, name = self._plan.model, self._plan.tiers[tier]
         position = 2 * model.kv_size * op.element_bytes
         pairs = length * start + length * (length + 1) / 2
@@ -147,11 +232,10 @@ class _Pass:
             out = position * length / self._links.staged[name]
             self._copies_s[f"to {name}"] += count * out
 
-    def _others(self, rows: int) -> None:
-        """Rows that no product or sum hides: two norms, what attention takes and gives, the cache.
+    def _add_rows(self, rows: int) -> None:
+        """Reads and writes of `rows` rows in HBM besides those of products.
 
-        A norm reads and writes them; keys and values are stored, and what attention gives is kept
-        where the next product reads it.
+        They are two norms, attention's inputs and outputs, and the cache's new keys and values.
         """
         model, profile = self._plan.model, self._plan.profile
         width = 4 * model.hidden_size + 4 * model.q_size + 6 * model.kv_size
@@ -161,6 +245,7 @@ class _Pass:
         self._predicted_s += seconds / profile.linear.at(rows)[1]
 
     def _launch(self, one: Op, bound: float, count: int) -> None:
+        """`count` launches of an op with a bound of `bound` seconds."""
         seconds, efficiency = op_cost(one, self._plan.profile)
         self.flops += count * one.flops
         self._bound_s += count * bound

@@ -1,70 +1,124 @@
-"""One planning problem: what there is to place, and where it can lie.
+"""A planning problem: the ops to place, the tiers they can lie in, and the budgets.
 
-Knows budgets and bounds; chooses nothing. planner.py chooses, assemble.py makes the Plan.
+Chooses nothing: placement.py makes placements, op_costs.py their times, planner.py the choice.
 """
 
+import functools
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import dataclass, replace
 
 from dakrun.errors import CannotRun
-from dakrun.hardware.profile import LOCAL
+from dakrun.hardware import LOCAL
 from dakrun.plan import ops as inventory
 from dakrun.plan.greedy import Curve
-from dakrun.plan.op_times import OpTimes
+from dakrun.plan.op_costs import OpCosts
 from dakrun.plan.ops import Op
-from dakrun.plan.policy import Policy
+from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import Line
 from dakrun.plan.rounding import remote_bytes
 from dakrun.units import format_bytes
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """Capacities in bytes, bounds in seconds, and the arithmetic between them.
 
-    `staging` bytes of the local tier are kept for buffers. `budgets` are bytes per tier, the local
-    one first, `caps` what of them is left for weights and KV; `curves` are by op name. Raises
-    CannotRun where the budgets are too small.
+    `strategy` and `transport` shape the ratios; they are the policy's or narrower. `staging` bytes
+    of the local tier are kept for staging buffers. `only` is the one remote tier in use, by its
+    number; None uses all. Raises CannotRun where the budgets are too small.
     """
 
-    def __init__(self, op_times: OpTimes, policy: Policy, staging: int) -> None:
-        model, workload, profile = op_times.model, op_times.workload, op_times.profile
-        self.op_times, self.policy = op_times, policy
-        self.ops, self.links, self.remote = op_times.ops, op_times.links, op_times.remote
-        self.tiers = (LOCAL, *self.remote)
-        self.attention = next(op for op in self.ops if op.category == "attention")
-        self.weights = [op for op in self.ops if op.category != "attention"]
-        self.curves = {op.name: self._curve(op) for op in self.ops}
-        self.fixed = {
+    costs: OpCosts
+    policy: Policy
+    strategy: Strategy
+    transport: Transport | None
+    staging: int = 0
+    only: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.caps[0] < 0:
+            raise CannotRun(
+                f"the HBM budget of {format_bytes(self.budgets[0])} is "
+                f"{format_bytes(-self.caps[0])} too small for what must lie in HBM",
+                hint="raise --hbm-budget, or lower --batch-size or --max-model-len",
+            )
+        short = self.total - sum(self.caps)
+        if short > 0:
+            raise self.too_small(short)
+
+    @classmethod
+    def of(cls, costs: OpCosts, policy: Policy) -> "Problem":
+        """The problem with the strategy and transport of `policy`."""
+        return cls(costs=costs, policy=policy, strategy=policy.strategy, transport=policy.transport)
+
+    def with_staging(self, nbytes: int) -> "Problem":
+        """The same with `nbytes` of the local tier kept for staging buffers."""
+        return self if nbytes == self.staging else replace(self, staging=nbytes)
+
+    @functools.cached_property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers in use, the local one first."""
+        return (LOCAL, *self.costs.remote)
+
+    @functools.cached_property
+    def attention(self) -> Op:
+        """The op that reads the KV cache."""
+        return next(op for op in self.costs.ops if op.category == "attention")
+
+    @functools.cached_property
+    def weights(self) -> list[Op]:
+        """The ops with a matrix."""
+        return [op for op in self.costs.ops if op.category != "attention"]
+
+    @functools.cached_property
+    def total(self) -> int:
+        """Bytes of weights and KV cache."""
+        return sum(op.layers * op.resident_bytes for op in self.costs.ops)
+
+    @functools.cached_property
+    def fixed(self) -> dict[str, int]:
+        """Bytes of the local tier besides weights and KV, by purpose."""
+        model, workload = self.costs.model, self.costs.workload
+        return {
             "vectors": inventory.vector_bytes(model),
             "activations": inventory.activation_bytes(model, workload),
-            "context": profile.context_bytes,
-        } | ({"staging": staging} if staging else {})
-        local = policy.hbm_budget
-        remote = [policy.budget(t, profile.tier(t).capacity_bytes) for t in self.remote]
-        self.budgets = (profile.hbm_capacity_bytes if local is None else local, *remote)
-        self.caps = (self.budgets[0] - sum(self.fixed.values()), *remote)
-        self.total = sum(op.layers * op.resident_bytes for op in self.ops)
-        self._check_budgets()
+            "context": self.costs.profile.context_bytes,
+        } | ({"staging": self.staging} if self.staging else {})
 
-    def with_remote(self, tier: int) -> "Problem":
-        """The same, all other remote tiers being full."""
-        alone = copy(self)
-        alone.caps = tuple(cap if t in (0, tier) else 0 for t, cap in enumerate(self.caps))
-        return alone
+    @functools.cached_property
+    def budgets(self) -> tuple[int, ...]:
+        """Bytes per tier that may be used, the local one first."""
+        profile, policy = self.costs.profile, self.policy
+        local = profile.hbm_capacity_bytes if policy.hbm_budget is None else policy.hbm_budget
+        remote = (policy.budget(t, profile.tier(t).capacity_bytes) for t in self.costs.remote)
+        return (local, *remote)
+
+    @functools.cached_property
+    def caps(self) -> tuple[int, ...]:
+        """Bytes per tier for weights and KV cache, the local one first."""
+        local = self.budgets[0] - sum(self.fixed.values())
+        remote = enumerate(self.budgets[1:], 1)
+        return (local, *(cap if self.only in (None, t) else 0 for t, cap in remote))
+
+    @functools.cached_property
+    def curves(self) -> dict[str, Curve]:
+        """Time by offload ratio of each op, by name; all remote tiers count as one."""
+        return {op.name: self._curve(op) for op in self.costs.ops}
 
     def lines(self, op: Op) -> tuple[Line, ...]:
-        """Lower bounds of the time of all layers of `op`, by its share of every tier."""
-        staged = self.policy.transport == "staged"
+        """Lower bounds of the time of all layers of `op`, by its ratio in every tier."""
         read, floor = op.layers * op.read_bytes, op.layers * self._floor(op)
-        return self.links.lines(read, floor, staged=staged)
+        return tuple(
+            self.costs.links.lines(read, floor, staged=self.transport == "staged").values()
+        )
 
-    def mixed_bytes(self, op: Op, units: int, share: Sequence[float]) -> list[float]:
-        """Bytes that one layer of `op` reads of each tier.
+    def tier_bytes(self, op: Op, units: int, ratios: Sequence[float]) -> list[float]:
+        """Bytes that one layer of `op` reads of each tier, with `units` remote ones.
 
-        `units` of it are remote, divided over the remote tiers like the op's `share` of each tier.
+        They are divided over the remote tiers in proportion to `ratios`, the op's in every tier.
         """
         remote = remote_bytes(op, units) * op.read_bytes / op.resident_bytes
-        weights = share[1:] if sum(share[1:]) > 0 else [1.0] * len(self.remote)
+        weights = ratios[1:] if sum(ratios[1:]) > 0 else [1.0] * (len(self.tiers) - 1)
         parts = [remote * w / sum(weights) for w in weights]
         return [op.read_bytes - remote, *parts]
 
@@ -72,7 +126,7 @@ class Problem:
         """The error for budgets that are `short` bytes too small for weights and KV."""
         remote = " and ".join(
             f"{format_bytes(budget)} of {tier} memory"
-            for tier, budget in zip(self.remote, self.budgets[1:], strict=True)
+            for tier, budget in zip(self.tiers[1:], self.budgets[1:], strict=True)
         )
         return CannotRun(
             f"the budgets are {format_bytes(short)} too small: {format_bytes(self.budgets[0])} of "
@@ -91,40 +145,30 @@ class Problem:
         )
 
     def _budget_options(self) -> list[str]:
-        """The options that say how much of each tier in use there is, remote ones first."""
-        peers = any(name.startswith("peer") for name in self.remote)
-        others = any(not name.startswith("peer") for name in self.remote)
-        return ["--host-budget"] * others + ["--peer-budget"] * peers + ["--hbm-budget"]
+        """The budget options of the tiers in use, remote ones first."""
+        peers = [name.startswith("peer") for name in self.tiers[1:]]
+        options = ["--host-budget"] * (not all(peers)) + ["--peer-budget"] * any(peers)
+        return [*options, "--hbm-budget"]
 
     def _floor(self, op: Op) -> float:
-        """Seconds that one layer of `op` takes wherever its bytes lie."""
-        if self.policy.transport == "staged":
-            return self.op_times.work[op.name]
-        return max(self.op_times.work[op.name], op.read_bytes / self.links.total_rate())
+        """Least seconds of one layer of `op`, wherever its bytes lie."""
+        work = self.costs.work[op.name]
+        if self.transport == "staged":
+            return work
+        return max(work, op.read_bytes / self.costs.links.total_rate())
 
     def _curve(self, op: Op) -> Curve:
-        staged = self.policy.transport == "staged"
-        work, local = self.op_times.work[op.name], op.read_bytes / self.links.direct[LOCAL]
-        beyond = None
-        if op.category == "linear" and self.policy.transport is None:
-            beyond = max(self.links.rate(self.remote, staged=by) for by in (False, True))
+        links, staged = self.costs.links, self.transport == "staged"
+        local = op.read_bytes / links.direct[LOCAL]
+        remote, beyond = self.costs.remote, None
+        if op.category == "linear" and self.transport is None:
+            beyond = max(links.rate(remote, staged=by) for by in (False, True))
         return Curve(
             resident=op.layers * op.resident_bytes,
             read=op.layers * op.read_bytes,
-            floor=op.layers * (max(work, local) if staged else self._floor(op)),
-            local_rate=self.links.direct[LOCAL],
-            remote_rate=self.links.rate(self.remote, staged=staged),
+            floor=op.layers * (max(self._floor(op), local) if staged else self._floor(op)),
+            local_rate=links.direct[LOCAL],
+            remote_rate=links.rate(remote, staged=staged),
             staged=staged,
             beyond=beyond,
         )
-
-    def _check_budgets(self) -> None:
-        if self.caps[0] < 0:
-            raise CannotRun(
-                f"the HBM budget of {format_bytes(self.budgets[0])} is "
-                f"{format_bytes(-self.caps[0])} too small for what must lie in HBM",
-                hint="raise --hbm-budget, or lower --batch-size or --max-model-len",
-            )
-        short = self.total - sum(self.caps)
-        if short > 0:
-            raise self.too_small(short)

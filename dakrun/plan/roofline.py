@@ -1,7 +1,7 @@
-"""Time of one op whose bytes are read from several tiers at once (DESIGN.md, the planner).
+"""Roofline of an op whose bytes are read from several tiers at once, and its predicted time.
 
-Everything here is a bound: bytes over bandwidths, FLOPs over rates. `predicted` adds a profile's
-efficiencies and its fixed cost per op.
+A bound is bytes over bandwidths and FLOPs over rates. A prediction adds the profile's efficiencies
+and fixed costs. README.md in this folder derives the formulas.
 """
 
 import math
@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig
-from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.geometry import SHARED_BYTES_PAIRED
+from dakrun.hardware import LOCAL, HardwareProfile, KernelModel, RemoteTier
 from dakrun.plan.ops import Op
 
 COMPUTE = "compute"
-MIN_TENSOR_ROWS = 8
+MIN_TENSOR_ROWS = 8  # rows of X that a tensor core multiplies at least
 
 Regime = Literal["memory-bound", "mixed", "compute-bound"]
 
-# Seconds plus, for each tier by its number, seconds per share: a lower bound of an op's time.
+# One lower bound of an op's time: constant seconds, plus seconds per ratio by tier number.
 Line = tuple[float, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
 class Links:
-    """Rates in bytes/s of the tiers in use, the local one first, and what they share.
+    """Rates in bytes/s of the tiers in use, the local one first, and of the links they share.
 
-    `direct` and `staged` are rates by tier (the local tier's are the same); `groups` are sets of
-    tiers with a total rate; each tier is in one at most.
+    `direct` and `staged` are rates by tier name; the local tier's are equal. `groups` are sets of
+    tiers with a total rate; a tier is in at most one.
     """
 
     direct: Mapping[str, float]
@@ -52,7 +53,7 @@ class Links:
         )
 
     def rate(self, tiers: Iterable[str], *, staged: bool = False) -> float:
-        """Bytes/s of some tiers together; groups are disjoint, so each adds its own limit."""
+        """Bytes/s of `tiers` together, limited by the totals of their groups."""
         rates, left, total = (self.staged if staged else self.direct), set(tiers), 0.0
         for names, limit in self.groups:
             total += min(limit, sum(rates[tier] for tier in names & left))
@@ -63,16 +64,13 @@ class Links:
         """Bytes/s of all tiers together, read directly."""
         return self.rate(self.direct)
 
-    def lines(self, read: float, floor: float, *, staged: bool = False) -> tuple[Line, ...]:
-        """Lower bounds of the time in seconds of an op that reads `read` bytes in all.
+    def lines(self, read: float, floor: float, *, staged: bool = False) -> dict[str, Line]:
+        """Lower bounds of the seconds of an op that reads `read` bytes, by the limiting resource.
 
-        Direct reads of all tiers run side by side. Staged ones go through the copy engine into
-        the local tier, which so writes and reads every remote byte, too.
+        Resources are COMPUTE (with `floor` seconds), each tier, and tiers behind one link ("a+b").
+        Direct reads of all tiers run side by side. Staged bytes pass through the local tier, which
+        writes and reads each of them as well.
         """
-        return tuple(self.named_lines(read, floor, staged=staged).values())
-
-    def named_lines(self, read: float, floor: float, *, staged: bool = False) -> dict[str, Line]:
-        """`lines` by what takes that time: COMPUTE, a tier, or tiers behind one link ("a+b")."""
         numbers = {name: i for i, name in enumerate(self.direct)}
         rates = self.staged if staged else self.direct
         lines: dict[str, Line] = {COMPUTE: (floor, {})}
@@ -82,41 +80,55 @@ class Links:
             lines[LOCAL] = 0.0, {i: local if i == 0 else 2 * local for i in numbers.values()}
         for names, rate in self.groups:
             sharing = [n for n in numbers if n in names and not (staged and n == LOCAL)]
-            if len(sharing) > 1:  # one alone has a rate within the limit already
+            if len(sharing) > 1:  # the rate of a single tier is within the limit already
                 shared = {numbers[name]: read / rate for name in sharing}
                 lines["+".join(sharing)] = 0.0, shared
         return lines
 
 
-def time_of(lines: Iterable[Line], shares: Sequence[float]) -> float:
-    """Seconds of an op with the given lower bounds, at its share of every tier."""
-    return max(line_time(line, shares) for line in lines)
+def line_time(line: Line, ratios: Sequence[float]) -> float:
+    """Seconds of one lower bound, at an op's ratio of bytes in every tier."""
+    constant, by_tier = line
+    return constant + sum(k * ratios[tier] for tier, k in by_tier.items())
 
 
-def times_of(lines: Mapping[str, Line], shares: Sequence[float]) -> tuple[float, float]:
-    """(kernel, link) seconds of an op with such `named_lines`, at its share of every tier.
+def time_of(lines: Iterable[Line], ratios: Sequence[float]) -> float:
+    """Seconds of an op: the largest of its lower bounds."""
+    return max(line_time(line, ratios) for line in lines)
 
-    Those of arithmetic and the local tier, and those of links: it takes the longer of both.
+
+def times_of(lines: Mapping[str, Line], ratios: Sequence[float]) -> tuple[float, float]:
+    """(kernel, link) seconds of an op with such `lines`; it takes the longer of both.
+
+    Kernel seconds are those of arithmetic and the local tier, link seconds those of links.
     """
     here = (COMPUTE, LOCAL)
     links = [line for name, line in lines.items() if name not in here]
-    kernel = time_of((lines[name] for name in here), shares)
-    return kernel, time_of(links, shares) if links else 0.0
+    kernel = time_of((lines[name] for name in here), ratios)
+    return kernel, time_of(links, ratios) if links else 0.0
 
 
-def line_time(line: Line, shares: Sequence[float]) -> float:
-    """Seconds that one lower bound comes to, at an op's share of every tier."""
-    constant, by_tier = line
-    return constant + sum(k * shares[tier] for tier, k in by_tier.items())
+def is_windowed(tier: RemoteTier) -> bool:
+    """Whether the window of `tier` is smaller than the rings of all its SMs."""
+    return tier.window_bytes < tier.sms * SHARED_BYTES_PAIRED
+
+
+def bytes_in_flight(tier: RemoteTier, model: KernelModel) -> float:
+    """Bytes in flight that the link of `tier` needs for its full rate: its window, if it has one.
+
+    Otherwise its rate times its latency (Little's law).
+    """
+    latency = model.link_latency_seconds
+    return tier.window_bytes if is_windowed(tier) else tier.direct_bytes_per_s * latency
 
 
 def matmul_rows(rows: int, profile: HardwareProfile) -> int:
-    """Rows that a matrix product takes the time of: tensor cores work on eight at least."""
+    """Rows that a matrix product of `rows` rows of X really multiplies."""
     return max(rows, MIN_TENSOR_ROWS) if profile.device == "cuda" else rows
 
 
 def compute_time(op: Op, profile: HardwareProfile, dtype: Dtype) -> float:
-    """Seconds of arithmetic of one layer, for the rows that a matrix product really takes."""
+    """Seconds of arithmetic of one layer at the profile's rate, padding rows included."""
     if op.category == "gather":
         return 0.0
     linear = op.category == "linear"
@@ -125,7 +137,7 @@ def compute_time(op: Op, profile: HardwareProfile, dtype: Dtype) -> float:
 
 
 def has_many_rows(op: Op, profile: HardwareProfile) -> bool:
-    """Whether `op` is a product of more rows than the machine's kernel for few of them takes."""
+    """Whether the profile's costs of many rows are those of `op`."""
     return (
         op.category == "linear"
         and profile.many_rows is not None
@@ -134,41 +146,45 @@ def has_many_rows(op: Op, profile: HardwareProfile) -> bool:
 
 
 def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
-    """(seconds, efficiency) of one launch of `op`; a gather's are a linear op's of as many rows."""
+    """(seconds, efficiency) of one launch of `op`; a gather costs as much as a linear op."""
     if op.category == "attention":
         return profile.attention.at(op.units)
     return profile.products.at(op.batch_size)
 
 
 def kernel_time(op: Op, compute: float, profile: HardwareProfile) -> float:
-    """Seconds of the kernels' own arithmetic, which takes `compute` at the profile's rates."""
+    """Seconds of the kernel's arithmetic that takes `compute` seconds at the profile's rate.
+
+    The efficiency of many rows is one of arithmetic, and counts here. That of few rows is one of
+    reading, and does not.
+    """
     return compute / op_cost(op, profile)[1] if has_many_rows(op, profile) else compute
 
 
 def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: float = 0.0) -> float:
-    """Seconds that `op` is expected to take, with its fixed cost and that of a norm ahead of it.
+    """Predicted seconds of one layer of `op`, with its fixed cost and the norm ahead of it.
 
-    It is bounded by `kernel` seconds of arithmetic and of reading local bytes, for which a norm has
-    to end first, and by `link` seconds of reading remote ones. Links give their full rate, whatever
-    the efficiency of the rest: kernels ask for remote bytes while ops before end.
+    `kernel` seconds of arithmetic and of reading local bytes start when the norm has ended, and
+    are divided by the op's efficiency. `link` seconds of reading remote bytes are not: kernels
+    request remote bytes before the ops ahead of them end, which keeps links at their full rate.
     """
     seconds, efficiency = op_cost(op, profile)
-    if profile.device == "cpu":  # whose cores read all of it
+    if profile.device == "cpu":  # the cores read all tiers
         kernel = max(kernel, link)
     return max(kernel / efficiency + norm_time(op, profile), link) + seconds
 
 
 def staged_time(op: Op, kernel: float, profile: HardwareProfile, *, link: float) -> float:
-    """Seconds that `op` is expected to take where the copy engine brings its remote bytes.
+    """Predicted seconds of one layer of `op` whose remote bytes the copy engine brings.
 
-    That takes `link` seconds, beside ops before and whatever they wait for. Then `kernel` seconds
-    follow as elsewhere, but not overlapping the op before.
+    The copy takes `link` seconds, beside the ops ahead. Then the kernel takes `kernel` seconds as
+    elsewhere, plus the profile's cost of starting only when the copy has ended.
     """
     return max(predicted_time(op, kernel, profile) + profile.staged_seconds, link)
 
 
 def norm_time(op: Op, profile: HardwareProfile) -> float:
-    """Seconds more for a norm of what `op` multiplies; 0 where it has none, or that is unknown."""
+    """Seconds of the norm ahead of `op`; 0 where there is none or its costs are unknown."""
     if not op.normed or profile.norm is None:
         return 0.0
     seconds, efficiency = profile.norm.at(op.batch_size)
@@ -177,7 +193,7 @@ def norm_time(op: Op, profile: HardwareProfile) -> float:
 
 
 def sampling_time(model: ModelConfig, rows: int, profile: HardwareProfile) -> float:
-    """Seconds in which the likeliest tokens of `rows` rows of logits are found, as far as known."""
+    """Seconds of choosing tokens from `rows` rows of logits; 0 where the cost is unknown."""
     if profile.sampling is None:
         return 0.0
     seconds, efficiency = profile.sampling.at(rows)
@@ -186,7 +202,7 @@ def sampling_time(model: ModelConfig, rows: int, profile: HardwareProfile) -> fl
 
 
 def regime(op: Op, compute: float, links: Links) -> Regime:
-    """What limits the op wherever its bytes lie: decided by times, not by the ridge."""
+    """The limit of `op` wherever its bytes lie, decided by times instead of by the ridge."""
     if compute >= op.read_bytes / links.direct[LOCAL]:
         return "compute-bound"
     return "memory-bound" if compute < op.read_bytes / links.total_rate() else "mixed"

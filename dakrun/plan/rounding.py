@@ -1,4 +1,4 @@
-"""From ideal shares to whole row blocks: which layers of an op get one more than the others."""
+"""From ideal ratios to whole row blocks and slots. Knows ops; knows no budgets and no machine."""
 
 import bisect
 import math
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from dakrun.plan.ops import Op
 
 _FUZZ = 1e-9
-_FUZZ_BYTES = 1e-4  # above the rounding error of a share, far below an element
+_FUZZ_BYTES = 1e-4  # above the rounding error of a ratio, far below an element
 
 
 @dataclass(frozen=True)
-class RemoteBytes:
-    """What rounding aims at, in resident bytes outside the local tier.
+class RemoteGoal:
+    """Goal of rounding, in resident bytes outside the local tier.
 
-    `required` must be reached and `limit` not passed; `wanted` is met to the nearest row block,
-    or, where it is None, row blocks are moved as long as that makes an op faster.
+    `required` must be reached and `limit` must not be exceeded. `wanted` is met to the nearest row
+    block. With None, row blocks are moved as long as that makes an op faster.
     """
 
     required: float
@@ -25,31 +25,31 @@ class RemoteBytes:
 
 
 def remote_bytes(op: Op, units: int) -> int:
-    """Bytes of the last `units` units of one layer of `op`: those that go to remote tiers."""
+    """Bytes of the last `units` units of one layer of `op`, which go to remote tiers first."""
     return op.unit_bytes(op.units - units, op.units)
 
 
 def units_within(op: Op, size: float) -> int:
-    """Most units of one layer of `op`, counted from its end, that are `size` bytes or less.
+    """Most units of one layer of `op`, from its end, that have `size` bytes or less in all.
 
-    Counted in bytes because the last row block of a matrix may have fewer rows than the others.
+    The last row block of a matrix may have fewer rows than the others.
     """
     units = range(op.units + 1)
     return bisect.bisect(units, size + _FUZZ_BYTES, key=lambda n: remote_bytes(op, n)) - 1
 
 
-def round_shares(
+def round_ratios(
     ops: Sequence[Op],
-    shares: Sequence[float],
-    goal: RemoteBytes,
+    ratios: Sequence[float],
+    goal: RemoteGoal,
     time: Callable[[Op, int], float],
 ) -> list[tuple[int, ...]]:
-    """Remote units of every layer of every op, within one unit of share x bytes.
+    """Remote units of every layer of every op, within one unit of ratio x bytes.
 
-    Ops are rounded down, then single layers are raised by one unit where that costs the least
-    `time(op, remote units)` (seconds) per byte; raised layers are spread evenly over the model.
+    All ops are rounded down. Then single layers get one unit more, in the order of the least added
+    `time(op, remote units)` (seconds) per byte, spread evenly over the model.
     """
-    ideal = [s * op.resident_bytes for op, s in zip(ops, shares, strict=True)]
+    ideal = [x * op.resident_bytes for op, x in zip(ops, ratios, strict=True)]
     low = [units_within(op, size) for op, size in zip(ops, ideal, strict=True)]
     raised = [0] * len(ops)
     placed = float(sum(op.layers * remote_bytes(op, n) for op, n in zip(ops, low, strict=True)))
@@ -80,21 +80,22 @@ def round_shares(
 
 
 def split_units(
-    op: Op, remote_units: Sequence[int], shares: Sequence[float], sink: int
+    op: Op, remote_units: Sequence[int], ratios: Sequence[float], sink: int
 ) -> tuple[tuple[int, ...], ...]:
     """Units of every tier, the local one first, for each layer of `op`.
 
-    `remote_units` of a layer are divided over the remote tiers: each gets its share of the op,
-    rounded down over the layers so that no capacity is passed, and tier `sink` gets the rest.
+    `remote_units` has the remote units of each layer, `ratios` the op's ratio in each remote tier.
+    Each tier gets its ratio, rounded down over the layers so that no capacity is exceeded; remote
+    tier number `sink` gets the rest.
     """
     whole = max(op.unit_bytes(0, 1), 1)
-    placed = [0] * len(shares)
+    placed = [0] * len(ratios)
     placement = []
     for layer, units in enumerate(remote_units):
-        counts, left = [0] * len(shares), units
-        for tier, share in enumerate(shares):
+        counts, left = [0] * len(ratios), units
+        for tier, ratio in enumerate(ratios):
             if tier != sink:
-                ideal = math.floor(share * op.resident_bytes * (layer + 1) / whole + _FUZZ)
+                ideal = math.floor(ratio * op.resident_bytes * (layer + 1) / whole + _FUZZ)
                 counts[tier] = min(ideal - placed[tier], left)
                 placed[tier] += counts[tier]
                 left -= counts[tier]

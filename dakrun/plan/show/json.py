@@ -1,6 +1,6 @@
-"""A Plan as data for scripts: pure functions, nothing printed here. texts.py is for people.
+"""A Plan as data for scripts: pure functions that print nothing.
 
-Units stand in the key names; figures are defined in README.md and DESIGN.md's last section.
+Key names end in units. The figures are defined in dakrun/plan/README.md.
 """
 
 from typing import Any
@@ -10,14 +10,14 @@ from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.advice import Advice, Alternative
 from dakrun.plan.ops import kv_positions
-from dakrun.plan.planner import OpPlan, Plan
+from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
 
 SCHEMA = 1
 
 
 def overview_dict(shown: Overview) -> dict[str, Any]:
-    """What `dakrun plan --json` prints: the plan, what it is compared with, and advice."""
+    """The output of `dakrun plan --json`: the plan, its comparisons, and advice."""
     return {
         **_forecast_dict(shown.chosen),
         "uniform": _uniform_dict(shown.uniform),
@@ -27,9 +27,9 @@ def overview_dict(shown: Overview) -> dict[str, Any]:
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """`plan` as JSON-ready data: bytes, seconds, FLOPs and tokens as the keys say.
+    """`plan` as JSON-ready data, with units in the key names.
 
-    Ops are listed once for all layers; `units_by_layer` has, per tier, the units of every layer.
+    Ops are listed once for all layers; `units_by_layer` has each tier's units of every layer.
     """
     return _forecast_dict(Forecast.of(plan))
 
@@ -79,16 +79,16 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
 
 
 def bound_figures(forecast: Forecast) -> dict[str, float]:
-    """Speed if bytes and FLOPs alone took time: see `predicted_figures`."""
+    """`predicted_figures` by bytes over bandwidths and FLOPs over rates alone."""
     return _figures(forecast.plan, forecast.plan.bound_s, forecast.prefill.bound_s)
 
 
 def predicted_figures(forecast: Forecast) -> dict[str, float]:
     """Speed with the profile's efficiencies and fixed costs.
 
-    TTFT is that of a whole batch (prefill.predict_prefill), tokens/s that of decode steps. EB is
-    the model's weight bytes over the step's time (arXiv 2604.26074), EB total the weight and KV
-    bytes that the step really reads over that time.
+    TTFT is that of a whole batch (predict_prefill), tokens/s that of decode steps. EB is the
+    model's weight bytes over the step's time (arXiv 2604.26074), EB total the weight and KV bytes
+    that the step really reads over that time.
     """
     return _figures(forecast.plan, forecast.plan.predicted_s, forecast.prefill.predicted_s)
 
@@ -105,7 +105,7 @@ def _figures(plan: Plan, step_s: float, ttft_s: float) -> dict[str, float]:
 
 
 def kv_figures(plan: Plan) -> dict[str, float]:
-    """The KV cache's footprint over all tiers, and what a step reads of it from HBM and links."""
+    """The KV cache's footprint over all tiers, and its bytes a step from HBM and over links."""
     kv = plan.op("attention")
     tiers = range(len(plan.tiers))
     return {
@@ -116,19 +116,19 @@ def kv_figures(plan: Plan) -> dict[str, float]:
 
 
 def ridge(profile: HardwareProfile, plan: Plan) -> float:
-    """Arithmetic intensity in FLOPs per byte from which HBM would keep up with the peak rate."""
+    """Arithmetic intensity in FLOPs per byte at which HBM feeds the peak compute rate."""
     return profile.compute[plan.model.dtype].peak / profile.hbm_bytes_per_s
 
 
 def op_eb(op: OpPlan) -> float:
-    """Effective bandwidth of one op in bytes/s: what all its layers read over their time."""
+    """Effective bandwidth of one op in bytes/s: bytes read by all its layers over their time."""
     return op.op.layers * op.op.read_bytes / sum(op.predicted_s)
 
 
 def window(plan: Plan, op: OpPlan, tier: int) -> int | None:
-    """Most bytes of the op that direct reads keep in flight from remote tier number `tier`.
+    """Most bytes in flight of the op's direct reads from remote tier number `tier`.
 
-    None where the op does not read that tier directly, or mixed with the local one.
+    None where the op has no SMs of its own for that tier: staged, mixed, or nothing there.
     """
     if tier == 0 or op.transport == "staged" or not op.resident_bytes(tier) or op.mixed(tier):
         return None

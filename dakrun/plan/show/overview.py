@@ -1,7 +1,6 @@
-"""A plan and what is told beside it: its prefill, the uniform strategy's plan, what others
-published, and advice.
+"""All that `dakrun plan` shows, computed once: a plan, its prefill, comparisons and advice.
 
-Everything that `dakrun plan` shows is computed here, once; present.py and texts.py put it in words.
+json.py and table.py write it for scripts and for people.
 """
 
 from collections.abc import Iterator
@@ -9,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dakrun.errors import CannotRun
-from dakrun.hardware.profile import Published
+from dakrun.hardware import Published
 from dakrun.plan.advice import Advice, advise
-from dakrun.plan.planner import Plan, make_plan
+from dakrun.plan.plan import Plan
+from dakrun.plan.planner import make_plan
 from dakrun.plan.prefill import Prefill, predict_prefill
 
 
@@ -30,9 +30,9 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A figure that others `published`, and the plan with the same share outside HBM.
+    """A `published` measurement, and the plan with the same offload ratio.
 
-    `efficiency` is their share of the bound, `expected` the plan's.
+    `efficiency` is the published EB over the bound's, `expected` the prediction's.
     """
 
     published: Published
@@ -40,30 +40,30 @@ class Comparison:
 
     @property
     def efficiency(self) -> float:
-        """Of what bandwidths allow: the published EB over the bound's."""
+        """The published EB over the bound's."""
         return self.published.eb_bytes_per_s / self.bound_eb
 
     @property
     def expected(self) -> float:
-        """The same of the prediction."""
+        """The predicted EB over the bound's."""
         return self.plan.bound_s / self.plan.predicted_s
 
     @property
     def bound_eb(self) -> float:
-        """The bound's EB, in bytes/s."""
+        """EB of the bound, in bytes/s."""
         return self.plan.weight_bytes / self.plan.bound_s
 
     @property
     def expected_eb(self) -> float:
-        """The prediction's."""
+        """EB of the prediction, in bytes/s."""
         return self.plan.weight_bytes / self.plan.predicted_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """`chosen` is the plan itself; `uniform` has the same share of every op remote, or cannot run.
+    """The plan `chosen` and its comparisons, for the same model, workload, machine and budgets.
 
-    Both are for the same model, workload, machine and budgets, as is what was `published`.
+    `uniform` has the same offload ratio for every op, or is the reason why that cannot run.
     """
 
     chosen: Forecast
@@ -71,28 +71,28 @@ class Overview:
     advice: Advice
     published: tuple[Comparison, ...] = ()
 
+    @classmethod
+    def of(cls, plan: Plan, max_tpot: float | None = None) -> "Overview":
+        """Plan again with the uniform strategy, as published, and for advice.
 
-def overview(plan: Plan, max_tpot: float | None = None) -> Overview:
-    """Plan again: with the uniform strategy, as others ran the model, and for advice.
-
-    That keeps to `max_tpot` seconds per output token, if they are given.
-    """
-    policy = replace(plan.policy, strategy="uniform")
-    uniform: Forecast | CannotRun
-    try:
-        uniform = Forecast.of(make_plan(plan.model, plan.workload, plan.profile, policy))
-    except CannotRun as refusal:
-        uniform = refusal
-    return Overview(
-        chosen=Forecast.of(plan),
-        uniform=uniform,
-        advice=advise(plan, max_tpot),
-        published=tuple(_published(plan)),
-    )
+        Advice is limited to `max_tpot` seconds per output token, if given.
+        """
+        policy = replace(plan.policy, strategy="uniform")
+        uniform: Forecast | CannotRun
+        try:
+            uniform = Forecast.of(make_plan(plan.model, plan.workload, plan.profile, policy))
+        except CannotRun as refusal:
+            uniform = refusal
+        return cls(
+            chosen=Forecast.of(plan),
+            uniform=uniform,
+            advice=advise(plan, max_tpot),
+            published=tuple(_published(plan)),
+        )
 
 
 def _published(plan: Plan) -> Iterator[Comparison]:
-    """What the profile knows to be published of this model and batch size, if it fits here."""
+    """The profile's published figures of this model and batch size, where they fit here."""
     name = plan.model.name.rpartition("/")[2].lower()
     for figure in plan.profile.published:
         if (figure.model, figure.batch_size) == (name, plan.workload.batch_size):

@@ -1,6 +1,6 @@
-"""What the pictures share: colours, the lines of a roofline, and a PNG that can be written.
+"""Parts of all pictures: colours, a roofline's lines, captions and the PNG file.
 
-matplotlib is imported late, by the functions that need it.
+matplotlib is imported when drawing starts.
 """
 
 import itertools
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware.profile import LOCAL, HardwareProfile
+from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan.roofline import Links
 from dakrun.units import format_decimal
 
-# Okabe and Ito's colours, which people tell apart whatever their colour vision.
+# Okabe and Ito's palette, safe for all colour vision.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7",
 )  # fmt: skip
@@ -24,13 +24,13 @@ SAME = 1.005  # rates that differ by less than this factor share a line
 
 
 def check_target(path: Path) -> None:
-    """Raise UsageError where no PNG can be written to `path`, CannotRun without matplotlib."""
+    """Raise UsageError if no PNG can be written to `path`, CannotRun without matplotlib."""
     if path.is_dir():
         raise UsageError(f"{path}: is a folder", hint="name a file, as in --plot picture.png")
     if path.suffix.lower() != ".png":
         raise UsageError(f"{path}: a picture is a .png file", hint=f"write --plot {path.stem}.png")
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: no such folder", hint="make it, or change --plot")
+        raise UsageError(f"{path}: no such folder", hint="create it, or change --plot")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -41,7 +41,7 @@ def check_target(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of that many inches, which touches no global state of matplotlib."""
+    """An empty figure, in inches, without matplotlib's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -51,7 +51,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write `figure` to `path` as a PNG; UsageError where that fails."""
+    """Write `figure` to `path` as a PNG. Raises UsageError where that fails."""
     try:
         figure.savefig(path, format="png")
     except OSError as problem:
@@ -59,7 +59,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def caption(axes: Any, title: str, x: str, y: str) -> None:
-    """Title, labelled axes and a grid behind the data."""
+    """Set the title, the axis labels and a grid behind the data."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -68,7 +68,10 @@ def caption(axes: Any, title: str, x: str, y: str) -> None:
 
 
 def roofs(profile: HardwareProfile, remote: Iterable[str]) -> list[tuple[str, float]]:
-    """(tiers, bytes/s) of HBM, of each `remote` tier and of all together, the fastest first."""
+    """(tiers, bytes/s) of HBM, of each `remote` tier and of all together, the fastest first.
+
+    Rates within SAME of each other are merged.
+    """
     links = Links.of(profile, tuple(remote))
     rates = [(name.upper() if name == LOCAL else name, r) for name, r in links.direct.items()]
     rates.append((" + ".join(name for name, _ in rates), links.total_rate()))
@@ -84,9 +87,9 @@ def roofs(profile: HardwareProfile, remote: Iterable[str]) -> list[tuple[str, fl
 def draw_roofs(
     axes: Any, slopes: Sequence[tuple[str, float]], peaks: Sequence[tuple[str, float]], hbm: float
 ) -> None:
-    """The `slopes` (bytes/s), the `peaks` (FLOP/s) and the ridge of `hbm` bytes/s; all in FLOP/B.
+    """Draw the `slopes` (bytes/s), the `peaks` (FLOP/s) and the ridge of `hbm` bytes/s.
 
-    The slopes end at the first peak, the highest. The limits of `axes` are set before.
+    x is in FLOP/B. Slopes end at the first peak, the highest. Needs the limits of `axes` set.
     """
     (low, high), (bottom, _), highest = axes.get_xlim(), axes.get_ylim(), peaks[0][1]
     for (name, bandwidth), (colour, style) in zip(slopes, itertools.cycle(ROOF_STYLES)):

@@ -1,6 +1,6 @@
-"""A Plan as a picture: its ops on the machine's roofline, and the speed against the offload ratio.
+"""A Plan as a picture: its ops on the machine's roofline, and the speed by offload ratio.
 
-Plans again at fixed ratios; knows nothing of how a plan is made. matplotlib is imported late.
+Plans again at fixed ratios. matplotlib is imported when drawing starts.
 """
 
 import itertools
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun
-from dakrun.plan.planner import Plan, make_plan
+from dakrun.plan.plan import Plan
+from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Strategy
 from dakrun.plan.roofline import matmul_rows
 from dakrun.plan.show.picture import (
@@ -34,7 +35,7 @@ CLOSE = 1.5  # ops whose coordinates differ by less than this factor share a lab
 
 @dataclass(frozen=True)
 class Point:
-    """One op on the roofline: FLOPs per byte, FLOP/s as predicted, share of bytes not in HBM."""
+    """One op on the roofline: FLOPs per byte, predicted FLOP/s, offload ratio."""
 
     name: str
     category: str
@@ -65,7 +66,7 @@ def plot_plan(plan: Plan, path: Path, *, steps: int = 40) -> None:
 
 
 def points(plan: Plan) -> list[Point]:
-    """The ops of `plan` that compute, over all their layers."""
+    """Points of the ops of `plan` that do arithmetic, over all their layers."""
     return [
         Point(
             name=op.op.name,
@@ -80,7 +81,7 @@ def points(plan: Plan) -> list[Point]:
 
 
 def clusters(found: Iterable[Point]) -> list[list[Point]]:
-    """Points that lie too close together for a label each, from left to right."""
+    """Groups of points that are too close together for a label each, from left to right."""
     groups: list[list[Point]] = []
     for point in sorted(found, key=lambda p: p.intensity):
         for group in groups:
@@ -93,9 +94,9 @@ def clusters(found: Iterable[Point]) -> list[list[Point]]:
 
 
 def ratio_curve(plan: Plan, strategy: Strategy, steps: int) -> list[tuple[float, float, float]]:
-    """(share outside HBM, bound EB, predicted EB) of plans at fixed ratios from 0 to 1.
+    """(offload ratio, bound EB, predicted EB) of plans at fixed ratios from 0 to 1.
 
-    EB is in bytes/s. Ratios that the budgets refuse are left out.
+    EB is in bytes/s. Ratios that exceed a budget are left out.
     """
     curve = []
     for step in range(steps + 1):
@@ -142,9 +143,9 @@ def _draw_roofline(axes: Any, plan: Plan) -> None:
 
 
 def _label_clusters(axes: Any, groups: Sequence[Sequence[Point]]) -> None:
-    """A text with a leader beside every group of ops, near and where it covers little of a line.
+    """Label every group of ops, with a leader, at the nearest place that covers least.
 
-    It covers no other text, no legend and no op as long as there is such a place.
+    Costs keep a label off other labels, the legend, ops and the frame, then off lines.
     """
     taken = [axes.get_legend().get_window_extent()]
     ink = [spot for line in axes.lines for spot in _spots(axes, line)]
@@ -172,13 +173,13 @@ def _label_clusters(axes: Any, groups: Sequence[Sequence[Point]]) -> None:
 
 
 def _moved(label: Any, place: tuple[int, int]) -> Any:
-    """The box in pixels that `label` fills when it stands `place` points from its op."""
+    """The bounding box in pixels of `label` at `place`, in points from its op."""
     from matplotlib.text import Text
 
     label.set_position(place)
     label.set_horizontalalignment("left" if place[0] > 0 else "right")
     label.update_positions(label.figure.canvas.get_renderer())
-    return Text.get_window_extent(label).padded(4)  # the annotation's own has its leader, too
+    return Text.get_window_extent(label).padded(4)  # Annotation's own box includes the leader
 
 
 def _spots(axes: Any, line: Any) -> list[Any]:
@@ -192,8 +193,8 @@ def _spots(axes: Any, line: Any) -> list[Any]:
 def _between(start: Any, end: Any, steps: int) -> list[Any]:
     """Pixels in even steps from `start` to `end`."""
     (x0, y0), (x1, y1) = start, end
-    shares = (step / steps for step in range(steps + 1))
-    return [(x0 + (x1 - x0) * share, y0 + (y1 - y0) * share) for share in shares]
+    fractions = (step / steps for step in range(steps + 1))
+    return [(x0 + (x1 - x0) * f, y0 + (y1 - y0) * f) for f in fractions]
 
 
 def _ratio_text(group: Sequence[Point]) -> str:
@@ -213,10 +214,10 @@ def _draw_ratios(axes: Any, plan: Plan, steps: int) -> None:
         curve = ratio_curve(plan, strategy, steps)
         if strategy == plan.policy.strategy:
             curve = sorted([*curve, (plan.ratio, bound, predicted)])
-        shares = [100 * share for share, _, _ in curve]
-        for column, style, what in ((1, "--", "bound"), (2, "-", "predicted")):
+        percents = [100 * ratio for ratio, _, _ in curve]
+        for column, style, kind in ((1, "--", "bound"), (2, "-", "predicted")):
             speeds = [point[column] / 1e9 for point in curve]
-            axes.plot(shares, speeds, style, color=colour, lw=width, label=f"{strategy}, {what}")
+            axes.plot(percents, speeds, style, color=colour, lw=width, label=f"{strategy}, {kind}")
         highest = max([highest, *(point[1] for point in curve)])
     chosen = (100 * plan.ratio, predicted / 1e9)
     axes.plot(

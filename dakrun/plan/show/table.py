@@ -1,6 +1,6 @@
-"""The plan as tables on a rich console: what `dakrun plan` shows to people.
+"""A plan for people: the tables and sentences of `dakrun plan`, on a rich console.
 
-Knows layout only; the texts come from texts.py. Nothing depends on colour.
+Nothing depends on colour.
 """
 
 import textwrap
@@ -10,22 +10,48 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dakrun.plan.show.overview import Overview
-from dakrun.plan.show.texts import (
-    CHOICES,
-    NEEDS,
-    choice_legend,
-    choice_rows,
-    need_legend,
-    need_rows,
-    summary_rows,
-)
+from dakrun.errors import CannotRun
+from dakrun.plan.ops import kv_positions
+from dakrun.plan.plan import OpPlan, Plan
+from dakrun.plan.planner import MIN_OFFLOAD_GAIN
+from dakrun.plan.show.json import bound_figures, kv_figures, op_eb, predicted_figures, ridge, window
+from dakrun.plan.show.overview import Comparison, Forecast, Overview
+from dakrun.units import format_bytes, format_decimal, format_seconds
 
 TITLE_WIDTH = 15
+# Heading of each column of `need_rows`, and whether it is numeric.
+NEEDS = (
+    ("op", False),
+    ("shape", False),
+    ("bytes", True),
+    ("FLOP", True),
+    ("FLOP/B", True),
+    ("ridge", True),
+    ("regime", False),
+    ("a", True),
+    ("b", True),
+)
+# The same for `choice_rows`.
+CHOICES = (
+    ("op", False),
+    ("ratio", True),
+    ("units", True),
+    ("SMs", True),
+    ("window", True),
+    ("via", False),
+    ("bound", True),
+    ("predicted", True),
+    ("EB GB/s", True),
+)
+PHASES = {
+    1: "remote reads only where they make an op faster (up to its a)",
+    2: "also where they make an op no slower (up to its b)",
+    3: "more than is free: every further remote byte costs link time",
+}
 
 
 def render(shown: Overview, console: Console) -> None:
-    """Print what the ops need, what the plan does with them, then its summary."""
+    """Print the tables of needs and of choices, then the summary."""
     plan = shown.chosen.plan
     _print_table(console, "What each op needs", NEEDS, need_rows(plan), need_legend())
     legend = choice_legend(plan)
@@ -35,6 +61,185 @@ def render(shown: Overview, console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
+def need_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Needs of each op under any plan, in the columns NEEDS: all its layers, one decode step."""
+    return [_need_row(plan, op) for op in plan.ops]
+
+
+def choice_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The plan for each op, in the columns CHOICES; units and times are of all its layers."""
+    return [_choice_row(plan, op) for op in plan.ops]
+
+
+def need_legend() -> str:
+    """Meaning of the columns of `need_rows`."""
+    return (
+        "bytes: weights, or KV cache as kept; FLOP/B: arithmetic intensity; ridge: peak FLOP/s "
+        "over HBM bytes/s; regime: what limits the op, by time; between the offload ratios a and "
+        "b it is at its fastest. Figures are for all layers and one decode step."
+    )
+
+
+def choice_legend(plan: Plan) -> str:
+    """Meaning of the columns of `choice_rows`."""
+    tiers = "/".join(plan.tiers)
+    sampling = f" Sampling is predicted to take {format_seconds(plan.sampling_s)} more."
+    mixed = f" Where a tier has no SMs, those of {plan.tiers[0]} read it among their own units."
+    waits = f" Direct and staged reads wait {format_seconds(plan.waits_s)} for each other."
+    return (
+        f"ratio: share of the bytes outside {plan.tiers[0]}; "
+        "units (row blocks of 8 rows, or KV slots) "
+        f"and SMs: {tiers}; window: bytes in flight from {'/'.join(plan.tiers[1:])}; via: how "
+        "remote bytes are read; EB: bytes read over predicted time."
+        + (mixed if any(op.mixed(t) for op in plan.ops for t in range(len(plan.tiers))) else "")
+        + (sampling if plan.sampling_s else "")
+        + (waits if plan.waits_s else "")
+    )
+
+
+def summary_rows(shown: Overview) -> list[tuple[str, str]]:
+    """(title, text) pairs: problem, memory, ratios, speed, comparisons and advice."""
+    plan = shown.chosen.plan
+    model, work, profile = plan.model, plan.workload, plan.profile
+    source = profile.provenance
+    kv = kv_figures(plan)
+    return [
+        ("model", f"{model.name}, {model.dtype}, {format_bytes(plan.weight_bytes)} of weights"),
+        (
+            "workload",
+            f"batch {work.batch_size}, {work.prompt_len} prompt + {work.new_tokens} new tokens, "
+            f"{kv_positions(work)} positions kept per slot",
+        ),
+        ("profile", f"{profile.name}: {profile.description} ({source.kind}, {source.date})"),
+        *((f"{name} memory", _memory_text(plan, tier)) for tier, name in enumerate(plan.tiers)),
+        (
+            "offload ratio",
+            f"{plan.ratio:.1%} of weights and KV chosen ({plan.policy.strategy}), "
+            f"{plan.required_ratio:.1%} required by capacity",
+        ),
+        *_forgone_rows(plan),
+        ("phase", f"{plan.phase} of 3: {PHASES[plan.phase]}"),
+        (
+            "KV per step",
+            f"{format_bytes(kv['resident_bytes'])} resident, "
+            f"{format_bytes(kv['hbm_read_bytes_per_step'])} read from {plan.tiers[0]}, "
+            f"{format_bytes(kv['link_read_bytes_per_step'])} over the link",
+        ),
+        ("prefill", _prefill_text(shown.chosen)),
+        ("bound", _speed_text(bound_figures(shown.chosen))),
+        ("predicted", _speed_text(predicted_figures(shown.chosen))),
+        *_uniform_rows(shown.uniform),
+        *(("published", _published_text(other)) for other in shown.published),
+        ("advice", shown.advice.sentence),
+    ]
+
+
+def _prefill_text(forecast: Forecast) -> str:
+    """Size of passes, and how they read remote weights."""
+    plan, found = forecast.plan, forecast.prefill
+    text = f"{found.tokens:,} tokens in passes of up to {plan.prefill.chunk_tokens:,}"
+    remote = any(op.ratio > 0 for op in plan.weights())
+    return text + (f", remote weights {plan.prefill.transport}" if remote else "")
+
+
+def _need_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:
+    first, second = op.op.shape
+    shape = f"{first}q/{second}kv" if op.op.category == "attention" else f"{first}x{second}"
+    return (
+        f"{op.op.name} x{op.op.layers}",
+        shape,
+        format_bytes(op.op.layers * op.op.resident_bytes),
+        format_decimal(op.op.layers * op.op.flops, "").rstrip(),
+        f"{op.op.arithmetic_intensity:.1f}",
+        f"{ridge(plan.profile, plan):.3g}",
+        op.regime.removesuffix("-bound"),
+        f"{op.a:.1%}",
+        f"{op.b:.1%}",
+    )
+
+
+def _choice_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:
+    tiers = range(len(plan.tiers))
+    windows = [window(plan, op, tier) for tier in tiers[1:]]
+    return (
+        op.op.name,
+        f"{op.ratio:.1%}",
+        _slashed([sum(counts[tier] for counts in op.placement) for tier in tiers]),
+        _slashed(op.sms),
+        _slashed(["-" if size is None else _short_bytes(size) for size in windows]),
+        op.transport if op.ratio > 0 else "-",
+        format_seconds(sum(op.bounds_s)),
+        format_seconds(sum(op.predicted_s)),
+        f"{op_eb(op) / 1e9:,.1f}",
+    )
+
+
+def _slashed(values: Sequence[object]) -> str:
+    """Values of the tiers in their order, as in "1200/48"."""
+    return "/".join(map(str, values))
+
+
+def _short_bytes(size: int) -> str:
+    """A window's size without zeros after the point, as in "256 KiB"."""
+    return format_bytes(size).replace(".00 ", " ")
+
+
+def _memory_text(plan: Plan, tier: int) -> str:
+    memory = plan.memory(tier)
+    parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in memory.items() if size)
+    used = f"{format_bytes(sum(memory.values()))} of {format_bytes(plan.budgets[tier])}"
+    return f"{used} ({parts})" if parts else used
+
+
+def _speed_text(speed: dict[str, float]) -> str:
+    return (
+        f"TTFT {format_seconds(speed['ttft_s'])}, TPOT {format_seconds(speed['tpot_s'])}, "
+        f"{speed['tokens_per_s']:,.1f} tokens/s, EB {_rate(speed['eb_bytes_per_s'])}, "
+        f"EB total {_rate(speed['eb_total_bytes_per_s'])}"
+    )
+
+
+def _forgone_rows(plan: Plan) -> list[tuple[str, str]]:
+    """A note on an offloading plan whose gain is too small, if there is one."""
+    if plan.forgone is None:
+        return []
+    gain = 1 - plan.forgone.predicted_s / plan.predicted_s
+    speed = f"{gain:.1%} faster" if gain > 0 else "no faster"
+    return [
+        (
+            "note",
+            f"with {plan.forgone.ratio:.1%} outside {plan.tiers[0]} a step is predicted to be "
+            f"{speed}; below {MIN_OFFLOAD_GAIN:.0%} nothing is moved for speed (--offload-ratio "
+            f"{plan.forgone.ratio:.4f} would)",
+        )
+    ]
+
+
+def _uniform_rows(uniform: Forecast | CannotRun) -> list[tuple[str, str]]:
+    if isinstance(uniform, CannotRun):
+        return [("uniform", f"the same ratio for every op cannot run: {uniform}")]
+    return [
+        ("uniform ratio", f"{uniform.plan.ratio:.1%}, the same for every op as far as units allow"),
+        ("uniform bound", _speed_text(bound_figures(uniform))),
+        ("uniform pred.", _speed_text(predicted_figures(uniform))),
+    ]
+
+
+def _published_text(other: Comparison) -> str:
+    """A published EB, the prediction for the same plan, and both over the bound."""
+    figure = other.published
+    return (
+        f"EB {_rate(figure.eb_bytes_per_s)} with {figure.offload_ratio:.0%} outside "
+        f"{other.plan.tiers[0]}, {other.efficiency:.0%} of the bound of {_rate(other.bound_eb)} "
+        f"there, where {_rate(other.expected_eb)}, {other.expected:.0%}, is predicted "
+        f"({figure.source})"
+    )
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.1f} GB/s"
+
+
 def _print_table(
     console: Console,
     title: str,
@@ -42,7 +247,7 @@ def _print_table(
     rows: Iterable[tuple[str, ...]],
     legend: str,
 ) -> None:
-    """A table between its title and its legend, and an empty line."""
+    """Print a table between its title and its legend, then an empty line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading, numeric in columns:
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
@@ -54,7 +259,7 @@ def _print_table(
 
 
 def _wrapped(text: str, width: int, title: str = "") -> str:
-    """`text` beside its title, in lines of at most `width` columns."""
+    """`text` beside its title, wrapped to `width` columns."""
     indent = TITLE_WIDTH if title else 0
     return textwrap.fill(
         text,

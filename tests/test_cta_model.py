@@ -7,9 +7,7 @@ from dakrun.config import Workload
 from dakrun.geometry import SHARED_BYTES_PAIRED
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.models.known import known_model
-from dakrun.plan.ops import decode_ops, linear_op
-from dakrun.plan.roofline import predicted_time
-from dakrun.plan.waves import read_times, sms_by_tier
+from dakrun.plan import decode_ops, linear_op, predicted_time, read_times, sms_by_tier
 
 HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 

@@ -1,0 +1,265 @@
+"""CTA model: how many SMs read each tier of an op, and the time of its busiest CTAs.
+
+Knows the round-robin of row blocks over CTAs (dakrun/geometry.py), one op's placement and the
+profile's KernelModel. README.md in this folder derives the formulas.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from dakrun.geometry import (
+    FEW_ROWS,
+    ROWS_PER_BLOCK,
+    SHARED_BYTES_PAIRED,
+    SPLITK_MAX_ROWS,
+    even_group,
+    group_count,
+)
+from dakrun.hardware import HardwareProfile, KernelModel, RemoteTier
+from dakrun.plan.many_rows import many_rows_sms, many_rows_times
+from dakrun.plan.ops import Op
+from dakrun.plan.roofline import bytes_in_flight, is_windowed, predicted_time
+from dakrun.units import ceil_div
+
+SM_GAIN = 1.002  # a remote part gets more SMs only if the op ends sooner by this factor
+
+
+def sms_by_tier(
+    op: Op,
+    placement: Sequence[Sequence[int]],
+    compute: float,
+    bound: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[int, ...]:
+    """SMs for each tier's part of `op`, the local one first.
+
+    `placement` has the units per tier of every layer, `compute` and `bound` are seconds of a
+    layer's arithmetic and of its roofline. The local part keeps at least one SM.
+
+    - A remote part starts with the SMs that saturate its link or, if more, that end its ratio of
+      the arithmetic within `bound`.
+    - A linear op's remote part is cut to the fewest SMs with which the op ends as soon, within
+      SM_GAIN.
+    - Attention's remote part is cut to the SMs whose rings keep the link busy.
+    - A remote part gets none where the op ends sooner mixed: the local tier's SMs read the remote
+      units among their own, which needs a link without a window.
+    """
+    units = [sum(counts) for counts in zip(*placement, strict=True)]
+    if _is_tiled(op, profile):
+        return many_rows_sms(op, units, compute, profile, remote)
+    sms, arithmetic = [], []
+    for name, held in zip(remote, units[1:], strict=True):
+        work = held / sum(units) * compute
+        arithmetic.append(math.ceil(profile.sms * work / bound) if bound else 0)
+        sms.append(max(profile.tier(name).sms, arithmetic[-1]) if held else 0)
+    spare = 1 if units[0] else 0
+    while sum(sms) > max(profile.sms - spare, len(sms)):
+        sms[sms.index(max(sms))] -= 1
+    if op.category == "linear" and units[0]:
+        counts = _mean_counts(placement)
+        for tier, highest in enumerate(sms):
+            options: dict[int, float] = {}
+            for n in range(min(max(1, arithmetic[tier]), highest), highest + 1):
+                given = [*sms[:tier], n, *sms[tier + 1 :]]
+                split = (profile.sms - sum(given), *given)
+                options[n] = _seconds(op, counts, split, compute, profile, remote)
+            soonest = min(options.values())
+            sms[tier] = min(n for n, took in options.items() if took <= soonest * SM_GAIN)
+    if op.category == "attention" and units[0]:
+        busy = [_attention_sms(profile.tier(name), profile.kernel_model) for name in remote]
+        sms = [min(n, max(least)) for n, *least in zip(sms, arithmetic, busy, strict=True)]
+    local = profile.sms - sum(sms) if units[0] else 0
+    return _mixed_if_sooner(op, _mean_counts(placement), compute, (local, *sms), profile, remote)
+
+
+def _mixed_if_sooner(
+    op: Op,
+    counts: Sequence[int],
+    compute: float,
+    sms: tuple[int, ...],
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[int, ...]:
+    """`sms`, or 0 for the first remote part if the op ends sooner with that part mixed."""
+    first = next((tier for tier, count in enumerate(counts) if tier and count), 0)
+    many = op.category == "linear" and op.batch_size > FEW_ROWS
+    if not (first and counts[0]) or many or is_windowed(profile.tier(remote[first - 1])):
+        return sms
+    mixed = (sms[0] + sms[first], *(0 if t == first else n for t, n in enumerate(sms) if t))
+    sooner = _seconds(op, counts, mixed, compute, profile, remote) < _seconds(
+        op, counts, sms, compute, profile, remote
+    )
+    return mixed if sooner else sms
+
+
+def _seconds(
+    op: Op,
+    counts: Sequence[int],
+    sms: Sequence[int],
+    compute: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> float:
+    """Predicted seconds of a layer of `op` whose parts are read by `sms` of each tier."""
+    kernel, link = read_times(op, counts, sms, profile, remote)
+    return predicted_time(op, max(kernel, compute), profile, link=link)
+
+
+def _mean_counts(placement: Sequence[Sequence[int]]) -> list[int]:
+    """Units per tier of a mean layer, rounded up."""
+    return [math.ceil(sum(of) / len(placement)) for of in zip(*placement, strict=True)]
+
+
+def _attention_sms(tier: RemoteTier, model: KernelModel) -> int:
+    """SMs whose rings hold the bytes in flight that `tier`'s link needs; all with a window."""
+    if is_windowed(tier):
+        return tier.sms
+    needed = model.attention_ring_factor * bytes_in_flight(tier, model)
+    return math.ceil(needed / SHARED_BYTES_PAIRED)
+
+
+def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
+    """Whether the tiled GEMM computes `op`; False without its costs in the profile.
+
+    SplitK_GEMM takes small weights at up to 64 rows; this model ignores that.
+    """
+    many = op.category == "linear" and op.batch_size > FEW_ROWS
+    return many and profile.many_rows is not None
+
+
+def launch_times(
+    op: Op,
+    counts: Sequence[int],
+    sms: Sequence[int],
+    compute: float,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[float, float]:
+    """(kernel, link) seconds of a layer of `op` with `sms[t]` SMs for `counts[t]` units of tier t.
+
+    The kernel seconds of the tiled GEMM include `compute` seconds of arithmetic; others do not.
+    """
+    if _is_tiled(op, profile):
+        return many_rows_times(op, counts, sms, compute, profile, remote)
+    return read_times(op, counts, sms, profile, remote)
+
+
+def read_times(
+    op: Op,
+    counts: Sequence[int],
+    sms: Sequence[int],
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[float, float]:
+    """(kernel, link) seconds in which `sms[t]` SMs read `counts[t]` units of tier t of one layer.
+
+    A remote tier with units and no SMs is mixed: read by the local tier's SMs. Beyond the
+    roofline this counts the local part's busiest CTA, the last wave of remote parts, which has
+    fewer CTAs, and idle links between launches.
+    """
+    if profile.device != "cuda" or op.category == "gather":
+        return 0.0, 0.0
+    if op.category == "attention":
+        return _attention_times(op, counts, sms, profile, remote)
+    model, rows = profile.kernel_model, op.batch_size
+    row_block = op.read_bytes / op.units
+    parts = list(zip(map(profile.tier, remote), counts[1:], sms[1:], strict=True))
+    mixed = sum(count for _, count, own in parts if not own)
+    fixed = profile.linear.at(rows)[0]
+    links = []
+    for tier, row_blocks, own in parts:
+        if not row_blocks:
+            continue
+        if own:
+            ctas, group = float(min(own, row_blocks)), even_group(row_blocks, min(own, row_blocks))
+            seconds = row_block * _waves(row_blocks, own, _link_rate(tier, rows, model))
+        else:
+            ctas = sms[0] * row_blocks / (counts[0] + mixed)
+            group = even_group(counts[0], sms[0], mixed)
+            seconds = _mixed_seconds(row_block * row_blocks, tier, model)
+        # HBM idles between launches as well: that is part of the op's fixed cost.
+        held = _ring_bytes(rows, ctas, group) / tier.direct_bytes_per_s
+        idle = max(0.0, model.launch_gap_seconds - held)
+        links.append(seconds + max(0.0, idle - fixed))
+    local = row_block * counts[0] / profile.hbm_bytes_per_s
+    local *= _unevenness(counts[0], sms[0], profile, mixed)
+    return local, max(links, default=0.0)
+
+
+def _attention_times(
+    op: Op,
+    counts: Sequence[int],
+    sms: Sequence[int],
+    profile: HardwareProfile,
+    remote: Sequence[str],
+) -> tuple[float, float]:
+    """`read_times` of attention, whose CTAs take short chunks of slots as they become free."""
+    model, slot = profile.kernel_model, op.read_bytes / op.units
+    local = slot * counts[0] / profile.hbm_bytes_per_s
+    ratio = sms[0] / profile.sms
+    others = max(0.0, model.busy_sms - ratio) * model.remote_attention_cost
+    kernel = local * (1 + others) / min(1.0, ratio / model.saturating_sms) if local else 0.0
+    parts = zip(map(profile.tier, remote), counts[1:], sms[1:], strict=True)
+    links = [_mixed_seconds(slot * n, tier, model) for tier, n, own in parts if not own]
+    return kernel, max(links, default=0.0)
+
+
+def _mixed_seconds(nbytes: float, tier: RemoteTier, model: KernelModel) -> float:
+    """Seconds in which local CTAs read `nbytes` of `tier` among their own."""
+    return nbytes / (tier.direct_bytes_per_s * model.mixed_link_efficiency)
+
+
+def _unevenness(row_blocks: int, ctas: int, profile: HardwareProfile, mixed: int = 0) -> float:
+    """Time of `row_blocks` over `ctas`, as a multiple of HBM's time for their bytes.
+
+    `mixed` row blocks of another tier are among them. 1 is the time of the chains of kernels in
+    which the profile's op costs were measured, on all SMs.
+    """
+    if not row_blocks:
+        return 1.0
+    model = profile.kernel_model
+    ctas = min(max(1, ctas), row_blocks + mixed)
+    group = even_group(row_blocks, ctas, mixed)
+    busiest = group * ceil_div(group_count(group, row_blocks, mixed), ctas)
+    over_mean = busiest * profile.sms / (row_blocks + mixed)
+    return 1 + model.busiest_cta_weight * (over_mean - 1 / model.busy_sms)
+
+
+def _ring_bytes(rows: int, ctas: float, group: int) -> float:
+    """Bytes of W in the rings of `ctas`, which also hold `rows` rows of X."""
+    tiles = ceil_div(min(rows, SPLITK_MAX_ROWS), ROWS_PER_BLOCK)
+    return ctas * SHARED_BYTES_PAIRED * group / (group + tiles)
+
+
+def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> float:
+    """Seconds per byte of a row block, for all waves in which one CTA per SM reads `row_blocks`.
+
+    `rate(ctas, group)` is in bytes/s, for that many CTAs and row blocks in a group. Only the last
+    wave may have fewer CTAs.
+    """
+    if not row_blocks:
+        return 0.0
+    ctas = min(max(1, sms), row_blocks)
+    group = even_group(row_blocks, ctas)
+    whole, last = divmod(ceil_div(row_blocks, group), ctas)
+    rest = max(0, row_blocks - whole * ctas * group) if last else 0
+    seconds = (row_blocks - rest) / rate(ctas, group)
+    return seconds + (rest / rate(last, group) if rest else 0.0)
+
+
+def _link_rate(tier: RemoteTier, rows: int, model: KernelModel) -> Callable[[int, int], float]:
+    """Bytes/s of `tier` by the CTAs that read it and the row blocks in a group, at `rows` of X.
+
+    The bytes in flight are limited by the CTAs' rings. A window reaches its full rate only with
+    all of the tier's SMs.
+    """
+    full, needed = tier.direct_bytes_per_s, bytes_in_flight(tier, model)
+    windowed = is_windowed(tier)
+
+    def rate(ctas: int, group: int) -> float:
+        missing = max(0.0, 1 - ctas / tier.sms) if windowed else 0.0
+        filled = min(1.0, _ring_bytes(rows, ctas, group) / needed)
+        return full * filled / (1 + model.few_sms_link_loss * 2 * missing)
+
+    return rate

@@ -1,0 +1,148 @@
+"""Ratios of every op over several remote tiers: a linear program, solved by the simplex method.
+
+README.md in this folder derives the program. With one remote tier its optimum is the greedy's.
+Knows no row blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dakrun.plan.roofline import Line, time_of
+
+_TOLERANCE = 1e-10
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class OpLines:
+    """One op (all its layers): its `resident` bytes and the lower bounds of its time.
+
+    Tier 0 is the local one. `lines` are in seconds per ratio, as in Links.lines.
+    """
+
+    resident: float
+    lines: tuple[Line, ...]
+
+
+def best_ratios(
+    ops: Sequence[OpLines],
+    capacities: Sequence[float],
+    remote_bytes: float | None,
+    *,
+    uniform: bool = False,
+) -> list[tuple[float, ...]] | None:
+    """Ratio of each op's bytes in every tier, in the least total time; None if nothing fits.
+
+    `capacities` are bytes per tier, the local one first; `remote_bytes` fixes the bytes outside
+    it. With `uniform` all ops have the same ratios.
+    """
+    tiers, count = len(capacities), len(ops)
+    blocks = 1 if uniform else count
+    width = blocks * tiers + count  # ratios, then each op's seconds above its floor
+    total = sum(op.resident for op in ops)
+    if total == 0 or min(capacities) < 0:
+        return None
+    floors = [max(c for c, by in op.lines if not by) for op in ops]
+    scale = max(time_of(op.lines, [1.0] + [0.0] * (tiers - 1)) for op in ops)
+
+    def column(op: int, tier: int) -> int:
+        return (0 if uniform else op) * tiers + tier
+
+    rows, limits = [], []
+    for i, op in enumerate(ops):
+        for constant, by in op.lines:
+            if not by:
+                continue
+            row = np.zeros(width)
+            for tier, k in by.items():
+                row[column(i, tier)] = k / scale
+            row[blocks * tiers + i] = -1.0
+            if floors[i] < constant:
+                raise ValueError("expected every line's constant to be at most the op's floor")
+            rows.append(row)
+            limits.append((floors[i] - constant) / scale)
+    for tier, capacity in enumerate(capacities):
+        row = np.zeros(width)
+        for i, op in enumerate(ops):
+            row[column(i, tier)] += op.resident / total
+        rows.append(row)
+        limits.append(min(capacity / total, 1.0))
+    whole = np.zeros((blocks, width))
+    for block in range(blocks):
+        whole[block, block * tiers : (block + 1) * tiers] = 1.0
+    sums = np.ones(blocks)
+    if remote_bytes is not None:
+        whole = np.vstack([whole, rows[-tiers]])
+        sums = np.append(sums, 1 - min(remote_bytes / total, 1.0))
+    cost = np.concatenate([np.zeros(blocks * tiers), np.ones(count)])
+    x = minimise(cost, (np.array(rows), np.array(limits)), (whole, sums))
+    if x is None:
+        return None
+    found = x[: blocks * tiers].reshape(blocks, tiers)
+    return [tuple(found[0 if uniform else i].tolist()) for i in range(count)]
+
+
+def minimise(
+    cost: Matrix, at_most: tuple[Matrix, Matrix], equal: tuple[Matrix, Matrix]
+) -> Matrix | None:
+    """The x >= 0 with the least cost @ x under A x <= b and E x = d; None if there is none.
+
+    `cost` is [n]; `at_most` is (A [p, n], b [p]) and `equal` (E [q, n], d [q]); entries of b and d
+    are at least 0 (else ValueError). Coefficients should be of the order of 1. Dense two-phase
+    simplex method for a few dozen variables (Chvatal, Linear Programming, 1983, chapters 2, 3).
+    """
+    (a, b), (e, d) = at_most, equal
+    p, q, n = len(b), len(d), len(cost)
+    if min(b.min(initial=0.0), d.min(initial=0.0)) < 0:
+        raise ValueError("expected right-hand sides of at least 0")
+    table = np.zeros((p + q, n + p + q + 1))
+    table[:p, :n], table[p:, :n] = a, e
+    table[:, n : n + p + q] = np.eye(p + q)
+    table[:p, -1], table[p:, -1] = b, d
+    basis = list(range(n, n + p + q))
+    artificial = np.zeros(n + p + q)
+    artificial[n + p :] = 1.0
+    _improve(table, basis, artificial, n + p + q)
+    if artificial[basis] @ table[:, -1] > 1e-7:
+        return None
+    for row in range(p + q):  # artificial variables that stay at zero must not come back
+        columns = np.flatnonzero(np.abs(table[row, : n + p]) > 1e-9)
+        if basis[row] >= n + p and len(columns):
+            _pivot(table, basis, row, int(columns[0]))
+    _improve(table, basis, np.concatenate([cost, np.zeros(p + q)]), n + p)
+    x = np.zeros(n + p + q)
+    x[basis] = table[:, -1]
+    return x[:n]
+
+
+def _improve(table: Matrix, basis: list[int], cost: Matrix, columns: int) -> None:
+    """Pivot on the first `columns` columns until no step lowers the cost.
+
+    The steepest column enters. After 20 steps without progress the first one does (Bland's rule),
+    which cannot cycle.
+    """
+    idle, best = 0, np.inf
+    while True:
+        reduced = cost[:columns] - cost[basis] @ table[:, :columns]
+        entering = np.flatnonzero(reduced < -_TOLERANCE)
+        if not len(entering):
+            return
+        value = float(cost[basis] @ table[:, -1])
+        idle, best = (0, value) if value < best - _TOLERANCE else (idle + 1, best)
+        column = int(entering[0] if idle > 20 else reduced.argmin())
+        rising = np.flatnonzero(table[:, column] > _TOLERANCE)
+        if not len(rising):
+            raise ArithmeticError("the linear program has no bound")
+        ratios = table[rising, -1] / table[rising, column]
+        tied = rising[ratios <= ratios.min() + 1e-13]
+        _pivot(table, basis, min(tied.tolist(), key=lambda row: basis[row]), column)
+
+
+def _pivot(table: Matrix, basis: list[int], row: int, column: int) -> None:
+    table[row] /= table[row, column]
+    others = np.arange(len(table)) != row
+    table[others] -= np.outer(table[others, column], table[row])
+    basis[row] = column
