@@ -1,0 +1,117 @@
+"""Stage 1 of planning: the time of an op of a decode step under a placement.
+
+Knows the model, the workload and the machine; knows neither budgets nor a policy.
+"""
+
+from collections.abc import Sequence
+
+from dakrun.config import ModelConfig, Workload
+from dakrun.hardware import HardwareProfile
+from dakrun.plan.cta_model import launch_times, sms_by_tier
+from dakrun.plan.ops import Op, decode_ops
+from dakrun.plan.plan import PlacedOp
+from dakrun.plan.policy import Transport
+from dakrun.plan.roofline import (
+    Links,
+    compute_time,
+    kernel_time,
+    predicted_time,
+    staged_time,
+    times_of,
+)
+
+Counts = tuple[int, ...]  # units or slots by tier
+
+
+class OpCosts:
+    """The `ops` of a step, and the time of each over the local tier and the `remote` ones.
+
+    `compute` has the seconds of arithmetic of one layer at the profile's rate, by op name; `work`
+    the same at the kernels' efficiency. Problems of one workload share one OpCosts and its cache.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        workload: Workload,
+        profile: HardwareProfile,
+        remote: tuple[str, ...],
+    ) -> None:
+        self.model, self.workload, self.profile, self.remote = model, workload, profile, remote
+        self.links = Links.of(profile, remote)
+        self.ops = decode_ops(model, workload)
+        self.compute = {op.name: compute_time(op, profile, model.dtype) for op in self.ops}
+        self.work = {op.name: kernel_time(op, self.compute[op.name], profile) for op in self.ops}
+        self._placed: dict[tuple[str, tuple[Counts, ...], Transport], PlacedOp] = {}
+
+    def roofline(
+        self, op: Op, tier_bytes: Sequence[float], transport: Transport
+    ) -> tuple[float, float]:
+        """(kernel, link) seconds of one layer of `op` that reads `tier_bytes` of each tier."""
+        lines = self.links.lines(op.read_bytes, self.compute[op.name], staged=transport == "staged")
+        return times_of(lines, [n / op.read_bytes for n in tier_bytes])
+
+    def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
+        """Seconds of one layer of `op` at full rates: the longer of both `roofline` times."""
+        return max(self.roofline(op, tier_bytes, transport))
+
+    def placed(self, op: Op, placement: tuple[Counts, ...], transport: Transport) -> PlacedOp:
+        """`op` with the given units per layer and tier, its SMs and its time.
+
+        Only matrices with remote units are staged; slots and rows of a table are read directly.
+        """
+        if op.category != "linear" or not any(sum(counts[1:]) for counts in placement):
+            transport = "direct"
+        key = op.name, placement, transport
+        if key not in self._placed:
+            self._placed[key] = self._cost(op, placement, transport)
+        return self._placed[key]
+
+    def _cost(self, op: Op, placement: tuple[Counts, ...], transport: Transport) -> PlacedOp:
+        profile, remote, compute = self.profile, self.remote, self.compute[op.name]
+        read_ratio = op.read_bytes / op.resident_bytes
+        times = {
+            counts: self.roofline(op, [n * read_ratio for n in op.tier_bytes(counts)], transport)
+            for counts in set(placement)
+        }
+        bounds = tuple(max(times[counts]) for counts in placement)
+        sms: Counts = (profile.sms, *(0 for _ in remote))
+        if transport == "direct":  # staged bytes are read from the local tier, by all SMs
+            sms = sms_by_tier(op, placement, compute, sum(bounds) / len(bounds), profile, remote)
+
+        def predicted(counts: Counts) -> float:
+            """Predicted seconds of one layer with the given units per tier."""
+            kernel, link = times[counts]
+            if transport == "direct":
+                launched = launch_times(op, counts, sms, compute, profile, remote)
+                kernel, link = max(kernel, launched[0]), max(link, launched[1])
+            elif any(counts[1:]):
+                return staged_time(op, kernel, profile, link=link)
+            return predicted_time(op, kernel, profile, link=link)
+
+        predictions = {counts: predicted(counts) for counts in times}
+        return PlacedOp(
+            op=op,
+            transport=transport,
+            sms=sms,
+            placement=placement,
+            bounds_s=bounds,
+            predicted_s=tuple(predictions[counts] for counts in placement),
+        )
+
+
+def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
+    """Seconds that direct and staged reads of matrices from the same tier wait for each other.
+
+    Copies run ahead while other ops read directly. Each takes the link from the other, for as
+    long as the shorter of both needs it. `links` has the tiers of `ops` in their order.
+    """
+    seconds = 0.0
+    for tier, name in enumerate(links.direct):
+        needed = {"direct": 0.0, "staged": 0.0}
+        for op in ops:
+            if tier and op.op.category == "linear":
+                rates = links.staged if op.transport == "staged" else links.direct
+                needed[op.transport] += op.read_bytes(tier) / rates[name]
+        seconds += min(needed.values())
+    return seconds

@@ -1,0 +1,177 @@
+"""Stage 2 of planning: placements of a problem, from ideal ratios to row blocks and slots.
+
+greedy.py and linear_program.py find the ratios, rounding.py makes them whole. The times that
+decide are bounds; planner.py compares predicted times.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from dakrun.plan.cta_model import launch_times, sms_by_tier
+from dakrun.plan.greedy import Curve, best_total, greedy_ratios, uniform_ratios
+from dakrun.plan.op_costs import Counts, OpCosts
+from dakrun.plan.ops import Op
+from dakrun.plan.problem import Problem
+from dakrun.plan.roofline import kernel_time
+from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios, split_units
+
+REACH = 16  # row blocks up or down that are tried to balance an op
+
+Placement = Mapping[str, tuple[Counts, ...]]  # units per layer and tier, by op
+
+
+def ideal_ratios(
+    problem: Problem, ops: Sequence[Op], remote: float | None, caps: Sequence[float]
+) -> list[tuple[float, ...]]:
+    """Ratio of every tier for each of `ops`, before rounding, within `caps` bytes per tier.
+
+    `remote` fixes the bytes outside the local tier. Raises CannotRun where nothing fits.
+    """
+    resident = sum(op.layers * op.resident_bytes for op in ops)
+    uniform = problem.strategy == "uniform"
+    required, limit = max(0.0, resident - caps[0]), max(0.0, sum(caps[1:]))
+    if len(caps) == 2:
+        curves = [problem.curves[op.name] for op in ops]
+        auto = min(max(best_total(curves), required), limit, resident)
+        choose = uniform_ratios if uniform else greedy_ratios
+        return [(1 - x, x) for x in choose(curves, auto if remote is None else remote)]
+    from dakrun.plan.linear_program import OpLines, best_ratios  # imports numpy, which is slow
+
+    bounds = [OpLines(op.layers * op.resident_bytes, problem.lines(op)) for op in ops]
+    free = (resident, *caps[1:]) if remote is not None else caps
+    ratios = best_ratios(bounds, free, remote, uniform=uniform)
+    if ratios is None:
+        if remote is not None and remote > limit:
+            raise problem.over_budget(" and ".join(problem.tiers[1:]), limit, remote - limit)
+        raise problem.too_small(max(resident - sum(caps), -min(free), 1.0))
+    return ratios
+
+
+def slot_candidates(problem: Problem) -> list[Counts]:
+    """Numbers of remote KV slots, by remote tier, to plan with: the ideal ones rounded, and none.
+
+    With a fixed offload ratio they are rounded both ways. A fixed KV ratio gives the total.
+    """
+    n, policy = problem.costs.workload.batch_size, problem.policy
+    fixed = policy.kv_offload_ratio
+    if fixed is not None and len(problem.tiers) == 2:
+        return [(math.floor(fixed * n + 0.5),)]
+    remote = None
+    if policy.offload_ratio is not None and fixed is None:
+        remote = policy.offload_ratio * problem.total
+    ratios = ideal_ratios(problem, problem.costs.ops, remote, problem.caps)
+    kv = ratios[problem.costs.ops.index(problem.attention)][1:]
+    if fixed is not None:
+        return _slot_splits(problem, math.floor(fixed * n + 0.5), kv)
+    if policy.offload_ratio is None:
+        options = [{0, math.floor(x * n + 0.5)} for x in kv]
+    else:
+        options = [{math.floor(x * n + 1e-9), min(math.ceil(x * n - 1e-9), n)} for x in kv]
+    return sorted(c for c in itertools.product(*options) if sum(c) <= n)
+
+
+def _slot_splits(problem: Problem, total: int, ratios: Sequence[float]) -> list[Counts]:
+    """Ways to give `total` slots to the remote tiers: in proportion to `ratios`, and to one tier.
+
+    Where all ratios are 0, the rates of the tiers take their place.
+    """
+    rates = [problem.costs.links.direct[tier] for tier in problem.tiers[1:]]
+    weights = ratios if sum(ratios) > 0 else rates
+    ends = [
+        math.floor(total * sum(weights[: i + 1]) / sum(weights) + 0.5) for i in range(len(weights))
+    ]
+    spread = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+    alone = [tuple(total * (i == j) for j in range(len(rates))) for i in range(len(rates))]
+    return sorted({spread, *alone})
+
+
+def placement(problem: Problem, slots: Counts) -> Placement:
+    """Units per layer and tier of every op, with `slots` KV slots in the remote tiers.
+
+    Weights get the ideal ratios in the room that the slots leave, rounded to row blocks. Raises
+    CannotRun where they do not fit there.
+    """
+    attention, weights, policy = problem.attention, problem.weights, problem.policy
+    slot = attention.layers * remote_bytes(attention, 1)
+    local_slots = problem.costs.workload.batch_size - sum(slots)
+    kv = [count * slot for count in (local_slots, *slots)]
+    caps = [cap - held for cap, held in zip(problem.caps, kv, strict=True)]
+    resident = sum(op.layers * op.resident_bytes for op in weights)
+    wanted = policy.offload_ratio
+    if wanted is not None and policy.kv_offload_ratio is None:
+        wanted = min(max(wanted * problem.total - sum(kv[1:]), 0.0), resident)
+    elif wanted is not None:
+        wanted = wanted * resident
+    ratios = ideal_ratios(problem, weights, wanted, caps)
+    by_name = {op.name: of for op, of in zip(weights, ratios, strict=True)}
+    required, limit = max(0.0, resident - caps[0]), sum(caps[1:])
+    goal = RemoteGoal(*((required, limit) if wanted is None else (0.0, resident)), wanted)
+
+    def time(op: Op, units: int) -> float:
+        """Bound in seconds of one layer of `op` with `units` remote ones."""
+        read = problem.tier_bytes(op, units, by_name[op.name])
+        return problem.costs.bound(op, read, "direct")
+
+    totals = round_ratios(weights, [1 - of[0] for of in ratios], goal, time)
+    if wanted is None and len(caps) == 2 and problem.transport != "staged":
+        totals = balanced(problem, totals, goal)
+    free = [
+        cap
+        - sum(r[t] * op.layers * op.resident_bytes for op, r in zip(weights, ratios, strict=True))
+        for t, cap in enumerate(caps)
+    ][1:]
+    sink = free.index(max(free))
+    placed = {
+        op.name: split_units(op, units, by_name[op.name][1:], sink)
+        for op, units in zip(weights, totals, strict=True)
+    }
+    placed[attention.name] = ((local_slots, *slots),) * attention.layers
+    return placed
+
+
+def balanced(
+    problem: Problem, totals: Sequence[tuple[int, ...]], goal: RemoteGoal
+) -> list[tuple[int, ...]]:
+    """Remote units of every layer of the problem's weights, with which each op ends soonest.
+
+    `totals` are the rounded ones, over one remote tier. The CTA model may favour a few row blocks
+    more or fewer, within a unit's time of the op's least bound. Returns `totals` unchanged where
+    budgets decide.
+    """
+    unchanged, ops = list(totals), problem.weights
+    if not goal.required <= best_total([problem.curves[op.name] for op in ops]) <= goal.limit:
+        return unchanged
+    moved = [
+        (_balanced_units(problem.costs, op, problem.curves[op.name], max(units)),) * op.layers
+        if op.category == "linear"
+        else units
+        for op, units in zip(ops, totals, strict=True)
+    ]
+    placed = sum(remote_bytes(op, n) for op, units in zip(ops, moved, strict=True) for n in units)
+    return moved if goal.required <= placed <= goal.limit else unchanged
+
+
+@functools.lru_cache(maxsize=256)
+def _balanced_units(costs: OpCosts, op: Op, curve: Curve, start: int) -> int:
+    """Remote units of one layer of `op` with which it ends soonest, within REACH of `start`."""
+    compute, profile, remote = costs.compute[op.name], costs.profile, costs.remote
+    unit = op.unit_bytes(0, 1) / min(curve.local_rate, curve.remote_rate)
+    highest = curve.floor / op.layers + unit
+
+    def bound(units: int) -> float:
+        return costs.bound(op, op.tier_bytes((op.units - units, units)), "direct")
+
+    def seconds(units: int) -> float:
+        counts, least = (op.units - units, units), bound(units)
+        sms = sms_by_tier(op, [counts], compute, least, profile, remote)
+        kernel, link = launch_times(op, counts, sms, compute, profile, remote)
+        work = kernel_time(op, max(kernel, compute), profile)
+        return max(least, work, link)
+
+    near = range(max(1, start - REACH), min(op.units, start + REACH + 1))
+    options = [units for units in near if bound(units) <= highest]
+    if not start or not options:
+        return start
+    return min(options, key=lambda n: (seconds(n), abs(n - start)))
