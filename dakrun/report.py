@@ -21,6 +21,7 @@ from dakrun.plan.show import plan_dict
 from dakrun.units import ceil_div, format_bytes, format_seconds
 
 SCHEMA = 1
+_MODEL_KEYS = ("name", "family", "dtype", "weight_bytes")  # of the plan's entry "model"
 ERROR_BAR = 0.10  # relative error of a prediction; `render` lists the ops that exceed it
 
 
@@ -47,14 +48,10 @@ def make_report(
     decode_s = sum(stats.step_s)
     step_s = decode_s / steps if steps else None
     weights_read = sum(op.read_bytes(t) for op in plan.weights() for t in range(len(plan.tiers)))
+    planned = plan_dict(plan)
     return {
         "schema": SCHEMA,
-        "model": {
-            "name": plan.model.name,
-            "family": plan.model.family,
-            "dtype": plan.model.dtype,
-            "weight_bytes": plan.weight_bytes,
-        },
+        "model": {key: planned["model"][key] for key in _MODEL_KEYS},
         "requests": {
             "finished": stats.requests,
             "prompt_tokens": stats.prompt_tokens,
@@ -93,7 +90,7 @@ def make_report(
             {"name": name, **{f"{k}_bytes": v for k, v in plan.memory(number).items()}}
             for number, name in enumerate(plan.tiers)
         ],
-        "plan": plan_dict(plan),
+        "plan": planned,
         "versions": {
             "dakrun": dakrun.__version__,
             "python": platform.python_version(),

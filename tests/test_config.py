@@ -8,8 +8,7 @@ import pytest
 
 from dakrun.config import Llama3Rope, SamplingParams, Workload
 from dakrun.errors import CannotRun, DakrunError, UsageError
-from dakrun.models.files import read_json_object
-from dakrun.models.hf_config import parse_model_config, read_model_config
+from dakrun.models import parse_model_config, read_json_object, read_model_config
 
 OPT: dict[str, Any] = {
     "model_type": "opt",

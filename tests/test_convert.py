@@ -18,7 +18,7 @@ from dakrun.cli import main
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.llm import LLM
-from dakrun.weights.convert import Conversion, convert_checkpoint
+from dakrun.weights import convert_checkpoint
 
 WEIGHTS, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TIED, UNTIED = "llama-gqa3-tied", "llama-gqa4-rope3"
@@ -383,9 +383,8 @@ def test_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "not an empty folder" in capsys.readouterr().err
 
 
-def test_summary_of_one_file() -> None:
-    done = Conversion(Path("dst"), 3, 1 << 30, 1, (HEAD,), ())
-    assert done.summary() == (
-        "dst: 3 tensors, 1.00 GiB in 1 safetensors file; "
-        "lm_head.weight left out: tied to the embedding"
-    )
+def test_summary_of_one_file(tmp_path: Path) -> None:
+    done = convert_checkpoint(save_bin(TIED, tmp_path / "src"), tmp_path / "dst")
+    summary = done.summary()
+    assert summary.startswith(f"{tmp_path / 'dst'}: {done.tensors} tensors, ")
+    assert "in 1 safetensors file;" in summary and f"{HEAD} left out" in summary

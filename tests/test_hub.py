@@ -7,8 +7,7 @@ import pytest
 
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.models import hub
-from dakrun.models.known import hub_id, known_model, known_names
+from dakrun.models import hub_id, known_model, known_names, model_config, model_directory
 from dakrun.plan import decode_ops, vector_bytes, weight_bytes
 
 # Parameters of the published checkpoints, in billions.
@@ -33,7 +32,7 @@ def test_known_models_have_the_published_number_of_parameters(name: str) -> None
 
 def test_known_names() -> None:
     assert set(BILLIONS) == set(known_names())
-    assert known_model("OPT-30B") == known_model("opt-30b") == hub.model_config("opt-30b")
+    assert known_model("OPT-30B") == known_model("opt-30b") == model_config("opt-30b")
     assert known_model("opt-31b") is None and hub_id("opt-31b") is None
 
 
@@ -62,22 +61,22 @@ def test_paths(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    assert hub.model_directory(str(folder)) == folder
+    assert model_directory(str(folder)) == folder
     for path in (folder, folder / "config.json"):
-        assert hub.model_config(str(path)).name == "mine"
+        assert model_config(str(path)).name == "mine"
     with pytest.raises(UsageError, match="not a model directory"):
-        hub.model_directory(str(folder / "config.json"))
+        model_directory(str(folder / "config.json"))
 
 
 def test_names_that_are_nothing() -> None:
     with pytest.raises(UsageError) as caught:
-        hub.model_config("opt-30")
+        model_config("opt-30")
     assert "no such model" in str(caught.value)
     assert "opt-30b" in caught.value.hint
     with pytest.raises(UsageError, match="no such model"):
-        hub.model_config("/no/such/model")
+        model_config("/no/such/model")
     with pytest.raises(UsageError, match="names an architecture") as caught:
-        hub.model_directory("opt-30b")
+        model_directory("opt-30b")
     assert "facebook/opt-30b" in caught.value.hint
 
 
@@ -98,7 +97,7 @@ def test_the_hub_refuses(monkeypatch: pytest.MonkeyPatch, kind: str, said: str, 
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
     with pytest.raises(CannotRun) as caught:
-        hub.model_config("someone/something")
+        model_config("someone/something")
     assert said in str(caught.value) and hint in caught.value.hint
 
 
@@ -113,7 +112,7 @@ def test_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, offline: bool)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     said = "HF_HUB_OFFLINE is set" if offline else "(no route)"
-    for resolve in (hub.model_config, hub.model_directory):
+    for resolve in (model_config, model_directory):
         with pytest.raises(CannotRun) as caught:
             resolve("facebook/opt-30b")
         assert said in str(caught.value)
@@ -127,7 +126,7 @@ def test_a_snapshot_without_safetensors_needs_converting(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(CannotRun, match="no safetensors") as caught:
-        hub.model_directory("facebook/opt-30b")
+        model_directory("facebook/opt-30b")
     assert "dakrun convert" in caught.value.hint
     (tmp_path / "model.safetensors").touch()
-    assert hub.model_directory("facebook/opt-30b") == tmp_path
+    assert model_directory("facebook/opt-30b") == tmp_path

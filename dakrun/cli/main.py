@@ -237,7 +237,7 @@ def convert(*, source: Path, target: Path, shard_size: int) -> None:
 
     Runs no code from the files; copies config.json and the tokenizer.
     """
-    from dakrun.weights.convert import convert_checkpoint
+    from dakrun.weights import convert_checkpoint
 
     note = eprint if sys.stderr.isatty() else lambda _: None
     source, target = source.expanduser(), target.expanduser()

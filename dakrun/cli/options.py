@@ -229,31 +229,15 @@ def policy_options(command: Command) -> Command:
     """Add the placement options; the command gets them as one argument `policy` (a Policy)."""
 
     @functools.wraps(command)
-    def with_policy(
-        *,
-        hbm_budget: int | None,
-        host_budget: int | None,
-        peer_budget: int | None,
-        offload_ratio: float | None,
-        kv_offload_ratio: float | None,
-        strategy: Any,
-        transport: str,
-        remote: str,
-        **rest: Any,
-    ) -> int | None:
+    def with_policy(*, transport: Any, remote: str, **options: Any) -> int | None:
         from dakrun.plan import Policy, parse_remote
 
         policy = Policy(
-            hbm_budget=hbm_budget,
-            host_budget=host_budget,
-            peer_budget=peer_budget,
-            offload_ratio=offload_ratio,
-            kv_offload_ratio=kv_offload_ratio,
-            strategy=strategy,
-            transport=None if transport == "auto" else transport,  # type: ignore[arg-type]
+            transport=None if transport == "auto" else transport,
             remote=parse_remote(remote),
+            **{name: options.pop(name) for name in _POLICY_FIELDS},
         )
-        return command(policy=policy, **rest)
+        return command(policy=policy, **options)
 
     decorated: Command = _policy_options(with_policy)
     return decorated

@@ -21,7 +21,7 @@ _OPT = {
 
 # Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783), the base models:
 # hidden_size, ffn_size, layers, heads, key-value heads, hub id.
-_LLAMA = {
+_LLAMA: dict[str, tuple[Any, ...]] = {
     "llama-2-7b": (4096, 11008, 32, 32, 32, "meta-llama/Llama-2-7b-hf"),
     "llama-2-13b": (5120, 13824, 40, 40, 40, "meta-llama/Llama-2-13b-hf"),
     "llama-2-70b": (8192, 28672, 80, 64, 8, "meta-llama/Llama-2-70b-hf"),
@@ -71,12 +71,7 @@ def _opt(name: str) -> ModelConfig:
         name=name,
         family="opt",
         vocab_size=50_272,
-        hidden_size=hidden,
-        ffn_size=4 * hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
+        **_sizes(hidden, 4 * hidden, layers, heads, heads),
         max_positions=2048,
         embed_size=512 if is_350m else hidden,
         tied_embeddings=True,
@@ -89,7 +84,7 @@ def _opt(name: str) -> ModelConfig:
 
 
 def _llama(name: str) -> ModelConfig:
-    hidden, ffn, layers, heads, kv_heads, _ = _LLAMA[name]
+    sizes = _sizes(*_LLAMA[name][:-1])
     generation = dict(_LLAMA_2 if name.startswith("llama-2") else _LLAMA_3)
     if name.startswith(("llama-3.1", "llama-3.2")):
         factor = 8.0 if name.startswith("llama-3.1") else 32.0
@@ -100,13 +95,14 @@ def _llama(name: str) -> ModelConfig:
     return ModelConfig(
         name=name,
         family="llama",
-        hidden_size=hidden,
-        ffn_size=ffn,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        embed_size=hidden,
+        **sizes,
+        embed_size=sizes["hidden_size"],
         tied_embeddings=name.startswith("llama-3.2"),
         **generation,
     )
+
+
+def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """The sizes in the tables above by their names in ModelConfig."""
+    names = ("hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    return dict(zip(names, (hidden, ffn, layers, heads, kv_heads, hidden // heads), strict=True))

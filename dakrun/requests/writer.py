@@ -9,7 +9,6 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
@@ -68,12 +67,7 @@ class ResultWriter:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(silent=error is not None)
 
     @property
