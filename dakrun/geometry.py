@@ -49,13 +49,14 @@ TILED_MIN_OUTPUT_BLOCKS = 3  # blocks of outputs of a warp
 ATTENTION_MAX_STAGES = 16
 ATTENTION_WARPS = 7  # of a CTA that attend, for up to 8 query heads a KV head
 ATTENTION_WARPS_LARGE_GROUP = 3  # the same for more query heads, which need more registers
-ATTENTION_MAX_UNITS = 128  # CTAs that the blocks of one KV head of a slot are split over
+ATTENTION_MAX_SPLITS = 128  # splits of one KV head of a slot, each of one CTA
 ATTENTION_PARTIAL_EXTRA = 4  # floats behind a partial output: row_max, row_sum, two of padding
 
 # Other kernels
 BANDWIDTH_MAX_SOURCES = 10  # readers of one launch
 BANDWIDTH_MAX_STAGES = 64
 ELEMENTWISE_THREADS = 256  # of a CTA of embed, store_kv and unpack
+UNPACK_ATOMS = 4  # of a warp of unpack
 ROW_THREADS = 1024  # of a CTA of select_greedy; the most of one of normalize
 NORMALIZE_CHUNKS = 2  # chunks of a row that a thread of normalize holds at most
 
@@ -77,11 +78,12 @@ CUDA_CONSTANTS = {
     "ATTENTION_MAX_STAGES": ATTENTION_MAX_STAGES,
     "ATTENTION_WARPS": ATTENTION_WARPS,
     "ATTENTION_WARPS_LARGE_GROUP": ATTENTION_WARPS_LARGE_GROUP,
-    "ATTENTION_MAX_UNITS": ATTENTION_MAX_UNITS,
+    "ATTENTION_MAX_SPLITS": ATTENTION_MAX_SPLITS,
     "ATTENTION_PARTIAL_EXTRA": ATTENTION_PARTIAL_EXTRA,
     "BANDWIDTH_MAX_SOURCES": BANDWIDTH_MAX_SOURCES,
     "BANDWIDTH_MAX_STAGES": BANDWIDTH_MAX_STAGES,
     "ELEMENTWISE_THREADS": ELEMENTWISE_THREADS,
+    "UNPACK_ATOMS": UNPACK_ATOMS,
     "ROW_THREADS": ROW_THREADS,
     "NORMALIZE_CHUNKS": NORMALIZE_CHUNKS,
 }

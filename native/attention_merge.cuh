@@ -1,142 +1,152 @@
-// Where what warps leave of a KV head's parts and units meets: who adds it up, and when.
+// Combine step of split-KV attention: which warp combines partial results, and when.
 #pragma once
 
 #include "attention_sums.cuh"
 
-// Says by lane 0 for its warp, or by some lanes each for what is theirs, that some more are there
-// of what there are to be so many: whether they were the last.
+// Add `more` arrivals to the counter `at`, of `all` in total. True for the last arrival, which
+// resets the counter. One lane calls it for a warp, or several lanes each for a counter of their
+// own. acq_rel at gpu scope: partials stored before are visible to the last arrival.
 __device__ __forceinline__ bool arrive(int* at, int more, int all) {
-  const bool last = ptx::add_in_order(at, more) == all - more;
+  const bool last = ptx::atomic_add_acq_rel(at, more) == all - more;
   if (last) *at = 0;
   return last;
 }
 
-// An item that others attend to more of, and what becomes of its unit. Amid a CTA's items it goes
-// through memory, and whoever is the last of a unit adds up its parts, while other warps go on. At
-// the end, when copies have no use for the ring any more, all warps leave their last items there,
-// and share what is to be added up. Units meet in memory: the last of a KV head adds them up.
-struct Meeting {
+// Finishes items that do not cover their whole KV head.
+//
+// While the CTA has more items, the partial result of a chunk goes to global memory, and the last
+// chunk of a split to arrive combines the split; other warps go on. After the last items the ring
+// is free: all warps store their partials there and share the work of combining. Partial results of
+// splits always go to global memory, where the last split of a KV head to arrive combines them.
+struct Combiner {
   const SplitKFlashAttnArgs& args;
   Shared& shared;
 
-  // Keeps what the warp's item is.
-  __device__ __forceinline__ void hold(const Task& task) const {
-    const uint32_t thread = ptx::anew<uint32_t>(threadIdx.x);
-    sync_warp();  // what it kept before has been read
+  // Record the warp's item; of an item of several splits, the current split.
+  __device__ __forceinline__ void begin(const Task& task) const {
+    const uint32_t thread = ptx::opaque<uint32_t>(threadIdx.x);
+    sync_warp();  // all lanes have read the previous record
     if (thread % 32 > 0) return;
-    const int row = task.slot * args.kv_heads + task.head;
-    Held& held = shared.held[thread / 32];
-    const uint8_t before = held.left > 1 ? held.item_units : 0;
-    held = {row,
-            task.unit,
-            task.units,
-            task.part,
-            task.parts,
-            task.left,
-            static_cast<uint8_t>(before + 1)};
+    const int kv_head = task.slot * args.kv_heads + task.head;
+    ItemRecord& record = shared.records[thread / 32];
+    const uint8_t before = record.splits_left > 1 ? record.item_splits : 0;
+    record = {kv_head,
+              task.split,
+              task.splits,
+              task.chunk,
+              task.chunks,
+              task.splits_left,
+              static_cast<uint8_t>(before + 1)};
   }
-  __device__ __forceinline__ Held held() const {
+  __device__ __forceinline__ ItemRecord current() const {
     sync_warp();
-    return shared.held[ptx::anew<uint32_t>(threadIdx.x) / 32];
+    return shared.records[ptx::opaque<uint32_t>(threadIdx.x) / 32];
   }
 
-  // At the end all threads of the CTA come, whether their warp holds an item or not.
-  __device__ __forceinline__ void hand_over(bool holds, const State& state, bool end) const {
-    const int thread = ptx::anew<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  // Store the partial result of the warp's item if there is one (`partial`), and combine what is
+  // then complete. At the `end` of the CTA's items all its threads call this.
+  __device__ __forceinline__ void finish_item(bool partial, const Accumulators& acc,
+                                              bool end) const {
+    const int thread = ptx::opaque<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (end) {
-      if (args.max_parts == 1) return;
-      if (!holds && lane == 0 && warp < kWarps) shared.held[warp].row = kNoRow;
+      if (args.max_chunks == 1) return;
+      if (!partial && lane == 0 && warp < kWarps) shared.records[warp].kv_head = kNoKvHead;
       __syncthreads();
     }
-    if (holds) {
-      const Held held = shared.held[warp];
-      const Row row(args, held);
-      float* const near = reinterpret_cast<float*>(smem) + warp * row.size;
-      leave(state, args.group, end ? near : row.part(held.unit, held.part));
-      if (held.left > 1) return;
+    if (partial) {
+      const ItemRecord record = shared.records[warp];
+      const KvHead kv_head(args, record);
+      float* const smem_partial = reinterpret_cast<float*>(smem) + warp * kv_head.size;
+      store_partial(acc, args.group,
+                    end ? smem_partial : kv_head.partial(record.split, record.chunk));
+      if (record.splits_left > 1) return;
       __syncwarp();
-      if (!end && held.parts > 1) {
+      if (!end && record.chunks > 1) {
         bool last = false;
-        if (lane == 0) last = arrive(row.parts_of_unit(held.unit), 1, held.parts);
+        if (lane == 0) last = arrive(kv_head.chunk_arrivals(record.split), 1, record.chunks);
         if (!__ballot_sync(0xffffffff, last)) return;
       }
     }
     if (end) __syncthreads();
-    add_up(end);
+    combine(end);
   }
 
  private:
-  // The warp's own unit, or at the end those of all warps, of which a warp takes heads in turns.
-  __device__ __forceinline__ void add_up(bool end) const {
-    const int thread = ptx::anew<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  // Combine the chunks of the warp's split, or at the end of all warps' splits, with query heads
+  // assigned to warps round-robin; then the splits of every KV head that is now complete.
+  __device__ __forceinline__ void combine(bool end) const {
+    const int thread = ptx::opaque<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     const int step = end ? kWarps + 1 : 1;
-    // Lane w looks at what warp w holds: which is the first of a unit.
-    const Held lanes = shared.held[end ? min(lane, kWarps - 1) : warp];
-    bool first = end ? lane < kWarps && lanes.row >= 0 : lane == 0;
+    // 1. Lane w holds the record of warp w. `first` marks the first record of each split.
+    const ItemRecord lanes = shared.records[end ? min(lane, kWarps - 1) : warp];
+    bool first = end ? lane < kWarps && lanes.kv_head >= 0 : lane == 0;
 #pragma unroll
     for (int i = 0; i < kWarps - 1; i++) {
-      const int row = __shfl_sync(0xffffffff, lanes.row, i);
-      const int unit = __shfl_sync(0xffffffff, static_cast<int>(lanes.unit), i);
-      if (row == lanes.row && unit == lanes.unit && i < lane) first = false;
+      const int kv_head = __shfl_sync(0xffffffff, lanes.kv_head, i);
+      const int split = __shfl_sync(0xffffffff, static_cast<int>(lanes.split), i);
+      if (kv_head == lanes.kv_head && split == lanes.split && i < lane) first = false;
     }
-    int head = end ? warp : 0, left = 0;
-    int mine = 0, mine_head = 0;  // whose sums over a unit the lane says to be there
+    // 2. Combine chunks to splits. Lane i keeps the record and head of the i-th arrival.
+    int head = end ? warp : 0, arrivals = 0;
+    int arrival_record = 0, arrival_head = 0;
 #pragma unroll 1
     for (uint32_t all = __ballot_sync(0xffffffff, first); all; all &= all - 1) {
       const int number = end ? __ffs(all) - 1 : warp;
-      const Held of = shared.held[number];
-      const Row row(args, of);
-      if (end && of.parts > 1 && threadIdx.x == 0) *row.parts_of_unit(of.unit) = 0;
+      const ItemRecord of = shared.records[number];
+      const KvHead kv_head(args, of);
+      if (end && of.chunks > 1 && threadIdx.x == 0) *kv_head.chunk_arrivals(of.split) = 0;
       if (head < args.group) {
-        int holder = kInMemory;
+        int holder = kInGlobal;
 #pragma unroll
         for (int i = 0; i < kWarps; i++) {
-          const bool same = end && lanes.row == of.row && lanes.unit == of.unit;
-          const int part = __shfl_sync(0xffffffff, same ? lanes.part : kInMemory, i);
-          if (part == lane) holder = i;
+          const bool same = end && lanes.kv_head == of.kv_head && lanes.split == of.split;
+          const int chunk = __shfl_sync(0xffffffff, same ? lanes.chunk : kInGlobal, i);
+          if (chunk == lane) holder = i;
         }
 #pragma unroll 1
         for (; head < args.group; head += step) {
-          if (end || of.parts > 1) {
-            const Sums sums = add_parts(row, of, head, holder);
-            if (row.units == 1) {
-              sums.store(row.outputs(head));
+          if (end || of.chunks > 1) {
+            const Combined combined = combine_chunks(kv_head, of, head, holder);
+            if (kv_head.splits == 1) {
+              combined.store(kv_head.outputs(head));
             } else {
-              sums.leave(row.part(of.unit, 0) + head * kPart);
+              combined.store_partial(kv_head.partial(of.split, 0) + head * kPartial);
             }
           }
-          if (row.units == 1) continue;
-          if (lane == left) mine = number, mine_head = head;
-          left++;
+          if (kv_head.splits == 1) continue;
+          if (lane == arrivals) arrival_record = number, arrival_head = head;
+          arrivals++;
         }
       }
       head -= args.group;
     }
+    // 3. Announce the splits. `last` marks heads whose splits have all arrived.
     __syncwarp();
-    if (left == 0) return;
+    if (arrivals == 0) return;
     bool last = false;
-    if (lane < left) {
-      const Held& of = shared.held[mine];
-      const Row row(args, of);
-      last = of.item_units == of.units ||
-             arrive(row.units_of_head(mine_head), of.item_units, of.units);
+    if (lane < arrivals) {
+      const ItemRecord& of = shared.records[arrival_record];
+      const KvHead kv_head(args, of);
+      last = of.item_splits == of.splits ||
+             arrive(kv_head.split_arrivals(arrival_head), of.item_splits, of.splits);
     }
+    // 4. Combine the splits of these heads.
     uint32_t all = __ballot_sync(0xffffffff, last);
-    if (!end) {  // the heads of one unit, lane by lane
-      const Row row(args, shared.held[ptx::anew<uint32_t>(threadIdx.x) / 32]);
-      if (row.units <= kFewUnits) {
+    if (!end) {  // one split: lane i has head i
+      const KvHead kv_head(args, shared.records[ptx::opaque<uint32_t>(threadIdx.x) / 32]);
+      if (kv_head.splits <= kFewSplits) {
 #pragma unroll 1
-        for (int first = 0; all; first += kHeads, all >>= kHeads)
-          add_few_units(row, first, all);
+        for (int first = 0; all; first += kHeadsAtOnce, all >>= kHeadsAtOnce)
+          combine_few_splits(kv_head, first, all);
         return;
       }
     }
 #pragma unroll 1
     for (; all; all &= all - 1) {
       const int from = __ffs(all) - 1;
-      const Row row(args, shared.held[__shfl_sync(0xffffffff, mine, from)]);
-      const int of_head = __shfl_sync(0xffffffff, mine_head, from);
-      add_units(row, of_head).store(row.outputs(of_head));
+      const KvHead kv_head(args, shared.records[__shfl_sync(0xffffffff, arrival_record, from)]);
+      const int of_head = __shfl_sync(0xffffffff, arrival_head, from);
+      combine_splits(kv_head, of_head).store(kv_head.outputs(of_head));
     }
   }
 };

@@ -1,43 +1,46 @@
-// How blocks come to the warps of a CTA: the ring of stages, what warps are told, and the copies.
+// Producer warp: the ring of stages, tasks for the attention warps, and the copies.
 #pragma once
 
 #include "splitk_flash_attn.cuh"
 
-// A block of an item and where it lies: what the copying warp tells the one that attends.
+// A KV block to attend to, posted by the producer warp for one attention warp.
 struct Task {
-  int slot, first;  // of the item, no slot: there is nothing more; the unit's first block
-  uint16_t head, unit, units;  // of the item; how many units there are
-  uint16_t number, count;      // of the unit's blocks: which it is, and how many there are
-  uint8_t part, parts;         // of the unit
-  uint8_t left;                // units of the item, from this one on
+  int slot, first;  // negative slot: no more tasks; first block of the item's current part
+  uint16_t head, split, splits;  // KV head, split, number of splits of the head
+  uint16_t number, count;        // index of the block from `first` on, and their number
+  uint8_t chunk, chunks;         // chunk, number of chunks of the split
+  uint8_t splits_left;           // splits of the item from this one on
   uint8_t k_stage, v_stage;
 };
 
-// A warp's item, while it is not known what becomes of it; at the end there may be none.
-constexpr int kNoRow = -1;
-struct Held {
-  int row;  // the slot's number times the KV heads, plus the head's
-  uint16_t unit, units;
-  uint8_t part, parts;
-  uint8_t left, item_units;  // units of the item, from this one on, and up to it
+// The current item of a warp, as the combine step needs it.
+constexpr int kNoKvHead = -1;
+struct ItemRecord {
+  int kv_head;  // slot * kv_heads + KV head; kNoKvHead: no item
+  uint16_t split, splits;
+  uint8_t chunk, chunks;
+  uint8_t splits_left, item_splits;  // splits of the item from this one on, and up to this one
 
-  __device__ __forceinline__ bool whole() const { return units == 1 && parts == 1; }
+  __device__ __forceinline__ bool whole() const { return splits == 1 && chunks == 1; }
 };
 
-constexpr int kDepth = 2;  // blocks that a warp may have before it: windows are 4 copies at most
+// Tasks that a warp may have pending. Two suffice: a finite window is at most 4 copies.
+constexpr int kTaskDepth = 2;
 
 struct Shared {
-  uint64_t task_barriers[kWarps * kDepth];  // what a block is is known, its copies are under way
-  uint64_t k_barriers[kWarps * kDepth];     // a block's keys have landed
-  uint64_t v_barriers[kWarps * kDepth];     // and its values
-  uint64_t empty_barriers[kMaxStages];      // the warp is done with the stage
-  Task tasks[kWarps * kDepth];
-  uint32_t landing[kMaxStages];  // of a copy into a stage: barrier, plus the parity of its phase
-  Held held[kWarps];
+  uint64_t task_barriers[kWarps * kTaskDepth];  // task posted, copies issued or about to be
+  uint64_t k_barriers[kWarps * kTaskDepth];     // keys have landed
+  uint64_t v_barriers[kWarps * kTaskDepth];     // values have landed
+  uint64_t empty_barriers[kMaxStages];          // attention warp is done with the stage
+  Task tasks[kWarps * kTaskDepth];
+  uint32_t landing[kMaxStages];  // of the copy into a stage: its barrier, plus the phase's parity
+  ItemRecord records[kWarps];
 };
 
-// Beside it and 1 KiB that the system takes, the ring is to leave room for another CTA on an SM.
-static_assert(sizeof(Shared) <= 1024, "a ring has what this leaves: SHARED_BYTES of heuristics.py");
+// With 1 KiB for this, 1 KiB for the driver and SHARED_BYTES_PAIRED for the ring, an SM holds two
+// CTAs.
+static_assert(sizeof(Shared) <= 1024,
+              "the ring takes SHARED_BYTES_PAIRED (geometry.py) beside 1 KiB");
 
 struct Ring {
   Shared& shared;
@@ -48,15 +51,15 @@ struct Ring {
   __device__ __forceinline__ Ring(const SplitKFlashAttnArgs& args, Shared& shared)
       : shared(shared),
         task_barrier{in_register(ptx::smem_address(shared.task_barriers))},
-        k_barrier{task_barrier[kWarps * kDepth]},
-        v_barrier{task_barrier[2 * kWarps * kDepth]},
-        empty_barrier{task_barrier[3 * kWarps * kDepth]},
+        k_barrier{task_barrier[kWarps * kTaskDepth]},
+        v_barrier{task_barrier[2 * kWarps * kTaskDepth]},
+        empty_barrier{task_barrier[3 * kWarps * kTaskDepth]},
         first(in_register(ptx::smem_address(smem))),
         stages(args.stages) {}
 
   __device__ __forceinline__ void initialize() const {
 #pragma unroll
-    for (int i = 0; i < kWarps * kDepth; i++) {
+    for (int i = 0; i < kWarps * kTaskDepth; i++) {
       ptx::mbarrier_init(task_barrier[i], 1);
       ptx::mbarrier_init(k_barrier[i], 1);
       ptx::mbarrier_init(v_barrier[i], 1);
@@ -71,32 +74,34 @@ struct Ring {
   }
 };
 
-// The values of a block: the copies that were issued before, and where they went.
-struct Given {
+// Where the values of a task went: copies issued before them, and their place in the ring.
+struct IssuedBlock {
   int issued = 0;
   RingPosition at;
 };
 
-// Blocks of items on their way to warps, item by item in turns. Lane w has what warp w is to get.
-// Cached blocks do not depend on the kernels before: what the new token adds to the last block of a
-// slot does not come from the cache.
+// Issues the copies of all items of a CTA. Items are assigned to attention warps round-robin, and
+// lane w keeps the item of warp w. Cached blocks do not depend on predecessor kernels: the new
+// token is added in shared memory, not read from the cache.
 struct Producer {
   const Ring& ring;
   const int window;
-  int slot, head, unit, units, part, parts;  // the lane's item
-  int blocks, left;                          // of the head; units of the item, and those to come
-  int first, number, count = 0;              // of the unit's blocks, and the next
-  int rows;                                  // cached positions from there on
-  const uint8_t* from;                       // where that lies
-  int given = 0;                             // blocks so far
-  Given last, before_last;                   // of those
-  RingPosition fill;                         // of all warps: the next stage
-  int issued = 0;                            // copies
+  // The lane's item
+  int slot, head, split, splits, chunk, chunks;
+  int blocks, splits_left;        // blocks of the head; splits of the item still to be copied
+  int first, number, count = 0;   // current part: first block, next block, blocks
+  int rows;                       // cached positions from the next block on
+  const uint8_t* from;            // address of the next block
+  int tasks_posted = 0;           // to the lane's warp
+  IssuedBlock last, before_last;  // the last two of them
+  // Of the CTA
+  RingPosition fill;  // the next stage
+  int issued = 0;     // copies so far
 
   __device__ __forceinline__ Producer(const Ring& ring, int window) : ring(ring), window(window) {}
 
-  // All lanes.
-  __device__ __forceinline__ void run(Items items) {
+  // All lanes of the producer warp.
+  __device__ __forceinline__ void run(WorkItems items) {
     const int lane = threadIdx.x % 32;
     for (bool more = true; more;) {
       more = false;
@@ -104,13 +109,13 @@ struct Producer {
       for (int warp = 0; warp < kWarps; warp++) {
         if (__shfl_sync(0xffffffff, count, warp) == 0) {
           if (items.done()) continue;
-          items.settle();
+          items.locate();
           if (lane == warp) {
-            slot = items.slot, head = items.head, unit = items.unit, part = items.part;
-            units = items.cut.units, parts = items.parts, blocks = items.cut.blocks;
-            left = items.item_units;
+            slot = items.slot, head = items.head, split = items.split, chunk = items.chunk;
+            splits = items.layout.splits, chunks = items.chunks, blocks = items.layout.blocks;
+            splits_left = items.item_splits;
             first = items.first_block(), number = 0;
-            count = left > 1 ? unit_end() - first : items.block_count();
+            count = splits_left > 1 ? split_end() - first : items.block_count();
             rows = items.length - first * kBlock, from = items.address();
           }
           items.next();
@@ -118,7 +123,7 @@ struct Producer {
         more = true;
         RingPosition values = fill;
         values.advance(ring.stages);
-        if (lane == warp) give(values);
+        if (lane == warp) issue(values);
         sync_warp();
         issued += 2;
         fill = values;
@@ -126,43 +131,46 @@ struct Producer {
       }
     }
     slot = -1;
-    if (lane < kWarps) post(fill);
+    if (lane < kWarps) post_task(fill);
   }
 
  private:
-  // Tells the warp of the next block, once it is done with that of kDepth before.
-  __device__ __forceinline__ void post(const RingPosition& values) {
-    // Where a stage was filled anew, that was waited for already.
-    if (given >= kDepth && before_last.issued + ring.stages >= issued) {
+  // Post the next task, once the warp is done with the one kTaskDepth tasks before.
+  __device__ __forceinline__ void post_task(const RingPosition& values) {
+    // No wait is needed if the stage of that task was refilled since: the refill waited.
+    if (tasks_posted >= kTaskDepth && before_last.issued + ring.stages >= issued) {
       wait_barrier(ring.empty_barrier[before_last.at.stage], before_last.at.parity);
     }
-    const int place = threadIdx.x % 32 * kDepth + given % kDepth;
+    const int place = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
     Task& task = ring.shared.tasks[place];
-    task.slot = slot, task.first = first, task.head = head, task.unit = unit, task.units = units;
-    task.number = number, task.count = count, task.part = part, task.parts = parts;
-    task.left = left;
+    task.slot = slot, task.first = first, task.head = head, task.split = split,
+    task.splits = splits;
+    task.number = number, task.count = count, task.chunk = chunk, task.chunks = chunks;
+    task.splits_left = splits_left;
     task.k_stage = fill.stage, task.v_stage = values.stage;
     ptx::mbarrier_arrive(ring.task_barrier[place]);
   }
 
-  __device__ __forceinline__ void give(const RingPosition& values) {
-    post(values);
-    const int place = threadIdx.x % 32 * kDepth + given % kDepth;
-    const uint32_t parity = given / kDepth % 2;
+  // Post the lane's next block, and issue the copies of its keys and values.
+  __device__ __forceinline__ void issue(const RingPosition& values) {
+    post_task(values);
+    const int place = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
+    const uint32_t parity = tasks_posted / kTaskDepth % 2;
     const uint32_t bytes = min(rows, kBlock) * kRowBytes;
     load(fill, from, bytes, ring.k_barrier[place], parity, issued);
     load(values, from + kHalfBytes, bytes, ring.v_barrier[place], parity, issued + 1);
     before_last = last;
     last.issued = issued + 1, last.at = values;
-    given++;
+    tasks_posted++;
     from += 2 * kHalfBytes, rows -= kBlock;
     if (++number < count) return;
     first += count, number = count = 0;
-    if (--left > 0) unit++, count = unit_end() - first;
+    if (--splits_left > 0) split++, count = split_end() - first;
   }
-  __device__ __forceinline__ int unit_end() const { return (unit + 1) * blocks / units; }
+  __device__ __forceinline__ int split_end() const { return (split + 1) * blocks / splits; }
 
-  // Of a block that is only the new token's there is nothing to copy.
+  // Issue copy number `copy` within the congestion window. A block with only the new token has no
+  // bytes to copy.
   __device__ __forceinline__ void load(const RingPosition& to, const uint8_t* source,
                                        uint32_t bytes, uint32_t barrier, uint32_t parity,
                                        int copy) {

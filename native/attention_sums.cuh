@@ -1,182 +1,189 @@
-// What warps leave of a KV head's parts and units, added up in their order.
+// Partial results of chunks and splits, combined in order.
 #pragma once
 
 #include "attention_state.cuh"
 
-// Weighted values of a head, a lane's four of them, up to what all of them are to be divided by.
-struct Sums {
-  float4 value = {};
-  float most, sum;
+// Combined result of a query head. A lane holds four unnormalized outputs.
+struct Combined {
+  float4 value = {};  // of dimensions lane_dimension() to + 3
+  float row_max, row_sum;
 
-  // Makes of the lane's largest scores and sums of weights what each counts by, and those of all,
-  // or of as many lanes side by side.
-  template <int lanes = 32, int kTotals>
-  __device__ __forceinline__ void weigh(float2 (&totals)[kTotals]) {
-    most = kNone, sum = 0.0f;
+  // Compute the combined row_max and row_sum of partial results, over all lanes or groups of
+  // `lanes` lanes. In: the lane's (row_max, row_sum) pairs. Out: x is the factor that rescales each
+  // partial result to the combined row_max.
+  template <int lanes = 32, int kStats>
+  __device__ __forceinline__ void rescale_factors(float2 (&row_stats)[kStats]) {
+    row_max = kMaskedScore, row_sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kTotals; i++)
-      most = fmaxf(most, totals[i].x);
+    for (int i = 0; i < kStats; i++)
+      row_max = fmaxf(row_max, row_stats[i].x);
 #pragma unroll
-    for (int far = 1; far < lanes; far *= 2)
-      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, far));
+    for (int distance = 1; distance < lanes; distance *= 2)
+      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, distance));
 #pragma unroll
-    for (int i = 0; i < kTotals; i++) {
-      totals[i].x = ptx::exp2(totals[i].x - most);
-      sum += totals[i].x * totals[i].y;
+    for (int i = 0; i < kStats; i++) {
+      row_stats[i].x = ptx::exp2(row_stats[i].x - row_max);
+      row_sum += row_stats[i].x * row_stats[i].y;
     }
 #pragma unroll
-    for (int far = 1; far < lanes; far *= 2)
-      sum += __shfl_xor_sync(0xffffffff, sum, far);
+    for (int distance = 1; distance < lanes; distance *= 2)
+      row_sum += __shfl_xor_sync(0xffffffff, row_sum, distance);
   }
-  __device__ __forceinline__ void add(float by, const float4& more) {
-    value.x += by * more.x, value.y += by * more.y;
-    value.z += by * more.z, value.w += by * more.w;
+  __device__ __forceinline__ void add(float factor, const float4& partial) {
+    value.x += factor * partial.x, value.y += factor * partial.y;
+    value.z += factor * partial.z, value.w += factor * partial.w;
   }
-  __device__ __forceinline__ void leave(float* to) const {
-    const int lane = lane_anew();
+  __device__ __forceinline__ void store_partial(float* to) const {
+    const int lane = opaque_lane();
     if (4 * lane < HEAD_DIM) reinterpret_cast<float4*>(to)[lane] = value;
-    if (lane == 0) to[HEAD_DIM] = most, to[HEAD_DIM + 1] = sum;
+    if (lane == 0) to[HEAD_DIM] = row_max, to[HEAD_DIM + 1] = row_sum;
   }
   __device__ __forceinline__ void store(Element* to) const {
-    const int lane = lane_anew();
+    const int lane = opaque_lane();
     if (4 * lane >= HEAD_DIM) return;
-    const float scale = 1.0f / sum;
+    const float scale = 1.0f / row_sum;
     uint32_t* const out = reinterpret_cast<uint32_t*>(to + 4 * lane);
     out[0] = packed(scale * value.x, scale * value.y);
     out[1] = packed(scale * value.z, scale * value.w);
   }
 };
 
-// Which four dimensions of a head are a lane's; those behind the last are the last once more.
-__device__ __forceinline__ int lanes_dimension() {
-  return min(4 * static_cast<int>(lane_anew()), HEAD_DIM - 4);
+// First of the four dimensions of a lane. Lanes past the head repeat the last four.
+__device__ __forceinline__ int lane_dimension() {
+  return min(4 * static_cast<int>(opaque_lane()), HEAD_DIM - 4);
 }
 
-__device__ __forceinline__ const float2* totals_of(const float* head) {
+__device__ __forceinline__ const float2* row_stats_of(const float* head) {
   return reinterpret_cast<const float2*>(head + HEAD_DIM);
 }
 
-// Of a head, the parts of a unit in their order. Lane p has the warp that has left part p in the
-// ring, or kInMemory.
-constexpr int kInMemory = -1;
+// Combine the chunks of a split for a query head, in order. Lane p gives as `holder` the warp whose
+// place in the ring holds chunk p, or kInGlobal if the chunk is in global memory.
+constexpr int kInGlobal = -1;
 
-__device__ __forceinline__ Sums add_parts(const Row& row, const Held& of, int head, int holder) {
-  const int lane = lane_anew(), parts = of.parts;
-  const float* const near = reinterpret_cast<const float*>(smem) + head * kPart;
-  const float* const far = row.part(of.unit, 0) + head * kPart;
-  float2 totals[1] = {{kNone, 0.0f}};
+__device__ __forceinline__ Combined combine_chunks(const KvHead& kv_head, const ItemRecord& of,
+                                                   int head, int holder) {
+  const int lane = opaque_lane(), chunks = of.chunks;
+  const float* const smem_partials = reinterpret_cast<const float*>(smem) + head * kPartial;
+  const float* const global_partials = kv_head.partial(of.split, 0) + head * kPartial;
+  float2 row_stats[1] = {{kMaskedScore, 0.0f}};
   if (holder >= 0) {
-    totals[0] = *totals_of(near + holder * row.size);
-  } else if (lane < parts) {
-    totals[0] = ptx::load_from_l2(totals_of(far + lane * row.size));
+    row_stats[0] = *row_stats_of(smem_partials + holder * kv_head.size);
+  } else if (lane < chunks) {
+    row_stats[0] = ptx::load_from_l2(row_stats_of(global_partials + lane * kv_head.size));
   }
   float4 values[kWarps];
 #pragma unroll
-  for (int part = 0; part < kWarps; part++) {
-    values[part] = {};
-    const int from = __shfl_sync(0xffffffff, holder, part);
-    const int at = (from < 0 ? part : from) * row.size + lanes_dimension();
+  for (int chunk = 0; chunk < kWarps; chunk++) {
+    values[chunk] = {};
+    const int from = __shfl_sync(0xffffffff, holder, chunk);
+    const int at = (from < 0 ? chunk : from) * kv_head.size + lane_dimension();
     if (from >= 0) {
-      values[part] = *reinterpret_cast<const float4*>(near + at);
-    } else if (part < parts) {
-      values[part] = ptx::load_from_l2(reinterpret_cast<const float4*>(far + at));
+      values[chunk] = *reinterpret_cast<const float4*>(smem_partials + at);
+    } else if (chunk < chunks) {
+      values[chunk] = ptx::load_from_l2(reinterpret_cast<const float4*>(global_partials + at));
     }
   }
-  Sums sums;
-  sums.weigh(totals);
+  Combined combined;
+  combined.rescale_factors(row_stats);
 #pragma unroll
-  for (int part = 0; part < kWarps; part++)
-    sums.add(__shfl_sync(0xffffffff, totals[0].x, part), values[part]);
-  return sums;
+  for (int chunk = 0; chunk < kWarps; chunk++)
+    combined.add(__shfl_sync(0xffffffff, row_stats[0].x, chunk), values[chunk]);
+  return combined;
 }
 
-// How many units are under way together; elsewhere more would spill.
+// Partial results whose loads are in flight together. More would spill on other architectures.
 #if __CUDA_ARCH__ == 900
-constexpr int kTogether = 16;
+constexpr int kLoadsInFlight = 16;
 #else
-constexpr int kTogether = 4;
+constexpr int kLoadsInFlight = 4;
 #endif
 
-// Of a head, all units in their order. Many are under way together: to wait for one takes the
-// better part of a microsecond, and that at the end of a kernel.
-__device__ __forceinline__ Sums add_units(const Row& row, int head) {
-  constexpr int kTotals = kMaxUnits / 32;
-  const int lane = lane_anew(), units = row.units, stride = row.args.max_parts * row.size;
-  const float* const first = row.part(0, 0) + head * kPart;
-  float2 totals[kTotals];  // of unit lane + 32 i
+// Combine all splits of a query head, in order. Many loads are in flight together: each round trip
+// takes most of a microsecond at the end of the kernel.
+__device__ __forceinline__ Combined combine_splits(const KvHead& kv_head, int head) {
+  constexpr int kStats = kMaxSplits / 32;
+  const int lane = opaque_lane(), splits = kv_head.splits,
+            stride = kv_head.args.max_chunks * kv_head.size;
+  const float* const first = kv_head.partial(0, 0) + head * kPartial;
+  float2 row_stats[kStats];  // of split lane + 32 i
 #pragma unroll
-  for (int i = 0; i < kTotals; i++) {
-    totals[i] = {kNone, 0.0f};
-    if (32 * i + lane < units) {
-      totals[i] = ptx::load_from_l2(totals_of(first + (32 * i + lane) * stride));
+  for (int i = 0; i < kStats; i++) {
+    row_stats[i] = {kMaskedScore, 0.0f};
+    if (32 * i + lane < splits) {
+      row_stats[i] = ptx::load_from_l2(row_stats_of(first + (32 * i + lane) * stride));
     }
   }
-  Sums sums;
+  Combined combined;
 #pragma unroll 1
-  for (int from = 0; from < units; from += kTogether) {
-    float4 values[kTogether];
+  for (int from = 0; from < splits; from += kLoadsInFlight) {
+    float4 values[kLoadsInFlight];
 #pragma unroll
-    for (int j = 0; j < kTogether; j++) {
-      const float* const at = first + (from + j) * stride + lanes_dimension();
-      values[j] = ptx::load_from_l2_or_zero(reinterpret_cast<const float4*>(at), from + j < units);
+    for (int j = 0; j < kLoadsInFlight; j++) {
+      const float* const at = first + (from + j) * stride + lane_dimension();
+      values[j] = ptx::load_from_l2_or_zero(reinterpret_cast<const float4*>(at), from + j < splits);
     }
     if (from == 0) {
-      sums.weigh(totals);
-    } else if (from % 32 == 0) {  // the next 32 weights are the lanes'
+      combined.rescale_factors(row_stats);
+    } else if (from % 32 == 0) {  // lanes move on to the factors of the next 32 splits
 #pragma unroll
-      for (int i = 0; i + 1 < kTotals; i++)
-        totals[i] = totals[i + 1];
+      for (int i = 0; i + 1 < kStats; i++)
+        row_stats[i] = row_stats[i + 1];
     }
 #pragma unroll
-    for (int j = 0; j < kTogether; j++)
-      sums.add(__shfl_sync(0xffffffff, totals[0].x, from % 32 + j), values[j]);
+    for (int j = 0; j < kLoadsInFlight; j++)
+      combined.add(__shfl_sync(0xffffffff, row_stats[0].x, from % 32 + j), values[j]);
   }
-  return sums;
+  return combined;
 }
 
-// Of some heads from `first_head` on, of which those in `wanted` are stored, all units, few as they
-// are: the same sums, for whose parts a warp waits but once.
-constexpr int kFewUnits = 8;
-constexpr int kHeads = kTogether > 4 ? 2 : 1;
+// Combine at most kFewSplits splits of kHeadsAtOnce query heads from `first_head` on, with a single
+// round trip to memory. Same order of sums as combine_splits(). Stores the heads set in `wanted`.
+constexpr int kFewSplits = 8;
+constexpr int kHeadsAtOnce = kLoadsInFlight > 4 ? 2 : 1;
 
-__device__ __forceinline__ void add_few_units(const Row& row, int first_head, uint32_t wanted) {
-  const int lane = lane_anew(), units = row.units, stride = row.args.max_parts * row.size;
-  const float* const first = row.part(0, 0);
-  const auto part_of = [&](int head) {
-    return first + min(first_head + head, row.args.group - 1) * kPart;
+__device__ __forceinline__ void combine_few_splits(const KvHead& kv_head, int first_head,
+                                                   uint32_t wanted) {
+  const int lane = opaque_lane(), splits = kv_head.splits,
+            stride = kv_head.args.max_chunks * kv_head.size;
+  const float* const first = kv_head.partial(0, 0);
+  const auto partial_of = [&](int head) {
+    return first + min(first_head + head, kv_head.args.group - 1) * kPartial;
   };
-  float2 totals[1] = {{kNone, 0.0f}};  // of head lane / kFewUnits, unit lane % kFewUnits
-  if (lane % kFewUnits < units) {
-    totals[0] = ptx::load_from_l2(totals_of(part_of(lane / kFewUnits) + lane % kFewUnits * stride));
+  float2 row_stats[1] = {
+      {kMaskedScore, 0.0f}};  // of head lane / kFewSplits, split lane % kFewSplits
+  if (lane % kFewSplits < splits) {
+    row_stats[0] =
+        ptx::load_from_l2(row_stats_of(partial_of(lane / kFewSplits) + lane % kFewSplits * stride));
   }
-  Sums sums[kHeads];
+  Combined combined[kHeadsAtOnce];
 #pragma unroll
-  for (int from = 0; from < kFewUnits; from += 4) {
-    if (from >= units) break;
-    float4 values[kHeads][4];
+  for (int from = 0; from < kFewSplits; from += 4) {
+    if (from >= splits) break;
+    float4 values[kHeadsAtOnce][4];
 #pragma unroll
-    for (int head = 0; head < kHeads; head++) {
+    for (int head = 0; head < kHeadsAtOnce; head++) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const float* const at = part_of(head) + (from + j) * stride + lanes_dimension();
+        const float* const at = partial_of(head) + (from + j) * stride + lane_dimension();
         values[head][j] =
-            ptx::load_from_l2_or_zero(reinterpret_cast<const float4*>(at), from + j < units);
+            ptx::load_from_l2_or_zero(reinterpret_cast<const float4*>(at), from + j < splits);
       }
     }
-    if (from == 0) sums[0].weigh<kFewUnits>(totals);
+    if (from == 0) combined[0].rescale_factors<kFewSplits>(row_stats);
 #pragma unroll
-    for (int head = 0; head < kHeads; head++) {
+    for (int head = 0; head < kHeadsAtOnce; head++) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const int at = head * kFewUnits + from + j;
-        sums[head].add(__shfl_sync(0xffffffff, totals[0].x, at), values[head][j]);
+        const int at = head * kFewSplits + from + j;
+        combined[head].add(__shfl_sync(0xffffffff, row_stats[0].x, at), values[head][j]);
       }
     }
   }
-  const float sum = sums[0].sum;
+  const float row_sum = combined[0].row_sum;
 #pragma unroll
-  for (int head = 0; head < kHeads; head++) {
-    sums[head].sum = __shfl_sync(0xffffffff, sum, head * kFewUnits);
-    if (wanted >> head & 1) sums[head].store(row.outputs(first_head + head));
+  for (int head = 0; head < kHeadsAtOnce; head++) {
+    combined[head].row_sum = __shfl_sync(0xffffffff, row_sum, head * kFewSplits);
+    if (wanted >> head & 1) combined[head].store(kv_head.outputs(first_head + head));
   }
 }

@@ -1,5 +1,12 @@
-// Reads memory tiers the way the product's kernels do, with nothing but the reads: what a profile
-// is measured with. One thread of a CTA keeps `stages` bulk copies of `chunk` bytes in flight.
+// Memory reads without computation, in the access pattern of the GEMM and attention kernels, with
+// which `dakrun profile` measures memory tiers.
+//
+//   for each CTA, one thread:
+//     keep `stages` bulk copies of `chunk` bytes in flight through a ring in shared memory
+//
+// read_window reads several tiers side by side for a given time, each by its own CTAs.
+// read_multicast reads each chunk once per cluster and multicasts it to all its CTAs.
+// read_once reads a buffer once, as one op of a chain of launches.
 
 #include "common.cuh"
 
@@ -14,17 +21,17 @@ struct Source {
   int ctas;
   int chunk;    // bytes, a multiple of 16
   int stages;   // at most kMaxStages
-  int sharers;  // this many CTAs read the same chunks
+  int sharers;  // CTAs that read the same chunks
 };
 
 struct ReadWindowArgs {
-  Source sources[kMaxSources];  // CTAs are numbered source after source
+  Source sources[kMaxSources];  // CTAs are numbered source by source
   uint64_t window_ns;
-  unsigned long long* bytes;  // [kMaxSources]: read of each source
+  unsigned long long* bytes;  // [kMaxSources]: bytes read from each source
   unsigned long long* span;   // [2]: start of the first CTA, end of the last, in ns
 };
 
-// All sources side by side for `window_ns`, each by its own CTAs.
+// Read all sources side by side for `window_ns`.
 extern "C" __global__ void __launch_bounds__(32)
     read_window(const __grid_constant__ ReadWindowArgs args) {
   __shared__ uint64_t barriers[kMaxStages];
@@ -65,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(32)
     load(at.stage);
     at.advance(source.stages);
   }
-  for (int i = 1; i < source.stages;
-       i++) {  // a CTA may not exit while copies into it are on their way
+  // Drain: a CTA may not exit while copies into its shared memory are in flight.
+  for (int i = 1; i < source.stages; i++) {
     at.advance(source.stages);
     wait_barrier(full_barrier[at.stage], at.parity);
   }
@@ -80,10 +87,10 @@ struct ReadMulticastArgs {
   uint64_t bytes;
   int chunk;
   int stages;
-  int chunks;  // that each cluster reads
+  int chunks;  // per cluster
 };
 
-// Every cluster reads chunks of its own, once, and its leader has them written to all its CTAs.
+// Every cluster reads its own chunks once; its leader multicasts them to all its CTAs.
 extern "C" __global__ void __launch_bounds__(32)
     read_multicast(const __grid_constant__ ReadMulticastArgs args) {
   __shared__ uint64_t barriers[2 * kMaxStages];
@@ -100,13 +107,13 @@ extern "C" __global__ void __launch_bounds__(32)
   }
   __syncwarp();
   ptx::cluster_arrive();
-  ptx::cluster_wait();  // nobody may arrive at a barrier that is not initialised yet
+  ptx::cluster_wait();  // no CTA arrives at a barrier before it is initialised
   if (threadIdx.x == 0) {
     const uint64_t total = args.bytes / args.chunk;
     const uint16_t everyone = static_cast<uint16_t>((1u << size) - 1);
     uint64_t next = blockIdx.x / size;
     const uint64_t step = gridDim.x / size;
-    // A stage is free in a CTA once it expects the next bytes: the leader waits for all of them.
+    // A CTA offers a stage once it expects the next bytes there. The leader waits for all CTAs.
     auto offer = [&](int stage) {
       ptx::mbarrier_arrive_expect_tx(full_barrier[stage], args.chunk);
       ptx::mbarrier_arrive_cluster(empty_barrier[stage], 0);
@@ -131,19 +138,19 @@ extern "C" __global__ void __launch_bounds__(32)
   }
   __syncwarp();
   ptx::cluster_arrive();
-  ptx::cluster_wait();  // copies and arrivals go to other CTAs: all stay until all are done
+  ptx::cluster_wait();  // no CTA exits while others copy into it or arrive at its barriers
 }
 
 struct ReadOnceArgs {
   const uint8_t* base;
-  uint64_t bytes;  // a multiple of chunk; 0 for a kernel that does nothing
+  uint64_t bytes;  // a multiple of chunk; may be 0
   int chunk;
   int stages;
   uint32_t* sink;  // [gridDim.x]
 };
 
-// One op of a chain: reads `bytes` once. Its loads start before the op ahead has ended; what
-// depends on it, here the write to `sink`, waits.
+// Read `bytes` once. Loads start before the predecessor kernel ends; the write to `sink`, as
+// anything that depends on the predecessor, waits.
 extern "C" __global__ void __launch_bounds__(64)
     read_once(const __grid_constant__ ReadOnceArgs args) {
   __shared__ uint64_t barriers[2 * kMaxStages];
@@ -162,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(64)
   const uint64_t chunks = args.bytes / args.chunk;
   RingPosition at;
   if (threadIdx.x == 0) {
-    at.parity = 1;  // of an empty barrier's phase before the first: the stages start free
+    at.parity = 1;  // the phase before the first counts as complete: all stages start empty
     for (uint64_t i = blockIdx.x; i < chunks; i += gridDim.x) {
       wait_barrier(empty_barrier[at.stage], at.parity);
       ptx::mbarrier_arrive_expect_tx(full_barrier[at.stage], args.chunk);

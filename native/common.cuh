@@ -1,9 +1,10 @@
-// What every kernel here shares: the ring of shared-memory stages between copies and consumers.
+// Shared by kernels with a ring of shared-memory stages: barriers, ring positions, the order of
+// CTAs.
 #pragma once
 
 #include "ptx.cuh"
 
-// Spins that would last for ever end the kernel with an error in builds with -DDEBUG_SPINS=1.
+// Wait for the phase of `parity`. With -DDEBUG_SPINS=1 a wait of two seconds traps.
 __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
 #if DEBUG_SPINS
   const uint64_t start = ptx::globaltimer();
@@ -15,8 +16,8 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
   }
 }
 
-// A barrier that a warp arrives at as one, once all its lanes are done, counts so many arrivals.
-// The race checker takes no account of __syncwarp(), so under it every lane arrives for itself.
+// Arrivals that a barrier counts for a warp. One lane arrives for all after __syncwarp(); the race
+// checker ignores __syncwarp(), so under it every lane arrives.
 #if RACECHECK
 constexpr int kArrivalsOfWarp = 32;
 #else
@@ -27,14 +28,13 @@ __device__ __forceinline__ bool arrives_for_warp() {
   return kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0;
 }
 
-// The thread's lane where it matters. What depends on it is reckoned there: where that is in a
-// loop, it would else be kept in registers throughout.
-__device__ __forceinline__ uint32_t lane_anew() {
-  return ptx::anew<uint32_t>(threadIdx.x) % 32;
+// The thread's lane, opaque to the compiler: values that depend on it are recomputed where they are
+// used, instead of being hoisted out of loops into registers.
+__device__ __forceinline__ uint32_t opaque_lane() {
+  return ptx::opaque<uint32_t>(threadIdx.x) % 32;
 }
 
-// What lanes of a warp have written or read comes before what others do next. The race checker sees
-// that only of barriers.
+// __syncwarp(), or under the race checker, which sees only barriers, a barrier of the warp.
 __device__ __forceinline__ void sync_warp() {
 #if RACECHECK
   ptx::named_barrier_sync(1 + threadIdx.x / 32, 32);
@@ -43,29 +43,31 @@ __device__ __forceinline__ void sync_warp() {
 #endif
 }
 
-// mbarriers that follow each other in shared memory, by their addresses.
+// Addresses of consecutive mbarriers in shared memory.
 struct Barriers {
   uint32_t first;
 
   __device__ __forceinline__ uint32_t operator[](int number) const { return first + 8 * number; }
 };
 
-// A launch's CTAs by what they read: the first ones HBM, the rest other memory, or nothing. CTAs
-// side by side tend to be on SMs that have a way to HBM in common, so the rest are spread.
+// Assigns CTAs to tiers. Logical CTAs are numbered tier by tier, the local ones first. Neighbouring
+// blockIdx tend to share a path to HBM, so the remote (or idle) CTAs are spread evenly over the
+// grid.
 struct CtaOrder {
-  int first_ones;
-  int others_share;  // of the rest among all CTAs, in 2^-16, rounded up
+  int local_ctas;
+  int remote_share;  // remote CTAs / all CTAs in units of 2^-16, rounded up
 
+  // Logical number of this CTA.
   __device__ __forceinline__ int number() const {
     const int cta = blockIdx.x;
-    const int before = cta * others_share >> 16, with = (cta + 1) * others_share >> 16;
-    return with > before ? first_ones + before : cta - before;
+    const int before = cta * remote_share >> 16, with = (cta + 1) * remote_share >> 16;
+    return with > before ? local_ctas + before : cta - before;
   }
 };
 
-// What a CTA does that only fills an SM, where a launch has fewer to do than there are: waits for
-// the kernels before, as all threads do, and until the next launch's CTAs have come to their SMs.
-// Else two of them would come to one, and to the next launch's, and so on.
+// Body of an idle CTA of a launch that has fewer CTAs than there are SMs: wait for predecessor
+// kernels, as every thread must, and occupy the SM until the next launch's CTAs are placed. Without
+// idle CTAs two CTAs of the next launch would share the free SM, and so on launch after launch.
 constexpr int kIdleNs = 2000;
 
 __device__ __forceinline__ void fill_sm() {
@@ -75,12 +77,13 @@ __device__ __forceinline__ void fill_sm() {
     ptx::sleep(100);
 }
 
-// Position in a ring of `stages`: the stage, and the parity of the barrier phase that is next.
+// Position in a ring: the stage, and the parity of its next barrier phase.
 struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
   __device__ __forceinline__ RingPosition() {}
+  // After `passed` stages.
   __device__ __forceinline__ RingPosition(int passed, int stages)
       : stage(passed % stages), parity(passed / stages & 1) {}
 
@@ -90,7 +93,7 @@ struct RingPosition {
       parity ^= 1;
     }
   }
-  // As far as from the beginning to `by`.
+  // Advance by the distance from the start of the ring to `by`.
   __device__ __forceinline__ void advance(const RingPosition& by, int stages) {
     stage += by.stage;
     parity ^= by.parity;
@@ -101,8 +104,8 @@ struct RingPosition {
   }
 };
 
-// Keeps a value of a lane in a register: in tight loops the compiler else reads parameters and
-// special registers again and again. All lanes of the warp take part.
+// Force a value into a register; the compiler would reload parameters and special registers in
+// tight loops. Called by all lanes of the warp.
 __device__ __forceinline__ uint32_t in_register(uint32_t value) {
   return __shfl_sync(0xffffffff, value, threadIdx.x % 32);
 }

@@ -1,4 +1,4 @@
-// One value of what all threads of a CTA give.
+// Reductions over a warp and over a CTA.
 #pragma once
 
 #include "ptx.cuh"
@@ -13,8 +13,8 @@ __device__ __forceinline__ T reduce_warp(T value, Combine combine) {
   return value;
 }
 
-// The same bits in every thread: `combine` may swap its operands and leaves what T() is combined
-// with as it is. `parts` is shared memory that serves for this alone.
+// Reduce `value` over the CTA; every thread gets the same bits. `combine` is commutative with T()
+// as its identity. `parts` is shared memory used for nothing else.
 template <class T, class Combine>
 __device__ __forceinline__ T reduce_cta(T value, T (&parts)[kMaxWarps], Combine combine) {
   const int lane = threadIdx.x % 32;

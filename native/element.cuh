@@ -1,4 +1,4 @@
-// The 16-bit floats of a kernel's operands: -DBFLOAT16 is 0 or 1.
+// Element, the 16-bit float type of a kernel's operands: bfloat16 with -DBFLOAT16=1, else float16.
 #pragma once
 
 #include "ptx.cuh"
@@ -9,7 +9,7 @@ using Element = __nv_bfloat16;
 using Element = __half;
 #endif
 
-// Two neighbours, read and written at once.
+// Two adjacent elements, for 4-byte accesses.
 struct __align__(4) Pair {
   Element first, second;
 };
@@ -27,7 +27,8 @@ __device__ __forceinline__ void convert(__nv_bfloat16& to, float value) {
   to = __float2bfloat16_rn(value);
 }
 
-// The same in a register: what loads one as its two elements waits for it, to take it apart.
+// Two elements in a register. Loading a word and unpacking it later does not wait for the load, as
+// loading a Pair would.
 __device__ __forceinline__ uint32_t packed(float first, float second) {
   Pair pair;
   convert(pair.first, first), convert(pair.second, second);
@@ -38,13 +39,13 @@ __device__ __forceinline__ float2 unpacked(uint32_t both) {
   return {to_float(pair.first), to_float(pair.second)};
 }
 
-// Two neighbours, or only the first of them, where they are not aligned.
+// Load two adjacent elements without 4-byte alignment, or only the first.
 __device__ __forceinline__ uint32_t load_unaligned(const Element* from, bool both) {
   const uint16_t* const words = reinterpret_cast<const uint16_t*>(from);
   return both ? words[0] | words[1] << 16 : words[0];
 }
 
-// Eight neighbours, likewise.
+// Eight adjacent elements, for 16-byte accesses.
 struct __align__(16) Chunk {
   Element of[8];
 };

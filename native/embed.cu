@@ -1,6 +1,9 @@
-// Rows of a packed embedding table that may lie in several memory tiers, and learned positions.
+// Embedding of a step's tokens from a packed table in several memory tiers, plus learned positions.
 //
-// A thread brings a chunk of a row: once it knows the token, all reads are under way at once.
+//   for each (row of out, 16-byte chunk of it), one thread each:
+//     wait for predecessor kernels, which write the tokens
+//     out = table[token], read from the tier of its row block
+//     out += positions[length + offset]   // models with learned positions
 
 #include "element.cuh"
 #include "packed.cuh"
@@ -12,13 +15,13 @@ struct EmbedArgs {
   const int* lengths;        // [n], negative in rows without a request; unused without positions
   const Element* positions;  // [position_count, cols], or null
   Element* out;              // [n, cols]
-  int rows, cols;            // of the table; columns in eights
+  int rows, cols;            // of the table; cols is a multiple of 8
   int position_count, offset;
-  int row_ctas;        // CTAs of a row of `out`
+  int row_ctas;        // CTAs per row of `out`
   PackedMatrix table;  // [rows, cols]
 };
 
-// The nearest of `count` rows.
+// `row` clamped to a table of `count` rows.
 __device__ __forceinline__ int clamped(int row, int count) {
   return min(max(row, 0), count - 1);
 }

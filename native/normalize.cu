@@ -1,27 +1,31 @@
-// RMSNorm (Zhang, Sennrich 2019) and LayerNorm (Ba, Kiros, Hinton 2016) of rows, by a CTA each.
+// RMSNorm (Zhang, Sennrich 2019) and LayerNorm (Ba, Kiros, Hinton 2016), one CTA per row.
 //
-// A row stays in registers between its passes: LayerNorm's variance is of the distances to the
-// mean, so that it loses nothing where the mean is large.
+//   load weight and bias                      // before the wait: no kernel writes them
+//   wait for predecessor kernels
+//   load the row into registers
+//   mean = LayerNorm ? sum(x) / cols : 0
+//   variance = sum((x - mean)^2) / cols       // in a second pass: exact also for large means
+//   out = (x - mean) / sqrt(variance + eps) * weight + bias
 
 #include "common.cuh"
 #include "cta_reduce.cuh"
 #include "element.cuh"
 
 constexpr int kMaxThreads = ROW_THREADS;
-constexpr int kChunks = NORMALIZE_CHUNKS;  // at most, of a thread
+constexpr int kChunks = NORMALIZE_CHUNKS;  // of a thread, at most
 
 struct NormalizeArgs {
   const Element* x;       // [n, cols]
   const Element* weight;  // [cols], or null
   const Element* bias;    // [cols], or null
   Element* out;           // [n, cols]
-  int rows;               // n; further CTAs only fill SMs
-  int cols;               // in eights, at most 8 * kChunks * kMaxThreads
-  int centered;           // LayerNorm, or else RMSNorm
+  int rows;               // n; CTAs past them are idle (fill_sm)
+  int cols;               // a multiple of 8, at most 8 * kChunks * kMaxThreads
+  int centered;           // 1: LayerNorm, 0: RMSNorm
   float eps;
 };
 
-// A thread's part of a row: chunks as far apart as there are threads, the last ones maybe missing.
+// A thread's part of a row: chunks threadIdx.x, threadIdx.x + blockDim.x, ... within the row.
 struct Part {
   Chunk chunks[kChunks];
 
@@ -37,7 +41,7 @@ struct Part {
     for_each(args,
              [&](int i, int number) { chunks[i] = reinterpret_cast<const Chunk*>(row)[number]; });
   }
-  // Of all the row's elements, `term` of each.
+  // Mean of `term` over the elements of the row; called by all threads of the CTA.
   template <class Term>
   __device__ __forceinline__ float mean(const NormalizeArgs& args, float (&parts)[kMaxWarps],
                                         Term term) const {

@@ -1,6 +1,6 @@
-// PTX instructions that CUDA C++ has no word for, one a function (PTX ISA 8.x, sections 9.7.9
-// to 9.7.13). Shared memory is addressed by 32 bits, as the instructions do it: smem_address()
-// makes an address, once, as that costs more than the arithmetic on it. Each part has a subject.
+// PTX instructions without a CUDA C++ equivalent, one per function (PTX ISA 8.x, sections 9.7.9 to
+// 9.7.13). Shared memory is addressed by 32-bit addresses, as the instructions expect; compute one
+// with smem_address() and do arithmetic on it.
 #pragma once
 
 #include "ptx_barriers.cuh"

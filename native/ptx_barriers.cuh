@@ -1,4 +1,4 @@
-// Barriers of a CTA and of a cluster, and what CTAs of a cluster share.
+// Barriers of a CTA and of a cluster, and distributed shared memory.
 #pragma once
 
 #include "ptx_words.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
-// True once the phase of the given parity is complete; waits for a while in hardware before false.
+// True if the phase of the given parity is complete. May suspend the thread for a while first.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -32,9 +32,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done;
 }
 
-// Arrives at the barrier at the same shared-memory offset of CTA `rank` of the cluster, for one
-// that has read what others overwrite: what it has written they need not see, which would cost a
-// fence.
+// Arrive at the barrier at the same shared-memory offset in CTA `rank` of the cluster. Releases
+// reads only: the caller's writes need not be visible there, which would cost a fence.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -51,12 +50,12 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A barrier among `threads` threads of the CTA, numbered apart from __syncthreads().
+// Named barrier of `threads` threads of the CTA. Number 0 is __syncthreads().
 __device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Counts as so many threads of it without waiting: those of the warp.
+// Arrive at a named barrier for the threads of the warp, without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -75,22 +74,21 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// The cluster's number in the grid.
+// Index of the cluster in the grid.
 __device__ __forceinline__ uint32_t cluster_number() {
   uint32_t number;
   asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(number));
   return number;
 }
 
-// The address of the same shared memory in CTA `rank` of the cluster, which only some instructions
-// take.
+// Map a shared-memory address to CTA `rank` of the cluster, as a shared::cluster address.
 __device__ __forceinline__ uint32_t in_cta(uint32_t address, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
 
-// To such an address; a barrier there, given in the same way, counts its bytes when it has come.
+// Store asynchronously to a shared::cluster address. `barrier`, in the same CTA, counts the bytes.
 __device__ __forceinline__ void store_in_cta(uint32_t there, float4 value, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
@@ -103,7 +101,7 @@ __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Others need not see what this thread has written, which would cost a fence.
+// Arrive without a release: earlier writes need not be visible to the cluster. Saves a fence.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -1,22 +1,22 @@
-// Copies between global and shared memory, most of them by the tensor memory accelerator.
+// Asynchronous copies between global and shared memory, most of them by TMA.
 #pragma once
 
 #include "ptx_words.cuh"
 
 namespace ptx {
 
-// Copies 16 bytes, both of whose addresses are multiples of that.
+// Copy 16 bytes; both addresses are multiples of 16.
 __device__ __forceinline__ void copy_chunk(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
                : "memory");
 }
 
-// Those that the thread has begun since the last time are a group, of which there may be none.
+// Close the group of copies started since the last call; it may be empty.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Until all of them are complete but for so many groups, the last ones.
+// Wait until all but the last `groups` groups are complete.
 template <int groups>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
@@ -33,7 +33,7 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
-// How L2 keeps what is read: nothing reads it again, so that it goes before all else, or any.
+// L2 eviction policy: evict-first for data that is read `once`, else normal.
 __device__ __forceinline__ uint64_t l2_policy(bool once) {
   uint64_t first, normal;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(first));
@@ -41,7 +41,7 @@ __device__ __forceinline__ uint64_t l2_policy(bool once) {
   return once ? first : normal;
 }
 
-// The same, to be kept by L2 as `policy` says.
+// Bulk load with an L2 policy from l2_policy().
 __device__ __forceinline__ void bulk_load_kept(uint32_t destination, const void* source,
                                                uint32_t bytes, uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -51,14 +51,14 @@ __device__ __forceinline__ void bulk_load_kept(uint32_t destination, const void*
       : "memory");
 }
 
-// The same for bytes that nothing reads again.
+// Bulk load of bytes that are not read again (evict-first in L2).
 __device__ __forceinline__ void bulk_load_once(uint32_t destination, const void* source,
                                                uint32_t bytes, uint32_t barrier) {
   bulk_load_kept(destination, source, bytes, barrier, l2_policy(true));
 }
 
-// The same bytes to the same offset in every CTA of the cluster whose bit is set in `ctas`; each
-// of them has its own barrier at the same offset completed.
+// Bulk load to the same offset in every CTA of the cluster whose bit is set in `ctas`. Each of them
+// gets the bytes counted at its own barrier of the same offset.
 __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const void* source,
                                                     uint32_t bytes, uint32_t barrier,
                                                     uint16_t ctas) {
@@ -69,12 +69,13 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const 
       : "memory");
 }
 
-// Has bytes brought to L2, for whoever reads them next.
+// Prefetch bytes to L2.
 __device__ __forceinline__ void bulk_prefetch(const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
-// A box of a 3-D tensor map at element (x, y, z); `map` is a kernel parameter or in global memory.
+// Load the box at element (x, y, z) of a 3-D tensor map. `map` is a kernel parameter or in global
+// memory.
 __device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMap* map, int x,
                                             int y, int z, uint32_t barrier) {
   asm volatile(
@@ -84,7 +85,7 @@ __device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMa
       : "memory");
 }
 
-// The same box to the same offset in every CTA of the cluster whose bit is set in `ctas`.
+// Load a box to the same offset in every CTA of the cluster whose bit is set in `ctas`.
 __device__ __forceinline__ void tensor_load_multicast(uint32_t destination, const TensorMap* map,
                                                       int x, int y, int z, uint32_t barrier,
                                                       uint16_t ctas) {
@@ -95,7 +96,8 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t destination, cons
       : "memory");
 }
 
-// From shared memory to a box of a 2-D tensor map at element (x, y), but for what lies beyond.
+// Store from shared memory to the box at element (x, y) of a 2-D tensor map; elements outside the
+// tensor are skipped.
 __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y, uint32_t source) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
@@ -103,18 +105,18 @@ __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y,
       : "memory");
 }
 
-// Those that the thread has begun since the last time are a group, of which there may be none.
+// Close the group of stores started since the last call; it may be empty.
 __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until shared memory is read no more but by so many groups, the last ones.
+// Wait until all but the last `groups` groups of stores have read their shared memory.
 template <int groups>
 __device__ __forceinline__ void wait_for_reads() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory");
 }
 
-// Until all of them are complete.
+// Wait until all stores are complete.
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

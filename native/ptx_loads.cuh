@@ -1,16 +1,16 @@
-// Loads of global memory in a way or an order of their own, counters and flags.
+// Global memory: loads with a cache or ordering choice, counters and flags.
 #pragma once
 
 #include "ptx_words.cuh"
 
 namespace ptx {
 
-// Has a line brought to L1.
+// Prefetch a line to L1.
 __device__ __forceinline__ void prefetch(const void* line) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(line) : "memory");
 }
 
-// What another SM wrote, if fences put it before; caches of this SM are passed by.
+// Load past L1, for data that another SM wrote. Ordering comes from fences or atomic_add_acq_rel().
 __device__ __forceinline__ float4 load_from_l2(const float4* from) {
   float4 value;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -20,7 +20,7 @@ __device__ __forceinline__ float4 load_from_l2(const float4* from) {
   return value;
 }
 
-// The same, or zeros, without a branch.
+// Load past L1, or zeros where not `loads`, without a branch.
 __device__ __forceinline__ float4 load_from_l2_or_zero(const float4* from, bool loads) {
   float4 value;
   asm volatile(
@@ -33,8 +33,8 @@ __device__ __forceinline__ float4 load_from_l2_or_zero(const float4* from, bool 
   return value;
 }
 
-// Has a line brought to L1, so that reading it soon takes no time. Loads that nothing depends on
-// are dropped, so a NaN that is in no table would end the kernel.
+// Load a line into L1 ahead of its use. An unused load would be dropped, so the kernel traps on a
+// bit pattern that no table contains.
 __device__ __forceinline__ void touch(const float2* line) {
   asm volatile(
       "{\n"
@@ -47,9 +47,9 @@ __device__ __forceinline__ void touch(const float2* line) {
       : "memory");
 }
 
-// Reads a parameter of the kernel, which is never -1, here and not later: its first reader waits
-// for the line. What nothing depends on is not read, but a store does that never happens; an end of
-// the kernel would cost registers.
+// Read a kernel parameter that is never -1 now, so that later readers do not wait for its cache
+// line. An unused read would be dropped, so a store that never happens depends on it; a trap would
+// cost registers.
 __device__ __forceinline__ void fetch_parameter(int value) {
   asm volatile(
       "{\n.reg .pred never;\nsetp.eq.s32 never, %0, -1;\n"
@@ -66,9 +66,9 @@ __device__ __forceinline__ float2 load_from_l2(const float2* from) {
   return value;
 }
 
-// Adds to a counter, after all that the thread has written or has seen written, and before all that
-// it reads next.
-__device__ __forceinline__ int add_in_order(int* to, int value) {
+// Add to a counter with acquire and release at gpu scope: after all that the thread has written or
+// observed, before all that it reads next. Returns the previous value.
+__device__ __forceinline__ int atomic_add_acq_rel(int* to, int value) {
   int before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
                : "=r"(before)
@@ -77,7 +77,8 @@ __device__ __forceinline__ int add_in_order(int* to, int value) {
   return before;
 }
 
-// A flag that says that all has been written that the thread wrote, or saw written, before.
+// Store a flag with release at gpu scope: whoever acquires it sees all that this thread wrote or
+// observed before.
 __device__ __forceinline__ void store_release(int* to, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }

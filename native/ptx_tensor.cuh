@@ -1,4 +1,4 @@
-// Tensor cores, and 16-bit floats by twos.
+// Tensor cores, and arithmetic on pairs of 16-bit floats.
 #pragma once
 
 #include "ptx_words.cuh"
@@ -7,7 +7,7 @@ namespace ptx {
 
 // Tensor cores
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Load four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -15,7 +15,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t ad
                : "memory");
 }
 
-// The same of transposed matrices.
+// Load four such matrices transposed.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -23,7 +23,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint3
                : "memory");
 }
 
-// Stores four such matrices.
+// Store four such matrices.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -31,7 +31,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&f
       : "memory");
 }
 
-// Stores four such matrices, transposed; addresses are those of the transposed ones' rows.
+// Store four such matrices transposed; addresses are of rows of the transposed matrices.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -39,34 +39,34 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32
       : "memory");
 }
 
-// An 8x8 matrix of 16-bit elements that lies in a warp's registers, transposed.
+// Transpose an 8x8 matrix of 16-bit elements in a warp's registers.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
   return transposed;
 }
 
-// Rows 0 to 7 of the sums are in `low`, 8 to 15 in `high`.
-__device__ __forceinline__ void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0,
-                                    uint32_t b1, __half) {
+// c += a b for a 16x16, b 16x8. `top` has rows 0 to 7 of c, `bottom` rows 8 to 15.
+__device__ __forceinline__ void mma(float2& top, float2& bottom, const uint32_t (&a)[4],
+                                    uint32_t b0, uint32_t b1, __half) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(low.x), "+f"(low.y), "+f"(high.x), "+f"(high.y)
+      : "+f"(top.x), "+f"(top.y), "+f"(bottom.x), "+f"(bottom.y)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0,
-                                    uint32_t b1, __nv_bfloat16) {
+__device__ __forceinline__ void mma(float2& top, float2& bottom, const uint32_t (&a)[4],
+                                    uint32_t b0, uint32_t b1, __nv_bfloat16) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(low.x), "+f"(low.y), "+f"(high.x), "+f"(high.y)
+      : "+f"(top.x), "+f"(top.y), "+f"(bottom.x), "+f"(bottom.y)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The larger ones of two pairs of 16-bit floats; where either is NaN, NaN, always the same without
-// a sign.
+// Element-wise maximum of two pairs of 16-bit floats. NaN if either is NaN, always the same NaN
+// without a sign.
 
 __device__ __forceinline__ uint32_t max_nan(uint32_t a, uint32_t b, __half) {
   uint32_t larger;

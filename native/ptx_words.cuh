@@ -1,4 +1,4 @@
-// What the instructions share: integers, addresses; and those of a single thread or warp.
+// Integer types, addresses, and instructions of a single thread or warp.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@ typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
 typedef long long int64_t;
 
-// CUtensorMap of the driver's API, which NVRTC has no header for.
+// CUtensorMap of the driver API, for which NVRTC has no header.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes at once, of shared and of global memory.
+// 16-byte accesses to shared and global memory.
 
 __device__ __forceinline__ uint4 load_chunk(uint32_t address) {
   uint4 words;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_chunk(void* to, uint4 words) {
                : "memory");
 }
 
-// True in one thread of a warp, all of which come here; the compiler then knows it is one.
+// True in one thread of the warp, all of whose threads call this; the compiler knows it is one.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
@@ -46,15 +46,15 @@ __device__ __forceinline__ bool elect_one() {
   return elected;
 }
 
-// The same value, which the compiler takes for another one: what is reckoned from it in a loop is
-// then not reckoned ahead, to stay in registers throughout.
+// The same value, opaque to the compiler: values computed from it in a loop are not hoisted out of
+// the loop, where they would occupy registers.
 template <class Word>
-__device__ __forceinline__ Word anew(Word value) {
+__device__ __forceinline__ Word opaque(Word value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// 2 to the power of `value`; zero where that is no normal number.
+// 2 to the power of `value`; subnormal results are zero.
 __device__ __forceinline__ float exp2(float value) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
@@ -67,25 +67,26 @@ __device__ __forceinline__ uint64_t globaltimer() {
   return ns;
 }
 
-// For about so long, at most twice.
+// Sleep for about `ns`, at most twice as long.
 __device__ __forceinline__ void sleep(uint32_t ns) {
   asm volatile("nanosleep.u32 %0;" ::"r"(ns));
 }
 
-// By all four warps of a warpgroup: registers that a thread gives back, or takes from then on.
+// Set the registers per thread of a warpgroup, called by its four warps: release some, or take
+// more.
 
 template <int registers>
-__device__ __forceinline__ void keep_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
 template <int registers>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// Programmatic dependent launch: let the next kernel of the stream start; wait until the kernels
-// before are complete and their writes visible.
+// Programmatic dependent launch (PDL): let the next kernel of the stream start; wait until
+// predecessor kernels are complete and their writes visible.
 
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,15 +1,20 @@
-// Greedy sampling: of each row of logits the first of the largest, as torch.argmax has it, and what
-// follows from it: the row's next token, an entry in its slot's log, a longer sequence.
+// Greedy sampling: the argmax of each row of logits, as torch.argmax has it (the first of equal
+// maxima; NaN is the largest).
 //
-// A CTA reads a row in chunks of 8 logits. A thread keeps the first chunk with the largest it has
-// seen; which of its logits that is, is found once, by the thread that has the row's.
+//   for each row, one CTA:
+//     each thread: the first chunk of 8 logits with the largest maximum it has seen
+//     reduce over the CTA by (maximum, earliest chunk)
+//     winning thread: find the logit in its chunk; write the row's next token and the log entry of
+//                     its slot; add 1 to its length. Rows without a request (length < 0) write
+//                     nothing.
 
 #include "cta_reduce.cuh"
 #include "element.cuh"
+#include "geometry.cuh"
 
 constexpr int kThreads = ROW_THREADS;
-constexpr int kInFlight = 4;  // loads of a thread that are under way together
-constexpr int kLogits = 8;    // of a chunk
+constexpr int kInFlight = 4;    // loads of a thread in flight together
+constexpr int kLogits = CHUNK;  // of a chunk
 
 struct SelectGreedyArgs {
   const uint16_t* logits;  // [n, vocabulary], bits of Element
@@ -20,20 +25,22 @@ struct SelectGreedyArgs {
   int vocabulary, depth;
 };
 
-// A number in the order of a logit, which lies in the low bits. Floats are sign and magnitude, both
-// zeros are alike; NaN is the largest, since max_nan() gives it without a sign.
+// Integer that orders like the 16-bit float in the low bits of `logit`. Both zeros map to 0. NaN is
+// the largest, since max_nan() returns it without a sign.
 __device__ __forceinline__ int in_order(uint32_t logit) {
   const int magnitude = logit & 0x7fff;
   return logit & 0x8000 ? -magnitude : magnitude;
 }
-constexpr int kLeast = -0x8000;  // below all of them
+constexpr int kBelowAll = -0x8000;
 
+// Largest logit of a chunk, as an ordered integer.
 __device__ __forceinline__ int largest(const uint4& chunk) {
   const uint32_t two = ptx::max_nan(ptx::max_nan(chunk.x, chunk.y, Element()),
                                     ptx::max_nan(chunk.z, chunk.w, Element()), Element());
   return in_order(ptx::max_nan(two, two >> 16, Element()));
 }
 
+// Index of the first logit of a chunk that equals `value`.
 __device__ __forceinline__ int first_of(const uint4& chunk, int value) {
   const uint32_t pairs[] = {chunk.x, chunk.y, chunk.z, chunk.w};
   int first = 0;
@@ -45,11 +52,11 @@ __device__ __forceinline__ int first_of(const uint4& chunk, int value) {
   return first;
 }
 
-// A row as chunks at multiples of 16 bytes, the first and the last of which it may fill in part:
-// its outermost logits then fill the rest.
+// A row as chunks aligned to 16 bytes. The first and last chunk may reach past the row; there they
+// repeat its first or last logit.
 struct Row {
   const uint16_t* logits;
-  int before;  // places of the first chunk that are not the row's
+  int before;  // elements of the first chunk that precede the row
   int size, chunks;
 
   __device__ __forceinline__ Row(const SelectGreedyArgs& args, int row)
@@ -65,6 +72,7 @@ struct Row {
     }
     return {pair(first), pair(first + 2), pair(first + 4), pair(first + 6)};
   }
+  // `place` clamped to the row.
   __device__ __forceinline__ int nearest(int place) const { return min(max(place, 0), size - 1); }
 
  private:
@@ -73,20 +81,21 @@ struct Row {
   }
 };
 
+// Largest logit that a thread has seen, and its chunk.
 struct Found {
-  int value = kLeast;
+  int value = kBelowAll;
   int chunk = 0;
   uint4 logits;
 
-  // Chunks come in order.
+  // Chunks are given in ascending order.
   __device__ __forceinline__ void consider(const uint4& next, int number) {
-    const int most = largest(next);
-    if (most > value) value = most, chunk = number, logits = next;
+    const int maximum = largest(next);
+    if (maximum > value) value = maximum, chunk = number, logits = next;
   }
-  // The larger, the better: by the value, then by the place. A thread with no chunk is below all.
+  // Key to maximize: larger value first, then earlier chunk. Lowest for a thread without a chunk.
   __device__ __forceinline__ uint64_t rank() const {
     const uint32_t place = ~static_cast<uint32_t>(chunk);
-    return static_cast<uint64_t>(value - kLeast) << 32 | place;
+    return static_cast<uint64_t>(value - kBelowAll) << 32 | place;
   }
 };
 
@@ -97,14 +106,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int number = blockIdx.x;
   const Row row(args, number);
   ptx::wait_for_dependencies();
-  // For the end, as waiting for them there or here would cost more than an idle row's logits.
+  // Loaded early and used last. A row without a request still reads its logits, which costs less
+  // than waiting here for its length.
   const int length = args.lengths[number], slot = args.slots[number];
   Found found;
 #pragma unroll 1
   for (int first = threadIdx.x; first < row.chunks; first += kInFlight * kThreads) {
     uint4 chunks[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kInFlight; i++)  // behind the last the last one, so that all are under way
+    for (int i = 0; i < kInFlight; i++)  // clamped, not skipped, so that all loads are in flight
       chunks[i] = row.load(min(first + i * kThreads, row.chunks - 1));
 #pragma unroll
     for (int i = 0; i < kInFlight; i++) {

@@ -1,29 +1,43 @@
-// Decode attention: a new token of every slot attends to the slot's cached keys and values, which
-// lie in several memory tiers, and to its own, which are appended to the cache.
+// SplitK_FlashAttn: decode attention over a KV cache that lies in several memory tiers.
 //
-// A slot's cache is [KV heads][blocks of 64 positions][keys, values], each [64][HEAD_DIM] elements,
-// the chunks of a row swizzled (swizzle_of) so that matrix loads find no two in the same bank. Keys
-// and values of blocks, one copy each of what is filled, go through a ring of stages, so that of a
-// last block nothing else is read. A block is one warp's, which keeps a
-// softmax (Milakov, Gimelshein 2018; FlashAttention-2, arXiv 2307.08691) for all query heads of a
-// KV head at once: keys and values are the A operands, queries and probabilities the B operands, so
-// that the tensor cores read them once for a group.
+// The new token of every slot attends to the slot's cached keys and values and to its own, which
+// the kernel appends to the cache. Split-KV as in FlashDecoding, with the online softmax of
+// FlashAttention-2 (arXiv 2307.08691):
 //
-// A KV head of a slot is one CTA's, or some CTAs' if there are few, each of which has units of it.
-// What a warp computes, an item, is a part of a unit; the warps of a CTA are at different items, so
-// that one's loads and stores hide behind the others' work. Units and parts depend on what a cache
-// has room for and a slot's length, and their results are added up in order, so neither tiers nor
-// batches nor CTAs change a bit. A tier's CTAs share its units so that each reads as many blocks;
-// slots of several tiers that the same CTAs read take turns head by head.
+//   for each CTA (CTAs are divided among the tiers, and run side by side):
+//     splits = the CTA's share of the tier's KV heads of all slots, by number of KV blocks
+//     producer warp:
+//       for each work item (a chunk of a split, or a few whole splits), round-robin over warps:
+//         for each of its KV blocks:
+//           wait until the copies in flight leave room in the tier's congestion window
+//           wait until the next two stages of the ring are empty
+//           bulk-copy the cached keys and values of the block into them
+//     attention warps, each for its own items:
+//       for each KV block of the item:
+//         last block of the slot: append the new token to the stage and to the cache
+//         S = K Q^T;  P, row_max, row_sum = online_softmax(S);  accumulators += V^T P^T
+//       the item is a whole KV head: store accumulators / row_sum
+//       else: store_partial; the last warp to arrive combines the chunks of a split, in order;
+//             the last split to arrive combines the splits of a KV head, in order
+//
+// Tensor cores multiply all query heads of a KV head at once: keys and values are the A operand,
+// queries and probabilities the B operand, so that a block is read from shared memory once.
+//
+// Results do not depend on tiers, batch or CTAs, to the bit: the size of splits and chunks follows
+// from the capacity of the cache and the length of the slot, and they are combined in order.
+//
+// Cache layout: a slot is [KV heads][blocks of 64 positions][keys, values][64][HEAD_DIM], with the
+// 16-byte vectors of a row swizzled (swizzle_of) against bank conflicts of matrix loads.
 
 #include "attention_merge.cuh"
 #include "attention_operands.cuh"
 #include "attention_producer.cuh"
 #include "attention_softmax.cuh"
 
-// Has what a warp needs of its first item brought near, but for what the kernels before write.
-__device__ __forceinline__ void look_ahead(const SplitKFlashAttnArgs& args, const Ring& ring) {
-  const int first = threadIdx.x / 32 * kDepth, lane = threadIdx.x % 32;
+// Prefetch what an attention warp needs for its first item and predecessor kernels do not write.
+__device__ __forceinline__ void prefetch_first_item(const SplitKFlashAttnArgs& args,
+                                                    const Ring& ring) {
+  const int first = threadIdx.x / 32 * kTaskDepth, lane = threadIdx.x % 32;
   wait_barrier(ring.task_barrier[first], 0);
   const int slot = ring.shared.tasks[first].slot;
   if (slot < 0) return;
@@ -31,90 +45,96 @@ __device__ __forceinline__ void look_ahead(const SplitKFlashAttnArgs& args, cons
   if (rotations && 2 * lane < HEAD_DIM / 2) ptx::touch(rotations + 2 * lane);
 }
 
-// What a warp keeps from block to block of an item.
-struct Attended {
-  State state;
+// The state of a warp from block to block of an item.
+struct WarpAttention {
+  Accumulators acc;
   Queries queries;
   int length;  // of the slot, with the new token
 
-  __device__ __forceinline__ void reset() { state.reset(), queries = {}, length = 0; }
+  __device__ __forceinline__ void reset() { acc.reset(), queries = {}, length = 0; }
 
-  // With the barriers `number` of the ring, at their phase of `parity`.
-  __device__ __forceinline__ void add(const SplitKFlashAttnArgs& args, const Ring& ring,
-                                      const Task& task, int number, uint32_t parity) {
+  // Attend to one KV block, whose task has the barriers `number` of the ring in phase `parity`.
+  __device__ __forceinline__ void attend_block(const SplitKFlashAttnArgs& args, const Ring& ring,
+                                               const Task& task, int number, uint32_t parity) {
     const bool begins = task.number == 0, arrives = arrives_for_warp();
     if (begins) length = args.lengths[task.slot] + 1;
     const int valid = length - (task.first + task.number) * kBlock;
     const bool has_new = valid <= kBlock;
     NewToken token;
-    // All that is to be read is asked for before any of it is used.
+    // 1. Queries and the new token: issue all loads before the first use.
     if (begins) queries.load(args, task.slot, task.head);
     if (has_new) token.load(args, task, length - 1);
     if (args.rotations) {
       const float2* const rotations = rotations_of(args, length - 1);
-      if (begins) queries.turn(rotations);
-      if (has_new) token.turn(rotations);
+      if (begins) queries.apply_rope(rotations);
+      if (has_new) token.apply_rope(rotations);
     }
+    // 2. Scores: S = K Q^T, then release the stage of the keys.
     wait_barrier(ring.k_barrier[number], parity);
-    if (has_new) token.put_keys(smem + task.k_stage * kHalfBytes);
+    if (has_new) token.append_key(smem + task.k_stage * kHalfBytes);
     Scores scores;
     multiply_keys(ring.stage(task.k_stage), queries, scores);
-    if (has_new) ptx::fence_proxy_async();  // before the next copy into the stage
+    if (has_new) ptx::fence_proxy_async();  // order append_key() before the next copy
     __syncwarp();
     if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[task.k_stage]);
-    const Weights weights(scores, valid, args.scale, state);
+    // 3. Online softmax: probabilities, new row_max and row_sum, rescaled accumulators.
+    const Probabilities probabilities(scores, valid, args.scale, acc);
+    // 4. Outputs: O^T += V^T P^T, then release the stage of the values.
     wait_barrier(ring.v_barrier[number], parity);
-    if (has_new) token.put_values(smem + task.v_stage * kHalfBytes);
-    multiply_values(ring.stage(task.v_stage), valid, weights, state);
+    if (has_new) token.append_value(smem + task.v_stage * kHalfBytes);
+    multiply_values(ring.stage(task.v_stage), valid, probabilities, acc);
     if (has_new) ptx::fence_proxy_async();
     __syncwarp();
     if (arrives) ptx::mbarrier_arrive(ring.empty_barrier[task.v_stage]);
   }
 };
 
-// Waits for what a warp is told of its next block; whether there is one.
-__device__ __forceinline__ bool told(const Ring& ring, int taken) {
-  const int warp = ptx::anew<uint32_t>(threadIdx.x) / 32, number = warp * kDepth + taken % kDepth;
+// Wait for the warp's next task. False when there is none; the producer warp has none.
+__device__ __forceinline__ bool next_task(const Ring& ring, int tasks_taken) {
+  const int warp = ptx::opaque<uint32_t>(threadIdx.x) / 32,
+            number = warp * kTaskDepth + tasks_taken % kTaskDepth;
   if (warp == kWarps) return false;
-  wait_barrier(ring.task_barrier[number], taken / kDepth % 2);
+  wait_barrier(ring.task_barrier[number], tasks_taken / kTaskDepth % 2);
   return ring.shared.tasks[number].slot >= 0;
 }
 
-// All warps; that which copies comes when it has nothing more to copy.
+// Attention loop of all warps. The producer warp enters it after its last copy, to help combining.
 __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const Ring& ring) {
-  const Meeting meeting{args, ring.shared};
-  Attended item;
+  const Combiner combiner{args, ring.shared};
+  WarpAttention item;
   item.reset();
-  bool more = told(ring, 0);
+  bool more = next_task(ring, 0);
 #pragma unroll 1
-  for (int taken = 0;;) {
-    // Whether others attend to more of the item, which is now complete; and only in other CTAs.
-    bool holds = false, at_once = false;
+  for (int tasks_taken = 0;;) {
+    // `partial`: the item is complete, but does not cover its KV head. `combine_now`: it covers
+    // whole splits, so no other warp of this CTA is involved.
+    bool partial = false, combine_now = false;
     if (more) {
-      const int number = ptx::anew<uint32_t>(threadIdx.x) / 32 * kDepth + taken % kDepth;
+      const int number =
+          ptx::opaque<uint32_t>(threadIdx.x) / 32 * kTaskDepth + tasks_taken % kTaskDepth;
       const Task task = ring.shared.tasks[number];
-      if (task.number == 0) meeting.hold(task);
+      if (task.number == 0) combiner.begin(task);
       const bool last = task.number + 1 == task.count;
-      item.add(args, ring, task, number, taken / kDepth % 2);
+      item.attend_block(args, ring, task, number, tasks_taken / kTaskDepth % 2);
       if (last) {
-        const Held held = meeting.held();
-        holds = !held.whole();
-        at_once = holds && held.parts == 1;
-        if (!holds) store(Row(args, held), item.state);
+        const ItemRecord record = combiner.current();
+        partial = !record.whole();
+        combine_now = partial && record.chunks == 1;
+        if (!partial) store(KvHead(args, record), item.acc);
       }
-      taken++;
-      if (!at_once) more = told(ring, taken);
+      tasks_taken++;
+      if (!combine_now) more = next_task(ring, tasks_taken);
       if (!last) continue;
     }
-    if (holds || !more) meeting.hand_over(holds, item.state, !more);
-    item.reset();  // in any case, so the compiler sees that nothing need be kept meanwhile
+    if (partial || !more) combiner.finish_item(partial, item.acc, !more);
+    item.reset();  // unconditional, which ends the live ranges of its registers
     if (!more) break;
-    if (at_once) more = told(ring, taken);
+    if (combine_now) more = next_task(ring, tasks_taken);
   }
 }
 
-// Two CTAs to an SM, that of this op and that of the next; elsewhere the largest states would
-// spill.
+// Two CTAs share an SM, one of this op and one of the next. On other architectures the largest
+// accumulators would spill with two.
 #if HEAD_DIM == 128 && (__CUDA_ARCH__ == 1200 || (GROUP_TILES == 2 && __CUDA_ARCH__ != 900))
 constexpr int kCtasOfSm = 1;
 #else
@@ -126,21 +146,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   __shared__ Shared shared;
   ptx::launch_dependents();
   if (args.order.number() >= args.tiers[args.tier_count].first_cta) return fill_sm();
+
+  // Setup: ring and records in shared memory.
   const Ring ring(args, shared);
-  const bool copies = threadIdx.x / 32 == kWarps;
   if (threadIdx.x == 32 * kWarps) ring.initialize();
-  if (threadIdx.x < kWarps) shared.held[threadIdx.x].left = 0;
+  if (threadIdx.x < kWarps) shared.records[threadIdx.x].splits_left = 0;
   __syncthreads();
-  if (copies) {
+
+  // Producer warp: copy the cached blocks of the CTA's items. Attention warps: prefetch. Neither
+  // reads anything that a predecessor kernel writes.
+  if (threadIdx.x / 32 == kWarps) {
     int tier = 0;
     while (tier + 1 < args.tier_count && args.order.number() >= args.tiers[tier + 1].first_cta)
       tier++;
-    Producer(ring, args.tiers[tier].window).run(Items(args, tier));
+    Producer(ring, args.tiers[tier].window).run(WorkItems(args, tier));
   } else {
-    look_ahead(args, ring);
+    prefetch_first_item(args, ring);
   }
-  // Every thread waits, also those that read nothing: that this kernel is complete then implies
-  // that those before it are, at any distance.
+
+  // Every thread waits, also those that read nothing: completion of this kernel then implies
+  // completion of all its predecessors.
   ptx::wait_for_dependencies();
+
+  // All warps: attend and combine.
   consume(args, ring);
 }

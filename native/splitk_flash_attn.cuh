@@ -1,4 +1,7 @@
-// What SplitK_FlashAttn works on: its arguments, and the items of a CTA.
+// SplitK_FlashAttn: sizes, kernel arguments, and the work items of a CTA.
+//
+// Compiled once per dtype (BFLOAT16), head size (HEAD_DIM) and tiles of 8 query heads a KV head
+// (GROUP_TILES).
 #pragma once
 
 #include "common.cuh"
@@ -6,122 +9,123 @@
 #include "geometry.cuh"
 
 constexpr int kMaxStages = ATTENTION_MAX_STAGES;
-constexpr int kWarps = GROUP_TILES == 1
-                           ? ATTENTION_WARPS
-                           : ATTENTION_WARPS_LARGE_GROUP;  // that attend, each to blocks of its own
-constexpr int kThreads = 32 * (kWarps + 1);                // and one that copies
-constexpr int kBlock = KV_BLOCK;                           // positions
-constexpr int kTileRows = 16;                              // the height of an mma
+constexpr int kWarps = GROUP_TILES == 1 ? ATTENTION_WARPS : ATTENTION_WARPS_LARGE_GROUP;
+constexpr int kThreads = 32 * (kWarps + 1);  // attention warps and the producer warp
+constexpr int kBlock = KV_BLOCK;             // positions
+constexpr int kTileRows = 16;                // positions, the M of an mma
 constexpr int kTiles = kBlock / kTileRows;
-constexpr int kChunks = HEAD_DIM / 8;
-constexpr int kRowBytes = 2 * HEAD_DIM;         // of a position
-constexpr int kHalfBytes = kBlock * kRowBytes;  // keys, or values, of a block: a stage
-constexpr int kSwizzle = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;  // divides the chunks
+constexpr int kVectors = HEAD_DIM / 8;          // of 16 bytes, in a row
+constexpr int kRowBytes = 2 * HEAD_DIM;         // of a position's key or value
+constexpr int kHalfBytes = kBlock * kRowBytes;  // keys or values of a block: one stage
+constexpr int kSwizzle = kVectors % 8 == 0 ? 8 : kVectors % 4 == 0 ? 4 : 2;  // divides kVectors
 constexpr int kSteps = HEAD_DIM / 16;
 
-constexpr int kPart =
-    HEAD_DIM + ATTENTION_PARTIAL_EXTRA;         // values of a head, largest score, sum of weights
-constexpr int kMaxUnits = ATTENTION_MAX_UNITS;  // of a KV head of a slot
+// Floats of a query head's partial result: outputs, row_max, row_sum, padding.
+constexpr int kPartial = HEAD_DIM + ATTENTION_PARTIAL_EXTRA;
+constexpr int kMaxSplits = ATTENTION_MAX_SPLITS;  // of a KV head of a slot
 
-// One cubin per dtype, head size and size of the groups: BFLOAT16, HEAD_DIM, GROUP_TILES.
-constexpr float kNone = -1e30f;  // less than any score, and no infinity: less itself it is zero
+// Below any score, but finite, so that kMaskedScore - kMaskedScore is 0 and not NaN.
+constexpr float kMaskedScore = -1e30f;
 
 extern __shared__ __align__(1024) uint8_t smem[];
 
 struct Tier {
-  int first_slot;  // slots are ordered by tiers
+  int first_slot;  // slots are ordered by tier
   int first_cta;
-  int window;     // stages, each half a block, that a CTA may have in flight
-  int slot_step;  // from a slot to the next one that its CTAs go to, behind the last from the first
-  int heads;      // of a slot, that they go to before they do
+  int window;     // stages that a CTA may have in flight: the congestion window
+  int slot_step;  // stride of the order in which slots are visited, modulo their number
+  int heads;      // KV heads visited of a slot before the next slot
 };
 
 struct SplitKFlashAttnArgs {
-  Tier tiers[kMaxTiers + 1];  // one more, for the ends
+  Tier tiers[kMaxTiers + 1];  // one more, for the end of the last
   const uint64_t* caches;     // [slots]: the address of each slot's cache
-  const int* lengths;  // [slots]: positions cached before the new one; negative: an empty slot
+  const int* lengths;  // [slots]: cached positions before the new token; negative: empty slot
   const Element* q;    // [slots][kv_heads * group][HEAD_DIM], rows `stride` apart
-  const Element* k;    // [slots][kv_heads][HEAD_DIM], likewise: the new token's
+  const Element* k;    // [slots][kv_heads][HEAD_DIM], likewise, of the new token
   const Element* v;
   const float2* rotations;  // [positions][HEAD_DIM / 2] (cos, sin), or null
   Element* out;             // [slots][kv_heads * group][HEAD_DIM]
-  float* partials;          // [slots][kv_heads][max_units][max_parts][group][kPart]
-  int* arrivals;            // [slots][kv_heads][group + max_units]: zero before and after
+  float* partials;          // [slots][kv_heads][max_splits][max_chunks][group][kPartial]
+  int* arrivals;            // [slots][kv_heads][group + max_splits]: zero between launches
   int64_t stride;
   CtaOrder order;
   int tier_count, kv_heads, group;
-  int slot_blocks;               // that a cache has room for, of each KV head
-  int unit_blocks, part_blocks;  // at most, unless there is no warp left for a part
-  int item_units;                // at most, of an item that is no part: 1 where units have parts
-  int max_units, max_parts;
+  int slot_blocks;   // capacity of a slot, per KV head
+  int split_blocks;  // blocks of a split at most
+  int chunk_blocks;  // blocks of a chunk at most, or more where a split has kWarps chunks
+  int item_splits;   // splits of an item at most; 1 where splits are cut into chunks
+  int max_splits, max_chunks;
   int stages;
-  float scale;  // of the scores, times log2(e)
+  float scale;  // of the scores, times log2(e), for exp2
 };
 
-// By what the places of a row's chunks of 8 dimensions differ from their numbers, bit by bit: so
-// the same chunks of 8 rows lie in different banks.
+// XOR mask of the 16-byte vectors of a row: vector v lies at v ^ swizzle_of(row). Equal vectors of
+// 8 consecutive rows then lie in different banks.
 __device__ __forceinline__ int swizzle_of(int row) {
   return row % 8 * kSwizzle / 8;
 }
 
+// KV blocks of a slot, with the new token; 0 for an empty slot.
 __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int slot) {
   const int length = args.lengths[slot];
   return length < 0 ? 0 : length / kBlock + 1;
 }
 
-// How the blocks of a KV head are shared out: to CTAs by units, as few as can be, and of a unit to
-// warps by parts, as even as can be. What a warp attends to, an item, is a part, or some units, of
-// which each has a softmax of its own.
-struct Cut {
-  int blocks, units;
+// How the blocks of a KV head are divided: into as few splits as split_blocks allows, each of one
+// CTA, and a split into chunks of about equal size, each of one warp. A warp's work item is a
+// chunk, or several whole splits, each with a softmax of its own.
+struct SplitLayout {
+  int blocks, splits;
 
-  Cut() = default;
-  __device__ __forceinline__ Cut(const SplitKFlashAttnArgs& args, int blocks)
-      : blocks(blocks), units(over(blocks, args.unit_blocks)) {}
+  SplitLayout() = default;
+  __device__ __forceinline__ SplitLayout(const SplitKFlashAttnArgs& args, int blocks)
+      : blocks(blocks), splits(ceil_div(blocks, args.split_blocks)) {}
 
-  __device__ __forceinline__ int first_block(int unit) const {
-    return unit == 0 ? 0 : unit * blocks / units;
+  __device__ __forceinline__ int first_block(int split) const {
+    return split == 0 ? 0 : split * blocks / splits;
   }
-  __device__ __forceinline__ int block_count(int unit) const {
-    return first_block(unit + 1) - first_block(unit);
+  __device__ __forceinline__ int block_count(int split) const {
+    return first_block(split + 1) - first_block(split);
   }
-  // The first unit that starts at `block` or behind it.
-  __device__ __forceinline__ int unit_from(int block) const {
-    return (block * units + blocks - 1) / blocks;
+  // The first split that starts at or after `block`.
+  __device__ __forceinline__ int split_from(int block) const {
+    return (block * splits + blocks - 1) / blocks;
   }
-  __device__ __forceinline__ int parts(const SplitKFlashAttnArgs& args, int unit) const {
-    return min(kWarps, over(block_count(unit), args.part_blocks));
+  __device__ __forceinline__ int chunks(const SplitKFlashAttnArgs& args, int split) const {
+    return min(kWarps, ceil_div(block_count(split), args.chunk_blocks));
   }
 
  private:
-  // Rounded up. A divisor that the compiler knows would have its reciprocal in a register for good.
-  __device__ __forceinline__ static int over(int blocks, int divisor) {
+  // A divisor that the compiler can track would keep its reciprocal in a register throughout.
+  __device__ __forceinline__ static int ceil_div(int blocks, int divisor) {
     if (blocks <= divisor) return blocks > 0;
-    const int other = ptx::anew(divisor);
+    const int other = ptx::opaque(divisor);
     return (blocks + other - 1) / other;
   }
 };
 
-// The items of a CTA, one after the other: part by part, unit by unit, head by head, slot by slot,
-// and where a tier's heads are not gone to at once, from the first slot again. Short slots have
-// many for what there is to copy: where an item is a whole head, nothing is divided to find the
-// next.
-struct Items {
+// Iterator over the work items of a CTA: chunks of a split, splits of a KV head, `heads` KV heads
+// of a slot, slots of the tier; then again from the first slot with the next `heads`. Short slots
+// have many items for few bytes: where an item is a whole head, the next one is found without a
+// division.
+struct WorkItems {
   const SplitKFlashAttnArgs& args;
   const int first_slot, slots, slot_step, heads;
-  int number = 0;      // of the slot, as they are gone to
-  int first_head = 0;  // of those that are gone to before the next slot
-  int slot = 0, head = 0, unit = 0, part = 0;
-  int length = 0;  // of the slot: its cached positions
-  Cut cut = {};    // of each of its heads
-  int item_units = 1;
-  int first = 0, count = 0;        // blocks of these units
-  int parts = 1, whole_parts = 1;  // of the unit; of the slot's heads, if these are units
-  uint8_t* cache = nullptr;        // the slot's own
-  int left;                        // blocks up to where the next CTA's items start
+  int slot_index = 0;  // of the slot, in the order of visits
+  int first_head = 0;  // of the heads of this pass over the slots
+  int slot = 0, head = 0, split = 0, chunk = 0;
+  int length = 0;           // cached positions of the slot
+  SplitLayout layout = {};  // of each head of the slot
+  int item_splits = 1;
+  int first = 0, count = 0;          // blocks of the item's splits
+  int chunks = 1, whole_chunks = 1;  // of the split; of a head of the slot that is one split
+  uint8_t* cache = nullptr;          // of the slot
+  int blocks_left;                   // blocks up to the items of the next CTA
 
-  // All lanes of a warp. A unit is the CTA's in whose even share of the tier's blocks it starts.
-  __device__ __forceinline__ Items(const SplitKFlashAttnArgs& args, int of_tier)
+  // Called by all lanes of a warp. CTAs get equal shares of the tier's blocks; a split belongs to
+  // the CTA in whose share it starts.
+  __device__ __forceinline__ WorkItems(const SplitKFlashAttnArgs& args, int of_tier)
       : args(args),
         first_slot(args.tiers[of_tier].first_slot),
         slots(args.tiers[of_tier + 1].first_slot - first_slot),
@@ -129,6 +133,7 @@ struct Items {
         heads(args.tiers[of_tier].heads) {
     const Tier &tier = args.tiers[of_tier], &next = args.tiers[of_tier + 1];
     const int lane = threadIdx.x % 32;
+    // 1. Blocks of all slots, per KV head, and the CTA's share of the tier's blocks.
     int total = 0;
 #pragma unroll 4
     for (int first = 0; first < slots; first += 32) {
@@ -137,100 +142,102 @@ struct Items {
       total += blocks_of(args, first_slot + first + lane);
     }
 #pragma unroll
-    for (int far = 1; far < 32; far *= 2)
-      total += __shfl_xor_sync(0xffffffff, total, far);
+    for (int distance = 1; distance < 32; distance *= 2)
+      total += __shfl_xor_sync(0xffffffff, total, distance);
     const int ctas = next.first_cta - tier.first_cta;
     const int cta = args.order.number() - tier.first_cta;
     const int all = total * args.kv_heads, each = all / ctas, more = all % ctas;
     int start = each * cta + more * cta / ctas;
-    left = each * (cta + 1) + more * (cta + 1) / ctas - start;
+    blocks_left = each * (cta + 1) + more * (cta + 1) / ctas - start;
     if (heads < args.kv_heads && total > 0) {
       first_head = start / (total * heads) * heads;
       start -= first_head * total;
     }
-    // The first slot that ends behind `start`, 32 slots at a time.
-    while (number < slots) {
-      int sum = number + lane < slots ? blocks_of(args, slot_of(number + lane)) : 0;
+    // 2. The slot that contains block `start`, by prefix sums over 32 slots at a time.
+    while (slot_index < slots) {
+      int sum = slot_index + lane < slots ? blocks_of(args, slot_of(slot_index + lane)) : 0;
 #pragma unroll
-      for (int far = 1; far < 32; far *= 2) {
-        const int before = __shfl_sync(0xffffffff, sum, lane < far ? lane : lane - far);
-        if (lane >= far) sum += before;
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_sync(0xffffffff, sum, lane < distance ? lane : lane - distance);
+        if (lane >= distance) sum += before;
       }
-      // Slots of these that end at `start` or before.
+      // Slots that end at or before `start`.
       const int ends = sum * heads;
       const int behind = __popc(__ballot_sync(0xffffffff, ends <= start));
       const int passed = behind ? __shfl_sync(0xffffffff, ends, behind - 1) : 0;
-      number += behind;
+      slot_index += behind;
       start -= passed;
       if (behind < 32) break;
     }
-    if (number >= slots) {
-      left = 0;
+    if (slot_index >= slots) {
+      blocks_left = 0;
       return;
     }
-    enter();
-    if (cut.blocks == 0) {
-      left = 0;
+    // 3. The first head and split in the share.
+    enter_slot();
+    if (layout.blocks == 0) {
+      blocks_left = 0;
       return;
     }
-    head = start / cut.blocks;
-    const int within = start - head * cut.blocks;
+    head = start / layout.blocks;
+    const int within = start - head * layout.blocks;
     head += first_head;
-    unit = cut.unit_from(within);
-    left -= cut.first_block(unit) - within;
+    split = layout.split_from(within);
+    blocks_left -= layout.first_block(split) - within;
   }
 
-  __device__ __forceinline__ bool done() const { return left <= 0; }
+  __device__ __forceinline__ bool done() const { return blocks_left <= 0; }
   __device__ __forceinline__ int first_block() const {
-    return parts == 1 ? first : first + part * count / parts;
+    return chunks == 1 ? first : first + chunk * count / chunks;
   }
   __device__ __forceinline__ int block_count() const {
-    return parts == 1 ? count : first + (part + 1) * count / parts - first_block();
+    return chunks == 1 ? count : first + (chunk + 1) * count / chunks - first_block();
   }
-  // The first block of the item.
+  // Address of the item's first block.
   __device__ __forceinline__ uint8_t* address() const {
     const int64_t at = static_cast<int64_t>(head) * args.slot_blocks + first_block();
     return cache + at * 2 * kHalfBytes;
   }
   __device__ __forceinline__ void next() {
-    if (++part < parts) return;
-    left -= count;
-    unit += item_units, part = 0;
+    if (++chunk < chunks) return;
+    blocks_left -= count;
+    split += item_splits, chunk = 0;
   }
-  // To be called before the item is looked at, where there is one: goes to the next head or slot
-  // where this one has no more units; `left` bounds the slots.
-  __device__ __forceinline__ void settle() {
-    if (part > 0) return;
-    if (unit >= cut.units) {
-      unit = 0;
+  // Complete the step to the item after next(): go to the next head or slot if the splits of this
+  // one are done. Call it only if not done(), which bounds the slots.
+  __device__ __forceinline__ void locate() {
+    if (chunk > 0) return;
+    if (split >= layout.splits) {
+      split = 0;
       if (++head >= first_head + heads) {
         do {
-          if (++number == slots) number = 0, first_head += heads;
-          enter();
-        } while (cut.blocks == 0);
+          if (++slot_index == slots) slot_index = 0, first_head += heads;
+          enter_slot();
+        } while (layout.blocks == 0);
         head = first_head;
       }
     }
-    if (cut.units == 1) {
-      item_units = 1, first = 0, count = cut.blocks, parts = whole_parts;
+    if (layout.splits == 1) {
+      item_splits = 1, first = 0, count = layout.blocks, chunks = whole_chunks;
       return;
     }
-    // The units that start in the CTA's share.
-    const int end = min(cut.units, cut.unit_from(cut.first_block(unit) + min(left, cut.blocks)));
-    item_units = min(args.item_units, end - unit);
-    first = cut.first_block(unit), count = cut.first_block(unit + item_units) - first;
-    parts = cut.parts(args, unit);
+    // Splits that start in the CTA's share.
+    const int end = min(layout.splits, layout.split_from(layout.first_block(split) +
+                                                         min(blocks_left, layout.blocks)));
+    item_splits = min(args.item_splits, end - split);
+    first = layout.first_block(split), count = layout.first_block(split + item_splits) - first;
+    chunks = layout.chunks(args, split);
   }
 
  private:
-  __device__ __forceinline__ int slot_of(int number) const {
-    return first_slot + (slot_step == 1 ? number : number * slot_step % slots);
+  __device__ __forceinline__ int slot_of(int slot_index) const {
+    return first_slot + (slot_step == 1 ? slot_index : slot_index * slot_step % slots);
   }
-  __device__ __forceinline__ void enter() {
-    slot = slot_of(number);
+  __device__ __forceinline__ void enter_slot() {
+    slot = slot_of(slot_index);
     length = args.lengths[slot];
-    cut = Cut(args, blocks_of(args, slot));
-    if (cut.units == 1) whole_parts = cut.parts(args, 0);
+    layout = SplitLayout(args, blocks_of(args, slot));
+    if (layout.splits == 1) whole_chunks = layout.chunks(args, 0);
     cache = reinterpret_cast<uint8_t*>(args.caches[slot]);
   }
 };

@@ -1,18 +1,21 @@
-// Keys and values of prompts into packed slots (dakrun/kernels/kv_blocks.py), rotated to their
-// positions where a model has that, and so the queries and keys in place, for attention.
+// Stores the keys and values of prompts in packed slots (dakrun/kernels/attention/kv_blocks.py),
+// and applies RoPE to queries and keys.
 //
-// A thread has a chunk of a head of a token, and the chunk half a head further, its partner in a
-// rotation.
+//   for each (token, head, pair of chunks half a head apart, which RoPE rotates together), one
+//   thread:
+//     wait for predecessor kernels
+//     queries and keys, with RoPE: rotate the pair to the token's position, in place
+//     keys and values: store the pair in the token's row of its KV block, swizzled
 
 #include "element.cuh"
 #include "geometry.cuh"
 
 constexpr int kThreads = ELEMENTWISE_THREADS;
 
-// Where a token's keys and values go: `layer_bytes` further in each layer, `head_bytes` in each KV
-// head.
+// Address of a token's row in the cache: `layer_bytes` from layer to layer, `head_bytes` from KV
+// head to KV head.
 struct KVPlace {
-  uint8_t* key;  // of the first head, in the first layer
+  uint8_t* key;  // of the first KV head in the first layer
   int64_t layer_bytes, head_bytes;
 };
 
@@ -23,7 +26,7 @@ struct StoreKvArgs {
   const KVPlace* places;    // [n]
   int n, layer;
   int q_heads, kv_heads, head_dim;
-  int swizzle;  // chunk c of position p changes places with chunk c ^ (p % 8 * swizzle / 8)
+  int swizzle;  // chunk c of position p lies at c ^ (p % 8 * swizzle / 8)
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -31,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   ptx::launch_dependents();
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   ptx::wait_for_dependencies();
-  const int pairs = args.head_dim / 16;  // of chunks, in a head
+  const int pairs = args.head_dim / 16;  // of chunks in a head
   const int skipped = args.rotations ? 0 : args.q_heads;
   const int heads = args.q_heads + 2 * args.kv_heads - skipped;
   const int pair = number % pairs, head = number / pairs % heads + skipped;
@@ -43,13 +46,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Chunk first = from[0], second = from[pairs];
   const bool value = head >= args.q_heads + args.kv_heads;
   if (args.rotations && !value) {
-    const float2* const turns =
+    const float2* const rotation =
         args.rotations + static_cast<int64_t>(position) * (args.head_dim / 2) + 8 * pair;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const float a = to_float(first.of[i]), b = to_float(second.of[i]);
-      convert(first.of[i], a * turns[i].x - b * turns[i].y);
-      convert(second.of[i], b * turns[i].x + a * turns[i].y);
+      convert(first.of[i], a * rotation[i].x - b * rotation[i].y);
+      convert(second.of[i], b * rotation[i].x + a * rotation[i].y);
     }
     from[0] = first, from[pairs] = second;
   }
@@ -59,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   auto* const to = reinterpret_cast<Chunk*>(
       place.key + args.layer * place.layer_bytes + kv_head * place.head_bytes +
       (value ? static_cast<int64_t>(kKvBlock) * args.head_dim * 2 : 0));
-  const int turned = position % 8 * args.swizzle / 8;
-  to[pair ^ turned] = first;
-  to[pair + pairs ^ turned] = second;
+  const int mask = position % 8 * args.swizzle / 8;
+  to[pair ^ mask] = first;
+  to[pair + pairs ^ mask] = second;
 }

@@ -1,20 +1,22 @@
-// Rows of a packed matrix, read from the tiers where they lie, as a dense one.
+// Unpacks rows of a packed matrix in several memory tiers into a dense matrix.
 //
-// A warp moves atoms that follow each other in a row block: it reads 1 KiB in a row of each, and
-// writes 128 bytes in a row to each of 8 rows.
+//   for each row block and kAtoms consecutive atoms of it, one warp:
+//     load the atoms from the row block's tier, 1 KiB contiguous each   // before the wait: weights
+//     wait for predecessor kernels, which may still use `out`
+//     store 128 contiguous bytes of each atom to each of the 8 rows
 
 #include "packed.cuh"
 
 constexpr int kThreads = ELEMENTWISE_THREADS;
-constexpr int kAtoms = 4;  // of a warp
+constexpr int kAtoms = UNPACK_ATOMS;  // of a warp
 constexpr int kHalves = 2;
-constexpr int kHalfRows = kRowsPerBlock / kHalves;  // that a warp moves at a time, 16 bytes a lane
+constexpr int kHalfRows = kRowsPerBlock / kHalves;  // rows of an atom per load, 16 bytes a lane
 
 struct UnpackArgs {
-  uint4* out;  // [rows, chunks] of 8 elements
+  uint4* out;  // [rows, chunks], chunks of 8 elements
   int rows, chunks;
-  int first_row_block;  // of the weight, that `out` begins with
-  int row_block_ctas;   // CTAs of a row block
+  int first_row_block;  // of `weight`, the first row block of `out`
+  int row_block_ctas;   // CTAs per row block
   PackedMatrix weight;
 };
 

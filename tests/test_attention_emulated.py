@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from attended import Case
-from emulated import EmulatedKernel, kernels
+from emulated import EmulatedKernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,22 +16,27 @@ from dakrun.kernels.attention.kv_blocks import unpack
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 5
-Build = Callable[[torch.dtype, int, int, int], EmulatedKernel]
+Build = Callable[[torch.dtype, int, int], EmulatedKernel]
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    return kernels(
-        attention.SOURCE, "splitk_flash_attn", "SplitKFlashAttnArgs", attention.defines,
-        lambda: tmp_path_factory.mktemp("kernel"),
-    )  # fmt: skip
+def build(emulated_kernels: Callable[..., EmulatedKernel]) -> Build:
+    """The kernel's variant for a dtype, a head size and query heads per KV head."""
+
+    def variant(dtype: torch.dtype, dim: int, group: int) -> EmulatedKernel:
+        macros = attention.defines(dtype, dim, group)
+        return emulated_kernels(attention.SOURCE, "splitk_flash_attn", macros)
+
+    return variant
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_kernel", build)
-    monkeypatch.setattr(attention, "_check_gpu", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+def on_the_cpu(
+    emulated_kernels: Callable[..., EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches go to the emulator, for which there is no other hook."""
+    monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", emulated_kernels)
+    monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
 
 
 def allowed(dtype: torch.dtype) -> float:
@@ -64,7 +69,7 @@ def test_no_bit_depends_on_tiers_sms_or_batches(group: int, build: Build) -> Non
     case = Case((300, 64, 511, 7), 2, group, 64, rope=True)
     wanted = case.run(case.config(sms=SMS), case.slots())
     for seed, (tiers, sms) in enumerate([((4,), 1), ((4,), 40), ((2, 2), 7), ((0, 4), 3)]):
-        build(case.dtype, case.dim, group, 0).seed = 1000 * seed
+        build(case.dtype, case.dim, group).seed = 1000 * seed
         assert torch.equal(case.run(case.config(tiers, sms=sms), case.slots()), wanted), tiers
     for number, length in enumerate(case.lengths):
         alone = Case((length,), 2, group, 64, rope=True, positions=512)
@@ -83,7 +88,7 @@ def test_units_and_parts_add_up(unit: int, part: int, group: int) -> None:
     for tiers, sms in (((4,), 1), ((3, 1), SMS), ((4,), 70)):
         case = Case((640, 63, 64, 330), 2, group, 64)
         config = dataclasses.replace(
-            case.config(tiers, sms=sms), unit_blocks=unit, part_blocks=part
+            case.config(tiers, sms=sms), split_blocks=unit, chunk_blocks=part
         )
         slots = case.slots()
         found.append(case.run(config, slots))
@@ -97,11 +102,11 @@ def test_units_and_parts_add_up(unit: int, part: int, group: int) -> None:
     st.integers(1, 3), st.integers(0, 3), st.integers(1, 12), st.integers(0, 2**31),
 )  # fmt: skip
 def test_tiers_that_share_ctas_change_no_bit(
-    lengths: Sequence[int], kv_heads: int, remote: int, sms: int, seed: int
+    build: Build, lengths: Sequence[int], kv_heads: int, remote: int, sms: int, seed: int
 ) -> None:
     """Where a CTA's heads are of all tiers."""
     case = Case(lengths, kv_heads, 2, 64)
-    attention._kernel(case.dtype, case.dim, 2, 0).seed = seed
+    build(case.dtype, case.dim, 2).seed = seed
     there = min(remote, len(lengths) - 1)
     tiers = (len(lengths) - there, there)
     config = case.config(tiers, sms=sms, mixed=True)
@@ -121,7 +126,7 @@ def test_no_bit_depends_on_items(unit: int, group: int) -> None:
     for tiers, sms, items in (((4,), 3, 1), ((4,), 1, 3), ((3, 1), SMS, 2), ((4,), 2, 100)):
         case = Case((640, 63, 64, 330), 2, group, 64)
         config = dataclasses.replace(
-            case.config(tiers, sms=sms), unit_blocks=unit, part_blocks=unit, item_units=items
+            case.config(tiers, sms=sms), split_blocks=unit, chunk_blocks=unit, item_splits=items
         )
         slots = case.slots()
         found.append(case.run(config, slots))
@@ -135,7 +140,7 @@ def test_units_and_parts_are_alike(parts: bool) -> None:
     case = Case((640, 300), 1, 4, 64)
     configs = (
         dataclasses.replace(
-            case.config(sms=SMS), unit_blocks=100 if parts else blocks, part_blocks=blocks
+            case.config(sms=SMS), split_blocks=100 if parts else blocks, chunk_blocks=blocks
         )
         for blocks in (10, 6, 5)
     )
@@ -164,10 +169,16 @@ def test_steps_follow_each_other() -> None:
     st.integers(0, 2**31),
 )  # fmt: skip
 def test_any_lengths(
-    lengths: Sequence[int], kv_heads: int, group: int, remote: int, sms: int, seed: int
+    build: Build,
+    lengths: Sequence[int],
+    kv_heads: int,
+    group: int,
+    remote: int,
+    sms: int,
+    seed: int,
 ) -> None:
     case = Case(lengths, kv_heads, group, 64)
-    attention._kernel(case.dtype, case.dim, group, 0).seed = seed
+    build(case.dtype, case.dim, group).seed = seed
     tiers = (len(lengths) - min(remote, len(lengths)), min(remote, len(lengths)))
     slots = case.slots()
     case.check(case.run(case.config(tiers, sms=sms), slots), slots, 1e-3)
@@ -179,7 +190,7 @@ def test_any_lengths(
         ("q", lambda t: t.float(), r"in 16 bits, got .* torch.float32"),
         ("q", lambda t: t[:, :3], r"expected q as \[B, Hq, 64\]"),
         ("k", lambda t: t[:1], r"expected k as \[2, 2, 64\]"),
-        ("v", lambda t: t.contiguous(), "equally far apart"),
+        ("v", lambda t: t.contiguous(), "equal strides"),
     ],
 )
 def test_operands_that_do_not_fit(

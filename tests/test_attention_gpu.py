@@ -43,7 +43,7 @@ def test_units_of_a_warp_each_add_up(group: int) -> None:
         for items, sms in ((1, all_sms()), (2, 20)):
             case = on_the_gpu(group, 128, torch.float16, rope=True)
             config = dataclasses.replace(
-                case.config(sms=sms), unit_blocks=unit, part_blocks=unit, item_units=items
+                case.config(sms=sms), split_blocks=unit, chunk_blocks=unit, item_splits=items
             )
             slots = case.slots()
             found.append(case.run(config, slots))

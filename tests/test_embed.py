@@ -62,17 +62,17 @@ def test_what_lies_outside_takes_the_nearest_row(kernel_device: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": torch.zeros(3)}, r"expected tokens as \[3\] of torch.int32 .* torch.float32"),
-        ({"out": torch.zeros(3, 72)}, r"expected out as \[3, 72\] of torch.float16 on cpu, got"),
+        ({"tokens": torch.zeros(3)}, r"tokens as \[3\] of torch.int32 .* torch.float32"),
+        ({"out": torch.zeros(3, 72)}, r"out as \[3, 72\]"),
         (
             {"lengths": torch.zeros(2, dtype=torch.int32)},
-            r"expected lengths as \[3\] .*got \[2\]",
+            r"lengths as \[3\] .*got \[2\]",
         ),
-        ({"positions": torch.zeros(9, 64).half()}, r"expected positions as \[9, 72\]"),
-        ({"lengths": None}, "expected positions and lengths, or neither"),
-        ({"out": torch.zeros(72, 3).half().T}, "expected out to be contiguous and aligned to 16"),
+        ({"positions": torch.zeros(9, 64).half()}, r"positions as \[9, 72\]"),
+        ({"lengths": None}, "or neither"),
+        ({"out": torch.zeros(72, 3).half().T}, "out .* contiguous"),
         ({"out": torch.zeros(217).half()[1:].view(3, 72)}, "contiguous and aligned to 16 bytes"),
-        ({}, "expected operands on the current GPU, got cpu"),
+        ({}, "current GPU"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -92,5 +92,5 @@ def test_tables_that_kernels_cannot_read(kernel_device: str) -> None:
     for cols, tiers, message in ((12, 1, "got 12 columns and 1 "), (64, 10, "64 columns and 10 ")):
         dense = normal(8 * tiers, cols, dtype=torch.float16, device=kernel_device)
         table = packed(dense, tiers * (Split(1, 1, 1, 64),))
-        with pytest.raises(ValueError, match=f"columns in eights and at most 9 tiers.*{message}"):
+        with pytest.raises(ValueError, match=f"columns .* tiers.*{message}"):
             embed(tokens, table, dense[:1])

@@ -29,7 +29,7 @@ from dakrun.kernels.gemm.splitk_config import (
 )
 from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.models.known import known_model, known_names
-from dakrun.plan.ops import decode_ops
+from dakrun.plan import decode_ops
 from dakrun.units import ceil_div
 
 KIB = 1024
@@ -212,18 +212,18 @@ def test_halves_do_not_depend_on_tiers(
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
-def test_ctas_of_other_memory_are_spread(first_ones: int, others: int) -> None:
+def test_ctas_of_other_memory_are_spread(local_ctas: int, others: int) -> None:
     """By the kernel's arithmetic each number is one CTA's, and no stretch of CTAs has them all."""
-    ctas = max(1, first_ones + others)
-    order = CtaOrder.of(ctas - others if first_ones else 0, ctas)
-    before = [cta * order.others_share >> 16 for cta in range(ctas + 1)]
+    ctas = max(1, local_ctas + others)
+    order = CtaOrder.of(ctas - others if local_ctas else 0, ctas)
+    before = [cta * order.remote_share >> 16 for cta in range(ctas + 1)]
     numbers = [
-        order.first_ones + before[cta] if before[cta + 1] > before[cta] else cta - before[cta]
+        order.local_ctas + before[cta] if before[cta + 1] > before[cta] else cta - before[cta]
         for cta in range(ctas)
     ]
     assert sorted(numbers) == list(range(ctas))
     for half in (numbers[: ctas // 2], numbers[ctas // 2 :]):
-        assert abs(sum(n >= order.first_ones for n in half) - others * len(half) / ctas) <= 1
+        assert abs(sum(n >= order.local_ctas for n in half) - others * len(half) / ctas) <= 1
 
 
 def test_tiles() -> None:

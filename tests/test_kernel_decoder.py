@@ -19,7 +19,6 @@ from dakrun.engine.prefill import Prefill
 from dakrun.engine.staging import Staging, staged_bytes
 from dakrun.geometry import TILED_PORTABLE_X_TILES, TILED_X_TILES
 from dakrun.hardware import load_profile
-from dakrun.kernels.attention import splitk as attention
 from dakrun.kernels.attention.kv_blocks import KVShape
 from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.kernels.gemm import dispatch as products
@@ -29,9 +28,7 @@ from dakrun.kernels.variants import variants
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models.architectures import architecture
 from dakrun.models.hf_config import read_model_config
-from dakrun.plan.ops import kv_positions
-from dakrun.plan.planner import Policy, make_plan
-from dakrun.plan.prefill import Segment
+from dakrun.plan import Policy, Segment, kv_positions, make_plan
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.loading import Packing, load, tier_capacities
 from dakrun.weights.manifest import manifest_of
@@ -78,14 +75,9 @@ def launched(
     def splitk(*key: object) -> object:
         return kernel(gemm.SOURCE, "splitk_gemm", gemm.defines(*key[:-1]))  # type: ignore[arg-type]
 
-    def flash(dtype: torch.dtype, dim: int, group: int, device: int) -> object:
-        return kernel(attention.SOURCE, "splitk_flash_attn", attention.defines(dtype, dim, group))
-
     monkeypatch.setattr(gemm, "_kernel", splitk)
     monkeypatch.setattr(gemm, "atoms_map", emulated.atoms_map)
     monkeypatch.setattr(gemm, "_check_operands", lambda *_: None)
-    monkeypatch.setattr(attention, "_kernel", flash)
-    monkeypatch.setattr(attention, "_check_gpu", lambda _: None)
     monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", kernel)
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.boxes_map", emulated.boxes_map)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK, SHARED_BYTES_ALONE, SHARED_BYTES_PAIRED
-from dakrun.kernels.attention.config import attention_config, cut, stage_bytes
+from dakrun.kernels.attention.config import attention_config, split_sizes, stage_bytes
 from dakrun.kernels.attention.kv_blocks import KVShape, append, pack, read, unpack, write
 from dakrun.kernels.gemm.splitk_config import TierAccess
 
@@ -77,7 +77,7 @@ def test_what_does_not_fit() -> None:
         unpack(torch.zeros(5, dtype=torch.uint8), torch.float16, shape)
     with pytest.raises(ValueError, match="expected positions of"):
         write(torch.zeros(shape.slot_bytes, dtype=torch.uint8), keys, keys, 1, shape)
-    with pytest.raises(ValueError, match="expected heads of"):
+    with pytest.raises(ValueError, match="head_dim"):
         KVShape(1, 72, 64)
 
 
@@ -97,9 +97,9 @@ def test_how_it_is_launched(
     assert config.idle == max(0, sms - sum(config.ctas)), "one for each SM"
     in_flight = config.ctas[1] * config.windows[1] * stage_bytes(shape)
     assert config.windows[1] == 1 or in_flight <= window
-    assert config.max_units <= 128 and config.max_parts <= 7
+    assert config.max_splits <= 128 and config.max_chunks <= 7
     alone = attention_config(shape, (1,), tiers[:1], sms=132, capacity=9)
-    assert (alone.unit_blocks, alone.part_blocks) == (config.unit_blocks, config.part_blocks), (
+    assert (alone.split_blocks, alone.chunk_blocks) == (config.split_blocks, config.chunk_blocks), (
         "units and parts depend on what there is room for"
     )
     lone = attention_config(shape, (local, remote), tiers, sms=sms, capacity=9, alone=True)
@@ -153,6 +153,6 @@ def test_mixed_tiers_share_the_local_ctas(
     ],
 )  # fmt: skip
 def test_units_and_parts_leave_items_for_all(blocks: int, heads: int, unit: int, part: int) -> None:
-    *found, items = cut(blocks, heads)
+    *found, items = split_sizes(blocks, heads)
     assert found == [unit, part]
     assert items == 1 or unit == part, "an item is some units or a part"

@@ -4,7 +4,6 @@ On a CPU in plain torch and by the emulated kernel; on a GPU also in CUDA graphs
 """
 
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from emulated import kernels
 from peers import readable_peer
 
-import dakrun.kernels.attention.splitk
 import dakrun.nn.attention
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware.profile import LOCAL
+from dakrun.hardware import LOCAL
 from dakrun.kernels.attention.kv_blocks import KVShape, unpack
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.nn import PartitionedKVCache, SplitKFlashAttn
@@ -127,28 +124,19 @@ def test_in_plain_torch(
         assert torch.equal(outs[-1], outs[0])
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    attention = dakrun.kernels.attention.splitk
-    return kernels(
-        attention.SOURCE, "splitk_flash_attn", "SplitKFlashAttnArgs", attention.defines,
-        lambda: tmp_path_factory.mktemp("kernel"),
-    )  # fmt: skip
-
-
 @pytest.fixture
-def emulated(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def emulated(
+    emulated_kernels: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Any]]:
     """The kernel in place of plain torch on the CPU; the list has what was launched."""
     launched: list[Any] = []
 
     def kernel(*variant: Any) -> Any:
         launched.append(variant)
-        return build(*variant)
+        return emulated_kernels(*variant)
 
-    monkeypatch.setattr(dakrun.kernels.attention.splitk, "_kernel", kernel)
-    monkeypatch.setattr(dakrun.kernels.attention.splitk, "_check_gpu", lambda _: None)
+    monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", kernel)
+    monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(dakrun.nn.attention, "_has_kernel", lambda _: True)
     monkeypatch.setattr(dakrun.nn.attention, "sm_count", lambda _: 5)
@@ -215,7 +203,7 @@ def test_slots_lie_where_the_ratio_says() -> None:
         ({"dtype": torch.float32}, "of float16 or bfloat16, got 2 and 1 of torch.float32"),
         ({"batch": 0}, "expected a slot and a layer at least"),
         ({"layers": 0}, "expected a slot and a layer at least"),
-        ({"head_dim": 48}, "expected heads of"),
+        ({"head_dim": 48}, "head_dim"),
         ({"device": "meta"}, "expected a CPU or a CUDA GPU, got meta"),
     ],
 )
@@ -348,7 +336,7 @@ def test_the_memory_is_given_back() -> None:
     cache.close()
     assert runtime.pointerGetAttributes(address).type != 1
     assert torch.cuda.memory_allocated() < before + size // 2
-    with pytest.raises(CannotRun, match="is the GPU that computes"):
+    with pytest.raises(CannotRun, match="is the GPU that runs"):
         case.cache(0.5, remote="peer:0")
 
 

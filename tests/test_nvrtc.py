@@ -95,7 +95,7 @@ def test_an_sm_has_room_for_launches_that_follow_each_other(dtype: torch.dtype) 
     products = [some for some in gemm.all_defines(dtype) if 8 * some["X_TILES"] <= FEW_ROWS]
     product = max(of_warp(gemm.SOURCE, defines) for defines in products)
     attends = of_warp(attention.SOURCE, attention.defines(dtype, 128, 1))
-    warps, beside = SPLITK_THREADS // 32, attention._threads(1) // 32
+    warps, beside = SPLITK_THREADS // 32, attention.cta_threads(1) // 32
     assert ceil_div(warps, 4) * product + beside // 4 * attends <= 64 * 1024 // 4
     assert 2 * warps // 4 * product <= 64 * 1024 // 4
 

@@ -82,13 +82,13 @@ def test_rows_move_on(kernel_device: str) -> None:
         ({"logits": torch.zeros(3, 8)}, r"logits as \[N, V\] in 16 bits, got \[3, 8\] of torch.fl"),
         ({"logits": torch.zeros(3, 0).half()}, r"logits as \[N, V\] in 16 bits, got \[3, 0\]"),
         ({"logits": torch.zeros(8, 3).half().T}, "logits to be contiguous and aligned to 16 bytes"),
-        ({"tokens": torch.zeros(3).long()}, r"expected tokens as \[3\] of torch.int32 on cpu, got"),
-        ({"lengths": torch.zeros(4).int()}, r"expected lengths as \[3\] .* got \[4\]"),
+        ({"tokens": torch.zeros(3).long()}, r"tokens as \[3\] of torch.int32 on cpu, got"),
+        ({"lengths": torch.zeros(4).int()}, r"lengths as \[3\] .* got \[4\]"),
         ({"slots": torch.zeros(6).int()[::2]}, "slots to be contiguous and aligned to 4 bytes"),
         ({"log": torch.zeros(3).int()}, r"log as \[slots, depth\] of torch.int32, got \[3\]"),
         ({"log": torch.zeros(3, 0).int()}, r"log as \[slots, depth\] of torch.int32, got \[3, 0\]"),
         ({"log": torch.zeros(3, 2).long()}, r"log as .* of torch.int32, got \[3, 2\] of torch.int"),
-        ({}, "expected operands on the current GPU, got cpu"),
+        ({}, "current GPU"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

@@ -63,7 +63,7 @@ def test_what_does_not_fit() -> None:
     qkv = torch.zeros(2, 6, 64, dtype=torch.float16)
     at, places = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64)
     for bad, kv_heads in ((qkv[..., :40], 1), (qkv, 3), (qkv, 0)):
-        with pytest.raises(ValueError, match="expected heads of"):
+        with pytest.raises(ValueError, match="expected qkv as"):
             store_kv(bad, at, places, 0, kv_heads=kv_heads)
     with pytest.raises(ValueError, match="expected positions as"):
         store_kv(qkv, at[:1], places, 0, kv_heads=1)

@@ -40,12 +40,12 @@ def test_pieces(piece: int, kernel_device: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "first", "message"),
     [
-        ((8, 64), 4, "some of 20 rows, from a multiple of 8 on, got 8 from 4 on"),
-        ((8, 64), 16, "got 8 from 16 on"),
-        ((8, 64), -8, "got 8 from -8 on"),
-        ((0, 64), 0, "got 0 from 0 on"),
-        ((8, 72), 0, r"expected out as \[8, 64\] of torch.float16 on cpu, got \[8, 72\]"),
-        ((20, 64), 0, "expected operands on the current GPU, got cpu"),
+        ((8, 64), 4, "got 8 from row 4"),
+        ((8, 64), 16, "got 8 from row 16"),
+        ((8, 64), -8, "got 8 from row -8"),
+        ((0, 64), 0, "got 0 from row 0"),
+        ((8, 72), 0, r"out as \[8, 64\] .*got \[8, 72\]"),
+        ((20, 64), 0, "current GPU"),
     ],
 )
 def test_what_does_not_fit_is_refused(shape: tuple[int, int], first: int, message: str) -> None:

@@ -1,6 +1,6 @@
-"""Reads of memory tiers by bulk copies, timed on the GPU: the wrapper of native/bandwidth.cu.
+"""Timed reads of memory tiers by bulk copies; wraps native/bandwidth.cu.
 
-Knows addresses and numbers of CTAs; which memory an address belongs to is the caller's affair.
+Knows addresses and numbers of CTAs, not which memory an address belongs to.
 """
 
 import ctypes
@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES
+from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES, SHARED_BYTES_ALONE
 from dakrun.kernels.runtime.jit import kernel
+from dakrun.kernels.runtime.operands import fields, ints, pointers
 
-MAX_SHARED_BYTES = 224 * 1024  # of 227 KiB that a CTA may have, less the kernels' barriers
+MAX_RING_BYTES = SHARED_BYTES_ALONE - 3 * 1024  # less room for barriers
 SOURCE = "bandwidth.cu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """`ctas` CTAs that read `bytes` at `address` over and over.
+    """`ctas` CTAs that read the `bytes` bytes at `address` repeatedly.
 
-    Each keeps `stages` copies of `chunk` bytes in flight; `sharers` of them read the same chunks.
+    Each keeps `stages` copies of `chunk` bytes in flight; groups of `sharers` read the same chunks.
     """
 
     address: int
@@ -32,7 +33,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         if self.ctas < 1 or not 1 <= self.sharers <= self.ctas:
-            raise ValueError(f"expected CTAs and at most as many sharers, got {self}")
+            raise ValueError(f"expected at least one CTA and at most as many sharers, got {self}")
         _check_ring(self.chunk, self.stages)
         if self.bytes < self.chunk * self.ctas:
             raise ValueError(f"expected a chunk for every CTA, got {self}")
@@ -45,46 +46,32 @@ class Reader:
 
 class _Source(ctypes.Structure):
     _fields_ = (
-        ("base", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("ctas", ctypes.c_int),
-        ("chunk", ctypes.c_int),
-        ("stages", ctypes.c_int),
-        ("sharers", ctypes.c_int),
+        *fields(ctypes.c_uint64, "base", "bytes"),
+        *ints("ctas", "chunk", "stages", "sharers"),
     )
 
 
 class _ReadWindowArgs(ctypes.Structure):
     _fields_ = (
         ("sources", _Source * BANDWIDTH_MAX_SOURCES),
-        ("window_ns", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("span", ctypes.c_uint64),
+        *fields(ctypes.c_uint64, "window_ns", "bytes", "span"),
     )
 
 
 class _ReadMulticastArgs(ctypes.Structure):
-    _fields_ = (
-        ("base", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("chunk", ctypes.c_int),
-        ("stages", ctypes.c_int),
-        ("chunks", ctypes.c_int),
-    )
+    _fields_ = (*fields(ctypes.c_uint64, "base", "bytes"), *ints("chunk", "stages", "chunks"))
 
 
 class _ReadOnceArgs(ctypes.Structure):
     _fields_ = (
-        ("base", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("chunk", ctypes.c_int),
-        ("stages", ctypes.c_int),
-        ("sink", ctypes.c_uint64),
+        *fields(ctypes.c_uint64, "base", "bytes"),
+        *ints("chunk", "stages"),
+        *pointers("sink"),
     )
 
 
 class Window:
-    """A launch of readers that is under way on torch's current stream; `rates` waits for it."""
+    """Readers running on torch's current stream; `rates` waits for them."""
 
     def __init__(self, readers: Sequence[Reader], seconds: float) -> None:
         """Start `readers` side by side, each on its own CTAs, for `seconds`."""
@@ -98,12 +85,12 @@ class Window:
         )
         for i, reader in enumerate(readers):
             args.sources[i] = _Source(
-                reader.address,
-                reader.bytes,
-                reader.ctas,
-                reader.chunk,
-                reader.stages,
-                reader.sharers,
+                base=reader.address,
+                bytes=reader.bytes,
+                ctas=reader.ctas,
+                chunk=reader.chunk,
+                stages=reader.stages,
+                sharers=reader.sharers,
             )
         kernel(SOURCE, "read_window").launch(
             sum(reader.ctas for reader in readers),
@@ -113,26 +100,26 @@ class Window:
         )
 
     def rates(self) -> list[float]:
-        """Bytes/s that each reader's CTAs received together."""
+        """Bytes/s that each reader received, over all its CTAs."""
         start, end = self._span.tolist()
         return [n * 1e9 / (end - start) for n in self._bytes.tolist()[: self._count]]
 
 
 def read_window(readers: Sequence[Reader], seconds: float) -> list[float]:
-    """Bytes/s of each of `readers`, reading side by side for `seconds`."""
+    """Bytes/s of each of `readers` while all read side by side for `seconds`."""
     return Window(readers, seconds).rates()
 
 
 def read_multicast(
     address: int, nbytes: int, *, clusters: int, size: int, chunk: int, stages: int, chunks: int
 ) -> float:
-    """Bytes/s over the link when `clusters` of `size` CTAs read `chunks` each and share them.
+    """Bytes/s over the link of `clusters` of `size` CTAs that each read `chunks` by multicast.
 
-    What is delivered into shared memory is `size` times that.
+    Shared memory receives `size` times as much.
     """
     _check_ring(chunk, stages)
     if nbytes < chunk * clusters:
-        raise ValueError(f"expected {chunk * clusters} bytes at least, got {nbytes}")
+        raise ValueError(f"expected at least {chunk * clusters} bytes, got {nbytes}")
     args = _ReadMulticastArgs(base=address, bytes=nbytes, chunk=chunk, stages=stages, chunks=chunks)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -148,13 +135,15 @@ def read_once(
     address: int, nbytes: int, *, ctas: int, chunk: int, stages: int, sink: torch.Tensor,
     pdl: bool,
 ) -> None:  # fmt: skip
-    """Launch one op that reads `nbytes` (a multiple of `chunk`, perhaps 0) once.
+    """Launch an op that reads `nbytes` (a multiple of `chunk`, may be 0) once.
 
-    `sink` is int32 [ctas] on the GPU. With `pdl` its reads start while the op before it ends.
+    `sink` is int32 [ctas] on the GPU. With `pdl` its reads start before its predecessor ends.
     """
     _check_ring(chunk, stages)
     if nbytes % chunk or sink.numel() < ctas or sink.dtype != torch.int32:
-        raise ValueError(f"expected whole chunks and {ctas} int32 to write to, got {nbytes} bytes")
+        raise ValueError(
+            f"expected whole chunks and an int32 sink of at least {ctas}, got {nbytes} bytes"
+        )
     args = _ReadOnceArgs(
         base=address, bytes=nbytes, chunk=chunk, stages=stages, sink=sink.data_ptr()
     )
@@ -163,6 +152,9 @@ def read_once(
 
 def _check_ring(chunk: int, stages: int) -> None:
     if chunk < 16 or chunk % 16 or not 1 <= stages <= BANDWIDTH_MAX_STAGES:
-        raise ValueError(f"expected chunks of 16 bytes each, got {stages} stages of {chunk}")
-    if chunk * stages > MAX_SHARED_BYTES:
+        raise ValueError(
+            f"expected chunks of a multiple of 16 bytes and 1 to {BANDWIDTH_MAX_STAGES} stages, "
+            f"got {stages} stages of {chunk} bytes"
+        )
+    if chunk * stages > MAX_RING_BYTES:
         raise ValueError(f"{stages} stages of {chunk} bytes do not fit into shared memory")

@@ -6,11 +6,10 @@ from typing import Literal
 import torch
 
 from dakrun.geometry import CHUNK, NORMALIZE_CHUNKS, ROW_THREADS
-from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
-WARP = 32
+WARP = 32  # threads
 MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS
 SOURCE = "normalize.cu"
 
@@ -19,8 +18,8 @@ Norm = Literal["rms", "layer"]
 
 class _Args(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "weight", "bias", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "cols", "centered")),
+        *operands.pointers("x", "weight", "bias", "out"),
+        *operands.ints("rows", "cols", "centered"),
         ("eps", ctypes.c_float),
     )
 
@@ -36,20 +35,20 @@ def normalize(
     pdl: bool = False,
     fills_sms: bool = False,
 ) -> torch.Tensor:
-    """out [N, K] = `norm` of the rows of x [N, K], times weight [K], plus bias [K].
+    """out [N, K] = norm(x [N, K]) * weight [K] + bias [K], row by row.
 
-    All of a 16-bit dtype on one GPU, statistics in float32; `out` may be x. As in Llama, "rms"
-    rounds what is normalised before the weight, and has no bias. With `pdl` the launch may
-    start while the kernel before it ends, and reads weight and bias meanwhile. `fills_sms` gives
-    each SM as many CTAs, where the next kernel is to start meanwhile and has two to an SM: beside
-    the few with a row each, the GPU would put both of an SM there before one elsewhere.
-    Raises ValueError where an operand does not fit the others.
+    All operands have one 16-bit dtype and are on one GPU; statistics are float32; `out` may be x.
+    "rms" rounds the normalized row before it multiplies the weight, as Llama does, and takes no
+    bias. With `pdl` the launch may start before its predecessor ends, and reads weight and bias
+    early. `fills_sms` adds idle CTAs up to the same number on each SM, for a successor launched
+    with PDL that runs two CTAs per SM: on free SMs the GPU would place both of them together.
+    Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
-    if x.dim() != 2 or x.dtype not in DTYPES:
+    if x.dim() != 2 or x.dtype not in operands.DTYPES:
         raise ValueError(f"expected x as [N, K] in 16 bits, got {list(x.shape)} of {x.dtype}")
     n, cols = x.shape
     if cols % CHUNK or not 0 < cols <= MAX_COLS:
-        raise ValueError(f"expected up to {MAX_COLS} columns, in eights, got {cols}")
+        raise ValueError(f"expected a multiple of {CHUNK} columns up to {MAX_COLS}, got {cols}")
     if norm == "rms" and bias is not None:
         raise ValueError("expected no bias with rms")
     wanted: dict[str, operands.Wanted] = {
@@ -62,8 +61,8 @@ def normalize(
     operands.check_gpu(x.device)
     args = _Args(
         x=x.data_ptr(),
-        weight=0 if weight is None else weight.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
+        weight=operands.address(weight),
+        bias=operands.address(bias),
         out=out.data_ptr(),
         rows=n,
         cols=cols,

@@ -1,6 +1,6 @@
-"""The kernels in plain torch, on any device: what the GPU kernels are tested against.
+"""Reference backend: the kernels in plain torch, on any device.
 
-Every row is computed from the tier that holds it, so a misplaced row block gives a wrong answer.
+Every row is computed from the tier that holds it, so a misplaced row block gives a wrong result.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,11 @@ from dakrun.memory.tiers import PartitionedTensor
 def linear(
     x: torch.Tensor, weight: PartitionedTensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [N, K] times weight [M, K] transposed, plus bias [M]: [N, M] in x's dtype, contiguous.
+    """x [N, K] weight [M, K]^T + bias [M]: [N, M] in x's dtype, contiguous.
 
-    Computed as weight times x transposed: for few rows N the CPU's BLAS then streams the weight at
-    up to twice the speed, and every part writes its own rows of the result.
+    Computed as weight x^T: for few rows N the CPU's BLAS then streams the weight at up to twice the
+    speed, and every part writes its own rows of the result.
+    Raises ValueError for shapes or dtypes that do not match.
     """
     rows, cols = weight.shape
     if x.ndim != 2 or x.shape[1] != cols or x.dtype != weight.dtype:
@@ -36,7 +37,7 @@ def linear(
 
 
 def gather_rows(table: PartitionedTensor, ids: torch.Tensor) -> torch.Tensor:
-    """Rows `ids` [N] (int64) of a table [V, K]: [N, K] on the device of `ids`."""
+    """table [V, K][ids]: [N, K] on the device of `ids`, which is int64 [N]."""
     if ids.ndim != 1 or ids.dtype != torch.int64:
         raise ValueError(f"expected ids [N] of int64, got {tuple(ids.shape)} of {ids.dtype}")
     out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype, device=ids.device)
@@ -56,7 +57,7 @@ def decode_attention(
     positions: Sequence[int],
     scale: float,
 ) -> torch.Tensor:
-    """Append one position to each slot's cache and attend to it and all before.
+    """Append one position to each slot's cache and attend to all positions up to it.
 
     q is [B, Hq, D], k and v [B, Hkv, D]; caches[b] holds keys and values [Hkv, P, D] in the
     slot's tier, of which the first positions[b] are filled. Returns [B, Hq * D].
@@ -90,7 +91,7 @@ def prefill_attention(
     start: int,
     scale: float,
 ) -> torch.Tensor:
-    """Append T positions of one slot, from `start` on, and attend to them causally.
+    """Append T positions to one slot, from `start` on, with causal attention.
 
     q is [T, Hq, D], k and v [T, Hkv, D]; cache holds keys and values [Hkv, P, D], filled up to
     `start`. Returns [T, Hq * D].

@@ -1,11 +1,10 @@
-"""The next token of each row of logits, and what follows from it; wraps native/select_greedy.cu."""
+"""Greedy sampling of each row's next token, with its bookkeeping; wraps native/select_greedy.cu."""
 
 import ctypes
 
 import torch
 
 from dakrun.geometry import ROW_THREADS
-from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.runtime import jit, operands
 
 SOURCE = "select_greedy.cu"
@@ -13,8 +12,8 @@ SOURCE = "select_greedy.cu"
 
 class _Args(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("logits", "tokens", "lengths", "slots", "log")),
-        *((name, ctypes.c_int) for name in ("vocabulary", "depth")),
+        *operands.pointers("logits", "tokens", "lengths", "slots", "log"),
+        *operands.ints("vocabulary", "depth"),
     )
 
 
@@ -27,16 +26,16 @@ def select_greedy(
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """tokens [N] = the first of the largest of logits [N, V], as torch.argmax has it; NaN is.
+    """tokens [N] = argmax(logits [N, V]): the first of equal maxima; NaN is the largest.
 
-    Logits are of a 16-bit dtype, all else is int32: `tokens`, `lengths` and `slots` [N] on the GPU,
-    `log` [slots, depth] there or in page-locked memory. A row's token also becomes
-    log[slot, length % depth], and its length one more. Rows of negative lengths, without a request,
-    are left as they are. The caller sees to it that slots are the log's, each in one row: they are
-    on the device. With `pdl` the launch may start while the kernel before it ends.
-    Raises ValueError where an operand does not fit the others.
+    Logits have a 16-bit dtype; `tokens`, `lengths` and `slots` are int32 [N] on the GPU, `log` is
+    int32 [slots, depth] on the GPU or in page-locked memory. A row's token is also written to
+    log[slot, length % depth], and its length grows by 1. Rows with a negative length, without a
+    request, are left as they are. `slots` must be valid and distinct; they are not checked, as they
+    are on the device. With `pdl` the launch may start before its predecessor ends.
+    Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
-    if logits.dtype not in DTYPES or logits.dim() != 2 or not logits.numel():
+    if logits.dtype not in operands.DTYPES or logits.dim() != 2 or not logits.numel():
         raise ValueError(
             f"expected logits as [N, V] in 16 bits, got {list(logits.shape)} of {logits.dtype}"
         )

@@ -1,6 +1,6 @@
-"""Keys and values of prompts into packed slots, with RoPE; wraps native/store_kv.cu.
+"""Stores keys and values of prompts in packed slots, with RoPE; wraps native/store_kv.cu.
 
-Knows tokens and where each one's keys and values go, no slots and no requests.
+Knows tokens and the address of each one's keys and values, no slots and no requests.
 """
 
 import ctypes
@@ -17,9 +17,8 @@ SOURCE = "store_kv.cu"
 
 class _Args(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("qkv", "positions", "rotations", "places")),
-        *((name, ctypes.c_int) for name in ("n", "layer", "q_heads", "kv_heads", "head_dim")),
-        ("swizzle", ctypes.c_int),
+        *operands.pointers("qkv", "positions", "rotations", "places"),
+        *operands.ints("n", "layer", "q_heads", "kv_heads", "head_dim", "swizzle"),
     )
 
 
@@ -32,18 +31,19 @@ def store_kv(
     kv_heads: int,
     rotations: torch.Tensor | None = None,
 ) -> None:
-    """Store the keys and values of qkv [N, Hq + 2 Hkv, D], 16 bits, as kv_blocks.py packs them.
+    """Store the keys and values of qkv [N, Hq + 2 Hkv, D], 16-bit, in the layout of kv_blocks.py.
 
-    Token i, at position positions[i] (int32) of its slot, goes to places[i] (int64 [N, 3]): the
-    address of its key in the slot's first head in layer 0, and how many bytes further each layer
-    and each head lie. With `rotations`, float32 [P, D / 2, 2], cosines and sines of positions, its
-    queries and keys are rotated first, also in `qkv`.
-    Raises ValueError where an operand does not fit the others.
+    Token i is at position positions[i] (int32 [N]) of its slot. places[i] (int64 [N, 3]) has the
+    address of its key in the slot's first head in layer 0, the bytes from layer to layer, and those
+    from head to head. With `rotations`, float32 [P, D / 2, 2] of cosines and sines per position,
+    queries and keys are rotated first (RoPE), in place.
+    Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     n, heads, dim = qkv.shape
     if dim not in HEAD_DIMS or not 0 < 2 * kv_heads < heads:
         raise ValueError(
-            f"expected heads of {HEAD_DIMS}, of queries, keys and values, got {list(qkv.shape)}"
+            f"expected qkv as [N, Hq + {2 * kv_heads}, D] with D in {HEAD_DIMS}, got "
+            f"{list(qkv.shape)}"
         )
     room = 0 if rotations is None else len(rotations)
     operands.check_operands(
@@ -60,7 +60,7 @@ def store_kv(
     args = _Args(
         qkv=qkv.data_ptr(),
         positions=positions.data_ptr(),
-        rotations=0 if rotations is None else rotations.data_ptr(),
+        rotations=operands.address(rotations),
         places=places.data_ptr(),
         n=n,
         layer=layer,

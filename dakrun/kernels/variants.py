@@ -1,4 +1,4 @@
-"""Which kernels a model needs, so that they are compiled side by side, ahead.
+"""The kernel variants that a model needs, so that they are compiled ahead and in parallel.
 
 Needs no GPU.
 """
@@ -15,7 +15,7 @@ from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.gemm.splitk_config import tiles_for
 from dakrun.kernels.runtime import operands
 
-Variant = tuple[str, dict[str, int]]  # a file of native/, and its macros
+Variant = tuple[str, dict[str, int]]  # a file of native/, and the macros of the variant
 
 
 def variants(
@@ -27,12 +27,11 @@ def variants(
     group: int = 1,
     mixes: bool = False,
 ) -> list[Variant]:
-    """Of a model's kernels, the longest to compile first.
+    """Variants for a model with `head_dim` and `group` query heads per KV head, slowest first.
 
-    Its heads have `head_dim` dimensions, and there are `group` query heads to a KV head. Products
-    are of many rows of X, and by SplitK_GEMM of so many `rows`, with a norm up to FEW_ROWS of them;
-    with `mixes` also of weights whose tiers are mixed. `x_tiles` are those of the GPU's tiled GEMM;
-    torch computes many rows where some are missing.
+    SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
+    `mixes` also for weights with mixed tiers. `x_tiles` are the GPU's variants of the tiled GEMM,
+    for many rows; if some are missing, torch multiplies unpacked weights instead.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
     few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}

@@ -30,7 +30,7 @@ inline bool elect_one() {
 }
 
 template <class Word>
-Word anew(Word value) {
+Word opaque(Word value) {
   return value;
 }
 
@@ -262,7 +262,7 @@ inline void cluster_wait() {
   emulator::wait([&cluster, phase] { return cluster.phase != phase; });
 }
 
-inline int add_in_order(int* to, int value) {
+inline int atomic_add_acq_rel(int* to, int value) {
   return atomicAdd(to, value);
 }
 
@@ -283,10 +283,10 @@ inline float4 load_from_l2_or_zero(const float4* from, bool loads) {
 }
 
 template <int registers>
-void keep_registers() {}
+void setmaxnreg_dec() {}
 
 template <int registers>
-void take_registers() {}
+void setmaxnreg_inc() {}
 
 inline void named_barrier_arrive(int number, int threads) {
   auto& [arrived, phase] = cta->named[number];

@@ -1,7 +1,7 @@
-"""How SplitK_FlashAttn is run: pure choices from slots per tier and a few figures of the machine.
+"""Launch configurations of SplitK_FlashAttn: pure functions of slots per tier, capacity and SMs.
 
-Needs no GPU. Chunks depend on what there is room for, so no bit of a result depends on tiers or on
-the slots of a launch.
+Needs no GPU. The sizes of splits and chunks depend on the capacity of the cache alone, so no bit of
+a result depends on tiers or on the slots of a launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from dakrun.geometry import (
+    ATTENTION_MAX_SPLITS,
     ATTENTION_MAX_STAGES,
-    ATTENTION_MAX_UNITS,
     ATTENTION_WARPS,
     SHARED_BYTES_PAIRED,
 )
@@ -18,26 +18,27 @@ from dakrun.kernels.attention.kv_blocks import KVShape
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.units import ceil_div
 
-PART_BLOCKS = (32, 16, 8, 4)  # of an item; short ones make for much to add up
-ITEMS = 512  # or more, where parts can be that short: about four for each SM of a large GPU
-UNITS = 128  # about one for each SM of a large GPU
-FULL = 0.85  # the share of them from which on one for each SM is better than many
-MAX_WINDOW = 4  # stages, where not all may be in flight: the kernel keeps no account of more
-LONE_BYTES = SHARED_BYTES_PAIRED + 1024  # of shared memory, that an SM has not got twice
+CHUNK_BLOCKS = (32, 16, 8, 4)  # sizes of a chunk; shorter ones cost more to combine
+ITEMS = 512  # work items wanted at least: about four per SM of a large GPU
+SPLITS = 128  # of all heads: about one per SM of a large GPU
+FULL = 0.85  # fraction of SPLITS from which one split per SM beats many
+MAX_WINDOW = 4  # stages of a finite window: a warp has at most two tasks pending
+LONE_BYTES = SHARED_BYTES_PAIRED + 1024  # of shared memory: too much for two CTAs of an SM
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How decode attention is launched: `ctas` and `windows` (stages a CTA) for some `slots` each.
+    """Launch of decode attention over the `slots` of each tier, by `ctas` CTAs of each tier.
 
-    These are a tier's, the first ones also of tiers that are mixed with the local one; they are
-    then `spread`: CTAs go through them head by head, so that each has its share of every tier. A
-    stage is the keys, or the values, of a block. A KV head of a slot is cut into as few units as
-    have at most `unit_blocks`, each of them a CTA's, and units into parts of `part_blocks`, each of
-    them a warp's, or into longer ones where there are not as many warps. A unit without parts is a
-    warp's, with others behind it of the same head, at most `item_units`: no bit depends on how
-    many. Where a CTA is to be `alone`, an SM has room for no other. There are `idle` CTAs more, so
-    that there is one for each SM: else two of the next launch might come to share one.
+    A CTA of a tier keeps at most its `windows` stages in flight; a stage is the keys or the values
+    of a KV block. The blocks of a KV head are divided into as few splits of at most `split_blocks`
+    as possible, each of one CTA, and a split into chunks of `chunk_blocks`, each of one warp, or
+    longer ones if it has more chunks than the CTA has warps. A warp may take up to `item_splits`
+    splits of one head that have a single chunk; that changes no bit of a result.
+
+    The first tier includes the tiers mixed with it. `spread` makes its CTAs visit slots head by
+    head, so that each CTA reads from all of these tiers. `alone` keeps an SM to one CTA. `idle`
+    CTAs fill the remaining SMs; without them two CTAs of the next launch could share an SM.
     """
 
     shape: KVShape
@@ -45,23 +46,23 @@ class AttentionConfig:
     ctas: tuple[int, ...]
     windows: tuple[int, ...]
     stages: int
-    unit_blocks: int
-    part_blocks: int
-    item_units: int
+    split_blocks: int
+    chunk_blocks: int
+    item_splits: int
     alone: bool = False
     spread: bool = False
     idle: int = 0
 
     @property
-    def max_units(self) -> int:
-        """Units of a KV head of the longest slot."""
-        return ceil_div(self.shape.blocks, self.unit_blocks)
+    def max_splits(self) -> int:
+        """Splits of a KV head of a full slot."""
+        return ceil_div(self.shape.blocks, self.split_blocks)
 
     @property
-    def max_parts(self) -> int:
-        """Parts of the longest unit."""
-        longest = min(self.shape.blocks, self.unit_blocks)
-        return min(ATTENTION_WARPS, ceil_div(longest, self.part_blocks))
+    def max_chunks(self) -> int:
+        """Chunks of the longest split."""
+        longest = min(self.shape.blocks, self.split_blocks)
+        return min(ATTENTION_WARPS, ceil_div(longest, self.chunk_blocks))
 
     @property
     def shared_bytes(self) -> int:
@@ -71,7 +72,7 @@ class AttentionConfig:
 
 
 def stage_bytes(shape: KVShape) -> int:
-    """Bytes of a block's keys, or of its values, of one KV head."""
+    """Bytes of a stage: the keys or the values of one KV head's block."""
     return shape.slot_bytes // (2 * shape.kv_heads * shape.blocks)
 
 
@@ -84,21 +85,22 @@ def attention_config(
     capacity: int | None = None,
     alone: bool = False,
 ) -> AttentionConfig:
-    """Choose for `slots` of each tier (the local one first), read as `tiers` says by `sms`.
+    """Choose the launch for `slots` of each tier (the local one first), read by `sms` SMs.
 
-    Remote tiers get the SMs that they are read by, the local one the rest, one CTA each; or fewer,
-    if they can have as much in flight and the local CTAs then have less to do. Those that are mixed
-    with it are read by its CTAs, unless there are slots of another one between. Results are the
-    same to the bit for equal shapes and `capacity`: the slots that a cache has, if launches are for
-    some of them. It is to be `alone` behind kernels whose CTAs fill an SM each: of these some end
-    before others, and an SM would get two of it that another one has none of.
+    `tiers` limits the SMs and the bytes in flight of each tier. Remote tiers get the SMs of their
+    limit, or fewer if these keep as many bytes in flight and the local CTAs then have less work;
+    the local tier gets the rest, one CTA per SM. The local CTAs also read the tiers mixed with the
+    local one, up to the first tier with slots that is not. Results are bitwise equal for equal
+    `shape` and `capacity`, the slots of the cache (those of the launch if not given). Use `alone`
+    after kernels that fill an SM with one CTA each: some of these end early, and an SM would get
+    two CTAs of this launch while another gets none.
     """
     mixed = _mixed_count(slots, tiers)
     spread = slots[0] < sum(slots[:mixed]) and slots[0] > 0
     slots, tiers = (sum(slots[:mixed]), *slots[mixed:]), (tiers[0], *tiers[mixed:])
     heads = (capacity or sum(slots)) * shape.kv_heads
-    unit, part, items = cut(shape.blocks, heads)
-    units = slots[0] * shape.kv_heads * ceil_div(shape.blocks, unit)
+    split, chunk, items = split_sizes(shape.blocks, heads)
+    splits = slots[0] * shape.kv_heads * ceil_div(shape.blocks, split)
     remote = [
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], slots[1:], strict=True)
@@ -113,18 +115,18 @@ def attention_config(
 
     for number, tier in enumerate(tiers[1:]):
         rest = sms - sum(remote) + remote[number]
-        remote[number] = _even(units, rest, remote[number], partial(window, tier))
+        remote[number] = _even(splits, rest, remote[number], partial(window, tier))
     local = max(1, sms - sum(remote)) if slots[0] else 0
     ctas = (local, *remote)
     windows = tuple(window(tier, count) for tier, count in zip(tiers, ctas, strict=True))
     return AttentionConfig(
-        shape, slots, ctas, windows, stages, unit, part, items, alone, spread,
+        shape, slots, ctas, windows, stages, split, chunk, items, alone, spread,
         idle=max(0, sms - sum(ctas)),
     )  # fmt: skip
 
 
 def _mixed_count(slots: Sequence[int], tiers: Sequence[TierAccess]) -> int:
-    """How many of the first tiers the local CTAs read: their slots are to lie behind each other."""
+    """Number of leading tiers that the local CTAs read; their slots are consecutive."""
     found = 1
     for number, (count, tier) in enumerate(zip(slots, tiers, strict=True)):
         if number and count:
@@ -134,25 +136,28 @@ def _mixed_count(slots: Sequence[int], tiers: Sequence[TierAccess]) -> int:
     return found
 
 
-def cut(blocks: int, heads: int) -> tuple[int, int, int]:
-    """The blocks of units and of parts, and the units of an item."""
-    enough = (part for part in PART_BLOCKS if heads * ceil_div(blocks, part) >= ITEMS)
-    part = max(next(enough, PART_BLOCKS[-1]), ceil_div(blocks, ATTENTION_MAX_UNITS))
-    units = UNITS // heads
-    if units * heads >= FULL * UNITS:
-        return max(part, ceil_div(blocks, units)), part, 1
-    items = heads * ceil_div(blocks, part)
-    return part, part, max(1, min(PART_BLOCKS[0] // part, int(items / (FULL * ITEMS))))
+def split_sizes(blocks: int, heads: int) -> tuple[int, int, int]:
+    """Blocks of a split, blocks of a chunk, splits of a work item.
 
-
-def _even(units: int, sms: int, most: int, window: Callable[[int], int]) -> int:
-    """The CTAs for a remote tier, `most` or fewer, with which the local ones have the least to do.
-
-    These have `units`, and what is left of `sms`. `window` tells how many stages each of so many
-    CTAs may have in flight: all together are to have no fewer.
+    For KV heads of `blocks` blocks, `heads` of them in the cache.
     """
-    counts = (ctas for ctas in range(most, 0, -1) if ctas * window(ctas) >= most * window(most))
-    return min(counts, key=lambda ctas: ceil_div(units, max(1, sms - ctas)), default=most)
+    enough = (chunk for chunk in CHUNK_BLOCKS if heads * ceil_div(blocks, chunk) >= ITEMS)
+    chunk = max(next(enough, CHUNK_BLOCKS[-1]), ceil_div(blocks, ATTENTION_MAX_SPLITS))
+    splits = SPLITS // heads
+    if splits * heads >= FULL * SPLITS:
+        return max(chunk, ceil_div(blocks, splits)), chunk, 1
+    items = heads * ceil_div(blocks, chunk)
+    return chunk, chunk, max(1, min(CHUNK_BLOCKS[0] // chunk, int(items / (FULL * ITEMS))))
+
+
+def _even(splits: int, sms: int, limit: int, window: Callable[[int], int]) -> int:
+    """CTAs for a remote tier, at most `limit`, that leave the local CTAs the least work.
+
+    The local CTAs have `splits` in total and the rest of `sms`. `window` gives the stages in flight
+    per CTA for a number of CTAs; the product must not fall below that of `limit` CTAs.
+    """
+    counts = (ctas for ctas in range(limit, 0, -1) if ctas * window(ctas) >= limit * window(limit))
+    return min(counts, key=lambda ctas: ceil_div(splits, max(1, sms - ctas)), default=limit)
 
 
 def _window(stages: int, wanted: int) -> int:

@@ -1,9 +1,9 @@
 """The packed form of a slot's keys and values, which SplitK_FlashAttn reads.
 
-A slot is [KV heads][blocks of 64 positions][keys, values], and a block's keys, as its values, are
-[64 positions][head_dim] of 16-bit elements: what is filled of a block is one piece, and so is what
-is appended. Within a position, chunks of 8 dimensions are swizzled, so that the same chunks of 8
-positions, which a matrix load asks for, lie in different banks of shared memory.
+A slot is [KV heads][blocks of 64 positions][keys, values][64 positions][head_dim] of 16-bit
+elements. The filled part of a block's keys or values is contiguous. Within a position, chunks of 8
+dimensions are swizzled, so that the equal chunks of 8 positions that a matrix load reads lie in
+different banks of shared memory.
 """
 
 import math
@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.geometry import CHUNK, HEAD_DIMS, KV_BLOCK
+from dakrun.kernels.runtime.operands import DTYPES
 from dakrun.units import ceil_div
-
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a slot has room for: `positions`, in whole blocks, of `kv_heads` of `head_dim`."""
+    """Capacity of a slot: `positions`, rounded up to whole blocks, of `kv_heads` of `head_dim`."""
 
     kv_heads: int
     head_dim: int
@@ -27,7 +26,9 @@ class KVShape:
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS or self.kv_heads < 1 or self.positions < 1:
-            raise ValueError(f"expected heads of {HEAD_DIMS}, a head and a position, got {self}")
+            raise ValueError(
+                f"expected head_dim in {HEAD_DIMS}, positive kv_heads and positions, got {self}"
+            )
 
     @property
     def blocks(self) -> int:
@@ -36,19 +37,19 @@ class KVShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of one head: keys and values of 16 bits."""
+        """Bytes of one head's block: keys and values."""
         return 2 * self.head_dim * KV_BLOCK * 2
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: keys and values of 16 bits."""
+        """Bytes of a slot: keys and values of all heads."""
         return self.kv_heads * self.blocks * self.block_bytes
 
 
 def pack(keys: torch.Tensor, values: torch.Tensor, shape: KVShape) -> torch.Tensor:
-    """Keys and values [Hkv, P, D], P up to the shape's positions, as a slot's bytes (uint8, 1-D).
+    """Pack keys and values [Hkv, P, D], 16-bit, into a slot's bytes (uint8, 1-D).
 
-    Positions that are not given are zero.
+    Positions from P on are zero. Raises ValueError if they do not fit `shape`.
     """
     if keys.shape != values.shape or keys.dtype not in DTYPES or keys.dtype != values.dtype:
         raise ValueError(
@@ -67,7 +68,7 @@ def pack(keys: torch.Tensor, values: torch.Tensor, shape: KVShape) -> torch.Tens
 def unpack(
     slot: torch.Tensor, dtype: torch.dtype, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [Hkv, positions, D] of a slot's bytes."""
+    """Unpack keys and values [Hkv, positions, D] from a slot's bytes."""
     return read(slot, shape.positions, dtype, shape)
 
 
@@ -81,14 +82,14 @@ def append(
 def write(
     slot: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, shape: KVShape
 ) -> None:
-    """Write keys and values [Hkv, P, D] of the positions from `start` on into a slot's bytes."""
+    """Write keys and values [Hkv, P, D] at positions `start` to start + P - 1 of a slot's bytes."""
     blocks = _blocks(slot, keys.dtype, shape)
     count = keys.shape[1]
     if start < 0 or start + count > shape.blocks * KV_BLOCK:
         raise ValueError(f"expected positions of {shape}, got {start} to {start + count}")
     both = _swizzled(torch.stack((keys, values), 1), start)
     done = 0
-    while done < count:  # the rest of a block, whole blocks, the first of a block
+    while done < count:  # the rest of a block, then whole blocks, then the start of a block
         block, row = divmod(start + done, KV_BLOCK)
         whole = (count - done) // KV_BLOCK if row == 0 else 0
         taken = whole * KV_BLOCK or min(KV_BLOCK - row, count - done)
@@ -101,7 +102,7 @@ def write(
 def read(
     slot: torch.Tensor, count: int, dtype: torch.dtype, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [Hkv, count, D] of the first positions of a slot's bytes."""
+    """Read keys and values [Hkv, count, D] of the first `count` positions from a slot's bytes."""
     used = _blocks(slot, dtype, shape)[:, : ceil_div(count, KV_BLOCK)].permute(2, 0, 1, 3, 4)
     keys, values = _swizzled(used.flatten(2, 3)[:, :, :count], 0)
     return keys, values
@@ -115,9 +116,9 @@ def _blocks(slot: torch.Tensor, dtype: torch.dtype, shape: KVShape) -> torch.Ten
 
 
 def _swizzled(x: torch.Tensor, start: int) -> torch.Tensor:
-    """Rows [..., P, D] of the positions from `start` on, swizzled, or what was so as it is.
+    """Swizzle, or unswizzle, rows [..., P, D] of the positions from `start` on.
 
-    Chunk c of position p changes places with chunk c ^ (p % 8 * s // 8), where s is the largest of
+    Chunk c of position p and chunk c ^ (p % 8 * s // 8) are exchanged, where s is the largest of
     2, 4 and 8 that divides the number of chunks.
     """
     count, dim = x.shape[-2:]

@@ -1,6 +1,6 @@
 """SplitK_FlashAttn: decode attention over slots in several tiers; wraps splitk_flash_attn.cu.
 
-Knows operands and a configuration, no models and no plans.
+Knows operands and a launch configuration, no models and no plans.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from dakrun.geometry import (
 )
 from dakrun.kernels.attention.config import AttentionConfig
 from dakrun.kernels.attention.kv_blocks import DTYPES
-from dakrun.kernels.runtime.jit import Kernel, kernel
+from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.units import ceil_div
 
@@ -28,35 +28,33 @@ SOURCE = "splitk_flash_attn.cu"
 
 
 class _Tier(ctypes.Structure):
-    _fields_ = (
-        ("first_slot", ctypes.c_int),
-        ("first_cta", ctypes.c_int),
-        ("window", ctypes.c_int),
-        ("slot_step", ctypes.c_int),
-        ("heads", ctypes.c_int),
-    )
+    """Tier of native/splitk_flash_attn.cuh."""
+
+    _fields_ = operands.ints("first_slot", "first_cta", "window", "slot_step", "heads")
 
 
 class _Args(ctypes.Structure):
+    """SplitKFlashAttnArgs of native/splitk_flash_attn.cuh."""
+
     _fields_ = (
         ("tiers", _Tier * (MAX_TIERS + 1)),
-        *((name, ctypes.c_uint64) for name in ("caches", "lengths", "q", "k", "v", "rotations")),
-        *((name, ctypes.c_uint64) for name in ("out", "partials", "arrivals")),
+        *operands.pointers("caches", "lengths", "q", "k", "v", "rotations"),
+        *operands.pointers("out", "partials", "arrivals"),
         ("stride", ctypes.c_int64),
         ("order", CtaOrder),
-        *((name, ctypes.c_int) for name in ("tier_count", "kv_heads", "group", "slot_blocks")),
-        *((name, ctypes.c_int) for name in ("unit_blocks", "part_blocks", "item_units")),
-        *((name, ctypes.c_int) for name in ("max_units", "max_parts", "stages")),
+        *operands.ints("tier_count", "kv_heads", "group", "slot_blocks"),
+        *operands.ints("split_blocks", "chunk_blocks", "item_splits"),
+        *operands.ints("max_splits", "max_chunks", "stages"),
         ("scale", ctypes.c_float),
     )
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where units and parts meet: one for all launches of a stream.
+    """Partial results of splits and chunks: one workspace for all launches of a stream.
 
-    `partials` is float32 [slots, Hkv, units, parts, group, D + 4], `arrivals` int32 [slots, Hkv,
-    group + units], zero between launches.
+    `partials` is float32 [slots, Hkv, splits, chunks, group, D + 4], `arrivals` int32 [slots, Hkv,
+    group + splits], zero between launches.
     """
 
     partials: torch.Tensor
@@ -64,7 +62,7 @@ class Workspace:
 
     @classmethod
     def empty(cls, config: AttentionConfig, group: int, device: torch.device) -> "Workspace":
-        """For launches of `config` with `group` query heads for each KV head."""
+        """Allocate for launches of `config` with `group` query heads per KV head."""
         partials, arrivals = _workspace_sizes(config, group)
         return cls(
             torch.empty(partials, dtype=torch.float32, device=device),
@@ -77,12 +75,12 @@ def _workspace_sizes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     heads = (sum(config.slots), config.shape.kv_heads)
     parts = (
-        config.max_units,
-        config.max_parts,
+        config.max_splits,
+        config.max_chunks,
         group,
         config.shape.head_dim + ATTENTION_PARTIAL_EXTRA,
     )
-    return (*heads, *parts), (*heads, group + config.max_units)
+    return (*heads, *parts), (*heads, group + config.max_splits)
 
 
 def splitk_flash_attn(
@@ -99,21 +97,21 @@ def splitk_flash_attn(
     rotations: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """out [B, Hq * D]: each slot's new token attends to its cache and itself, and is appended.
+    """out [B, Hq * D] = attention of each slot's new token to its cached positions and itself.
 
-    q is [B, Hq, D], k and v are [B, Hkv, D], of a 16-bit dtype, their rows equally far apart;
-    `caches` int64 [B] has the addresses of the slots (kv_blocks.py), which are in the order of the
-    tiers, and `lengths` int32 [B] the positions that they hold, fewer than the shape's in whole
-    blocks (the caller sees to it: they are on the device), or a negative number for a slot without
-    a request, whose output stays as it is. Scores are q k^T times `scale`. With
-    `rotations`, float32 [positions, D / 2, 2] of cosines and sines, q and k are first rotated to
-    their positions (RoPE, halves as in Llama). With `pdl` the launch may start while the kernel
-    before it ends: it then reads `caches`, `lengths` and what is cached, which no kernel that is
+    q is [B, Hq, D], k and v are [B, Hkv, D], of one 16-bit dtype, with equal strides between rows.
+    The new keys and values are appended to the cache. `caches` (int64 [B]) has the addresses of the
+    slots (layout: kv_blocks.py), ordered by tier. `lengths` (int32 [B]) has their cached positions,
+    fewer than the capacity of the shape's whole blocks; this is not checked, as they are on the
+    device. A negative length marks a slot without a request, whose output stays as it is. Scores
+    are q k^T times `scale`. With `rotations`, float32 [positions, D / 2, 2] of cosines and sines, q
+    and k are rotated first (RoPE, half-split as in Llama). With `pdl` the launch may start before
+    its predecessor ends; it then reads `caches`, `lengths` and cached positions, which no kernel
     still running may write.
-    Raises ValueError where an operand does not fit the others.
+    Raises ValueError if an operand has the wrong shape, dtype, device or strides.
     """
     _check_operands(q, k, v, caches, lengths, config, workspace, out, rotations)
-    _check_gpu(q)
+    operands.check_gpu(q.device)
     kv_heads, dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     args = _Args(
@@ -122,7 +120,7 @@ def splitk_flash_attn(
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),
-        rotations=0 if rotations is None else rotations.data_ptr(),
+        rotations=operands.address(rotations),
         out=out.data_ptr(),
         partials=workspace.partials.data_ptr(),
         arrivals=workspace.arrivals.data_ptr(),
@@ -132,33 +130,39 @@ def splitk_flash_attn(
         kv_heads=kv_heads,
         group=group,
         slot_blocks=config.shape.blocks,
-        unit_blocks=config.unit_blocks,
-        part_blocks=config.part_blocks,
-        item_units=config.item_units,
-        max_units=config.max_units,
-        max_parts=config.max_parts,
+        split_blocks=config.split_blocks,
+        chunk_blocks=config.chunk_blocks,
+        item_splits=config.item_splits,
+        max_splits=config.max_splits,
+        max_chunks=config.max_chunks,
         stages=config.stages,
         scale=scale * math.log2(math.e),
     )
     slot = cta = 0
     for number, count in enumerate(config.slots):
         spread = config.spread and number == 0
-        step, heads = (_spread_step(count), 1) if spread else (1, kv_heads)
-        args.tiers[number] = _Tier(slot, cta, config.windows[number], step, heads)
+        args.tiers[number] = _Tier(
+            first_slot=slot,
+            first_cta=cta,
+            window=config.windows[number],
+            slot_step=_spread_step(count) if spread else 1,
+            heads=1 if spread else kv_heads,
+        )
         slot += count
         cta += config.ctas[number]
-    args.tiers[len(config.slots)] = _Tier(slot, cta)
-    _kernel(q.dtype, dim, group, torch.cuda.current_device()).launch(
-        cta + config.idle, _threads(group), args, shared_bytes=config.shared_bytes, pdl=pdl
+    args.tiers[len(config.slots)] = _Tier(first_slot=slot, first_cta=cta)  # the end of the last
+    kernel = jit.kernel(SOURCE, "splitk_flash_attn", defines(q.dtype, dim, group))
+    kernel.launch(
+        cta + config.idle, cta_threads(group), args, shared_bytes=config.shared_bytes, pdl=pdl
     )
     return out
 
 
 @functools.cache
 def _spread_step(slots: int) -> int:
-    """By which `slots` are gone through so that those of a tier, side by side, come evenly.
+    """Stride of visits to `slots` that spreads the consecutive slots of each tier evenly.
 
-    The number next to the golden section of them that shares no divisor with them.
+    The number closest to slots / golden ratio that is coprime to `slots`.
     """
     golden = slots * (math.sqrt(5) - 1) / 2
     steps = (step for step in range(1, slots) if math.gcd(step, slots) == 1)
@@ -181,32 +185,28 @@ def _check_operands(
     if q.dtype not in DTYPES or q.dim() != 3 or q.shape[1] % heads:
         raise ValueError(f"expected q as [B, Hq, {dim}] in 16 bits, got {list(q.shape)}, {q.dtype}")
     group = q.shape[1] // heads
-    wanted = {
+    rows: dict[str, operands.Wanted] = {
         "q": (q, (slots, heads * group, dim), q.dtype),
         "k": (k, (slots, heads, dim), q.dtype),
         "v": (v, (slots, heads, dim), q.dtype),
-        "out": (out, (slots, heads * group * dim), q.dtype),
-        "caches": (caches, (slots,), torch.int64),
-        "lengths": (lengths, (slots,), torch.int32),
     }
-    for name, (tensor, size, dtype) in wanted.items():
-        if tensor.shape != size or tensor.dtype != dtype or tensor.device != device:
-            raise ValueError(
-                f"expected {name} as {list(size)} of {dtype} on {device}, got "
-                f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-            )
+    operands.check_operands(device, rows, contiguous=False)
+    operands.check_operands(
+        device,
+        {
+            "out": (out, (slots, heads * group * dim), q.dtype),
+            "caches": (caches, (slots,), torch.int64),
+            "lengths": (lengths, (slots,), torch.int32),
+        },
+    )
     if len({tensor.stride(0) for tensor in (q, k, v)}) > 1 or not all(
         tensor[0].is_contiguous() for tensor in (q, k, v)
     ):
-        raise ValueError("expected rows of q, k and v that are contiguous and equally far apart")
-    if (
-        not out.is_contiguous()
-        or not 1 <= group <= MAX_GROUP_HEADS
-        or len(config.slots) > MAX_TIERS
-    ):
+        raise ValueError("expected contiguous rows of q, k and v with equal strides between rows")
+    if not 1 <= group <= MAX_GROUP_HEADS or len(config.slots) > MAX_TIERS:
         raise ValueError(
-            f"expected a contiguous output, 1 to {MAX_GROUP_HEADS} query heads for a KV head and "
-            f"at most {MAX_TIERS} tiers, got {group} and {len(config.slots)}"
+            f"expected 1 to {MAX_GROUP_HEADS} query heads per KV head and at most {MAX_TIERS} "
+            f"tiers, got {group} and {len(config.slots)}"
         )
     if rotations is not None and (
         rotations.shape[1:] != (dim // 2, 2)
@@ -220,26 +220,11 @@ def _check_operands(
         raise ValueError(f"expected a workspace of {list(sizes[0])} and {list(sizes[1])}")
 
 
-def _check_gpu(q: torch.Tensor) -> None:
-    if not q.is_cuda or q.device.index != torch.cuda.current_device():
-        raise ValueError(f"expected q on the current GPU, got {q.device}")
-
-
-def _threads(group: int) -> int:
-    """Of a CTA: warps that attend, fewer where each has more heads to keep, and one that copies."""
-    return 32 * ((ATTENTION_WARPS if group <= 8 else ATTENTION_WARPS_LARGE_GROUP) + 1)
+def cta_threads(group: int) -> int:
+    """Threads of a CTA: the attention warps, fewer for large groups, and the producer warp."""
+    return 32 * (1 + (ATTENTION_WARPS if group <= 8 else ATTENTION_WARPS_LARGE_GROUP))
 
 
 def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:
-    """The macros of one variant of the kernel."""
-    return {
-        "BFLOAT16": int(dtype == torch.bfloat16),
-        "HEAD_DIM": head_dim,
-        "GROUP_TILES": ceil_div(group, 8),
-    }
-
-
-@functools.cache
-def _kernel(dtype: torch.dtype, head_dim: int, group: int, device: int) -> Kernel:
-    del device  # a kernel is loaded on one
-    return kernel(SOURCE, "splitk_flash_attn", defines(dtype, head_dim, group))
+    """Macros of the kernel's variant for `group` query heads per KV head."""
+    return {**operands.defines(dtype), "HEAD_DIM": head_dim, "GROUP_TILES": ceil_div(group, 8)}

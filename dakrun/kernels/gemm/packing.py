@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.geometry import ATOM_COLS, CHUNK, MAX_GROUP_ROW_BLOCKS, ROWS_PER_BLOCK, row_block_count
+from dakrun.kernels.runtime.operands import DTYPES
 from dakrun.units import ceil_div
 
-DTYPES = (torch.float16, torch.bfloat16)
 _ATOM = ROWS_PER_BLOCK * ATOM_COLS // 4  # words of 8 bytes
 
 

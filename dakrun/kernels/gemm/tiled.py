@@ -21,6 +21,7 @@ from dakrun.geometry import (
     TILED_X_TILES,
     WARPGROUPS,
 )
+from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk import ACTIVATIONS, Activation
 from dakrun.kernels.gemm.tiled_shapes import (
@@ -60,7 +61,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("segment", "blocks", "width")),
         *((name, ctypes.c_uint64) for name in ("bias", "residual", "y", "carried", "flags")),
         ("tiers", _TierTiles * (MAX_TIERS + 1)),
-        ("weight", operands.PackedMatrix),
+        ("weight", PackedMatrix),
     )
 
 
@@ -154,7 +155,7 @@ def tiled_gemm(
         y=out.data_ptr(),
         carried=given.carried.data_ptr(),
         flags=given.flags.data_ptr(),
-        weight=operands.packed_matrix(weight),
+        weight=packed_matrix(weight),
     )
     orders = (ALONE,) if len(config.launches) == 1 else (BEFORE_LOCAL, AFTER_REMOTE)
     for order, launch in zip(orders, config.launches, strict=True):

@@ -1,1 +1,5 @@
-"""CUDA sources to launches: NVRTC, the cubin cache, CuPy modules, graphs, copies, tensor maps."""
+"""From CUDA sources to launches.
+
+nvrtc compiles, jit caches, loads and launches, graph captures, copy_engine copies between tiers,
+tensor_map describes matrices to TMA, operands has what wrappers share.
+"""

@@ -1,6 +1,6 @@
-"""CUDA graphs of launches that overlap: capture, and proof that they still do.
+"""CUDA graphs: capture, timing of a replay, and the kinds of a graph's edges.
 
-Knows neither what is launched nor why.
+Knows nothing of the kernels launched.
 """
 
 import statistics
@@ -11,7 +11,7 @@ import torch
 
 
 def capture(launches: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """A graph of what `launches` launches, with its memory from `pool`."""
+    """Capture what `launches` launches as a graph, with its memory from `pool`."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, pool=pool):
         launches()
@@ -20,7 +20,7 @@ def capture(launches: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def replay_seconds(launches: Callable[[], object], replays: int = 5) -> float:
-    """Seconds of what `launches` launches, as a graph: the median of some replays."""
+    """Seconds of a replay of what `launches` launches as a graph: the median of `replays`."""
     graph = capture(launches, torch.cuda.graph_pool_handle())
     graph.replay()
     times = []
@@ -35,9 +35,9 @@ def replay_seconds(launches: Callable[[], object], replays: int = 5) -> float:
 
 
 def capture_id() -> int:
-    """A number of its own for the capture that torch's current stream is in; 0 where it is in none.
+    """Id of the capture that torch's current stream is part of; 0 outside a capture.
 
-    Streams that a capture is spread over have the same one.
+    All streams of one capture have the same id.
     """
     if not torch.cuda.is_current_stream_capturing():
         return 0
@@ -50,10 +50,9 @@ def capture_id() -> int:
 
 
 def edge_kinds(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:
-    """How many edges between its nodes are programmatic, and how many are not.
+    """Numbers of (programmatic, full) edges between the nodes of `graph`.
 
-    Of a programmatic one (programmatic dependent launch) the second kernel may start before the
-    first has ended.
+    The second kernel of a programmatic edge (PDL) may start before the first has ended.
     """
     from cuda.bindings import runtime
 
@@ -63,10 +62,10 @@ def edge_kinds(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:
     status, _, _, edges, count = runtime.cudaGraphGetEdges(handle, count)
     _check(status)
     programmatic = runtime.cudaGraphDependencyType.cudaGraphDependencyTypeProgrammatic
-    overlapping = sum(edge.type == programmatic for edge in edges[:count])
-    return overlapping, count - overlapping
+    pdl = sum(edge.type == programmatic for edge in edges[:count])
+    return pdl, count - pdl
 
 
 def _check(status: Any) -> None:
     if status.value:
-        raise RuntimeError(f"a CUDA graph cannot be looked into: {status.name}")
+        raise RuntimeError(f"the edges of a CUDA graph cannot be read: {status.name}")

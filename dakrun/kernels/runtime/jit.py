@@ -1,6 +1,6 @@
-"""Kernels of native/ on a GPU: cubins from the cache, CuPy modules, launches on torch's stream.
+"""Loads and launches kernels of native/: cubin cache, CuPy modules, launches on torch's stream.
 
-Knows neither what a kernel computes nor where its operands lie.
+Knows nothing of what a kernel computes or where its operands lie.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from dakrun.resources import cache_dir
 
 
 class Kernel:
-    """One kernel of a loaded module, on the device that was current when it was loaded.
+    """A kernel of a module loaded on one device.
 
-    Its only parameter is a struct, which callers give as a ctypes.Structure of the same layout.
+    Its only parameter is a struct; callers pass a ctypes.Structure of the same layout.
     """
 
     def __init__(self, function: Any) -> None:
@@ -43,10 +43,10 @@ class Kernel:
     ) -> None:
         """Launch `grid` CTAs of `block` threads on torch's current stream.
 
-        `shared_bytes` is dynamic shared memory a CTA; `cluster` CTAs, which divide the grid, form a
-        cluster. With `pdl` it may start before the kernel ahead has ended (programmatic
-        dependent launch), and must itself wait before it touches what that kernel writes.
-        Raises RuntimeError where the driver refuses.
+        `shared_bytes` is the dynamic shared memory of a CTA. Each `cluster` CTAs form a cluster; it
+        divides the grid. With `pdl` (programmatic dependent launch) the kernel may start before its
+        predecessor has ended, and must itself wait before it uses what that kernel writes.
+        Raises ValueError for a wrong grid, RuntimeError if the driver refuses the launch.
         """
         if grid < 1 or grid % cluster:
             raise ValueError(f"expected a positive multiple of {cluster} CTAs, got {grid}")
@@ -58,7 +58,7 @@ class Kernel:
         if cluster > 1:
             attributes.append(_cluster_attribute(driver, cluster))
         if pdl:
-            attributes.append(_overlap_attribute(driver))
+            attributes.append(_pdl_attribute(driver))
         config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         (status,) = driver.cuLaunchKernelEx(
@@ -71,14 +71,14 @@ class Kernel:
             )
 
     def clusters(self, size: int, block: int, shared_bytes: int) -> int:
-        """How many clusters of `size` such CTAs run at a time where nothing else runs."""
+        """Clusters of `size` CTAs that an otherwise idle GPU runs at a time."""
         driver = _driver()
         self._allow(shared_bytes)
         config = _launch_config(driver, size, block, shared_bytes)
         config.attrs, config.numAttrs = [_cluster_attribute(driver, size)], 1
         status, found = driver.cuOccupancyMaxActiveClusters(driver.CUfunction(self._handle), config)
         if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"clusters of {self._function.name} are unknown: {status.name}")
+            raise RuntimeError(f"the occupancy of {self._function.name} is unknown: {status.name}")
         return int(found)
 
     def _allow(self, shared_bytes: int) -> None:
@@ -87,9 +87,10 @@ class Kernel:
 
 
 def kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> Kernel:
-    """The kernel `name` of native/`source` on torch's current device, compiled where it must be.
+    """Load the kernel `name` of native/`source` on torch's current device.
 
-    Raises CannotRun where the GPU is too old or the CUDA packages are missing.
+    `defines` are the macros of one variant. It is compiled unless its cubin is in the cache.
+    Raises CannotRun if the GPU is not supported or the CUDA packages are missing.
     """
     device = torch.cuda.current_device()
     return _kernel(source, name, tuple(sorted((defines or {}).items())), device)
@@ -111,9 +112,9 @@ def _module(source: str, defines: tuple[tuple[str, int], ...], device: int) -> A
 
 
 def architecture(device: int) -> str:
-    """The target of ARCHITECTURES that `device`, a CUDA device index, runs.
+    """Compilation target, one of ARCHITECTURES, of `device`, a CUDA device index.
 
-    Raises CannotRun for other GPUs.
+    Raises CannotRun for GPUs without a target.
     """
     major, minor = torch.cuda.get_device_capability(device)
     found = f"sm_{major}{minor}a"
@@ -126,7 +127,7 @@ def architecture(device: int) -> str:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether `device` runs the kernels: a target of theirs, with the shared memory of a Hopper."""
+    """Whether `device` runs the kernels: a supported GPU with the shared memory of a Hopper."""
     if device.type != "cuda":
         return False
     properties: Any = torch.cuda.get_device_properties(device)
@@ -138,14 +139,15 @@ def has_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """SMs of a GPU."""
+    """Number of SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cached_cubin(source: str, arch: str, defines: Mapping[str, int] | None = None) -> Path:
-    """The file that holds the cubin, compiled and published at once where it is not there yet.
+    """Path of the variant's cubin in the cache, compiled first if it is missing.
 
-    Processes that race for it all publish the same bytes.
+    The file appears atomically; processes that race for it publish the same bytes.
+    Raises CannotRun if the cache cannot be written.
     """
     digest = source_digest(source, arch, defines)
     folder = cache_dir() / "cubins"
@@ -158,15 +160,15 @@ def cached_cubin(source: str, arch: str, defines: Mapping[str, int] | None = Non
         _publish(path, cubin)
     except OSError as problem:
         raise CannotRun(
-            f"{folder}: {problem.strerror}", hint="set DAKRUN_CACHE_DIR to a folder to write to"
+            f"{folder}: {problem.strerror}", hint="set DAKRUN_CACHE_DIR to a writable folder"
         ) from None
     return path
 
 
 def compile_ahead(variants: Iterable[tuple[str, Mapping[str, int]]], arch: str) -> None:
-    """Put the cubins of (source, defines) for `arch` into the cache, compiled side by side.
+    """Compile the variants (source, defines) for `arch` into the cache, in parallel.
 
-    NVRTC lets other threads run: on two cores two threads take half of the time of one.
+    NVRTC releases the GIL, so threads suffice.
     """
     with compiling(variants, arch):
         pass
@@ -176,10 +178,9 @@ def compile_ahead(variants: Iterable[tuple[str, Mapping[str, int]]], arch: str) 
 def compiling(
     variants: Iterable[tuple[str, Mapping[str, int]]], arch: str
 ) -> Iterator[Callable[[], None]]:
-    """The same beside what is done meanwhile: all are there behind it.
+    """Compile in the background; all cubins are ready on exit.
 
-    Gives a function that waits for them. Where that or anything else fails, those that no thread
-    has begun with are given up.
+    Yields a function that waits for them. After an exception, variants not yet begun are cancelled.
     """
     with ThreadPoolExecutor() as pool:
         cubins = [pool.submit(cached_cubin, source, arch, defines) for source, defines in variants]
@@ -197,7 +198,7 @@ def compiling(
 
 
 def _publish(path: Path, data: bytes) -> None:
-    """Write `data` so that `path` is there whole or not at all."""
+    """Write `data` to `path` atomically."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -225,7 +226,7 @@ def _cluster_attribute(driver: Any, size: int) -> Any:
     return attribute
 
 
-def _overlap_attribute(driver: Any) -> Any:
+def _pdl_attribute(driver: Any) -> Any:
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1

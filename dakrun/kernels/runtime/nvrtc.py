@@ -1,6 +1,6 @@
-"""CUDA sources of native/ compiled to cubins by NVRTC, with the compiler's report.
+"""Compiles CUDA sources of native/ to cubins with NVRTC, and reads the compiler's report.
 
-Needs no GPU and no driver. Knows neither what a kernel computes nor how it is launched.
+Needs no GPU and no driver. Knows nothing of what a kernel computes or how it is launched.
 """
 
 import functools
@@ -19,7 +19,7 @@ from dakrun.resources import resource_dir
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_120a")
 HINT = "install dakrun's CUDA packages: pip install 'dakrun[cuda13]'"
 
-# ptxas tells registers, spills and wgmma warnings (C75xx) in the log.
+# -v: ptxas reports registers, spills and wgmma warnings (C75xx) in the log.
 OPTIONS = (
     "-std=c++17",
     "-default-device",
@@ -29,7 +29,7 @@ OPTIONS = (
 
 
 class CompileError(CannotRun):
-    """A source that does not compile; `log` is the compiler's whole message."""
+    """A source does not compile; `log` is the compiler's whole output."""
 
     def __init__(self, message: str, *, hint: str, log: str) -> None:
         super().__init__(message, hint=hint)
@@ -38,7 +38,7 @@ class CompileError(CannotRun):
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What ptxas says of one kernel: registers a thread, bytes a thread or (shared) a CTA."""
+    """ptxas's report on one kernel: registers and bytes per thread, shared bytes per CTA."""
 
     name: str
     registers: int
@@ -49,27 +49,27 @@ class KernelReport:
 
     @property
     def spills(self) -> bool:
-        """Whether registers went to local memory."""
+        """Whether registers spill to local memory."""
         return self.spill_store_bytes + self.spill_load_bytes > 0
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin and what the compiler said while making it."""
+    """A cubin and the compiler's log."""
 
     cubin: bytes
     log: str
 
     @property
     def kernels(self) -> tuple[KernelReport, ...]:
-        """A report for every kernel, in the log's order."""
+        """Reports on all kernels, in the order of the log."""
         return parse_report(self.log)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The log's lines on spills and on serialised wgmma (C75xx)."""
-        telling = re.compile(r"C75\d\d|Potential Performance Loss|warning.*spill", re.IGNORECASE)
-        return tuple(line for line in self.log.splitlines() if telling.search(line))
+        """Lines of the log on spills and on serialised wgmma (C75xx)."""
+        pattern = re.compile(r"C75\d\d|Potential Performance Loss|warning.*spill", re.IGNORECASE)
+        return tuple(line for line in self.log.splitlines() if pattern.search(line))
 
 
 def compile_cubin(source: str, arch: str, defines: Mapping[str, int] | None = None) -> Compiled:
@@ -103,7 +103,7 @@ def compile_cubin(source: str, arch: str, defines: Mapping[str, int] | None = No
 
 
 def source_digest(source: str, arch: str, defines: Mapping[str, int] | None = None) -> str:
-    """Hex digest of all that decides the cubin: sources, options, and NVRTC's version."""
+    """Hex digest of everything that decides the cubin: sources, options, NVRTC's version."""
     nvrtc = _nvrtc()
     version = ".".join(str(number) for number in nvrtc.nvrtcVersion()[1:])
     digest = hashlib.sha256()
@@ -115,7 +115,7 @@ def source_digest(source: str, arch: str, defines: Mapping[str, int] | None = No
 
 
 def with_includes(path: Path) -> list[Path]:
-    """`path` and the files of its folder that it includes, directly or not."""
+    """`path` and the files of its folder that it includes, directly or indirectly."""
     found, waiting = [], [path]
     while waiting:
         file = waiting.pop()
@@ -128,7 +128,7 @@ def with_includes(path: Path) -> list[Path]:
 
 
 def parse_report(log: str) -> tuple[KernelReport, ...]:
-    """Reports of all kernels in what `ptxas -v` printed."""
+    """Parse the reports on all kernels in the output of `ptxas -v`."""
     reports = []
     entries = re.split(r"Compiling entry function '([^']+)'", log)[1:]
     for name, text in zip(entries[::2], entries[1::2], strict=True):
@@ -180,7 +180,7 @@ def _nvrtc() -> Any:
 
 
 def _checked(nvrtc: Any, result: tuple[Any, ...]) -> Any:
-    """The value of a call that returned (status, value); RuntimeError where it failed."""
+    """The value of a call that returned (status, value); RuntimeError if it failed."""
     status, *values = result
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(nvrtc.nvrtcGetErrorString(status)[1].decode())

@@ -1,6 +1,6 @@
-"""Tensor maps, by which TMA copies boxes of a matrix to or from shared memory.
+"""Tensor maps (CUtensorMap): descriptors with which TMA copies boxes of a matrix.
 
-Knows the driver's encoding; it needs no GPU to be current, but the driver's library.
+Needs the driver library, but no current GPU.
 """
 
 import functools
@@ -14,12 +14,12 @@ from dakrun.geometry import ATOM_COLS
 def atoms_map(
     address: int, dtype: torch.dtype, shape: tuple[int, int], box_rows: int, box_atoms: int
 ) -> tuple[int, ...]:
-    """The 16 words of a map of a contiguous [rows, cols] matrix of 16-bit elements.
+    """Encode the map (16 words) of a contiguous [rows, cols] matrix of 16-bit elements.
 
-    A box is `box_atoms` x `box_rows` x 64 columns with a 128-byte swizzle, out of
-    [cols / 64][rows][64]; where `box_atoms` is 1, columns may be ragged and the map is
-    [1][rows][cols]. What a box has beyond the matrix is zero.
-    Raises RuntimeError where the driver refuses: addresses and rows are multiples of 16 bytes.
+    A box is `box_atoms` x `box_rows` x 64 columns of [cols / 64][rows][64], with a 128-byte
+    swizzle. With `box_atoms` 1 the map is [1][rows][cols], and `cols` need not be a multiple of 64.
+    Elements outside the matrix load as zero.
+    Raises RuntimeError if the driver refuses: address and row size must be multiples of 16 bytes.
     """
     rows, cols = shape
     size = dtype.itemsize
@@ -32,10 +32,10 @@ def atoms_map(
 def boxes_map(
     address: int, dtype: torch.dtype, shape: tuple[int, int], box: tuple[int, int]
 ) -> tuple[int, ...]:
-    """The 16 words of a map of a contiguous [rows, cols] matrix of 16-bit elements.
+    """Encode the map (16 words) of a contiguous [rows, cols] matrix of 16-bit elements.
 
-    A `box` is of so many rows and columns, 16 or 32, with a swizzle of the bytes of its rows.
-    Raises RuntimeError where the driver refuses: addresses and rows are multiples of 16 bytes.
+    A `box` is (rows, columns) with 16 or 32 columns, swizzled over the bytes of a row.
+    Raises RuntimeError if the driver refuses: address and row size must be multiples of 16 bytes.
     """
     rows, cols = shape
     return _encoded(address, dtype, (cols, rows), (cols * dtype.itemsize,), box[::-1])
@@ -48,7 +48,7 @@ def _encoded(
     strides: tuple[int, ...],
     box: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """Dimensions go from the innermost on, whose elements follow each other."""
+    """Encode a map. Dimensions are listed innermost first; the innermost is contiguous."""
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
