@@ -135,7 +135,7 @@ def test_the_remote_tiers() -> None:
     assert [tier.name for tier in both] == ["peer:1", "host"]
     with pytest.raises(UsageError, match="no remote tier 'peer'"):
         sweep(remote="peer").remote_tiers(H200)
-    with pytest.raises(UsageError, match="peer is peer:1"):
+    with pytest.raises(UsageError, match="peer and peer:1"):
         sweep(remote="peer,peer:1").remote_tiers(PEERS)
 
 

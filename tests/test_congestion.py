@@ -1,13 +1,12 @@
-"""What a profile keeps of its sweeps: the window chosen, the costs of ops fitted."""
+"""A profile's figures from its sweeps: the congestion window, the fitted costs of ops."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.hardware.files import load_profile, shipped_profiles
-from dakrun.hardware.profile import OpCosts, Sweep
-from dakrun.probe.congestion import (
-    KEEPS,
+from dakrun.hardware import OpCosts, Sweep, load_profile, shipped_profiles
+from dakrun.probe import (
+    MIN_KEPT,
     Point,
     arithmetic_rates,
     choose_window,
@@ -95,7 +94,9 @@ def test_no_smaller_window_would_have_done(
     best = choose_window(found, link_rate, hbm_rate)
     usable = [p for p in found if p.usable] or found
     good = [
-        p for p in usable if p.remote_rate / link_rate >= KEEPS and p.hbm_rate / hbm_rate >= KEEPS
+        p
+        for p in usable
+        if p.remote_rate / link_rate >= MIN_KEPT and p.hbm_rate / hbm_rate >= MIN_KEPT
     ]
     assert best in (good or usable)
     assert all((best.in_flight, best.sms) <= (p.in_flight, p.sms) for p in good)

@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from dakrun.hardware.files import load_profile
-from dakrun.hardware.profile import RemoteTier, Sweep
-from dakrun.probe.heat_map import Grid, grid, grids, heat_map, short_bytes
+from dakrun.hardware import RemoteTier, Sweep, load_profile
+from dakrun.probe import Grid, grid, grids, heat_map, short_bytes
 
 HOST = RemoteTier(
     name="host",

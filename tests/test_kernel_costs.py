@@ -1,4 +1,4 @@
-"""Chains of kernels for `dakrun profile`: what is launched, with stand-ins for a GPU's kernels."""
+"""Chains of kernels for `dakrun profile`: the launches, with stand-ins for a GPU's kernels."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,27 +8,42 @@ from typing import Any
 import pytest
 import torch
 
-from dakrun.hardware.profile import Sweep
+from dakrun.hardware import Sweep
 from dakrun.kernels.attention.config import AttentionConfig
 from dakrun.kernels.attention.splitk import Workspace
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk_config import GemmConfig, TierAccess
 from dakrun.kernels.gemm.tiled_shapes import H200
-from dakrun.probe import attention_costs, batch_costs, chain, kernel_costs, staged_costs
-from dakrun.probe.effort import MIB, QUICK
-from dakrun.probe.sweeps import Bench, Buffer
+from dakrun.probe import (
+    MIB,
+    QUICK,
+    Bench,
+    Buffer,
+    Launch,
+    attention_sweep,
+    linear_sweep,
+    many_rows_sweep,
+    norm_sweep,
+    sampling_sweep,
+    staged_seconds,
+)
 
 SMS = 132
+NORM_COLS, VOCABULARIES = (4096, 8192), (2**15, 2**17)
+MANY_ROWS_WEIGHTS = (
+    (512, 4096), (768, 4096), (2048, 4096), (3584, 4096), (512, 16384), (896, 7168), (2688, 7168),
+    (3584, 7168),
+)  # fmt: skip
 LINEAR_S, ATTENTION_S, NORM_S, SELECT_S = 8e-6, 7e-6, 3e-6, 5e-6  # of a launch
 FUSED_S = 1e-6  # of a norm in one
 STAGED_S = 4e-6  # of a copy that is waited for
 
 
 class Launches:
-    """Launches that a CPU makes note of, checking operands: what each product and attention read.
+    """Records what each product and attention read, and checks operands; stands in for Products.
 
-    A graph takes so many seconds for each launch in it, and for each block of slots; long ones take
-    twice as many beside products. It stands in for Products, too.
+    A graph takes a fixed time for each launch in it, attention for each KV block; long slots take
+    twice as long beside products.
     """
 
     few_rows = 64
@@ -38,6 +53,7 @@ class Launches:
         self.weights: list[range] = []
         self.slots: list[tuple[int, ...]] = []
         self.chains: list[list[range]] = []  # the weights of each graph
+        self.attended_slots: list[list[tuple[int, ...]]] = []  # the slots of each graph
         self.written: torch.Tensor | None = None  # by the last launch, if it was attention
         self.attended = 0.0  # seconds
         self.norms = self.fused = self.selections = 0
@@ -127,6 +143,7 @@ class Launches:
         self.written, self.attended = None, 0.0
         launch()
         self.chains.append(list(self.weights))
+        self.attended_slots.append(list(self.slots))
         linear = LINEAR_S * len(self.weights) + self.attended
         norms = NORM_S * self.norms + FUSED_S * self.fused
         return linear + norms + SELECT_S * self.selections
@@ -142,17 +159,18 @@ def bench() -> Bench:
 @pytest.fixture
 def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches(bench.hbm.tensor)
-    monkeypatch.setattr(kernel_costs, "normalize", found.normalize)
-    monkeypatch.setattr(kernel_costs, "tiles", lambda _: H200)
-    monkeypatch.setattr(attention_costs, "splitk_flash_attn", found.splitk_flash_attn)
-    for module in (kernel_costs, batch_costs):
-        monkeypatch.setattr(module, "Products", lambda _: found)
-    monkeypatch.setattr(batch_costs, "select_greedy", found.select_greedy)
-    monkeypatch.setattr(chain, "graph_seconds", found.seconds)
-    monkeypatch.setattr(chain, "recorded", lambda launch: launch)
-    monkeypatch.setattr(chain, "_replayed", found.launched)
-    monkeypatch.setattr(chain, "MIN_SECONDS", 1e-4)
-    monkeypatch.setattr(chain, "LOAD_SECONDS", 0.0)
+    # Kernels and CUDA graphs need a GPU.
+    gemm, attention = "dakrun.probe.gemm_costs", "dakrun.probe.attention_costs"
+    monkeypatch.setattr(f"{gemm}.normalize", found.normalize)
+    monkeypatch.setattr(f"{gemm}.tiles", lambda _: H200)
+    monkeypatch.setattr(f"{gemm}.Products", lambda _: found)
+    monkeypatch.setattr(f"{attention}.splitk_flash_attn", found.splitk_flash_attn)
+    monkeypatch.setattr(f"{attention}.select_greedy", found.select_greedy)
+    monkeypatch.setattr("dakrun.probe.chain.graph_seconds", found.seconds)
+    monkeypatch.setattr("dakrun.probe.chain.recorded", lambda launch: launch)
+    monkeypatch.setattr("dakrun.probe.chain._replayed", found.launched)
+    monkeypatch.setattr("dakrun.probe.chain.MIN_SECONDS", 1e-4)
+    monkeypatch.setattr("dakrun.probe.chain.LOAD_SECONDS", 0.0)
     return found
 
 
@@ -161,7 +179,7 @@ def points(sweep: Sweep, *names: str) -> list[tuple[Any, ...]]:
 
 
 def test_products_read_one_weight_after_the_other(bench: Bench, launches: Launches) -> None:
-    sweep = kernel_costs.linear_sweep(bench)
+    sweep = linear_sweep(bench)
     sizes = [32 * MIB, 96 * MIB // 114_688 * 114_688]  # whole row blocks of the large one
     assert points(sweep, "n", "op_bytes") == [(n, size) for n in (3, 64) for size in sizes]
     assert points(sweep, "op_s", "spread") == [(LINEAR_S, 0)] * 4
@@ -176,7 +194,7 @@ def test_products_read_one_weight_after_the_other(bench: Bench, launches: Launch
 def test_attention_is_what_it_adds(bench: Bench, launches: Launches, most: int) -> None:
     """Short slots beside products, long ones alone."""
     launches.memory = torch.zeros(4 * most * MIB, dtype=torch.uint8)
-    sweep = attention_costs.attention_sweep(replace(bench, hbm=Buffer(launches.memory)))
+    sweep = attention_sweep(replace(bench, hbm=Buffer(launches.memory)))
     long = 2 * most // 8
     assert points(sweep, "n", "op_bytes") == [
         (8, 8 * MIB), (8, 8 * long * MIB), (most, most * MIB), (most, 2 * most * MIB),
@@ -188,7 +206,7 @@ def test_attention_is_what_it_adds(bench: Bench, launches: Launches, most: int) 
 
 
 def test_attention_is_beside_the_products_of_a_step(bench: Bench, launches: Launches) -> None:
-    attention_costs.attention_sweep(replace(bench, effort=replace(bench.effort, slots=(8,))))
+    attention_sweep(replace(bench, effort=replace(bench.effort, slots=(8,))))
     size = 64 * 2**10  # of a row block
     for chain_ in launches.chains:
         sizes = [len(weight) for weight in chain_]
@@ -197,22 +215,22 @@ def test_attention_is_beside_the_products_of_a_step(bench: Bench, launches: Laun
 
 
 def test_short_slots_are_many(bench: Bench, launches: Launches) -> None:
-    memory = kernel_costs.random_memory(bench)
-    launch, sets = attention_costs._attention(bench, memory, 1, memory.new_empty(8, 4096))
-    for number in range(13):
-        launch(number)
-    assert len(set(launches.slots)) == sets == 12 and launches.slots[12] == launches.slots[0]
+    """The chain of short slots alone cycles through all sets of slots in half of the buffer."""
+    attention_sweep(replace(bench, effort=replace(bench.effort, slots=(8,))))
+    sets = launches.attended_slots[-2]
+    assert len(set(sets[:6])) == len(set(sets)) == 6 and len(sets) > 6
+    assert sets[6:] == [sets[number % 6] for number in range(6, len(sets))]
 
 
 def test_chains_are_recorded_without_being_launched_again(bench: Bench, launches: Launches) -> None:
-    kernel_costs.linear_sweep(bench)
+    linear_sweep(bench)
     assert launches.launched_before == 4 and len(launches.chains) == 8
 
 
 def test_products_of_many_rows_have_their_turns(bench: Bench, launches: Launches) -> None:
-    sweep = batch_costs.many_rows_sweep(bench)
+    sweep = many_rows_sweep(bench)
     room = 96 * MIB
-    sizes = [min(o, room // (16 * cols)) * 16 * cols for o, cols in batch_costs.WEIGHTS]
+    sizes = [min(o, room // (16 * cols)) * 16 * cols for o, cols in MANY_ROWS_WEIGHTS]
     assert points(sweep, "n", "op_bytes") == [(n, size) for n in (65, 130) for size in sizes]
     assert points(sweep, "op_s", "spread") == [(LINEAR_S, 0)] * len(sizes) * 2
     turns = launches.chains[-len(sizes) :]
@@ -223,20 +241,20 @@ def test_products_of_many_rows_have_their_turns(bench: Bench, launches: Launches
 
 def test_where_torch_computes_fewer_rows_are_many(bench: Bench, launches: Launches) -> None:
     launches.few_rows = 128
-    assert batch_costs.many_rows(bench) == (130,)
+    assert set(many_rows_sweep(bench).column("n")) == {130}
 
 
 def test_a_norm_is_what_it_adds(bench: Bench, launches: Launches) -> None:
-    sweep = batch_costs.norm_sweep(bench)
-    sizes = [(n, 4 * n * cols) for n in (3, 64, 65, 130) for cols in batch_costs.NORM_COLS]
+    sweep = norm_sweep(bench)
+    sizes = [(n, 4 * n * cols) for n in (3, 64, 65, 130) for cols in NORM_COLS]
     assert points(sweep, "n", "op_bytes") == sizes
     assert sweep.column("op_s") == pytest.approx([FUSED_S] * 2 + [NORM_S] * 6)
 
 
 def test_sampling_reads_all_logits(bench: Bench, launches: Launches) -> None:
     bench = replace(bench, effort=replace(bench.effort, slots=(2, 8)))
-    sweep = batch_costs.sampling_sweep(bench)
-    sizes = [(n, 2 * n * v) for n in (2, 8) for v in batch_costs.VOCABULARIES]
+    sweep = sampling_sweep(bench)
+    sizes = [(n, 2 * n * v) for n in (2, 8) for v in VOCABULARIES]
     assert points(sweep, "n", "op_bytes") == sizes
     assert sweep.column("op_s") == pytest.approx([SELECT_S] * 4)
 
@@ -246,18 +264,19 @@ def test_few_logits_are_enough(
 ) -> None:
     counts: list[int] = []
 
-    def seconds(launch: chain.Launch, operands: int, *, replays: int) -> list[float]:
+    def seconds(launch: Launch, operands: int, *, replays: int) -> list[float]:
         counts.append(operands)
         return [1.0] * replays
 
-    monkeypatch.setattr(batch_costs, "launch_seconds", seconds)
-    monkeypatch.setattr(batch_costs, "MAX_LOGITS", 50)
-    batch_costs.sampling_sweep(replace(bench, effort=replace(bench.effort, slots=(8, 64))))
+    # Counts operands, of fewer logits than fit a GPU.
+    monkeypatch.setattr("dakrun.probe.attention_costs.launch_seconds", seconds)
+    monkeypatch.setattr("dakrun.probe.attention_costs.MAX_LOGITS", 50)
+    sampling_sweep(replace(bench, effort=replace(bench.effort, slots=(8, 64))))
     assert counts == [50, 48, 24, 6]
 
 
 class Staging:
-    """A StagedOperands that makes note of what is fetched."""
+    """A stand-in for the engine's Staging that records what is fetched."""
 
     def __init__(
         self, matrices: dict[str, PackedTensor], staged: list[str], ring: torch.Tensor
@@ -283,8 +302,8 @@ class Staging:
     def release(self, name: str) -> None:
         assert self.fetched[-1] == name
 
-    def overlaps(self, name: str) -> bool:
-        return True
+    def has(self, name: str) -> bool:
+        return False  # the stand-in's products check for PDL
 
 
 def test_staging_is_what_it_adds(
@@ -307,9 +326,10 @@ def test_staging_is_what_it_adds(
         assert config.splits == tuple(part.split for part in weight.parts)
         launches.read(x, weight, pdl)
 
-    monkeypatch.setattr(staged_costs, "splitk_gemm", product)
-    monkeypatch.setattr(staged_costs, "StagedOperands", Staging)
-    monkeypatch.setattr(staged_costs, "graph_seconds", seconds)
-    monkeypatch.setattr(staged_costs, "ROW_BLOCKS", 64)
-    found = staged_costs.staged_seconds(bench, far)
+    # Kernels, copies and graphs need a GPU, and the CPU a smaller weight.
+    monkeypatch.setattr("dakrun.probe.gemm_costs.splitk_gemm", product)
+    monkeypatch.setattr("dakrun.probe.gemm_costs.Staging", Staging)
+    monkeypatch.setattr("dakrun.probe.gemm_costs.graph_seconds", seconds)
+    monkeypatch.setattr("dakrun.probe.gemm_costs.WEIGHT_ROW_BLOCKS", 64)
+    found = staged_seconds(bench, far)
     assert found == pytest.approx([STAGED_S] * bench.effort.runs)

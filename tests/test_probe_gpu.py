@@ -1,4 +1,4 @@
-"""Measuring a GPU: its pure parts, what becomes of sweeps, and on a GPU the measuring itself."""
+"""Measuring a GPU: efforts, the profile made of sweeps, and on a GPU the measuring itself."""
 
 import datetime
 from contextlib import AbstractContextManager
@@ -10,18 +10,34 @@ import torch
 from test_measured_h200 import shows_what_the_method_rests_on
 
 from dakrun.errors import CannotRun
-from dakrun.geometry import TILED_PORTABLE_X_TILES, TILED_WIDE_TILES, TILED_X_TILES
+from dakrun.geometry import (
+    BANDWIDTH_MAX_SOURCES,
+    TILED_PORTABLE_X_TILES,
+    TILED_WIDE_TILES,
+    TILED_X_TILES,
+)
 from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep, load_profile
-from dakrun.kernels.bandwidth import MAX_SOURCES, Reader, read_multicast, read_once, read_window
+from dakrun.kernels.bandwidth import Reader, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import jit
 from dakrun.kernels.variants import Variant
-from dakrun.probe import gpu
-from dakrun.probe.congestion import PER_SM
-from dakrun.probe.effort import FULL, KIB, MIB, QUICK, Effort, buffer_sizes, ring_for
-from dakrun.probe.kernel_costs import COLUMNS
-from dakrun.probe.measurement import Measurement
-from dakrun.probe.origin import provenance
-from dakrun.probe.sweeps import Bench, Buffer
+from dakrun.probe import (
+    FULL,
+    KIB,
+    MIB,
+    PER_SM,
+    QUICK,
+    Bench,
+    Buffer,
+    Effort,
+    GpuProbe,
+    Measurement,
+    buffer_sizes,
+    grouped,
+    measure_gpu,
+    measured_variants,
+    provenance,
+    ring_for,
+)
 
 GIB = 2**30
 
@@ -55,23 +71,23 @@ def test_buffers() -> None:
     assert buffer_sizes(FULL, 140 * GIB, 128 * GIB, [2]) == wanted
     less = buffer_sizes(FULL, 3 * GIB + 5, 2 * GIB + 5, [])
     assert less == {"hbm": 3 * GIB // 2, "host": GIB // 2}
-    with pytest.raises(CannotRun, match=r"256.00 MiB of hbm memory at least, 128.00 MiB can"):
+    with pytest.raises(CannotRun, match=r"256.00 MiB of hbm memory, 128.00 MiB"):
         buffer_sizes(QUICK, GIB // 4, 128 * GIB, [])
-    with pytest.raises(CannotRun, match="of host memory at least"):
+    with pytest.raises(CannotRun, match="of host memory"):
         buffer_sizes(QUICK, 140 * GIB, GIB // 2, [])
 
 
 @pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
 def test_what_is_compiled_ahead(effort: Effort) -> None:
     for x_tiles in (TILED_X_TILES, TILED_PORTABLE_X_TILES):
-        needed = gpu.kernels(effort, x_tiles)
+        needed = measured_variants(effort, x_tiles)
         sources = [source for source, _ in needed]
         assert len(needed) == len({(source, *macros.items()) for source, macros in needed})
         tiled = {macros["X_TILES"] for source, macros in needed if source == "tiled_gemm.cu"}
         assert tiled == ({*TILED_X_TILES, *TILED_WIDE_TILES} if x_tiles == TILED_X_TILES else set())
         assert sources.count("unpack.cu") == (x_tiles != TILED_X_TILES)
         assert sources.count("splitk_flash_attn.cu") == 1
-    quick = gpu.kernels(QUICK, TILED_X_TILES)
+    quick = measured_variants(QUICK, TILED_X_TILES)
     of_few = sorted(macros["NORM"] for source, macros in quick if source == "splitk_gemm.cu")
     assert of_few == [0, 1], "8 rows; 64 are the tiled GEMM's"
 
@@ -85,21 +101,21 @@ def remote(name: str, rate: float) -> RemoteTier:
 
 def test_peers_that_share_a_link_form_a_group() -> None:
     tiers = [remote("host", 5e10), remote("peer:1", 4e11), remote("peer:2", 4e11)]
-    assert gpu.grouped(tiers, None) == (tiers, {})
-    assert gpu.grouped(tiers, 7.9e11) == (tiers, {})
-    found, groups = gpu.grouped(tiers, 4.1e11)
+    assert grouped(tiers, None) == (tiers, {})
+    assert grouped(tiers, 7.9e11) == (tiers, {})
+    found, groups = grouped(tiers, 4.1e11)
     assert groups == {"peers": 4.1e11}
     assert [tier.group for tier in found] == ["", "peers", "peers"]
 
 
 def test_where_the_figures_come_from() -> None:
     figures = [
-        Measurement(what=what, value=1.0, unit="B/s", spread=spread, runs=5)
-        for what, spread in (("HBM read", 0.01), ("host read", 0.08), ("host copy", 0.002))
+        Measurement(name=name, value=1.0, unit="B/s", spread=spread, runs=5)
+        for name, spread in (("HBM read", 0.01), ("host read", 0.08), ("host copy", 0.002))
     ]
-    found = provenance(figures)
+    found = provenance("copies", figures)
     assert (found.kind, found.date) == ("measured", datetime.date.today().isoformat())
-    assert "1 of 3 figures spread by more than 5%, most of all host read (8%)" in found.source
+    assert "copies; 1 of 3 figures" in found.source and "host read (8%)" in found.source
 
 
 class StillBench(Bench):
@@ -113,13 +129,14 @@ class StillBench(Bench):
 
 def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = load_profile("h200-pcie5")
+    # Sweeps need a GPU: those of a profile stand in.
     for kind in ("hbm", "l2", "direct", "congestion", "amplification", "multicast"):
         sweep = measured.sweeps[kind if kind in ("hbm", "l2") else f"host {kind}"]
-        monkeypatch.setattr(gpu, f"{kind}_sweep", lambda *_, sweep=sweep: sweep)
-    monkeypatch.setattr(gpu, "copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10])
-    monkeypatch.setattr(gpu, "staging_rates", lambda *_: ([5.2e10] * 3, [4.4e12] * 3))
+        monkeypatch.setattr(f"dakrun.probe.gpu.{kind}_sweep", lambda *_, sweep=sweep: sweep)
+    monkeypatch.setattr("dakrun.probe.gpu.copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10])
+    monkeypatch.setattr("dakrun.probe.gpu.staging_rates", lambda *_: ([5.2e10] * 3, [4.4e12] * 3))
     hbm, host = (Buffer(torch.empty(64 * MIB, dtype=torch.uint8)) for _ in range(2))
-    probe = gpu._Probe(StillBench(132, hbm, FULL))
+    probe = GpuProbe(StillBench(132, hbm, FULL))
     assert probe.ring == (32 * KIB, 6), "the ring that reads HBM fastest on all SMs"
     tier = probe.remote_tier("host", host, GIB)
     assert tier == RemoteTier(
@@ -127,7 +144,7 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
         direct_bytes_per_s=5.132e10, staged_bytes_per_s=5.2e10,  # while HBM is read, as a run does
         window_bytes=256 * KIB, sms=8,
     )  # fmt: skip
-    said = {m.what: m.value for m in probe.log.measurements}
+    said = {m.name: m.value for m in probe.log.measurements}
     assert said["host read, window of 256.00 KiB on 8 SMs"] == 5.132e10
     assert said["host read, direct"] == 5.153e10
     assert said["HBM read beside host, window of 256.00 KiB on 8 SMs"] == 4.741e12
@@ -136,12 +153,13 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.peers_together({"host": host, "peer:1": host}) is None
     seconds = {size: size / 4.741e12 / 0.97 + 1.8e-6 for size in (32 * MIB, 392 * MIB)}
     chains = Sweep(
-        columns=COLUMNS, rows=tuple((8, size, t, size / t, 0.01) for size, t in seconds.items())
+        columns=("n", "op_bytes", "op_s", "bytes_per_s", "spread"),
+        rows=tuple((8, size, t, size / t, 0.01) for size, t in seconds.items()),
     )
     found = probe.costs("linear", chains)
     assert found == OpCosts(rows=(8,), seconds=(1.8e-6,), efficiency=(0.97,))
     assert probe.sweeps["linear"] == chains
-    assert [(m.what, m.value, m.spread) for m in probe.log.measurements[-2:]] == [
+    assert [(m.name, m.value, m.spread) for m in probe.log.measurements[-2:]] == [
         ("linear fixed cost N=8", 1.8e-6, 0.01), ("linear efficiency N=8", 0.97, 0.01),
     ]  # fmt: skip
 
@@ -169,8 +187,8 @@ def test_bad_readers(values: dict[str, int]) -> None:
 
 def test_bad_readings() -> None:
     reader = Reader(address=0, bytes=MIB, ctas=1, chunk=4096, stages=4)
-    for readers in ([], [reader] * (MAX_SOURCES + 1)):
-        with pytest.raises(ValueError, match=f"expected 1 to {MAX_SOURCES} readers"):
+    for readers in ([], [reader] * (BANDWIDTH_MAX_SOURCES + 1)):
+        with pytest.raises(ValueError, match=f"expected 1 to {BANDWIDTH_MAX_SOURCES} readers"):
             read_window(readers, 0.001)
     with pytest.raises(ValueError, match="bytes at least"):
         read_multicast(0, MIB, clusters=65, size=2, chunk=16 * KIB, stages=4, chunks=8)
@@ -200,12 +218,12 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ahead.extend(needed)
         return jit.compiling(needed, arch)
 
-    monkeypatch.setattr(gpu, "compiling", compiling)
+    monkeypatch.setattr("dakrun.probe.gpu.compiling", compiling)  # to see what is compiled
     folder = tmp_path / "cubins"
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(tmp_path))
     jit._kernel.cache_clear()
     jit._module.cache_clear()
-    profile, measurements = gpu.measure_gpu("quick", QUICK)
+    profile, measurements = measure_gpu("quick", QUICK)
     compiled = [path.name for path in folder.iterdir() if not path.name.startswith("bandwidth-")]
     assert len(compiled) == len(ahead), "all of them ahead, and no more"
     assert HardwareProfile.from_toml(profile.to_toml(), source="quick") == profile
@@ -218,7 +236,7 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(value > 0.7 for value in (*linear.efficiency, *attention.efficiency))
     assert set(profile.compute) == {"float16", "bfloat16", "float32"}
     assert profile.facts["l2_bytes"] > 0 and "numa" in profile.facts
-    assert all(m.runs >= 3 and (m.value > 0 or "fixed cost" in m.what) for m in measurements)
+    assert all(m.runs >= 3 and (m.value > 0 or "fixed cost" in m.name) for m in measurements)
     assert torch.cuda.mem_get_info()[0] > before - 600 * MIB, "the buffers are given back"
 
 
@@ -239,7 +257,7 @@ def test_a_launch_reads_every_chunk_once(kept: None, pdl: bool, chunks: int) -> 
     chunk, ctas, stages = 4096, 3, 2
     data = torch.randint(0, 2**16, (23, chunk // 4), dtype=torch.int32, device="cuda")
     sinks = [torch.full((ctas,), -1, dtype=torch.int32, device="cuda") for _ in range(4)]
-    torch.cuda.synchronize()  # an overlapping launch reads before it waits for the kernel ahead
+    torch.cuda.synchronize()  # with PDL a launch reads before it waits for its predecessor
     for sink in sinks:
         read_once(
             data.data_ptr(), chunks * chunk, ctas=ctas, chunk=chunk, stages=stages, sink=sink,

@@ -14,8 +14,7 @@ from dakrun import probe
 from dakrun.cli import main
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, Sweep, load_profile
-from dakrun.probe.plot import best_by_doubling, chains, curves, draw
-from dakrun.probe.table import render
+from dakrun.probe import best_by_doubling, chains, curves, draw, render
 
 KIB, MIB = 2**10, 2**20
 SMS = 132

@@ -1,178 +1,89 @@
-"""Measures this machine for the planner, keeps the profile that follows, and finds it again.
+"""`dakrun profile`: measures this machine for the planner.
 
-How a CPU is measured is in cpu.py, a GPU in gpu.py; what is shown of it in table.py and plot.py.
+run.py goes from options to a saved profile. gpu.py measures a GPU with the sweeps of sweeps.py and
+the costs of gemm_costs.py and attention_costs.py, which congestion.py fits; cpu.py measures a CPU.
+table.py and plot.py show a profile; machine.py has checks of the hardware, which are imported from
+there. Importing this imports no torch.
 """
 
-import contextlib
-import datetime
-import os
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware.files import (
-    cpu_name,
-    find_profile,
-    kept_profile,
-    kept_profiles_dir,
-    shipped_profiles,
+from dakrun.probe.congestion import (
+    MIN_KEPT,
+    PER_SM,
+    Point,
+    arithmetic_rates,
+    choose_window,
+    fixed_cost,
+    grouped,
+    op_costs,
+    widened,
 )
-from dakrun.hardware.profile import HardwareProfile
+from dakrun.probe.measurement import (
+    FULL,
+    KIB,
+    MIB,
+    QUICK,
+    Effort,
+    Measurement,
+    Ring,
+    buffer_sizes,
+    provenance,
+    ring_for,
+    spread,
+    steadier,
+)
+from dakrun.probe.run import (
+    Probe,
+    describe_profile,
+    device_name,
+    duration,
+    kept_or_measured,
+    measure,
+    measured_device,
+    save,
+    target,
+)
 
 if TYPE_CHECKING:
-    from dakrun.probe.measurement import Measurement
+    from dakrun.probe.attention_costs import attention_sweep, sampling_sweep
+    from dakrun.probe.chain import Launch, graph_seconds, launch_seconds
+    from dakrun.probe.cpu import Sizes, measure_cpu
+    from dakrun.probe.gemm_costs import linear_sweep, many_rows_sweep, norm_sweep, staged_seconds
+    from dakrun.probe.gpu import GpuProbe, measure_gpu, measured_variants
+    from dakrun.probe.plot import best_by_doubling, chains, curves, draw
+    from dakrun.probe.sweeps import Bench, Buffer, copy_seconds
+    from dakrun.probe.table import Grid, facts, grid, grids, heat_map, render, short_bytes
 
-Device = Literal["cuda", "cpu"]
+__all__ = [
+    "FULL", "KIB", "MIB", "MIN_KEPT", "PER_SM", "QUICK", "Bench", "Buffer", "Effort", "GpuProbe",
+    "Grid", "Launch", "Measurement", "Point", "Probe", "Ring", "Sizes", "arithmetic_rates",
+    "attention_sweep", "best_by_doubling", "buffer_sizes", "chains", "choose_window",
+    "copy_seconds", "curves", "describe_profile", "device_name", "draw", "duration", "facts",
+    "fixed_cost", "graph_seconds", "grid", "grids", "grouped", "heat_map", "kept_or_measured",
+    "launch_seconds", "linear_sweep", "many_rows_sweep", "measure", "measure_cpu", "measure_gpu",
+    "measured_device", "measured_variants", "norm_sweep", "op_costs", "provenance", "render",
+    "ring_for", "sampling_sweep", "save", "short_bytes", "spread", "staged_seconds",
+    "steadier", "target", "widened",
+]  # fmt: skip
 
+_MODULES = {
+    "attention_costs": ("attention_sweep", "sampling_sweep"),
+    "chain": ("Launch", "graph_seconds", "launch_seconds"),
+    "cpu": ("Sizes", "measure_cpu"),
+    "gemm_costs": ("linear_sweep", "many_rows_sweep", "norm_sweep", "staged_seconds"),
+    "gpu": ("GpuProbe", "measure_gpu", "measured_variants"),
+    "plot": ("best_by_doubling", "chains", "curves", "draw"),
+    "sweeps": ("Bench", "Buffer", "copy_seconds"),
+    "table": ("Grid", "facts", "grid", "grids", "heat_map", "render", "short_bytes"),
+}
 
-@dataclass(frozen=True)
-class Probe:
-    """A measured profile and the measurements that it was made of."""
+if not TYPE_CHECKING:  # a type checker would accept any name of the package
 
-    profile: HardwareProfile
-    measurements: "tuple[Measurement, ...]"
+    def __getattr__(name: str) -> object:
+        for module, names in _MODULES.items():
+            if name in names:
+                from importlib import import_module
 
-
-def measured_device(device: Literal["auto", "cuda", "cpu"]) -> Device:
-    """The device that `device` means here; CannotRun where it is a GPU and there is none."""
-    import torch
-
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise CannotRun(
-            "no CUDA GPU can be used here", hint="use --device cpu, or see: dakrun doctor"
-        )
-    return "cuda"
-
-
-def device_name(device: Device) -> str:
-    """Name of torch's current GPU, or of this CPU: what a kept profile is found by."""
-    if device == "cpu":
-        return cpu_name()
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
-def default_name(device: Device) -> str:
-    """What a profile of this machine's `device` is called, as in measured-nvidia-h200."""
-    what = device_name(device) if device == "cuda" else "cpu"
-    return "measured-" + re.sub(r"[^a-z0-9]+", "-", what.lower()).strip("-")
-
-
-def target(output: str | None, name: str | None, device: Device) -> Path:
-    """The file for a profile called `name`: `output`, or one in the cache folder.
-
-    Without a name it is called after the file, or after what is measured.
-
-    Raises UsageError, before anything is measured, where the profile could not be kept or found.
-    """
-    stem = name
-    if stem is None:
-        stem = Path(output).stem if output else default_name(device)
-    if not re.fullmatch(r"\w[\w.-]*", stem):
-        raise UsageError(f"a profile cannot be called {stem!r}", hint="use letters, digits and -")
-    if output is None:
-        if stem in shipped_profiles():
-            raise UsageError(
-                f"a shipped profile is called {stem!r}", hint="choose another --name, or use -o"
-            )
-        return kept_profiles_dir() / f"{stem}.toml"
-    path = Path(output)
-    if path.suffix != ".toml":
-        raise UsageError(f"{output}: a profile is a .toml file", hint=f"write -o {path.stem}.toml")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{output}: no such folder", hint="make it, or change -o")
-    return path
-
-
-def duration(*, quick: bool) -> str:
-    """How long measuring takes, in words."""
-    return "some seconds" if quick else "about a minute, or more with peer GPUs"
-
-
-def measure(name: str, device: Device, *, quick: bool = False) -> Probe:
-    """Measure `device` for a profile called `name`; `quick` uses smaller buffers and fewer runs."""
-    if device == "cpu":
-        from dakrun.probe import cpu
-
-        return Probe(*cpu.measure_cpu(name, cpu.QUICK if quick else cpu.FULL))
-    from dakrun.probe import effort, gpu
-
-    return Probe(*gpu.measure_gpu(name, effort.QUICK if quick else effort.FULL))
-
-
-def save(profile: HardwareProfile, path: Path) -> None:
-    """Write `profile` to `path`, whole or not at all; the cache folder is made where needed."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if path.parent == kept_profiles_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(profile.to_toml(), encoding="utf-8")
-        partial.replace(path)
-    except OSError as problem:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise UsageError(
-            f"{path}: {problem.strerror}", hint="choose a file that can be written with -o"
-        ) from None
-
-
-def kept_or_measured(device: Device, note: Callable[[str], None]) -> HardwareProfile:
-    """What `--profile auto` means for a run on `device`.
-
-    A GPU without a kept profile is measured, quickly and once, which is told to `note`; one that
-    cannot be measured, or a CPU, takes a shipped profile.
-    Raises CannotRun where the GPU can neither be measured nor has a shipped profile.
-    """
-    name = device_name(device)
-    if (kept := kept_profile(device=device, name=name)) is not None:
-        return kept
-    if device == "cpu":
-        return find_profile(device=device, name=name)
-    path = target(None, None, device)
-    note(f"no profile of this {name} is kept: measuring it, once, for {duration(quick=True)}")
-    try:
-        profile = measure(path.stem, device, quick=True).profile
-    except CannotRun as problem:
-        try:
-            shipped = find_profile(device=device, name=name)
-        except UsageError:
-            raise problem from None
-        note(f"not measured: {problem}")
-        return shipped
-    try:
-        save(profile, path)
-        note(f"kept as {path}; dakrun profile measures more closely")
-    except UsageError as problem:
-        note(f"not kept: {problem}")
-    return profile
-
-
-def describe_profile(profile: HardwareProfile) -> str:
-    """Which profile `--profile auto` took, of what, from where and how old, in a line."""
-    source = profile.provenance
-    age = _age(source.date)
-    facts = {
-        "measured": f"measured {age}",
-        "spec-sheet": f"not measured, from a data sheet ({age})",
-        "nominal": "not measured, round numbers",
-    }[source.kind]
-    line = f"profile {profile.name} of {profile.device_name}: {facts}"
-    if profile.name not in shipped_profiles():
-        return line
-    elsewhere = " on another machine" if source.kind == "measured" else ""
-    return f"{line}{elsewhere}; dakrun profile measures this machine"
-
-
-def _age(date: str) -> str:
-    """How long ago an ISO date was; what is no date as it stands."""
-    try:
-        days = (datetime.date.today() - datetime.date.fromisoformat(date)).days
-    except ValueError:
-        return date
-    return "today" if days <= 0 else f"{days} day{'s' if days > 1 else ''} ago"
+                return getattr(import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,9 @@
-"""How long SplitK_FlashAttn takes, launched as in a decode step: in chains, in CUDA graphs.
+"""Costs of attention and of greedy sampling in decode steps.
 
-Knows a buffer in HBM, which it fills with random values, and the kernels; no profiles.
+Chains of launches in CUDA graphs over random values in the HBM buffer. Knows no profiles.
 """
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -14,10 +15,12 @@ from dakrun.kernels.attention.config import attention_config
 from dakrun.kernels.attention.kv_blocks import KVShape
 from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
 from dakrun.kernels.gemm.packing import row_block_bytes
-from dakrun.probe.chain import Launch, seconds_in_turns
-from dakrun.probe.kernel_costs import (
+from dakrun.kernels.select_greedy import select_greedy
+from dakrun.probe.chain import Launch, launch_seconds, seconds_round_robin
+from dakrun.probe.gemm_costs import (
     ACCESS,
     COLUMNS,
+    DTYPE,
     normed_product,
     pieces,
     product,
@@ -28,18 +31,20 @@ from dakrun.probe.kernel_costs import (
 from dakrun.probe.sweeps import Bench, rounded
 
 HEADS, HEAD_DIM = 32, 128
-LONG_BYTES = 384 * 2**20  # of all slots, where they are long
-ROW_BLOCKS = 1536, 512  # of the products before and behind it, of HEADS * HEAD_DIM columns
+LONG_BYTES = 384 * 2**20  # of all long slots
+ROW_BLOCKS = 1536, 512  # of the products before and after attention, with HEADS * HEAD_DIM columns
+VOCABULARIES = 2**15, 2**17
+MAX_LOGITS = 512  # operands of a chain: 256 MiB of the smallest
 
 
 def attention_sweep(bench: Bench) -> Sweep:
-    """What SplitK_FlashAttn adds to a decode step, by slots and the bytes of all of them.
+    """Seconds that SplitK_FlashAttn adds to a decode step, by slots and the bytes of all slots.
 
-    Short slots: what it adds to a chain of the products that it stands between. What long ones take
-    more is measured by chains of attention alone, as it is reading, whatever stands beside; beside
-    products it would drown in theirs, which vary with power and with the SMs that are free first.
-    Many slots have their turns under load. Fewer or shorter ones stand in where the buffer has no
-    room.
+    Short slots (one block): the difference between chains of the surrounding products with and
+    without attention. Long slots: that, plus the difference between long and short slots in chains
+    of attention alone. Long slots between products could not be told from the products' own
+    variation, which depends on power and on which SMs are free first. More than FEW_ROWS slots are
+    measured under load. Slots that exceed the buffer are fewer or shorter.
     """
     weights, memory = random_memory(bench).chunk(2)
     block, rows = KVShape(HEADS, HEAD_DIM, KV_BLOCK).slot_bytes, []
@@ -47,26 +52,54 @@ def attention_sweep(bench: Bench) -> Sweep:
         heads = random(weights, slots, HEADS * HEAD_DIM)
         blocks = max(2, min(memory.numel(), LONG_BYTES) // (slots * block))
         short, long = (_attention(bench, memory, n, heads) for n in (1, blocks))
-        chains = [*_between(bench, weights, short[0], heads), short, long]
-        times = seconds_in_turns(chains, replays=bench.effort.runs, load=slots > FEW_ROWS)
-        added = _less(times[0], times[1])
-        # A median for what short slots take: its scatter would count twice.
-        more = [seconds + statistics.median(added) for seconds in _less(times[3], times[2])]
-        rows += [row(slots, slots * n * block, s) for n, s in ((1, added), (blocks, more))]
+        chains = [*_with_products(bench, weights, short[0], heads), short, long]
+        times = seconds_round_robin(chains, replays=bench.effort.runs, load=slots > FEW_ROWS)
+        added = _differences(times[0], times[1])
+        # A median of the short slots: their scatter would count twice.
+        longer = [s + statistics.median(added) for s in _differences(times[3], times[2])]
+        rows += [row(slots, slots * n * block, s) for n, s in ((1, added), (blocks, longer))]
     return rounded(COLUMNS, rows)
 
 
-def _between(
+def sampling_sweep(bench: Bench) -> Sweep:
+    """Greedy selections by rows and bytes of logits; each launch reads other logits."""
+    memory, rows = random_memory(bench), []
+    for n, vocabulary in itertools.product(bench.effort.slots, VOCABULARIES):
+        size = 2 * n * vocabulary
+        found = pieces(memory, size)[:MAX_LOGITS]
+        logits = [piece.view(DTYPE).view(n, vocabulary) for piece in found]
+        seconds = launch_seconds(_selecting(logits), len(logits), replays=bench.effort.runs)
+        rows.append(row(n, size, seconds))
+    return rounded(COLUMNS, rows)
+
+
+def _selecting(logits: Sequence[torch.Tensor]) -> Launch:
+    """A launch of greedy selection from one of `logits`, each [N, V]."""
+    n, device = len(logits[0]), logits[0].device
+    tokens, lengths = torch.zeros(2, n, dtype=torch.int32, device=device)
+    slots = torch.arange(n, dtype=torch.int32, device=device)
+    log = torch.zeros(n, 8, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def launch(number: int) -> None:
+        select_greedy(logits[number], tokens, lengths, slots, log, pdl=True)
+
+    return launch
+
+
+def _with_products(
     bench: Bench, memory: torch.Tensor, attend: Launch, heads: torch.Tensor
 ) -> list[tuple[Launch, int]]:
-    """Chains of the products around attention, with it and without, whose output is `heads`."""
-    ahead, behind = memory.split(memory.numel() // 4 * 3)
+    """Chains of the products around attention, with and without `attend`, which writes `heads`."""
+    memory_before, memory_after = memory.split(memory.numel() // 4 * 3)
     size = row_block_bytes(heads.shape[1])
-    most = (
-        min(n, part.numel() // size) for n, part in zip(ROW_BLOCKS, (ahead, behind), strict=True)
-    )
-    before, count = normed_product(bench, ahead, next(most), random(memory, *heads.shape))
-    after, least = product(bench, behind, next(most), heads)
+    row_blocks = [
+        min(n, part.numel() // size)
+        for n, part in zip(ROW_BLOCKS, (memory_before, memory_after), strict=True)
+    ]
+    x = random(memory, *heads.shape)
+    before, weights_before = normed_product(bench, memory_before, row_blocks[0], x)
+    after, weights_after = product(bench, memory_after, row_blocks[1], heads)
+    weights = min(weights_before, weights_after)
 
     def both(number: int) -> None:
         before(number)
@@ -77,15 +110,16 @@ def _between(
         before(number)
         after(number)
 
-    return [(both, min(count, least)), (without, min(count, least))]
+    return [(both, weights), (without, weights)]
 
 
 def _attention(
     bench: Bench, memory: torch.Tensor, blocks: int, out: torch.Tensor
 ) -> tuple[Launch, int]:
-    """Attention to one of the sets of slots that `memory` holds, all `blocks` long; their number.
+    """A launch of attention to one of the sets of slots in `memory`, and the number of sets.
 
-    Any number is taken: sets have their turns.
+    All slots have `blocks` KV blocks; a set has a slot for each row of `out`. The launch reduces
+    its operand modulo the number of sets.
     """
     shape, count = KVShape(HEADS, HEAD_DIM, KV_BLOCK * blocks), len(out)
     alone = count > FEW_ROWS
@@ -105,5 +139,5 @@ def _attention(
     return launch, len(sets)
 
 
-def _less(more: Sequence[float], less: Sequence[float]) -> list[float]:
+def _differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
     return [a - b for a, b in zip(more, less, strict=True)]

@@ -1,6 +1,6 @@
-"""CUDA graphs and their times: of a launch in a long chain of them.
+"""Chains of launches in CUDA graphs, and the time of one launch.
 
-Knows neither what is launched nor what it reads.
+Knows neither the kernel nor its operands.
 """
 
 import math
@@ -12,21 +12,21 @@ import torch
 
 from dakrun.probe.measurement import steadier
 
-MIN_SECONDS = 4e-3  # of a graph: where it begins and ends then counts for about 0.1%
-LOAD_SECONDS = 0.4  # after which a GPU runs as fast as its power allows for long
+MIN_SECONDS = 4e-3  # of a chain; the graph's own start and end are about 0.1% of it
+LOAD_SECONDS = 0.4  # until the clocks have settled at the power limit
 
-Launch = Callable[[int], object]  # puts a launch with one of some operands on the current stream
+Launch = Callable[[int], object]  # launches with the operand of that number
 
 
 def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of what `launch` puts on the current stream, which it first does once."""
+    """A CUDA graph of `launch`, which first runs once, eagerly, to load its kernels."""
     launch()
     torch.cuda.synchronize()
     return recorded(launch)
 
 
 def recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The same of what has been launched before: its kernels are loaded, what it needs is there."""
+    """A CUDA graph of `launch`, whose kernels are loaded already."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
@@ -34,9 +34,9 @@ def recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def graph_seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
-    """Seconds of what `launch` puts into a CUDA graph, replayed `runs` times.
+    """Seconds of a CUDA graph of `launch` in each of `runs` replays, after as many to warm up.
 
-    It is `new` unless it has been launched before.
+    `new` says that its kernels may not be loaded yet. Unsteady samples are measured once more.
     """
     graph = captured(launch) if new else recorded(launch)
 
@@ -48,47 +48,47 @@ def graph_seconds(launch: Callable[[], None], runs: int, *, new: bool = True) ->
 
 
 def launch_seconds(launch: Launch, operands: int, *, replays: int) -> list[float]:
-    """Seconds of a launch in each replay of a chain of them.
+    """Seconds of one launch in each of `replays` of a chain.
 
-    All `operands` have their turns, as often as it takes for MIN_SECONDS.
+    The chain cycles through its `operands` until it takes MIN_SECONDS.
     """
     length = _length(launch, operands)
     seconds = graph_seconds(_chain(launch, operands, length), replays, new=False)
     return [chain / length for chain in seconds]
 
 
-def seconds_in_turns(
+def seconds_round_robin(
     chains: Sequence[tuple[Launch, int]], *, replays: int, load: bool
 ) -> list[list[float]]:
-    """Seconds of a launch of each of `chains` of (launch, operands), in each replay.
+    """Seconds of one launch of each chain (launch, operands), in each of `replays` rounds.
 
-    The chains have their turns, so that clocks that change do for all of them. Under `load` they
-    are first replayed until the GPU has been at work for LOAD_SECONDS.
+    A round replays every chain once, so that changing clocks affect all of them alike. With `load`,
+    rounds first run for LOAD_SECONDS.
     """
     lengths = [_length(*chain) for chain in chains]
     graphs = [
         recorded(_chain(*chain, length)) for chain, length in zip(chains, lengths, strict=True)
     ]
 
-    def a_turn() -> list[float]:
+    def one_round() -> list[float]:
         times = [_replayed(graph) for graph in graphs]
         return [seconds / length for seconds, length in zip(times, lengths, strict=True)]
 
     start = time.perf_counter()
-    a_turn()
+    one_round()
     while load and time.perf_counter() - start < LOAD_SECONDS:
-        a_turn()
-    return [list(times) for times in zip(*(a_turn() for _ in range(replays)), strict=True)]
+        one_round()
+    return [list(times) for times in zip(*(one_round() for _ in range(replays)), strict=True)]
 
 
 def _length(launch: Launch, operands: int) -> int:
-    """Launches of a chain of MIN_SECONDS in which all operands have as many turns."""
+    """Launches of a chain of at least MIN_SECONDS that repeats all operands equally often."""
     once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2))
     return operands * math.ceil(MIN_SECONDS / once)
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of a replay."""
+    """Seconds of one replay."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()

@@ -1,25 +1,26 @@
-"""What a profile keeps of its sweeps: the congestion window, the costs of ops, compute rates.
+"""A profile's figures from its sweeps: congestion window, links, costs of ops, FLOP/s.
 
-Pure functions of measured points; the paper's congestion window is arXiv 2604.26074, section 5.
+Pure functions of measured points. The congestion window is that of arXiv 2604.26074, section 5.
 """
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dakrun.hardware.profile import OpCosts, Sweep
+from dakrun.hardware import OpCosts, RemoteTier, Sweep
 
-KEEPS = 0.99  # share of its own rate that a tier must keep while the other is read, too
-GAINS = 1.005  # times a tier's rate: worth a wider window
-# Bytes of a remote tier that an SM of a kernel can have in flight: a stage is the least, and the
-# ring of a kernel that leaves half of an SM to the next one's holds no more.
+MIN_KEPT = 0.99  # of a tier's own rate while the other tier is read as well
+MIN_GAIN = 1.005  # in a tier's rate for a wider window
+# Bytes of a remote tier in flight on one SM of a kernel: at least one stage, at most the ring of a
+# kernel that leaves half of the shared memory to the next kernel.
 PER_SM = (16 * 1024, 64 * 1024)
-GROWS = 1.25  # times longer than the shortest: a matrix product that takes this is not all reading
+GROUP_RATIO = 0.97  # rate together over the sum of rates alone, below which peers share a link
+COMPUTE_BOUND = 1.25  # times the shortest product's time; longer products are compute-bound
 
 
 @dataclass(frozen=True)
 class Point:
-    """A tier read by `sms` SMs with `in_flight` bytes in all, the rest of the SMs reading HBM.
+    """A remote tier read by `sms` SMs with `in_flight` bytes in total; the other SMs read HBM.
 
     Rates are in bytes/s.
     """
@@ -31,50 +32,51 @@ class Point:
 
     @property
     def usable(self) -> bool:
-        """Whether kernels can read like this: so many bytes in flight on each of so many SMs."""
+        """Whether a kernel can have that many bytes in flight on each SM."""
         return PER_SM[0] <= self.in_flight / self.sms <= PER_SM[1]
 
 
 def choose_window(points: Sequence[Point], link_rate: float, hbm_rate: float) -> Point:
     """The smallest window, then the fewest SMs, at which neither tier slows the other.
 
-    Both must keep KEEPS of the rate that they have alone. Only usable points count, where there
-    are any: crumbs on half of the SMs fill a link with the fewest bytes in flight (on an H200 64
-    SMs x 2 KiB reach 99.0%, 16 x 8 KiB 95.5%), but a kernel moves whole stages, and needs those SMs
-    to read HBM. Where no point keeps enough, the one whose worse tier keeps most is taken.
+    Both tiers must keep MIN_KEPT of their rate alone; if no point does, take the one whose slower
+    tier keeps most. Unusable points count only if there are no others: many SMs with few bytes
+    each fill a link with the smallest window (on an H200, 64 SMs x 2 KiB reach 99.0%, 16 x 8 KiB
+    95.5%), but a kernel moves whole stages, and needs those SMs to read HBM.
     """
 
     def kept(point: Point) -> float:
         return min(point.remote_rate / link_rate, point.hbm_rate / hbm_rate)
 
     usable = [point for point in points if point.usable] or points
-    good = [point for point in usable if kept(point) >= KEEPS]
+    good = [point for point in usable if kept(point) >= MIN_KEPT]
     if good:
         return min(good, key=lambda point: (point.in_flight, point.sms))
     return max(usable, key=kept)
 
 
 def widened(points: Sequence[Point], chosen: Point) -> Point:
-    """The next larger window on as many SMs, where it moves more of the tier and costs HBM nothing.
+    """The next larger window on as many SMs, if it speeds up the tier and does not slow HBM.
 
-    So it is with a peer on NVLink, which has no congestion: its window is what kernels' rings hold,
-    though they move whole stages and stay below it.
+    This holds for peers on NVLink, which do not congest: their window is the size of the kernels'
+    rings.
     """
     larger = [
         point
         for point in points
         if point.sms == chosen.sms
         and point.in_flight > chosen.in_flight
-        and point.remote_rate >= GAINS * chosen.remote_rate
-        and point.hbm_rate >= chosen.hbm_rate / GAINS
+        and point.remote_rate >= MIN_GAIN * chosen.remote_rate
+        and point.hbm_rate >= chosen.hbm_rate / MIN_GAIN
     ]
     return min(larger, key=lambda point: point.in_flight, default=chosen)
 
 
 def op_costs(sweep: Sweep, rate: Callable[[int], float]) -> OpCosts:
-    """What the ops of a sweep cost besides bytes at `rate` of their rows, by rows, in four digits.
+    """Fixed cost and efficiency of a sweep's ops, by rows, rounded to four digits.
 
-    Its columns are "n", "op_bytes" and "op_s" among others, with two sizes or more of every n.
+    `rate` gives bytes/s by rows. The sweep needs the columns "n", "op_bytes" and "op_s", and at
+    least two sizes for every n.
     """
     points = list(zip(*map(sweep.column, ("n", "op_bytes", "op_s")), strict=True))
     rows = sorted({int(n) for n, *_ in points})
@@ -89,13 +91,13 @@ def op_costs(sweep: Sweep, rate: Callable[[int], float]) -> OpCosts:
 def fixed_cost(
     sizes: Sequence[float], seconds: Sequence[float], rate: float
 ) -> tuple[float, float]:
-    """(seconds, efficiency) such that an op of `sizes` bytes takes size / (rate e) + fixed.
+    """(fixed seconds, efficiency) of the model: seconds = size / (rate * efficiency) + fixed.
 
-    Least squares of the relative error; the efficiency is at most 1, the fixed cost at least 0.
-    ValueError where there are not two different sizes.
+    `sizes` are in bytes, `rate` in bytes/s. Least squares of the relative error, with efficiency
+    <= 1 and fixed >= 0. Raises ValueError for fewer than two different sizes.
     """
     if len(set(sizes)) < 2:
-        raise ValueError(f"expected two sizes or more, got {sizes}")
+        raise ValueError(f"expected at least two sizes, got {sizes}")
     # Minimise sum(((slope * s + fixed) / t - 1)^2) over slope and fixed.
     u = [s / t for s, t in zip(sizes, seconds, strict=True)]
     v = [1 / t for t in seconds]
@@ -109,12 +111,28 @@ def fixed_cost(
 
 
 def arithmetic_rates(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Of (N, FLOP/s) of a weight times N rows, N ascending, those that arithmetic decides.
+    """The compute-bound points of (N, FLOP/s), products of a weight with N rows, N ascending.
 
-    The product of a small batch takes as long as its weight takes to be read, from L2 too, whatever
-    N is; a plan counts bytes by themselves. Kept are those that take GROWS times the shortest or
-    longer, the last one at least: smaller batches then count with the rate of the first kept.
+    A small batch takes as long as reading the weight, even from L2, whatever N is; plans count
+    bytes separately. Points are kept if they take COMPUTE_BOUND times the shortest or longer, and
+    the last one always. Smaller batches use the rate of the first point kept.
     """
     shortest = min(n / rate for n, rate in points)
-    kept = tuple((n, rate) for n, rate in points if n / rate >= GROWS * shortest)
+    kept = tuple((n, rate) for n, rate in points if n / rate >= COMPUTE_BOUND * shortest)
     return kept or (points[-1],)
+
+
+def grouped(
+    remote: Sequence[RemoteTier], together: float | None
+) -> tuple[list[RemoteTier], dict[str, float]]:
+    """The tiers and link groups: peers form a group if they do not reach the sum of their rates.
+
+    `together` is their rate in bytes/s when all are read at once.
+    """
+    rates = [tier.direct_bytes_per_s for tier in remote if tier.name.startswith("peer")]
+    if together is None or together >= GROUP_RATIO * sum(rates):
+        return list(remote), {}
+    grouped = [
+        replace(tier, group="peers") if tier.name.startswith("peer") else tier for tier in remote
+    ]
+    return grouped, {"peers": together}

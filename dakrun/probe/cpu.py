@@ -1,10 +1,8 @@
-"""Measures a CPU: how fast its memory is read and copied, how fast it multiplies matrices, and what
-an op costs besides.
+"""Measures a CPU: bandwidth of memory, rate of matrix products, costs of ops.
 
-Knows torch's default threads and the reference kernels; files are __init__.py's.
+Uses torch's default threads and the reference kernels; files are run.py's.
 """
 
-import datetime
 import os
 import time
 from collections.abc import Callable
@@ -16,11 +14,10 @@ import torch
 
 from dakrun.config import Dtype
 from dakrun.errors import CannotRun
-from dakrun.hardware.files import cpu_name
-from dakrun.hardware.profile import ComputeRate, HardwareProfile, OpCosts, Provenance, RemoteTier
+from dakrun.hardware import ComputeRate, HardwareProfile, OpCosts, RemoteTier, cpu_name
 from dakrun.kernels import reference
 from dakrun.memory import Part, PartitionedTensor, available_host_memory
-from dakrun.probe.measurement import STEADY, Log, Measurement
+from dakrun.probe.measurement import Log, Measurement, provenance
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
@@ -28,11 +25,11 @@ DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much to measure with.
+    """Sizes and repetitions for measuring a CPU.
 
-    The buffer that stands for memory has `buffer_bytes`, but `caches` times the last-level cache
-    at least. `weight_size` are the rows and columns of a weight that stays in the cache. Every
-    figure takes at least `seconds` and `runs`.
+    The memory buffer has `buffer_bytes`, or `caches` times the last-level cache if that is more. A
+    weight of `weight_size` rows and columns stays in the cache. Every figure takes at least
+    `seconds` and `runs`.
     """
 
     buffer_bytes: int
@@ -48,19 +45,19 @@ QUICK = Sizes(buffer_bytes=3 * 2**26, caches=4, seconds=0.08, runs=3)
 
 
 class _Stopwatch(Log):
-    """Times calls as `sizes` says and keeps every measurement."""
+    """Times calls as often as `sizes` says and logs the measurements."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes = sizes
 
-    def rate(self, what: str, unit: str, work: float, call: Callable[[], object]) -> float:
+    def rate(self, name: str, unit: str, work: float, call: Callable[[], object]) -> float:
         """Median of `work` over the seconds of a call."""
-        return self.measure(what, unit, lambda: [work / t for t in self._times(call)])
+        return self.measure(name, unit, lambda: [work / t for t in self._times(call)])
 
-    def seconds(self, what: str, calls: int, call: Callable[[], object]) -> float:
-        """Median of the seconds of a call over `calls`, the ops that it runs."""
-        return self.measure(what, "s", lambda: [t / calls for t in self._times(call)])
+    def seconds(self, name: str, ops: int, call: Callable[[], object]) -> float:
+        """Median of the seconds of one op; a call runs `ops`."""
+        return self.measure(name, "s", lambda: [t / ops for t in self._times(call)])
 
     def _times(self, call: Callable[[], object]) -> list[float]:
         call()
@@ -75,13 +72,13 @@ class _Stopwatch(Log):
 def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
     """Measure this machine's CPU and memory with torch's threads, in about half a minute (FULL).
 
-    Raises CannotRun where memory is too short for the buffers.
+    Raises CannotRun if memory is short.
     """
     available = available_host_memory()
     nbytes = max(sizes.buffer_bytes, sizes.caches * last_level_cache())
-    if 3 * nbytes > available:  # the buffer, its copy, and room for others
+    if 3 * nbytes > available:  # the buffer, its copy, and room for other programs
         raise CannotRun(
-            f"measuring memory takes {format_bytes(3 * nbytes)} of it, "
+            f"measuring needs {format_bytes(3 * nbytes)} of memory, "
             f"{format_bytes(available)} are free",
             hint="free some memory, or plan with --profile cpu",
         )
@@ -93,20 +90,15 @@ def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measure
     flops = compute["float32"].at
     linear = _linear_costs(watch, buffer, op_seconds, read, flops)
     attention = _attention_costs(watch, buffer, op_seconds, read, flops)
-    unsteady = [m for m in watch.measurements if not m.steady]
-    worst = max(watch.measurements, key=lambda m: m.spread)
     half = available // 2
     profile = HardwareProfile(
         name=name,
         description="this CPU; both tiers are its memory, so offloading gains nothing",
-        provenance=Provenance(
-            kind="measured",
-            date=datetime.date.today().isoformat(),
-            source=f"dakrun profile with {torch.get_num_threads()} threads of torch "
-            f"{torch.__version__}: medians; memory with {nbytes >> 20} MiB of random data, matmul "
-            f"with a weight that stays in the cache; each tier gets half of the free memory; "
-            f"{len(unsteady)} of {len(watch.measurements)} figures spread by more than "
-            f"{STEADY:.0%}, most of all {worst.what} ({worst.spread:.0%})",
+        provenance=provenance(
+            f"{torch.get_num_threads()} threads of torch {torch.__version__}; memory with "
+            f"{nbytes >> 20} MiB of random data, matmul with a weight that stays in the cache; "
+            "each tier gets half of the free memory",
+            watch.measurements,
         ),
         device="cpu",
         device_name=cpu_name(),
@@ -135,14 +127,14 @@ def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measure
 
 
 def last_level_cache() -> int:
-    """Bytes of the largest cache of the first core, 32 MiB where the kernel does not say."""
+    """Bytes of the largest cache of the first core; 32 MiB if the kernel does not report it."""
     files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [int(file.read_text().strip().removesuffix("K")) * 1024 for file in files]
     return max(sizes, default=32 * 2**20)
 
 
 def _memory_rates(watch: _Stopwatch, buffer: torch.Tensor) -> tuple[float, float]:
-    """Bytes/s read by the faster of two readers, and bytes/s copied.
+    """Bytes/s read, by the faster of two readers, and bytes/s copied.
 
     A copied byte is read and written, but counts once.
     """
@@ -153,14 +145,14 @@ def _memory_rates(watch: _Stopwatch, buffer: torch.Tensor) -> tuple[float, float
         watch.rate("memory read, sum", "B/s", nbytes, buffer.sum),
         watch.rate("memory read, matmul N=1", "B/s", weight.nbytes, partial(torch.mm, weight, x)),
     )
-    there = torch.empty_like(buffer)
-    return read, watch.rate("memory copy", "B/s", nbytes, partial(there.copy_, buffer))
+    copied = torch.empty_like(buffer)
+    return read, watch.rate("memory copy", "B/s", nbytes, partial(copied.copy_, buffer))
 
 
 def _compute_rate(watch: _Stopwatch, dtype: Dtype) -> ComputeRate:
-    """FLOP/s of the matrix product that reference.linear uses: weight times x transposed.
+    """FLOP/s of the matrix product in reference.linear: weight times x transposed.
 
-    The weight stays in the cache: reading it from memory is counted by the bandwidth already.
+    The weight stays in the cache, since plans count reading it from memory separately.
     """
     size, points = watch.sizes.weight_size, []
     weight = torch.rand(size, size).to(getattr(torch, dtype))
@@ -173,7 +165,7 @@ def _compute_rate(watch: _Stopwatch, dtype: Dtype) -> ComputeRate:
 
 
 def _op_seconds(watch: _Stopwatch) -> float:
-    """Seconds of a linear op that is too small to read or compute anything to speak of."""
+    """Seconds of a linear op whose bytes and FLOPs are negligible."""
     weight, x = _whole(torch.rand(8, 8)), torch.rand(1, 8)
     calls = 100
 
@@ -191,9 +183,9 @@ def _linear_costs(
     read: float,
     flops: Callable[[int], float],
 ) -> OpCosts:
-    """Bound over measured time of linear ops whose weight comes from memory.
+    """Costs of linear ops whose weight is read from memory, for batch sizes up to 64.
 
-    For the batch sizes up to 64, for which the weight's bytes matter.
+    The efficiency is the lower bound over the measured time.
     """
     weight = _whole(_as_weight(buffer))
     rows, cols = weight.shape
@@ -214,7 +206,7 @@ def _attention_costs(
     read: float,
     flops: Callable[[int], float],
 ) -> OpCosts:
-    """Bound over measured time of decode attention over KV slots that come from memory."""
+    """Costs of decode attention over KV slots that are read from memory."""
     slots, heads, dim = 8, 8, 64
     length = buffer.numel() // (2 * slots * heads * dim)
     used = buffer[: 2 * slots * heads * length * dim].view(slots, 2, heads, length, dim)
@@ -228,13 +220,13 @@ def _attention_costs(
 
 
 def _as_weight(buffer: torch.Tensor) -> torch.Tensor:
-    """Nearly all of `buffer` as a matrix with rows of 2,048 elements, or fewer if it is small."""
+    """`buffer` as a matrix with rows of 2,048 elements, or fewer if it is small."""
     cols = min(2048, 1 << (buffer.numel().bit_length() // 2))
     return buffer[: buffer.numel() // cols * cols].view(-1, cols)
 
 
 def _whole(data: torch.Tensor) -> PartitionedTensor:
-    """`data` [M, K] as a matrix in one part."""
+    """`data` [M, K] as a PartitionedTensor of one part."""
     rows, cols = data.shape
     part = Part("host", slice(0, rows), data)
     return PartitionedTensor((rows, cols), data.dtype, (part,))

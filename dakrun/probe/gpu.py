@@ -1,10 +1,9 @@
-"""Measures a GPU and its remote tiers the way the kernels use them, and makes the profile.
+"""Measures a GPU and its remote tiers the way the kernels use them, and builds the profile.
 
-The sweeps are in sweeps.py, costs.py and the files of kernels' costs; files are __init__.py's.
+The sweeps are in sweeps.py, gemm_costs.py and attention_costs.py; files are run.py's.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -15,24 +14,45 @@ from dakrun.kernels.gemm.tiled import x_tiles
 from dakrun.kernels.runtime.jit import architecture, compiling
 from dakrun.kernels.variants import Variant, variants
 from dakrun.memory import allocate_tiers, available_host_memory
-from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep
-from dakrun.probe.batch_costs import many_rows_sweep, norm_sweep, sampling_sweep
-from dakrun.probe.congestion import Point, arithmetic_rates, choose_window, op_costs, widened
-from dakrun.probe.costs import chain_sweep, empty_launch_seconds, matmul_rates
-from dakrun.probe.effort import Effort, Ring, buffer_sizes, ring_for
-from dakrun.probe.kernel_costs import DTYPE, linear_sweep
-from dakrun.probe.measurement import Log, Measurement, spread
-from dakrun.probe.origin import description, facts, provenance
-from dakrun.probe.staged_costs import staged_seconds
+from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
+from dakrun.probe.congestion import (
+    Point,
+    arithmetic_rates,
+    choose_window,
+    grouped,
+    op_costs,
+    widened,
+)
+from dakrun.probe.gemm_costs import (
+    DTYPE,
+    linear_sweep,
+    many_rows_sweep,
+    norm_sweep,
+    staged_seconds,
+)
+from dakrun.probe.machine import gpu_facts
+from dakrun.probe.measurement import (
+    Effort,
+    Log,
+    Measurement,
+    Ring,
+    buffer_sizes,
+    provenance,
+    ring_for,
+    spread,
+)
 from dakrun.probe.sweeps import (
     Bench,
     Buffer,
     amplification_sweep,
+    chain_sweep,
     congestion_sweep,
     copy_rates,
     direct_sweep,
+    empty_launch_seconds,
     hbm_sweep,
     l2_sweep,
+    matmul_rates,
     multicast_sweep,
     rounded,
     staging_rates,
@@ -40,17 +60,16 @@ from dakrun.probe.sweeps import (
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
-HOST_SHARE = 0.9  # of the host memory that may be taken: what plans get
-GROUP_SHARE = 0.97  # peers that together reach less of the sum of their rates share a link
+HOST_FRACTION = 0.9  # of the available host memory, for plans to use
 
 
 def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
     """Measure torch's current GPU, host memory and peer GPUs for a profile called `name`.
 
-    Raises CannotRun where there is no memory for the buffers, or no kernel for the GPU.
+    Raises CannotRun if memory is short or no kernel supports the GPU.
     """
     found = _measure(name, effort)
-    torch.cuda.empty_cache()  # a run that follows has as much memory as this one had
+    torch.cuda.empty_cache()  # leave the memory to a run in this process
     return found
 
 
@@ -60,7 +79,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     host_memory = available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
     sizes = buffer_sizes(effort, free, host_memory, peers)
-    needed, arch = kernels(effort, x_tiles(device.index)), architecture(device.index)
+    needed, arch = measured_variants(effort, x_tiles(device.index)), architecture(device.index)
     with compiling(needed, arch) as compiled, allocate_tiers(sizes, device) as tiers:
         buffers = {
             tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
@@ -69,10 +88,10 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         for buffer in buffers.values():
             _fill(buffer.tensor)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        probe = _Probe(Bench(sms, buffers.pop(LOCAL), effort))
+        probe = GpuProbe(Bench(sms, buffers.pop(LOCAL), effort))
         probe.launches()
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
-        compiled()  # until here nothing but the GPU was measured
+        compiled()  # wait: compilation may run beside figures of the GPU alone
         remote = [
             probe.remote_tier(tier, buffer, _capacity(tier, host_memory))
             for tier, buffer in buffers.items()
@@ -88,7 +107,11 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     return HardwareProfile(
         name=name,
         description=description(remote),
-        provenance=provenance(measurements),
+        provenance=provenance(
+            "bulk copies into shared memory, copy engine, cuBLAS of torch "
+            f"{torch.__version__}, chains of dakrun's kernels in CUDA graphs; random data",
+            measurements,
+        ),
         device="cuda",
         device_name=torch.cuda.get_device_name(device),
         sms=sms,
@@ -104,13 +127,13 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         remote=tuple(remote),
         compute=compute,
         link_groups=groups,
-        facts=facts(device, host_memory),
+        facts=gpu_facts(device.index, host_memory),
         sweeps=probe.sweeps,
     ), measurements
 
 
-class _Probe:
-    """The measuring of one GPU: figures go to `log`, grids to `sweeps`."""
+class GpuProbe:
+    """Measures one GPU; figures go to `log`, sweeps to `sweeps`."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -129,7 +152,7 @@ class _Probe:
         )
 
     def remote_tier(self, tier: str, buffer: Buffer, capacity: int) -> RemoteTier:
-        """Sweep one remote tier and choose its window."""
+        """Measure a remote tier of `capacity` bytes and choose its congestion window."""
         bench, log = self.bench, self.log
         direct = self.sweeps[f"{tier} direct"] = direct_sweep(bench, buffer)
         sms, chunk, stages, *_ = max(
@@ -160,29 +183,29 @@ class _Probe:
         )
 
     def _sharing(self, tier: str, buffer: Buffer, link_rate: float) -> None:
-        """What several readers of the same bytes cost, and what multicast saves of it."""
+        """Measure several readers of the same bytes, with and without multicast."""
         shared = self.sweeps[f"{tier} amplification"] = amplification_sweep(self.bench, buffer)
         cast = self.sweeps[f"{tier} multicast"] = multicast_sweep(self.bench, buffer, link_rate)
-        for sweep, what in ((shared, "8 readers of each chunk"), (cast, "multicast to 8")):
+        for sweep, name in ((shared, "8 readers of each chunk"), (cast, "multicast to 8")):
             delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
             runs = self.bench.effort.runs
-            self.log.keep(f"{tier}, {what}", "B/s", delivered[-1], scatter[-1], runs)
+            self.log.keep(f"{tier}, {name}", "B/s", delivered[-1], scatter[-1], runs)
 
     def _staged_rate(self, tier: str, buffer: Buffer) -> float:
-        """Copies both ways, then copies into HBM while it is read: the rate of staging."""
+        """Bytes/s of staging: copies into HBM while HBM is read. Logs copies both ways as well."""
         bench, log = self.bench, self.log
-        here = bench.hbm.tensor[: buffer.tensor.numel() // 2]
-        there = buffer.tensor[: here.numel()]
+        local = bench.hbm.tensor[: buffer.tensor.numel() // 2]
+        remote = buffer.tensor[: local.numel()]
         alone = log.measure(
-            f"{tier} to HBM, copy engine", "B/s", lambda: copy_rates(bench, here, there)
+            f"{tier} to HBM, copy engine", "B/s", lambda: copy_rates(bench, local, remote)
         )
-        log.measure(f"HBM to {tier}, copy engine", "B/s", lambda: copy_rates(bench, there, here))
-        copied, read = staging_rates(bench, here, there, alone, self.ring)
+        log.measure(f"HBM to {tier}, copy engine", "B/s", lambda: copy_rates(bench, remote, local))
+        copied, read = staging_rates(bench, local, remote, alone, self.ring)
         log.add(f"HBM read beside copies from {tier}", "B/s", read)
         return log.add(f"{tier} to HBM, copy engine while HBM is read", "B/s", copied)
 
     def peers_together(self, buffers: dict[str, Buffer]) -> float | None:
-        """Bytes/s of all peers at once; None where there are fewer than two."""
+        """Bytes/s of all peers at once; None for fewer than two."""
         peers = [buffer for tier, buffer in buffers.items() if tier.startswith("peer")]
         if len(peers) < 2:
             return None
@@ -196,16 +219,16 @@ class _Probe:
         return self.log.measure(f"{len(peers)} peers together", "B/s", together)
 
     def launches(self) -> None:
-        """What ops cost that do no more than read, or nothing."""
+        """Measure ops that only read, and empty launches."""
         self.sweeps["chain"] = chain_sweep(self.bench)
-        for pdl, what in ((False, "launch in a graph"), (True, "overlapping launch")):
-            self.log.add(what, "s", empty_launch_seconds(self.bench, pdl=pdl))
+        for pdl, name in ((False, "launch in a graph"), (True, "launch in a graph, PDL")):
+            self.log.add(name, "s", empty_launch_seconds(self.bench, pdl=pdl))
 
     def kernels(self, compute: ComputeRate) -> dict[str, OpCosts]:
-        """What dakrun's kernels cost by kind; `compute` is of their 16-bit dtype."""
+        """Costs of the project's kernels by kind; `compute` is the rate of their 16-bit dtype."""
 
         def rate(n: int) -> float:
-            """Bytes/s of a weight that `n` rows are multiplied with: 2 bytes, 2 FLOPs a row."""
+            """Bytes/s of a weight multiplied with `n` rows: 2 bytes and 2 n FLOP per element."""
             return min(self.hbm_rate, compute.at(n) / n)
 
         sweeps = {
@@ -218,7 +241,7 @@ class _Probe:
         }
 
     def costs(self, kind: str, sweep: Sweep, rate: Callable[[int], float] | None = None) -> OpCosts:
-        """What ops of a `kind` cost besides their bytes at `rate`, or HBM's, by their sweep."""
+        """Fit the costs of a `kind` of op to its sweep, with bytes at `rate` or at HBM's rate."""
         self.sweeps[kind] = sweep
         found = op_costs(sweep, rate or (lambda _: self.hbm_rate))
         runs = self.bench.effort.runs
@@ -230,7 +253,7 @@ class _Probe:
         return found
 
     def compute_rate(self, dtype: Dtype) -> ComputeRate:
-        """FLOP/s by batch size, where arithmetic decides; the peak is the best of all."""
+        """FLOP/s by batch size, where products are compute-bound; the peak is the maximum."""
         points, rows = [], []
         for n in self.bench.effort.batch_sizes:
             rates = matmul_rates(self.bench, getattr(torch, dtype), n)
@@ -242,7 +265,7 @@ class _Probe:
 
 
 def _peers(device: int, nbytes: int) -> list[int]:
-    """The other GPUs whose memory `device` can read, and that have `nbytes` of it free."""
+    """The GPUs whose memory `device` can read and that have `nbytes` free."""
     return [
         gpu
         for gpu in range(torch.cuda.device_count())
@@ -253,34 +276,28 @@ def _peers(device: int, nbytes: int) -> list[int]:
 
 
 def _fill(buffer: torch.Tensor) -> None:
-    """Random bytes: zeros move at other speeds."""
+    """Write random bytes; zeros have another bandwidth."""
     block = torch.randint(0, 256, (2**26,), dtype=torch.uint8, device="cuda")
     for part in buffer.split(block.numel()):
         part.copy_(block[: part.numel()])
 
 
 def _capacity(tier: str, host_memory: int) -> int:
-    """Bytes that a plan may put into a remote tier."""
+    """Bytes of a remote tier that a plan may use."""
     if tier == "host":
-        return int(HOST_SHARE * host_memory)
+        return int(HOST_FRACTION * host_memory)
     return int(torch.cuda.mem_get_info(int(tier.removeprefix("peer:")))[1])
 
 
-def kernels(effort: Effort, x_tiles: Sequence[int]) -> list[Variant]:
-    """Those whose costs are measured on a GPU with such `x_tiles` of the tiled GEMM."""
+def measured_variants(effort: Effort, x_tiles: Sequence[int]) -> list[Variant]:
+    """The kernel variants that are measured with these `x_tiles` of the tiled GEMM."""
     most = FEW_ROWS if tuple(x_tiles) == TILED_X_TILES else SPLITK_MAX_ROWS
     rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
     return variants(DTYPE, rows, x_tiles, head_dim=HEAD_DIM)
 
 
-def grouped(
-    remote: Sequence[RemoteTier], together: float | None
-) -> tuple[list[RemoteTier], dict[str, float]]:
-    """Peers in one link group where they do not reach the sum of their rates together."""
-    rates = [tier.direct_bytes_per_s for tier in remote if tier.name.startswith("peer")]
-    if together is None or together >= GROUP_SHARE * sum(rates):
-        return list(remote), {}
-    grouped = [
-        replace(tier, group="peers") if tier.name.startswith("peer") else tier for tier in remote
-    ]
-    return grouped, {"peers": together}
+def description(remote: Sequence[RemoteTier]) -> str:
+    """The machine in one line."""
+    peers = [tier.name for tier in remote if tier.name.startswith("peer")]
+    text = f"{torch.cuda.get_device_name()}, host memory over PCIe"
+    return text + (f", {len(peers)} peer GPU{'s' if len(peers) > 1 else ''}" if peers else "")

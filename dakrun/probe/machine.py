@@ -1,6 +1,6 @@
-"""What the machine itself has and lacks: GPUs, driver, memory, NUMA nodes and links.
+"""Checks and facts of this machine: GPUs, driver, memory, NUMA nodes and links.
 
-Reads /proc, /sys, the driver and torch.cuda; knows nothing of packages or of what dakrun runs.
+Reads /proc, /sys, the driver and torch.cuda. Knows nothing of packages and plans.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dakrun.hardware.files import gpu_names
+from dakrun.hardware import gpu_names
 from dakrun.memory import (
     available_host_memory,
     cgroup_limit,
@@ -25,13 +25,13 @@ from dakrun.units import format_bytes
 ROOT = Path("/")
 MIN_DRIVER = 580  # of CUDA 13
 TMA_CAPABILITY = (9, 0)
-NVLINK_GENERATIONS = {20: 1, 25.781: 2, 25: 3, 26.562: 4, 50: 5, 53.125: 5}  # by GB/s each way
+NVLINK_GENERATIONS = {20: 1, 25.781: 2, 25: 3, 26.562: 4, 50: 5, 53.125: 5}  # by GB/s a way
 PCIE_GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. A lack has a remedy; a note is neither good nor bad."""
+    """A check's result. A lack has a remedy; a note is information only."""
 
     name: str
     status: Literal["ok", "lack", "note"]
@@ -40,7 +40,7 @@ class Check:
 
     def __post_init__(self) -> None:
         if self.status == "lack" and not self.remedy:
-            raise ValueError(f"{self.name} lacks a remedy")
+            raise ValueError(f"{self.name} needs a remedy")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that torch can use; none where there is no torch."""
+    """The GPUs that torch can use; an empty list without torch."""
     try:
         from torch import cuda
 
@@ -70,7 +70,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def gpu(gpus: Sequence[Gpu]) -> list[Check]:
-    """Each GPU, or why torch sees none."""
+    """Each GPU, or the reason why torch has none."""
     if gpus:
         return [
             Check(f"gpu {g.index}", "ok", f"{g.name}, compute capability {_dotted(g.capability)}, "
@@ -92,14 +92,14 @@ def gpu(gpus: Sequence[Gpu]) -> list[Check]:
 
 
 def driver(gpus: Sequence[Gpu], root: Path = ROOT) -> Check:
-    """The NVIDIA driver's version, and the CUDA version that it serves."""
+    """The NVIDIA driver's version, and the CUDA version that it supports."""
     text = _read(root / "proc/driver/nvidia/version")
     version = re.search(r"NVRM version:.*?\b(\d{3,})((?:\.\d+)+)", text)
     cuda = _driver_cuda()
-    serves = f"up to CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
+    supports = f"up to CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
     if not version and not cuda:
         return Check("driver", "note", "no NVIDIA driver; only a GPU needs it")
-    found = ", ".join(filter(None, [version and version[1] + version[2], serves]))
+    found = ", ".join(filter(None, [version and version[1] + version[2], supports]))
     if (cuda and cuda < 13000) or (version and int(version[1]) < MIN_DRIVER):
         return Check("driver", "lack", found, f"install driver {MIN_DRIVER} or later, for CUDA 13")
     return Check("driver", "ok", found)
@@ -128,21 +128,21 @@ def host_memory(gpus: Sequence[Gpu], root: Path = ROOT) -> Check:
 
 
 def page_locking(gpus: Sequence[Gpu]) -> Check:
-    """RLIMIT_MEMLOCK; cudaHostRegister seldom minds it."""
+    """RLIMIT_MEMLOCK, which cudaHostRegister usually ignores."""
     soft = lock_limit()
     if soft is None:
         return Check("page locking", "ok", "no limit (ulimit -l)")
     return Check(
         "page locking", "note", f"ulimit -l is {format_bytes(soft)}; CUDA's page-locked memory "
-        "does not count as a rule, but some containers refuse it",
+        "usually does not count, but some containers refuse it",
         "only if page-locking fails: ulimit -l unlimited (docker run --ulimit memlock=-1)",
     )  # fmt: skip
 
 
 def numa(gpus: Sequence[Gpu], root: Path = ROOT) -> Check:
-    """NUMA nodes, and which one each GPU hangs on."""
+    """NUMA nodes, and the node of each GPU."""
     nodes = numa_nodes(root)
-    finding = f"{nodes} node{'s' if nodes > 1 else ''}" if nodes else "the kernel shows no nodes"
+    finding = f"{nodes} node{'s' if nodes > 1 else ''}" if nodes else "the kernel reports no nodes"
     for g in gpus:
         node = numa_node(g.address, root)
         where = "an unknown node" if node is None else f"node {node}"
@@ -151,33 +151,35 @@ def numa(gpus: Sequence[Gpu], root: Path = ROOT) -> Check:
 
 
 def pcie(gpus: Sequence[Gpu], root: Path = ROOT) -> list[Check]:
-    """The link between each GPU and the host, which bounds reads of host memory."""
+    """The PCIe link of each GPU, which limits reads of host memory."""
     checks = []
     for g in gpus:
         folder = root / "sys/bus/pci/devices" / g.address
-        now, most = (
+        current, best = (
             tuple(_read(folder / f"{kind}_link_{what}") for what in ("speed", "width"))
             for kind in ("current", "max")
         )
-        name, finding = f"pcie gpu {g.index}", f"{_link(*now)} ({g.address})"
-        if not all(now):
-            checks.append(Check(name, "note", f"the kernel does not show the link of {g.address}"))
-        elif now == most or not all(most):
+        name, finding = f"pcie gpu {g.index}", f"{_link(*current)} ({g.address})"
+        if not all(current):
+            checks.append(
+                Check(name, "note", f"the kernel does not report the link of {g.address}")
+            )
+        elif current == best or not all(best):
             checks.append(Check(name, "ok", finding))
-        elif now[1] == most[1]:
-            checks.append(Check(name, "note", f"{finding}; up to {_link(*most)}: idle links slow"))
+        elif current[1] == best[1]:
+            checks.append(Check(name, "note", f"{finding}; up to {_link(*best)} under load"))
         else:
-            finding += f", which could be {_link(*most)}"
+            finding += f", which could be {_link(*best)}"
             remedy = "check the slot, the riser and the firmware's PCIe setting"
             checks.append(Check(name, "lack", finding, remedy))
     return checks
 
 
 def nvlink(gpus: Sequence[Gpu]) -> list[Check]:
-    """The links that each GPU has to others, where it has any."""
+    """The NVLink links of each GPU that has any."""
     checks = []
     for g in gpus:
-        status = _said_by("nvidia-smi", "nvlink", "--status", "-i", g.address)
+        status = _output("nvidia-smi", "nvlink", "--status", "-i", g.address)
         rates = [float(rate) for rate in re.findall(r"Link\s+\d+:\s*([\d.]+)\s*GB/s", status)]
         if rates:
             nearest = min(NVLINK_GENERATIONS, key=lambda known: abs(known - rates[0]))
@@ -189,7 +191,7 @@ def nvlink(gpus: Sequence[Gpu]) -> list[Check]:
 
 
 def peers(gpus: Sequence[Gpu]) -> list[Check]:
-    """Which GPUs can read each other's memory."""
+    """Peer access between GPUs."""
     if len(gpus) < 2:
         return []
     from torch.cuda import can_device_access_peer
@@ -201,8 +203,27 @@ def peers(gpus: Sequence[Gpu]) -> list[Check]:
     return [Check("peer gpus", "note", ", ".join(readable) or "none can read another's memory")]
 
 
+def gpu_facts(index: int, host_memory: int) -> dict[str, int | str]:
+    """Sizes and links of a GPU and its host, for a profile's readers; `host_memory` is in bytes."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    gpus = [gpu for gpu in visible_gpus() if gpu.index == index]
+    return {
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "shared_bytes_per_sm": properties.shared_memory_per_multiprocessor,
+        "l2_bytes": properties.L2_cache_size,
+        "host_memory_bytes": host_memory,
+        "numa": numa(gpus).finding,
+        "pcie": "; ".join(check.finding for check in pcie(gpus)),
+        **({"nvlink": links[0].finding} if (links := nvlink(gpus)) else {}),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }
+
+
 def _driver_cuda() -> int:
-    """CUDA version that the driver serves, 13000 for 13.0; 0 without a driver."""
+    """CUDA version that the driver supports, 13000 for 13.0; 0 without a driver."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -216,12 +237,12 @@ def _free_memory(gpu: Gpu) -> str:
 
     try:
         return f" ({format_bytes(mem_get_info(gpu.index)[0])} free)"
-    except Exception:  # no context can be made: the GPU is full, or in exclusive use
-        return " (free memory unknown: no context can be made on it)"
+    except Exception:  # no context: the GPU is full, or in exclusive use
+        return " (free memory unknown: creating a context failed)"
 
 
 def _link(speed: str, width: str) -> str:
-    """PCIe 5.0 x16 of "32.0 GT/s PCIe" and "16"."""
+    """PCIe 5.0 x16 from "32.0 GT/s PCIe" and "16"."""
     generation = PCIE_GENERATIONS.get(speed.split()[0] if speed else "")
     return f"PCIe {generation}.0 x{width}" if generation else f"{speed or 'unknown'} x{width}"
 
@@ -230,8 +251,8 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _said_by(*command: str) -> str:
-    """What `command` prints, or nothing where it is missing, fails or hangs."""
+def _output(*command: str) -> str:
+    """The output of `command`; empty if it is missing, fails or hangs."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
@@ -240,7 +261,7 @@ def _said_by(*command: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """A small file's text, or nothing where it cannot be read."""
+    """A small file's text; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,6 +1,6 @@
-"""A measured profile as a picture: its sweeps and its roofline.
+"""A profile as a picture: its sweeps, if it has any, and its roofline.
 
-A profile without sweeps has the roofline alone. matplotlib is imported late.
+matplotlib is imported when drawing starts.
 """
 
 import math
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dakrun.hardware.profile import HardwareProfile, Sweep
+from dakrun.hardware import HardwareProfile, Sweep
 from dakrun.plan.show.picture import (
     BLUE,
     GREEN,
@@ -26,18 +26,18 @@ from dakrun.plan.show.picture import (
     roofs,
     save,
 )
-from dakrun.probe.heat_map import Grid, grids, short_bytes
+from dakrun.probe.table import Grid, grids, short_bytes
 from dakrun.units import format_decimal
 
 COLUMNS = 2  # of panels
 REMOTE_STYLES = ((VERMILION, "D"), (GREEN, "^"), (PURPLE, "v"), (ORANGE, "P"), (SKY, "X"))
-COLOURS_FROM = 0.75  # of the best rate: what a heat map's colours tell apart at least
+COLOURS_FROM = 0.75  # of the best rate; a heat map's colours start there or lower
 
 
 def draw(profile: HardwareProfile, path: Path) -> None:
     """Write a PNG of `profile` to `path`.
 
-    Raises CannotRun without matplotlib, UsageError where `path` cannot be written.
+    Raises CannotRun without matplotlib, UsageError if `path` cannot be written.
     """
     check_target(path)
     panels: list[Callable[[Any], None]] = [partial(_draw_grid, grid=g) for g in grids(profile)]
@@ -64,9 +64,9 @@ def draw(profile: HardwareProfile, path: Path) -> None:
 
 
 def curves(profile: HardwareProfile) -> dict[str, list[tuple[float, float]]]:
-    """(bytes in flight, bytes/s) of every point of the sweeps of HBM and of each remote tier alone.
+    """(bytes in flight, bytes/s) of all points of the sweeps of HBM and each remote tier alone.
 
-    L2 has the size of the set that is read again and again in the place of bytes in flight.
+    For L2 the first figure is the size of the working set.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     sizes = {"HBM": ("hbm", ("ctas", "chunk_bytes", "stages")), "L2": ("l2", ("set_bytes",))}
@@ -90,7 +90,7 @@ def best_by_doubling(points: Iterable[tuple[float, float]]) -> list[tuple[float,
 
 
 def chains(profile: HardwareProfile) -> dict[bool, list[tuple[float, float]]]:
-    """(bytes of an op, share of HBM's rate) in chains of dependent ops; True: launches overlap."""
+    """(bytes of an op, fraction of HBM's rate) in chains of ops; True: with PDL."""
     sweep = profile.sweeps.get("chain", Sweep(columns=(), rows=()))
     if not sweep.rows:
         return {}
@@ -167,7 +167,7 @@ def _draw_curves(axes: Any, profile: HardwareProfile) -> None:
     axes.legend(fontsize=8, framealpha=0.95)
     caption(
         axes, "Bandwidth of each tier read alone",
-        "bytes in flight (of L2: bytes of the set); lines: best of each doubling", "GB/s",
+        "bytes in flight (L2: working set); lines: best of each doubling", "GB/s",
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def _draw_roofline(axes: Any, profile: HardwareProfile) -> None:
     highest, slowest = peaks[0][1], slopes[-1][1]
     low, high = highest / slopes[0][1] / 30, highest / slowest * 4
     bottom, room = slowest * low / 2, 0.06 + 0.045 * (len(slopes) + len(peaks) + 2)
-    top = highest * (highest / bottom) ** (room / (1 - room))  # room: the legend's share
+    top = highest * (highest / bottom) ** (room / (1 - room))  # room: the legend's fraction
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, top))
     draw_roofs(axes, slopes, peaks, profile.hbm_bytes_per_s)
     ridges = [highest / rate for _, rate in slopes]
@@ -191,7 +191,7 @@ def _draw_roofline(axes: Any, profile: HardwareProfile) -> None:
 
 
 def _peaks(profile: HardwareProfile) -> list[tuple[str, float]]:
-    """(dtypes, peak FLOP/s) of the 16-bit dtypes, or else of all; the highest first."""
+    """(dtypes, peak FLOP/s) of the 16-bit dtypes, or of all if there are none; highest first."""
     rates = {str(dtype): rate.peak for dtype, rate in profile.compute.items()}
     rates = {k: v for k, v in rates.items() if k in ("float16", "bfloat16")} or rates
     merged: list[tuple[str, float]] = []
@@ -209,9 +209,9 @@ def _draw_chains(axes: Any, profile: HardwareProfile) -> None:
         False: (ORANGE, "--s", "plain launches"),
     }
     axes.set_xscale("log", base=2)
-    for kind, shares in chains(profile).items():
+    for kind, points in chains(profile).items():
         colour, style, label = styles[kind]
-        axes.plot(*zip(*shares, strict=True), style, ms=5, color=colour, lw=1.8, label=label)
+        axes.plot(*zip(*points, strict=True), style, ms=5, color=colour, lw=1.8, label=label)
     rate = format_decimal(profile.hbm_bytes_per_s, "B/s")
     axes.axhline(1, color="black", ls=":", lw=1.2, label=f"HBM read alone: {rate}")
     axes.set_ylim(0, 1.1)

@@ -1,6 +1,6 @@
-"""The sweeps of `dakrun profile` on a GPU: bandwidths of tiers alone, together, shared, copied.
+"""The sweeps of `dakrun profile` on a GPU: bandwidths of tiers, chains of reads, cuBLAS.
 
-Each returns a Sweep of medians. Knows buffers and their addresses, not profiles.
+Each returns a Sweep of medians, or the samples of one figure. Knows buffers, not profiles.
 """
 
 import statistics
@@ -10,21 +10,23 @@ from functools import partial
 
 import torch
 
-from dakrun.hardware.profile import Sweep
-from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_window
+from dakrun.hardware import Sweep
+from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_once, read_window
 from dakrun.kernels.runtime.copy_engine import copy
-from dakrun.probe.effort import KIB, QUICK, Effort, Ring, ring_for
-from dakrun.probe.measurement import spread, steadier
+from dakrun.probe.chain import graph_seconds
+from dakrun.probe.measurement import KIB, QUICK, Effort, Ring, ring_for, spread, steadier
+
+MAX_CHAIN_OPS = 128
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that the GPU can read: `tensor` is uint8 in any tier."""
+    """Memory that the GPU can read: `tensor` is uint8 [bytes] in any tier."""
 
     tensor: torch.Tensor
 
     def reader(self, ctas: int, ring: Ring, sharers: int = 1, nbytes: int = 0) -> Reader:
-        """`ctas` CTAs that read it, or its first `nbytes`."""
+        """`ctas` CTAs that read the buffer, or its first `nbytes`."""
         size = nbytes or self.tensor.numel()
         chunk, stages = ring
         return Reader(
@@ -39,28 +41,28 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Bench:
-    """The GPU under test: its SMs, a buffer in HBM, and how much to measure with."""
+    """The GPU under test: its SMs, a buffer in HBM, and the effort."""
 
     sms: int
     hbm: Buffer
     effort: Effort
 
     def readings(self, *readers: Reader) -> list[list[float]]:
-        """Bytes/s of each reader, run after run, together."""
+        """Bytes/s of each reader in each run, with all of them reading at once."""
         runs = [read_window(readers, self.effort.seconds) for _ in range(self.effort.runs)]
         return [list(rates) for rates in zip(*runs, strict=True)]
 
     def repeat(self, sample: Callable[[], float]) -> list[float]:
-        """What `sample` gives, run after run."""
+        """One sample per run."""
         return [sample() for _ in range(self.effort.runs)]
 
     def alone(self, reader: Reader) -> list[float]:
-        """Bytes/s of one reader, run after run."""
+        """Bytes/s of one reader in each run."""
         return self.readings(reader)[0]
 
 
 def hbm_sweep(bench: Bench) -> Sweep:
-    """HBM alone by number of CTAs (one an SM), chunk and stages."""
+    """HBM alone by CTAs (one per SM), chunk and stages."""
     counts = (bench.sms,) if bench.effort is QUICK else (bench.sms, bench.sms * 9 // 10, 64)
     points = [(ctas, *ring) for ctas in counts for ring in bench.effort.hbm_rings]
     return _sweep(
@@ -71,7 +73,7 @@ def hbm_sweep(bench: Bench) -> Sweep:
 
 
 def l2_sweep(bench: Bench) -> Sweep:
-    """Reads of the same bytes again and again, as many as L2 keeps, and more."""
+    """Repeated reads of a working set, by its bytes: below and above the size of L2."""
     return _sweep(
         ("set_bytes", "bytes_per_s"),
         [(size,) for size in bench.effort.l2_bytes],
@@ -91,7 +93,7 @@ def direct_sweep(bench: Bench, remote: Buffer) -> Sweep:
 
 
 def congestion_sweep(bench: Bench, remote: Buffer, hbm_ring: Ring) -> Sweep:
-    """A remote tier and HBM together, by SMs and bytes in flight of the remote one."""
+    """A remote tier and HBM read at once, by SMs and bytes in flight of the remote tier."""
     rows = []
     for window in bench.effort.windows:
         for sms in bench.effort.sms:
@@ -112,7 +114,7 @@ def congestion_sweep(bench: Bench, remote: Buffer, hbm_ring: Ring) -> Sweep:
 
 
 def amplification_sweep(bench: Bench, remote: Buffer) -> Sweep:
-    """What reaches shared memory when several SMs read the same chunks of a remote tier."""
+    """Bytes/s into shared memory when several SMs read the same chunks of a remote tier."""
     ctas = 64 if bench.sms >= 64 else bench.sms // 8 * 8
     return _sweep(
         ("readers", "delivered_bytes_per_s"),
@@ -122,7 +124,7 @@ def amplification_sweep(bench: Bench, remote: Buffer) -> Sweep:
 
 
 def multicast_sweep(bench: Bench, remote: Buffer, link_rate: float) -> Sweep:
-    """Clusters whose leader fetches for all: bytes over the link, and into shared memory."""
+    """Multicast to clusters of 2, 4 and 8: bytes/s over the link and into shared memory."""
     chunk, stages, ctas = 16 * KIB, 4, 64
     rows = []
     for size in (2, 4, 8):
@@ -144,43 +146,99 @@ def multicast_sweep(bench: Bench, remote: Buffer, link_rate: float) -> Sweep:
     return rounded(("cluster", "link_bytes_per_s", "delivered_bytes_per_s", "spread"), rows)
 
 
-def copy_rates(bench: Bench, to: torch.Tensor, of: torch.Tensor) -> list[float]:
-    """Bytes/s of the copy engine from `of` to `to`, tensors of one size."""
-    copy_seconds(to, of)
-    return [of.numel() / copy_seconds(to, of) for _ in range(bench.effort.runs)]
+def copy_rates(bench: Bench, to: torch.Tensor, source: torch.Tensor) -> list[float]:
+    """Bytes/s of the copy engine from `source` to `to`, tensors of equal size."""
+    copy_seconds(to, source)
+    return [source.numel() / copy_seconds(to, source) for _ in range(bench.effort.runs)]
 
 
-def copy_seconds(to: torch.Tensor, of: torch.Tensor) -> float:
+def copy_seconds(to: torch.Tensor, source: torch.Tensor) -> float:
     """Seconds of one asynchronous copy."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    copy(to, of)
+    copy(to, source)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e-3
 
 
 def staging_rates(
-    bench: Bench, to: torch.Tensor, of: torch.Tensor, alone: float, hbm_ring: Ring
+    bench: Bench, to: torch.Tensor, source: torch.Tensor, alone: float, hbm_ring: Ring
 ) -> tuple[list[float], list[float]]:
-    """(copies, HBM reads) in bytes/s while the copy engine fills HBM and all SMs read it."""
+    """Bytes/s of (copies, HBM reads) while the copy engine writes to HBM and all SMs read it.
+
+    `alone` is the copy engine's rate without the reads.
+    """
     copied, read = [], []
     stream = torch.cuda.Stream()
     seconds = max(bench.effort.seconds, 0.02)
-    rounds = max(1, round(seconds * alone / of.numel()))
+    rounds = max(1, round(seconds * alone / source.numel()))
     for _ in range(bench.effort.runs):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             start.record()
             for _ in range(rounds):
-                copy(to, of)
+                copy(to, source)
             end.record()
-        copying = rounds * of.numel() / alone
+        copying = rounds * source.numel() / alone
         window = Window([bench.hbm.reader(bench.sms, hbm_ring)], 0.9 * copying)
         read += window.rates()
         end.synchronize()
-        copied.append(rounds * of.numel() / (float(start.elapsed_time(end)) * 1e-3))
+        copied.append(rounds * source.numel() / (float(start.elapsed_time(end)) * 1e-3))
     return copied, read
+
+
+def chain_sweep(bench: Bench) -> Sweep:
+    """Chains of dependent ops in a CUDA graph by bytes of an op, with and without PDL.
+
+    The ops only read. The column "overlap" is 1 with programmatic dependent launch.
+    """
+    points = [(size, pdl) for size in bench.effort.op_bytes for pdl in (0, 1)]
+    rows = []
+    for size, pdl in points:
+        total = bench.hbm.tensor.numel()
+        addresses = [bench.hbm.tensor.data_ptr() + at for at in range(0, total - size + 1, size)]
+        seconds = _chain_seconds(bench, addresses[:MAX_CHAIN_OPS], size, bool(pdl))
+        op = statistics.median(seconds)
+        rows.append((size, pdl, op, size / op, spread(seconds)))
+    return rounded(("op_bytes", "overlap", "op_s", "bytes_per_s", "spread"), rows)
+
+
+def empty_launch_seconds(bench: Bench, *, pdl: bool) -> list[float]:
+    """Seconds of an empty kernel in a CUDA graph of many."""
+    return _chain_seconds(bench, [bench.hbm.tensor.data_ptr()] * 256, 0, pdl)
+
+
+def _chain_seconds(bench: Bench, addresses: Sequence[int], size: int, pdl: bool) -> list[float]:
+    """Seconds of one op of a chain that reads `size` bytes at each of `addresses`."""
+    sink = torch.zeros(bench.sms, dtype=torch.int32, device="cuda")
+
+    def launch() -> None:
+        for address in addresses:
+            read_once(address, size, ctas=bench.sms, chunk=16 * KIB, stages=6, sink=sink, pdl=pdl)
+
+    return [seconds / len(addresses) for seconds in graph_seconds(launch, bench.effort.runs)]
+
+
+def matmul_rates(bench: Bench, dtype: torch.dtype, n: int) -> list[float]:
+    """FLOP/s of cuBLAS for `n` rows: the faster of a weight that fits L2 and a larger one.
+
+    The planner counts the weight's bytes separately, so the figure should be that of arithmetic.
+    """
+    best: list[float] = []
+    for size in (4096, 8192):
+        weight = torch.randn(size, size, device="cuda", dtype=dtype)
+        x = torch.randn(n, size, device="cuda", dtype=dtype)
+
+        def launch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
+            for _ in range(8):
+                torch.nn.functional.linear(x, weight)
+
+        flops = 8 * 2.0 * n * size * size
+        rates = [flops / seconds for seconds in graph_seconds(launch, bench.effort.runs)]
+        if not best or statistics.median(rates) > statistics.median(best):
+            best = rates
+    return best
 
 
 def _sweep(
@@ -188,7 +246,7 @@ def _sweep(
     points: Sequence[tuple[int, ...]],
     samples: Callable[..., list[float]],
 ) -> Sweep:
-    """Median and spread of `samples` at every point, measured again where unsteady."""
+    """Median and spread of `samples` at every point; unsteady points are measured once more."""
     rows = []
     for point in points:
         values = steadier(lambda point=point: samples(*point))  # type: ignore[misc]
@@ -197,7 +255,7 @@ def _sweep(
 
 
 def rounded(columns: tuple[str, ...], rows: Sequence[Sequence[float]]) -> Sweep:
-    """A Sweep of four digits for what was measured; whole numbers stay whole."""
+    """A Sweep with floats rounded to four digits; integers are exact."""
     kept = tuple(
         tuple(float(v) if isinstance(v, int) else float(f"{v:.4g}") for v in row) for row in rows
     )
