@@ -18,7 +18,7 @@ __all__ = ["LLM", "Completion", "Policy", "SamplingParams", "__version__"]
 _MODULES = {
     "LLM": "dakrun.llm",
     "Completion": "dakrun.requests",
-    "Policy": "dakrun.plan.policy",
+    "Policy": "dakrun.plan",
     "SamplingParams": "dakrun.config",
 }
 

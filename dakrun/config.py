@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dakrun.errors import UsageError, check_count, check_number, wrong
+from dakrun.errors import UsageError, check_count, check_number, invalid_value
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
@@ -171,9 +171,9 @@ class SamplingParams:
         for field, high in (("temperature", 100.0), ("top_p", 1.0)):
             object.__setattr__(self, field, check_number(field, getattr(self, field), 0.0, high))
         if self.top_p == 0:
-            raise wrong("top_p", 0, "above 0")
+            raise invalid_value("top_p", 0, "above 0")
         for field, kind in (("stop", tuple), ("ignore_eos", bool)):
             if not isinstance(getattr(self, field), kind):
-                raise wrong(field, getattr(self, field), f"a {kind.__name__}")
+                raise invalid_value(field, getattr(self, field), f"a {kind.__name__}")
         if not all(isinstance(s, str) and s for s in self.stop):
-            raise wrong("stop", list(self.stop), "made of non-empty strings")
+            raise invalid_value("stop", list(self.stop), "made of non-empty strings")

@@ -40,15 +40,15 @@ class GpuFailed(CannotRun):
 
 
 def check_count(
-    name: str, value: object, minimum: int = 1, *, besides: Sequence[str | None] = ()
+    name: str, value: object, minimum: int = 1, *, or_one_of: Sequence[str | None] = ()
 ) -> Any:
-    """`value`, an integer (NumPy's too) of at least `minimum`, as an int; or one of `besides`.
+    """`value`, an integer (NumPy's too) of at least `minimum`, as an int; or one of `or_one_of`.
 
     Raises UsageError for anything else.
     """
     if not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= minimum:
         return int(value)
-    return _one_of(name, value, f"an integer of at least {minimum}", besides)
+    return _one_of(name, value, f"an integer of at least {minimum}", or_one_of)
 
 
 def check_number(
@@ -57,9 +57,9 @@ def check_number(
     low: float,
     high: float = math.inf,
     *,
-    besides: Sequence[str | None] = (),
+    or_one_of: Sequence[str | None] = (),
 ) -> Any:
-    """`value`, a finite number (NumPy's too) from `low` to `high`; or one of `besides`.
+    """`value`, a finite number (NumPy's too) from `low` to `high`; or one of `or_one_of`.
 
     Raises UsageError for anything else.
     """
@@ -68,21 +68,21 @@ def check_number(
         if low <= number <= high and number < math.inf:
             return number
     limits = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-    return _one_of(name, value, f"a number {limits}", besides)
+    return _one_of(name, value, f"a number {limits}", or_one_of)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
     """Raise UsageError unless `value` is one of `choices`."""
     if not isinstance(value, str | None) or value not in choices:
-        raise wrong(name, value, " or ".join(map(str, choices)))
+        raise invalid_value(name, value, " or ".join(map(str, choices)))
 
 
-def wrong(name: str, value: object, expected: str) -> UsageError:
+def invalid_value(name: str, value: object, expected: str) -> UsageError:
     """The error for an argument `name` whose `value` is not as `expected`."""
     return UsageError(f"{name} is {value!r}", hint=f"{name} must be {expected}")
 
 
-def _one_of(name: str, value: object, expected: str, besides: Sequence[str | None]) -> object:
-    if isinstance(value, str | None) and value in besides:
+def _one_of(name: str, value: object, expected: str, or_one_of: Sequence[str | None]) -> object:
+    if isinstance(value, str | None) and value in or_one_of:
         return value
-    raise wrong(name, value, " or ".join([expected, *map(str, besides)]))
+    raise invalid_value(name, value, " or ".join([expected, *map(str, or_one_of)]))

@@ -16,7 +16,14 @@ from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, SamplingP
 from dakrun.engine.build import build_runner, runs_on_kernels
 from dakrun.engine.engine import Engine
 from dakrun.engine.runner import Runner, gpu_errors
-from dakrun.errors import CannotRun, UsageError, check_choice, check_count, check_number, wrong
+from dakrun.errors import (
+    CannotRun,
+    UsageError,
+    check_choice,
+    check_count,
+    check_number,
+    invalid_value,
+)
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.memory import Tiers, allocate_tiers, available_host_memory, free_on_peers
 from dakrun.models import hub
@@ -68,16 +75,18 @@ class LLM:
         check_choice("dtype", dtype, ("auto", *DTYPE_BYTES))
         check_choice("device", device, ("auto", "cuda", "cpu"))
         check_choice("load_format", load_format, get_args(LoadFormat))
-        batch_size = check_count("batch_size", batch_size, besides=("auto",))
+        batch_size = check_count("batch_size", batch_size, or_one_of=("auto",))
         max_batch_size = check_count("max_batch_size", max_batch_size)
-        max_tpot = check_number("max_tpot", max_tpot, 0, besides=(None,))
+        max_tpot = check_number("max_tpot", max_tpot, 0, or_one_of=(None,))
         if max_tpot is not None and batch_size != "auto":
-            raise wrong("max_tpot", max_tpot, f"None where batch_size is given ({batch_size})")
-        max_model_len = check_count("max_model_len", max_model_len, besides=(None,))
+            raise invalid_value(
+                "max_tpot", max_tpot, f"None where batch_size is given ({batch_size})"
+            )
+        max_model_len = check_count("max_model_len", max_model_len, or_one_of=(None,))
         expected_tokens = check_count("expected_tokens", expected_tokens)
-        expected_prompt = check_count("expected_prompt", expected_prompt, besides=(None,))
+        expected_prompt = check_count("expected_prompt", expected_prompt, or_one_of=(None,))
         if not isinstance(policy, Policy | None):
-            raise wrong("policy", policy, "a Policy or None")
+            raise invalid_value("policy", policy, "a Policy or None")
         self.config, directory = _model(str(model), load_format)
         if dtype != "auto":
             self.config = self.config.with_dtype(dtype)
@@ -268,7 +277,7 @@ def _profile(profile: str | Path | HardwareProfile, device: torch.device) -> Har
     if isinstance(profile, HardwareProfile):
         return profile
     if not isinstance(profile, str | Path):
-        raise wrong("profile", profile, "a name, a .toml file or a HardwareProfile")
+        raise invalid_value("profile", profile, "a name, a .toml file or a HardwareProfile")
     if profile != "auto":
         return load_profile(str(profile))
     if device.type == "cpu":

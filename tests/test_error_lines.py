@@ -1,4 +1,4 @@
-"""How commands end where the process itself counts: what runs at exit, and what is written."""
+"""How commands end, in processes of their own: exit functions, exit codes and closed streams."""
 
 import subprocess
 import sys
@@ -26,18 +26,18 @@ def run(error: str) -> subprocess.CompletedProcess[str]:
 
 
 def dakrun(arguments: str) -> subprocess.CompletedProcess[str]:
-    """`dakrun` with arguments and redirections as a shell takes them."""
+    """Run `dakrun` with arguments and redirections in shell syntax."""
     command = ["sh", "-c", f'"$0" -m dakrun {arguments}', sys.executable]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_a_gpu_that_failed_is_not_asked_again_at_exit() -> None:
+def test_exit_functions_do_not_run_after_a_gpu_failure() -> None:
     found = run("GpuFailed")
     assert (found.returncode, found.stdout) == (3, "a row\n")
     assert found.stderr == "error: it failed\nhint: try again\n"
 
 
-def test_other_errors_leave_what_is_registered_its_turn() -> None:
+def test_exit_functions_run_after_other_errors() -> None:
     found = run("CannotRun")
     assert (found.returncode, found.stdout) == (3, "a row\nat exit\n")
 
@@ -56,6 +56,6 @@ def test_closed_streams(closed: str, arguments: str, code: int, message: str) ->
 
 
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
-def test_an_error_that_cannot_be_told_has_its_exit_code(stderr: str) -> None:
+def test_the_exit_code_of_an_error_that_cannot_be_printed(stderr: str) -> None:
     found = dakrun(f"convert none . {stderr}")
     assert (found.returncode, found.stdout, found.stderr) == (2, "", "")

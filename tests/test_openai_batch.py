@@ -97,7 +97,7 @@ BAD = [
     (row({"prompt": "a"}, url=["/v1"]), "unsupported_url", "url is an array"),
     (row("absent"), "invalid_field", "body is null, not an object"),
     (row([]), "invalid_field", "body is an array"),
-    (row({"prompt": "a"}, prompt="b"), "unsupported_field", "'prompt' beside the body"),
+    (row({"prompt": "a"}, prompt="b"), "unsupported_field", "'prompt' outside"),
     (row({}), "invalid_prompt", "prompt is missing"),
     (row({"prompt": 3}), "invalid_prompt", "prompt is a number"),
     (row({"prompt": ["a", "b"]}), "invalid_prompt", "a list of prompts"),

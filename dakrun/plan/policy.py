@@ -1,10 +1,10 @@
-"""What the user fixes of a plan, and what is left to the planner."""
+"""Policy: the parts of a plan that the user fixes, and the names of strategies and transports."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dakrun.errors import UsageError, check_choice, check_number, wrong
+from dakrun.errors import UsageError, check_choice, check_number, invalid_value
 from dakrun.hardware import HardwareProfile
 
 Strategy = Literal["greedy", "uniform"]
@@ -18,13 +18,13 @@ def parse_remote(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the user fixes; None leaves the choice to the planner.
+    """The user's choices; None leaves a choice to the planner.
 
     Budgets are bytes per tier (default: the profile's capacities), `peer_budget` for each peer.
-    `offload_ratio` is the share of all weight and KV bytes outside HBM, or of the weights alone
-    where `kv_offload_ratio` (share of KV slots) is given, too. Ratios are met to the nearest unit,
-    or refused. `transport` is how remote bytes are read: where they lie (direct), or after the
-    copy engine has brought them (staged).
+    `offload_ratio` is the ratio of weight and KV bytes outside HBM; with `kv_offload_ratio`, the
+    ratio of remote KV slots, it is that of weight bytes alone. Ratios are met to the nearest unit
+    or refused. `transport` reads remote bytes where they lie (direct), or in HBM when the copy
+    engine has brought them (staged). Raises UsageError for values out of range.
     """
 
     hbm_budget: int | None = None
@@ -39,12 +39,12 @@ class Policy:
     def __post_init__(self) -> None:
         limits = dict.fromkeys(("hbm_budget", "host_budget", "peer_budget"), math.inf)
         for name, high in (limits | {"offload_ratio": 1, "kv_offload_ratio": 1}).items():
-            value = check_number(name, getattr(self, name), 0, high, besides=(None,))
+            value = check_number(name, getattr(self, name), 0, high, or_one_of=(None,))
             object.__setattr__(self, name, value)
         check_choice("strategy", self.strategy, get_args(Strategy))
         check_choice("transport", self.transport, (*get_args(Transport), None))
         if not isinstance(self.remote, tuple) or not all(isinstance(n, str) for n in self.remote):
-            raise wrong("remote", self.remote, "a tuple of names of tiers")
+            raise invalid_value("remote", self.remote, "a tuple of tier names")
         if not self.remote or len(set(self.remote)) < len(self.remote):
             raise UsageError(
                 f"remote tiers {', '.join(self.remote) or 'none'}: each must be named once",
@@ -52,15 +52,15 @@ class Policy:
             )
 
     def remote_tiers(self, profile: HardwareProfile) -> tuple[str, ...]:
-        """The remote tiers as `profile` names them; "peer" is its first peer.
+        """Names of the remote tiers in `profile`; "peer" is its first peer.
 
-        Raises UsageError where the profile lacks one, or two are the same.
+        Raises UsageError where the profile has no such tier, or a tier is named twice.
         """
         peers = [tier.name for tier in profile.remote if tier.name.startswith("peer")]
         named = [peers[0] if name == "peer" and peers else name for name in self.remote]
         if len(set(named)) < len(named):
             raise UsageError(
-                f"remote tiers {', '.join(self.remote)}: peer is {peers[0]}",
+                f"remote tiers {', '.join(self.remote)}: peer and {peers[0]} are the same",
                 hint="name each tier once",
             )
         for name in named:
@@ -74,6 +74,6 @@ class Policy:
         return tuple(profile.tier(name).name for name in named)
 
     def budget(self, tier: str, capacity: int) -> int:
-        """Bytes of a remote tier of `capacity` bytes that may be used."""
+        """Bytes that may be used of a remote tier with `capacity` bytes."""
         given = self.peer_budget if tier.startswith("peer") else self.host_budget
         return capacity if given is None else given

@@ -59,7 +59,7 @@ def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRule
     """
     unknown = [name for name in row if name not in _ROW_FIELDS]
     if unknown:
-        raise BadRow("unsupported_field", f"unsupported {_names(unknown)} beside the body")
+        raise BadRow("unsupported_field", f"unsupported {_names(unknown)} outside the body")
     if row.get("custom_id") is None:
         raise BadRow("invalid_field", "custom_id is missing")
     if row.get("method") != "POST":
