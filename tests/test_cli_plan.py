@@ -232,7 +232,7 @@ def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
         ((*PLAN, "--model", "opt-30"), 2, "no such model directory or known name", "opt-30b"),
         ((*PLAN, "--remote", "peer:1"), 2, "no remote tier 'peer:1'", "host"),
         ((*PLAN, "--remote", "peer"), 2, "no remote tier 'peer'", "host; dakrun profile finds"),
-        ((*TWO_GPUS, "--remote", "peer,peer:1"), 2, "peer is peer:1", "once"),
+        ((*TWO_GPUS, "--remote", "peer,peer:1"), 2, "peer and peer:1", "once"),
         ((*TWO_GPUS, "--hbm-budget", "9GiB", "--peer-budget", "1GiB"), 3,
          "too small: 9.00 GiB of HBM and 1.00 GiB of peer:1 memory", "--peer-budget or --hbm-bu"),
         ((*TWO_GPUS, "--remote", "peer,host", "--offload-ratio", "0.5", "--peer-budget", "1GiB",

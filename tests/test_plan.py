@@ -19,7 +19,7 @@ from dakrun.plan import (
     MAX_BATCH_SIZE,
     MIN_OFFLOAD_GAIN,
     Policy,
-    candidates,
+    batch_candidates,
     choose_batch_size,
     compute_time,
     decode_ops,
@@ -184,18 +184,18 @@ def test_a_link_group_caps_its_only_tier() -> None:
 
 
 def test_batch_size() -> None:
-    assert [candidates(n) for n in (0, 1, 3, 8)] == [[1], [1], [1, 2, 3], [1, 2, 4, 8]]
+    assert [batch_candidates(n) for n in (0, 1, 3, 8)] == [[1], [1], [1, 2, 3], [1, 2, 4, 8]]
     model, policy = known("llama-2-7b"), Policy(hbm_budget=16 * GIB, host_budget=8 * GIB)
     workload = work(1, 480)
     speed = {}
-    for n in candidates(512):
+    for n in batch_candidates(512):
         try:
             plan = make_plan(model, replace(workload, batch_size=n), GH200, policy)
         except CannotRun:
             continue
         speed[n] = n / plan.predicted_s
     assert 1 < len(speed) < 10
-    assert candidates(MAX_BATCH_SIZE)[-2:] == [512, 1024], "few enough to plan each of them"
+    assert batch_candidates(MAX_BATCH_SIZE)[-2:] == [512, 1024], "few enough to plan each of them"
     best = choose_batch_size(model, workload, GH200, policy).batch_size
     plan = make_plan(model, replace(workload, batch_size=best), GH200, policy)
     assert best / plan.predicted_s > 1.05 * max(speed.values()), "between two powers of two"
@@ -206,7 +206,7 @@ def test_batch_size() -> None:
     for max_tpot, size in ((tpot, best // 2), (math.inf, best)):
         chosen = choose_batch_size(model, workload, GH200, policy, max_tpot=max_tpot)
         assert chosen.batch_size == size
-    with pytest.raises(CannotRun, match=r"^no batch is predicted to take 1.0 us per output"):
+    with pytest.raises(CannotRun, match=r"^no batch size is predicted to take 1.0 us"):
         choose_batch_size(model, workload, GH200, policy, max_tpot=1e-6)
     with pytest.raises(CannotRun, match="the budgets are"):
         choose_batch_size(model, workload, GH200, replace(policy, host_budget=0, hbm_budget=GIB))

@@ -14,7 +14,7 @@ from dakrun.plan.advice import (
     resource_text,
 )
 from dakrun.plan.assemble import Candidate, cost_placement
-from dakrun.plan.batch_size import MAX_BATCH_SIZE, candidates, choose_batch_size
+from dakrun.plan.batch_size import MAX_BATCH_SIZE, batch_candidates, choose_batch_size
 from dakrun.plan.cta_model import launch_times, read_times, sms_by_tier
 from dakrun.plan.greedy import Curve, best_total, greedy_ratios, uniform_ratios
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
@@ -84,9 +84,9 @@ __all__ = [
     "activation_bytes",
     "advise",
     "attention_op",
+    "batch_candidates",
     "best_total",
     "busy_shares",
-    "candidates",
     "choose_batch_size",
     "climb",
     "compute_time",

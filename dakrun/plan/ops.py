@@ -75,14 +75,17 @@ def kv_positions(workload: Workload) -> int:
 
 
 def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
-    """The ops of one decode step in their order within the step."""
+    """The ops of one decode step in their order within the step.
+
+    A post-norm counts with the next matrix of the layers, which waits for it.
+    """
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
     of = architecture(model)
 
-    def linear(matrix: Matrix, layers: int = 0) -> Op:
+    def linear(matrix: Matrix, layers: int = 0, *, before: Matrix | None = None) -> Op:
         return linear_op(
             matrix.op, (matrix.rows, matrix.cols), n=n, element_bytes=size, layers=layers or 1,
-            in_layer=layers > 0, normed=bool(matrix.norm or matrix.post_norm),
+            in_layer=layers > 0, normed=bool(matrix.norm or (before and before.post_norm)),
         )  # fmt: skip
 
     attention = attention_op(
@@ -95,7 +98,11 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
         layers=model.num_layers,
         in_layer=True,
     )
-    qkv, *others = (linear(matrix, model.num_layers) for matrix in of.layer)
+    previous = (of.layer[-1], *of.layer[:-1])
+    qkv, *others = (
+        linear(matrix, model.num_layers, before=before)
+        for matrix, before in zip(of.layer, previous, strict=True)
+    )
     embedding = [_embedding(of.embedding, n, size)] if of.embedding else []
     before = [linear(of.project_in)] if of.project_in else []
     after = [linear(matrix) for matrix in (of.project_out, of.head) if matrix]
