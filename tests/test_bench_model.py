@@ -44,7 +44,7 @@ from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, load_profile
 from dakrun.llm import LLM
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import Links, Plan, Policy, make_plan, predict_prefill
 
 H200, PEERS = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")

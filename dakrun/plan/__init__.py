@@ -31,7 +31,7 @@ from dakrun.plan.ops import (
     vector_bytes,
     weight_bytes,
 )
-from dakrun.plan.placement import ideal_ratios, slot_candidates
+from dakrun.plan.placement import ideal_ratios, place, slot_candidates
 from dakrun.plan.plan import STAGING_BUFFERS, OpPlan, PlacedOp, Plan, PrefillPlan, staging_bytes
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN, climb, make_plan
 from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
@@ -106,6 +106,7 @@ __all__ = [
     "many_rows_times",
     "parse_remote",
     "passes",
+    "place",
     "predict_prefill",
     "predicted_time",
     "read_times",

@@ -87,7 +87,7 @@ def _slot_splits(problem: Problem, total: int, ratios: Sequence[float]) -> list[
     return sorted({spread, *alone})
 
 
-def placement(problem: Problem, slots: Counts) -> Placement:
+def place(problem: Problem, slots: Counts) -> Placement:
     """Units per layer and tier of every op, with `slots` KV slots in the remote tiers.
 
     Weights get the ideal ratios in the room that the slots leave, rounded to row blocks. Raises

@@ -15,7 +15,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.assemble import Candidate, assemble, cost_placement
 from dakrun.plan.op_costs import Counts, OpCosts
-from dakrun.plan.placement import placement, slot_candidates
+from dakrun.plan.placement import place, slot_candidates
 from dakrun.plan.plan import Plan, staging_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.prefill import with_prefill
@@ -116,7 +116,7 @@ def _search(problem: Problem, thorough: bool) -> Candidate:
         if start not in tried and start not in refusals:
             part, slots = start
             try:
-                tried[start] = cost_placement(part, placement(part, slots))
+                tried[start] = cost_placement(part, place(part, slots))
             except CannotRun as reason:
                 refusals[start] = reason
         return tried[start].predicted_s if start in tried else math.inf
