@@ -209,8 +209,6 @@ def profile(
     """
     from dakrun import probe
     from dakrun.plan.show import picture
-    from dakrun.probe.plot import draw
-    from dakrun.probe.table import render
 
     kind = probe.measured_device(device)
     path = probe.target(output, name, kind)
@@ -219,10 +217,10 @@ def profile(
     eprint(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
     result = probe.measure(name or path.stem, kind, quick=quick)
     probe.save(result.profile, path)
-    render(result, stdout_console())
+    probe.render(result, stdout_console())
     eprint(f"written to {path}" + ("" if output else "; --profile auto uses it"))
     if plot:
-        draw(result.profile, Path(plot))
+        probe.draw(result.profile, Path(plot))
 
 
 @main.command()
