@@ -17,7 +17,7 @@ import dakrun.nn.attention
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL
 from dakrun.kernels.attention.kv_blocks import KVShape, unpack
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm import TierAccess
 from dakrun.nn import PartitionedKVCache, SplitKFlashAttn
 
 ACCESS = TierAccess(sms=2, window_bytes=64 * 1024)
@@ -138,6 +138,7 @@ def emulated(
     monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", kernel)
     monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    # The emulated kernel runs on a CPU, with as many SMs as it is told.
     monkeypatch.setattr(dakrun.nn.attention, "_has_kernel", lambda _: True)
     monkeypatch.setattr(dakrun.nn.attention, "sm_count", lambda _: 5)
     yield launched
@@ -198,16 +199,16 @@ def test_slots_lie_where_the_ratio_says() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": 1.5}, "expected a ratio from 0 to 1, got 1.5"),
-        ({"remote": "disk"}, "expected host or peer:N as the remote tier, got 'disk'"),
-        ({"dtype": torch.float32}, "of float16 or bfloat16, got 2 and 1 of torch.float32"),
-        ({"batch": 0}, "expected a slot and a layer at least"),
-        ({"layers": 0}, "expected a slot and a layer at least"),
+        ({"ratio": 1.5}, "ratio from 0 to 1, got 1.5"),
+        ({"remote": "disk"}, "host or peer:N .* 'disk'"),
+        ({"dtype": torch.float32}, "float16 or bfloat16, got .*float32"),
+        ({"batch": 0}, "at least one slot and one layer"),
+        ({"layers": 0}, "at least one slot and one layer"),
         ({"head_dim": 48}, "head_dim"),
-        ({"device": "meta"}, "expected a CPU or a CUDA GPU, got meta"),
+        ({"device": "meta"}, "CPU or a CUDA GPU, got meta"),
     ],
 )
-def test_caches_that_are_not_to_be_had(options: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     plain = {"batch": 2, "kv_heads": 2, "head_dim": 64, "positions": 9, "dtype": torch.float16}
     with pytest.raises(ValueError, match=message):
         PartitionedKVCache(**{**plain, **options})
@@ -225,32 +226,33 @@ def test_operands_that_do_not_fit() -> None:
         ((q, k, v[:, :, :3]), rf"value as \[3, 2, L, 64\]{of}\[3, 2, 3, 64\]"),
         ((q[:, :, :0], k[:, :, :0], v[:, :, :0]), "query as"),
         ((q.float(), k, v), r"query as .* got \[3, 4, 4, 64\] of torch\.float32"),
-        ((q[:, :3], k, v), "1 to 16 query heads for each of 2, got 3"),
-        ((q[:, :1].expand(-1, 34, -1, -1), k, v), "1 to 16 query heads for each of 2, got 34"),
+        ((q[:, :3], k, v), "1 to 16 query heads .* got 3"),
+        ((q[:, :1].expand(-1, 34, -1, -1), k, v), "1 to 16 query heads .* got 34"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(*bad, cache)
     for padding in ([0, 0], [0, 4, 0], [0, -1, 0]):
         with pytest.raises(ValueError, match=f"got {re.escape(str(padding))} of 4 tokens"):
             attention(q, k, v, cache, padding=padding)
-    with pytest.raises(ValueError, match="in a prefill only"):
+    with pytest.raises(ValueError, match="prefill only"):
         attention(*case.part(0, 0, 1), cache, padding=[0, 0, 0])
-    assert not cache.lengths.any() and cache._turn == 0
+    assert not cache.lengths.any()
+    attention(q, k, v, cache)  # layer 0 is still the next
 
 
 def test_what_has_no_room() -> None:
     case = Case(prompt=4, steps=2)
     cache, attention = case.cache(0.5), SplitKFlashAttn()
-    with pytest.raises(ValueError, match="expected layer 0 next, got 1"):
+    with pytest.raises(ValueError, match="layer 0 next, got 1"):
         attention(*case.part(1, 0, 4), cache, layer=1)
     case.run(cache)
-    with pytest.raises(ValueError, match="room in every slot, but 6 positions are filled"):
+    with pytest.raises(ValueError, match="room in every slot, but 6 "):
         case.step(attention, cache, 5)
-    with pytest.raises(ValueError, match="expected empty slots for 4 tokens at once"):
+    with pytest.raises(ValueError, match="empty slots for 4 tokens"):
         case.prefill(attention, cache)
     cache.reset()
     wide = [x.repeat(1, 1, 2, 1) for x in case.part(0, 0, 4)]
-    with pytest.raises(ValueError, match="expected 6 tokens at most, got 8"):
+    with pytest.raises(ValueError, match="6 tokens at most, got 8"):
         attention(*wide, cache)
     case.check(case.run(cache), cache)
 
@@ -263,7 +265,7 @@ def test_closing() -> None:
     cache.close()
     assert all(tier._block.tensor.numel() == 0 for tier in tiers.values())
     cache.reset()
-    with pytest.raises(ValueError, match="this PartitionedKVCache is closed"):
+    with pytest.raises(ValueError, match="closed"):
         case.prefill(SplitKFlashAttn(), cache)
     cache.close()
 
@@ -309,7 +311,7 @@ def test_one_graph_as_lengths_grow(ratio: float) -> None:
         result = torch.cat(found, 3)
         assert torch.equal(result[..., case.prompt :, :], eager[..., case.prompt :, :])
         case.check(result, cache)
-    with pytest.raises(ValueError, match="room in every slot, but 500 positions are filled"):
+    with pytest.raises(ValueError, match="room in every slot, but 500 "):
         case.step(attention, cache, 0)
 
 
@@ -354,7 +356,7 @@ def test_a_peer_as_the_remote_tier() -> None:
 @pytest.mark.gpu
 def test_how_the_remote_tier_is_read() -> None:
     options: dict[str, Any] = {"dtype": torch.float16, "device": "cuda", "remote": "peer:1"}
-    with pytest.raises(UsageError, match="h200-pcie5 has no remote tier 'peer:1'"):
+    with pytest.raises(UsageError, match=r"h200-pcie5 .*'peer:1'"):
         PartitionedKVCache(2, 2, 64, 9, profile="h200-pcie5", **options)
     cache = PartitionedKVCache(2, 2, 64, 9, ratio=0, profile="h200-nvlink-peer", **options)
     assert cache.access[1].sms and cache.access[1].window_bytes

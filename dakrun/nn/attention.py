@@ -1,6 +1,6 @@
-"""SplitKFlashAttn: attention over a PartitionedKVCache, which it reads where it lies.
+"""SplitKFlashAttn: attention over a PartitionedKVCache, whose tiers kernels read in place.
 
-Knows tensors and that cache, no models: what rotates queries and keys is the caller's.
+Knows tensors and that cache, no models: the caller applies rotary embeddings.
 """
 
 import functools
@@ -21,15 +21,28 @@ _config = functools.cache(attention_config)
 
 
 class SplitKFlashAttn(nn.Module):
-    """Causal attention as torch's scaled_dot_product_attention has it, over a cache beside it.
+    """Causal attention like torch's scaled_dot_product_attention, over a PartitionedKVCache.
 
-    One new token a slot is appended by SplitK_FlashAttn, which reads both tiers at once on a GPU;
-    CUDA graphs can capture that once it has run for such a cache, which compiles the kernel and
-    takes memory for the parts of long slots. On a CPU plain torch computes the same from the same
-    packed slots. Several new tokens, a prefill, need empty slots: torch's attention serves them,
-    and they are packed into their tiers. No gradients, no dropout.
+    >>> cache = PartitionedKVCache(2, 1, 64, 16, dtype=torch.float16, ratio=0.5)
+    >>> attention = SplitKFlashAttn()
+    >>> q, k, v = torch.randn(3, 2, 1, 9, 64).half()  # [batch, heads, tokens, head size]
+    >>> attention(q[:, :, :8], k[:, :, :8], v[:, :, :8], cache).shape  # a prefill
+    torch.Size([2, 1, 8, 64])
+    >>> attention(q[:, :, 8:], k[:, :, 8:], v[:, :, 8:], cache).shape  # a decode step
+    torch.Size([2, 1, 1, 64])
+    >>> cache.lengths.tolist()
+    [9, 9]
 
-    It has no parameters, and may serve all layers of a model on one stream.
+    Decode: one new token per slot is appended and attended to. On a GPU SplitK_FlashAttn does both
+    and reads both tiers at once; on a CPU plain torch reads the same packed slots. CUDA graphs can
+    capture a step once one has run for such a cache, which compiles the kernel and allocates
+    workspace for splitting long slots.
+
+    Prefill: several new tokens per slot need empty slots. Torch computes them, and their keys and
+    values are packed into the tiers.
+
+    Computes no gradients and no dropout. Has no parameters; one module can serve all layers of a
+    model on one stream.
     """
 
     def __init__(self) -> None:
@@ -48,13 +61,13 @@ class SplitKFlashAttn(nn.Module):
         padding: Sequence[int] | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """out [B, Hq, L, D] of query [B, Hq, L, D], where key and value [B, Hkv, L, D] are new.
+        """out [B, Hq, L, D] of query [B, Hq, L, D] and the new key and value [B, Hkv, L, D].
 
-        Query head h attends to KV head h // (Hq // Hkv), as with `enable_gqa`; Hq is up to 16 times
-        Hkv. All are of the cache's dtype and on its device. Scores are multiplied by `scale`, else
-        by D ** -0.5. Layers of the cache take turns from 0 on. In a prefill the first `padding[b]`
-        tokens of slot b are none: they are not kept, and see themselves alone.
-        Raises ValueError where something does not fit, or has no room.
+        All have the cache's dtype and device. Query head h attends to KV head h // (Hq // Hkv), as
+        with `enable_gqa`; Hq is at most 16 times Hkv. Scores are multiplied by `scale`, by default
+        D ** -0.5. Calls go through the cache's layers in order, from 0. In a prefill, the first
+        `padding[b]` tokens of slot b are padding: they are not stored, and attend to themselves.
+        Raises ValueError if an operand does not match the cache, or a slot is full.
         """
         _check(query, key, value, cache, padding)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -78,16 +91,16 @@ class SplitKFlashAttn(nn.Module):
         layer: int,
         scale: float,
     ) -> torch.Tensor:
-        """out [B, Hq * D] of q [B, Hq, D] and k and v [B, Hkv, D] by the kernel."""
+        """out [B, Hq * D] of q [B, Hq, D], k and v [B, Hkv, D], by the kernel."""
         heads = (q.shape[1], k.shape[1], v.shape[1])
         config = _config(cache.shape, cache.slots, cache.access, sms=sm_count(q.device))
-        of = (config, heads[0] // heads[1], q.device)
-        if of not in self._workspaces:
-            self._workspaces[of] = Workspace.empty(*of)
+        key = (config, heads[0] // heads[1], q.device)
+        if key not in self._workspaces:
+            self._workspaces[key] = Workspace.empty(*key)
         with torch.cuda.device_of(q):
-            q, k, v = torch.cat((q, k, v), 1).split(heads, 1)  # rows equally far apart
+            q, k, v = torch.cat((q, k, v), 1).split(heads, 1)  # equal row strides
             return splitk_flash_attn(
-                q, k, v, cache.addresses[layer], cache.lengths, config, self._workspaces[of],
+                q, k, v, cache.addresses[layer], cache.lengths, config, self._workspaces[key],
                 q.new_empty(len(q), q.shape[1] * q.shape[2]), scale=scale,
             )  # fmt: skip
 
@@ -107,9 +120,9 @@ def _check(
         ("value", value, (cache.batch, heads, count, dim)),
     ):
         if tensor.shape != size or tensor.dtype != cache.dtype or tensor.device != cache.device:
-            of = f"[{cache.batch}, {'Hq' if name == 'query' else heads}, L, {dim}]"
+            shape_text = f"[{cache.batch}, {'Hq' if name == 'query' else heads}, L, {dim}]"
             raise ValueError(
-                f"expected {name} as {of} of {cache.dtype} on {cache.device}, got "
+                f"expected {name} as {shape_text} of {cache.dtype} on {cache.device}, got "
                 f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             )
     if query.shape[1] % heads or not heads <= query.shape[1] <= MAX_GROUP_HEADS * heads:
@@ -120,8 +133,8 @@ def _check(
         count == 1 or len(padding) != cache.batch or not all(0 <= n < count for n in padding)
     ):
         raise ValueError(
-            f"expected less padding than tokens, of {cache.batch} slots and in a prefill only, got "
-            f"{padding} of {count} tokens"
+            f"expected padding of {cache.batch} slots, less than all tokens, in a prefill only, "
+            f"got {padding} of {count} tokens"
         )
 
 
@@ -138,23 +151,23 @@ def _prefill(
     padding: Sequence[int] | None,
     scale: float,
 ) -> torch.Tensor:
-    """Torch's attention among the new tokens, which are then kept."""
+    """Attention among the new tokens by torch; stores their keys and values."""
     count = query.shape[2]
-    kept = torch.full_like(cache.lengths, count)
+    stored = torch.full_like(cache.lengths, count)
     mask = None
     if padding is not None and any(padding):
-        left_out = torch.tensor(padding, dtype=torch.int32, device=query.device)
-        kept -= left_out
+        pads = torch.tensor(padding, dtype=torch.int32, device=query.device)
+        stored -= pads
         positions = torch.arange(count, device=query.device)
         causal = positions[:, None] >= positions
-        # With nothing to see, some of torch's kernels would make NaN of it.
-        mask = causal & (positions >= left_out[:, None, None, None]) | causal & causal.t()
+        # Padding attends to itself: some of torch's kernels return NaN for fully masked rows.
+        mask = causal & (positions >= pads[:, None, None, None]) | causal & causal.t()
     out = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     cache.fill(layer, key, value, padding or [0] * cache.batch)
-    cache.end(layer, kept)
+    cache.end(layer, stored)
     return out
 
 
@@ -166,7 +179,7 @@ def _decode_in_torch(
     layer: int,
     scale: float,
 ) -> torch.Tensor:
-    """out [B, Hq, D] of q [B, Hq, D], slot by slot; k and v [B, Hkv, D] are appended before."""
+    """out [B, Hq, D] of q [B, Hq, D] slot by slot, after appending k and v [B, Hkv, D]."""
     out = torch.empty_like(q)
     for number, slot in enumerate(cache.slots_of(layer)):
         length = int(cache.lengths[number])

@@ -1,6 +1,6 @@
-"""SplitKGEMM: nn.Linear whose weight lies partly in a remote tier and is read where it lies.
+"""SplitKGEMM: nn.Linear whose weight lies partly in a remote tier, where kernels read it in place.
 
-Knows modules, tensors and tiers, no plans: how much lies in the remote tier is the caller's choice.
+Knows modules, tensors and tiers, no plans: the caller chooses the ratio.
 """
 
 from collections import Counter
@@ -16,36 +16,56 @@ from dakrun.kernels.gemm.dispatch import products
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory.tiers import HOST
-from dakrun.nn.remote_tier import check_remote, profiled_access
-from dakrun.nn.tiered_weight import TieredWeight, allocate, fill, has_kernel, remote_share
+from dakrun.nn.tiers import (
+    TieredWeight,
+    allocate,
+    check_remote,
+    fill,
+    has_kernel,
+    profiled_access,
+    remote_ratio,
+)
 
 
 class SplitKGEMM(nn.Module):
-    """y = x W^T + b as nn.Linear computes it, without gradients, W lying in two tiers.
+    """nn.Linear for inference, y = x W^T + b, with a part of W in a remote tier.
 
-    x is [..., in_features] and y [..., out_features], of W's dtype and on its device. `ratio` is
-    the share of W, its last rows, in the tier `remote`: "host", or "peer:N" for the memory of GPU
-    N; as an attribute it is that share as rounded to whole row blocks of 8 rows.
+    >>> linear = torch.nn.Linear(64, 40)
+    >>> module = SplitKGEMM.from_linear(linear, ratio=0.4)  # 2 of 5 row blocks in host memory
+    >>> x = torch.ones(3, 64)
+    >>> torch.allclose(module(x), linear(x), atol=1e-5)
+    True
+    >>> module.ratio
+    0.4
+    >>> module.close()
 
-    On a GPU, float16 and bfloat16 with in_features a multiple of 8 are packed, and a kernel reads
-    both tiers at once: SplitK_GEMM, or the tiled GEMM for more than 32 rows of x, as in a prefill,
-    where the GPU is a Hopper. On others cuBLAS computes more than 128 rows, 64 with a remote part,
-    from what is unpacked piece by piece. CUDA graphs can capture it once it has run with as many
-    rows, which compiles the kernel. Elsewhere W lies row by row and plain torch computes; on a GPU
-    it then copies the remote rows for every call, which no graph can capture.
+    Shapes and dtypes: x is [..., in_features] and y [..., out_features], of W's dtype and on its
+    device. Computes no gradients.
 
-    `access` says with how many SMs, and how many bytes in flight, the remote tier is read. Without
-    it `profile` says so: a HardwareProfile, the name or file of one, or None for the one that
-    `dakrun profile` kept of this GPU, else a shipped one. On a CPU neither plays a part.
+    Placement: the last row blocks of 8 rows, `ratio` of W, lie in the tier `remote`: "host", or
+    "peer:N" for the memory of GPU N. The attribute `ratio` is rounded to whole row blocks.
 
-    With `pdl` a launch may start while the kernel ahead of it runs (programmatic dependent
-    launch). It then reads W, which no kernel writes, and waits for that kernel to end before it
-    reads x or writes y, so no bit of y changes. It is off by default since it helps only where one
-    SplitKGEMM directly follows another: torch's kernels never let the next one start.
+    Kernels: on a GPU, W is packed if it is float16 or bfloat16 and in_features is a multiple of 8.
+    SplitK_GEMM reads both tiers at once; on Hopper, the tiled GEMM does so for more than 32 rows of
+    x, as in a prefill. On other GPUs cuBLAS computes more than 128 rows (64 with a remote part)
+    after unpacking W piece by piece. Anything else is computed by plain torch, which on a GPU
+    copies the remote rows in every call.
 
-    W is no Parameter: `to()` leaves it where it is. `state_dict` has it all the same, in one piece
-    on the CPU, as nn.Linear's does; loading one packs it into the same memory, so that captured
-    graphs see it. `close`, or the end of the module, gives the memory back.
+    CUDA graphs can capture a call with packed W once it has run with that number of rows, which
+    compiles the kernel. Plain torch with a remote part cannot be captured.
+
+    `access` gives the SMs and the bytes in flight for the remote tier. Without it, they come from
+    `profile`: a HardwareProfile, its name or file, or None for the profile that `dakrun profile`
+    saved for this GPU or a shipped one. A CPU uses neither.
+
+    With `pdl` (programmatic dependent launch) a launch may start while its predecessor kernel runs.
+    It then prefetches W, and waits for the predecessor to end before it reads x or writes y, so the
+    results are the same bits. It helps only if one SplitKGEMM directly follows another: torch's
+    kernels never let the next kernel start early. Off by default.
+
+    W is no Parameter, so `to()` does not move it. `state_dict` contains it as nn.Linear's does,
+    dense and on the CPU; loading one packs it into the same memory, which captured graphs see.
+    `close`, or the end of the module, frees the memory.
     """
 
     bias: nn.Parameter | None
@@ -64,10 +84,10 @@ class SplitKGEMM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Take memory for W and the bias; their values are any until a state dict is loaded.
+        """Allocate W and the bias, uninitialized until a state dict is loaded.
 
-        Raises ValueError for what cannot be meant, UsageError where the profile is not found or
-        has no such tier, and CannotRun where this machine does not give the memory.
+        Raises ValueError for an invalid size, dtype, device, ratio or tier, UsageError if the
+        profile is not found or lacks the tier, and CannotRun if memory is short.
         """
         super().__init__()
         like = torch.empty(0, device=device, dtype=dtype)
@@ -81,39 +101,26 @@ class SplitKGEMM(nn.Module):
         shape = (out_features, in_features)
         self._weight: TieredWeight | None
         self._tiers, self._weight = allocate(shape, like, ratio, remote, self._access)
-        self.ratio = remote_share(self._weight)
+        self.ratio = remote_ratio(self._weight)
         if bias:
             self.bias = nn.Parameter(like.new_empty(out_features), requires_grad=False)
         else:
             self.register_parameter("bias", None)
 
     @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        *,
-        ratio: float = 0.1,
-        remote: str = HOST,
-        profile: HardwareProfile | str | None = None,
-        access: TierAccess | None = None,
-        pdl: bool = False,
-        device: torch.device | str | None = None,
-    ) -> "SplitKGEMM":
-        """One with the weight and bias of `linear`, on `device` or else where they are.
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> "SplitKGEMM":
+        """A SplitKGEMM with the weight and bias of `linear`.
 
-        A weight on the CPU goes to a GPU in pieces, so the GPU need not have room for all of it.
+        `options` are keyword arguments of the constructor but `dtype`; `device` defaults to the
+        weight's. A weight on the CPU is copied to a GPU in pieces, so the GPU needs no room for all
+        of it. Raises what the constructor raises.
         """
         module = cls(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
-            ratio=ratio,
-            remote=remote,
-            profile=profile,
-            access=access,
-            pdl=pdl,
-            device=linear.weight.device if device is None else device,
             dtype=linear.weight.dtype,
+            **{"device": linear.weight.device} | options,
         )
         module.load_state_dict(linear.state_dict())
         return module
@@ -127,7 +134,7 @@ class SplitKGEMM(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y [..., out_features] of x [..., in_features]; ValueError for any other x."""
+        """y [..., out_features] of x [..., in_features]; ValueError if x does not match W."""
         weight, cols = self.weight, self.in_features
         if x.shape[-1:] != (cols,) or x.dtype != weight.dtype or x.device != self._device:
             raise ValueError(
@@ -142,12 +149,12 @@ class SplitKGEMM(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def close(self) -> None:
-        """Give the memory back; nothing can be computed any more. Repeating it does nothing."""
+        """Free the memory; later calls raise ValueError. Closing twice does nothing."""
         self._weight = None  # its tensors view the tiers
         self._tiers.close()
 
     def extra_repr(self) -> str:
-        """What a printed model says of this module."""
+        """The module's line in a printed model."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, ratio={self.ratio:.3g}, remote={self.remote}"
@@ -155,12 +162,12 @@ class SplitKGEMM(nn.Module):
 
     def _gemm(self, x: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
         """y [N, out_features] of x [N, in_features] by the kernels."""
-        if x.data_ptr() % 16:  # what the tensor memory accelerator asks for
+        if x.data_ptr() % 16:  # the tensor memory accelerator's alignment
             x = x.clone()
         y = x.new_empty(x.shape[0], self.out_features)
-        reads = (TierAccess(), self._access)
+        accesses = (TierAccess(), self._access)
         with torch.cuda.device_of(x):
-            products(x.device)(x, weight, reads, y, bias=self.bias, pdl=self.pdl)
+            products(x.device)(x, weight, accesses, y, bias=self.bias, pdl=self.pdl)
         return y
 
     def _save_to_state_dict(
@@ -179,7 +186,7 @@ class SplitKGEMM(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Pack the weight and leave the rest to torch, which knows of no such parameter."""
+        """Pack the weight; torch loads the rest."""
         key, shape = prefix + "weight", torch.Size(self.weight.shape)
         dense = state_dict.get(key)
         if dense is None and strict:
@@ -202,16 +209,20 @@ class SplitKGEMM(nn.Module):
         )
 
     def __getstate__(self) -> NoReturn:
-        """A copy's remote part would be ordinary memory, which the kernel cannot read."""
-        raise TypeError("a SplitKGEMM is neither copied nor pickled: take its state_dict()")
+        """Refuse copies: their remote part would be pageable memory, which kernels cannot read."""
+        raise TypeError("a SplitKGEMM cannot be copied or pickled; use its state_dict()")
 
 
 def replace_linears(model: nn.Module, **options: Any) -> dict[str, SplitKGEMM]:
-    """Put SplitKGEMM.from_linear(linear, **options) in place of every nn.Linear below `model`.
+    """Replace every nn.Linear in `model` by SplitKGEMM.from_linear(linear, **options).
 
-    Returns the new modules by name. One at a time is replaced, and its old weight then let go.
-    What stays as it is: a Linear whose weight another module has, too, as a tied lm_head has that
-    of the embeddings, and subclasses of nn.Linear, which may compute something else.
+    >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU())
+    >>> replace_linears(model, ratio=0.5)
+    {'0': SplitKGEMM(in_features=16, out_features=32, bias=True, ratio=0.5, remote=host)}
+
+    Returns the new modules by name. Modules are replaced one at a time, each freeing its old
+    weight. Two kinds are kept: a Linear that shares its weight with another module, such as a tied
+    lm_head, and subclasses of nn.Linear, which may compute something else.
     """
     owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     names = [
@@ -230,7 +241,7 @@ def replace_linears(model: nn.Module, **options: Any) -> dict[str, SplitKGEMM]:
 
 def _check(rows: int, cols: int, like: torch.Tensor) -> None:
     if rows < 1 or cols < 1:
-        raise ValueError(f"expected a feature in and out at least, got {rows} and {cols}")
+        raise ValueError(f"expected at least one feature in and out, got {rows} and {cols}")
     if like.device.type not in ("cpu", "cuda"):
         raise ValueError(f"expected a weight on a CPU or a CUDA GPU, got {like.device}")
     if not like.is_floating_point():

@@ -1,6 +1,23 @@
 """SplitKFlashAttn in models of transformers: the attention implementation "dakrun" and its cache.
 
-Importing this registers the implementation; `model.set_attn_implementation("dakrun")` chooses it.
+Importing this module registers the implementation. Left padding is not stored; prefills use torch's
+attention.
+
+>>> import torch
+>>> from transformers import AutoModelForCausalLM, AutoTokenizer
+>>> from dakrun.nn.huggingface import SplitKCache
+>>> tokenizer = AutoTokenizer.from_pretrained("path/to/model", padding_side="left")
+>>> tokenizer.pad_token = tokenizer.eos_token
+>>> model = AutoModelForCausalLM.from_pretrained("path/to/model", dtype=torch.float16).to("cuda")
+>>> model.set_attn_implementation("dakrun")
+>>> texts = ["Once upon a time", "The sea"]
+>>> prompts = tokenizer(texts, padding=True, return_tensors="pt").to("cuda")
+>>> with SplitKCache(model, batch=2, max_cache_len=128, ratio=0.5) as cache:  # one in host memory
+...     tokens = model.generate(**prompts, past_key_values=cache, max_new_tokens=32)
+>>> print(tokenizer.batch_decode(tokens, skip_special_tokens=True))
+
+A CUDA graph can capture a step of one token, as in the example of dakrun.nn: the kernel reads the
+requests' lengths on the device.
 """
 
 from dataclasses import dataclass
@@ -18,25 +35,24 @@ from dakrun.nn.attention import SplitKFlashAttn
 from dakrun.nn.kv_cache import PartitionedKVCache, require
 
 ATTENTION = "dakrun"
-# Arguments of transformers' attention functions that change the result, where they are not None.
+# Arguments of transformers' attention functions that change the result unless they are None.
 UNSUPPORTED = (
     "sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q",
 )  # fmt: skip
 
 
 class SplitKCache(Cache):
-    """The cache of a model whose attention implementation is "dakrun"; for `past_key_values`.
+    """The `past_key_values` of a model whose attention implementation is "dakrun".
 
-    It has `kv`, the PartitionedKVCache of all layers, and keeps keys and values there alone. Like a
-    StaticCache it has room for `max_cache_len` tokens a request, pads included, and CUDA graphs
-    that capture a step of one token stay valid until `close`, or the end of a `with` block, gives
-    the memory back. `reset` empties it for the next requests.
+    `kv` is the PartitionedKVCache of all layers. Like a StaticCache, this has room for
+    `max_cache_len` tokens per request, padding included, and CUDA graphs of a step of one token
+    stay valid until `close`, or the end of a `with` block, frees the memory. `reset` empties the
+    cache for the next requests.
 
-    The model's attention has to be causal over all that was before, in float16 or bfloat16 with
-    heads of 64, 80, 96 or 128, as that of OPT and Llama is. `batch` requests start together with
-    one prefill. An attention mask may be left out or [batch, tokens so far]; it may pad prompts on
-    their left, and pads are not kept. Beams, cropping and a second prefill are not supported.
-    All that is not supported raises ValueError.
+    The model's attention must be causal over all previous tokens, in float16 or bfloat16 with heads
+    of 64, 80, 96 or 128, as in OPT and Llama. All requests start with one common prefill. An
+    attention mask is optional; it is [batch, tokens so far] and may pad prompts on the left.
+    Sliding windows, beams, cropping, other masks and a second prefill raise ValueError.
     """
 
     def __init__(
@@ -50,9 +66,9 @@ class SplitKCache(Cache):
         profile: HardwareProfile | str | None = None,
         access: TierAccess | None = None,
     ) -> None:
-        """Take memory for a model where it is; the rest, and what is raised, as PartitionedKVCache.
+        """Allocate slots on the model's device; the last `ratio` of them in the tier `remote`.
 
-        The last requests, `ratio` of the batch, lie in the tier `remote`.
+        Options and errors are those of PartitionedKVCache.
         """
         config = model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
@@ -70,17 +86,17 @@ class SplitKCache(Cache):
             device=model.device,
         )
         self.attention = SplitKFlashAttn()
-        # What a StaticCache counts: tokens of the batch, pads included.
+        # Tokens so far, padding included, as a StaticCache counts them.
         self.seen = torch.zeros((), dtype=torch.int64, device=self.kv.device)
         super().__init__(layers=[_Layer(self, i) for i in range(self.kv.layers)])
 
     def reset(self) -> None:
-        """Empty the cache, in place, so that graphs stay valid."""
+        """Empty the cache in place; graphs stay valid."""
         self.kv.reset()
         self.seen.zero_()
 
     def close(self) -> None:
-        """Give the memory back. Repeating it does nothing."""
+        """Free the memory. Closing twice does nothing."""
         self.kv.close()
 
     def __enter__(self) -> "SplitKCache":
@@ -91,7 +107,7 @@ class SplitKCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks of one layer of a SplitKCache."""
+    """One layer of a SplitKCache, with the interface that transformers expects."""
 
     def __init__(self, cache: SplitKCache, number: int) -> None:
         super().__init__()
@@ -99,12 +115,12 @@ class _Layer(CacheLayerMixin):
         self.batch_size, self.is_initialized = cache.kv.batch, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the memory was taken at once."""
+        """Do nothing: SplitKCache has allocated the memory."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple["_New", "_New"]:
-        """What the model is to hand to `attend` as keys and values."""
+        """The new keys and values in the form that `attend` expects."""
         if self.number == 0:
             self.cache.seen += key_states.shape[2]
         new = _New(self, key_states, value_states)
@@ -114,7 +130,7 @@ class _Layer(CacheLayerMixin):
         return self.get_max_length(), 0
 
     def get_seq_length(self) -> torch.Tensor:
-        """Tokens of each request, pads included: int64 [] on the device, as graphs need it."""
+        """Tokens so far, padding included: int64 [] on the device, for CUDA graphs."""
         return self.cache.seen
 
     def get_max_length(self) -> int:
@@ -124,7 +140,7 @@ class _Layer(CacheLayerMixin):
         self.cache.reset()
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise ValueError("a SplitKCache is not reordered, cropped, repeated or moved")
+        raise ValueError("a SplitKCache cannot be reordered, cropped, repeated or moved")
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
     offload = prefetch = _refuse
@@ -132,9 +148,9 @@ class _Layer(CacheLayerMixin):
 
 @dataclass
 class _New:
-    """New keys and values [B, Hkv, L, D] on their way from a cache's `update` to `attend`.
+    """New keys and values [B, Hkv, L, D], passed from a cache's `update` to `attend`.
 
-    No tensor, so that another attention function does not take them for all keys and values.
+    Deliberately not a tensor: another attention function would mistake it for all keys and values.
     """
 
     layer: _Layer
@@ -144,7 +160,7 @@ class _New:
     def __getattr__(self, name: str) -> NoReturn:
         raise ValueError(
             f'a SplitKCache needs model.set_attn_implementation("{ATTENTION}"); another attention '
-            f"function, or this model itself, asked its keys for {name}"
+            f"function, or the model itself, read {name} of its keys"
         )
 
 
@@ -161,8 +177,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """The attention function "dakrun" of transformers: out [B, L, Hq, D], and no weights.
 
-    query is [B, Hq, L, D], key and value are what the update of a SplitKCache returned, and
-    attention_mask is what `padding_mask` made. Raises ValueError for all other.
+    `query` is [B, Hq, L, D], `key` and `value` come from a SplitKCache's `update`, `attention_mask`
+    from `padding_mask`. Raises ValueError for anything else.
     """
     if not isinstance(key, _New) or key is not value:
         raise ValueError(f'attention "{ATTENTION}" needs a SplitKCache as past_key_values')
@@ -170,7 +186,7 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if dropout or used or not causal or kwargs.get("output_attentions"):
         raise ValueError(
-            f'attention "{ATTENTION}" is causal, without dropout, weights returned or '
+            f'attention "{ATTENTION}" is causal and supports no dropout, output_attentions or '
             f"{', '.join(UNSUPPORTED)}"
         )
     layer, padding = key.layer, None
@@ -191,24 +207,24 @@ def padding_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask function "dakrun" of transformers: the mask that the user gave, bool [B, tokens].
+    """The mask function "dakrun" of transformers: the user's mask, bool [B, tokens], or None.
 
-    None stays None. Raises ValueError where it pads elsewhere than on the left, or where the model
-    asks for another mask than the causal one.
+    Raises ValueError if the mask pads anywhere but on the left, or if the model needs a mask that
+    is not causal.
     """
     if mask_function is not causal_mask_function:
-        raise ValueError(f'attention "{ATTENTION}" is causal over all that was before')
+        raise ValueError(f'attention "{ATTENTION}" is causal over all previous tokens')
     if attention_mask is not None:
         in_order = (attention_mask[:, 1:] >= attention_mask[:, :-1]).all()
         require(
             in_order & attention_mask[:, -1].all(),
-            "expected an attention mask that pads on the left alone",
+            "expected an attention mask with padding on the left only",
         )
     return attention_mask
 
 
 def _padding(layer: _Layer, count: int, mask: torch.Tensor) -> list[int] | None:
-    """What of a prefill of `count` tokens are pads; nothing to say of one token."""
+    """Padding of each request in a prefill of `count` tokens; None for one token."""
     kv = layer.cache.kv
     if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != kv.batch:
         raise ValueError(
@@ -218,10 +234,10 @@ def _padding(layer: _Layer, count: int, mask: torch.Tensor) -> list[int] | None:
         if mask.shape[1] != count:
             raise ValueError(f"expected a mask of {count} tokens, got {list(mask.shape)}")
         return (~mask).sum(1).tolist()
-    if layer.number == 0:  # the others see the same
+    if layer.number == 0:  # the other layers get the same mask
         require(
             (mask.sum(1) == kv.lengths + 1).all(),
-            "expected an attention mask with the pads of the prefill",
+            "expected an attention mask with the padding of the prefill",
         )
     return None
 

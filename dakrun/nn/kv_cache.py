@@ -1,6 +1,6 @@
-"""PartitionedKVCache: the keys and values of a batch, some of its slots in a remote tier.
+"""PartitionedKVCache: the keys and values of a batch, with some slots in a remote tier.
 
-Knows where they lie and how many positions are filled, not how they are attended to.
+Knows where slots lie and how many positions are filled, not how attention reads them.
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,25 @@ from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory.tiers import HOST, allocate_tiers
-from dakrun.nn.remote_tier import check_remote, profiled_access, remote_count
+from dakrun.nn.tiers import check_remote, profiled_access, remote_count
 
 
 class PartitionedKVCache:
-    """Room for `positions` keys and values of each of `batch` slots, in each of `layers`.
+    """Keys and values of `batch` slots with room for `positions` each, in each of `layers`.
+
+    >>> with PartitionedKVCache(8, 2, 64, 100, dtype=torch.float16, ratio=0.25) as cache:
+    ...     cache.slots, cache.ratio  # local and remote slots
+    ((6, 2), 0.25)
 
     The last slots, `ratio` of the batch, lie in the tier `remote`: "host", or "peer:N" for the
-    memory of GPU N; as an attribute `ratio` is that share as rounded to whole slots. Slots are
-    packed for SplitK_FlashAttn in blocks of 64 positions (dakrun.kernels.attention.kv_blocks), and
-    `tier_bytes` is all that they take of each tier. Beside them lies `lengths` on `device`, int32
-    [batch]: the positions that are filled in every layer. It is there to be read.
+    memory of GPU N. The attribute `ratio` is rounded to whole slots. Slots are packed for
+    SplitK_FlashAttn in KV blocks of 64 positions (dakrun.kernels.attention.kv_blocks).
+    `tier_bytes` are the bytes allocated in each tier. `lengths`, int32 [batch] on `device`, counts
+    the positions that are filled in every layer; read it only.
 
-    Memory is taken at once, and stays where it is: a CUDA graph that reads and appends stays valid
-    as lengths grow. `access`, or else `profile`, says how a GPU reads the remote tier, as for
-    SplitKGEMM. `close`, or the end of a `with` block, gives the memory back.
+    Memory is allocated once and does not move: a CUDA graph that reads and appends stays valid as
+    lengths grow. `access` and `profile` say how a GPU reads the remote tier, as for SplitKGEMM.
+    `close`, or the end of a `with` block, frees the memory.
     """
 
     def __init__(
@@ -44,16 +48,16 @@ class PartitionedKVCache:
         access: TierAccess | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Take the memory: of float16 or bfloat16, heads of 64, 80, 96 or 128, and no values yet.
+        """Allocate empty slots of float16 or bfloat16, with heads of 64, 80, 96 or 128.
 
-        Raises ValueError for what cannot be meant, UsageError where the profile is not found or
-        has no such tier, and CannotRun where this machine does not give the memory.
+        Raises ValueError for an invalid size, dtype, device, ratio or tier, UsageError if the
+        profile is not found or lacks the tier, and CannotRun if memory is short.
         """
         self.shape = KVShape(kv_heads, head_dim, positions)
         self.device = torch.empty(0, device=device).device
         if batch < 1 or layers < 1 or dtype not in DTYPES:
             raise ValueError(
-                f"expected a slot and a layer at least, of float16 or bfloat16, got {batch} and "
+                f"expected at least one slot and one layer of float16 or bfloat16, got {batch} and "
                 f"{layers} of {dtype}"
             )
         if self.device.type not in ("cpu", "cuda"):
@@ -61,9 +65,9 @@ class PartitionedKVCache:
         check_remote(ratio, remote)
         if access is None and self.device.type == "cuda":
             access = profiled_access(profile, remote, self.device, ratio)
-        there = remote_count(ratio, batch)
-        self.slots = (batch - there, there)  # in the local tier, and the remote one
-        self.batch, self.layers, self.dtype, self.ratio = batch, layers, dtype, there / batch
+        remote_slots = remote_count(ratio, batch)
+        self.slots = (batch - remote_slots, remote_slots)  # in the local and the remote tier
+        self.batch, self.layers, self.dtype, self.ratio = batch, layers, dtype, remote_slots / batch
         self.access = (TierAccess(), access or TierAccess())
         sizes = [layers * count * self.shape.slot_bytes for count in self.slots]
         self.tier_bytes = dict(zip((LOCAL, remote), sizes, strict=True))
@@ -75,26 +79,26 @@ class PartitionedKVCache:
         addresses = [[slot.data_ptr() for slot in self.slots_of(i)] for i in range(layers)]
         self.addresses = torch.tensor(addresses, device=self.device)  # int64 [layers, batch]
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self._turn = 0  # the layer whose keys and values come next
+        self._next_layer = 0
 
     def slots_of(self, layer: int) -> list[torch.Tensor]:
-        """The packed slots of a layer, each in its tier; ValueError once this cache is closed."""
+        """The packed slots of a layer, each in its tier; ValueError if this cache is closed."""
         if not self._parts:
             raise ValueError("this PartitionedKVCache is closed")
         return [slot for part in self._parts for slot in part[layer]]
 
     def begin(self, layer: int, count: int) -> None:
-        """ValueError unless `count` new positions of `layer` can be next.
+        """Raise ValueError unless `layer` is next and has room for `count` new positions.
 
-        One can where there is room for it in every slot, several where all slots are empty: layer 0
-        waits for the device to say so. A CUDA graph that is captured looks at every replay instead,
-        and where there is no room ends the CUDA context, as torch does for an index out of bounds.
+        One position needs room in every slot, several need empty slots. For layer 0 this waits for
+        the device. In a captured CUDA graph every replay checks instead; a full slot then ends the
+        CUDA context, as an index out of bounds does in torch.
         """
-        self.slots_of(layer)  # not closed
-        if layer != self._turn:
+        self.slots_of(layer)  # raises if closed
+        if layer != self._next_layer:
             raise ValueError(
-                f"expected layer {self._turn} next, got {layer}: layers take turns, and after an "
-                "error only reset() makes layer 0 the next"
+                f"expected layer {self._next_layer} next, got {layer}: call layers in order, and "
+                "reset() after an error"
             )
         if count > 1 and is_capturing(self.device):
             raise ValueError("expected one new token a slot in a CUDA graph; prefill before it")
@@ -110,21 +114,21 @@ class PartitionedKVCache:
         )
 
     def end(self, layer: int, count: int | torch.Tensor) -> None:
-        """Say that `layer` has the new positions, `count` of each slot; the last makes them count.
+        """Record `count` new positions per slot of `layer`; the last layer adds them to lengths.
 
         `count` may be int32 [batch].
         """
-        self._turn = (layer + 1) % self.layers
-        if not self._turn:
+        self._next_layer = (layer + 1) % self.layers
+        if not self._next_layer:
             self.lengths += count
 
     def fill(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, padding: Sequence[int]
     ) -> None:
-        """Write the first positions of a layer's slots, keys and values [batch, Hkv, P, D].
+        """Write keys and values [batch, Hkv, P, D] to the first positions of a layer's slots.
 
-        Of those of slot b the first `padding[b]` are left out. For a tier's slots at a time, it
-        takes twice the memory of what is written.
+        The first `padding[b]` positions of slot b are dropped. Allocates twice the bytes of a
+        tier's slots temporarily, one tier after the other.
         """
         if any(padding):
             keys, values = (_rolled(x, padding) for x in (keys, values))
@@ -140,13 +144,13 @@ class PartitionedKVCache:
             first += count
 
     def reset(self) -> None:
-        """Empty all slots, in place, so that graphs stay valid."""
-        self._turn = 0
+        """Empty all slots in place; graphs stay valid."""
+        self._next_layer = 0
         self.lengths.zero_()
 
     def close(self) -> None:
-        """Give the memory back; nothing can be attended to any more. Repeating it does nothing."""
-        self._parts = []  # they view the tiers
+        """Free the memory; later calls raise ValueError. Closing twice does nothing."""
+        self._parts = []  # views of the tiers
         self._tiers.close()
 
     def __enter__(self) -> "PartitionedKVCache":
@@ -157,12 +161,12 @@ class PartitionedKVCache:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on `device` goes into a CUDA graph."""
+    """Whether the current stream of `device` is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def require(condition: torch.Tensor, message: str) -> None:
-    """ValueError unless a bool [] tensor holds, or, in a CUDA graph, an assertion on the GPU."""
+    """Raise ValueError unless `condition`, bool [], holds; a CUDA graph asserts it on the GPU."""
     if is_capturing(condition.device):
         torch._assert_async(condition, message)
     elif not condition:
@@ -170,5 +174,5 @@ def require(condition: torch.Tensor, message: str) -> None:
 
 
 def _rolled(x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
-    """x [batch, Hkv, P, D] with the first `padding[b]` positions of slot b behind all others."""
+    """x [batch, Hkv, P, D] with the first `padding[b]` positions of slot b moved to the end."""
     return torch.stack([slot.roll(-count, 1) for slot, count in zip(x, padding, strict=True)])

@@ -1,0 +1,104 @@
+"""The tiers of a module's operands: how a GPU reads the remote tier, and weights in two tiers.
+
+Weights are packed for the kernels if these support them, else stored row by row. Knows tensors and
+tiers, no modules.
+"""
+
+import math
+import re
+
+import torch
+
+from dakrun.geometry import first_row, row_block_count
+from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
+from dakrun.kernels.gemm import storage
+from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
+from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.runtime import jit
+from dakrun.kernels.runtime.jit import sm_count
+from dakrun.memory.tiers import PartitionedTensor, Tiers, aligned, allocate_tiers
+from dakrun.plan import is_windowed
+
+TieredWeight = PackedTensor | PartitionedTensor
+
+
+def check_remote(ratio: float, remote: str) -> None:
+    """Raise ValueError unless `ratio` is from 0 to 1 and `remote` names a remote tier."""
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"expected a ratio from 0 to 1, got {ratio}")
+    if not re.fullmatch(r"host|peer:\d+", remote):
+        raise ValueError(f"expected host or peer:N as the remote tier, got {remote!r}")
+
+
+def remote_count(ratio: float, count: int) -> int:
+    """The number of `count` units in the remote tier: `ratio` of them, rounded."""
+    return math.floor(ratio * count + 0.5)
+
+
+def profiled_access(
+    profile: HardwareProfile | str | None, remote: str, device: torch.device, ratio: float
+) -> TierAccess:
+    """The SMs and window with which a GPU reads `remote`, which holds `ratio` of an operand.
+
+    All SMs read it among their local row blocks if its link needs no window and delivers its part
+    while HBM delivers the rest. Else some SMs read nothing but the remote tier.
+
+    The profile may be given by name or file; None is the one that `dakrun profile` saved for the
+    GPU `device`, or a shipped one. Raises UsageError if there is none, or if it lacks the tier.
+    """
+    if profile is None:
+        profile = find_profile(device="cuda", name=torch.cuda.get_device_name(device))
+    elif isinstance(profile, str):
+        profile = load_profile(profile)
+    tier = profile.tier(remote)
+    total = tier.direct_bytes_per_s + profile.hbm_bytes_per_s
+    mixed = not is_windowed(tier) and ratio <= tier.direct_bytes_per_s / total
+    return TierAccess(tier.sms, tier.window_bytes, mixed=mixed)
+
+
+def has_kernel(like: torch.Tensor, cols: int) -> bool:
+    """Whether kernels support a weight of `cols` columns, and the dtype and device of `like`."""
+    return jit.has_kernels(like.device) and storage.can_pack(like.dtype, cols)
+
+
+def allocate(
+    shape: tuple[int, int], like: torch.Tensor, ratio: float, remote: str, access: TierAccess
+) -> tuple[Tiers, TieredWeight]:
+    """Tiers with memory for a weight [M, K], and that weight, uninitialized.
+
+    It has the dtype of `like` and computes on its device. The last row blocks, `ratio` of them, lie
+    in the tier `remote`, which the GPU reads as `access` says. Raises CannotRun if memory is short.
+    """
+    (rows, cols), count = shape, row_block_count(shape[0])
+    remote_blocks = remote_count(ratio, count)
+    local_blocks, packed = count - remote_blocks, has_kernel(like, cols)
+    if packed:
+        sizes = [row_blocks * row_block_bytes(cols) for row_blocks in (local_blocks, remote_blocks)]
+    else:
+        local = first_row(local_blocks, rows)
+        sizes = [aligned(n * cols * like.dtype.itemsize) for n in (local, rows - local)]
+    tiers = allocate_tiers(dict(zip((LOCAL, remote), sizes, strict=True)), like.device)
+    placement = ((LOCAL, local_blocks), (remote, remote_blocks))
+    if not packed:
+        return tiers, PartitionedTensor.empty(shape, like.dtype, placement, tiers)
+    accesses, sms = (TierAccess(), access), sm_count(like.device)
+    return tiers, storage.allocate(shape, like.dtype, placement, accesses, tiers, sms=sms)
+
+
+def remote_ratio(weight: TieredWeight) -> float:
+    """Remote bytes of a weight over all its bytes."""
+    sizes = [part.data.nbytes for part in weight.parts]
+    local = sum(part.data.nbytes for part in weight.parts if part.tier == LOCAL)
+    return 1 - local / sum(sizes)
+
+
+def fill(weight: TieredWeight, dense: torch.Tensor, device: torch.device) -> None:
+    """Write `dense` [M, K], of any dtype and device, into a weight for `device`."""
+    if isinstance(weight, PartitionedTensor):
+        for part in weight.parts:
+            part.data.copy_(dense[part.rows])
+        return
+    for piece in storage.pieces(weight, storage.PIECE_ELEMENTS):
+        storage.write(piece, dense[piece.rows].to(device, weight.dtype))
+    if device.type == "cuda":  # a launch with PDL does not wait for these copies
+        torch.cuda.synchronize(device)
