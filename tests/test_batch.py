@@ -71,25 +71,13 @@ def test_no_rows(make: Callable[..., Path], content: bytes, name: str) -> None:
 
 def test_native_row_with_every_field(make: Callable[..., Path]) -> None:
     row = {
-        "id": "x",
-        "prompt": "é",
-        "max_tokens": 9,
-        "temperature": 1,
-        "top_k": 4,
-        "top_p": 0.5,
-        "seed": 11,
-        "stop": ["\n", "end"],
-        "ignore_eos": True,
-    }
+        "id": "x", "prompt": "é", "max_tokens": 9, "temperature": 1, "top_k": 4, "top_p": 0.5,
+        "seed": 11, "stop": ["\n", "end"], "ignore_eos": True,
+    }  # fmt: skip
     expected = SamplingParams(
-        max_tokens=9,
-        temperature=1,
-        top_k=4,
-        top_p=0.5,
-        seed=11,
-        stop=("\n", "end"),
-        ignore_eos=True,
-    )
+        max_tokens=9, temperature=1, top_k=4, top_p=0.5, seed=11,
+        stop=("\n", "end"), ignore_eos=True,
+    )  # fmt: skip
     request = Request(id="x", line=1, prompt_ids=(1, 0xC3, 0xA9), params=expected)
     assert read(make(json.dumps(row))) == [request]
     assert read(make(json.dumps(row, ensure_ascii=False))) == [request]
