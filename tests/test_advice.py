@@ -1,4 +1,4 @@
-"""What `dakrun plan` advises: whoever follows it gets the speed it names; what it says limits."""
+"""Advice of `dakrun plan`: followed, it gives the speed that it names; limits of a step."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from dakrun.cli import main
 from dakrun.config import Workload
 from dakrun.hardware import load_profile
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import (
     MIN_GAIN,
     Advice,
@@ -158,7 +158,7 @@ def test_room_that_would_lie_idle_is_not_advised() -> None:
     ],
 )
 def test_busy_shares(plan: Plan) -> None:
-    """No resource is used for longer than the step takes; what limits is used nearly throughout."""
+    """No resource is busy for longer than the step; limiting ones are busy nearly throughout."""
     busy = busy_shares(plan)
     assert list(busy.values()) == sorted(busy.values(), reverse=True)
     assert 0 < next(iter(busy.values())) <= 1 + 1e-9

@@ -1,4 +1,4 @@
-"""How long SMs take with what they are dealt of an op: laws, with the profiles of H200s."""
+"""Laws of the CTA model: SMs for each tier of an op and their times, with the H200s' profiles."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from dakrun.config import Workload
 from dakrun.geometry import SHARED_BYTES_PAIRED
 from dakrun.hardware import HardwareProfile, load_profile
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import decode_ops, linear_op, predicted_time, read_times, sms_by_tier
 
 HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
@@ -29,8 +29,8 @@ def test_the_busiest_cta_counts_for_as_much_as_all_bytes() -> None:
 def test_a_link_never_brings_more_than_its_rate(row_blocks: int, sms: int) -> None:
     op = linear_op("product", (7168, 7168), n=8, element_bytes=2)
     for profile, tier in ((HOST, "host"), (PEER, "peer:1")):
-        counts, dealt = (op.units - row_blocks, row_blocks), (profile.sms - sms, sms)
-        _, link = read_times(op, counts, dealt, profile, (tier,))
+        counts, split = (op.units - row_blocks, row_blocks), (profile.sms - sms, sms)
+        _, link = read_times(op, counts, split, profile, (tier,))
         needed = row_blocks * op.read_bytes / op.units / profile.tier(tier).direct_bytes_per_s
         assert link >= needed * (1 - 1e-9)
 
@@ -41,15 +41,15 @@ def test_rings_that_bridge_the_time_between_launches_keep_a_link_busy() -> None:
     row_block = op.read_bytes / op.units
 
     def waited(row_blocks: int, sms: int) -> float:
-        counts, dealt = (op.units - row_blocks, row_blocks), (PEER.sms - sms, sms)
-        _, link = read_times(op, counts, dealt, PEER, ("peer:1",))
+        counts, split = (op.units - row_blocks, row_blocks), (PEER.sms - sms, sms)
+        _, link = read_times(op, counts, split, PEER, ("peer:1",))
         return link - row_blocks * row_block / PEER.tier("peer:1").direct_bytes_per_s
 
     assert waited(96, 16) < waited(96, 12) < waited(96, 8), "more SMs hold more"
     host = HOST.tier("host")
     for row_blocks in (8, 16, 32):  # whole groups for each of them
-        counts, dealt = (op.units - row_blocks, row_blocks), (HOST.sms - host.sms, host.sms)
-        _, link = read_times(op, counts, dealt, HOST, ("host",))
+        counts, split = (op.units - row_blocks, row_blocks), (HOST.sms - host.sms, host.sms)
+        _, link = read_times(op, counts, split, HOST, ("host",))
         assert link * host.direct_bytes_per_s <= row_blocks * row_block * (1 + 1e-9)
 
 
@@ -79,14 +79,14 @@ def test_attention_gets_no_more_sms_for_a_peer_than_keep_its_link_busy() -> None
     ops = decode_ops(known_model("llama-3-8b"), workload)
     op = next(op for op in ops if op.category == "attention")
 
-    def dealt(local: int, remote: int) -> tuple[int, ...]:
+    def split(local: int, remote: int) -> tuple[int, ...]:
         return sms_by_tier(op, [(local, remote)], 0.0, 0.0, PEER, ("peer:1",))
 
     peer = PEER.tier("peer:1")
-    local, few = dealt(48, 16)
+    local, few = split(48, 16)
     assert local + few == PEER.sms
     assert few < peer.sms and few * SHARED_BYTES_PAIRED > 2e-6 * peer.direct_bytes_per_s
-    assert dealt(64, 0) == dealt(60, 4) == (PEER.sms, 0), "mixed, where HBM takes longer"
-    assert dealt(0, 64) == (0, peer.sms), "no others could have the rest"
+    assert split(64, 0) == split(60, 4) == (PEER.sms, 0), "mixed, where HBM takes longer"
+    assert split(0, 64) == (0, peer.sms), "no others could have the rest"
     host = sms_by_tier(op, [(60, 4)], 0.0, 0.0, HOST, ("host",))
     assert host == (HOST.sms - HOST.tier("host").sms, HOST.tier("host").sms)

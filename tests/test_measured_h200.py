@@ -1,10 +1,10 @@
-"""The shipped profile of an H200 against what was measured on it and on other cards of its kind."""
+"""The shipped H200 profiles against measurements on that card and others of its kind."""
 
 import pytest
 
 from dakrun.config import Dtype, Workload
 from dakrun.hardware import HardwareProfile, load_profile
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import Policy, linear_op, make_plan, predicted_time, read_times
 from dakrun.probe import FULL, fixed_cost
 
@@ -97,7 +97,7 @@ def test_reads_of_another_card(model: str) -> None:
 
 @pytest.mark.parametrize("model", STEPS)
 def test_chains_of_reads_of_another_card(model: str) -> None:
-    """By the profile's chains of reads: what ops do besides is in the costs of kernels."""
+    """By the profile's chains of reads; other work of ops is in the costs of kernels."""
     layers, elements, one_read, share = STEPS[model]
     chain = PROFILE.sweeps["chain"]
     columns = map(chain.column, ("op_bytes", "overlap", "op_s"))

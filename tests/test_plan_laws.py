@@ -17,7 +17,7 @@ from scipy.optimize import linprog
 from dakrun.config import Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, OpCosts, load_profile
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import MIN_OFFLOAD_GAIN, Op, Plan, Policy, compute_time, decode_ops, make_plan
 from dakrun.plan.show import (
     CHOICES,
@@ -400,7 +400,7 @@ def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Pol
 
 
 def check_tiers_of_op(op: dict[str, Any], profile: HardwareProfile) -> None:
-    """What the JSON says of one op by tier adds up to what it says of the op."""
+    """The JSON figures of one op by tier add up to those of the op."""
     parts, layers = op["tiers"], op["layers"]
     assert [part["units"] for part in parts] == [sum(n) for n in op["units_by_layer"].values()]
     assert sum(part["units"] for part in parts) == op["units_per_layer"] * layers

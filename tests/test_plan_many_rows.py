@@ -1,4 +1,4 @@
-"""Plans of large batches: what a profile says of many rows, norms, sampling and staging is used."""
+"""Plans of large batches: the profile's costs of many rows, norms, sampling and staging count."""
 
 from dataclasses import replace
 
@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile, OpCosts, load_profile
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.gemm.tiled_config import tiled_config
-from dakrun.models.known import known_model
+from dakrun.kernels.gemm import TierAccess, tiled_config
+from dakrun.models import known_model
 from dakrun.plan import (
     Links,
     Plan,

@@ -1,4 +1,4 @@
-"""The tables of a plan at every width, and what they say where the uniform strategy cannot run."""
+"""The tables of a plan at every width, also where the uniform strategy cannot run."""
 
 import functools
 import io
@@ -11,7 +11,7 @@ from rich.console import Console
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 from dakrun.plan.show import Overview, overview_dict, render, summary_rows
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: its data, a PNG of the right size, and what is said without matplotlib."""
+"""The picture of a plan: its data, a PNG of the right size, and the error without matplotlib."""
 
 import struct
 import sys
@@ -11,7 +11,7 @@ from dakrun.cli import main
 from dakrun.config import Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import Plan, Policy, make_plan
 from dakrun.plan.show import Point, clusters, plot_plan, points, ratio_curve
 

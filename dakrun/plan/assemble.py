@@ -3,7 +3,7 @@
 Takes placements as given: placement.py makes them, planner.py chooses.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from dakrun.plan.greedy import best_total
@@ -76,12 +76,7 @@ def assemble(problem: Problem, chosen: Candidate, *, forgone: Plan | None = None
     costs, curves = problem.costs, problem.curves
     ops = tuple(
         OpPlan(
-            op=placed.op,
-            transport=placed.transport,
-            sms=placed.sms,
-            placement=placed.placement,
-            bounds_s=placed.bounds_s,
-            predicted_s=placed.predicted_s,
+            **{field.name: getattr(placed, field.name) for field in fields(PlacedOp)},
             regime=regime(placed.op, costs.compute[placed.op.name], costs.links),
             a=curves[placed.op.name].a,
             b=curves[placed.op.name].b,
