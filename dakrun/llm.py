@@ -121,7 +121,7 @@ class LLM:
             raise
 
     def close(self) -> None:
-        """Give the tiers back; nothing can be generated any more. Repeating it does nothing."""
+        """Free the tiers and end all generation. A second call does nothing."""
         if self._engine is not None:
             self._engine.close()
         self._engine = None  # its tensors view the tiers
@@ -135,7 +135,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What runs the requests; UsageError once this LLM is closed."""
+        """The engine that runs the requests; UsageError once this LLM is closed."""
         if self._engine is None:
             raise UsageError(
                 "this LLM is closed", hint="generate inside its `with` block, or make another"
@@ -230,7 +230,7 @@ class LLM:
         return torch.cuda.mem_get_info(self.device)[0] + self.profile.context_bytes, host
 
     def _load(self, directory: Path | None) -> Runner:
-        """What computes, with the weights of the checkpoint in `directory`, or random ones."""
+        """The runner, with the weights of the checkpoint in `directory`, or random ones."""
         packed = runs_on_kernels(self.plan, self.device)
         with Checkpoint(directory) if directory else nullcontext(Dummy()) as source:
             source.check(manifest_of(architecture(self.config), source.__contains__))
@@ -240,7 +240,7 @@ class LLM:
 
 
 def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:
-    """The architecture, and the folder that has the checkpoint, or for random weights may be."""
+    """The architecture, and the folder of the checkpoint; None for random weights of a name."""
     folder = Path(name).expanduser()
     if load_format == "dummy":
         config = hub.model_config(name)

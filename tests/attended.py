@@ -10,7 +10,7 @@ from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention.config import AttentionConfig, attention_config
 from dakrun.kernels.attention.kv_blocks import KVShape, pack, unpack
 from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm import TierAccess
 
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=64 * 1024))
 

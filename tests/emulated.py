@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dakrun.geometry import CUDA_CONSTANTS
-from dakrun.kernels.gemm.tiled import AFTER_REMOTE
+from dakrun.kernels.gemm import AFTER_REMOTE
 from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"

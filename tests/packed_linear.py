@@ -1,4 +1,4 @@
-"""A packed weight over the tiers of a GPU, random operands amid NaN, and comparison bit for bit."""
+"""Packed weights in the tiers of a GPU, random operands between NaN guards, bitwise comparison."""
 
 import functools
 import math
@@ -8,10 +8,19 @@ from typing import Any
 import torch
 
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
-from dakrun.kernels.gemm.splitk import Norm, Workspace, splitk_gemm
-from dakrun.kernels.gemm.splitk_config import GemmConfig, TierAccess, gemm_config, split_row_blocks
-from dakrun.memory.device import enable_peer_access
+from dakrun.kernels.gemm import (
+    GemmConfig,
+    Norm,
+    PackedPart,
+    PackedTensor,
+    SplitKWorkspace,
+    TierAccess,
+    gemm_config,
+    pack,
+    split_row_blocks,
+    splitk_gemm,
+)
+from dakrun.memory import enable_peer_access
 
 GUARD = 64  # elements
 TIERS = ("hbm", "host", "peer")
@@ -35,7 +44,7 @@ def poisoned(n: int, m: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def written(out: torch.Tensor) -> bool:
-    """Whether all of an output that was poisoned is numbers, and what surrounds it is as it was."""
+    """Whether a poisoned output is all numbers, and its guards are untouched."""
     room = out.as_strided((out.numel() + 2 * GUARD,), (1,), 0)
     return int(room.isnan().sum()) == 2 * GUARD and not bool(out.isnan().any())
 
@@ -77,9 +86,9 @@ class Linear:
 
 
 @functools.cache
-def workspace(config: GemmConfig) -> Workspace:
-    """For launches one after the other."""
-    return Workspace.empty(config, "cuda")
+def workspace(config: GemmConfig) -> SplitKWorkspace:
+    """One for all launches, which run one after the other."""
+    return SplitKWorkspace.empty(config, "cuda")
 
 
 @functools.cache
@@ -93,7 +102,7 @@ def linear(
     sms: int = 0,
     aligned: bool = True,
 ) -> Linear:
-    """The weight with `row_blocks` in HBM, page-locked memory and a peer's, or else all in HBM."""
+    """A weight with `row_blocks` in HBM, page-locked and a peer's memory; by default all in HBM."""
     dense, row_blocks = weight_of(m, k, dtype), row_blocks or (row_block_count(m),)
     access, sms = access[: len(row_blocks)], sms or all_sms()
     splits = split_row_blocks(row_blocks, access, sms=sms, aligned=aligned)
@@ -106,7 +115,7 @@ def linear(
 
 
 def moved(data: torch.Tensor, tier: str) -> torch.Tensor:
-    """The bytes in their tier; where no peer can be read, page-locked memory stands in for it."""
+    """Copy bytes to their tier; page-locked memory stands in for a peer that cannot be read."""
     if tier == "hbm" or not data.numel():
         return data
     here = torch.cuda.current_device()

@@ -1,18 +1,12 @@
-"""Packed matrices whose rows several tiers hold, dealt out in every way that the packing knows."""
+"""Packed matrices in several tiers, in every kind of split."""
 
 import itertools
 from collections.abc import Sequence
 
 import torch
 
-from dakrun.kernels.gemm.packing import (
-    ROWS_PER_BLOCK,
-    PackedPart,
-    PackedTensor,
-    Split,
-    pack,
-    row_block_count,
-)
+from dakrun.geometry import ROWS_PER_BLOCK, row_block_count
+from dakrun.kernels.gemm import PackedPart, PackedTensor, Split, pack
 
 # Rows, columns, and the tiers: a single row block, many waves with a smaller last group, several
 # tiers with ragged rows, an empty tier and steps wider than the matrix.

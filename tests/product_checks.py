@@ -1,5 +1,5 @@
-"""What products on a GPU are held against: cuBLAS's errors, whatever the epilogue; and a chain of
-launches over matrices whose row blocks lie in several tiers.
+"""Checks of products on a GPU: errors against cuBLAS's for every epilogue, and a chain of launches
+over matrices in several tiers.
 """
 
 import itertools
@@ -10,12 +10,12 @@ import torch
 from packed_linear import normal, poisoned, weight_of, written
 from torch.nn import functional as F
 
-from dakrun.kernels.gemm.splitk import Norm
+from dakrun.kernels.gemm import Norm
 
 Run = Callable[..., torch.Tensor]  # of x, out and options
 Epilogue = tuple[str, bool, bool]  # the activation, and whether there are bias and residual
 
-FEW_SMS = 16  # by which matrices are dealt out as larger ones are to a whole GPU
+FEW_SMS = 16  # give small matrices as many waves as large ones have on a whole GPU
 SHAPES = ((1, 8), (30, 72), (1000, 200), (264, 1000), (776, 2048), (4104, 4096))
 EPILOGUES: list[Epilogue] = [
     (activation, *operands)
@@ -65,7 +65,7 @@ def check(
 
 
 def check_shapes(of: Callable[..., Run], n: int, dtype: torch.dtype, **options: Any) -> None:
-    """The same of all SHAPES and EPILOGUES; `of` makes a run of a shape and `options`."""
+    """Check all SHAPES and EPILOGUES; `of` makes a run from a shape and `options`."""
     for (m, k), epilogue in itertools.product(SHAPES, EPILOGUES):
         if m % 2 == 0 or epilogue[0] != "silu_mul":
             check(of(m, k, dtype, **options), n, m, k, dtype, epilogue)
@@ -79,7 +79,7 @@ def chain(
     pdl: bool,
     norms: Sequence[Norm] = ("none",),
 ) -> None:
-    """Launches each of which reads what the one before wrote, and writes the next of `outs`."""
+    """Launch CHAIN: each launch reads its predecessor's output and writes the next of `outs`."""
     for row_blocks, out, norm in zip(
         CHAIN, itertools.cycle(outs), itertools.cycle(norms), strict=False
     ):
@@ -91,7 +91,7 @@ def chain(
 def run_of_chain(
     of: Callable[..., Run], n: int, count: int, **options: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """x, poisoned outputs, and what comes to stand in them without overlap."""
+    """x, poisoned outputs, and the outputs expected, from a chain without PDL."""
     x = normal(n, WIDTH, dtype=torch.float16)
     expected, outs = ([poisoned(n, WIDTH, x.dtype) for _ in range(count)] for _ in range(2))
     chain(of, x, expected, pdl=False, **options)
@@ -100,7 +100,7 @@ def run_of_chain(
 
 
 def placements(count: int) -> list[tuple[int, ...]]:
-    """Ways in which `count` row blocks lie in up to three tiers, not all in the first."""
+    """Placements of `count` row blocks in up to three tiers, not all in the first."""
     third = count // 3
     return [
         (count, 0), (count - 1, 1), (count - count // 2, count // 2), (0, count),
@@ -113,7 +113,7 @@ def _options(norm: Norm) -> dict[str, Any]:
 
 
 def _scaled(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """x, each row scaled as `norm` does, reckoned in float32 or more."""
+    """x, each row scaled as `norm` does, in float32 or wider."""
     if norm == "none":
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

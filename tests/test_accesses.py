@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from dakrun.config import Workload
-from dakrun.engine.build import tier_accesses
+from dakrun.engine import tier_accesses
 from dakrun.hardware import load_profile
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.models.known import known_model
-from dakrun.nn.remote_tier import profiled_access
+from dakrun.kernels.gemm import TierAccess
+from dakrun.models import known_model
+from dakrun.nn import profiled_access
 from dakrun.plan import Policy, make_plan
 
 

@@ -55,9 +55,9 @@ from dakrun.hardware import LOCAL
 from dakrun.kernels.attention import config as attention_heuristics
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention import splitk as kernel
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm import TierAccess
 from dakrun.memory import allocate_tiers
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 
 

@@ -67,13 +67,10 @@ from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, RemoteTier, load_profile
+from dakrun.kernels.gemm import PackedTensor, Products, TierAccess, row_block_bytes, splitk_gemm
 from dakrun.kernels.gemm import dispatch as products_of
-from dakrun.kernels.gemm.dispatch import Products
-from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
-from dakrun.kernels.gemm.splitk import splitk_gemm
-from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import allocate_tiers
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 from dakrun.probe import launch_seconds
 

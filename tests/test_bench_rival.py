@@ -9,8 +9,7 @@ import torch
 
 from dakrun.bench import Step, rival_step_s, transformers_config
 from dakrun.config import ModelConfig
-from dakrun.models.hf_config import parse_model_config
-from dakrun.models.known import known_model, known_names
+from dakrun.models import known_model, known_names, parse_model_config
 
 TINY = tuple(tiny_models.CONFIGS)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.engine.decode_step import buckets, fill_order, fitting
+from dakrun.engine import buckets, fill_order, fitting
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dakrun.errors import CannotRun
 from dakrun.llm import LLM
-from dakrun.models.hub import model_config
+from dakrun.models import model_config
 from dakrun.plan import Policy
 
 NAME = "llama-gqa4-rope3"
@@ -43,13 +43,13 @@ def test_every_weight_is_where_the_plan_put_it(directory: Path) -> None:
     for name, parts in fused.items():
         layer = name.split(".")[1]
         sources = [tensors[f"model.layers.{layer}.{part}.weight"] for part in parts]
-        matrix = llm.engine.runner.decoder.weights.matrices[name]
+        matrix = llm.engine.runner.weights.matrices[name]
         assert torch.equal(matrix.dense(), torch.cat(sources))
         assert {p.tier for p in matrix.parts} == {"hbm", "host"}
     for number, name in enumerate(llm.plan.tiers):
         held = sum(
             part.data.nbytes
-            for matrix in llm.engine.runner.decoder.weights.matrices.values()
+            for matrix in llm.engine.runner.weights.matrices.values()
             for part in matrix.parts
             if part.tier == name
         )
@@ -58,21 +58,21 @@ def test_every_weight_is_where_the_plan_put_it(directory: Path) -> None:
 
 def test_resident_tensors_are_what_the_plan_counts(directory: Path) -> None:
     llm = load(directory)
-    held = sum(t.nbytes for t in llm.engine.runner.decoder.weights.resident.values())
+    held = sum(t.nbytes for t in llm.engine.runner.weights.resident.values())
     assert held == llm.plan.fixed_bytes["vectors"]
 
 
 @pytest.mark.parametrize("name", ["opt-like-125m", "opt-like-350m", "opt-no-bias"])
 def test_opt_resident_tensors_are_what_the_plan_counts(name: str, tmp_path: Path) -> None:
     llm = load(tiny_models.save(name, tmp_path))
-    held = sum(t.nbytes for t in llm.engine.runner.decoder.weights.resident.values())
+    held = sum(t.nbytes for t in llm.engine.runner.weights.resident.values())
     assert held == llm.plan.fixed_bytes["vectors"]
 
 
 def test_dtype_is_converted_while_loading(directory: Path) -> None:
     llm = load(directory, dtype="bfloat16")
     weight = load_file(directory / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
-    matrix = llm.engine.runner.decoder.weights.matrices["layers.0.o"]
+    matrix = llm.engine.runner.weights.matrices["layers.0.o"]
     assert torch.equal(matrix.dense(), weight.bfloat16())
 
 

@@ -7,7 +7,8 @@ import torch
 from packed_matrices import CASES, normal, packed
 
 from dakrun.kernels.embed import embed
-from dakrun.kernels.gemm.packing import DTYPES, Split
+from dakrun.kernels.gemm import Split
+from dakrun.kernels.gemm.packing import DTYPES
 
 
 def integers(*values: int, device: str) -> torch.Tensor:

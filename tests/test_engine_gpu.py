@@ -9,7 +9,7 @@ from peers import readable_peer, readable_peers, with_peers
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
 from dakrun.config import SamplingParams
-from dakrun.engine.graph_runner import GraphRunner
+from dakrun.engine import GraphRunner
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.runtime.graph import edge_kinds

@@ -8,50 +8,61 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedKernel, atoms_map, kernels
+from emulated import EmulatedKernel, atoms_map, of_name
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import splitk as gemm
-from dakrun.kernels.gemm import splitk_config as heuristics
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
-from dakrun.kernels.gemm.splitk import Activation, Norm, Workspace, look_ahead, splitk_gemm
-from dakrun.kernels.gemm.splitk_config import (
+from dakrun.kernels.gemm import (
+    Activation,
     GemmConfig,
+    Norm,
+    PackedPart,
+    PackedTensor,
     Ring,
+    SplitKWorkspace,
     TierAccess,
     gemm_config,
+    look_ahead,
+    pack,
     ring_bytes,
     split_row_blocks,
+    splitk_config,
+    splitk_gemm,
     tiles_for,
 )
+
+# Inner modules: kernels, tensor maps and the choice of split-K are replaced, macros are asked for.
+from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.runtime import jit, operands
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=32 * 1024))
 EPS = 0.02
-Build = Callable[[torch.dtype, int, bool, bool, int], EmulatedKernel]
+Build = Callable[..., EmulatedKernel]
 
 
 @pytest.fixture(scope="module", params=[1, 0], ids=["wgmma", "mma"])
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    def defines(dtype: torch.dtype, x_tiles: int, norm: bool, mixes: bool) -> dict[str, int]:
-        return {**gemm.defines(dtype, x_tiles, norm, mixes), "WGMMA": request.param}
+    named = of_name(lambda: tmp_path_factory.mktemp("kernel"))
+    return lambda source, name, defines: named(source, name, {**defines, "WGMMA": request.param})
 
-    return kernels(
-        gemm.SOURCE, "splitk_gemm", "SplitKGemmArgs", defines,
-        lambda: tmp_path_factory.mktemp("kernel"),
-    )  # fmt: skip
+
+def variant(
+    build: Build, x_tiles: int = 1, *, norm: bool = False, mixes: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> EmulatedKernel:  # fmt: skip
+    """The kernel that launches of these use."""
+    return build(gemm.SOURCE, "splitk_gemm", gemm.defines(dtype, x_tiles, norm, mixes))
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_kernel", build)
+    monkeypatch.setattr(jit, "kernel", build)
     monkeypatch.setattr(gemm, "atoms_map", atoms_map)
-    monkeypatch.setattr(gemm, "_check_operands", lambda *_: None)  # which asks for a GPU
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(operands, "check_gpu", lambda _: None)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> torch.Tensor:
@@ -85,14 +96,14 @@ def run(
     residual: torch.Tensor | None = None,
     ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Y of `x`, or a random one, which depends on the shapes alone."""
+    """Y of `x`, or of a random one that depends on the shapes alone."""
     m, k = weight.shape
     row_blocks = row_blocks or (row_block_count(m),)
     access = access[: len(row_blocks)]
     matrix = packed(weight, row_blocks, access, aligned=aligned)
     splits = [part.split for part in matrix.parts]
     config = gemm_config(n, splits, access, sms=SMS, cols=k if norm == "none" else 0)
-    workspace = Workspace.empty(config, "cpu")
+    workspace = SplitKWorkspace.empty(config, "cpu")
     x = normal(n, k, dtype=weight.dtype) if x is None else x
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
     splitk_gemm(
@@ -144,7 +155,7 @@ def test_epilogues(norm: Norm, activation: Activation, n: int, dtype: torch.dtyp
     [*((n, torch.float16) for n in (1, 7, 8, 24, 33, 64)), (9, torch.bfloat16)],
 )
 def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build: Build) -> None:
-    """By groups in turns and shared ones, one or several a CTA; rows differ in size and mean."""
+    """Warpgroups take turns or divide groups, one or more a CTA; rows differ in size and mean."""
     m, k = 180, 520
     weight, bias, residual = (
         normal(*shape, dtype=dtype, scale=0.05) for shape in [(m, k), (m,), (n, m)]
@@ -156,7 +167,7 @@ def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build:
     for seed, (row_blocks, aligned) in enumerate(
         [((23,), True), ((21, 2), True), ((2, 21), True), ((21, 2), False)]
     ):
-        build(dtype, tiles_for(n), True, False, 0).seed = 1000 * seed
+        variant(build, tiles_for(n), norm=True, dtype=dtype).seed = 1000 * seed
         found.append(
             run(
                 weight, n, row_blocks, aligned=aligned, x=x, norm=norm, bias=bias, residual=residual
@@ -167,17 +178,17 @@ def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build:
 
 
 @pytest.mark.parametrize("n", [33, 64])
-def test_sums_of_halves(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By CTAs beside each other, and by one alone, in one wave and in two."""
+def test_split_k(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By neighbouring CTAs, and by one CTA alone, in one wave and in two."""
     m, k = 317, 1000
     weight, bias, residual = normal(m, k, scale=k**-0.5), normal(m), normal(n, m)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double()) + residual.double()
-    monkeypatch.setattr(heuristics, "half_columns", lambda *_: 512)
+    monkeypatch.setattr(splitk_config, "split_k_columns", lambda *_: 512)  # also where it is slower
     free, found = (TierAccess(), TierAccess(sms=2)), []
     for seed, (row_blocks, access, aligned) in enumerate(
         [((40,), ACCESS, True), ((28, 12), free, True), ((27, 13), ACCESS, False)]
     ):
-        build(weight.dtype, tiles_for(n), False, False, 0).seed = 1001 * seed
+        variant(build, tiles_for(n)).seed = 1001 * seed
         found.append(
             run(weight, n, row_blocks, access, aligned=aligned, bias=bias, residual=residual)
         )
@@ -188,29 +199,29 @@ def test_sums_of_halves(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workspace": None}, "expected a workspace for sums of halves of 8 row blocks"),
-        ({"norm": "rms"}, "expected no norm and halves of whole steps of 1280 columns"),
+        ({"workspace": None}, "a split-K workspace for 8 row blocks"),
+        ({"norm": "rms"}, "no norm and a split-K half"),
     ],
 )
-def test_what_halves_cannot_do(change: dict[str, Any], message: str) -> None:
+def test_what_split_k_cannot_do(change: dict[str, Any], message: str) -> None:
     weight = normal(64, 1280)
     matrix = packed(weight, (8,), ACCESS[:1], aligned=True)
     splits = [part.split for part in matrix.parts]
-    config = dataclasses.replace(gemm_config(64, splits, ACCESS[:1], sms=SMS), half_cols=512)
-    given = {"workspace": Workspace.empty(config, "cpu"), **change}
+    config = dataclasses.replace(gemm_config(64, splits, ACCESS[:1], sms=SMS), split_k_cols=512)
+    given = {"workspace": SplitKWorkspace.empty(config, "cpu"), **change}
     with pytest.raises(ValueError, match=message):
         splitk_gemm(normal(64, 1280), matrix, config, normal(64, 64), **given)
 
 
 def test_an_unknown_norm_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected a norm of none, rms, layer, got batch"):
+    with pytest.raises(ValueError, match="a norm of none, rms, layer, got batch"):
         run(normal(8, 64), 1, norm="batch")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [8, 13, 24, 64])
 def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     weight = normal(203, 1416, scale=0.03)
-    kernel, wanted = build(weight.dtype, tiles_for(n), False, False, 0), run(weight, n)
+    kernel, wanted = variant(build, tiles_for(n)), run(weight, n)
     assert not wanted.isnan().any()
     windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
     for seed, (row_blocks, access, aligned) in enumerate(
@@ -229,7 +240,7 @@ def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -
     """One CTA, several, and more groups than CTAs; beside a tier that has CTAs of its own."""
     weight = normal(403, 712, scale=0.03)
     wanted = run(weight, n, norm=norm)
-    kernel = build(weight.dtype, tiles_for(n), norm != "none", n < 64, 0)
+    kernel = variant(build, tiles_for(n), norm=norm != "none", mixes=n < 64)
     mixed = (TierAccess(), TierAccess(mixed=True))
     for seed, (row_blocks, access, aligned) in enumerate(
         [
@@ -249,12 +260,12 @@ def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -
     st.sampled_from([None, 1, 40_000]), st.integers(0, 2**31),
 )  # fmt: skip
 def test_any_shape(
-    m: int, eights: int, n: int, remote: bool, window: int | None, seed: int
+    build: Build, m: int, eights: int, n: int, remote: bool, window: int | None, seed: int
 ) -> None:
     weight, count = normal(m, 8 * eights, scale=0.1), row_block_count(m)
     row_blocks = (count - count // 2, count // 2) if remote and count > 1 else (count,)
     access = (TierAccess(), TierAccess(1, window))
-    gemm._kernel(weight.dtype, 1, False, False, 0).seed = seed
+    variant(build).seed = seed
     exact = normal(n, 8 * eights).double() @ weight.double().T
     assert error(run(weight, n, row_blocks, access), exact) < 1e-3
 
@@ -267,7 +278,7 @@ def test_looking_ahead_changes_nothing(row_blocks: tuple[int, ...]) -> None:
 
 
 def test_what_is_ahead_is_bytes() -> None:
-    with pytest.raises(ValueError, match="expected ahead as contiguous bytes on x's GPU"):
+    with pytest.raises(ValueError, match="ahead as contiguous bytes on x's GPU"):
         run(normal(8, 8), 1, ahead=normal(8, 8))
 
 
@@ -276,7 +287,7 @@ def test_what_is_ahead_follows_the_first_copies(rows: int, found: int) -> None:
     weight = normal(3 * 8 * 16, 1024)
     matrix = packed(weight, (48,), ACCESS[:1], aligned=True)
     config = gemm_config(rows, [matrix.parts[0].split], ACCESS[:1], sms=SMS)
-    ahead = look_ahead(matrix, dataclasses.replace(config, half_cols=512 * (rows == 64)))
+    ahead = look_ahead(matrix, dataclasses.replace(config, split_k_cols=512 * (rows == 64)))
     data, (ring,) = matrix.parts[0].data, config.rings
     first = 1024 * matrix.parts[0].split.wave * ring.atoms * ring.stages
     if found:
@@ -299,8 +310,8 @@ def outcome(config: GemmConfig, kernel: EmulatedKernel, seed: int) -> str:
     return "right" if error(out, x.double() @ weight.double().T) < 1e-3 else "wrong"
 
 
-def alone(ring: Ring) -> GemmConfig:
-    """Of a single CTA with a ring of its own."""
+def single(ring: Ring) -> GemmConfig:
+    """A launch of one CTA with this ring."""
     splits = split_row_blocks((8,), ACCESS[:1], sms=1)
     config = gemm_config(8, splits, ACCESS[:1], sms=1)
     size = ring_bytes(splits[0], ring, config.x_tiles)
@@ -311,13 +322,13 @@ def alone(ring: Ring) -> GemmConfig:
 @pytest.mark.parametrize("stages", [2, 3, 4, 5])
 def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
     for window in range(1, stages + 1):
-        config = alone(Ring(atoms, stages, window))
+        config = single(Ring(atoms, stages, window))
         for seed in range(2):
-            assert outcome(config, build(torch.float16, 1, False, False, 0), 50 * seed) == "right"
+            assert outcome(config, variant(build), 50 * seed) == "right"
 
 
 def test_shared_memory_that_is_too_small_is_found(build: Build) -> None:
-    config = alone(Ring(2, 5, 5))
-    kernel = build(torch.float16, 1, False, False, 0)
+    config = single(Ring(2, 5, 5))
+    kernel = variant(build)
     short = dataclasses.replace(config, shared_bytes=config.shared_bytes - 4096)
     assert "shared memory at" in outcome(short, kernel, 0)

@@ -25,15 +25,21 @@ from product_checks import (
 )
 
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import splitk_config as heuristics
-from dakrun.kernels.gemm.packing import DTYPES
-from dakrun.kernels.gemm.splitk import NORMS, Norm, splitk_gemm
-from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_row_blocks
+from dakrun.kernels.gemm import (
+    DTYPES,
+    NORMS,
+    Norm,
+    TierAccess,
+    gemm_config,
+    split_row_blocks,
+    splitk_config,  # whose choice of split-K is replaced
+    splitk_gemm,
+)
 
 pytestmark = pytest.mark.gpu
 KIB = 1024
 ROWS = (1, 3, 7, 8, 13, 16, 24, 32, 33, 48, 64)
-CHAINS = ((1, 0), (16, 0), (24, 0), (64, 0), (64, 512))  # rows, columns of the first half of sums
+CHAINS = ((1, 0), (16, 0), (24, 0), (64, 0), (64, 512))  # rows, columns of the first split-K half
 PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 
@@ -60,10 +66,8 @@ def test_norms_err_at_most_twice_as_much_as_before_cublas(
 @pytest.mark.parametrize("sms", [0, FEW_SMS])
 @pytest.mark.parametrize("n", [33, 48, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_of_halves(
-    dtype: torch.dtype, n: int, sms: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda *_: 512)
+def test_split_k(dtype: torch.dtype, n: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitk_config, "split_k_columns", lambda *_: 512)
     for m, k in [(264, 1000), (776, 2048), (1544, 1096), (4104, 4096)]:
         for epilogue in EPILOGUES:
             check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue)
@@ -102,7 +106,7 @@ def test_no_bit_depends_on_where_a_weight_lies(
 def test_no_bit_depends_on_windows_sms_or_groups(
     n: int, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
+    monkeypatch.setattr(splitk_config, "split_k_columns", lambda _, cols, *__: cols and half)
     m, k, dtype = 1544, 1096, torch.bfloat16
     x = normal(n, k, dtype=dtype)
     expected = linear(m, k, dtype)(x, poisoned(n, m, dtype))
@@ -120,7 +124,7 @@ def test_no_bit_depends_on_which_ctas_read_a_tier(n: int, norm: Norm) -> None:
     """Those of the local tier read one of two remote ones, too, in one wave and in several."""
     m, k, dtype = 1544, 1096, torch.float16
     x = normal(n, k, dtype=dtype)
-    options: dict[str, Any] = {"norm": norm, "eps": EPS, "overlap": True}
+    options: dict[str, Any] = {"norm": norm, "eps": EPS, "pdl": True}
     expected = linear(m, k, dtype)(x, poisoned(n, m, dtype), **options)
     for row_blocks, mixed, sms in itertools.product(
         [(100, 40, 53), (191, 1, 1), (1, 2, 190)], (1, 2), (7, 60, 0)
@@ -138,7 +142,7 @@ def test_no_bit_depends_on_which_ctas_read_a_tier(n: int, norm: Norm) -> None:
 def test_overlapping_launches_change_no_bit(
     n: int, half: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
+    monkeypatch.setattr(splitk_config, "split_k_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(linear, n, count, norms=NORMS)
     for delay in range(20):
         for out in outs:
@@ -169,12 +173,12 @@ def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
     return [edge.type for edge in edges]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize(("n", "half"), CHAINS)
 def test_a_graph_changes_no_bit(
     n: int, half: int, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
+    monkeypatch.setattr(splitk_config, "split_k_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(linear, n, len(CHAIN), norms=NORMS)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -191,7 +195,7 @@ def test_a_graph_changes_no_bit(
 def test_a_thousand_replays_under_delays(
     n: int, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "half_columns", lambda _, cols, *__: cols and half)
+    monkeypatch.setattr(splitk_config, "split_k_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(linear, n, 3, norms=NORMS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -220,7 +224,7 @@ def test_a_thousand_replays_under_delays(
     [
         (64, 128, {"x": (8, 128, "cpu")}, "expected out as .* on cpu, got .* on cuda:0"),
         (64, 128, {"out": (8, 64, "cpu")}, "expected out as .* on cuda:0, got .* on cpu"),
-        (64, 12, {}, "columns in eights, got 12 on cuda:0"),
+        (64, 12, {}, "columns in multiples of 8, got 12"),
         (64, 128, {"activation": "silu_mul"}, r"expected out as \[8, 32\] .*got \[8, 64\]"),
         (
             64, 128, {"activation": "silu_mul", "out": (8, 32), "residual": (8, 64)},

@@ -17,18 +17,21 @@ from dakrun.geometry import (
     SPLITK_X_TILES,
     row_block_count,
 )
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, Split, pack
-from dakrun.kernels.gemm.splitk import splitk_gemm
-from dakrun.kernels.gemm.splitk_config import (
+from dakrun.kernels.gemm import (
     STEP_ATOMS,
+    PackedPart,
+    PackedTensor,
+    Split,
     TierAccess,
     gemm_config,
-    half_columns,
+    pack,
+    split_k_columns,
     split_row_blocks,
+    splitk_gemm,
     tiles_for,
 )
 from dakrun.kernels.runtime.operands import CtaOrder
-from dakrun.models.known import known_model, known_names
+from dakrun.models import known_model, known_names
 from dakrun.plan import decode_ops
 from dakrun.units import ceil_div
 
@@ -193,22 +196,22 @@ def test_two_groups_at_once_are_of_two_waves(
     st.integers(1, SPLITK_MAX_ROWS),
     st.integers(1, 200),
 )
-def test_halves_are_of_whole_steps(row_blocks: int, cols: int, n: int, sms: int) -> None:
-    half = half_columns(row_blocks, cols, tiles_for(n), sms)
+def test_split_k_halves_are_of_whole_steps(row_blocks: int, cols: int, n: int, sms: int) -> None:
+    half = split_k_columns(row_blocks, cols, tiles_for(n), sms)
     assert half % (STEP_ATOMS * ATOM_COLS) == 0
     assert half == 0 or (n > 32 and cols <= 2 * half < cols + 2 * STEP_ATOMS * ATOM_COLS)
     assert half < cols
 
 
 @given(deals(), st.integers(1, 1 << 16))
-def test_halves_do_not_depend_on_tiers(
+def test_split_k_does_not_depend_on_tiers(
     deal: tuple[list[int], list[TierAccess], int], cols: int
 ) -> None:
     row_blocks, tiers, sms = deal
     splits = split_row_blocks(row_blocks, tiers, sms=sms)
     config = gemm_config(64, splits, tiers, sms=sms, cols=cols)
-    assert config.half_cols == half_columns(sum(row_blocks), cols, config.x_tiles, sms)
-    assert not config.half_cols or all(config.half_cols % s.step_cols == 0 for s in splits)
+    assert config.split_k_cols == split_k_columns(sum(row_blocks), cols, config.x_tiles, sms)
+    assert not config.split_k_cols or all(config.split_k_cols % s.step_cols == 0 for s in splits)
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
@@ -278,7 +281,7 @@ def test_operands_that_do_not_fit(name: str, how: str) -> None:
         key: torch.zeros(shape, dtype=torch.float16)
         for key, shape in {"x": (5, 40), "out": (5, 24), "bias": (24,), "residual": (5, 24)}.items()
     }
-    with pytest.raises(ValueError, match=r"expected x on the current GPU .* on cpu"):
+    with pytest.raises(ValueError, match="on the current GPU, got cpu"):
         splitk_gemm(weight=weight, config=config, **operands)
     bad = changed(operands[name].view(-1, operands[name].shape[-1]), how)
     operands[name] = bad.squeeze(0) if name == "bias" else bad

@@ -11,9 +11,7 @@ import torch
 from dakrun.hardware import Sweep
 from dakrun.kernels.attention.config import AttentionConfig
 from dakrun.kernels.attention.splitk import Workspace
-from dakrun.kernels.gemm.packing import PackedTensor
-from dakrun.kernels.gemm.splitk_config import GemmConfig, TierAccess
-from dakrun.kernels.gemm.tiled_shapes import H200
+from dakrun.kernels.gemm import H200, GemmConfig, PackedTensor, TierAccess
 from dakrun.probe import (
     MIB,
     QUICK,

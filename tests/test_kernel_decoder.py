@@ -11,27 +11,28 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
 from dakrun.config import Workload
-from dakrun.engine import decode_step
-from dakrun.engine.build import ROWS, tier_accesses
-from dakrun.engine.decode_step import DecodeStep
-from dakrun.engine.kernel_backend import KernelBackend
-from dakrun.engine.prefill import Prefill
-from dakrun.engine.staging import Staging, staged_bytes
+from dakrun.engine import (
+    SPLITK_ROWS,
+    DecodeStep,
+    KernelBackend,
+    Prefill,
+    Staging,
+    decode_step,
+    staged_bytes,
+    tier_accesses,
+)
 from dakrun.geometry import TILED_PORTABLE_X_TILES, TILED_X_TILES
 from dakrun.hardware import load_profile
 from dakrun.kernels.attention.kv_blocks import KVShape
 from dakrun.kernels.attention.kv_cache import KVCache
+from dakrun.kernels.gemm import Limits
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
-from dakrun.kernels.gemm.tiled_shapes import Limits
 from dakrun.kernels.variants import variants
-from dakrun.memory.tiers import allocate_tiers
-from dakrun.models.architectures import architecture
-from dakrun.models.hf_config import read_model_config
+from dakrun.memory import allocate_tiers
+from dakrun.models import architecture, read_model_config
 from dakrun.plan import Policy, Segment, kv_positions, make_plan
-from dakrun.weights.checkpoint import Checkpoint
-from dakrun.weights.loading import Packing, load, tier_capacities
-from dakrun.weights.manifest import manifest_of
+from dakrun.weights import Checkpoint, Packing, load, manifest_of, tier_capacities
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3
@@ -72,12 +73,7 @@ def launched(
         asked.append((source, macros or {}))
         return emulated_kernels(source, name, macros)
 
-    def splitk(*key: object) -> object:
-        return kernel(gemm.SOURCE, "splitk_gemm", gemm.defines(*key[:-1]))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(gemm, "_kernel", splitk)
     monkeypatch.setattr(gemm, "atoms_map", emulated.atoms_map)
-    monkeypatch.setattr(gemm, "_check_operands", lambda *_: None)
     monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", kernel)
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.boxes_map", emulated.boxes_map)
@@ -213,7 +209,7 @@ def test_prompts_and_steps(
         variant
         for x_tiles in (TILED_X_TILES, TILED_PORTABLE_X_TILES)
         for variant in variants(
-            torch.float16, ROWS, x_tiles, head_dim=config.head_dim,
+            torch.float16, SPLITK_ROWS, x_tiles, head_dim=config.head_dim,
             group=config.num_heads // config.num_kv_heads, mixes=mixes,
         )
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK, SHARED_BYTES_ALONE, SHARED_BYTES_PAIRED
 from dakrun.kernels.attention.config import attention_config, split_sizes, stage_bytes
 from dakrun.kernels.attention.kv_blocks import KVShape, append, pack, read, unpack, write
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm import TierAccess
 
 
 @given(st.integers(1, 5), st.sampled_from(HEAD_DIMS), st.integers(1, 200), st.integers(0, 200))

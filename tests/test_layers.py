@@ -21,10 +21,10 @@ LAYERS = (
     ("bench", "demo", "report", "llm", "generate"),
     ("engine", "probe"),
     ("nn", "requests"),
-    ("models", "weights"),
+    ("weights",),
     ("kernels",),
     ("memory", "plan"),
-    ("hardware",),
+    ("hardware", "models"),
     ("config",),
     ("errors", "geometry", "units", "resources", "interrupt", "__init__"),
 )
@@ -39,8 +39,9 @@ REFUSED = {
 # Planning needs no GPU and starts at once: these parts and modules load none of HEAVY.
 LIGHT_PARTS = {"plan", "hardware", "config", "errors", "geometry", "units", "resources", "__init__"}
 LIGHT_MODULES = {
-    "dakrun.memory.limits", "dakrun.models.files", "dakrun.models.hf_config", "dakrun.models.known",
-}  # fmt: skip
+    "dakrun.memory.limits",
+    *(f"dakrun.models.{name}" for name in ("architectures", "files", "hf_config", "hub", "known")),
+}
 HEAVY = {"torch", "transformers", "cupy"}
 
 # Only these touch CuPy or the driver.

@@ -14,20 +14,28 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from dakrun.config import ModelConfig, Workload
-from dakrun.engine.build import tier_accesses
+from dakrun.engine import tier_accesses
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
-from dakrun.kernels.gemm.packing import DTYPES, PackedTensor
-from dakrun.memory.tiers import allocate_tiers
-from dakrun.models.architectures import architecture
-from dakrun.models.known import known_model
+from dakrun.kernels.gemm import PackedTensor
+from dakrun.kernels.gemm.packing import DTYPES
+from dakrun.memory import allocate_tiers
+from dakrun.models import architecture, known_model
 from dakrun.plan import Plan, Policy, make_plan
-from dakrun.weights import loading, streaming
-from dakrun.weights.checkpoint import Checkpoint
-from dakrun.weights.dummy import Dummy
-from dakrun.weights.loading import Packing, can_pack, load, tier_capacities
-from dakrun.weights.manifest import Fold, Manifest, Weights
-from dakrun.weights.manifest import manifest_of as manifest_of_model
+from dakrun.weights import (
+    Checkpoint,
+    Dummy,
+    Fold,
+    Manifest,
+    Packing,
+    Weights,
+    can_pack,
+    load,
+    loading,
+    streaming,
+    tier_capacities,
+)
+from dakrun.weights import manifest_of as manifest_of_model
 
 CPU = torch.device("cpu")
 SMS = 5

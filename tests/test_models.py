@@ -7,10 +7,9 @@ import tiny_models
 import torch
 
 from dakrun.config import SamplingParams
-from dakrun.engine.reference_runner import ReferenceRunner
+from dakrun.engine import ReferenceRunner
 from dakrun.llm import LLM
-from dakrun.plan.planner import Policy
-from dakrun.plan.prefill import Segment
+from dakrun.plan import Policy, Segment
 
 PROMPT_LENGTHS = (5, 1, 17, 33, 64, 2, 9, 40)
 NEW_TOKENS = 64
@@ -168,6 +167,8 @@ def test_swapped_row_blocks_give_another_answer(checkpoints: dict[str, Path]) ->
     """The reference reads each row block where it lies: spoiling one tier's bytes is seen."""
     llm = load(checkpoints["llama-mha"], offload_ratio=0.37)
     before = greedy(llm)
-    remote = [p for p in llm.engine.runner.matrices["layers.1.down"].parts if p.tier == "host"]
+    remote = [
+        p for p in llm.engine.runner.weights.matrices["layers.1.down"].parts if p.tier == "host"
+    ]
     remote[-1].data.copy_(remote[-1].data.flip(0))
     assert greedy(llm) != before

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.normalize import MAX_COLS, Norm, normalize
-from dakrun.models.layers import rms_norm
+from dakrun.models import rms_norm
 
 EPS = 1e-5
 

@@ -47,7 +47,7 @@ OF_SOURCE = {
     **{wrapper.SOURCE: OF_DTYPE for wrapper in (embed, normalize, select_greedy, store_kv)},
 }
 VARIANTS = [
-    (source, defines, arch)
+    pytest.param(source, defines, arch, marks=[] if arch == "sm_90a" else pytest.mark.archs)
     for arch in ARCHITECTURES
     for source in SOURCES
     for defines in {**OF_SOURCE, tiled_gemm.SOURCE: TILED_GEMMS[arch]}.get(source, [{}])

@@ -1,4 +1,4 @@
-"""Packed matrices: what `pack` lays out comes back, byte for byte as the module documents it."""
+"""Packed matrices: `pack` and `dense` are inverses, and the layout is the documented one."""
 
 import itertools
 from dataclasses import replace
@@ -15,7 +15,7 @@ from dakrun.geometry import (
     ROWS_PER_BLOCK,
     row_block_count,
 )
-from dakrun.kernels.gemm.packing import (
+from dakrun.kernels.gemm import (
     DTYPES,
     PackedPart,
     PackedTensor,
@@ -23,12 +23,12 @@ from dakrun.kernels.gemm.packing import (
     pack,
     padded_cols,
     row_block_bytes,
+    storage,
 )
-from dakrun.kernels.gemm.storage import pieces, write
 
 
 def random_bits(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bits, also those of NaN."""
+    """Random bits, some of them NaN."""
     bits = torch.randint(-(2**15), 2**15, (rows, cols), dtype=torch.int16)
     return bits.view(dtype)
 
@@ -83,10 +83,10 @@ def test_pieces_of_any_size_make_the_same(
     expected = packed(weight, splits)
     blank = [replace(part, data=torch.full_like(part.data, 0x7F)) for part in expected.parts]
     tensor, rows = PackedTensor(expected.shape, weight.dtype, tuple(blank)), 0
-    for piece in pieces(tensor, limit * ROWS_PER_BLOCK * weight.shape[1]):
+    for piece in storage.pieces(tensor, limit * ROWS_PER_BLOCK * weight.shape[1]):
         row_blocks = row_block_count(piece.rows.stop - piece.rows.start)
         assert piece.rows.start == rows and row_blocks <= max(limit, piece.part.split.group)
-        write(piece, weight[piece.rows])
+        storage.write(piece, weight[piece.rows])
         rows = piece.rows.stop
     assert rows == len(weight)
     for part, whole in zip(tensor.parts, expected.parts, strict=True):
@@ -94,7 +94,7 @@ def test_pieces_of_any_size_make_the_same(
 
 
 def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
-    """Where the module's docstring puts an element, in bytes."""
+    """An element's offset in bytes, computed as the module's docstring describes it."""
     row_block, row = divmod(row, 8)
     atoms_along = padded_cols(cols) // 64
     wave = row_block // split.wave * split.wave
@@ -165,7 +165,7 @@ def test_strides_do_not_matter() -> None:
         ({"step_cols": 96}, "steps of 64s, got .*step_cols=96"),
         ({"step_cols": 0}, "steps of 64s, got .*step_cols=0"),
         ({"step_cols": -128}, "steps of 64s, got .*step_cols=-128"),
-        ({"dealt_to": 0}, "expected a .* at least, got Split"),
+        ({"dealt_to": 0}, "at least one CTA, got Split"),
     ],
 )
 def test_bad_splits(values: dict[str, int], message: str) -> None:
@@ -209,7 +209,5 @@ def test_bad_parts() -> None:
     with pytest.raises(ValueError, match="expected 6144 bytes in host"):
         tensor(data, shape=(16, 129))
     for rows in (8, 17):
-        with pytest.raises(
-            ValueError, match=rf"2 row blocks are placed of a matrix of \({rows}, 100"
-        ):
+        with pytest.raises(ValueError, match=rf"row blocks for a matrix of \({rows}, 100\), got 2"):
             tensor(data, shape=(rows, 100))

@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import (
     Curve,
     Links,

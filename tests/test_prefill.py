@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dakrun.config import Workload
 from dakrun.hardware import load_profile, shipped_profiles
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import (
     PREFILL_LAUNCH_ROWS,
     Plan,

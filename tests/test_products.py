@@ -1,5 +1,5 @@
-"""Which kernel computes a product, with which memory: of a stream, or of a graph; on a GPU also
-that products on streams and in graphs beside each other have the bits that they have alone.
+"""Which kernel computes a product, and the workspaces of streams and graphs; on a GPU, products on
+concurrent streams and graphs give the bits that they give alone.
 """
 
 import itertools
@@ -14,14 +14,22 @@ from torch.nn import functional as F
 
 from dakrun.geometry import WARPGROUPS, row_block_count
 from dakrun.hardware import LOCAL
+from dakrun.kernels.gemm import (
+    H200,
+    PackedPart,
+    PackedTensor,
+    Products,
+    Split,
+    TierAccess,
+    shapes,
+    split_row_blocks,
+    tiled_config,
+)
+
+# Inner modules: kernels, the GPU's limits and the current stream are replaced.
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm.dispatch import Products
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, Split
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
-from dakrun.kernels.gemm.tiled_config import shapes, tiled_config
-from dakrun.kernels.gemm.tiled_shapes import H200
 
 CPU = torch.device("cpu")
 ACCESS = (TierAccess(), TierAccess(8, 256 * 1024))
@@ -65,7 +73,7 @@ def test_what_computes(
 def test_small_weights_are_splitk_gemms_up_to_64_rows(
     m: int, k: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OPT-125m and OPT-350m's have fewer bytes than the tiled GEMM's beginning and end cost."""
+    """Of OPT-125m and OPT-350m: the tiled GEMM's start and end would take longer."""
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     monkeypatch.setattr(products, "sm_count", lambda _: 132)
     split = Split(row_block_count(m), 132, 1, 64)
@@ -90,7 +98,7 @@ def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernels:
-    """Stand-ins for the kernels that make note of launches: which, of how many rows, the norm."""
+    """Stand-ins for the kernels that record launches: kernel, rows, norm."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[tuple[str, int, str]] = []
@@ -147,7 +155,7 @@ class Kernels:
 def test_launches(
     tiles: bool, n: int, wanted: list[tuple[str, int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In rows that a launch takes, each with its rows of the residual; large x normalized first."""
+    """As many rows as a launch takes, with their residual; a large x is normalized first."""
     monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
     kernels, w = Kernels(monkeypatch), weight(remote=False)
     x, bias, residual = (torch.randn(shape).half() for shape in ((n, COLS), (40,), (n, 40)))
@@ -161,10 +169,10 @@ def test_launches(
 
 
 @pytest.mark.parametrize(("tier", "launches"), [(LOCAL, 1), ("host", 2)])
-def test_staged_rows_are_no_launch_of_their_own(
+def test_staged_rows_need_no_launch_of_their_own(
     tier: str, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that a copy has brought are computed with local ones, as if they had been there."""
+    """Staged rows are computed with local ones, as one tier."""
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     monkeypatch.setattr(products, "sm_count", lambda _: 132)
     asked: list[Any] = []
@@ -181,8 +189,8 @@ def test_staged_rows_are_no_launch_of_their_own(
 
 
 @pytest.mark.parametrize("tiles", [True, False])
-def test_what_is_brought_ahead(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of the local row blocks, behind those that are read at once, for few rows."""
+def test_what_is_prefetched_ahead(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local row blocks behind those of the first copies, for few rows of X."""
     monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
     monkeypatch.setattr(products, "sm_count", lambda _: 10)
     splits = split_row_blocks((60, 4), ACCESS, sms=10)
@@ -229,21 +237,21 @@ def test_memory_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     found = Products(CPU)
     found.reserve()
-    kept = found._carried
-    assert kept is found._carried and not kept.flags.any()
+    kept = found.stream_k_workspace
+    assert kept is found.stream_k_workspace and not kept.flags.any()
     assert kept.flags.numel() == 2 * 2 * 4 * WARPGROUPS
 
 
-def leaves_sums(n: int, m: int, k: int) -> bool:
-    """Whether clusters leave sums for others, of a product on an H200."""
-    return tiled_config(n, (row_block_count(m),), ACCESS[:1], cols=k, sms=132).carriers > 0
+def uses_stream_k(n: int, m: int, k: int) -> bool:
+    """Whether an H200 computes this product with Stream-K."""
+    return tiled_config(n, (row_block_count(m),), ACCESS[:1], cols=k, sms=132).stream_k_ctas > 0
 
 
 @pytest.mark.gpu
 def test_streams_and_graphs_beside_each_other() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     m, k = 22016, 4096
-    n = next(n for n in range(40, 4000, 8) if leaves_sums(n, m, k))
+    n = next(n for n in range(40, 4000, 8) if uses_stream_k(n, m, k))
     w = linear(m, k, torch.float16).weight
     xs = [normal(n, k, dtype=torch.float16) * scale for scale in (1, 2, 4)]
     alone = [poisoned(n, m, torch.float16) for _ in xs]

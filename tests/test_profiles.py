@@ -17,7 +17,7 @@ from dakrun.hardware import (
     shipped_profiles,
 )
 from dakrun.hardware import files as profile_files
-from dakrun.models.known import known_model
+from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 from dakrun.resources import resource_dir
 

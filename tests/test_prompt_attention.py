@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dakrun.engine.prefill import Lengths, causal_attention
+from dakrun.engine import Lengths, causal_attention
 
 
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dakrun.engine.prefill import KVWriter
+from dakrun.engine import KVWriter
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention.kv_cache import KVCache
-from dakrun.memory.tiers import allocate_tiers
+from dakrun.memory import allocate_tiers
 from dakrun.plan import Segment
 
 BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads

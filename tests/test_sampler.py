@@ -9,8 +9,7 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from dakrun.config import SamplingParams
-from dakrun.engine import sampler
-from dakrun.engine.sampler import request_seed, sample, uniform
+from dakrun.engine import request_seed, sample, sampler, uniform
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_matrices import normal, packed
 
-from dakrun.engine.staging import Place, Staging, places, staged_bytes
+from dakrun.engine import Place, Staging, places, staged_bytes
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm.packing import Split
+from dakrun.kernels.gemm import Split
 
 
 def test_a_ring_of_two() -> None:

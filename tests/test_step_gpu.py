@@ -9,7 +9,8 @@ import torch
 from packed_matrices import normal, packed
 
 from dakrun.kernels.embed import embed
-from dakrun.kernels.gemm.packing import DTYPES, Split
+from dakrun.kernels.gemm import Split
+from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.select_greedy import select_greedy
 from dakrun.kernels.unpack import unpack

@@ -7,7 +7,7 @@ from dakrun.geometry import HEAD_DIMS, KV_BLOCK
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
 from dakrun.kernels.store_kv import store_kv
-from dakrun.models.layers import rotate
+from dakrun.models import rotate
 
 LAYERS = 3
 

@@ -18,11 +18,22 @@ from dakrun.geometry import (
     TILED_X_TILES,
     row_block_count,
 )
-from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, pack
-from dakrun.kernels.gemm.splitk import Activation
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
-from dakrun.kernels.gemm.tiled_shapes import MAX_BLOCKS, Launch, Shape, TierTiles, TiledConfig
+from dakrun.kernels.gemm import (
+    MAX_OUTPUT_BLOCKS,
+    Activation,
+    Launch,
+    PackedPart,
+    PackedTensor,
+    Shape,
+    StreamKWorkspace,
+    TierAccess,
+    TierTiles,
+    TiledConfig,
+    pack,
+    row_blocks_by_tier,
+    split_row_blocks,
+)
+from dakrun.kernels.gemm import tiled as tiled_gemm  # for its macros, and to replace tensor maps
 from dakrun.kernels.runtime import jit, operands
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -104,13 +115,13 @@ def run(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Y of `x`, or of a random one, which depends on the shapes alone."""
+    """Y of `x`, or of a random one that depends on the shapes alone."""
     m, k = weight.shape
     matrix = packed(weight, row_blocks or (row_block_count(m),), sms)
     x = normal(n, k, dtype=weight.dtype) if x is None else x
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
-    workspace = tiled_gemm.Workspace.empty(how, "cpu")
-    workspace.carried.fill_(0xFF)
+    workspace = StreamKWorkspace.empty(how, "cpu")
+    workspace.partials.fill_(0xFF)
     tiled_gemm.tiled_gemm(
         x, matrix, how, out, bias=bias, residual=residual, activation=activation,
         workspace=workspace,
@@ -122,13 +133,13 @@ def run(
 @pytest.mark.parametrize("shape", [ALONG_W, ALONG_X, WIDE])
 @pytest.mark.parametrize("row_blocks", [(20, 7), (3, 24), (0, 27), (11, 9, 7)])
 def test_parts_of_one_tier_are_computed_as_one(row_blocks: tuple[int, ...], shape: Shape) -> None:
-    """As staged rows are with local ones: tiles go over the border, and bits are the same."""
+    """Local and staged rows: tiles cross their border, and bits are the same."""
     weight, x = normal(211, 200), normal(130, 200)
-    how = config(TierTiles(2, shape.row_blocks, even=True), shape=shape)
+    how = config(TierTiles(2, shape.row_blocks, stream_k=True), shape=shape)
     out = torch.full((130, 211), math.nan, dtype=weight.dtype)
     matrix = packed(weight, row_blocks, 3, "hbm")
-    assert tiled_gemm.row_blocks_by_tier(matrix) == (("hbm", 27),)
-    workspace = tiled_gemm.Workspace.empty(how, "cpu")
+    assert row_blocks_by_tier(matrix) == (("hbm", 27),)
+    workspace = StreamKWorkspace.empty(how, "cpu")
     tiled_gemm.tiled_gemm(x, matrix, how, out, workspace=workspace)
     assert torch.equal(out, run(weight, 130, how, x=x))
     assert error(out, x.double() @ weight.double().T) < 1e-3
@@ -202,13 +213,13 @@ def test_tiles(shape: Shape) -> None:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("m", [240, 235])
 def test_any_number_of_blocks(shape: Shape, residual: bool, m: int, build: Build) -> None:
-    """Of outputs on their way to Y, whose rows tensor maps take, or do not."""
+    """Output blocks, for a Y whose rows tensor maps take, or do not."""
     k, n = 72, 300
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
     more = normal(n, m) if residual else None
     wanted = run(weight, n, bias=bias, residual=more)
     kernel = kernel_of(shape, build)
-    for blocks in (TILED_MIN_OUTPUT_BLOCKS, 4, 7, MAX_BLOCKS):
+    for blocks in (TILED_MIN_OUTPUT_BLOCKS, 4, 7, MAX_OUTPUT_BLOCKS):
         for tile_row_blocks in (min(15, shape.row_blocks), shape.row_blocks):
             kernel.seed = blocks
             only = replace(launch(TierTiles(2, tile_row_blocks), shape=shape), blocks=blocks)
@@ -218,7 +229,7 @@ def test_any_number_of_blocks(shape: Shape, residual: bool, m: int, build: Build
 
 @pytest.mark.parametrize("row_blocks", [1, 5, 11])
 def test_wide_tiles_of_few_row_blocks(row_blocks: int, wgmma: int) -> None:
-    """More is read than a stage has."""
+    """Warpgroups read more row blocks than a stage has."""
     if not wgmma:
         pytest.skip("only with wgmma")
     weight, n = normal(8 * row_blocks, 200, scale=0.1), 100
@@ -257,8 +268,8 @@ def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
 
 @pytest.mark.parametrize("shape", [ALONG_W, ALONG_X, Shape(8, 2, 2), Shape(8, 1, 1, 2), WIDE])
 @pytest.mark.parametrize("clusters", [2, 3])
-def test_clusters_that_share_the_last_tiles(shape: Shape, clusters: int, build: Build) -> None:
-    """Sums that one cluster begins and another ends are those of one, in any number of rounds."""
+def test_stream_k(shape: Shape, clusters: int, build: Build) -> None:
+    """Tiles that one cluster begins and another ends have one cluster's bits, behind any waves."""
     m, k = 300, 200
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
     kernel = kernel_of(shape, build)
@@ -268,7 +279,7 @@ def test_clusters_that_share_the_last_tiles(shape: Shape, clusters: int, build: 
             wanted = run(weight, n, bias=bias)
             kernel.seed = n
             tier = TierTiles(
-                clusters, min(tile_row_blocks, shape.row_blocks), 2, even=True, window=3
+                clusters, min(tile_row_blocks, shape.row_blocks), 2, stream_k=True, window=3
             )
             found = run(weight, n, config(tier, shape=shape), bias=bias)
             assert torch.equal(found, wanted), (n, tile_row_blocks)
@@ -284,7 +295,7 @@ def test_clusters_that_share_the_last_tiles(shape: Shape, clusters: int, build: 
     ],
 )
 def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
-    """Ragged in both directions: some CTAs have nothing to compute, and bring their part."""
+    """Ragged in both directions: some CTAs compute nothing, and still copy their part."""
     m, k, n = 235, 328, 150
     weight, bias, more = normal(m, k, scale=k**-0.5), normal(m), normal(n, m)
     kernel = kernel_of(shape, build)
@@ -301,10 +312,8 @@ def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
 @pytest.mark.parametrize("shape", [*(Shape(tiles, 1) for tiles in (8, 16, 32)), WIDE])
 @pytest.mark.parametrize("segments", [2, 3, 4, 5])
 @pytest.mark.parametrize("activation", ["relu", "silu_mul"])
-def test_segments_of_sums(
-    shape: Shape, segments: int, activation: Activation, build: Build
-) -> None:
-    """Bits are the same in any tiles of a launch, one tile after the other, and shared or not."""
+def test_split_k(shape: Shape, segments: int, activation: Activation, build: Build) -> None:
+    """Bits are the same in any tiles, one or several a cluster, with W shared or not."""
     shape = replace(shape, k_ctas=segments)
     stages = 7 if shape.tiles == 8 else 5
     m, k, n = 134, 392, 150
@@ -358,15 +367,19 @@ def test_shared_memory_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("m", "options", "message"),
     [
-        (65, {"activation": "silu_mul"}, "an even number of rows"),
-        (64, {"activation": "silu_mul", "residual": normal(70, 64)}, "no residual with silu_mul"),
+        (65, {"activation": "silu_mul"}, "even number of rows"),
+        (64, {"activation": "silu_mul", "residual": normal(70, 64)}, "no residual"),
         (64, {"bias": normal(63)}, r"expected bias as \[64\]"),
         (64, {"how": config(TierTiles(1), TierTiles(1))}, "not one for this weight"),
         (64, {"how": TiledConfig(())}, "not one for 70 rows"),
-        (64, {"how": config(TierTiles(0))}, "expected one launch for the row blocks"),
-        (64, {"how": TiledConfig(ALONE.launches * 2)}, "expected one launch for the row blocks"),
-        (64, {"how": config(TierTiles(1), stages=1)}, "expected two stages or more"),
-        (64, {"how": config(TierTiles(1, even=True), shape=Shape(8, 2, 1, 1, 2))}, "no segments"),
+        (64, {"how": config(TierTiles(0))}, "one launch for the row blocks"),
+        (64, {"how": TiledConfig(ALONE.launches * 2)}, "one launch for the row blocks"),
+        (64, {"how": config(TierTiles(1), stages=1)}, "two stages or more"),
+        (
+            64,
+            {"how": config(TierTiles(1, stream_k=True), shape=Shape(8, 2, 1, 1, 2))},
+            "Stream-K or split-K",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(m: int, options: dict[str, Any], message: str) -> None:

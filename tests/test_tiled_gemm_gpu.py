@@ -14,11 +14,20 @@ from packed_linear import Linear, all_sms, linear, normal, poisoned, same_bits, 
 from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placements, run_of_chain
 
 from dakrun.geometry import TILED_WIDE_TILES, TILED_X_TILES, row_block_count
-from dakrun.kernels.gemm.packing import DTYPES
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.gemm.tiled import Workspace, limits, tiled_gemm
-from dakrun.kernels.gemm.tiled_config import local_tier, shapes, tiled_config
-from dakrun.kernels.gemm.tiled_shapes import Launch, Limits, Shape, TiledConfig
+from dakrun.kernels.gemm import (
+    DTYPES,
+    Launch,
+    Limits,
+    Shape,
+    StreamKWorkspace,
+    TierAccess,
+    TiledConfig,
+    limits,
+    local_tier,
+    shapes,
+    tiled_config,
+    tiled_gemm,
+)
 
 pytestmark = pytest.mark.gpu
 ROWS = (33, 64, 65, 100, 128, 129, 256, 300, 512, 1000, 4096)
@@ -28,14 +37,14 @@ class Shared:
     """One workspace for all launches, which leave its flags zero."""
 
     def __init__(self) -> None:
-        self.found: Workspace | None = None
+        self.found: StreamKWorkspace | None = None
 
-    def __call__(self, config: TiledConfig) -> Workspace:
+    def __call__(self, config: TiledConfig) -> StreamKWorkspace:
         if self.found is None:
             size = 2 * all_sms() * 32 * 4096
             flags = torch.zeros(2 * all_sms() * 8, dtype=torch.int32, device="cuda")
             poison = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
-            self.found = Workspace(poison, flags)
+            self.found = StreamKWorkspace(poison, flags)
         assert self.found.fits(config)
         return self.found
 
@@ -77,12 +86,14 @@ def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int) ->
     check_shapes(tiled, n, dtype)
 
 
-def local(run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, even: bool) -> TiledConfig:
-    """All of a weight in HBM, computed as given."""
+def local(
+    run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, stream_k: bool
+) -> TiledConfig:
+    """A launch for a weight that is all in HBM, as given."""
     (part,), cols = run.of.weight.parts, run.of.weight.shape[1]
-    tier = local_tier(n, part.split.row_blocks, shape, sms, -(-cols // 64), size, even=even)
+    tier = local_tier(n, part.split.row_blocks, shape, sms, -(-cols // 64), size, stream_k=stream_k)
     launch = Launch(shape, shape.stages(size, tier.tile_row_blocks), (tier,))
-    return TiledConfig((launch.with_most_blocks(size),))
+    return TiledConfig((launch.with_max_blocks(size),))
 
 
 @pytest.mark.parametrize(
@@ -103,16 +114,21 @@ def test_every_shape(dtype: torch.dtype, kernel: tuple[int, bool]) -> None:
         found: dict[int, torch.Tensor] = {}
         for size in (here, Limits(99 * 1024, here.x_tiles)):
             options = [shape for shape in shapes(size) if (shape.tiles, shape.wide) == kernel]
-            for shape, sms, even in itertools.product(
+            for shape, sms, stream_k in itertools.product(
                 options, (8, FEW_SMS, all_sms()), (False, True)
             ):
-                config = local(run, n, shape, sms, size, even=even)
-                epilogue = ("silu_mul", True, False) if even else ("relu", True, True)
+                config = local(run, n, shape, sms, size, stream_k=stream_k)
+                epilogue = ("silu_mul", True, False) if stream_k else ("relu", True, True)
                 check(run, n, m, k, dtype, epilogue, config=config)
                 check(run, n, m, k, dtype, (epilogue[0], False, False), config=config)
                 x, bias = normal(n, k, dtype=dtype), normal(m, dtype=dtype)
                 out = run(x, poisoned(n, m, dtype), bias=bias, config=config)
-                assert same_bits(out, found.setdefault(shape.k_ctas, out)), (n, shape, sms, even)
+                assert same_bits(out, found.setdefault(shape.k_ctas, out)), (
+                    n,
+                    shape,
+                    sms,
+                    stream_k,
+                )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +138,7 @@ def test_every_shape(dtype: torch.dtype, kernel: tuple[int, bool]) -> None:
         *(Shape(24, 1, wide=True), Shape(28, 1, 2, wide=True)),
     ],
 )
-def test_sums_that_clusters_leave_for_others(shape: Shape) -> None:
+def test_partial_tiles_of_stream_k(shape: Shape) -> None:
     """Again and again, with other kernels' CTAs around them."""
     here = limits(torch.cuda.current_device())
     if shape.tiles not in (here.wide_tiles if shape.wide else here.x_tiles):
@@ -132,12 +148,12 @@ def test_sums_that_clusters_leave_for_others(shape: Shape) -> None:
     x, bias = normal(n, k, dtype=dtype), normal(m, dtype=dtype)
     wanted = run(
         x, poisoned(n, m, dtype), bias=bias,
-        config=local(run, n, Shape(8, 2), all_sms(), here, even=False),
+        config=local(run, n, Shape(8, 2), all_sms(), here, stream_k=False),
     )  # fmt: skip
     seen = set()
     for sms in (all_sms(), *range(8, all_sms(), 12)):
-        config = local(run, n, shape, sms, here, even=True)
-        seen.add(config.launches[0].tiers[0].even)
+        config = local(run, n, shape, sms, here, stream_k=True)
+        seen.add(config.launches[0].tiers[0].stream_k)
         for _ in range(3):
             out = poisoned(n, m, dtype)
             for _ in range(3):
@@ -193,7 +209,7 @@ def test_no_bit_depends_on_windows_sms_or_groups(n: int) -> None:
         assert same_bits(out, expected) and written(out), (window, sms, aligned)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("count", [2, len(CHAIN)])  # of two, each launch overwrites what was read
 @pytest.mark.parametrize("n", [65, 300])
 def test_a_graph_changes_no_bit(n: int, count: int, pdl: bool) -> None:

@@ -10,35 +10,35 @@ from dakrun.geometry import (
     TILED_MIN_OUTPUT_BLOCKS,
     TILED_PORTABLE_X_TILES,
 )
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.gemm.tiled_config import shapes, tiled_config
-from dakrun.kernels.gemm.tiled_shapes import (
+from dakrun.kernels.gemm import (
     BARRIER_BYTES,
-    BLOCKS_BYTES,
     H200,
-    MAX_BLOCKS,
     MAX_CLUSTER,
+    MAX_OUTPUT_BLOCKS,
+    OUTPUT_BLOCK_BYTES,
     Launch,
     Limits,
     Shape,
+    TierAccess,
     TierTiles,
+    shapes,
+    tiled_config,
 )
-from dakrun.kernels.gemm.tiled_tiers import even_tile, tile_count
 from dakrun.units import ceil_div
 
 SMALL = Limits(99 * 1024, TILED_PORTABLE_X_TILES)
 LOCAL, HOST = TierAccess(), TierAccess(8, 256 * 1024)
 
 
-def sums_fit(launch: Launch) -> bool:
-    """A CTA has room for what native/tiled_sums.cuh puts there: all segments of its parts.
+def split_k_fits(launch: Launch) -> bool:
+    """A CTA has room for the partial sums of native/tiled_split_k.cuh: all segments of its passes.
 
-    A part is 4 tiles of 8 rows by 64, 16 bytes of each for each of 256 threads.
+    A pass is 4 tiles of 8 rows by 64, 16 bytes of each for each of 256 threads.
     """
     shape = launch.shape
     parts = ceil_div(ceil_div(shape.tiles, 4), shape.k_ctas)
     met = shape.k_ctas * parts * 4 * 256 * 16 if shape.k_ctas > 1 else 0
-    return launch.shared_bytes - launch.blocks * BLOCKS_BYTES >= met
+    return launch.shared_bytes - launch.blocks * OUTPUT_BLOCK_BYTES >= met
 
 
 @pytest.mark.parametrize("limits", [H200, Limits(99 * 1024), SMALL])
@@ -47,13 +47,13 @@ def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
     for shape in shapes(limits):
         for row_blocks in range(1, shape.row_blocks + 1):
             stages = shape.stages(limits, row_blocks)
-            launch = Launch(shape, stages, (TierTiles(1, row_blocks),)).with_most_blocks(limits)
-            assert TILED_MIN_OUTPUT_BLOCKS <= launch.blocks <= MAX_BLOCKS
-            assert stages >= 2 and sums_fit(launch)
+            launch = Launch(shape, stages, (TierTiles(1, row_blocks),)).with_max_blocks(limits)
+            assert TILED_MIN_OUTPUT_BLOCKS <= launch.blocks <= MAX_OUTPUT_BLOCKS
+            assert stages >= 2 and split_k_fits(launch)
             assert launch.shared_bytes <= limits.shared_bytes - BARRIER_BYTES
             reading = ceil_div(row_blocks, shape.group_row_blocks) * shape.group_row_blocks
             last = (stages - 1) * shape.stage_bytes(row_blocks)
-            staged = launch.blocks * BLOCKS_BYTES
+            staged = launch.blocks * OUTPUT_BLOCK_BYTES
             assert staged + last + reading * ATOM_BYTES <= launch.shared_bytes
 
 
@@ -88,15 +88,15 @@ def test_laws(
         assert shape.tiles in (limits.wide_tiles if shape.wide else limits.x_tiles)
         assert shape.ctas <= MAX_CLUSTER
         assert 2 <= launch.stages <= TILED_MAX_STAGES and launch.shared_bytes < limits.shared_bytes
-        assert sums_fit(launch)
+        assert split_k_fits(launch)
         for count, tier in zip(row_blocks, launch.tiers, strict=True):
             assert not tier.clusters or count
-            assert tier.clusters <= limits.most_clusters(sms, shape.ctas)
+            assert tier.clusters <= limits.max_clusters(sms, shape.ctas)
             assert (
                 1 <= tier.tile_row_blocks <= shape.row_blocks and 1 <= tier.window <= launch.stages
             )
             assert 1 <= tier.block_tiles <= ceil_div(n, shape.rows)
-            assert not tier.even or shape.k_ctas == 1
+            assert not tier.stream_k or shape.k_ctas == 1
     for number, count in enumerate(row_blocks):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
         assert len(launches) == (count > 0)
@@ -122,7 +122,7 @@ def test_tiers_without_limits_have_all_sms(
     assert len({launch.shape.k_ctas for launch in (*config.launches, *whole.launches)}) == 1
     assert len(config.launches) == 1 + (row_blocks[0] > 0)
     for launch in config.launches:
-        assert launch.ctas <= sms and sums_fit(launch)
+        assert launch.ctas <= sms and split_k_fits(launch)
         assert launch.blocks >= TILED_MIN_OUTPUT_BLOCKS
     for number, count in enumerate(row_blocks):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
@@ -150,7 +150,7 @@ def test_wide_tiles_leave_few_sms_without_work(n: int, rows: int) -> None:
     """W is cut by row blocks, so that one wave or two have a tile for nearly every SM."""
     (launch,) = tiled_config(n, [rows // 8], [LOCAL], cols=7168, sms=132).launches
     shape, (tier,) = launch.shape, launch.tiers
-    tiles = tile_count(n, rows // 8, tier.tile_row_blocks, shape)
+    tiles = shape.tile_count(n, rows // 8, tier.tile_row_blocks)
     assert shape.wide and tiles > 0.96 * ceil_div(tiles, tier.clusters) * tier.clusters
     assert launch.ctas >= 126
 
@@ -195,7 +195,7 @@ def test_a_small_remote_part_is_not_waited_for(n: int, rows: int, cols: int) -> 
 def test_tiles_are_as_small_as_makes_no_more_waves(
     row_blocks: int, clusters: int, size: int
 ) -> None:
-    assert even_tile(512, row_blocks, clusters, Shape(32, 2)) == size
+    assert Shape(32, 2).smallest_tile(512, row_blocks, clusters) == size
 
 
 @pytest.mark.parametrize("n", [0, 4097])

@@ -4,7 +4,8 @@ import pytest
 import torch
 from packed_matrices import CASES, normal, packed
 
-from dakrun.kernels.gemm.packing import DTYPES, Split
+from dakrun.kernels.gemm import Split
+from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.kernels.unpack import unpack
 
 

@@ -162,7 +162,7 @@ class GraphRunner:
         self._filled = False
 
     def _fill(self) -> None:
-        """Stage the matrices that the step before the next one would have staged."""
+        """Stage the first matrices of the next step, as the step before it would have done."""
         if self._backend.staging:
             self._backend.staging.fill()
         self._filled = True

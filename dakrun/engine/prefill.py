@@ -137,7 +137,8 @@ class KVWriter:
     """Stores keys and values of passes in the slots of `cache`.
 
     Whole blocks of remote slots are packed in `room`, uint8 in HBM, and copied while the layer's
-    other ops run. What finds no room there, and what fills a begun block, is stored in place.
+    other ops run. The rest is stored in place: positions of a begun block, and slots for which
+    `room` is full.
     """
 
     def __init__(self, cache: KVCache, shape: KVShape, room: torch.Tensor) -> None:

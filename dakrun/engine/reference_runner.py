@@ -165,11 +165,11 @@ class ReferenceRunner:
         max_model_len: int,
     ) -> None:
         self.order: Sequence[int] = range(cache.slots)
-        self._model, self._cache, self._layout = model, cache, layout
+        self._model, self.cache, self._layout = model, cache, layout
         self._device = cache.device
         backend = ReferenceBackend(model, weights)
         self._timed = TimedBackend(backend) if cache.device.type == "cpu" else None
-        self.matrices = backend.matrices
+        self.weights = weights
         self._prefill = Decoder(model, backend)
         self._decode = Decoder(model, self._timed or backend)
         self._rope: Rotations | None = None
@@ -242,7 +242,7 @@ class ReferenceRunner:
         rope = None if self._rope is None else (self._rope[0][at, None], self._rope[1][at, None])
         decode = rows is None
         attention: Attention = ReferenceAttention(
-            self._model.config, self._cache, self._layout, segments, rope, decode=decode
+            self._model.config, self.cache, self._layout, segments, rope, decode=decode
         )
         if decode and self._timed:
             attention = self._timed.timed(attention)

@@ -1,4 +1,4 @@
-"""What the engine asks of a runner: prefill, decode steps, and their tokens.
+"""The interface between engine and runners: prefill, decode steps, and their tokens.
 
 graph_runner.py has the runner of the GPU's kernels, reference_runner.py that of plain torch.
 """

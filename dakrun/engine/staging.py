@@ -20,7 +20,8 @@ class Place:
     """The place of a matrix's remote rows in the ring: bytes `start` to `end`.
 
     The copy may start once the kernels of matrix number `after` of the step have run, or, with
-    None, as soon as the step begins. The step before makes the `early` copies.
+    None, as soon as the step begins. `early` copies, those of the first matrices, are made by the
+    step before, so that no step begins with a wait.
     """
 
     start: int

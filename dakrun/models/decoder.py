@@ -12,7 +12,7 @@ from dakrun.models.architectures import Architecture
 
 
 class Backend(Protocol):
-    """What computes the ops of a pass over n tokens."""
+    """Computes the ops of a pass over n tokens."""
 
     def begin(self, n: int) -> None:
         """Start a pass of `n` tokens."""

@@ -18,11 +18,10 @@ PREFILL_CHUNK_TOKENS = 2048  # of a pass, in plain torch
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One op of the decode step, `layers` times alike (1 for those outside the layers).
+    """One op of the decode step, in each of `layers` layers (1 outside the layers).
 
-    All figures are for one layer. `resident_bytes` is what must be kept, `read_bytes` what a
-    step reads of it: the same for a weight, more kept than read for a KV cache that is not yet
-    full and for an embedding table. Placement is in `units`: row blocks of a weight, slots of a
+    All figures are for one layer. `resident_bytes` is kept, `read_bytes` is read by a step: the
+    same for a weight; less for a KV cache that is not full and for an embedding table. Placement is in `units`: row blocks of a weight, slots of a
     cache. A linear op that is `normed` has a norm ahead of it.
     """
 
@@ -149,7 +148,7 @@ def attention_op(
     layers: int = 1,
     in_layer: bool = False,
 ) -> Op:
-    """Attention of `n` new tokens, each to `length` of the `positions` that its slot has room for.
+    """Attention of `n` new tokens, each to `length` cached positions of the slot's `positions`.
 
     `heads` are query and key-value heads.
     """
@@ -187,10 +186,10 @@ def vector_bytes(model: ModelConfig) -> int:
 def activation_bytes(
     model: ModelConfig, workload: Workload, chunk_tokens: int = PREFILL_CHUNK_TOKENS
 ) -> int:
-    """Upper estimate of activations and workspace: one prefill chunk, and the batch's logits.
+    """Upper estimate of activations and workspace: one pass of prefill, and the batch's logits.
 
-    Plain torch, which chunks of PREFILL_CHUNK_TOKENS have room for, needs more of it for a token
-    than the kernels, with which there are larger ones.
+    It holds for a pass of `chunk_tokens` on the kernels, and for one of PREFILL_CHUNK_TOKENS in
+    plain torch, which needs more memory a token.
     """
     size, qkv = DTYPE_BYTES[model.dtype], model.q_size + 2 * model.kv_size
     tokens = _pass_tokens(workload, PREFILL_CHUNK_TOKENS)
@@ -206,7 +205,7 @@ def activation_bytes(
 
 
 def kv_staging_bytes(model: ModelConfig, workload: Workload, chunk_tokens: int) -> int:
-    """What keys and values of a layer take that a pass computes, on their way to remote slots."""
+    """Bytes of one layer's keys and values of a pass, staged on their way to remote slots."""
     tokens = _pass_tokens(workload, chunk_tokens)
     return 2 * model.kv_size * tokens * DTYPE_BYTES[model.dtype]
 

@@ -54,11 +54,11 @@ class Checkpoint:
         return name in self._tensors
 
     def check(self, manifest: Manifest) -> None:
-        """CannotRun unless every tensor of `manifest` is here with its shape, in a float type.
+        """Raise CannotRun unless every tensor of `manifest` is here with its shape, as floats.
 
-        Nor may the decoder's layers have weights or biases that it does not name, nor a tied head
-        be another one. Others (rotary tables, further heads and towers) are ignored, as in
-        transformers.
+        Also where a layer has a weight or bias that the manifest does not name, or where a tied
+        head is stored and differs from the embeddings. Further tensors (rotary tables, other heads
+        and towers) are ignored, as in transformers.
         """
         used: set[str] = set()
         for sources in (*manifest.matrices.values(), *manifest.resident.values()):
@@ -88,7 +88,7 @@ class Checkpoint:
             ((table, _),) = manifest.matrices["lm_head"]
             if not self._is_equal(HEAD, table):
                 raise CannotRun(
-                    f"{self.directory}: {HEAD} is not {table}, which config.json says it is",
+                    f"{self.directory}: {HEAD} differs from {table}, which config.json ties it to",
                     hint='set "tie_word_embeddings" to false in config.json',
                 )
         for name in sorted(self._tensors.keys() - used):
@@ -99,7 +99,7 @@ class Checkpoint:
                 )
 
     def _is_equal(self, name: str, other: str) -> bool:
-        """Whether both tensors are the same, bit by bit."""
+        """Whether two tensors are bit for bit the same."""
         first, second = self._tensors[name][1], self._tensors[other][1]
         if first is None or second is None:
             return False
@@ -130,7 +130,7 @@ class Checkpoint:
     def stream(
         self, requests: Sequence[Request], device: torch.device
     ) -> Iterator[list[torch.Tensor]]:
-        """What is asked for in each request, as stored, on `device`: see streaming.stream."""
+        """The rows of each request, as stored, on `device` (see streaming.stream)."""
         return stream([[self._extent(*rows) for rows in each] for each in requests], device)
 
     def _extent(self, source: Source, rows: slice) -> Extent:

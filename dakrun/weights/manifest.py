@@ -75,7 +75,7 @@ class Weights:
 
 
 def manifest_of(model: Architecture, has: Callable[[str], bool]) -> Manifest:
-    """The manifest of `model`; `has` tells whether the checkpoint has a tensor of a name.
+    """The manifest of `model` in a checkpoint; `has(name)` is whether it has a tensor `name`.
 
     Checkpoints store names with or without the leading "model.". Every norm folds into the matrix
     behind it, but not into an embedding table.
@@ -121,7 +121,7 @@ def _module(root: str, name: str, matrix: Matrix, source: str) -> str:
 def fold(
     rows: torch.Tensor, norm: Fold, vectors: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows [M, K] of W as rows of W', float32, and the sum to add to their bias, [M], or None.
+    """Rows [M, K] of W', float32, from rows of W, and the change of their bias, [M] or None.
 
     `vectors` has the norm's weight and bias, float32 [K]. `rows` may be overwritten.
     """
