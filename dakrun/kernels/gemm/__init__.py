@@ -1,1 +1,126 @@
-"""X W^T over a packed W in several tiers: SplitK_GEMM for few rows, the tiled GEMM for many."""
+"""X W^T over a packed W in several tiers: SplitK_GEMM for few rows of X, the tiled GEMM for many.
+
+dispatch.py chooses between them and holds their workspaces. splitk.py and tiled.py launch one
+kernel each, as splitk_config.py and tiled_config.py choose. packing.py has W's layout; storage.py
+allocates and writes it in tiers. native/README.md describes the kernels.
+"""
+
+from typing import TYPE_CHECKING
+
+from dakrun.kernels.gemm import storage
+from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
+from dakrun.kernels.gemm.packing import (
+    DTYPES,
+    PackedPart,
+    PackedTensor,
+    Split,
+    pack,
+    padded_cols,
+    row_block_bytes,
+)
+from dakrun.kernels.gemm.splitk import (
+    ACTIVATIONS,
+    NORMS,
+    Activation,
+    Norm,
+    SplitKWorkspace,
+    look_ahead,
+    splitk_gemm,
+)
+from dakrun.kernels.gemm.splitk_config import (
+    STEP_ATOMS,
+    GemmConfig,
+    Ring,
+    TierAccess,
+    gemm_config,
+    ring_bytes,
+    split_k_columns,
+    split_row_blocks,
+    tiles_for,
+)
+from dakrun.kernels.gemm.tiled import (
+    AFTER_REMOTE,
+    StreamKWorkspace,
+    limits,
+    row_blocks_by_tier,
+    tiled_gemm,
+    x_tiles,
+)
+from dakrun.kernels.gemm.tiled_config import local_tier, shapes, tiled_config
+from dakrun.kernels.gemm.tiled_shapes import (
+    BARRIER_BYTES,
+    H200,
+    MAX_CLUSTER,
+    MAX_OUTPUT_BLOCKS,
+    OUTPUT_BLOCK_BYTES,
+    Launch,
+    Limits,
+    Shape,
+    TierTiles,
+    TiledConfig,
+)
+
+if TYPE_CHECKING:
+    from dakrun.kernels.gemm.dispatch import By, Products, products, tiles
+
+__all__ = [
+    "ACTIVATIONS",
+    "AFTER_REMOTE",
+    "BARRIER_BYTES",
+    "DTYPES",
+    "H200",
+    "MAX_CLUSTER",
+    "MAX_OUTPUT_BLOCKS",
+    "NORMS",
+    "OUTPUT_BLOCK_BYTES",
+    "STEP_ATOMS",
+    "Activation",
+    "By",
+    "GemmConfig",
+    "Launch",
+    "Limits",
+    "Norm",
+    "PackedMatrix",
+    "PackedPart",
+    "PackedTensor",
+    "Products",
+    "Ring",
+    "Shape",
+    "Split",
+    "SplitKWorkspace",
+    "StreamKWorkspace",
+    "TierAccess",
+    "TierTiles",
+    "TiledConfig",
+    "gemm_config",
+    "limits",
+    "local_tier",
+    "look_ahead",
+    "pack",
+    "packed_matrix",
+    "padded_cols",
+    "products",
+    "ring_bytes",
+    "row_block_bytes",
+    "row_blocks_by_tier",
+    "shapes",
+    "split_k_columns",
+    "split_row_blocks",
+    "splitk_gemm",
+    "storage",
+    "tiled_config",
+    "tiled_gemm",
+    "tiles",
+    "tiles_for",
+    "x_tiles",
+]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import dispatch when it is first used: its other kernels import this folder."""
+        if name not in ("By", "Products", "products", "tiles"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from dakrun.kernels.gemm import dispatch
+
+        return getattr(dispatch, name)

@@ -1,7 +1,7 @@
-"""X W^T on a GPU by whichever kernel is the fastest for so many rows of X, with what it needs.
+"""X W^T on a GPU by the fastest kernel for the number of rows of X, with the memory it needs.
 
-SplitK_GEMM for few rows, or some more and a small W, else the tiled GEMM where the GPU has wgmma;
-elsewhere torch, from what is unpacked piece by piece. Knows operands, no models and no plans.
+SplitK_GEMM for few rows, or more rows and a small W; else the tiled GEMM on GPUs with wgmma, and
+torch on others, from pieces of W that are unpacked. Knows operands, no models and no plans.
 """
 
 import functools
@@ -27,8 +27,8 @@ from dakrun.kernels.gemm.splitk import Activation, Norm
 from dakrun.kernels.gemm.splitk_config import (
     GemmConfig,
     TierAccess,
+    beats_tiled,
     gemm_config,
-    reads_little,
     tiles_for,
 )
 from dakrun.kernels.gemm.tiled_config import tiled_config
@@ -38,17 +38,17 @@ from dakrun.kernels.runtime.graph import capture_id
 from dakrun.kernels.runtime.jit import sm_count
 from dakrun.kernels.unpack import unpack
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 64 << 20  # of W to unpack for torch at a time, or of the product
 
 By = Literal["splitk", "tiled", "torch"]
-Launch = Callable[..., object]  # of x, out and the epilogue
+Launch = Callable[..., object]  # takes x, out and the epilogue's operands
 
 _splitk_config = functools.cache(gemm_config)
 _tiled_config = functools.cache(tiled_config)
 
 
 def tiles(device: torch.device) -> Limits | None:
-    """What `device` sets to the tiled GEMM, or None where torch had better compute."""
+    """Limits of the tiled GEMM on `device`, or None where torch is faster."""
     if device.type != "cuda":
         return None
     found = tiled_gemm.limits(device.index)
@@ -56,37 +56,37 @@ def tiles(device: torch.device) -> Limits | None:
 
 
 class Products:
-    """Products on one device, one after the other: they share what memory the kernels need.
+    """Products on one device, one after the other, which share the kernels' workspaces.
 
-    That is taken when it is first needed, and kept, as graphs read and write it.
+    A workspace is allocated at its first use and kept, since captured graphs hold its address.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._tiles = device, tiles(device)
-        self._halves: dict[int, gemm.Workspace] = {}  # by row blocks
-        # Of X, which SplitK_GEMM multiplies faster, be it in two passes.
+        self._split_k_workspaces: dict[int, gemm.SplitKWorkspace] = {}  # by row blocks
+        # Rows of X up to which SplitK_GEMM is faster, be it in two launches.
         self.few_rows = 2 * SPLITK_MAX_ROWS if self._tiles is None else FEW_ROWS
 
     def by(self, n: int, weight: PackedTensor) -> By:
-        """What computes products of `n` rows."""
+        """Choose the kernel for `n` rows of X."""
         remote = any(part.split.row_blocks for part in weight.parts if part.tier != LOCAL)
-        # A link is not to be waited for twice.
+        # Two launches would read a remote part twice.
         if n <= (min(self.few_rows, SPLITK_MAX_ROWS) if remote else self.few_rows):
             return "splitk"
         if self._tiles is None:
             return "torch"
         row_blocks = sum(part.split.row_blocks for part in weight.parts)
-        little = n <= SPLITK_MAX_ROWS and reads_little(
+        small = n <= SPLITK_MAX_ROWS and beats_tiled(
             n, row_blocks, weight.shape[1], sms=sm_count(self._device)
         )
-        return "splitk" if little else "tiled"
+        return "splitk" if small else "tiled"
 
     def variants(
         self, rows: Sequence[int], dtype: torch.dtype, *, mixes: bool = False
     ) -> Iterator[tuple[str, Mapping[str, int]]]:
-        """(source, defines) of the kernels for products of so many rows without a norm.
+        """Kernel variants, (source, defines), for products of any of `rows` without a norm.
 
-        With `mixes` also of weights whose tiers are mixed.
+        With `mixes` also those for weights with mixed tiers.
         """
         few = (min(n, SPLITK_MAX_ROWS) for n in rows if n <= max(self.few_rows, SPLITK_MAX_ROWS))
         for x_tiles in sorted({tiles_for(n) for n in few}):
@@ -96,9 +96,9 @@ class Products:
             yield from ((tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype))
 
     def reserve(self) -> None:
-        """Take the memory for many rows now."""
+        """Allocate the workspace for many rows now."""
         if self._tiles is not None:
-            _ = self._carried
+            _ = self.stream_k_workspace
 
     def __call__(
         self,
@@ -115,10 +115,11 @@ class Products:
         pdl: bool = False,
         ahead: torch.Tensor | None = None,
     ) -> None:
-        """out [N, M] = activation(norm(x) W^T + bias) + residual, which `out` may be.
+        """out [N, M] = activation(norm(x) W^T + bias) + residual; `residual` may be `out` itself.
 
-        `accesses` say how W's tiers are read. The norm is without weight and bias. With `pdl`
-        it may start while the kernel before it ends. L2 may be brought what is `ahead`.
+        `accesses` has the limits of reading each part of W. The norm has no weight and no bias.
+        With `pdl` the launch may start while its predecessor ends. `ahead` may be prefetched into
+        L2 for a later product.
         """
         by = self.by(len(x), weight)
         if norm != "none" and (by != "splitk" or len(x) > FEW_ROWS):
@@ -142,9 +143,9 @@ class Products:
     def ahead(
         self, n: int, weight: PackedTensor, accesses: Sequence[TierAccess]
     ) -> torch.Tensor | None:
-        """What L2 is to bring of `weight` for a product of `n` rows, while the one before it ends.
+        """Bytes of `weight` to prefetch into L2 while the product before one of `n` rows ends.
 
-        Nothing where that has many rows, or where it is not read from the GPU's own memory.
+        None for many rows, or if the weight's first part is not in the GPU's own memory.
         """
         if n > FEW_ROWS or self.by(n, weight) != "splitk":
             return None
@@ -165,7 +166,7 @@ class Products:
         config = _splitk_config(n, splits, accesses, sms=sm_count(self._device), cols=cols)
         return partial(
             gemm.splitk_gemm, weight=weight, config=config, norm=norm, eps=eps,
-            workspace=self._meeting(config), ahead=ahead,
+            workspace=self._split_k_workspace(config), ahead=ahead,
         )  # fmt: skip
 
     def _tiled(self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]) -> Launch:
@@ -176,33 +177,34 @@ class Products:
             n, row_blocks, tuple(access[tier] for tier in tiers), cols=weight.shape[1],
             sms=sm_count(self._device), limits=self._tiles,
         )  # fmt: skip
-        workspace = self._carried if config.carriers else None
+        workspace = self.stream_k_workspace if config.stream_k_ctas else None
         return partial(tiled_gemm.tiled_gemm, weight=weight, config=config, workspace=workspace)
 
-    def _meeting(self, config: GemmConfig) -> gemm.Workspace | None:
-        """Where halves of sums meet."""
-        if not config.half_cols:
+    def _split_k_workspace(self, config: GemmConfig) -> gemm.SplitKWorkspace | None:
+        """The workspace for split-K's partial sums, if `config` splits K."""
+        if not config.split_k_cols:
             return None
         row_blocks = sum(split.row_blocks for split in config.splits)
-        if row_blocks not in self._halves:
-            self._halves[row_blocks] = gemm.Workspace.empty(config, self._device)
-        return self._halves[row_blocks]
+        if row_blocks not in self._split_k_workspaces:
+            workspace = gemm.SplitKWorkspace.empty(config, self._device)
+            self._split_k_workspaces[row_blocks] = workspace
+        return self._split_k_workspaces[row_blocks]
 
     @functools.cached_property
-    def _carried(self) -> tiled_gemm.Workspace:
-        """Where clusters of the tiled GEMM leave sums for others."""
-        # A launch for tiers without limits and the one behind it have all SMs each.
-        return tiled_gemm.Workspace.largest(2 * sm_count(self._device), self._device)
+    def stream_k_workspace(self) -> tiled_gemm.StreamKWorkspace:
+        """The workspace for Stream-K's partial tiles."""
+        # An op's launches for remote and for local tiers may have all SMs each.
+        return tiled_gemm.StreamKWorkspace.largest(2 * sm_count(self._device), self._device)
 
 
 _current: dict[tuple[torch.device, int], tuple[int, Products]] = {}
 
 
 def products(device: torch.device) -> Products:
-    """Those on torch's current stream of a GPU, or in the graph that is captured from it.
+    """The Products of torch's current stream of a GPU, or of the graph being captured from it.
 
-    What a stream launches runs one after the other. A graph may be replayed beside anything: what
-    it needs is taken from its own memory, and cleared by each replay.
+    Launches of one stream run one after the other. A graph may be replayed beside other launches,
+    so its workspaces come from its own memory pool and are cleared by each replay.
     """
     stream = torch.cuda.current_stream(device).cuda_stream
     key, capture = (device, stream), capture_id()
@@ -219,9 +221,9 @@ def _unpacked(
     residual: torch.Tensor | None,
     activation: Activation,
 ) -> None:
-    """The same by torch, with a part of the rows of W at a time."""
+    """Multiply with torch, some rows of W at a time."""
     rows, cols = weight.shape
-    widest = max(cols, len(x))  # of what is unpacked, and of its products
+    widest = max(cols, len(x))  # of the unpacked rows, and of their products
     step = max(1, PIECE_BYTES // (widest * x.element_size() * ROWS_PER_BLOCK)) * ROWS_PER_BLOCK
     piece = x.new_empty(min(step, rows), cols)
     for first in range(0, rows, step):

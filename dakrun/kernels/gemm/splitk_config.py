@@ -1,6 +1,6 @@
 """Launch configurations of SplitK_GEMM: pure functions of shapes, row blocks per tier and the GPU.
 
-Needs no GPU. No shape is special.
+Needs no GPU. No shape has a special case.
 """
 
 import bisect
@@ -23,26 +23,27 @@ from dakrun.geometry import (
 from dakrun.kernels.gemm.packing import Split
 from dakrun.units import ceil_div
 
-PAIRED_TILES = 8  # of X that two groups are multiplied at once for
-STEP_BYTES = 16 * 1024  # of a group that lie together, at most
-STEP_ATOMS = 8  # of them, at most: halves of sums begin with one
-COPY_BYTES = 8 * 1024  # of W for a stage, at least, where that leaves
-STAGES = 5  # or more; a copy takes time to issue, however small it is
-L2_SHARE = 1.6  # bytes that an SM has from L2 in the time of one from HBM
-# Of W and X for a CTA of SplitK_GEMM, up to which the tiled GEMM is slower for more than FEW_ROWS:
-# decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. The 320 KiB of 2048x2048
-# take 6.2 us of 7.6 in a chain, but make OPT-1.3b's step, where norms keep them apart, 7% slower.
-LITTLE_BYTES = 256 * 1024
-JOIN_BYTES = 60 * 1024  # that an SM could read from HBM while the halves of the last sums meet
+PAIRED_TILES = 8  # x_tiles for which a stage may have two groups
+STEP_BYTES = 16 * 1024  # of a step: a group's columns that lie together, at most
+STEP_ATOMS = 8  # of a step, at most; a split-K half begins with a step
+COPY_BYTES = 8 * 1024  # of W in a stage, at least, if that leaves MIN_STAGES
+MIN_STAGES = 5  # wanted at least; a copy takes time to issue, however small it is
+L2_SPEED = 1.6  # of an SM's reads, in units of its share of HBM's
+# Bytes of W and X a CTA of SplitK_GEMM up to which it beats the tiled GEMM for more than FEW_ROWS
+# rows: decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. The 320 KiB of
+# 2048x2048 take 6.2 us instead of 7.6 in a chain, but make OPT-1.3b's step, where norms come
+# between them, 7% slower.
+MAX_SKINNY_BYTES = 256 * 1024
+COMBINE_BYTES = 60 * 1024  # that an SM could read from HBM while the last split-K halves combine
 
 
 @dataclass(frozen=True)
 class TierAccess:
-    """How a tier is read: by how many SMs, and with how many bytes in flight over all of them.
+    """Limits of reading a tier: how many SMs, and how many bytes in flight over all of them.
 
-    None stands for no limit. A remote tier that is `mixed` is read by the local tier's SMs, among
-    their own row blocks or slots: no SM waits for its link alone. Limits are then for launches that
-    cannot do that, those of many rows.
+    None is no limit. A `mixed` remote tier is read by the local tier's SMs, in turn with their own
+    row blocks or slots, so that no SM waits for its link alone; the limits then apply to launches
+    that cannot mix tiers, those of many rows.
     """
 
     sms: int | None = None
@@ -58,10 +59,10 @@ class TierAccess:
 
 @dataclass(frozen=True)
 class Ring:
-    """What a CTA of a tier keeps in shared memory: stages of W, and of X.
+    """The ring of shared-memory stages of a tier's CTA, which hold W and X.
 
-    A stage is `atoms` of 64 columns of a group, or, with 2 `groups`, of two that the CTA multiplies
-    at once; `window` are the stages of W that may be in flight.
+    A stage has `atoms` of 64 columns of one group, or of 2 `groups`. The congestion window is
+    `window` stages of W in flight.
     """
 
     atoms: int
@@ -72,18 +73,17 @@ class Ring:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How a skinny GEMM is launched. Bits of the result depend on `x_tiles` and `half_cols` alone.
+    """Launch of SplitK_GEMM. The result's bits depend on `x_tiles` and `split_k_cols` alone.
 
-    `x_tiles` are tiles of 8 rows of X; sums are made of two halves, of the first `half_cols`
-    columns and the others, or whole where it is 0; each tier has a split and a ring. With `mixes`
-    the groups of the split that is mixed are the local CTAs'. Where the splits have fewer CTAs than
-    there are SMs, others without work make it `ctas`: else two of the next launch might come to
-    share an SM.
+    X has up to `x_tiles` tiles of 8 rows. Split-K halves are the first `split_k_cols` columns and
+    the rest; 0 is no split-K. Each tier has a split and a ring. With `mixes` the local CTAs take
+    the groups of the mixed split. `ctas` includes idle ones, one for each SM that the splits leave
+    free: else two CTAs of the next launch could share an SM.
     """
 
     ctas: int
     x_tiles: int
-    half_cols: int
+    split_k_cols: int
     shared_bytes: int
     splits: tuple[Split, ...]
     rings: tuple[Ring, ...]
@@ -91,35 +91,38 @@ class GemmConfig:
 
 
 def tiles_for(n: int) -> int:
-    """Tiles of 8 rows for an X of `n` rows, of those that there are kernels for."""
+    """Tiles of 8 rows of the smallest kernel variant for `n` rows of X.
+
+    Raises ValueError for more than SPLITK_MAX_ROWS, or none.
+    """
     if not 1 <= n <= SPLITK_MAX_ROWS:
         raise ValueError(f"expected 1 to {SPLITK_MAX_ROWS} rows, got {n}")
     return SPLITK_X_TILES[bisect.bisect_left(SPLITK_X_TILES, ceil_div(n, 8))]
 
 
 def can_mix(x_tiles: int) -> bool:
-    """Whether the local CTAs can take groups of a mixed tier; else it has CTAs of its own."""
+    """Whether local CTAs can take a mixed tier's groups; else that tier has CTAs of its own."""
     return x_tiles != PAIRED_TILES
 
 
-def reads_little(n: int, row_blocks: int, cols: int, *, sms: int) -> bool:
-    """Whether SplitK_GEMM is the faster for `n` rows of X, more than FEW_ROWS.
+def beats_tiled(n: int, row_blocks: int, cols: int, *, sms: int) -> bool:
+    """Whether SplitK_GEMM beats the tiled GEMM for `n` rows of X, more than FEW_ROWS.
 
-    W is of `row_blocks` with `cols` columns, X and W of 16 bits; each of `sms` reads its share of W
-    and X once. The tiled GEMM, made for many rows, takes longer to begin and to end.
+    Each of `sms` SMs reads X and its share of W, `row_blocks` by `cols`. If that is little, the
+    tiled GEMM's longer start and end decide.
     """
     x_rows, w_rows = 8 * tiles_for(n), ROWS_PER_BLOCK * ceil_div(row_blocks, sms)
-    return 2 * cols * (x_rows + w_rows) <= LITTLE_BYTES
+    return 2 * cols * (x_rows + w_rows) <= MAX_SKINNY_BYTES
 
 
 def split_row_blocks(
     row_blocks: Sequence[int], tiers: Sequence[TierAccess], *, sms: int, aligned: bool = True
 ) -> tuple[Split, ...]:
-    """Deal `row_blocks` per tier (the local one first) to the `sms` of a GPU, one CTA each.
+    """Assign `row_blocks` of each tier (the local one first) to `sms` SMs, one CTA each.
 
-    Remote tiers get the SMs that they are read by, the local one the rest, and with them the groups
-    of the first tier that is mixed. With `aligned` the size of a tier's groups is chosen for even
-    waves, else it is MAX_GROUP_ROW_BLOCKS.
+    Remote tiers get the SMs of their limit, the local tier the rest. Its CTAs also take the groups
+    of the first mixed tier. `aligned` chooses a tier's group size for even waves; else it is
+    MAX_GROUP_ROW_BLOCKS.
     """
     mixed = _mixed_tier(row_blocks, tiers)
     others = row_blocks[mixed] if mixed else 0
@@ -132,18 +135,18 @@ def split_row_blocks(
     splits = []
     for number, count in enumerate(row_blocks):
         if number in (0, mixed):
-            ctas, dealt = local, (row_blocks[0], local, others)
+            ctas, assigned = local, (row_blocks[0], local, others)
         else:
             ctas = remote[number - 1]
-            dealt = (count, ctas, 0)
-        group = even_group(*dealt) if aligned else MAX_GROUP_ROW_BLOCKS
+            assigned = (count, ctas, 0)
+        group = even_group(*assigned) if aligned else MAX_GROUP_ROW_BLOCKS
         ctas = min(ctas, group_count(group, count, 0 if number else others))
         splits.append(Split(count, ctas, group, _step_cols(group), mixed=0 < number == mixed))
     return tuple(splits)
 
 
 def _mixed_tier(row_blocks: Sequence[int], tiers: Sequence[TierAccess]) -> int:
-    """The remote tier whose groups the local CTAs take among their own, or 0."""
+    """Number of the remote tier whose groups the local CTAs take, or 0."""
     options = (
         number
         for number, (count, tier) in enumerate(zip(row_blocks, tiers, strict=True))
@@ -153,7 +156,7 @@ def _mixed_tier(row_blocks: Sequence[int], tiers: Sequence[TierAccess]) -> int:
 
 
 def _step_cols(group: int) -> int:
-    """Columns of steps of up to STEP_BYTES, a power of two, so that stages can be parts of them."""
+    """Columns of a step of up to STEP_BYTES: a power of two, so that stages divide it."""
     atoms = max(1, min(STEP_ATOMS, STEP_BYTES // (ATOM_BYTES * group)))
     return ATOM_COLS << (atoms.bit_length() - 1)
 
@@ -166,19 +169,19 @@ def gemm_config(
     sms: int,
     cols: int = 0,
 ) -> GemmConfig:
-    """Choose for a W that is dealt out as `splits` to `tiers`, and an X of `n` rows.
+    """Choose the launch for `n` rows of X and a W assigned as `splits` to `tiers`.
 
-    `sms` are those of the GPU. Where W's columns are given as `cols`, sums may be made of halves.
+    `sms` are the GPU's. Split-K is considered only if W's columns are given as `cols`.
     """
     x_tiles = tiles_for(n)
-    half_cols = half_columns(sum(split.row_blocks for split in splits), cols, x_tiles, sms)
+    split_k_cols = split_k_columns(sum(split.row_blocks for split in splits), cols, x_tiles, sms)
     mixes = can_mix(x_tiles) and any(split.mixed for split in splits)
     rings = [
-        ring(split, tiers[0] if mixes and split.mixed else tier, x_tiles, halves=half_cols > 0)
+        ring(split, tiers[0] if mixes and split.mixed else tier, x_tiles, split_k=split_k_cols > 0)
         for split, tier in zip(splits, tiers, strict=True)
     ]
     return GemmConfig(
-        half_cols=half_cols,
+        split_k_cols=split_k_cols,
         ctas=max(sms, sum(split.ctas for split in splits if not (mixes and split.mixed))),
         x_tiles=x_tiles,
         shared_bytes=max(
@@ -192,41 +195,42 @@ def gemm_config(
     )
 
 
-def half_columns(row_blocks: int, cols: int, x_tiles: int, sms: int) -> int:
-    """The columns of the first half of each sum, or 0 where sums had better be whole.
+def split_k_columns(row_blocks: int, cols: int, x_tiles: int, sms: int) -> int:
+    """Columns of the first split-K half, or 0 if not splitting K is faster.
 
-    Two CTAs that take half of each other's sums read half as much of X, and then leave and read
-    sums. Where a W of `row_blocks` lies does not count, so that it changes no bits.
+    Two CTAs that take one half of K each, for the groups of both, read half as much of X, but store
+    and load partial sums. Depends on W's `row_blocks` and `cols` alone, not on its tiers, so that
+    tiers change no bit.
     """
     group, atoms = even_group(row_blocks, sms), ceil_div(cols, ATOM_COLS)
     if x_tiles != PAIRED_TILES or group > TILE_ROW_BLOCKS:
         return 0
-    if row_blocks > sms * group:  # of two waves at once X is read half as often, too
+    if row_blocks > sms * group:  # two waves at a time read X half as often, too
         return 0
     w, x = ATOM_BYTES * atoms * group, ATOM_BYTES * atoms * x_tiles
-    sums = 4 * ROWS_PER_BLOCK**2 * x_tiles * 2 * group  # both groups' halves, in float32
-    whole = max(w, (w + x) / L2_SHARE)
-    halves = max(w, (w + x / 2 + 1.5 * sums) / L2_SHARE) + JOIN_BYTES
+    partials = 4 * ROWS_PER_BLOCK**2 * x_tiles * 2 * group  # of both groups, float32
+    whole = max(w, (w + x) / L2_SPEED)
+    halves = max(w, (w + x / 2 + 1.5 * partials) / L2_SPEED) + COMBINE_BYTES
     return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
 
 
-def ring(split: Split, tier: TierAccess, x_tiles: int, *, halves: bool = False) -> Ring:
-    """Stages with copies that are large enough, where that leaves some; as many as have room.
+def ring(split: Split, tier: TierAccess, x_tiles: int, *, split_k: bool = False) -> Ring:
+    """Choose stages with large enough copies, if that leaves MIN_STAGES, and as many as fit.
 
-    Two groups at once halve how often many rows of X are read: those of two waves, where none is
-    left over, or, with `halves`, of two CTAs. They must be a warpgroup's each, and a tier with a
-    window waits for its link, not for X.
+    With many rows of X a stage has two groups, of two waves if their number is even, or with
+    `split_k` of two CTAs; then X is read half as often. Each must fit one warpgroup, and the tier
+    must have no window: it would wait for its link, not for X.
     """
     step, window = split.step_cols // ATOM_COLS, tier.window_bytes
     pairs = x_tiles == PAIRED_TILES and split.group <= TILE_ROW_BLOCKS
     waves = ceil_div(split.row_blocks, split.wave)
-    others = split.ctas > 1 if halves else waves > 0 and waves % 2 == 0
-    groups = 2 if pairs and others and window is None else 1
+    two = split.ctas > 1 if split_k else waves > 0 and waves % 2 == 0
+    groups = 2 if pairs and two and window is None else 1
     row_blocks = groups * split.group
     options = [
         atoms
         for atoms in range(1, step + 1)
-        if step % atoms == 0 and (atoms == 1 or _stages(row_blocks, atoms, x_tiles) >= STAGES)
+        if step % atoms == 0 and (atoms == 1 or _stages(row_blocks, atoms, x_tiles) >= MIN_STAGES)
     ]
     copies = [ATOM_BYTES * atoms * row_blocks for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
@@ -239,13 +243,14 @@ def ring(split: Split, tier: TierAccess, x_tiles: int, *, halves: bool = False) 
 
 
 def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
-    """Shared memory of a CTA: the stages, and what is read behind the last group's row blocks."""
+    """Shared memory of a CTA: the stages, and what a warpgroup reads behind the last group."""
     stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + x_tiles)
     behind = ATOM_BYTES * (-split.group % TILE_ROW_BLOCKS - ring.atoms * x_tiles)
     return ring.stages * stage + max(0, behind)
 
 
 def _stages(row_blocks: int, atoms: int, x_tiles: int) -> int:
+    """Stages that fit, for `row_blocks` a stage."""
     room = SHARED_BYTES_PAIRED - ATOM_BYTES * max(
         0, -row_blocks % TILE_ROW_BLOCKS - atoms * x_tiles
     )

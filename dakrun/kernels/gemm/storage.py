@@ -1,6 +1,6 @@
-"""Packed matrices in their tiers: memory dealt out as it is read, written piece by piece.
+"""Packed matrices in memory tiers: allocated for the kernels' layout, written piece by piece.
 
-Knows row blocks, tiers and how they are read; not what the rows are.
+Knows row blocks, tiers and how they are read; not what the rows mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.memory.device import device_view
 from dakrun.memory.tiers import Tier
 
-PIECE_ELEMENTS = 1 << 24  # to write at a time, as packing takes memory, too
+PIECE_ELEMENTS = 1 << 24  # elements to write at a time: packing needs as much memory again
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `rows` of a matrix: row blocks of `part` from its row block `first` on."""
+    """Rows `rows` of a matrix, which are the row blocks of `part` from its row block `first` on."""
 
     part: PackedPart
     first: int
@@ -28,7 +28,7 @@ class Piece:
 
 
 def can_pack(dtype: torch.dtype, cols: int) -> bool:
-    """Whether SplitK_GEMM takes a weight of that dtype and that many columns."""
+    """Whether the GEMM kernels take a weight of `dtype` with `cols` columns."""
     return dtype in DTYPES and cols % CHUNK == 0
 
 
@@ -41,10 +41,10 @@ def allocate(
     *,
     sms: int,
 ) -> PackedTensor:
-    """A matrix [M, K] of no particular values; `placement` gives (tier, row blocks) in their order.
+    """Allocate an uninitialised matrix [M, K] by `placement`, (tier, row blocks) in row order.
 
-    The local tier comes first, and `access` says how each is read, by a GPU of `sms` SMs. There
-    is a part for every tier, empty ones included.
+    The local tier comes first; `access` has the limits of reading each tier, by a GPU with `sms`
+    SMs. Every tier gets a part, which may be empty.
     """
     splits = split_row_blocks([row_blocks for _, row_blocks in placement], access, sms=sms)
     parts = [
@@ -59,7 +59,7 @@ def allocate(
 
 
 def pieces(weight: PackedTensor, elements: int) -> Iterator[Piece]:
-    """A matrix in pieces of up to `elements`, at least a group of row blocks each, in order."""
+    """Divide a matrix, in row order, into pieces of up to `elements`; one group at least."""
     (height, cols), before = weight.shape, 0
     for part in weight.parts:
         for first, count in stretches(part.split, elements // (ROWS_PER_BLOCK * cols)):
@@ -69,10 +69,9 @@ def pieces(weight: PackedTensor, elements: int) -> Iterator[Piece]:
 
 
 def write(piece: Piece, rows: torch.Tensor) -> None:
-    """Pack the rows [M, K] of a piece, of the matrix's dtype, into its tier.
+    """Pack rows [M, K], in the matrix's dtype and on the device that reads the tier, into a piece.
 
-    They are on the device that reads the tier. On a GPU this only starts it, on torch's current
-    stream, and it is the GPU that writes, also to host memory.
+    A GPU writes by itself, to host memory too, in the order of torch's current stream.
     """
     data = device_view(piece.part.data, rows.device)
     packing.write(rows, piece.part.split, data, piece.first)

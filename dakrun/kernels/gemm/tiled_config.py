@@ -1,29 +1,34 @@
-"""How the tiled GEMM is run: pure choices from shapes, row blocks per tier and figures of the GPU.
+"""Launch configurations of the tiled GEMM: pure functions of shapes, row blocks per tier and GPU.
 
-Needs no GPU. No shape is special. Bits of the result depend on the segments of sums alone, which
-are chosen from a matrix's shape, rows of X and the GPU, not from where the matrix lies.
+Needs no GPU. No shape has a special case. Bits of a result depend on the segments of K alone, which
+follow from the matrix's shape, the rows of X and the GPU, not from where the matrix lies.
 """
 
+import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from dakrun.geometry import ATOM_COLS, TILED_MAX_ROWS, WARPGROUPS
+from dakrun.geometry import ATOM_BYTES, ATOM_COLS, ROWS_PER_BLOCK, TILED_MAX_ROWS, WARPGROUPS
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.gemm.tiled_remote import Remote
-from dakrun.kernels.gemm.tiled_shapes import H200, Launch, Limits, Shape, TierTiles, TiledConfig
-from dakrun.kernels.gemm.tiled_tiers import (
+from dakrun.kernels.gemm.tiled_shapes import (
+    H200,
     LAUNCH_CYCLES,
-    even_tile,
-    shares,
-    tier_tiles,
-    tile_count,
+    MAX_CLUSTER,
+    Launch,
+    Limits,
+    Shape,
+    TierTiles,
+    TiledConfig,
     tiles_cycles,
 )
 from dakrun.units import ceil_div
 
-SEGMENTS = (1, 2, 4, 5)  # of sums; 3 and 6 gained 1% at most where they were measured
-SMALL_TILE_ROWS = 128  # of X, for which HBM has to give W faster than most of it is multiplied
+SEGMENTS = (1, 2, 4, 5)  # of K; 3 and 6 gained at most 1% where they were measured
+SMALL_TILE_ROWS = 128  # rows of X up to which reading W from HBM takes longer than products
+LINK_CYCLES = 6000  # latency of a copy over a link: a host on PCIe 5, under load
 
 
 def tiled_config(
@@ -36,13 +41,13 @@ def tiled_config(
     limits: Limits = H200,
     multicast: bool = True,
 ) -> TiledConfig:
-    """Choose for a W of `cols` columns with `row_blocks` in each of `tiers`, and an X of `n` rows.
+    """Choose for `n` rows of X and a W of `cols` columns with `row_blocks` in each of `tiers`.
 
-    The local tier comes first. Where the others have no limits, nothing is known of their links:
-    all SMs compute them, before what comes first. Else what may be in flight counts, and SMs are as
-    many as end beside the local ones. `sms` are those of the GPU, `limits` an H200's where none are
-    given.
-    Without `multicast` a remote row block crosses the link once for each 512 rows of X.
+    The local tier comes first. If no remote tier has limits, nothing is known of the links: all
+    `sms` compute the remote tiers in a launch before the local one. Else their launch gets as few
+    SMs as end no later than the local launch beside it. Without `multicast` a remote row block
+    crosses its link once for each 512 rows of X.
+    Raises ValueError for more rows than TILED_MAX_ROWS, or none.
     """
     if not 1 <= n <= TILED_MAX_ROWS:
         raise ValueError(f"expected 1 to {TILED_MAX_ROWS} rows, got {n}")
@@ -50,18 +55,16 @@ def tiled_config(
     _, best = _best(n, sum(row_blocks), sms, atoms, shapes(limits), limits)
     segments = best.k_ctas
     launches = []
-    nobody = tuple(TierTiles(0) for _ in row_blocks)
     left = sms
 
     @functools.cache
     def local(sms: int) -> tuple[float, Shape]:
-        options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
-        return _best(n, row_blocks[0], sms, atoms, options, limits)
+        return _best(n, row_blocks[0], sms, atoms, shapes(limits, segments), limits)
 
     if any(row_blocks[1:]) and all(access == TierAccess() for access in tiers[1:]):
-        launches.append(_without_limits(n, row_blocks, segments, sms, atoms, limits))
+        launches.append(_remote_on_all_sms(n, row_blocks, segments, sms, atoms, limits))
     elif any(row_blocks[1:]):
-        remote = Remote(n, tuple(row_blocks[1:]), tuple(tiers[1:]), atoms, segments, limits)
+        remote = RemotePart(n, tuple(row_blocks[1:]), tuple(tiers[1:]), atoms, segments, limits)
         rest = (lambda sms: local(sms)[0]) if row_blocks[0] else None
         launches.append(remote.launch(sms, rest, multicast=multicast))
         left -= launches[0].ctas
@@ -69,47 +72,22 @@ def tiled_config(
         _, shape = local(left)
         tier = local_tier(n, row_blocks[0], shape, left, atoms, limits, window=tiers[0])
         stages = shape.stages(limits, tier.tile_row_blocks)
-        launches.append(Launch(shape, stages, (tier, *nobody[1:])).with_most_blocks(limits))
+        others = [TierTiles(0) for _ in row_blocks[1:]]
+        launches.append(Launch(shape, stages, (tier, *others)).with_max_blocks(limits))
     return TiledConfig(tuple(launches))
 
 
-def _without_limits(
-    n: int, row_blocks: Sequence[int], segments: int, sms: int, atoms: int, limits: Limits
-) -> Launch:
-    """All tiers but the first one, each on as many of all SMs as its share of them asks for."""
-    total = sum(row_blocks[1:])
-    options = (shape for shape in shapes(limits) if shape.k_ctas == segments)
-    _, shape = _best(n, total, sms, atoms, options, limits)
-    clusters = limits.most_clusters(sms, shape.ctas)
-    given = _at_most([max(1, clusters * count // total) for count in row_blocks[1:]], clusters)
-    tiers = [
-        local_tier(n, count, shape, own * shape.ctas, atoms, limits) if count else TierTiles(0)
-        for count, own in zip(row_blocks[1:], given, strict=True)
-    ]
-    stages = shape.stages(limits, *(tier.tile_row_blocks for tier in tiers if tier.clusters))
-    return Launch(shape, stages, (TierTiles(0), *tiers)).with_most_blocks(limits)
-
-
-def _at_most(counts: list[int], most: int) -> list[int]:
-    """The counts, the largest of them made smaller until all together are `most`."""
-    counts = list(counts)
-    while sum(counts) > most and max(counts) > 1:
-        counts[counts.index(max(counts))] -= 1
-    return counts
-
-
-def shapes(limits: Limits) -> Iterator[Shape]:
-    """All that local tiers are computed in."""
+def shapes(limits: Limits, segments: int | None = None) -> Iterator[Shape]:
+    """Shapes for tiers on all SMs; with `segments` only those that split K in so many."""
     sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
-    for x_tiles, row_groups, (w_ctas, k_ctas) in itertools.product(
-        limits.x_tiles, range(1, WARPGROUPS + 1), sharing
-    ):
-        shape = Shape(x_tiles, row_groups, w_ctas, 1, k_ctas)
-        if shape.fits(limits):
-            yield shape
-    for tiles, (w_ctas, k_ctas) in itertools.product(limits.wide_tiles, sharing):
-        shape = Shape(tiles, 1, w_ctas, 1, k_ctas, wide=True)
-        if shape.fits(limits):
+    plain = itertools.product(limits.x_tiles, range(1, WARPGROUPS + 1), sharing)
+    wide = itertools.product(limits.wide_tiles, sharing)
+    found = itertools.chain(
+        (Shape(tiles, groups, w_ctas, 1, k_ctas) for tiles, groups, (w_ctas, k_ctas) in plain),
+        (Shape(tiles, 1, w_ctas, 1, k_ctas, wide=True) for tiles, (w_ctas, k_ctas) in wide),
+    )
+    for shape in found:
+        if shape.fits(limits) and segments in (None, shape.k_ctas):
             yield shape
 
 
@@ -121,25 +99,164 @@ def local_tier(
     atoms: int,
     limits: Limits,
     *,
-    even: bool | None = None,
+    stream_k: bool | None = None,
     window: TierAccess | None = None,
 ) -> TierTiles:
-    """A tier that is computed on `sms`; with `even` as given, or where that is faster."""
-    clusters, access = limits.most_clusters(sms, shape.ctas), window or TierAccess()
-    options = list(_options(n, row_blocks, sms, atoms, shape, limits))
-    _, tile_row_blocks, chosen = min(
-        [option for option in options if even is None or option[2] == even] or options
-    )
-    stages = shape.stages(limits, tile_row_blocks)
-    return tier_tiles(n, row_blocks, shape, clusters, access, stages, tile_row_blocks, even=chosen)
+    """Tiles of a tier that is computed on `sms`; Stream-K as given, or where it is faster."""
+    clusters, access = limits.max_clusters(sms, shape.ctas), window or TierAccess()
+    options = list(_tile_options(n, row_blocks, sms, atoms, shape, limits))
+    wanted = [option for option in options if stream_k in (None, option[2])]
+    _, size, chosen = min(wanted or options)
+    stages = shape.stages(limits, size)
+    return _tier_tiles(n, row_blocks, shape, clusters, access, stages, size, stream_k=chosen)
+
+
+@dataclass(frozen=True)
+class RemotePart:
+    """The remote part of a product of `n` rows of X: `row_blocks` of W in each of `tiers`.
+
+    A link is slow, so a row block crosses it once if a cluster can hold all rows of X; and the
+    remote launch, which takes SMs from the local one, is to end when that does.
+    """
+
+    n: int
+    row_blocks: tuple[int, ...]
+    tiers: tuple[TierAccess, ...]
+    atoms: int  # of 64 columns
+    segments: int  # of K
+    limits: Limits
+
+    def launch(
+        self, sms: int, local: Callable[[int], float] | None, *, multicast: bool = True
+    ) -> Launch:
+        """Choose for `sms`; `local` gives the cycles of a local part on a number of SMs."""
+        parts = sum(count > 0 for count in self.row_blocks)
+        shapes = [
+            shape
+            for shape in self._shapes(multicast=multicast)
+            if self._max_clusters(shape, sms, local) >= parts
+        ]
+        rows = min(self.n, max(shape.rows for shape in shapes))
+        return min(
+            (self._launch(shape, sms, local) for shape in shapes if shape.rows >= rows),
+            key=lambda launch: self._key(launch, sms, local),
+        )
+
+    def _shapes(self, *, multicast: bool) -> Iterator[Shape]:
+        """Shapes whose clusters hold all rows of X, or as many as they can."""
+        limit = 1 << (MAX_CLUSTER // self.segments).bit_length() - 1 if multicast else 1
+        for x_tiles, groups in itertools.product(self.limits.x_tiles, range(1, WARPGROUPS + 1)):
+            shape = Shape(x_tiles, groups, k_ctas=self.segments)
+            x_ctas = 1 << (ceil_div(self.n, shape.rows) - 1).bit_length()
+            if shape.fits(self.limits):
+                yield from (replace(shape, x_ctas=count) for count in {1, min(limit, x_ctas)})
+
+    def _max_clusters(self, shape: Shape, sms: int, local: Callable[[int], float] | None) -> int:
+        """Clusters that leave SMs for a local part."""
+        return self.limits.max_clusters(sms - self.segments * (local is not None), shape.ctas)
+
+    def _launch(self, shape: Shape, sms: int, local: Callable[[int], float] | None) -> Launch:
+        """As few clusters as end no later than the local part."""
+        clusters = [int(count > 0) for count in self.row_blocks]
+        parts = [tier for tier, count in enumerate(self.row_blocks) if count]
+        for tier in parts * min(2, len(parts)):  # the second time with the others' clusters known
+            others = sum(clusters) - clusters[tier]
+            limit = min(self._max_clusters(shape, sms, local) - others, self._useful(shape, tier))
+
+            def ends(count: int, tier: int = tier, others: int = others) -> bool:
+                if local is None:
+                    return False
+                rest = local(sms - shape.ctas * (others + count))
+                found = self._tiles(shape, tier, count)
+                products, link = self._cycles(shape, tier, found)
+                window_is_full = found.window < self._stages(shape)
+                return products <= rest and (link <= rest or window_is_full)
+
+            counts = range(1, max(1, limit))
+            clusters[tier] = 1 + bisect.bisect_left(counts, True, key=ends)
+        tiles = tuple(
+            self._tiles(shape, tier, count) if count else TierTiles(0)
+            for tier, count in enumerate(clusters)
+        )
+        launch = Launch(shape, self._stages(shape), (TierTiles(0), *tiles))
+        return launch.with_max_blocks(self.limits)
+
+    def _stages(self, shape: Shape) -> int:
+        """Stages of all tiers' rings: as many as the largest tile leaves room for."""
+        return shape.stages(self.limits, shape.row_blocks)
+
+    def _useful(self, shape: Shape, tier: int) -> int:
+        """Clusters that have tiles, and at least one stage of the window."""
+        count = shape.tile_count(self.n, self.row_blocks[tier], shape.row_blocks)
+        window = self.tiers[tier].window_bytes
+        if window is not None:
+            count = min(count, window // (ATOM_BYTES * shape.row_blocks * shape.k_ctas))
+        return count
+
+    def _tiles(self, shape: Shape, tier: int, clusters: int) -> TierTiles:
+        """Whole tiles if Stream-K can share the last ones, else tiles that make even waves."""
+        row_blocks = self.row_blocks[tier]
+        stream_k = _can_stream_k(self.n, row_blocks, shape, clusters, shape.row_blocks)
+        size = shape.row_blocks
+        if not stream_k:
+            size = shape.smallest_tile(self.n, row_blocks, clusters)
+        stages, access = self._stages(shape), self.tiers[tier]
+        return _tier_tiles(
+            self.n, row_blocks, shape, clusters, access, stages, size, stream_k=stream_k
+        )
+
+    def _cycles(self, shape: Shape, tier: int, tiles: TierTiles) -> tuple[float, float]:
+        """Cycles of products, and of the link at the speed that the bytes in flight allow."""
+        n, row_blocks, size = self.n, self.row_blocks[tier], tiles.tile_row_blocks
+        waves = shape.tile_count(n, row_blocks, size) / tiles.clusters
+        products = tiles_cycles(
+            n, row_blocks, tiles.clusters * shape.ctas, self.atoms, shape, self.limits, size, waves,
+            stream_k=tiles.stream_k,
+        )  # fmt: skip
+        if self.tiers[tier].window_bytes is None:
+            return products, 0.0
+        cycles: float = LINK_CYCLES
+        if tiles.window == self._stages(shape):  # a stage is filled again after its products
+            cycles += products / (ceil_div(self.atoms, shape.k_ctas) * max(1.0, waves))
+        in_flight = tiles.clusters * shape.k_ctas * tiles.window * size
+        return products, cycles * self.atoms * row_blocks * ceil_div(n, shape.rows) / in_flight
+
+    def _key(
+        self, launch: Launch, sms: int, local: Callable[[int], float] | None
+    ) -> tuple[float, ...]:
+        """Cycles of the part that ends last, then the SMs and tiles that it takes."""
+        shape = launch.shape
+        parts = [local(sms - launch.ctas)] if local else []
+        for tier, tiles in enumerate(launch.tiers[1:]):
+            if tiles.clusters:
+                parts += self._cycles(shape, tier, tiles)
+        return max(parts), shape.row_blocks, launch.ctas, shape.x_ctas, shape.tiles
+
+
+def _remote_on_all_sms(
+    n: int, row_blocks: Sequence[int], segments: int, sms: int, atoms: int, limits: Limits
+) -> Launch:
+    """A launch for all remote tiers, each on SMs in proportion to its row blocks."""
+    total = sum(row_blocks[1:])
+    _, shape = _best(n, total, sms, atoms, shapes(limits, segments), limits)
+    limit = limits.max_clusters(sms, shape.ctas)
+    clusters = [max(1, limit * count // total) for count in row_blocks[1:]]
+    while sum(clusters) > limit and max(clusters) > 1:
+        clusters[clusters.index(max(clusters))] -= 1
+    tiers = [
+        local_tier(n, count, shape, own * shape.ctas, atoms, limits) if count else TierTiles(0)
+        for count, own in zip(row_blocks[1:], clusters, strict=True)
+    ]
+    stages = shape.stages(limits, *(tier.tile_row_blocks for tier in tiers if tier.clusters))
+    return Launch(shape, stages, (TierTiles(0), *tiers)).with_max_blocks(limits)
 
 
 def _best(
-    n: int, row_blocks: int, sms: int, atoms: int, options: Iterator[Shape], limits: Limits
+    n: int, row_blocks: int, sms: int, atoms: int, options: Iterable[Shape], limits: Limits
 ) -> tuple[float, Shape]:
-    """The fastest of those that `sms` have room for, and its cycles."""
+    """Cycles and shape of the fastest of `options` that fit on `sms`."""
     found = (
-        (min(_options(n, row_blocks, sms, atoms, shape, limits))[0], number, shape)
+        (min(_tile_options(n, row_blocks, sms, atoms, shape, limits))[0], number, shape)
         for number, shape in enumerate(options)
         if shape.ctas <= sms
     )
@@ -147,21 +264,54 @@ def _best(
     return cycles, shape
 
 
-def _options(
+def _tile_options(
     n: int, row_blocks: int, sms: int, atoms: int, shape: Shape, limits: Limits
 ) -> Iterator[tuple[float, int, bool]]:
-    """Cycles of a launch, row blocks of a CTA's tile, and whether clusters share the last tiles.
+    """Options of a launch: cycles, row blocks of a CTA's tile, Stream-K.
 
-    Smaller tiles that make no more waves read W with more SMs, which counts where X has few rows;
+    Smaller tiles that make no more waves read W with more SMs, which counts for few rows of X;
     whole ones read less of X.
     """
-    clusters = limits.most_clusters(sms, shape.ctas)
-    small = even_tile(n, row_blocks, clusters, shape) if n <= SMALL_TILE_ROWS else shape.row_blocks
-    for tile_row_blocks, even in ((small, False), (shape.row_blocks, True)):
-        tiles = tile_count(n, row_blocks, tile_row_blocks, shape)
-        if even and not (shape.k_ctas == 1 and shares(tiles, clusters)):
+    clusters, whole = limits.max_clusters(sms, shape.ctas), shape.row_blocks
+    small = shape.smallest_tile(n, row_blocks, clusters) if n <= SMALL_TILE_ROWS else whole
+    for size, stream_k in ((small, False), (whole, True)):
+        if stream_k and not _can_stream_k(n, row_blocks, shape, clusters, size):
             continue
+        waves = shape.tile_count(n, row_blocks, size) / clusters
         cycles = tiles_cycles(
-            n, row_blocks, sms, atoms, shape, limits, tile_row_blocks, tiles / clusters, even=even
+            n, row_blocks, sms, atoms, shape, limits, size, waves, stream_k=stream_k
         )
-        yield LAUNCH_CYCLES + cycles, tile_row_blocks, even
+        yield LAUNCH_CYCLES + cycles, size, stream_k
+
+
+def _can_stream_k(n: int, row_blocks: int, shape: Shape, clusters: int, size: int) -> bool:
+    """Whether whole waves of tiles of `size` leave some for `clusters` to share."""
+    tiles = shape.tile_count(n, row_blocks, size)
+    return shape.k_ctas == 1 and tiles > clusters and tiles % clusters > 0
+
+
+def _tier_tiles(
+    n: int,
+    row_blocks: int,
+    shape: Shape,
+    clusters: int,
+    access: TierAccess,
+    stages: int,
+    size: int,
+    *,
+    stream_k: bool,
+) -> TierTiles:
+    """Tiles of `size` row blocks a CTA, by up to `clusters`, as `access` limits what is in flight.
+
+    Stream-K if it is wanted and possible.
+    """
+    stream_k = stream_k and _can_stream_k(n, row_blocks, shape, clusters, size)
+    clusters = min(clusters, shape.tile_count(n, row_blocks, size))
+    window = stages
+    if access.window_bytes is not None:
+        rings = clusters * shape.w_ctas * shape.k_ctas
+        window = max(1, min(stages, access.window_bytes // (ATOM_BYTES * size * rings)))
+    # Blocks of tiles along X with which a wave reads the fewest rows of W and X.
+    x_tiles, w_rows = ceil_div(n, shape.rows), ROWS_PER_BLOCK * size * shape.w_ctas
+    best = max(1, min(x_tiles, round(math.sqrt(clusters * w_rows / shape.rows))))
+    return TierTiles(clusters, size, ceil_div(x_tiles, ceil_div(x_tiles, best)), stream_k, window)

@@ -1,13 +1,16 @@
-"""What the tiled GEMM can be launched with: shapes of tiles, rings, tiers, and what a GPU sets.
+"""Launches of the tiled GEMM: shapes of tiles, rings, tiers, a GPU's limits, and what tiles cost.
 
-Needs no GPU, and chooses nothing.
+Needs no GPU, and chooses nothing. Costs are fitted to an H200; no shape has a special case.
 """
 
+import bisect
+import math
 from dataclasses import dataclass, replace
 
 from dakrun.geometry import (
     ATOM_BYTES,
     ROWS_PER_BLOCK,
+    SHARED_BYTES_ALONE,
     TILE_ROW_BLOCKS,
     TILED_MAX_STAGES,
     TILED_MIN_OUTPUT_BLOCKS,
@@ -19,35 +22,62 @@ from dakrun.geometry import (
 from dakrun.units import ceil_div
 
 MAX_CLUSTER = 8  # CTAs
-BLOCKS_BYTES = (
+MAX_OUTPUT_BLOCKS = 8  # of a warp
+# Bytes of one output block for each warp of a CTA, of the accumulators of a CTA's 128 rows of W for
+# 8 rows of X, and of what shared memory holds besides the stages and output blocks.
+OUTPUT_BLOCK_BYTES = (
     WARPGROUPS * TILED_PASS_TILES * ROWS_PER_BLOCK * TILE_ROW_BLOCKS * ROWS_PER_BLOCK * 2
-)  # one a warp
-MAX_BLOCKS = 8  # of a warp
-SUM_BYTES = (
-    4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLOCK
-)  # a CTA's, of a tile of X
-BARRIER_BYTES = 1024  # of a CTA's shared memory
+)
+PARTIAL_BYTES = 4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLOCK
+BARRIER_BYTES = 1024
+
+# Costs, in cycles of an SM at 1.75 GHz. Of a stage: products of 8 x 64 tiles; its issue, at least;
+# its copies' latency; each KiB to or from shared memory; CTAs that wait for each other.
+ATOM_CYCLES = 36.2
+STAGE_CYCLES = 360
+LANDING_CYCLES = 1530
+SHARED_CYCLES = 7.1
+SHARING_CYCLES = 43
+# Bytes a cycle that an SM gets from HBM and from L2 while all SMs read. Reads of W, many of which
+# miss L2, weigh more. The fraction of reads that adds to products, in plain and in wide tiles.
+# Reads cost more with Stream-K, where clusters are at different columns.
+HBM_BYTES = 19.8
+L2_BYTES = 68
+W_READ_WEIGHT = 4.3
+READ_FRACTION, WIDE_READ_FRACTION = 0.188, 0.168
+STREAM_K_READ_WEIGHT = 1.24
+# Of a tile, while nothing is multiplied: its start; per 8 x 64 tile of a warpgroup, storing outputs
+# and passing on Stream-K's partial tiles; with split-K the exchange, and adding each 8 x 64 tile of
+# another segment. Of a launch: the wait for CTAs that share X.
+START_CYCLES = 2200
+STORE_CYCLES = 110
+STREAM_K_CYCLES = 630
+SPLIT_K_CYCLES = 3200
+SPLIT_K_ADD_CYCLES = 50
+CLUSTER_SYNC_CYCLES = 800
+# Of a launch, from its predecessor's end to the first product, beyond a tile's start.
+LAUNCH_CYCLES = 6000
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a GPU sets: bytes of shared memory of a CTA, and the `x_tiles` that there are.
+    """A GPU's limits: bytes of shared memory of a CTA, and the kernel variants, by `x_tiles`.
 
-    Of clusters of 2, 3, ... CTAs, one a SM, `clusters` run at a time: SMs go by groups, which
-    larger ones do not fill.
+    Of clusters of 2, 3, ... CTAs, one an SM, `clusters` run at a time; larger ones leave SMs of a
+    group of SMs free.
     """
 
-    shared_bytes: int = 227 * 1024
+    shared_bytes: int = SHARED_BYTES_ALONE
     x_tiles: tuple[int, ...] = TILED_X_TILES
     clusters: tuple[int, ...] = (66, 39, 30, 22, 17, 15, 15)
 
     @property
     def wide_tiles(self) -> tuple[int, ...]:
-        """Of W, that a warpgroup multiplies with wgmma where shapes are wide."""
+        """Variants for wide shapes, by 8 rows of W of a warpgroup; they need wgmma."""
         return TILED_WIDE_TILES if self.x_tiles == TILED_X_TILES else ()
 
-    def most_clusters(self, sms: int, ctas: int) -> int:
-        """That run at a time on `sms`, of `ctas` CTAs."""
+    def max_clusters(self, sms: int, ctas: int) -> int:
+        """Clusters of `ctas` CTAs that run at a time on `sms` SMs."""
         return sms if ctas == 1 else min(sms // ctas, self.clusters[ctas - 2])
 
 
@@ -56,12 +86,12 @@ H200 = Limits()
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cluster of CTAs multiplies: a warpgroup `tiles` x 8 rows of X and 64 of W.
+    """Tile of a cluster: a warpgroup multiplies `tiles` x 8 rows of X by 64 rows of W.
 
-    If it is `wide`, `tiles` x 8 rows of W and 64 of X. The two warpgroups of a CTA have rows beside
-    each other of W, with 2 `row_groups`, or of X. So have `w_ctas` or `x_ctas`, of which one is 1
-    and the other a power of two: they bring what they share once. Each of `k_ctas` sums a segment
-    of K.
+    If `wide`, it multiplies `tiles` x 8 rows of W by 64 rows of X. The two warpgroups of a CTA are
+    side by side along W with 2 `row_groups`, else along X. So are `w_ctas` or `x_ctas` CTAs, which
+    share X or W by multicast; one of these is 1, the other a power of two. Each of `k_ctas`
+    multiplies a segment of K (split-K).
     """
 
     tiles: int
@@ -73,64 +103,78 @@ class Shape:
 
     @property
     def ctas(self) -> int:
-        """Those of a cluster."""
+        """CTAs of a cluster."""
         return self.w_ctas * self.x_ctas * self.k_ctas
 
     @property
     def row_blocks(self) -> int:
-        """Of W in a CTA's tile, at most."""
+        """Row blocks of W in a CTA's tile, at most."""
         return self.row_groups * self.group_row_blocks
 
     @property
     def group_row_blocks(self) -> int:
-        """Of W, that a warpgroup multiplies."""
+        """Row blocks of W of a warpgroup, at most."""
         return self.tiles if self.wide else TILE_ROW_BLOCKS
 
     @property
-    def across(self) -> int:
+    def x_tiles(self) -> int:
+        """Tiles of 8 rows of X of a warpgroup."""
+        return TILE_ROW_BLOCKS if self.wide else self.tiles
+
+    @property
+    def cta_x_tiles(self) -> int:
         """Tiles of 8 rows of X of a CTA."""
         return self.x_tiles * WARPGROUPS // self.row_groups
 
     @property
-    def x_tiles(self) -> int:
-        """Of 8 rows of X, that a warpgroup multiplies."""
-        return TILE_ROW_BLOCKS if self.wide else self.tiles
-
-    @property
     def rows(self) -> int:
-        """Of X in a cluster's tile."""
-        return ROWS_PER_BLOCK * self.across * self.x_ctas
+        """Rows of X in a cluster's tile."""
+        return ROWS_PER_BLOCK * self.cta_x_tiles * self.x_ctas
 
     @property
     def output_box(self) -> tuple[int, int]:
-        """Rows and columns of Y that a warp writes at a time."""
+        """Rows and columns of Y in an output block of a warp."""
         rows, cols = (2, TILED_PASS_TILES) if self.wide else (TILED_PASS_TILES, 2)
         return ROWS_PER_BLOCK * rows, ROWS_PER_BLOCK * cols
 
-    def stage_bytes(self, row_blocks: int) -> int:
-        """Of a stage: 64 columns of `row_blocks` of W, and of X."""
-        return ATOM_BYTES * (row_blocks + self.across)
+    def tile_count(self, n: int, row_blocks: int, tile_row_blocks: int) -> int:
+        """Clusters' tiles of `tile_row_blocks` a CTA, for `n` rows of X and `row_blocks` of W."""
+        return ceil_div(row_blocks, tile_row_blocks * self.w_ctas) * ceil_div(n, self.rows)
 
-    def bytes_behind(self, row_blocks: int) -> int:
-        """Bytes read behind a stage with `row_blocks` of W: a warpgroup multiplies whole groups."""
+    def smallest_tile(self, n: int, row_blocks: int, clusters: int) -> int:
+        """The smallest tile, in row blocks a CTA, that makes no more waves than the largest."""
+
+        def waves(tile_row_blocks: int) -> int:
+            return ceil_div(self.tile_count(n, row_blocks, tile_row_blocks), clusters)
+
+        sizes = range(1, self.row_blocks + 1)
+        fewest = waves(self.row_blocks)
+        return sizes[bisect.bisect_left(sizes, -fewest, key=lambda size: -waves(size))]
+
+    def stage_bytes(self, row_blocks: int) -> int:
+        """Bytes of a stage: 64 columns of `row_blocks` of W, and of X."""
+        return ATOM_BYTES * (row_blocks + self.cta_x_tiles)
+
+    def overread_bytes(self, row_blocks: int) -> int:
+        """Bytes that a warpgroup, which multiplies whole groups, reads behind the last stage."""
         whole = ceil_div(row_blocks, self.group_row_blocks) * self.group_row_blocks
-        return ATOM_BYTES * max(0, whole - row_blocks - self.across)
+        return ATOM_BYTES * max(0, whole - row_blocks - self.cta_x_tiles)
 
     @property
-    def sums_bytes(self) -> int:
-        """Where segments of sums meet in shared memory, instead of stages."""
+    def split_k_bytes(self) -> int:
+        """Shared memory for the exchange of split-K's partial sums, in place of stages."""
         own = ceil_div(self.tiles, TILED_PASS_TILES * self.k_ctas) * TILED_PASS_TILES
-        return own * self.k_ctas * SUM_BYTES if self.k_ctas > 1 else 0
+        return own * self.k_ctas * PARTIAL_BYTES if self.k_ctas > 1 else 0
 
     def fits(self, limits: Limits) -> bool:
         """Whether a GPU with `limits` can run it."""
-        room = limits.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * BLOCKS_BYTES
-        return self.stages(limits, self.row_blocks) >= 2 and self.sums_bytes <= room
+        room = limits.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * OUTPUT_BLOCK_BYTES
+        return self.stages(limits, self.row_blocks) >= 2 and self.split_k_bytes <= room
 
     def stages(self, limits: Limits, *row_blocks: int) -> int:
-        """That there is room for, where tiles have so many `row_blocks` of W."""
-        room = limits.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * BLOCKS_BYTES
-        room -= self.bytes_behind(min(row_blocks))
+        """Stages that fit, for tiers whose tiles have `row_blocks` of W."""
+        room = limits.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * OUTPUT_BLOCK_BYTES
+        room -= self.overread_bytes(min(row_blocks))
         return min(TILED_MAX_STAGES, room // self.stage_bytes(max(row_blocks)))
 
 
@@ -138,23 +182,23 @@ class Shape:
 class TierTiles:
     """How a launch computes a tier: `clusters`, each CTA taking tiles of `tile_row_blocks` of W.
 
-    `block_tiles` tiles along X are beside each other in the order in which clusters take them. With
-    `even` clusters share the last tiles, so that all have as much to do. Of the stages of W that
-    CTAs share `window` may be in flight. A launch has no clusters for the tiers of another one.
+    `block_tiles` tiles along X follow each other in the order of tiles. With `stream_k` clusters
+    share the tiles behind the last whole wave. The congestion window is `window` stages of W in
+    flight. No clusters: another launch computes the tier.
     """
 
     clusters: int
     tile_row_blocks: int = 1
     block_tiles: int = 1
-    even: bool = False
+    stream_k: bool = False
     window: int = 1
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch for some tiers: what its clusters multiply, through a ring of `stages`.
+    """A launch for some tiers: a shape, a ring of `stages`, and `blocks` of outputs for each warp.
 
-    Outputs are on their way to Y, and residuals from there, in `blocks` of each warp.
+    Outputs and residuals pass through the output blocks on their way to and from memory.
     """
 
     shape: Shape
@@ -162,63 +206,93 @@ class Launch:
     tiers: tuple[TierTiles, ...]
     blocks: int = TILED_MIN_OUTPUT_BLOCKS
 
-    def with_most_blocks(self, limits: Limits) -> "Launch":
-        """The same with as many blocks as there is room for beside the stages."""
+    def with_max_blocks(self, limits: Limits) -> "Launch":
+        """The same with as many output blocks as fit beside the stages."""
         room = limits.shared_bytes - BARRIER_BYTES - self._ring_bytes
-        blocks = min(MAX_BLOCKS, room // BLOCKS_BYTES)
-        assert blocks >= TILED_MIN_OUTPUT_BLOCKS, (
-            f"room for {blocks} blocks beside {self.stages} stages"
-        )
+        blocks = min(MAX_OUTPUT_BLOCKS, room // OUTPUT_BLOCK_BYTES)
+        assert blocks >= TILED_MIN_OUTPUT_BLOCKS, f"{self.stages} stages leave {blocks} blocks"
         return replace(self, blocks=blocks)
 
     @property
     def ctas(self) -> int:
-        """Those of all tiers."""
+        """CTAs of all tiers."""
         return self.shape.ctas * sum(tier.clusters for tier in self.tiers)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: outputs on their way, and the stages."""
-        return self.blocks * BLOCKS_BYTES + self._ring_bytes
+        """Shared memory of a CTA: output blocks and stages."""
+        return self.blocks * OUTPUT_BLOCK_BYTES + self._ring_bytes
 
     @property
     def _ring_bytes(self) -> int:
-        stages = self.stages * self.shape.stage_bytes(self.tile_row_blocks)
-        stages += self.shape.bytes_behind(min(self._tile_sizes))
-        return max(stages, self.shape.sums_bytes)
+        sizes = [tier.tile_row_blocks for tier in self.tiers if tier.clusters] or [1]
+        stages = self.stages * self.shape.stage_bytes(max(sizes))
+        return max(stages + self.shape.overread_bytes(min(sizes)), self.shape.split_k_bytes)
 
     @property
-    def tile_row_blocks(self) -> int:
-        """Row blocks of W in a CTA's tile, of the tier that has the largest."""
-        return max(self._tile_sizes)
+    def stream_k_ctas(self) -> int:
+        """CTAs that may store partial tiles."""
+        return self.ctas if any(tier.stream_k for tier in self.tiers) else 0
 
     @property
-    def _tile_sizes(self) -> list[int]:
-        return [tier.tile_row_blocks for tier in self.tiers if tier.clusters] or [1]
-
-    @property
-    def carriers(self) -> int:
-        """CTAs that may leave sums for others."""
-        return self.ctas if any(tier.even for tier in self.tiers) else 0
-
-    @property
-    def carried(self) -> int:
-        """Bytes of these sums."""
-        return self.carriers * self.shape.tiles * SUM_BYTES
+    def partial_bytes(self) -> int:
+        """Bytes of these partial tiles."""
+        return self.stream_k_ctas * self.shape.tiles * PARTIAL_BYTES
 
 
 @dataclass(frozen=True)
 class TiledConfig:
-    """How a tiled GEMM is launched: once, or first for remote tiers and then for the local one."""
+    """A tiled GEMM: one launch, or one for the remote tiers and then one for the local tier."""
 
     launches: tuple[Launch, ...]
 
     @property
-    def carriers(self) -> int:
-        """CTAs that may leave sums for others."""
-        return sum(launch.carriers for launch in self.launches)
+    def stream_k_ctas(self) -> int:
+        """CTAs that may store partial tiles."""
+        return sum(launch.stream_k_ctas for launch in self.launches)
 
     @property
-    def carried(self) -> int:
-        """Bytes of these sums."""
-        return sum(launch.carried for launch in self.launches)
+    def partial_bytes(self) -> int:
+        """Bytes of these partial tiles."""
+        return sum(launch.partial_bytes for launch in self.launches)
+
+
+def tiles_cycles(
+    n: int,
+    row_blocks: int,
+    sms: int,
+    atoms: int,
+    shape: Shape,
+    limits: Limits,
+    tile_row_blocks: int,
+    waves: float,
+    *,
+    stream_k: bool,
+) -> float:
+    """Cycles of the busiest cluster, for `waves` of tiles of a tier's `row_blocks` on `sms` SMs.
+
+    The larger of products and reads from HBM; with `stream_k` the last, partial wave is shared.
+    """
+    along_x = min(WARPGROUPS // shape.row_groups, ceil_div(n, ROWS_PER_BLOCK * shape.x_tiles))
+    groups = ceil_div(tile_row_blocks, shape.group_row_blocks) * along_x
+    x_tiles = min(along_x * shape.x_tiles, ceil_div(n, ROWS_PER_BLOCK))
+    landed = tile_row_blocks + x_tiles
+    shared = SHARED_CYCLES * (landed + groups * (TILE_ROW_BLOCKS + shape.tiles))
+    lands = LANDING_CYCLES / (shape.stages(limits, tile_row_blocks) - 1)
+    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
+    reads = ATOM_BYTES * (W_READ_WEIGHT * tile_row_blocks + x_tiles / shape.w_ctas) / L2_BYTES
+    fraction = WIDE_READ_FRACTION if shape.wide else READ_FRACTION
+    stage += fraction * min(1.0, waves) * reads * (STREAM_K_READ_WEIGHT if stream_k else 1)
+    stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
+    per_tile: float = START_CYCLES + STORE_CYCLES * shape.tiles
+    if shape.k_ctas > 1:
+        per_tile += SPLIT_K_CYCLES + SPLIT_K_ADD_CYCLES * shape.tiles * (1 - 1 / shape.k_ctas)
+    products = ceil_div(atoms, shape.k_ctas) * stage
+    fetched = ATOM_BYTES * atoms * row_blocks / (HBM_BYTES * sms)
+    rest = math.ceil(waves) * per_tile + (CLUSTER_SYNC_CYCLES if shape.w_ctas > 1 else 0)
+    if shape.k_ctas > 1:  # partial sums are exchanged where the next tile's stages would land
+        rest += (math.ceil(waves) - 1) * LANDING_CYCLES
+    if stream_k:  # neighbouring tiles are at other columns, so that L2 does not hold W for them
+        fetched *= ceil_div(n, shape.rows)
+        return max(waves * products + STREAM_K_CYCLES * shape.tiles, fetched) + rest
+    return max(math.ceil(waves) * products, fetched) + rest
