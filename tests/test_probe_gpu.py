@@ -190,7 +190,7 @@ def test_bad_readings() -> None:
     for readers in ([], [reader] * (BANDWIDTH_MAX_SOURCES + 1)):
         with pytest.raises(ValueError, match=f"expected 1 to {BANDWIDTH_MAX_SOURCES} readers"):
             read_window(readers, 0.001)
-    with pytest.raises(ValueError, match="bytes at least"):
+    with pytest.raises(ValueError, match="bytes"):
         read_multicast(0, MIB, clusters=65, size=2, chunk=16 * KIB, stages=4, chunks=8)
     sink = torch.zeros(4, dtype=torch.int32)
     for nbytes, ctas in ((4097, 4), (4096, 5)):

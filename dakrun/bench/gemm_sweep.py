@@ -13,7 +13,7 @@ from dakrun.bench.sweep import BenchDtype, Case, Sweep, parse_ratios, units_by_t
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.errors import UsageError
 from dakrun.geometry import CHUNK, row_block_count
-from dakrun.models.hub import model_config
+from dakrun.models import model_config
 from dakrun.plan import Op, decode_ops, linear_op
 from dakrun.units import ceil_div
 

@@ -29,7 +29,7 @@ from dakrun.bench.model_sweep import ModelSweep, Point
 from dakrun.bench.output import Record, head
 from dakrun.bench.tiers import measure_ceilings
 from dakrun.config import SamplingParams
-from dakrun.engine.engine import EngineStats
+from dakrun.engine import EngineStats
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.llm import LLM

@@ -88,7 +88,7 @@ class ModelRow:
 
     @property
     def summary(self) -> str:
-        """TPOT, EB and share of the limit, for a progress message."""
+        """TPOT, EB and percentage of the limit, for a progress message."""
         if self.tpot_s is None or self.eb_bytes_per_s is None:
             return f"not measured: {self.problem}"
         return (

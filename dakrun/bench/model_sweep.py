@@ -13,8 +13,7 @@ from dakrun.bench.sweep import BenchDtype, parse_number
 from dakrun.config import LoadFormat, ModelConfig
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.models.hub import model_config
-from dakrun.models.known import known_model
+from dakrun.models import known_model, model_config
 from dakrun.plan import Policy, Strategy, parse_remote
 
 AUTO: Literal["auto"] = "auto"

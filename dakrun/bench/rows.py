@@ -42,7 +42,7 @@ class Row(ABC):
 
     @property
     def summary(self) -> str:
-        """Ratio, time and share of the ceiling, for a progress message."""
+        """Ratio, time and percentage of the ceiling, for a progress message."""
         utilization = f"{self.bound_s / self.time_s:.1%} of the ceiling"
         return f"{self.case.ratio:.2%} remote: {format_seconds(self.time_s)}, {utilization}"
 

@@ -113,7 +113,7 @@ def measure_kernel(
     import torch
 
     from dakrun.bench.tiers import measure_ceilings, operands
-    from dakrun.engine.build import direct_accesses
+    from dakrun.engine import direct_accesses
     from dakrun.kernels.gemm.splitk_config import TierAccess
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -130,7 +130,7 @@ def operands(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Buffers for the operands of any of the `cases`: uint8 [bytes] by tier.
 
-    `progress` reports their size; `name` says what the operands are. Raises CannotRun if memory is
+    `progress` reports their size; `name` describes the operands. Raises CannotRun if memory is
     short.
     """
     sizes = dict(zip(tiers, buffer_bytes(cases, ALIGNMENT), strict=True))

@@ -15,7 +15,7 @@ from dakrun.kernels import reference
 from dakrun.kernels.gemm.dispatch import products
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.memory.tiers import HOST
+from dakrun.memory import HOST
 from dakrun.nn.tiers import (
     TieredWeight,
     allocate,

@@ -16,7 +16,7 @@ from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.runtime import jit
 from dakrun.kernels.runtime.jit import sm_count
-from dakrun.memory.tiers import PartitionedTensor, Tiers, aligned, allocate_tiers
+from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
 from dakrun.plan import is_windowed
 
 TieredWeight = PackedTensor | PartitionedTensor

@@ -42,7 +42,7 @@ def attention_sweep(bench: Bench) -> Sweep:
 
     Short slots (one block): the difference between chains of the surrounding products with and
     without attention. Long slots: that, plus the difference between long and short slots in chains
-    of attention alone. Long slots between products could not be told from the products' own
+    of attention alone. Between products, the difference would be within the products' own
     variation, which depends on power and on which SMs are free first. More than FEW_ROWS slots are
     measured under load. Slots that exceed the buffer are fewer or shorter.
     """

@@ -69,6 +69,19 @@ class _Stopwatch(Log):
         return times
 
 
+@dataclass(frozen=True)
+class _Roofline:
+    """Seconds of an empty op, bytes/s of memory, and FLOP/s by batch size."""
+
+    op_seconds: float
+    read: float
+    flops: Callable[[int], float]
+
+    def bound(self, nbytes: float, flops: float, n: int) -> float:
+        """Lower bound in seconds of an op of batch size `n`."""
+        return max(nbytes / self.read, flops / self.flops(n))
+
+
 def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
     """Measure this machine's CPU and memory with torch's threads, in about half a minute (FULL).
 
@@ -88,8 +101,9 @@ def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measure
     compute = {dtype: _compute_rate(watch, dtype) for dtype in DTYPES}
     op_seconds = _op_seconds(watch)
     flops = compute["float32"].at
-    linear = _linear_costs(watch, buffer, op_seconds, read, flops)
-    attention = _attention_costs(watch, buffer, op_seconds, read, flops)
+    roofline = _Roofline(op_seconds, read, flops)
+    linear = _linear_costs(watch, buffer, roofline)
+    attention = _attention_costs(watch, buffer, roofline)
     half = available // 2
     profile = HardwareProfile(
         name=name,
@@ -176,13 +190,7 @@ def _op_seconds(watch: _Stopwatch) -> float:
     return watch.seconds("cost of an op", calls, many)
 
 
-def _linear_costs(
-    watch: _Stopwatch,
-    buffer: torch.Tensor,
-    op_seconds: float,
-    read: float,
-    flops: Callable[[int], float],
-) -> OpCosts:
+def _linear_costs(watch: _Stopwatch, buffer: torch.Tensor, roofline: _Roofline) -> OpCosts:
     """Costs of linear ops whose weight is read from memory, for batch sizes up to 64.
 
     The efficiency is the lower bound over the measured time.
@@ -193,30 +201,24 @@ def _linear_costs(
     found = []
     for n in sizes:
         x = torch.rand(n, cols)
-        bound = max(4 * rows * cols / read, 2.0 * n * rows * cols / flops(n))
+        bound = roofline.bound(4 * rows * cols, 2.0 * n * rows * cols, n)
         call = partial(reference.linear, x, weight)
         found.append(min(1.0, watch.rate(f"linear efficiency N={n}", "", bound, call)))
-    return OpCosts(rows=sizes, seconds=(op_seconds,) * len(sizes), efficiency=tuple(found))
+    return OpCosts(rows=sizes, seconds=(roofline.op_seconds,) * len(sizes), efficiency=tuple(found))
 
 
-def _attention_costs(
-    watch: _Stopwatch,
-    buffer: torch.Tensor,
-    op_seconds: float,
-    read: float,
-    flops: Callable[[int], float],
-) -> OpCosts:
+def _attention_costs(watch: _Stopwatch, buffer: torch.Tensor, roofline: _Roofline) -> OpCosts:
     """Costs of decode attention over KV slots that are read from memory."""
     slots, heads, dim = 8, 8, 64
     length = buffer.numel() // (2 * slots * heads * dim)
     used = buffer[: 2 * slots * heads * length * dim].view(slots, 2, heads, length, dim)
     caches = [(slot[0], slot[1]) for slot in used]
     q = torch.rand(slots, heads, dim)
-    bound = max(used.nbytes / read, 2.0 * used.numel() / flops(slots))
+    bound = roofline.bound(used.nbytes, 2.0 * used.numel(), slots)
     positions = [length - 1] * slots
     call = partial(reference.decode_attention, q, q, q, caches, positions, dim**-0.5)
     efficiency = min(1.0, watch.rate("attention efficiency", "", bound, call))
-    return OpCosts(rows=(slots,), seconds=(op_seconds,), efficiency=(efficiency,))
+    return OpCosts(rows=(slots,), seconds=(roofline.op_seconds,), efficiency=(efficiency,))
 
 
 def _as_weight(buffer: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.engine.staging import Staging, staged_bytes
+from dakrun.engine import Staging, staged_bytes
 from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK
 from dakrun.hardware import LOCAL, Sweep
 from dakrun.kernels.gemm.dispatch import Products, tiles

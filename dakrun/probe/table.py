@@ -182,8 +182,8 @@ def short_bytes(n: int) -> str:
 
 
 def _shade(grid: Grid, point: Point) -> int:
-    share = grid.total.get(point, 0.0) / grid.best
-    return max(step for step, start in enumerate(SHADES_FROM) if share >= start)
+    fraction = grid.total.get(point, 0.0) / grid.best
+    return max(step for step, start in enumerate(SHADES_FROM) if fraction >= start)
 
 
 def _blocks(columns: tuple[int, ...], limit: int) -> list[tuple[int, ...]]:
