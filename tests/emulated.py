@@ -10,7 +10,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -96,29 +95,6 @@ def boxes_map(
     """The same of tensor_map.boxes_map."""
     del dtype
     return (address, *shape, *box, *[0] * 11)
-
-
-def kernels(
-    source: str,
-    name: str,
-    struct: str,
-    defines: Callable[..., dict[str, int]],
-    folder: Callable[[], Path],
-) -> Callable[..., EmulatedKernel]:
-    """A stand-in for the `_kernel` of a wrapper, which builds what it is asked for, once.
-
-    That is asked by what `defines` takes, and a device; `folder` gives a new folder each time.
-    """
-    built: dict[tuple[tuple[str, int], ...], EmulatedKernel] = {}
-
-    def kernel(*variant: Any) -> EmulatedKernel:
-        macros = defines(*variant[:-1])
-        key = tuple(macros.items())
-        if key not in built:
-            built[key] = EmulatedKernel(source, name, struct, macros, folder())
-        return built[key]
-
-    return kernel
 
 
 def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
