@@ -27,7 +27,7 @@ struct Passes {
         step(args.k_ctas) {}
 
   // Before the tile's products: prefetches residuals for as many passes as there are blocks, from
-  // pass `pass` on. Each is a group of copies, be it empty.
+  // pass `pass` on. Each is a group of copies, which may be empty.
   __device__ __forceinline__ void prefetch_residuals(int pass) const {
     wait_until_read<0>();
     uint32_t block = blocks.next;

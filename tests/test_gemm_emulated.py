@@ -1,4 +1,4 @@
-"""SplitK_GEMM's own source on the CPU, in many interleavings of its threads and copies."""
+"""SplitK_GEMM's CUDA source on the CPU, in many interleavings of its threads and copies."""
 
 import dataclasses
 import math
@@ -54,7 +54,7 @@ def variant(
     build: Build, x_tiles: int = 1, *, norm: bool = False, mixes: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> EmulatedKernel:  # fmt: skip
-    """The kernel that launches of these use."""
+    """The kernel of a variant."""
     return build(gemm.SOURCE, "splitk_gemm", gemm.defines(dtype, x_tiles, norm, mixes))
 
 

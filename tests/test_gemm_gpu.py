@@ -77,7 +77,7 @@ def test_split_k(dtype: torch.dtype, n: int, sms: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("m", [24, 40, 72])
 @pytest.mark.parametrize("n", [8, 64])
 def test_rings_of_any_number_of_turns(n: int, m: int, window: int | None) -> None:
-    """On one SM that takes few and many stages for a group of row blocks."""
+    """On one SM, with few and with many stages for a group."""
     for k in [64 * i for i in range(1, 50)] + [4096, 8200]:
         run = linear(m, k, torch.float16, access=(TierAccess(window_bytes=window),), sms=1)
         check(run, n, m, k, torch.float16, ("none", False, False))
@@ -121,7 +121,7 @@ def test_no_bit_depends_on_windows_sms_or_groups(
 @pytest.mark.parametrize("norm", ["none", "rms"])
 @pytest.mark.parametrize("n", [3, 16, 24, 64])
 def test_no_bit_depends_on_which_ctas_read_a_tier(n: int, norm: Norm) -> None:
-    """Those of the local tier read one of two remote ones, too, in one wave and in several."""
+    """The local CTAs also read one of two remote tiers, in one wave and in several."""
     m, k, dtype = 1544, 1096, torch.float16
     x = normal(n, k, dtype=dtype)
     options: dict[str, Any] = {"norm": norm, "eps": EPS, "pdl": True}
@@ -164,7 +164,7 @@ class Edge(ctypes.Structure):
 
 
 def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
-    """Of the edges between the nodes of a captured graph; cuda.bindings gives freed memory."""
+    """Types of a captured graph's edges, by ctypes: cuda.bindings returns freed memory."""
     driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
     handle = ctypes.c_void_p(int(graph.raw_cuda_graph()))
     assert driver.cuGraphGetEdges_v2(handle, None, None, None, ctypes.byref(count)) == 0

@@ -1,4 +1,4 @@
-"""How SplitK_GEMM is run, as laws over shapes and tiers; operands that it refuses without a GPU."""
+"""Launch configurations of SplitK_GEMM: laws over shapes and tiers; operands that it refuses."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def deals(draw: st.DrawFn) -> tuple[list[int], list[TierAccess], int]:
 
 
 @given(deals(), st.booleans())
-def test_every_row_block_is_dealt_once(
+def test_every_row_block_is_assigned_once(
     deal: tuple[list[int], list[TierAccess], int], aligned: bool
 ) -> None:
     row_blocks, tiers, sms = deal
@@ -61,9 +61,9 @@ def test_every_row_block_is_dealt_once(
     for split in splits:
         every = range(split.row_blocks)
         groups = [every[first : first + split.group] for first in every[:: split.group]]
-        dealt = [groups[cta :: split.ctas] for cta in range(split.ctas)]
-        assert all(dealt), "none is without work"
-        taken = [row_block for own in dealt for group in own for row_block in group]
+        assigned = [groups[cta :: split.ctas] for cta in range(split.ctas)]
+        assert all(assigned), "no CTA is idle"
+        taken = [row_block for own in assigned for group in own for row_block in group]
         assert sorted(taken) == list(every)
         assert 1 <= split.group <= MAX_GROUP_ROW_BLOCKS and split.step_cols % ATOM_COLS == 0
         assert aligned or not split.row_blocks or split.group == MAX_GROUP_ROW_BLOCKS
@@ -93,7 +93,7 @@ def test_tiers_keep_to_their_sms(
 def test_even_groups_give_the_busiest_no_more(
     deal: tuple[list[int], list[TierAccess], int],
 ) -> None:
-    """As whole groups count: a last group that is smaller is no part of the choice."""
+    """Counting whole groups: the choice ignores that the last group may be smaller."""
     row_blocks, tiers, sms = deal
     even, full = (
         split_row_blocks(row_blocks, tiers, sms=sms, aligned=flag) for flag in (True, False)
@@ -145,7 +145,7 @@ def test_a_mixed_tier_has_no_ctas(
     assert (local.group, local.step_cols) == (other.group, other.step_cols)
     groups = ceil_div(row_blocks[0], local.group) + ceil_div(row_blocks[mixed], local.group)
     given = sum(min(2, count) for n, count in enumerate(row_blocks) if n not in (0, mixed))
-    assert local.ctas == min(max(1, sms - given), groups), "none is without work"
+    assert local.ctas == min(max(1, sms - given), groups), "no CTA is idle"
     config = gemm_config(n, splits, tiers, sms=sms)
     assert config.mixes == (config.x_tiles < 8)
     if config.mixes:
@@ -216,7 +216,7 @@ def test_split_k_does_not_depend_on_tiers(
 
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_ctas_of_other_memory_are_spread(local_ctas: int, others: int) -> None:
-    """By the kernel's arithmetic each number is one CTA's, and no stretch of CTAs has them all."""
+    """The kernel's arithmetic numbers each CTA once, and each half of the grid has half of them."""
     ctas = max(1, local_ctas + others)
     order = CtaOrder.of(ctas - others if local_ctas else 0, ctas)
     before = [cta * order.remote_share >> 16 for cta in range(ctas + 1)]
@@ -259,7 +259,7 @@ def test_known_models(name: str) -> None:
 
 
 def changed(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """An operand [..., K] that does not do."""
+    """The operand [..., K] with one property wrong."""
     rows, cols = tensor.shape
     return {
         "shape": torch.zeros(rows, cols + 8, dtype=tensor.dtype),

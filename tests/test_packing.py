@@ -52,8 +52,8 @@ def packed(weight: torch.Tensor, splits: list[Split]) -> PackedTensor:
 
 @st.composite
 def ways_to_split(draw: st.DrawFn, row_blocks: int) -> Split:
-    dealt_to, group = draw(st.integers(1, 9)), draw(st.integers(1, MAX_GROUP_ROW_BLOCKS))
-    return Split(row_blocks, dealt_to, group, ATOM_COLS * draw(st.integers(1, 9)))
+    ctas, group = draw(st.integers(1, 9)), draw(st.integers(1, MAX_GROUP_ROW_BLOCKS))
+    return Split(row_blocks, ctas, group, ATOM_COLS * draw(st.integers(1, 9)))
 
 
 @st.composite
@@ -112,7 +112,7 @@ def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "cols", "dealt_to", "group", "step_cols"),
+    ("rows", "cols", "ctas", "group", "step_cols"),
     [
         (8, 64, 1, 1, 128),
         (13, 130, 2, 1, 64),
@@ -122,10 +122,10 @@ def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
     ],
 )
 def test_the_layout_is_the_documented_one(
-    rows: int, cols: int, dealt_to: int, group: int, step_cols: int, dtype: torch.dtype
+    rows: int, cols: int, ctas: int, group: int, step_cols: int, dtype: torch.dtype
 ) -> None:
     weight = random_bits(rows, cols, dtype)
-    split = Split(row_block_count(rows), dealt_to, group, step_cols)
+    split = Split(row_block_count(rows), ctas, group, step_cols)
     expected = torch.zeros(split.row_blocks * row_block_bytes(cols) // 2, dtype=torch.int16)
     for row, values in enumerate(weight.view(torch.int16)):
         expected[[slow_offset(row, col, cols, split) // 2 for col in range(cols)]] = values
@@ -165,11 +165,11 @@ def test_strides_do_not_matter() -> None:
         ({"step_cols": 96}, "steps of 64s, got .*step_cols=96"),
         ({"step_cols": 0}, "steps of 64s, got .*step_cols=0"),
         ({"step_cols": -128}, "steps of 64s, got .*step_cols=-128"),
-        ({"dealt_to": 0}, "at least one CTA, got Split"),
+        ({"ctas": 0}, "at least one CTA, got Split"),
     ],
 )
 def test_bad_splits(values: dict[str, int], message: str) -> None:
-    good = {"row_blocks": 3, "dealt_to": 2, "group": 2, "step_cols": 256}
+    good = {"row_blocks": 3, "ctas": 2, "group": 2, "step_cols": 256}
     with pytest.raises(ValueError, match=message):
         Split(*{**good, **values}.values())
     assert Split(0, 0, 1, 128).wave == 1, "a tier may have none"

@@ -1,4 +1,4 @@
-"""The tiled GEMM's own source on the CPU, in many interleavings of its threads and copies."""
+"""The tiled GEMM's CUDA source on the CPU, in many interleavings of its threads and copies."""
 
 import math
 import shutil

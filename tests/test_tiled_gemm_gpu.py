@@ -34,7 +34,7 @@ ROWS = (33, 64, 65, 100, 128, 129, 256, 300, 512, 1000, 4096)
 
 
 class Shared:
-    """One workspace for all launches, which leave its flags zero."""
+    """One workspace for all launches; each leaves its flags zero."""
 
     def __init__(self) -> None:
         self.found: StreamKWorkspace | None = None
@@ -139,7 +139,7 @@ def test_every_shape(dtype: torch.dtype, kernel: tuple[int, bool]) -> None:
     ],
 )
 def test_partial_tiles_of_stream_k(shape: Shape) -> None:
-    """Again and again, with other kernels' CTAs around them."""
+    """In repeated launches, beside other launches' CTAs."""
     here = limits(torch.cuda.current_device())
     if shape.tiles not in (here.wide_tiles if shape.wide else here.x_tiles):
         pytest.skip("no such tiles on this GPU")

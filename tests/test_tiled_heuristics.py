@@ -1,4 +1,4 @@
-"""Configurations of the tiled GEMM: laws that hold for every shape, and choices for some."""
+"""Launch configurations of the tiled GEMM: laws for every shape, and choices for some."""
 
 import pytest
 from hypothesis import example, given
@@ -43,7 +43,7 @@ def split_k_fits(launch: Launch) -> bool:
 
 @pytest.mark.parametrize("limits", [H200, Limits(99 * 1024), SMALL])
 def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
-    """Warpgroups read all row blocks that they may have, but nothing behind shared memory."""
+    """Warpgroups read whole groups, but nothing behind the end of shared memory."""
     for shape in shapes(limits):
         for row_blocks in range(1, shape.row_blocks + 1):
             stages = shape.stages(limits, row_blocks)
@@ -147,7 +147,7 @@ def test_few_rows_of_x_leave_few_sms_without_work(rows: int) -> None:
     ("n", "rows"), [(256, 6144), (256, 7168), (256, 12288), (512, 6144), (512, 7168), (1024, 6144)]
 )
 def test_wide_tiles_leave_few_sms_without_work(n: int, rows: int) -> None:
-    """W is cut by row blocks, so that one wave or two have a tile for nearly every SM."""
+    """Tiles are of any number of row blocks, so that one or two waves occupy nearly every SM."""
     (launch,) = tiled_config(n, [rows // 8], [LOCAL], cols=7168, sms=132).launches
     shape, (tier,) = launch.shape, launch.tiers
     tiles = shape.tile_count(n, rows // 8, tier.tile_row_blocks)
@@ -176,7 +176,7 @@ def test_a_remote_row_block_crosses_the_link_once(n: int) -> None:
 @pytest.mark.parametrize("n", [128, 256, 512, 1024, 4096])
 @pytest.mark.parametrize(("rows", "cols"), [(4096, 4096), (16384, 4096), (4096, 16384)])
 def test_a_small_remote_part_is_not_waited_for(n: int, rows: int, cols: int) -> None:
-    """Its CTAs multiply about as much as local ones, from a link that is kept busy."""
+    """Its CTAs multiply about as much as local ones, and keep their link busy."""
     far = rows // 8 // 32
     remote, local = tiled_config(
         n, [rows // 8 - far, far], [LOCAL, HOST], cols=cols, sms=132

@@ -1,4 +1,4 @@
-"""Which kernels are compiled ahead; that these are all, test_kernel_decoder.py sees."""
+"""Kernel variants that are compiled ahead; test_kernel_decoder.py checks that none is missing."""
 
 import pytest
 import torch

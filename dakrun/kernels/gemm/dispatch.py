@@ -64,7 +64,7 @@ class Products:
     def __init__(self, device: torch.device) -> None:
         self._device, self._tiles = device, tiles(device)
         self._split_k_workspaces: dict[int, gemm.SplitKWorkspace] = {}  # by row blocks
-        # Rows of X up to which SplitK_GEMM is faster, be it in two launches.
+        # Rows of X up to which SplitK_GEMM is faster, even in two launches.
         self.few_rows = 2 * SPLITK_MAX_ROWS if self._tiles is None else FEW_ROWS
 
     def by(self, n: int, weight: PackedTensor) -> By:
