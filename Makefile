@@ -4,13 +4,16 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format wheel clean help
+.PHONY: demo test test-archs lint format wheel clean help
 
 demo: $(VENV)/.base ## run the main job on a tiny bundled model
 	$(BIN)/dakrun demo
 
-test: lint ## lint, then run all tests (the gpu ones where there is a GPU)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+test: lint ## lint, then run the tests (the gpu ones where there is a GPU)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not archs"
+
+test-archs: $(VENV)/.dev ## compile every kernel for the other architectures
+	$(BIN)/python -m pytest --numprocesses 2 -m archs tests/test_nvrtc.py
 
 lint: $(VENV)/.dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check
@@ -29,7 +32,7 @@ clean: ## remove the virtual environment, caches and build outputs
 	find dakrun tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

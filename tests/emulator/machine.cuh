@@ -64,11 +64,6 @@ struct Barrier {
   int64_t bytes = 0;
 };
 
-struct Copy {
-  int turns;  // until it lands; of all fibers
-  std::function<void()> land;
-};
-
 // Lanes of a warp that have come to an instruction that all take part in.
 struct Meeting {
   int arrived = 0, left = 0;
@@ -104,7 +99,8 @@ struct Cta {
 };
 
 inline Cta* cta;
-inline std::vector<Copy> copies;
+inline uint64_t turn;  // passes over all fibers so far
+inline std::multimap<uint64_t, std::function<void()>> copies;  // under way, by the turn they land in
 inline std::mt19937 random;
 inline std::string problem;
 
@@ -167,8 +163,9 @@ Taken together(const Given& given, Function compute) {
   return taken;
 }
 
-inline int some_turns() {
-  return static_cast<int>(random() % 8 ? random() % 8 : random() % 2000);  // some are slow
+// Let a copy land after some turns; some copies are slow.
+inline void launch(std::function<void()> land) {
+  copies.emplace(turn + (random() % 8 ? random() % 8 : random() % 2000), std::move(land));
 }
 
 // Does `work` later, as a part of the running thread's open group.
@@ -176,11 +173,11 @@ inline void later(Groups& groups, std::function<void()> work) {
   Cta* const of = cta;
   const std::shared_ptr<int> group = groups.open;
   ++*group;
-  copies.push_back({some_turns(), [=] {
-                      if (of->left == 0) fail("what a CTA has begun goes on when it has ended");
-                      work();
-                      --*group;
-                    }});
+  launch([=] {
+    if (of->left == 0) fail("what a CTA has begun goes on when it has ended");
+    work();
+    --*group;
+  });
 }
 
 inline void wait_for(const Groups& groups, size_t but_for) {
@@ -193,13 +190,13 @@ inline void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
   uint8_t* const memory = at(to, bytes, of);
   if (of.barriers.count(barrier) == 0) fail("a copy names no barrier");
   std::memset(memory, 0xff, bytes);
-  copies.push_back({some_turns(), [=, &of] {
-                      if (of.left == 0) fail("a copy lands in a CTA that has ended");
-                      land(memory);
-                      Barrier& found = of.barriers[barrier];
-                      found.bytes -= bytes;
-                      settle(found);
-                    }});
+  launch([=, &of] {
+    if (of.left == 0) fail("a copy lands in a CTA that has ended");
+    land(memory);
+    Barrier& found = of.barriers[barrier];
+    found.bytes -= bytes;
+    settle(found);
+  });
 }
 
 inline thread_local std::function<void()> body;
@@ -224,6 +221,7 @@ inline std::string run(const std::vector<uint32_t>& indices, int cluster, int th
                        size_t shared, uint32_t seed, bool complete, std::function<void()> kernel) {
   std::vector<std::unique_ptr<Cta>> ctas;
   std::vector<Fiber*> fibers;
+  turn = 0;
   copies.clear();
   problem.clear();
   random.seed(seed);
@@ -273,15 +271,9 @@ inline std::string run(const std::vector<uint32_t>& indices, int cluster, int th
       if (fiber.cluster_phase == cta->cluster->phase) cta->cluster->arrived--;  // and is not to wait
       cta->cluster->settle();
     }
-    for (size_t i = 0; i < copies.size();) {
-      if (copies[i].turns-- > 0) {
-        i++;
-        continue;
-      }
-      const Copy landing = copies[i];
-      copies.erase(copies.begin() + static_cast<long>(i));
-      landing.land();
-    }
+    for (; !copies.empty() && copies.begin()->first <= turn; copies.erase(copies.begin()))
+      copies.begin()->second();
+    turn++;
     if (!moved && copies.empty()) {
       bool stuck = true;  // nobody can go on, unless it was left out by chance
       for (Fiber* const fiber : fibers) {

@@ -51,12 +51,17 @@ template <int size, class Element>
 void wgmma(float2 (&sums)[size], uint64_t a, uint64_t b, Element of) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
   cta->running->products.push_back([&sums, a, b, of, warp, g, t] {
-    for (int i = 0; i < size; i++) {
-      const int row = 16 * warp + g + i % 2 * 8, col = i / 2 * 8 + 2 * t;
+    float rows[2][16];
+    for (int k = 0; k < 16; k++) {
+      for (int i = 0; i < 2; i++)
+        rows[i][k] = element(a, 16 * warp + g + 8 * i, k, of);
+    }
+    for (int i = 0; i < size; i += 2) {
       for (int k = 0; k < 16; k++) {
-        const float w = element(a, row, k, of);
-        sums[i].x += w * element(b, col, k, of);
-        sums[i].y += w * element(b, col + 1, k, of);
+        const int col = i / 2 * 8 + 2 * t;
+        const float x = element(b, col, k, of), y = element(b, col + 1, k, of);
+        for (int j = 0; j < 2; j++)
+          sums[i + j].x += rows[j][k] * x, sums[i + j].y += rows[j][k] * y;
       }
     }
   });
