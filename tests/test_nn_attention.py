@@ -151,7 +151,7 @@ def test_by_the_kernel(emulated: list[Any], group: int, padding: Sequence[int] |
     outs = []
     for ratio in RATIOS:
         with case.cache(ratio) as cache:
-            for part in cache._parts:
+            for part in cache.parts:
                 part.view(case.dtype).fill_(torch.nan)
             outs.append(case.run(cache))
             case.check(outs[-1], cache)
@@ -279,7 +279,7 @@ def test_on_a_gpu(group: int, dim: int, dtype: torch.dtype, padding: Sequence[in
     outs = []
     for ratio in RATIOS:
         with case.cache(ratio) as cache:
-            for part in cache._parts:
+            for part in cache.parts:
                 part.view(dtype).fill_(torch.nan)
             outs.append(case.run(cache))
             case.check(outs[-1], cache)

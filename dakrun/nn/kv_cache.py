@@ -10,6 +10,7 @@ import torch
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
+from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import HOST, allocate_tiers
 from dakrun.nn.tiers import check_remote, profiled_access, remote_count
@@ -72,20 +73,16 @@ class PartitionedKVCache:
         sizes = [layers * count * self.shape.slot_bytes for count in self.slots]
         self.tier_bytes = dict(zip((LOCAL, remote), sizes, strict=True))
         self._tiers = allocate_tiers(self.tier_bytes, self.device)
-        self._parts = [
-            tier.allocate((layers, count, self.shape.slot_bytes), torch.uint8)
-            for tier, count in zip(self._tiers.values(), self.slots, strict=True)
-        ]
-        addresses = [[slot.data_ptr() for slot in self.slots_of(i)] for i in range(layers)]
-        self.addresses = torch.tensor(addresses, device=self.device)  # int64 [layers, batch]
+        placement = tuple(zip((LOCAL, remote), self.slots, strict=True))
+        cache = KVCache(placement, layers, self.shape, self._tiers, self.device)
+        self._cache: KVCache | None = cache
+        self.addresses = cache.addresses  # int64 [layers, batch]
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self._next_layer = 0
 
     def slots_of(self, layer: int) -> list[torch.Tensor]:
         """The packed slots of a layer, each in its tier; ValueError if this cache is closed."""
-        if not self._parts:
-            raise ValueError("this PartitionedKVCache is closed")
-        return [slot for part in self._parts for slot in part[layer]]
+        return [slot for part in self.parts for slot in part[:, layer]]
 
     def begin(self, layer: int, count: int) -> None:
         """Raise ValueError unless `layer` is next and has room for `count` new positions.
@@ -134,13 +131,14 @@ class PartitionedKVCache:
             keys, values = (_rolled(x, padding) for x in (keys, values))
         heads, filled, dim = keys.shape[1:]
         first = 0
-        for part in self._parts:
-            count = part.shape[1]
+        for part in self.parts:
+            count = len(part)
             if count:
                 k, v = (x[first : first + count].flatten(0, 1) for x in (keys, values))
                 packed = kv_blocks.pack(k, v, KVShape(count * heads, dim, filled))
                 packed = packed.view(count, heads, -1)
-                part[layer].view(count, heads, -1)[..., : packed.shape[-1]].copy_(packed)
+                slots = part[:, layer].unflatten(1, (heads, -1))
+                slots[..., : packed.shape[-1]].copy_(packed)
             first += count
 
     def reset(self) -> None:
@@ -150,8 +148,15 @@ class PartitionedKVCache:
 
     def close(self) -> None:
         """Free the memory; later calls raise ValueError. Closing twice does nothing."""
-        self._parts = []  # views of the tiers
+        self._cache = None  # views of the tiers
         self._tiers.close()
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """Each tier's slots, uint8 [slots, layers, bytes]; ValueError if this cache is closed."""
+        if self._cache is None:
+            raise ValueError("this PartitionedKVCache is closed")
+        return self._cache.parts
 
     def __enter__(self) -> "PartitionedKVCache":
         return self

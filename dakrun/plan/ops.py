@@ -21,8 +21,9 @@ class Op:
     """One op of the decode step, in each of `layers` layers (1 outside the layers).
 
     All figures are for one layer. `resident_bytes` is kept, `read_bytes` is read by a step: the
-    same for a weight; less for a KV cache that is not full and for an embedding table. Placement is in `units`: row blocks of a weight, slots of a
-    cache. A linear op that is `normed` has a norm ahead of it.
+    same for a weight; less for a KV cache that is not full and for an embedding table. Placement is
+    in `units`: row blocks of a weight, slots of a cache. A linear op that is `normed` has a norm
+    ahead of it.
     """
 
     name: str

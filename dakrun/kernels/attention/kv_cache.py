@@ -38,8 +38,8 @@ class RowLayout:
 class KVCache:
     """Keys and values of every slot; slots are numbered tier after tier.
 
-    `counts` are the slots of each tier. `addresses`, int64 [layers, slots] on `device`, are where
-    slots begin in each layer.
+    `counts` are the slots of each tier, `parts` their bytes, uint8 [slots, layers, bytes].
+    `addresses`, int64 [layers, slots] on `device`, are where slots begin in each layer.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class KVCache:
         """Take the memory; `placement` gives (tier, slots), the local tier first."""
         self.device = device
         self.counts = tuple(count for _, count in placement)
-        self._slots: list[torch.Tensor] = []
-        for tier, count in placement:
-            if count:
-                size = (count, layers, layout.slot_bytes)
-                self._slots += tiers[tier].allocate(size, torch.uint8).unbind()
+        self.parts = [
+            tiers[tier].allocate((count, layers, layout.slot_bytes), torch.uint8)
+            for tier, count in placement
+        ]
+        self._slots = [slot for part in self.parts for slot in part]
         self._on_device = [device_view(slot, device) for slot in self._slots]
         starts = [[slot[i].data_ptr() for slot in self._slots] for i in range(layers)]
         self.addresses = torch.tensor(starts, device=device)
