@@ -119,10 +119,7 @@ def splitk_gemm(
     Raises ValueError if an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]
-    gated = activation == "silu_mul"
-    _check(x, weight, out, bias, residual, m // 2 if gated else m)
-    if gated and (m % 2 or residual is not None):
-        raise ValueError("expected an even number of rows and no residual with silu_mul")
+    check_product(x, weight, out, bias, residual, activation)
     if norm not in NORMS:
         raise ValueError(f"expected a norm of {', '.join(NORMS)}, got {norm}")
     if n > ROWS_PER_BLOCK * config.x_tiles or config.splits != tuple(
@@ -209,19 +206,22 @@ def look_ahead(weight: PackedTensor, config: GemmConfig) -> torch.Tensor | None:
     return found if found.numel() else None
 
 
-def _check(
+def check_product(
     x: torch.Tensor,
     weight: PackedTensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    width: int,
+    activation: Activation,
 ) -> None:
-    """Check the operands of a product whose output is `width` wide, and their device."""
+    """Raise ValueError if an operand of either GEMM does not fit the others or the current GPU."""
     (m, k), n = weight.shape, x.shape[0]
+    gated = activation == "silu_mul"
+    if gated and (m % 2 or residual is not None):
+        raise ValueError("expected an even number of rows and no residual with silu_mul")
     wanted: dict[str, operands.Wanted] = {
         "x": (x, (n, k), weight.dtype),
-        "out": (out, (n, width), weight.dtype),
+        "out": (out, (n, m // 2 if gated else m), weight.dtype),
         "bias": (bias, (m,), weight.dtype),
         "residual": (residual, (n, m), weight.dtype),
     }

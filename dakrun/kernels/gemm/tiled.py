@@ -23,7 +23,7 @@ from dakrun.geometry import (
 )
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
 from dakrun.kernels.gemm.packing import PackedTensor
-from dakrun.kernels.gemm.splitk import ACTIVATIONS, Activation
+from dakrun.kernels.gemm.splitk import ACTIVATIONS, Activation, check_product
 from dakrun.kernels.gemm.tiled_shapes import (
     BARRIER_BYTES,
     MAX_CLUSTER,
@@ -129,18 +129,9 @@ def tiled_gemm(
     Raises ValueError if an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]
+    check_product(x, weight, out, bias, residual, activation)
     gated = activation == "silu_mul"
-    if gated and (m % 2 or residual is not None):
-        raise ValueError("expected an even number of rows and no residual with silu_mul")
     width = m // 2 if gated else m
-    wanted: dict[str, operands.Wanted] = {
-        "x": (x, (n, k), weight.dtype),
-        "out": (out, (n, width), weight.dtype),
-        "bias": (bias, (m,), weight.dtype),
-        "residual": (residual, (n, m), weight.dtype),
-    }
-    operands.check_operands(x.device, wanted)
-    operands.check_gpu(x.device)
     if not 1 <= n <= TILED_MAX_ROWS or not config.launches:
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
     _check_tiers(weight, config)
