@@ -1,6 +1,6 @@
 """Descriptions of a run: the model's architecture, the workload and the sampling parameters.
 
-Frozen dataclasses, validated when made; know neither files nor hardware. models/hf_config.py
+Frozen dataclasses, validated on construction; know neither files nor hardware. models/hf_config.py
 translates a config.json into a ModelConfig.
 """
 
@@ -47,7 +47,7 @@ class ModelConfig:
 
     `ffn_size` is OPT's ffn_dim and Llama's intermediate_size. Only OPT-350m projects its word
     embeddings (`embed_size` is not `hidden_size`) and normalizes after attention and MLP
-    (`pre_norm` is False). `dtype` is the checkpoint's.
+    (`pre_norm` is False). `dtype` is that of weights, KV cache and activations.
     """
 
     name: str
@@ -151,10 +151,11 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are sampled, and when it ends.
+    """Sampling parameters and stop conditions of a request.
 
-    Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. The result depends on `seed` and
-    on the request, not on the other requests in the batch.
+    Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. A request ends at a stop string,
+    at `max_tokens`, or at an end-of-sequence token unless `ignore_eos`. The result depends on
+    `seed` and on the request, not on the other requests in the batch.
     """
 
     max_tokens: int = 128

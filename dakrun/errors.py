@@ -1,4 +1,4 @@
-"""Errors for the user: one line says what is wrong, a hint says what to do. And argument checks.
+"""Errors for the user, each with a hint what to do, and checks of arguments that raise them.
 
 Each error has the exit code of the command line; only cli/errors.py prints errors and exits.
 """
@@ -42,9 +42,9 @@ class GpuFailed(CannotRun):
 def check_count(
     name: str, value: object, minimum: int = 1, *, or_one_of: Sequence[str | None] = ()
 ) -> Any:
-    """`value`, an integer (NumPy's too) of at least `minimum`, as an int; or one of `or_one_of`.
+    """Return `value` as an int if it is an integer (NumPy's too) of at least `minimum`.
 
-    Raises UsageError for anything else.
+    A value in `or_one_of` is returned unchanged. Raises UsageError for anything else.
     """
     if not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= minimum:
         return int(value)
@@ -59,9 +59,9 @@ def check_number(
     *,
     or_one_of: Sequence[str | None] = (),
 ) -> Any:
-    """`value`, a finite number (NumPy's too) from `low` to `high`; or one of `or_one_of`.
+    """Return `value` as an int or float if it is a finite number (NumPy's too), `low` to `high`.
 
-    Raises UsageError for anything else.
+    A value in `or_one_of` is returned unchanged. Raises UsageError for anything else.
     """
     if not isinstance(value, bool) and isinstance(value, Real):
         number = int(value) if isinstance(value, Integral) else float(value)

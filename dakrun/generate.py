@@ -110,8 +110,8 @@ def count_rows(source: str | Path, limit: int) -> int:
 
 
 def check_report(report: str, *, source: str, output: str, profile: str) -> None:
-    """Raise UsageError if `report` is not a file name, or is another file of the same run."""
-    hint = "give --report a file of its own that ends in .json"
+    """Raise UsageError if `report` is no file name, or would overwrite another file of the run."""
+    hint = "give --report another file that ends in .json"
     if report in ("", "-"):
         raise UsageError(f"{report!r} is not a file name for the report", hint=hint)
     if os.path.isdir(report):
@@ -120,11 +120,11 @@ def check_report(report: str, *, source: str, output: str, profile: str) -> None
     if not os.path.isdir(folder):
         raise UsageError(f"{folder}: no such folder", hint="make it, or change --report")
     if same_file(output, report):
-        raise UsageError(f"{report}: the report is the file that the rows go to", hint=hint)
+        raise UsageError(f"{report}: the report would overwrite the results (-o)", hint=hint)
     if same_file(report, source):
-        raise UsageError(f"{report}: the report is the file that the prompts come from", hint=hint)
+        raise UsageError(f"{report}: the report would overwrite the prompts (-i)", hint=hint)
     if profile != "auto" and same_file(report, profile):
-        raise UsageError(f"{report}: the report is the profile", hint=hint)
+        raise UsageError(f"{report}: the report would overwrite the profile", hint=hint)
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:
@@ -134,7 +134,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
     except OSError as problem:
         raise CannotRun(
             f"{path}: the report cannot be written ({problem.strerror})",
-            hint="all results are in the output; give --report a place that can be written",
+            hint="all results are in the output; give --report a writable file",
         ) from None
 
 

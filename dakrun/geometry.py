@@ -1,4 +1,4 @@
-"""Sizes that planner, Python wrappers and CUDA kernels agree on, and how row blocks go to CTAs.
+"""Sizes that planner, Python wrappers and CUDA kernels share, and the groups of row blocks of CTAs.
 
 The constants of CUDA_CONSTANTS reach the kernels as macros of the same names, one `-D` each in
 every compilation (dakrun/kernels/runtime/nvrtc.py); native/geometry.cuh names those that several
@@ -11,14 +11,14 @@ import functools
 from dakrun.units import ceil_div
 
 # Packed matrices
-ROWS_PER_BLOCK = 8  # rows of a row block; the last one of a matrix may have fewer
+ROWS_PER_BLOCK = 8  # rows of a row block; the last row block of a matrix may have fewer
 CHUNK = 8  # 16-bit elements of a 16-byte chunk, the unit of vector loads and of swizzling
 ATOM_COLS = 64  # columns of an atom: one swizzled row of 128 bytes
-ATOM_BYTES = 2 * ROWS_PER_BLOCK * ATOM_COLS  # of an atom, a row block's 64 columns
+ATOM_BYTES = 2 * ROWS_PER_BLOCK * ATOM_COLS  # bytes of an atom: 8 rows of 64 16-bit elements
 MAX_TIERS = 9  # tiers of one matrix or KV cache: HBM, host memory and seven peers
 MAX_GROUP_ROW_BLOCKS = 16  # row blocks that a CTA multiplies together
 TILE_ROW_BLOCKS = 8  # row blocks that a warpgroup multiplies together: 64 rows, as wgmma has
-WARPGROUPS = 2  # of a GEMM's CTA that multiply
+WARPGROUPS = 2  # warpgroups of a GEMM's CTA that multiply
 
 # KV cache
 KV_BLOCK = 64  # positions of a KV block
@@ -26,28 +26,28 @@ HEAD_DIMS = (64, 80, 96, 128)  # head sizes with an attention kernel
 MAX_GROUP_HEADS = 16  # query heads of one KV head
 
 # Shared memory of a CTA. An SM of a Hopper has 228 KiB, of which the driver keeps 1 KiB a CTA.
-SHARED_BYTES_PAIRED = 112 * 1024  # of each of two CTAs of an SM, less 1 KiB for barriers
-SHARED_BYTES_ALONE = 227 * 1024  # of the only CTA of an SM
+SHARED_BYTES_PAIRED = 112 * 1024  # per CTA with two on an SM, 1 KiB for barriers already deducted
+SHARED_BYTES_ALONE = 227 * 1024  # per CTA with one on an SM
 
 # SplitK_GEMM
 SPLITK_MAX_ROWS = 64  # rows of X in one launch
-SPLITK_X_TILES = (1, 2, 4, 8)  # kernel variants, by tiles of 8 rows of X
+SPLITK_X_TILES = (1, 2, 4, 8)  # kernel variants by their number of tiles of 8 rows of X
 SPLITK_MAX_STAGES = 16
-SPLITK_THREADS = 128 * WARPGROUPS + 2 * 32  # of a CTA: warpgroups multiply, two warps copy
+SPLITK_THREADS = 128 * WARPGROUPS + 2 * 32  # per CTA: warpgroups that multiply, two warps that copy
 
 # Tiled GEMM
 TILED_MAX_ROWS = 4096  # rows of X in one launch
-TILED_X_TILES = (8, 16, 24, 32)  # kernel variants, by tiles of 8 rows of X a warpgroup
+TILED_X_TILES = (8, 16, 24, 32)  # kernel variants by tiles of 8 rows of X per warpgroup
 TILED_PORTABLE_X_TILES = (8,)  # variants for GPUs without wgmma
-TILED_WIDE_TILES = (12, 24, 28)  # variants that multiply 64 rows of X by tiles of 8 rows of W
+TILED_WIDE_TILES = (12, 24, 28)  # variants of 64 rows of X by this many tiles of 8 rows of W
 TILED_MAX_STAGES = 13
-TILED_THREADS = 128 * (WARPGROUPS + 1)  # of a CTA: warpgroups that multiply, one that copies
-TILED_PASS_TILES = 4  # tiles of a warp's sums that are staged as one block of outputs
-TILED_MIN_OUTPUT_BLOCKS = 3  # blocks of outputs of a warp
+TILED_THREADS = 128 * (WARPGROUPS + 1)  # per CTA: warpgroups that multiply, one that copies
+TILED_PASS_TILES = 4  # accumulator tiles of a warp in one block of outputs in shared memory
+TILED_MIN_OUTPUT_BLOCKS = 3  # minimum of such blocks per warp
 
 # SplitK_FlashAttn
 ATTENTION_MAX_STAGES = 16
-ATTENTION_WARPS = 7  # of a CTA that attend, for up to 8 query heads a KV head
+ATTENTION_WARPS = 7  # warps of a CTA that compute, for up to 8 query heads per KV head
 ATTENTION_WARPS_LARGE_GROUP = 3  # the same for more query heads, which need more registers
 ATTENTION_MAX_SPLITS = 128  # splits of one KV head of a slot, each of one CTA
 ATTENTION_PARTIAL_EXTRA = 4  # floats behind a partial output: row_max, row_sum, two of padding
@@ -55,10 +55,11 @@ ATTENTION_PARTIAL_EXTRA = 4  # floats behind a partial output: row_max, row_sum,
 # Other kernels
 BANDWIDTH_MAX_SOURCES = 10  # readers of one launch
 BANDWIDTH_MAX_STAGES = 64
-ELEMENTWISE_THREADS = 256  # of a CTA of embed, store_kv and unpack
-UNPACK_ATOMS = 4  # of a warp of unpack
-ROW_THREADS = 1024  # of a CTA of select_greedy; the most of one of normalize
+ELEMENTWISE_THREADS = 256  # per CTA of embed, store_kv and unpack
+UNPACK_ATOMS = 4  # atoms per warp of unpack
+ROW_THREADS = 1024  # per CTA of select_greedy; the maximum per CTA of normalize
 NORMALIZE_CHUNKS = 2  # chunks of a row that a thread of normalize holds at most
+NORMALIZE_MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS  # of a row
 
 CUDA_CONSTANTS = {
     "ROWS_PER_BLOCK": ROWS_PER_BLOCK,
@@ -88,10 +89,10 @@ CUDA_CONSTANTS = {
     "NORMALIZE_CHUNKS": NORMALIZE_CHUNKS,
 }
 
-FEW_ROWS = 32  # rows of X up to which SplitK_GEMM beats the tiled GEMM, and normalizes itself
-# Costs with which even_group() weighs group sizes.
-X_READ_COST = 0.25  # of reading X for a group, in row blocks
-EPILOGUE_COST = 0.05  # of storing a CTA's last group, in that group
+FEW_ROWS = 32  # rows of X up to which SplitK_GEMM beats the tiled GEMM, and applies the norm itself
+# Costs with which even_group() compares group sizes.
+X_READ_COST = 0.25  # cost of reading X for a group, in row blocks
+EPILOGUE_COST = 0.05  # cost of storing a CTA's last group, per row block of it
 
 
 def row_block_count(rows: int) -> int:
@@ -105,7 +106,7 @@ def first_row(row_block: int, rows: int) -> int:
 
 
 def group_count(group: int, row_blocks: int, mixed: int = 0) -> int:
-    """Groups of up to `group` row blocks of a tier, plus those of the one mixed with it."""
+    """Groups of up to `group` of a tier's `row_blocks`, and of another tier's `mixed` ones."""
     return ceil_div(row_blocks, group) + ceil_div(mixed, group)
 
 

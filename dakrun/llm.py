@@ -43,16 +43,21 @@ DEFAULT_MAX_MODEL_LEN = 4096
 class LLM:
     """A model loaded into its tiers, ready to generate; a context manager that closes it.
 
-    `batch_size` "auto" takes the batch with the most predicted tokens per second, up to
-    `max_batch_size`, that is predicted to take at most `max_tpot` seconds per output token, if that
-    is given; `max_model_len` (tokens of prompt and completion together) defaults to the
-    model's positions, at most 4,096; `expected_tokens` is how long completions are planned to be,
-    `expected_prompt` how long prompts (default: half of what completions leave).
-    `profile` "auto" takes the one that `dakrun profile` kept of this device, or else a shipped one:
-    unlike the command `generate`, an LLM never stops to measure.
-    A checkpoint without tokenizer takes and gives token ids, unless `needs_tokenizer`.
-    `load_format` "dummy" makes random weights, for which a config.json will do, or a known name.
-    Raises UsageError for what cannot be meant and CannotRun for what this machine cannot do.
+    - `batch_size`: requests decoded together. "auto" takes the size up to `max_batch_size` with
+      the most predicted tokens per second, among those that take at most `max_tpot` seconds per
+      output token.
+    - `max_model_len`: tokens of prompt and completion together; by default the model's positions,
+      at most 4,096.
+    - `expected_tokens`, `expected_prompt`: lengths of completions and prompts to plan for, in
+      tokens. The default prompt is half of max_model_len less `expected_tokens`.
+    - `profile`: a HardwareProfile, its name or file. "auto" takes the profile that
+      `dakrun profile` saved for this device, else a shipped one; it never measures.
+    - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Otherwise prompts and
+      results are then token ids.
+    - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
+      with only a config.json.
+
+    Raises UsageError for invalid arguments, CannotRun if the model or machine does not allow them.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class LLM:
         max_tpot = check_number("max_tpot", max_tpot, 0, or_one_of=(None,))
         if max_tpot is not None and batch_size != "auto":
             raise invalid_value(
-                "max_tpot", max_tpot, f"None where batch_size is given ({batch_size})"
+                "max_tpot", max_tpot, f"None unless batch_size is 'auto', not {batch_size}"
             )
         max_model_len = check_count("max_model_len", max_model_len, or_one_of=(None,))
         expected_tokens = check_count("expected_tokens", expected_tokens)
@@ -155,17 +160,17 @@ class LLM:
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions as they finish; requests are only taken when a slot is free.
 
-        One stream or `generate` runs at a time: another is a UsageError until the stream has ended,
-        is closed, or is let go of.
+        One stream or `generate` runs at a time: another raises UsageError until the first has
+        ended, is closed, or is garbage-collected.
         """
         with gpu_errors():
             yield from self.engine.generate(requests)
 
     def report(self, wall_s: float | None = None) -> dict[str, Any]:
-        """The report of all that was generated so far: see report.make_report.
+        """The report of everything generated so far (see report.make_report).
 
-        It took `wall_s` seconds, by default those of prefill and decode steps alone. While a stream
-        runs, it has no times by op.
+        `wall_s` is the elapsed time in seconds, by default that of prefill and decode steps alone.
+        While a stream runs, the report has no times by op.
         """
         stats = self.engine.stats
         if wall_s is None:
@@ -201,7 +206,7 @@ class LLM:
             max_model_len=length,
         )
         local, remote = self._free_memory()
-        # On a CPU both tiers are the same memory, which is to be filled once.
+        # On a CPU both tiers are the same memory; its free bytes count once.
         given = (policy.hbm_budget, policy.host_budget)
         shared = self.device.type == "cpu" and given == (None, None)
         peer = policy.peer_budget
@@ -240,7 +245,7 @@ class LLM:
 
 
 def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:
-    """The architecture, and the folder of the checkpoint; None for random weights of a name."""
+    """The architecture and the checkpoint's folder; None for random weights of a model by name."""
     folder = Path(name).expanduser()
     if load_format == "dummy":
         config = hub.model_config(name)
@@ -266,8 +271,8 @@ def _tokenizer(directory: Path | None, *, needed: bool) -> Tokenizer | None:
     if directory is None:
         if needed:
             raise UsageError(
-                "random weights of a model that is no folder come without a tokenizer",
-                hint="give prompts as prompt_token_ids, or a folder with config.json and tokenizer",
+                "a model with random weights that is given by name has no tokenizer",
+                hint="give prompt_token_ids, or a folder with config.json and the tokenizer",
             )
         return None
     return Tokenizer.load(directory) if needed or Tokenizer.is_in(directory) else None

@@ -133,7 +133,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     console.print(ops)
     if errors := _large_errors(report["ops"]):
         console.print(
-            "measured against the prediction, which is for a full batch: " + ", ".join(errors)
+            "measured time relative to the prediction for a full batch: " + ", ".join(errors)
         )
 
 

@@ -227,10 +227,10 @@ def test_rows_are_counted_up_to_a_limit(tmp_path: Path, content: str, count: int
         (".", "is a directory"),
         ("none/report.json", "none: no such folder"),
         ("dangling", "none: no such folder"),
-        ("out.jsonl", "the file that the rows go to"),
-        ("link to out", "the file that the rows go to"),
-        ("prompts.txt", "the file that the prompts come from"),
-        ("hard link", "the file that the prompts come from"),
+        ("out.jsonl", "overwrite the results"),
+        ("link to out", "overwrite the results"),
+        ("prompts.txt", "overwrite the prompts"),
+        ("hard link", "overwrite the prompts"),
     ],
 )
 def test_reports_that_would_destroy_a_file_or_go_nowhere(
@@ -324,4 +324,4 @@ def test_a_known_name_has_random_weights_but_no_tokenizer(prompts: Path, tmp_pat
     out = tmp_path / "out.jsonl"
     result = run(*base(prompts, out, "--load-format", "dummy", model=Path("opt-125m")))
     assert result.exit_code == 2
-    assert "come without a tokenizer" in result.stderr and "prompt_token_ids" in result.stderr
+    assert "has no tokenizer" in result.stderr and "prompt_token_ids" in result.stderr

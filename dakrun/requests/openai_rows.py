@@ -80,8 +80,7 @@ def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRule
 
 
 def needs_tokenizer(row: Mapping[str, Any]) -> bool:
-    """Whether the prompt of a Batch row is text."""
-    """Whether the row's prompt is text or a chat."""
+    """Whether the prompt of a Batch row is text or a chat."""
     body = row.get("body")
     return isinstance(body, dict) and (isinstance(body.get("prompt"), str) or "messages" in body)
 
