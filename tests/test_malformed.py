@@ -209,7 +209,7 @@ CHECKPOINTS = {
         USAGE, "names '/etc/passwd'", "", sharded('{"weight_map": {"a": "/etc/passwd"}}')
     ),
     "tensor in two files": Call(
-        CANNOT_RUN, "part-2.safetensors: has tensor model.embed_tokens.weight, which part-1.",
+        CANNOT_RUN, "part-2.safetensors: tensor model.embed_tokens.weight is also in part-1.",
         "one checkpoint", repeated,
     ),
     "missing tensor": Call(

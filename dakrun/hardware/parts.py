@@ -21,7 +21,7 @@ MIN_EFFICIENCY = 1e-6
 
 
 class OtherSchema(UsageError):
-    """A profile that another version of dakrun wrote."""
+    """The error for a profile that was written by another version of dakrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class ComputeRate:
             raise bad("compute rates are not positive with N ascending", "a list [[N, FLOP/s]]")
 
     def at(self, n: int) -> float:
-        """FLOP/s at batch `n`: between measured points linear in log N and log rate."""
+        """FLOP/s at batch `n`, interpolated linearly in log N and log rate."""
         if not self.measured:
             return self.peak
         i, j = _around([m for m, _ in self.measured], n)
@@ -117,7 +117,7 @@ class OpCosts:
             raise bad(f"efficiencies are {list(self.efficiency)}", expected)
 
     def at(self, n: int) -> tuple[float, float]:
-        """(seconds, efficiency) at `n` rows: between those listed linear in n."""
+        """(seconds, efficiency) at `n` rows, interpolated linearly between those listed."""
         i, j = _around(self.rows, n)
         share = (n - self.rows[i]) / (self.rows[j] - self.rows[i]) if i < j else 0.0
 
@@ -137,19 +137,20 @@ class KernelModel:
     - busiest_cta_weight: weight of the busiest CTA's excess over the mean in the time that
       products take to read HBM; 0 counts bytes alone. 0.5 to 0.7 fits products with 0 to 7% on a
       peer, read by 8 to 16 of 132 SMs.
-    - busy_sms: ratio of SMs that were at work in the chains of the profile's op costs.
-    - remote_attention_cost: slowdown of attention's reads of HBM, relative, extrapolated to all
+    - busy_sms: fraction of SMs that were busy in the chains with which op costs were measured.
+    - remote_attention_cost: relative slowdown of attention's reads of HBM, extrapolated to all
       SMs reading remote slots.
-    - saturating_sms: ratio of SMs that saturate HBM in attention.
-    - attention_ring_factor: bytes of rings over the bytes in flight that attention needs for a
-      link's full rate, as rings hold blocks until they are attended to. Fitted to 4 of 64 slots
-      of 8,192 positions on a peer, read by 16, 11 and 10 SMs: 489, 475 and 475 us.
-    - mixed_link_efficiency: ratio of a link's rate that local CTAs reach which read remote units
-      among their own. Fitted to products with 8% on a peer, and to 5 of 64 slots there.
-    - few_sms_link_loss: loss of a link's rate, relative, with half of the SMs that fill its
-      window (PCIe 5).
+    - saturating_sms: fraction of SMs that saturate HBM in attention.
+    - attention_ring_factor: ring bytes that attention needs for a link's full rate, per byte in
+      flight, as rings hold blocks until they are attended to. Fitted to 4 of 64 slots of 8,192
+      positions on a peer, read by 16, 11 and 10 SMs: 489, 475 and 475 us.
+    - mixed_link_efficiency: fraction of a link's rate that local CTAs reach when they read remote
+      units among their own. Fitted to products with 8% on a peer, and to 5 of 64 slots there.
+    - few_sms_link_loss: relative loss of a link's rate with half of the SMs that fill its window
+      (PCIe 5).
     - launch_gap_seconds: time from a launch's last read to the first read that depends on it.
-    - link_latency_seconds: bytes in flight that a link without a window needs, over its rate.
+    - link_latency_seconds: latency of a link without a window: the bytes in flight that it needs
+      over its rate.
     """
 
     busiest_cta_weight: float = 0.5

@@ -44,11 +44,12 @@ class HardwareProfile:
     `linear` has the costs of linear ops of few rows of X, `many_rows` of more rows, `attention` of
     attention including its interference with the products beside it. `norm` has the costs of a
     norm ahead of a linear op, beyond reading and writing X; `sampling` those of choosing the next
-    tokens, beyond reading logits. A None is left out of predictions. `staged_seconds` is added to
-    an op with staged bytes, which starts when its copy has ended and not beside the op before.
-    `kernel_model` has the constants of the CTA model. `link_groups` gives the total rate of each
-    group of tiers; on a CPU the local tier is in one (`hbm_group`). No plan reads `facts` (sizes,
-    PCIe generation ...), `sweeps` and `published`: they are for people and pictures.
+    tokens, beyond reading logits. Costs that are None are not predicted. `staged_seconds` is the
+    extra time of an op with staged bytes, which waits for its copy instead of overlapping the op
+    ahead of it. `kernel_model` has the constants of the CTA model. `link_groups` gives the total
+    rate of each group of tiers; on a CPU the local tier is in one (`hbm_group`). `facts` (sizes,
+    PCIe generation ...) and `sweeps` are for tables and pictures, `published` for comparisons;
+    placement does not depend on them.
     """
 
     name: str
@@ -106,7 +107,7 @@ class HardwareProfile:
 
     @functools.cached_property
     def products(self) -> OpCosts:
-        """Costs of linear ops by rows of X, few and many; linear in rows between the two tables."""
+        """Costs of linear ops by rows of X: the tables of few and of many rows in one."""
         parts = [self.linear] if self.many_rows is None else [self.linear, self.many_rows]
         names = ("rows", "seconds", "efficiency")
         return OpCosts(
@@ -137,7 +138,7 @@ class HardwareProfile:
         )
 
     def flops_per_s(self, dtype: Dtype, n: int) -> float:
-        """Matrix multiply rate in `dtype` for a batch of `n` rows, in FLOP/s."""
+        """Matrix multiply rate in FLOP/s, in `dtype` and for `n` rows; UsageError if unknown."""
         if dtype not in self.compute:
             known = ", ".join(self.compute)
             raise UsageError(

@@ -101,7 +101,7 @@ def free_on_peers(tiers: Iterable[str], device: torch.device) -> int | None:
 
 
 def check_free(nbytes: int, device: int, *, what: str, hint: str) -> None:
-    """Raise CannotRun with `hint` unless `what` (its name) finds `nbytes` free on `device`."""
+    """Raise CannotRun with `hint` unless `nbytes` are free on `device`; `what` will use them."""
     if nbytes and nbytes > (free := free_bytes(device)):
         raise CannotRun(
             f"{what} needs {format_bytes(nbytes)} of GPU {device}, "

@@ -1,7 +1,7 @@
 """Pages of host memory: map, bind to a NUMA node, touch, page-lock for CUDA, release.
 
-Knows the system calls and CUDA's. Does not know what the pages hold; limits.py knows how many
-bytes may be taken.
+Knows system calls and CUDA's, not the contents of pages. limits.py knows how many bytes may be
+taken.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14
 MPOL_PREFERRED, MPOL_BIND = 1, 2
 MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 PORTABLE_MAPPED = 1 | 2  # cudaHostRegister flags: valid on every GPU, readable by kernels
-PIECE_BYTES = 256 << 20  # that a thread touches in one call; short enough for Ctrl-C
+PIECE_BYTES = 256 << 20  # touched by a thread in one call; short enough for a prompt Ctrl-C
 MAX_THREADS = 16
 MAX_TRIAL_BYTES = 1 << 30  # largest ulimit -l that is tested by locking memory
 

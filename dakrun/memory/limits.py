@@ -27,7 +27,7 @@ BALLOONS = ("sys/bus/vmbus/drivers/hv_balloon", "sys/devices/system/xen_memory")
 
 @dataclass(frozen=True)
 class HostLimit:
-    """One bound on host memory: `left` bytes may still be taken, `what` names it for a message."""
+    """One bound on host memory: `left` bytes may still be taken; `what` describes it in errors."""
 
     left: int
     what: str

@@ -22,7 +22,7 @@ class Family:
     `root` is the decoder's prefix, which some checkpoints store without "model."; names of a layer
     are relative to its own prefix. `up` projects into the feed-forward width: one matrix, or gate
     and up, which `silu_mul` joins; `ops` are the planner's names for `up` and `down`. Positions are
-    rotary, or learned with the table `positions`, whose first `position_offset` rows no token has.
+    rotary, or learned: the table `positions`, whose first `position_offset` rows are unused.
     """
 
     root: str
@@ -136,7 +136,7 @@ class Architecture:
         return "lm_head" if self.embedding is None else "embedding"
 
     def step(self) -> Iterator[tuple[str, Matrix]]:
-        """(operand name, matrix) of all matrices in the order of their use, but for `embedding`."""
+        """(operand name, matrix) of all matrices but `embedding`, in the order of their use."""
         if self.project_in:
             yield self.project_in.op, self.project_in
         for i in range(self.config.num_layers):
@@ -162,7 +162,7 @@ class Architecture:
 
 @functools.cache
 def architecture(config: ModelConfig) -> Architecture:
-    """The family's row of the table with the sizes and switches of `config`."""
+    """The architecture of `config`: its family's row of the table, with its sizes and switches."""
     c, family = config, FAMILIES[config.family]
     hidden, final = c.hidden_size, None
     projected = c.embed_size != hidden
@@ -170,8 +170,8 @@ def architecture(config: ModelConfig) -> Architecture:
     def norm(name: str, source: str) -> Norm:
         return Norm(name, source, family.norm, c.norm_affine)
 
-    ahead = norm("attention_norm", family.attention_norm), norm("ffn_norm", family.ffn_norm)
-    before, after = (ahead, (None, None)) if c.pre_norm else ((None, None), ahead)
+    norms = norm("attention_norm", family.attention_norm), norm("ffn_norm", family.ffn_norm)
+    pre_norms, post_norms = (norms, (None, None)) if c.pre_norm else ((None, None), norms)
     if c.final_norm:
         final = norm("final_norm", family.final_norm)
     up_op, down_op = family.ops
@@ -182,21 +182,21 @@ def architecture(config: ModelConfig) -> Architecture:
             sources=tuple((f"self_attn.{head}_proj", rows) for head, rows in heads),
             cols=hidden,
             bias=c.attention_bias,
-            norm=before[0],
+            norm=pre_norms[0],
         ),
         Matrix(
             op="o",
             sources=((family.o, hidden),),
             cols=c.q_size,
             bias=c.attention_bias,
-            post_norm=after[0],
+            post_norm=post_norms[0],
         ),
         Matrix(
             op=up_op,
             sources=tuple((source, c.ffn_size) for source in family.up),
             cols=hidden,
             bias=c.mlp_bias,
-            norm=before[1],
+            norm=pre_norms[1],
             activation=family.activation,
         ),
         Matrix(
@@ -204,11 +204,11 @@ def architecture(config: ModelConfig) -> Architecture:
             sources=((family.down, hidden),),
             cols=c.ffn_size,
             bias=c.mlp_bias,
-            post_norm=after[1],
+            post_norm=post_norms[1],
         ),
     )
     words = (("embed_tokens", c.vocab_size),)
-    separate = (("." + "lm_head", c.vocab_size),)
+    separate = ((".lm_head", c.vocab_size),)
     return Architecture(
         config,
         family,

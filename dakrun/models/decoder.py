@@ -1,7 +1,7 @@
 """The forward pass of a decoder-only model, straight down through its layers.
 
-Knows the architecture's matrices by name. A backend computes them, an attention reads and appends
-to the KV cache; neither dtypes nor devices nor tiers are known here.
+Knows the architecture's matrices by name, neither dtypes nor devices nor tiers. A `Backend`
+computes them; an `Attention` reads the KV cache and appends to it.
 """
 
 from typing import Protocol
@@ -32,7 +32,7 @@ class Backend(Protocol):
         ...
 
     def end(self) -> None:
-        """End a pass: all of it is launched."""
+        """End a pass, after its last launch."""
         ...
 
 
@@ -45,7 +45,7 @@ class Attention(Protocol):
 
 
 class Decoder:
-    """A model whose matrices `backend` has."""
+    """The forward pass of `model`, whose ops `backend` computes."""
 
     def __init__(self, model: Architecture, backend: Backend) -> None:
         self.model, self.backend = model, backend

@@ -17,7 +17,8 @@ INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 RESERVED = "__metadata__"  # key of a safetensors header that is not a tensor
 HEADER_SIZE_BYTES = 8
-_COMPUTED: dict[str, Dtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+# Supported dtypes by their names in safetensors.
+_DTYPES: dict[str, Dtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
 def safetensors_files(directory: Path) -> list[Path]:
@@ -70,7 +71,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def stored_dtype(directory: Path) -> Dtype | None:
-    """The dtype of the first float tensor, by name, in the first file, as transformers' "auto".
+    """The dtype of the first file's first float tensor by name, as with transformers' "auto".
 
     None if there is no file, or no tensor in it of a supported dtype.
     """
@@ -78,7 +79,7 @@ def stored_dtype(directory: Path) -> Dtype | None:
     if not files or not files[0].is_file():
         return None
     _, entries = read_header(files[0])
-    found = (_COMPUTED.get(entries[name]["dtype"]) for name in sorted(entries))
+    found = (_DTYPES.get(entries[name]["dtype"]) for name in sorted(entries))
     return next(filter(None, found), None)
 
 

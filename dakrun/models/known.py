@@ -103,6 +103,6 @@ def _llama(name: str) -> ModelConfig:
 
 
 def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """The sizes in the tables above by their names in ModelConfig."""
+    """A row of the tables above as arguments of ModelConfig."""
     names = ("hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     return dict(zip(names, (hidden, ffn, layers, heads, kv_heads, hidden // heads), strict=True))

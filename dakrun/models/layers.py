@@ -40,7 +40,7 @@ def rope_table(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [N, H, D] by cosines and sines [N, 1, D / 2]; halves are partners."""
+    """Rotate heads [N, H, D] by cosines and sines [N, 1, D / 2]; pairs are (i, i + D / 2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

@@ -1,7 +1,7 @@
 """pytorch_model*.bin checkpoints: their files and tensors, read without running pickled code.
 
 A pickle can call any function; torch.load(weights_only=True) refuses everything but tensors.
-Does not know what the tensors are for.
+Knows names and files, not the model.
 """
 
 import pickle
@@ -106,7 +106,7 @@ def _load(path: Path) -> Any:
                 f"{path}: a TorchScript or tar file, which cannot be read without running code",
                 hint="if you trust it, load it with torch and save only model.state_dict()",
             ) from None
-        if isinstance(problem, pickle.UnpicklingError):  # its text is meant for programmers
+        if isinstance(problem, pickle.UnpicklingError):  # its message would not help a user
             raise CannotRun(
                 f"{path}: not weights saved by torch.save; no code of it was run",
                 hint=f"{COPY_AGAIN}; if it is a plain pickle, save it by torch.save",

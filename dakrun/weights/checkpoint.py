@@ -28,14 +28,15 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._descriptors: list[int] = []
-        self._tensors: dict[str, tuple[str, Extent | None]] = {}  # with the stored type's name
+        # The stored dtype's name and the extent of each tensor; None for an unsupported dtype.
+        self._tensors: dict[str, tuple[str, Extent | None]] = {}
         try:
             homes: dict[str, Path] = {}
             for path in _weight_files(directory):
                 found = self._open(path)
                 if twice := sorted(found.keys() & homes.keys()):
                     raise CannotRun(
-                        f"{path}: has tensor {twice[0]}, which {homes[twice[0]].name} has, too",
+                        f"{path}: tensor {twice[0]} is also in {homes[twice[0]].name}",
                         hint="leave only the files of one checkpoint in the folder",
                     )
                 homes |= dict.fromkeys(found, path)
@@ -56,7 +57,7 @@ class Checkpoint:
     def check(self, manifest: Manifest) -> None:
         """Raise CannotRun unless every tensor of `manifest` is here with its shape, as floats.
 
-        Also where a layer has a weight or bias that the manifest does not name, or where a tied
+        Also raise it if a layer has a weight or bias that the manifest does not name, or if a tied
         head is stored and differs from the embeddings. Further tensors (rotary tables, other heads
         and towers) are ignored, as in transformers.
         """
@@ -80,8 +81,8 @@ class Checkpoint:
                     )
                 if extent.shape != shape:
                     raise CannotRun(
-                        f"{self.directory}: tensor {name} is {_by(extent.shape)}, "
-                        f"config.json says {_by(shape)}",
+                        f"{self.directory}: tensor {name} is {_shape_text(extent.shape)}, "
+                        f"config.json says {_shape_text(shape)}",
                         hint="config.json and the safetensors files do not belong together",
                     )
         if HEAD in self._tensors and HEAD not in used:
@@ -139,7 +140,7 @@ class Checkpoint:
         return extent.rows(rows.start, rows.stop)
 
     def _open(self, path: Path) -> dict[str, tuple[str, Extent | None]]:
-        """The tensors of one file; CannotRun where it is none that is whole."""
+        """Open one file and list its tensors; CannotRun if it is no complete safetensors file."""
         start, header = read_header(path)
         descriptor = os.open(path, os.O_RDONLY)
         self._descriptors.append(descriptor)
@@ -170,5 +171,5 @@ def _weight_files(directory: Path) -> list[Path]:
     )
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))

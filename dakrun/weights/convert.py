@@ -32,7 +32,8 @@ EMBEDDING = "embed_tokens.weight"
 class Conversion:
     """The files, tensors and bytes that a conversion wrote, and the entries that it dropped.
 
-    `tied` holds the names of heads that are the embedding, `not_tensors` of other pickled values.
+    `tied` names the heads left out because they are the embedding, `not_tensors` the entries left
+    out because they are no tensors.
     """
 
     target: Path

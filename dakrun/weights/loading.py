@@ -21,7 +21,7 @@ from dakrun.weights.streaming import reader_count
 
 
 class Tensors(Protocol):
-    """Where weights come from: a Checkpoint or Dummy."""
+    """A source of weights: a Checkpoint or Dummy."""
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -44,7 +44,7 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """How matrices are packed: for reads of each op's tiers as in `accesses`, by `sms` SMs."""
+    """Parameters of packing: how kernels read the tiers of each op, and the GPU's SMs."""
 
     accesses: Mapping[str, tuple[TierAccess, ...]]
     sms: int
@@ -57,7 +57,7 @@ def can_pack(plan: Plan) -> bool:
 
 
 def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
-    """Bytes to take of each tier for the plan's matrices and KV slots, alignment included."""
+    """Bytes to allocate in each tier for the plan's matrices and KV slots, alignment included."""
     attention = plan.op("attention")
     sizes = [aligned(attention.resident_bytes(number)) for number in range(len(plan.tiers))]
     for op in plan.weights():
@@ -81,8 +81,8 @@ def load(
 
     With `packing`, which needs can_pack(plan), matrices are PackedTensors with the manifest's norms
     folded in; a fold changes a matrix's bias, or adds one. Without, they are PartitionedTensors, as
-    stored. Raises CannotRun, before anything is allocated, where the source does not have what the
-    manifest names, and later where it cannot be read.
+    stored. Raises CannotRun if the source lacks a tensor of the manifest (before anything is
+    allocated), or cannot be read.
     """
     source.check(manifest)
     dtype = getattr(torch, plan.model.dtype)
@@ -165,7 +165,7 @@ def _fill(
 ) -> None:
     """Write all matrices, with norms folded in; `resident` tensors are float32 on `device`.
 
-    What a norm's bias contributes is added to the matrix's bias, which is made where it has none.
+    The contribution of a norm's bias is added to the matrix's bias, which is created if absent.
     """
     jobs = [
         (name, piece)
@@ -179,8 +179,8 @@ def _fill(
         if name in manifest.folded:
             rows, added = fold(rows, manifest.folded[name], resident)
             if added is not None:
-                made = torch.zeros(matrix.shape[0], device=device)
-                resident.setdefault(f"{name}.bias", made)[piece.rows] += added
+                zeros = torch.zeros(matrix.shape[0], device=device)
+                resident.setdefault(f"{name}.bias", zeros)[piece.rows] += added
         storage.write(piece, rows.to(matrix.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint tensors make up each operand of a model, and how norms fold into matrices.
+"""The checkpoint tensors of each operand of a model, and the folding of norms into matrices.
 
 Built from the table in models/architectures.py. Knows tensor names and shapes, not files.
 
@@ -23,7 +23,7 @@ Request = Sequence[tuple[Source, slice]]  # rows of several tensors
 
 @dataclass(frozen=True)
 class Fold:
-    """A norm that a matrix takes in: its kind, and the operands of its weight and bias, if any."""
+    """A norm folded into a matrix: its kind, and operand names of its weight and bias, if any."""
 
     kind: NormKind
     weight: str | None = None
@@ -37,8 +37,8 @@ class Manifest:
     The plan places `matrices`; `resident` tensors (norms, biases, positions) stay in the local
     tier. An operand with several sources stacks them along dimension 0.
 
-    In packed matrices a norm is `folded` by the names of its operands, and the sources of
-    `interleaved` ones, as of their biases, alternate row by row.
+    `folded` and `interleaved` concern packed matrices: the norm folded into each, by matrix, and
+    the matrices in which rows of the sources alternate, as they do in their biases.
     """
 
     matrices: Mapping[str, tuple[Source, ...]]
@@ -112,7 +112,7 @@ def manifest_of(model: Architecture, has: Callable[[str], bool]) -> Manifest:
 
 
 def _module(root: str, name: str, matrix: Matrix, source: str) -> str:
-    """Hugging Face's name of a module that `source` names as in the table of architectures."""
+    """Hugging Face's name of the module `source` of a matrix (see architectures.Matrix)."""
     if source.startswith("."):
         return source[1:]
     return f"{root}{name.removesuffix(matrix.op)}{source}"
