@@ -15,16 +15,8 @@ from contextlib import suppress
 
 import torch
 
+from dakrun.bench import model_rows
 from dakrun.bench.ceilings import FULL, Ceilings
-from dakrun.bench.model_rows import (
-    ModelRow,
-    Run,
-    failed_row,
-    limit_s,
-    measured_links,
-    measured_row,
-    model_columns,
-)
 from dakrun.bench.model_sweep import ModelSweep, Point
 from dakrun.bench.output import Record, head
 from dakrun.bench.tiers import measure_ceilings
@@ -66,16 +58,16 @@ def measure_model(
         "new_tokens": sweep.new_tokens,
     }
     header = head(subject, sweep.config.dtype, bench.ceilings, profile, command)
-    rows: list[ModelRow] = []
+    rows: list[model_rows.ModelRow] = []
     refusal: CannotRun | None = None
     for point in points:
         try:
             rows.append(bench.row(point))
         except CannotRun as problem:
             refusal = CannotRun(str(problem), hint=problem.hint)  # without the traceback
-            rows.append(failed_row(point, str(problem)))
+            rows.append(model_rows.failed_row(point, str(problem)))
         progress(f"{point}: {rows[-1].summary}")
-        yield Record(header, model_columns(sweep), tuple(row.figures for row in rows))
+        yield Record(header, model_rows.model_columns(sweep), tuple(row.figures for row in rows))
     if refusal and all(row.problem for row in rows):
         raise refusal
 
@@ -101,17 +93,17 @@ class _Bench:
         self.ceilings = self._measured()
         self._rivals: dict[int, float | None] = {}  # by batch size
 
-    def row(self, point: Point) -> ModelRow:
+    def row(self, point: Point) -> model_rows.ModelRow:
         """Measure a point; CannotRun if it does not fit."""
         rival_s = self._rival_s(point.batch_size)
         self._release()
         try:
-            return measured_row(point, self._run(point), rival_s)
+            return model_rows.measured_row(point, self._run(point), rival_s)
         except (torch.OutOfMemoryError, MemoryError) as problem:
             reason = str(problem).partition("\n")[0]
             raise CannotRun(f"memory ran out: {reason}", hint=HINT) from None
 
-    def _run(self, point: Point) -> Run:
+    def _run(self, point: Point) -> model_rows.Run:
         sweep = self.sweep
         with LLM(
             sweep.name,
@@ -128,13 +120,13 @@ class _Bench:
             self._rounds(llm, point.batch_size)
             stats, free = llm.engine.stats, self._free_bytes()
             links = self._links(llm)
-            return Run(
+            return model_rows.Run(
                 plan=llm.plan,
                 step_s=stats.step_s,
                 ttft_s=stats.ttft_s,
                 prefill_s=stats.prefill_s * point.batch_size / stats.requests,
                 kv_bytes=stats.kv_bytes_read / len(stats.step_s),
-                limit_s=limit_s(llm.plan, links),
+                limit_s=model_rows.limit_s(llm.plan, links),
                 ceiling_bytes_per_s=links.total_rate(),
                 gap_s=llm.engine.runner.details().get("replay_gap_s"),
                 gpu_bytes=self._free - free if free else None,
@@ -189,7 +181,7 @@ class _Bench:
     def _links(self, llm: LLM) -> Links:
         if self.device.type == "cpu":
             return Links.of(self.profile, llm.plan.tiers[1:])
-        return measured_links(self.ceilings, self.profile)
+        return model_rows.measured_links(self.ceilings, self.profile)
 
     def _free_bytes(self) -> int:
         """Free memory of the GPU; 0 on a CPU."""

@@ -1,6 +1,6 @@
-"""From a plan and a source of weights to a runner: on the GPU's kernels, or in plain torch.
+"""Builds the runner of a plan and loads its weights: on the project's kernels, or in plain torch.
 
-Knows which plans the kernels can run and how a plan has them read each tier.
+Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,19 @@ from dakrun.engine.runner import Runner
 from dakrun.engine.staging import Staging, staged_bytes
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK, MAX_GROUP_HEADS, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import HardwareProfile
-from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
+from dakrun.kernels import Variant, variants
+from dakrun.kernels.attention import KVCache, KVShape, RowLayout
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled import x_tiles
-from dakrun.kernels.runtime.jit import architecture as gpu_architecture
-from dakrun.kernels.runtime.jit import compiling, has_kernels
-from dakrun.kernels.variants import Variant, variants
+from dakrun.kernels.runtime import architecture as gpu_architecture
+from dakrun.kernels.runtime import compiling, has_kernels
 from dakrun.memory.tiers import Tier
 from dakrun.models.architectures import architecture
 from dakrun.plan import STAGING_BUFFERS, OpPlan, Plan, kv_positions, kv_staging_bytes
 from dakrun.weights.loading import Packing, Tensors, can_pack, load
-from dakrun.weights.manifest import Manifest, manifest_of
+from dakrun.weights.manifest import manifest_of
 
-SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # of each kernel variant
+SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # rows of X by kernel variant
 
 
 def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
@@ -43,40 +42,20 @@ def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
 def build_runner(
     source: Tensors, plan: Plan, tiers: Mapping[str, Tier], device: torch.device
 ) -> Runner:
-    """A runner with the weights of `source` and all slots in `tiers`, on kernels where they fit."""
-    manifest = manifest_of(architecture(plan.model), source.__contains__)
-    build = _graph_runner if runs_on_kernels(plan, device) else _reference_runner
-    return build(source, manifest, plan, tiers, device)
+    """Allocate weights and KV slots in `tiers`, and load the weights from `source`.
 
-
-def _reference_runner(
-    source: Tensors,
-    manifest: Manifest,
-    plan: Plan,
-    tiers: Mapping[str, Tier],
-    device: torch.device,
-) -> Runner:
-    model, dtype = plan.model, getattr(torch, plan.model.dtype)
-    layout = RowLayout(model.num_kv_heads, model.head_dim, kv_positions(plan.workload), dtype)
-    cache = KVCache(plan.placement("attention"), model.num_layers, layout, tiers, device)
-    weights = load(source, manifest, plan, tiers, device)
-    return ReferenceRunner(architecture(model), weights, cache, layout, plan.workload.max_model_len)
-
-
-def _graph_runner(
-    source: Tensors,
-    manifest: Manifest,
-    plan: Plan,
-    tiers: Mapping[str, Tier],
-    device: torch.device,
-) -> Runner:
+    The runner uses the project's kernels if they support the model on `device`, else plain torch.
+    """
+    if not runs_on_kernels(plan, device):
+        return _reference_runner(source, plan, tiers, device)
     model, accesses = plan.model, tier_accesses(plan)
+    manifest = manifest_of(architecture(model), source.__contains__)
     shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
     cache = KVCache(plan.placement("attention"), model.num_layers, shape, tiers, device)
     packing = Packing(accesses, plan.profile.sms)
     with compiling(_kernels(plan, device), gpu_architecture(device.index)):
         weights = load(source, manifest, plan, tiers, device, packing=packing)
-    torch.cuda.empty_cache()  # of what loading took, which no other program could use
+    torch.cuda.empty_cache()  # return the temporary memory of loading to the driver
     positions = shape.blocks * KV_BLOCK
     backend = KernelBackend(architecture(model), manifest, weights, accesses, positions)
     steps, prefill = _staging(plan, backend)
@@ -88,8 +67,19 @@ def _graph_runner(
     return GraphRunner(step, prompts, cache, shape)
 
 
+def _reference_runner(
+    source: Tensors, plan: Plan, tiers: Mapping[str, Tier], device: torch.device
+) -> Runner:
+    model, dtype = plan.model, getattr(torch, plan.model.dtype)
+    manifest = manifest_of(architecture(model), source.__contains__)
+    layout = RowLayout(model.num_kv_heads, model.head_dim, kv_positions(plan.workload), dtype)
+    cache = KVCache(plan.placement("attention"), model.num_layers, layout, tiers, device)
+    weights = load(source, manifest, plan, tiers, device)
+    return ReferenceRunner(architecture(model), weights, cache, layout, plan.workload.max_model_len)
+
+
 def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
-    """All kernels that the plan's model may be run with, for any number of rows."""
+    """All kernel variants that the plan's model may need, for any number of rows."""
     model, remote = plan.model, range(1, len(plan.tiers))
     mixes = any(op.mixed(tier) for op in plan.weights() for tier in remote)
     return variants(
@@ -119,7 +109,7 @@ def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Stagin
 def tier_accesses(plan: Plan) -> dict[str, tuple[TierAccess, ...]]:
     """How kernels read each of the plan's tiers, by op, the local tier first.
 
-    A staged part is read in HBM like the local one, by its share of the SMs.
+    A staged part is read from HBM, by SMs in proportion to its bytes.
     """
     return {op.op.name: (TierAccess(), *_remote(plan, op)) for op in plan.ops}
 
@@ -127,9 +117,9 @@ def tier_accesses(plan: Plan) -> dict[str, tuple[TierAccess, ...]]:
 def direct_accesses(
     profile: HardwareProfile, remote: Sequence[str], sms: Sequence[int]
 ) -> list[TierAccess]:
-    """Direct reads of the tiers `remote`, each by its number of `sms`, in the tier's window.
+    """How kernels read the tiers `remote` in place: `sms[i]` SMs, within the window of tier i.
 
-    With no SMs for a tier, those of the local tier read it among their own units.
+    With 0 SMs a tier is mixed: the local tier's SMs read it among their own units.
     """
     tiers = (profile.tier(name) for name in remote)
     return [
@@ -139,10 +129,11 @@ def direct_accesses(
 
 
 def _remote(plan: Plan, op: OpPlan) -> list[TierAccess]:
+    """How kernels read the remote tiers of `op`."""
     names, total = plan.tiers[1:], op.op.layers * op.op.resident_bytes
     if op.transport == "direct":
         return direct_accesses(plan.profile, names, op.sms[1:])
     shares = [op.resident_bytes(tier) / total for tier in range(1, len(plan.tiers))]
     spare = 1 if op.resident_bytes(0) else 0
-    most = plan.profile.sms - spare - len(shares) + 1
-    return [TierAccess(min(most, max(1, round(share * plan.profile.sms)))) for share in shares]
+    highest = plan.profile.sms - spare - len(shares) + 1
+    return [TierAccess(min(highest, max(1, round(share * plan.profile.sms)))) for share in shares]

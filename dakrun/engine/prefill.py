@@ -13,11 +13,9 @@ import torch.nn.functional as F
 
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention import kv_blocks
-from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.attention.kv_cache import KVCache
-from dakrun.kernels.runtime.copy_engine import CopyStream
-from dakrun.kernels.store_kv import store_kv
+from dakrun.kernels import store_kv
+from dakrun.kernels.attention import KVCache, KVShape, kv_blocks
+from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Decoder
 from dakrun.models.layers import split_heads
@@ -28,7 +26,7 @@ from dakrun.units import ceil_div
 class Prefill:
     """Runs prompts of a model whose slots are in `cache`, in passes of up to `chunk_tokens`.
 
-    `room` is memory of the device, uint8, through which keys and values of remote slots go.
+    `room`, uint8 in HBM, holds keys and values of remote slots until they are copied there.
     """
 
     def __init__(
@@ -100,9 +98,9 @@ class _PassAttention:
 
 @dataclass(frozen=True)
 class _Run:
-    """Segments that one call of attention takes: `rows` of the pass's tokens.
+    """Segments that one call of attention computes, the tokens `rows` of the pass.
 
-    Either several that begin a prompt, or one that continues in `slot` behind `cached` positions.
+    They are several that begin a prompt, or one that continues in `slot` after `cached` positions.
     """
 
     rows: slice
@@ -113,7 +111,7 @@ class _Run:
 
 
 def _runs(segments: Sequence[Segment], device: torch.device) -> Iterator[_Run]:
-    """Segments in their order; neighbours that begin a prompt are one run."""
+    """The runs of a pass in order; consecutive segments that begin a prompt are one run."""
     first = 0
     for key, group in groupby(enumerate(segments), lambda s: s[0] if s[1].start else -1):
         some = [s for _, s in group]
@@ -137,8 +135,8 @@ class KVWriter:
     """Stores keys and values of passes in the slots of `cache`.
 
     Whole blocks of remote slots are packed in `room`, uint8 in HBM, and copied while the layer's
-    other ops run. The rest is stored in place: positions of a begun block, and slots for which
-    `room` is full.
+    other ops run. Other positions are stored in place: those of a partly filled block, and of
+    slots for which `room` is full.
     """
 
     def __init__(self, cache: KVCache, shape: KVShape, room: torch.Tensor) -> None:
@@ -180,20 +178,23 @@ class KVWriter:
         """Store keys and values of qkv [T, Hq + 2 Hkv, D], rotated (see store_kv)."""
         heads = self._shape.kv_heads
         if self._copies:
-            self._stream.join()  # those of the layer before
+            self._stream.join()  # copies of the previous layer still read `room`
         store_kv(qkv, positions, self._places, layer, kv_heads=heads, rotations=rotations)
         if self._copies:
             self._stream.follow()
             self._stream.copy(*((copy.to[layer], copy.packed) for copy in self._copies))
 
     def end(self) -> None:
-        """Let the next launches wait until all is stored."""
+        """Make later launches wait until all keys and values are stored."""
         self._stream.join()
 
     def _rows(
         self, positions: range, base: torch.Tensor, layer_bytes: int, head_bytes: int
     ) -> torch.Tensor:
-        """Places of `positions` for store_kv, counted from the first block at `base`."""
+        """Places for store_kv, int64 [n, 3]: address, bytes per layer, bytes per head.
+
+        `base` holds the block of position 0.
+        """
         row_bytes = self._shape.head_dim * 2
         at = torch.arange(positions.start, positions.stop)
         rows = at // KV_BLOCK * 2 * KV_BLOCK + at % KV_BLOCK
@@ -203,7 +204,10 @@ class KVWriter:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of prompts in a row, `each`, and on the device their `ends`, int32 [prompts + 1]."""
+    """Lengths `each` of concatenated prompts; `ends`, int32 [prompts + 1], are their prefix sums.
+
+    The first of `ends` is 0; they are on the device.
+    """
 
     each: tuple[int, ...]
     ends: torch.Tensor
@@ -224,10 +228,10 @@ def causal_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Attention [T, Hq, D] of q [T, Hq, D], k and v [P, Hkv, D], prompts one after the other.
+    """Attention [T, Hq, D] of q [T, Hq, D], k and v [P, Hkv, D], all of concatenated prompts.
 
-    The queries of a prompt are its last positions; each sees the keys up to its own. Takes memory
-    for the result and one float for each head of a query.
+    The queries of a prompt are its last positions; each sees the keys up to its own. Allocates
+    the result and one float per query and head.
     """
     if queries is keys and len(queries.each) > 1 and len(set(queries.each)) == 1:
         own, first, last = (
@@ -238,7 +242,7 @@ def causal_attention(
         )
         return same.transpose(1, 2).flatten(0, 1)
     if not q.is_cuda:
-        return _reference(q, k, v, queries, keys, scale)
+        return _reference(q, k, v, queries.each, keys.each, scale)
     found = torch.ops.aten._flash_attention_forward(
         q, k, v, queries.ends, keys.ends, max(queries.each), max(keys.each),
         0.0, True, False, scale=scale,
@@ -250,15 +254,13 @@ def _reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    queries: Lengths,
-    keys: Lengths,
+    queries: Sequence[int],
+    keys: Sequence[int],
     scale: float,
 ) -> torch.Tensor:
     """causal_attention in plain torch on any device, prompt by prompt."""
     out = []
-    for own, first, last in zip(
-        q.split(queries.each), k.split(keys.each), v.split(keys.each), strict=True
-    ):
+    for own, first, last in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
         length, end = len(own), len(first)
         mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
         found = F.scaled_dot_product_attention(

@@ -45,9 +45,15 @@ def sms_by_tier(
     - A remote part gets none where the op ends sooner mixed: the local tier's SMs read the remote
       units among their own, which needs a link without a window.
     """
-    units = [sum(counts) for counts in zip(*placement, strict=True)]
+    units = [sum(of) for of in zip(*placement, strict=True)]
     if _is_tiled(op, profile):
         return many_rows_sms(op, units, compute, profile, remote)
+    counts = [math.ceil(count / len(placement)) for count in units]  # of a mean layer
+
+    def seconds(sms: Sequence[int]) -> float:
+        kernel, link = read_times(op, counts, sms, profile, remote)
+        return predicted_time(op, max(kernel, compute), profile, link=link)
+
     sms, arithmetic = [], []
     for name, held in zip(remote, units[1:], strict=True):
         work = held / sum(units) * compute
@@ -57,58 +63,24 @@ def sms_by_tier(
     while sum(sms) > max(profile.sms - spare, len(sms)):
         sms[sms.index(max(sms))] -= 1
     if op.category == "linear" and units[0]:
-        counts = _mean_counts(placement)
         for tier, highest in enumerate(sms):
             options: dict[int, float] = {}
             for n in range(min(max(1, arithmetic[tier]), highest), highest + 1):
                 given = [*sms[:tier], n, *sms[tier + 1 :]]
-                split = (profile.sms - sum(given), *given)
-                options[n] = _seconds(op, counts, split, compute, profile, remote)
+                options[n] = seconds((profile.sms - sum(given), *given))
             soonest = min(options.values())
             sms[tier] = min(n for n, took in options.items() if took <= soonest * SM_GAIN)
     if op.category == "attention" and units[0]:
         busy = [_attention_sms(profile.tier(name), profile.kernel_model) for name in remote]
         sms = [min(n, max(least)) for n, *least in zip(sms, arithmetic, busy, strict=True)]
     local = profile.sms - sum(sms) if units[0] else 0
-    return _mixed_if_sooner(op, _mean_counts(placement), compute, (local, *sms), profile, remote)
-
-
-def _mixed_if_sooner(
-    op: Op,
-    counts: Sequence[int],
-    compute: float,
-    sms: tuple[int, ...],
-    profile: HardwareProfile,
-    remote: Sequence[str],
-) -> tuple[int, ...]:
-    """`sms`, or 0 for the first remote part if the op ends sooner with that part mixed."""
     first = next((tier for tier, count in enumerate(counts) if tier and count), 0)
     many = op.category == "linear" and op.batch_size > FEW_ROWS
+    separate = (local, *sms)
     if not (first and counts[0]) or many or is_windowed(profile.tier(remote[first - 1])):
-        return sms
-    mixed = (sms[0] + sms[first], *(0 if t == first else n for t, n in enumerate(sms) if t))
-    sooner = _seconds(op, counts, mixed, compute, profile, remote) < _seconds(
-        op, counts, sms, compute, profile, remote
-    )
-    return mixed if sooner else sms
-
-
-def _seconds(
-    op: Op,
-    counts: Sequence[int],
-    sms: Sequence[int],
-    compute: float,
-    profile: HardwareProfile,
-    remote: Sequence[str],
-) -> float:
-    """Predicted seconds of a layer of `op` whose parts are read by `sms` of each tier."""
-    kernel, link = read_times(op, counts, sms, profile, remote)
-    return predicted_time(op, max(kernel, compute), profile, link=link)
-
-
-def _mean_counts(placement: Sequence[Sequence[int]]) -> list[int]:
-    """Units per tier of a mean layer, rounded up."""
-    return [math.ceil(sum(of) / len(placement)) for of in zip(*placement, strict=True)]
+        return separate
+    mixed = (local + sms[first - 1], *(0 if t == first else n for t, n in enumerate(sms, 1)))
+    return mixed if seconds(mixed) < seconds(separate) else separate
 
 
 def _attention_sms(tier: RemoteTier, model: KernelModel) -> int:

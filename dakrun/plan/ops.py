@@ -128,12 +128,12 @@ def linear_op(
         layers=layers,
         in_layer=in_layer,
         shape=shape,
+        units=row_block_count(rows),
         batch_size=n,
         element_bytes=element_bytes,
         resident_bytes=nbytes,
         read_bytes=nbytes,
         flops=2.0 * n * rows * cols,
-        units=row_block_count(rows),
         normed=normed,
     )
 
@@ -160,12 +160,12 @@ def attention_op(
         layers=layers,
         in_layer=in_layer,
         shape=heads,
+        units=n,
         batch_size=n,
         element_bytes=element_bytes,
         resident_bytes=n * positions * position_bytes,
         read_bytes=n * length * position_bytes,
         flops=4.0 * n * length * heads[0] * head_dim,
-        units=n,
     )
 
 
