@@ -30,7 +30,7 @@ def random_logits(n: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 def support(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
     """Which tokens have a weight."""
-    return sampler._weights(logits, [p] * len(logits)) > 0
+    return sampler._probabilities(logits, [p] * len(logits)) > 0
 
 
 def assert_follows(tokens: torch.Tensor, probabilities: torch.Tensor) -> None:
@@ -193,9 +193,11 @@ def test_top_p_takes_the_first_of_equals() -> None:
 def test_rows_with_different_parameters_are_cut_each_its_own_way() -> None:
     logits, rows = random_logits(21, 100), [*mixed(21)[1:], params()]
     sampled = [i for i, p in enumerate(rows) if p.temperature]
-    together = sampler._weights(logits[sampled], [rows[i] for i in sampled])
+    together = sampler._probabilities(logits[sampled], [rows[i] for i in sampled])
     for at, i in enumerate(sampled):
-        assert torch.equal(together[at : at + 1], sampler._weights(logits[i : i + 1], [rows[i]]))
+        assert torch.equal(
+            together[at : at + 1], sampler._probabilities(logits[i : i + 1], [rows[i]])
+        )
 
 
 def test_the_vocabulary_is_sorted_for_top_p_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +221,7 @@ def test_rows_of_nan_give_a_token_of_the_vocabulary() -> None:
 @pytest.mark.parametrize("vocab", [2**18, 2**18 + 3, 2**21])
 def test_large_vocabularies_do_not_overflow(vocab: int) -> None:
     logits = torch.zeros(1, vocab)
-    weights = sampler._weights(logits, [params()])
+    weights = sampler._probabilities(logits, [params()])
     assert 2**61 < vocab * sampler._one(vocab) == weights.sum().item() <= 2**62
     tokens = draw(logits, params(), 8)
     u = uniform([7] * 8, range(8))

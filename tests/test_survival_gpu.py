@@ -83,7 +83,7 @@ def test_a_failing_gpu_leaves_what_had_finished(arguments: list[str], tmp_path: 
     assert run.returncode == 3, run.stderr
     error, hint = run.stderr.strip().splitlines()[-2:]
     assert error.startswith("error: the GPU failed: CUDA error: an illegal memory access")
-    assert hint.startswith("hint: what had finished is in the output, --resume goes on there")
+    assert hint.startswith("hint: finished rows are in the output, continue with --resume")
     finished = rows(out)
     assert 0 < len(finished) < COUNT
     subprocess.run([*COMMAND, *arguments, "-o", str(out), "--resume"], check=True, timeout=120)

@@ -25,7 +25,10 @@ Detokenize = Callable[[Sequence[int]], str]
 
 @dataclass
 class EngineStats:
-    """Totals and times of all runs so far, in seconds; `kv_bytes_read` counts decode steps."""
+    """Totals of all runs so far; times are in seconds, by request or by decode step.
+
+    `step_rows` sums the requests of all decode steps, `kv_bytes_read` the KV bytes they read.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -40,9 +43,9 @@ class EngineStats:
 
 @dataclass
 class _Running:
-    """A request in its slot, `cached` positions of which are in the KV cache.
+    """A request in its slot, of whose tokens `cached` are in the KV cache.
 
-    `launched` counts its tokens that are known or being computed, up to `limit`.
+    `launched` counts the new tokens, those being computed included; `limit` is their maximum.
     """
 
     request: Request
@@ -76,8 +79,7 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions in the order in which they finish; requests are taken as slots free up.
 
-        Raises UsageError, at the first completion, while another run has neither ended nor been
-        closed.
+        Raises UsageError, at the first completion, while another run is active.
         """
         if not self._one_run.acquire(blocking=False):
             raise UsageError(
@@ -102,12 +104,12 @@ class Engine:
                         exhausted = True
                     else:
                         new.append(self._admit(request, free.pop(0)))
-                going = [r for r in running if r.launched < r.limit]
+                active = [r for r in running if r.launched < r.limit]
                 if new:
                     self._prefill(new)
                     running += new
-                elif going and len(self._steps) < self.runner.ahead:
-                    self._launch(going)
+                elif active and len(self._steps) < self.runner.ahead:
+                    self._launch(active)
                     continue
                 elif self._steps:
                     self._collect()
@@ -126,7 +128,7 @@ class Engine:
             self._one_run.release()
 
     def close(self) -> None:
-        """End the current run, whose next completion is a UsageError, and wait for its steps."""
+        """End the current run, whose next completion raises UsageError, and wait for its steps."""
         self._closed = True
         with suppress(RuntimeError):  # of a GPU that has failed
             self.runner.drop()
@@ -158,7 +160,7 @@ class Engine:
     def _prefill(self, new: Sequence[_Running]) -> None:
         """Cache the prompts of `new`, pass by pass, and sample their first tokens."""
         start = time.perf_counter()
-        before: tuple[list[_Running], Chosen] | None = None  # first tokens of the pass before
+        before: tuple[list[_Running], Chosen] | None = None  # first tokens of the previous pass
         by_slot = {r.slot: r for r in new}
         prompts = {r.slot: r.request.prompt_ids for r in new}
         lengths = {slot: len(prompt) for slot, prompt in prompts.items()}
@@ -186,15 +188,15 @@ class Engine:
             self.runner.begin([r.slot for r in done], tokens)
             self._record(done, tokens)
 
-    def _launch(self, going: Sequence[_Running]) -> None:
-        """Start a decode step of all requests `going`."""
-        rows = [Row(r.slot, r.cached, r.launched, r.request.params, r.seed) for r in going]
+    def _launch(self, active: Sequence[_Running]) -> None:
+        """Start a decode step of the requests `active`."""
+        rows = [Row(r.slot, r.cached, r.launched, r.request.params, r.seed) for r in active]
         start = time.perf_counter()
         self.runner.launch(rows)
-        self._steps.append((start, list(going)))
+        self._steps.append((start, list(active)))
         self.stats.step_rows += len(rows)
-        self.stats.kv_bytes_read += sum(r.cached for r in going) * self._kv_bytes
-        for r in going:
+        self.stats.kv_bytes_read += sum(r.cached for r in active) * self._kv_bytes
+        for r in active:
             r.cached += 1
             r.launched += 1
 

@@ -99,13 +99,13 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 @contextmanager
 def gpu_errors() -> Iterator[None]:
-    """CannotRun or GpuFailed in place of what torch, CuPy and the driver raise when CUDA fails."""
+    """Turn the CUDA errors of torch, CuPy and the driver into CannotRun or GpuFailed."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise CannotRun(
             "the GPU's memory ran out",
-            hint="lower --hbm-budget, --batch-size or --max-model-len, or end what else uses it",
+            hint="lower --hbm-budget, --batch-size or --max-model-len, or end other programs on it",
         ) from None
     except RuntimeError as problem:
         first = str(problem).partition("\n")[0]
@@ -113,6 +113,6 @@ def gpu_errors() -> Iterator[None]:
             raise
         raise GpuFailed(
             f"the GPU failed: {first}",
-            hint="what had finished is in the output, --resume goes on there; if it happens again, "
+            hint="finished rows are in the output, continue with --resume; if it happens again, "
             "see: dakrun doctor",
         ) from problem

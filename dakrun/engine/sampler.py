@@ -39,9 +39,9 @@ def sample(
     """The next token of each row: int64 [n] on the device of `logits`.
 
     logits: [n, vocabulary], any floating dtype and device. Temperature 0 takes the first of the
-    largest. Otherwise temperature, top-k, top-p (in this order, as in transformers) and then the
-    inverse of the cumulative distribution at uniform(seed, step); `seeds` are the requests'
-    (see request_seed), `steps` count their tokens.
+    largest logits. Other rows apply temperature, top-k and top-p (in this order, as in
+    transformers), then take the token at the quantile uniform(seed, step); `seeds` are the
+    requests' (see request_seed), `steps` count their tokens.
     """
     n, vocab = logits.shape
     assert logits.is_floating_point(), f"expected floating point logits, got {logits.dtype}"
@@ -83,8 +83,8 @@ def _mix64(z: np.ndarray) -> np.ndarray:
 
 def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], u: np.ndarray) -> torch.Tensor:
     """A token of each row of logits [n, vocabulary] at the quantiles u [n]: int64 [n]."""
-    weights = _weights(logits, params)
-    cumulative = weights.cumsum(dim=-1)
+    probabilities = _probabilities(logits, params)
+    cumulative = probabilities.cumsum(dim=-1)
     total = cumulative[:, -1:]
     # u * total may round up to total, which no token reaches.
     target = (torch.from_numpy(u).to(logits.device)[:, None] * total).long().minimum(total - 1)
@@ -92,13 +92,15 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], u: np.ndarray)
     return tokens.clamp(max=logits.shape[1] - 1)  # only rows of NaN have no total
 
 
-def _weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Each row's probabilities up to a factor, 0 for what top-k and top-p remove: int64 [n, V]."""
+def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Each row's probabilities up to a factor: int64 [n, V]; 0 if removed by top-k or top-p."""
     vocab = logits.shape[1]
     one = _one(vocab)
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)
     below_best = logits.double() - logits.amax(dim=-1, keepdim=True).double()
-    weights = (below_best / temperature.to(logits.device)[:, None]).exp().mul(one).round().long()
+    probabilities = (
+        (below_best / temperature.to(logits.device)[:, None]).exp().mul(one).round().long()
+    )
     del below_best
 
     cut = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
@@ -107,24 +109,29 @@ def _weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
         top_k = torch.tensor([params[i].top_k for i in cut], device=logits.device)
         largest = logits[rows].topk(max(params[i].top_k for i in cut), dim=-1).values
         least = largest.gather(1, top_k[:, None] - 1)
-        weights[rows] = weights[rows].masked_fill(logits[rows] < least, 0)
+        probabilities[rows] = probabilities[rows].masked_fill(logits[rows] < least, 0)
 
     cut = [i for i, p in enumerate(params) if p.top_p < 1]
     if cut:
         rows = torch.tensor(cut, device=logits.device)
         top_p = torch.tensor([params[i].top_p for i in cut], dtype=torch.float64)
-        weights[rows] = _keep_top_p(weights[rows], top_p.to(logits.device))
-    return weights
+        probabilities[rows] = _keep_top_p(probabilities[rows], top_p.to(logits.device))
+    return probabilities
 
 
 def _one(vocab: int) -> int:
-    """The weight of the likeliest of `vocab` tokens."""
+    """The integer for the probability of the likeliest of `vocab` tokens."""
     return 2 ** min(_MAX_BITS, _SUM_BITS - (vocab - 1).bit_length())
 
 
-def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """weights [n, V] of the smallest set that has the share top_p [n]; of equals the first stay."""
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+def _keep_top_p(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Zero `probabilities` [n, V] outside each row's smallest set that sums to top_p [n].
+
+    Of equal ones, the first stay.
+    """
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
     limit = top_p[:, None] * ordered.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill(before >= limit, 0))
+    return torch.zeros_like(probabilities).scatter_(
+        1, order, ordered.masked_fill(before >= limit, 0)
+    )
