@@ -252,7 +252,7 @@ def test_a_report_is_not_the_profile(prompts: Path, tmp_path: Path) -> None:
     profile = shutil.copy(resource_dir("profiles") / "cpu.toml", tmp_path / "mine.toml")
     before = Path(profile).read_text()
     result = run(*base(prompts, tmp_path / "out.jsonl", "--profile", profile, "--report", profile))
-    assert result.exit_code == 2 and "the report is the profile" in result.stderr
+    assert result.exit_code == 2 and "overwrite the profile" in result.stderr
     assert Path(profile).read_text() == before
 
 
@@ -265,7 +265,7 @@ def test_a_report_is_not_a_redirected_input_or_output(prompts: Path, tmp_path: P
             run = subprocess.run(
                 [*command, *arguments], stdin=stdin, stdout=stdout, stderr=subprocess.PIPE
             )
-        assert run.returncode == 2 and b"the report is the file" in run.stderr
+        assert run.returncode == 2 and b"the report would overwrite" in run.stderr
 
 
 def without_tokenizer(tmp_path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Planning: the ratio of each operand that lies in each tier, and the speed that follows.
+"""Planning: the ratio of each operand's bytes in each tier, and the predicted speed.
 
 planner.py makes plans in three stages: op_costs.py (time of an op), placement.py (best ratios,
 rounded), assemble.py (the Plan). README.md has the formulas. Needs no torch, GPU or weights.

@@ -20,8 +20,8 @@ from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cos
 from dakrun.units import format_bytes, format_seconds, parse_bytes
 
 LAUNCHES = "launches"
-SAME_LIMIT = 0.9  # resources at least this busy, over the busiest one, limit the step together
-MIN_GAIN = 0.02  # gain in tokens/s from which a change is advised
+SAME_LIMIT = 0.9  # fraction of the busiest resource's time from which others limit the step, too
+MIN_GAIN = 0.02  # relative gain in tokens/s from which a change is advised
 UNLIMITED = 1 << 60  # bytes
 
 Kind = Literal["hbm_budget", "batch_size", "transport", "remote", "ratio", "strategy"]
@@ -29,9 +29,10 @@ Kind = Literal["hbm_budget", "batch_size", "transport", "remote", "ratio", "stra
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The plan after one change: of options, or of hardware that is not `available`.
+    """The plan after one change of the options.
 
-    `change` is the options' text; `gain` the predicted tokens/s over the first plan's, less 1.
+    `change` is its text on the command line; `gain` is relative, in predicted tokens/s. A change
+    that needs more HBM than the machine has is not `available`.
     """
 
     kind: Kind
@@ -129,9 +130,9 @@ def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
 
 
 def _budgets(plan: Plan) -> list[str]:
-    """HBM budgets to try, as option values: 10% more, all of the GPU's, and as much as is of use.
+    """HBM budgets to try, as option values: 10% more, all of the GPU's, all that a plan can use.
 
-    Empty where more HBM would stay unused.
+    Empty if more HBM would stay unused.
     """
     unlimited = replace(plan.policy, hbm_budget=UNLIMITED)
     try:

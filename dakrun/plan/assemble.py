@@ -1,4 +1,4 @@
-"""Stage 3 of planning: a candidate's time and buffers under a placement, and the Plan of the best.
+"""Stage 3 of planning: the time and buffers of a placement, and the Plan of the fastest candidate.
 
 Takes placements as given: placement.py makes them, planner.py chooses.
 """
@@ -31,10 +31,9 @@ class Candidate:
 def cost_placement(problem: Problem, placed: Placement) -> Candidate:
     """The fastest candidate with the given units per layer and tier of every op.
 
-    A free transport reads the remote parts of matrices all directly, all staged, or each op's in
-    the faster way, whichever of the three makes the fastest step. The candidate keeps the
-    problem's staging bytes; its buffers may need more. Raises CannotRun where a tier holds more
-    than its budget.
+    If the problem does not fix a transport, three choices are compared: all remote parts of
+    matrices direct, all staged, or each op in its faster way. The candidate keeps the problem's
+    staging bytes; its buffers may need more. Raises CannotRun if a tier holds more than its budget.
     """
     transports: tuple[Transport, ...] = ("direct", "staged")
     if problem.transport:
@@ -89,12 +88,12 @@ def assemble(problem: Problem, chosen: Candidate, *, forgone: Plan | None = None
         workload=costs.workload,
         profile=costs.profile,
         policy=problem.policy,
-        ops=ops,
         phase=_phase(problem, chosen),
         required_ratio=max(0.0, problem.total - problem.caps[0]) / problem.total,
         tiers=problem.tiers,
         budgets=problem.budgets,
         fixed_bytes=problem.fixed,
+        ops=ops,
         sampling_s=sampling_time(costs.model, costs.workload.batch_size, costs.profile),
         waits_s=waits_s(ops, costs.links),
         forgone=forgone,

@@ -14,7 +14,7 @@ from dakrun.plan.policy import Policy
 from dakrun.units import format_seconds
 
 MAX_BATCH_SIZE = 1024
-FINENESS = 16  # the last sizes tried differ by a step of the best size / FINENESS
+FINENESS = 16  # steps are halved as long as they exceed the best power of two / FINENESS
 
 
 def choose_batch_size(

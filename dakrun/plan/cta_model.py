@@ -1,4 +1,4 @@
-"""CTA model: how many SMs read each tier of an op, and the time of its busiest CTAs.
+"""CTA model: the number of SMs that read each tier of an op, and the time of its busiest CTAs.
 
 Knows the round-robin of row blocks over CTAs (dakrun/geometry.py), one op's placement and the
 profile's KernelModel. README.md in this folder derives the formulas.
@@ -21,7 +21,7 @@ from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, is_windowed, predicted_time
 from dakrun.units import ceil_div
 
-SM_GAIN = 1.002  # a remote part gets more SMs only if the op ends sooner by this factor
+SM_GAIN = 1.002  # a remote part gets more SMs only if the op becomes faster by this factor
 
 
 def sms_by_tier(
@@ -37,20 +37,21 @@ def sms_by_tier(
     `placement` has the units per tier of every layer, `compute` and `bound` are seconds of a
     layer's arithmetic and of its roofline. The local part keeps at least one SM.
 
-    - A remote part starts with the SMs that saturate its link or, if more, that end its ratio of
-      the arithmetic within `bound`.
-    - A linear op's remote part is cut to the fewest SMs with which the op ends as soon, within
+    - A remote part starts with the SMs that saturate its link, or with more if its part of the
+      arithmetic would otherwise take longer than `bound`.
+    - A linear op's remote part is cut to the fewest SMs that do not slow the op by more than
       SM_GAIN.
     - Attention's remote part is cut to the SMs whose rings keep the link busy.
-    - A remote part gets none where the op ends sooner mixed: the local tier's SMs read the remote
+    - A remote part gets no SMs if the op is faster mixed: the local tier's SMs read the remote
       units among their own, which needs a link without a window.
     """
     units = [sum(of) for of in zip(*placement, strict=True)]
     if _is_tiled(op, profile):
         return many_rows_sms(op, units, compute, profile, remote)
-    counts = [math.ceil(count / len(placement)) for count in units]  # of a mean layer
+    counts = [math.ceil(count / len(placement)) for count in units]  # mean per layer
 
     def seconds(sms: Sequence[int]) -> float:
+        """Predicted seconds of a mean layer whose tiers are read by `sms`."""
         kernel, link = read_times(op, counts, sms, profile, remote)
         return predicted_time(op, max(kernel, compute), profile, link=link)
 
@@ -94,7 +95,7 @@ def _attention_sms(tier: RemoteTier, model: KernelModel) -> int:
 def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
     """Whether the tiled GEMM computes `op`; False without its costs in the profile.
 
-    SplitK_GEMM takes small weights at up to 64 rows; this model ignores that.
+    The engine uses SplitK_GEMM for small weights at up to 64 rows, which this model ignores.
     """
     many = op.category == "linear" and op.batch_size > FEW_ROWS
     return many and profile.many_rows is not None
@@ -132,11 +133,11 @@ def read_times(
     """
     if profile.device != "cuda" or op.category == "gather":
         return 0.0, 0.0
+    parts = list(zip(map(profile.tier, remote), counts[1:], sms[1:], strict=True))
     if op.category == "attention":
-        return _attention_times(op, counts, sms, profile, remote)
+        return _attention_times(op.read_bytes / op.units, counts[0], sms[0], parts, profile)
     model, rows = profile.kernel_model, op.batch_size
     row_block = op.read_bytes / op.units
-    parts = list(zip(map(profile.tier, remote), counts[1:], sms[1:], strict=True))
     mixed = sum(count for _, count, own in parts if not own)
     fixed = profile.linear.at(rows)[0]
     links = []
@@ -160,19 +161,22 @@ def read_times(
 
 
 def _attention_times(
-    op: Op,
-    counts: Sequence[int],
-    sms: Sequence[int],
+    slot: float,
+    slots: int,
+    sms: int,
+    parts: Sequence[tuple[RemoteTier, int, int]],
     profile: HardwareProfile,
-    remote: Sequence[str],
 ) -> tuple[float, float]:
-    """`read_times` of attention, whose CTAs take short chunks of slots as they become free."""
-    model, slot = profile.kernel_model, op.read_bytes / op.units
-    local = slot * counts[0] / profile.hbm_bytes_per_s
-    ratio = sms[0] / profile.sms
+    """`read_times` of attention, whose CTAs take short chunks of slots as they become free.
+
+    `slot` is in bytes; `sms` read the local `slots`. `parts` are the remote tiers, with the slots
+    and the SMs of each.
+    """
+    model = profile.kernel_model
+    local = slot * slots / profile.hbm_bytes_per_s
+    ratio = sms / profile.sms
     others = max(0.0, model.busy_sms - ratio) * model.remote_attention_cost
     kernel = local * (1 + others) / min(1.0, ratio / model.saturating_sms) if local else 0.0
-    parts = zip(map(profile.tier, remote), counts[1:], sms[1:], strict=True)
     links = [_mixed_seconds(slot * n, tier, model) for tier, n, own in parts if not own]
     return kernel, max(links, default=0.0)
 
@@ -205,7 +209,7 @@ def _ring_bytes(rows: int, ctas: float, group: int) -> float:
 
 
 def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> float:
-    """Seconds per byte of a row block, for all waves in which one CTA per SM reads `row_blocks`.
+    """Seconds in which one CTA per SM reads `row_blocks`, over the bytes of a row block.
 
     `rate(ctas, group)` is in bytes/s, for that many CTAs and row blocks in a group. Only the last
     wave may have fewer CTAs.

@@ -66,8 +66,8 @@ def many_rows_sms(
 ) -> tuple[int, ...]:
     """SMs for each tier's part of a product of many rows; `counts` are row blocks of all layers.
 
-    A remote part gets the fewest SMs with which it ends before the local part or as soon as its
-    link allows, or one fewer where the op ends sooner so. The kernel rounds the result to whole
+    A remote part gets the fewest SMs with which it ends before the local part or is limited by
+    its link, or one fewer if the op is faster with that. The kernel rounds the result to whole
     clusters and tiles (dakrun/kernels/gemm/tiled_remote.py).
     """
     layer = [n * op.units / sum(counts) for n in counts]
@@ -87,7 +87,8 @@ def many_rows_sms(
         kernel, link = _part_times(op, tier, layer[tier], split[tier], compute, profile, remote)
         return max(kernel * inefficiency, link)
 
-    for tier in tiers * min(2, len(tiers)):  # again, as the first ones were given SMs too early
+    # With several remote tiers, a second pass: the first one did not know the others' SMs.
+    for tier in tiers * min(2, len(tiers)):
         highest = profile.sms - sum(sms[1:]) + sms[tier] - int(counts[0] > 0)
         soonest = seconds(tier, with_sms(tier, highest)) * (1 + 1e-9)
 

@@ -1,4 +1,4 @@
-"""The ops of a decode step: what each keeps in memory, reads and computes.
+"""The ops of a decode step: bytes kept, bytes read and FLOPs of each.
 
 Knows the architecture and the workload; knows no hardware and no placement.
 """
@@ -13,7 +13,7 @@ from dakrun.geometry import KV_BLOCK, first_row, row_block_count
 from dakrun.models.architectures import Matrix, architecture
 from dakrun.units import ceil_div
 
-PREFILL_CHUNK_TOKENS = 2048  # of a pass, in plain torch
+PREFILL_CHUNK_TOKENS = 2048  # tokens of a pass in plain torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def kv_positions(workload: Workload) -> int:
 def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
     """The ops of one decode step in their order within the step.
 
-    A post-norm counts with the next matrix of the layers, which waits for it.
+    A post-norm is attributed to the next matrix, which waits for it.
     """
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
     of = architecture(model)
@@ -189,17 +189,17 @@ def activation_bytes(
 ) -> int:
     """Upper estimate of activations and workspace: one pass of prefill, and the batch's logits.
 
-    It holds for a pass of `chunk_tokens` on the kernels, and for one of PREFILL_CHUNK_TOKENS in
-    plain torch, which needs more memory a token.
+    It covers a pass of `chunk_tokens` on the kernels, and one of PREFILL_CHUNK_TOKENS in plain
+    torch, which needs more memory per token.
     """
     size, qkv = DTYPE_BYTES[model.dtype], model.q_size + 2 * model.kv_size
     tokens = _pass_tokens(workload, PREFILL_CHUNK_TOKENS)
     width = 4 * model.hidden_size + 2 * qkv + 3 * model.ffn_size
     scores = model.num_heads * min(tokens, workload.max_model_len)
     in_torch = tokens * (width * size + scores * 4)
-    hidden = max(model.hidden_size, model.q_size)  # normalized, or what attention returns
+    hidden = max(model.hidden_size, model.q_size)  # normalized rows, or attention's output
     width = model.hidden_size + qkv + model.q_size + model.ffn_size + hidden
-    cached = 3 * 2 * model.kv_size * workload.max_model_len  # of a prompt that goes on
+    cached = 3 * 2 * model.kv_size * workload.max_model_len  # KV of a prompt's earlier passes
     in_kernels = (_pass_tokens(workload, chunk_tokens) * width + cached) * size
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
     return max(in_torch, in_kernels) + 3 * workload.batch_size * model.vocab_size * 4

@@ -17,7 +17,7 @@ from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import kernel_time
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios, split_units
 
-REACH = 16  # row blocks up or down that are tried to balance an op
+REACH = 16  # maximum row blocks by which an op is moved up or down to balance it
 
 Placement = Mapping[str, tuple[Counts, ...]]  # units per layer and tier, by op
 
@@ -50,9 +50,10 @@ def ideal_ratios(
 
 
 def slot_candidates(problem: Problem) -> list[Counts]:
-    """Numbers of remote KV slots, by remote tier, to plan with: the ideal ones rounded, and none.
+    """Candidate numbers of KV slots in each remote tier: the ideal ones rounded, and none.
 
-    With a fixed offload ratio they are rounded both ways. A fixed KV ratio gives the total.
+    With a fixed offload ratio the ideal ones are rounded both ways. A fixed KV ratio gives the
+    total.
     """
     n, policy = problem.costs.workload.batch_size, problem.policy
     fixed = policy.kv_offload_ratio
@@ -122,7 +123,7 @@ def place(problem: Problem, slots: Counts) -> Placement:
         - sum(r[t] * op.layers * op.resident_bytes for op, r in zip(weights, ratios, strict=True))
         for t, cap in enumerate(caps)
     ][1:]
-    sink = free.index(max(free))
+    sink = free.index(max(free))  # this tier takes the units left over by rounding
     placed = {
         op.name: split_units(op, units, by_name[op.name][1:], sink)
         for op, units in zip(weights, totals, strict=True)
@@ -134,11 +135,11 @@ def place(problem: Problem, slots: Counts) -> Placement:
 def balanced(
     problem: Problem, totals: Sequence[tuple[int, ...]], goal: RemoteGoal
 ) -> list[tuple[int, ...]]:
-    """Remote units of every layer of the problem's weights, with which each op ends soonest.
+    """Remote units of every layer of the problem's weights with which each op is fastest.
 
-    `totals` are the rounded ones, over one remote tier. The CTA model may favour a few row blocks
-    more or fewer, within a unit's time of the op's least bound. Returns `totals` unchanged where
-    budgets decide.
+    `totals` are the rounded ideal ones; there is one remote tier. The CTA model may favour a few
+    row blocks more or fewer, within a unit's time of the op's least bound. Returns `totals`
+    unchanged if the budgets determine the total.
     """
     unchanged, ops = list(totals), problem.weights
     if not goal.required <= best_total([problem.curves[op.name] for op in ops]) <= goal.limit:
@@ -155,7 +156,7 @@ def balanced(
 
 @functools.lru_cache(maxsize=256)
 def _balanced_units(costs: OpCosts, op: Op, curve: Curve, start: int) -> int:
-    """Remote units of one layer of `op` with which it ends soonest, within REACH of `start`."""
+    """Remote units of one layer of `op` with which it is fastest, within REACH of `start`."""
     compute, profile, remote = costs.compute[op.name], costs.profile, costs.remote
     unit = op.unit_bytes(0, 1) / min(curve.local_rate, curve.remote_rate)
     highest = curve.floor / op.layers + unit

@@ -1,4 +1,4 @@
-"""The Plan: a frozen decision that the loader and the engine obey, and the figures it implies."""
+"""The Plan: a frozen decision that loader and engine follow, and the figures derived from it."""
 
 import functools
 from collections import Counter
@@ -92,8 +92,8 @@ class OpPlan(PlacedOp):
 class PrefillPlan:
     """Prefill in passes of `chunk_tokens` tokens; the last pass may be shorter.
 
-    A pass reads the remote parts of matrices where they lie (direct), once for PREFILL_LAUNCH_ROWS
-    tokens, or once in all, when the copy engine has brought them (staged).
+    A pass reads the remote parts of matrices in place, once per PREFILL_LAUNCH_ROWS tokens
+    (direct), or from HBM after the copy engine has copied them once (staged).
     """
 
     chunk_tokens: int = PREFILL_CHUNK_TOKENS
@@ -116,11 +116,11 @@ class Plan:
     workload: Workload
     profile: HardwareProfile
     policy: Policy
+    phase: Literal[1, 2, 3]
+    required_ratio: float
     tiers: tuple[str, ...]
     budgets: tuple[int, ...]
     fixed_bytes: dict[str, int]
-    required_ratio: float
-    phase: Literal[1, 2, 3]
     ops: tuple[OpPlan, ...]
     sampling_s: float = 0.0
     waits_s: float = 0.0

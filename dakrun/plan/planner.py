@@ -24,9 +24,9 @@ from dakrun.plan.problem import Problem
 Key = TypeVar("Key")
 _Start = tuple[Problem, Counts]  # a problem and its KV slots by remote tier
 
-STEPS = (256, 64, 16, 4, 1)  # KV slots by which a number of remote slots is changed
-MAX_MOVES = 4  # of each step
-MIN_OFFLOAD_GAIN = 0.02  # of a step: the error of predictions, below which a gain may be a loss
+STEPS = (256, 64, 16, 4, 1)  # changes tried to a number of remote KV slots, one after the other
+MAX_MOVES = 4  # moves by each step
+MIN_OFFLOAD_GAIN = 0.02  # fraction of a step's time; a smaller gain is within prediction error
 
 
 def make_plan(
@@ -76,7 +76,7 @@ def _fastest(problem: Problem, thorough: bool) -> Candidate:
 
 
 def _narrowed(problem: Problem) -> Iterator[Problem]:
-    """`problem` itself, and with a strategy and a transport fixed.
+    """Variants of `problem`: itself, and with a fixed strategy and transport.
 
     The greedy minimises bounds, so that a uniform ratio may have the better prediction. A fixed
     transport may need smaller staging buffers, or none.
@@ -91,8 +91,8 @@ def _narrowed(problem: Problem) -> Iterator[Problem]:
 def _with_buffers(problem: Problem, thorough: bool) -> Candidate:
     """The fastest candidate for which HBM has room for its staging buffers.
 
-    Buffers take room from weights, which may make more bytes staged: searched again with the
-    buffers reserved, until they suffice.
+    Buffers take room from weights, which may lead to more staged bytes. So the search is repeated
+    with the buffers reserved until they suffice.
     """
     found = _search(problem, thorough)
     while (needed := staging_bytes(found.ops)) > problem.staging:
@@ -133,7 +133,7 @@ def _search(problem: Problem, thorough: bool) -> Candidate:
 
 
 def _starts(problem: Problem) -> list[_Start]:
-    """Numbers of remote KV slots to start from, each with the problem whose ratios it is of."""
+    """Numbers of remote KV slots to start from, each with the problem it was computed for."""
     starts: list[_Start] = []
     refusals: list[CannotRun] = []
     for part in _by_remote_tier(problem):
@@ -147,7 +147,7 @@ def _starts(problem: Problem) -> list[_Start]:
 
 
 def _by_remote_tier(problem: Problem) -> list[Problem]:
-    """`problem`, and with each of several remote tiers alone that is large enough.
+    """`problem`, and its variants with only one of several remote tiers, if that is large enough.
 
     A few bytes of every op in every tier may cost more in fixed costs than they gain.
     """

@@ -23,8 +23,8 @@ class Policy:
     Budgets are bytes per tier (default: the profile's capacities), `peer_budget` for each peer.
     `offload_ratio` is the ratio of weight and KV bytes outside HBM; with `kv_offload_ratio`, the
     ratio of remote KV slots, it is that of weight bytes alone. Ratios are met to the nearest unit
-    or refused. `transport` reads remote bytes where they lie (direct), or in HBM when the copy
-    engine has brought them (staged). Raises UsageError for values out of range.
+    or refused. `transport` reads remote bytes in place (direct), or from HBM after the copy engine
+    has copied them (staged). Raises UsageError for values out of range.
     """
 
     hbm_budget: int | None = None

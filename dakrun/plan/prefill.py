@@ -18,7 +18,7 @@ from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cos
 from dakrun.units import ceil_div
 
 PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
-PREDICTION_ERROR = 0.02  # of a TTFT: options this close to the fastest count as equal
+PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def passes(prompts: Mapping[int, int], chunk_tokens: int) -> Iterator[list[Segme
 def with_prefill(plan: Plan) -> Plan:
     """`plan` with the prefill of the least predicted TTFT for which HBM has room.
 
-    Of options within PREDICTION_ERROR of the fastest, the one that needs the least memory. Passes
+    Among options within PREDICTION_ERROR of the fastest, choose the smallest in memory. Passes
     of the GPU's kernels have PREFILL_LAUNCH_ROWS tokens, or more with remote matrices, which cross
-    the link once a pass. Remote matrices are staged if there is room: direct reads occupy SMs for
-    longer than their bytes take, by a factor of two on an H200 with 30% of OPT-6.7B in host memory.
+    the link once per pass. Remote matrices are staged if there is room: direct reads occupy SMs
+    longer than the link needs, twice as long on an H200 with 30% of OPT-6.7B in host memory.
     Without room for any such pass, the plan keeps the passes of plain torch.
     """
     if plan.profile.device != "cuda" or plan.model.dtype == "float32":
@@ -73,7 +73,7 @@ def with_prefill(plan: Plan) -> Plan:
 
 
 def _options(plan: Plan) -> Iterator[Plan]:
-    """`plan` with each size of passes and each transport that may be of use."""
+    """`plan` with each pass size and each transport that may help."""
     work = plan.workload
     transports: list[Transport] = [plan.policy.transport or "direct"]
     tokens = highest = PREFILL_LAUNCH_ROWS

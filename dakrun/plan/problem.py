@@ -21,11 +21,11 @@ from dakrun.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """Capacities in bytes, bounds in seconds, and the arithmetic between them.
+    """The ops to place and the room for them; sizes are in bytes, times in seconds.
 
-    `strategy` and `transport` shape the ratios; they are the policy's or narrower. `staging` bytes
-    of the local tier are kept for staging buffers. `only` is the one remote tier in use, by its
-    number; None uses all. Raises CannotRun where the budgets are too small.
+    `strategy` and `transport` are the policy's, or one of the choices that it leaves open.
+    `staging` bytes of the local tier are reserved for staging buffers. `only` is the number of the
+    one remote tier in use; None uses all. Raises CannotRun if the budgets are too small.
     """
 
     costs: OpCosts
@@ -39,7 +39,8 @@ class Problem:
         if self.caps[0] < 0:
             raise CannotRun(
                 f"the HBM budget of {format_bytes(self.budgets[0])} is "
-                f"{format_bytes(-self.caps[0])} too small for what must lie in HBM",
+                f"{format_bytes(-self.caps[0])} too small for activations and other data that "
+                "must be in HBM",
                 hint="raise --hbm-budget, or lower --batch-size or --max-model-len",
             )
         short = self.total - sum(self.caps)
@@ -52,7 +53,7 @@ class Problem:
         return cls(costs=costs, policy=policy, strategy=policy.strategy, transport=policy.transport)
 
     def with_staging(self, nbytes: int) -> "Problem":
-        """The same with `nbytes` of the local tier kept for staging buffers."""
+        """The same problem with `nbytes` of the local tier reserved for staging buffers."""
         return self if nbytes == self.staging else replace(self, staging=nbytes)
 
     @functools.cached_property

@@ -137,7 +137,7 @@ def compute_time(op: Op, profile: HardwareProfile, dtype: Dtype) -> float:
 
 
 def has_many_rows(op: Op, profile: HardwareProfile) -> bool:
-    """Whether the profile's costs of many rows are those of `op`."""
+    """Whether the profile's costs of many rows apply to `op`."""
     return (
         op.category == "linear"
         and profile.many_rows is not None
@@ -155,8 +155,8 @@ def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
 def kernel_time(op: Op, compute: float, profile: HardwareProfile) -> float:
     """Seconds of the kernel's arithmetic that takes `compute` seconds at the profile's rate.
 
-    The efficiency of many rows is one of arithmetic, and counts here. That of few rows is one of
-    reading, and does not.
+    With many rows, the op's efficiency is that of arithmetic and is applied here. With few rows it
+    is that of reading, and is not.
     """
     return compute / op_cost(op, profile)[1] if has_many_rows(op, profile) else compute
 
@@ -177,8 +177,8 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
 def staged_time(op: Op, kernel: float, profile: HardwareProfile, *, link: float) -> float:
     """Predicted seconds of one layer of `op` whose remote bytes the copy engine brings.
 
-    The copy takes `link` seconds, beside the ops ahead. Then the kernel takes `kernel` seconds as
-    elsewhere, plus the profile's cost of starting only when the copy has ended.
+    The copy takes `link` seconds and overlaps with earlier ops. The kernel takes `kernel` seconds
+    as in `predicted_time`, and the profile's extra cost of waiting for the copy.
     """
     return max(predicted_time(op, kernel, profile) + profile.staged_seconds, link)
 
@@ -202,7 +202,10 @@ def sampling_time(model: ModelConfig, rows: int, profile: HardwareProfile) -> fl
 
 
 def regime(op: Op, compute: float, links: Links) -> Regime:
-    """The limit of `op` wherever its bytes lie, decided by times instead of by the ridge."""
+    """The regime of `op`, from times at full rates instead of the ridge point.
+
+    It is mixed if arithmetic takes longer than reading from all tiers, but not than from HBM alone.
+    """
     if compute >= op.read_bytes / links.direct[LOCAL]:
         return "compute-bound"
     return "memory-bound" if compute < op.read_bytes / links.total_rate() else "mixed"

@@ -1,4 +1,4 @@
-"""From ideal ratios to whole row blocks and slots. Knows ops; knows no budgets and no machine."""
+"""Rounding of ideal ratios to whole row blocks and slots. Knows ops, no budgets and no machine."""
 
 import bisect
 import math

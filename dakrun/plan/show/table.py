@@ -62,19 +62,19 @@ def render(shown: Overview, console: Console) -> None:
 
 
 def need_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Needs of each op under any plan, in the columns NEEDS: all its layers, one decode step."""
+    """Rows of the columns NEEDS: the needs of each op, for all its layers and one decode step."""
     return [_need_row(plan, op) for op in plan.ops]
 
 
 def choice_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """The plan for each op, in the columns CHOICES; units and times are of all its layers."""
+    """Rows of the columns CHOICES: the plan for each op; units and times are for all its layers."""
     return [_choice_row(plan, op) for op in plan.ops]
 
 
 def need_legend() -> str:
     """Meaning of the columns of `need_rows`."""
     return (
-        "bytes: weights, or KV cache as kept; FLOP/B: arithmetic intensity; ridge: peak FLOP/s "
+        "bytes: weights, or allocated KV cache; FLOP/B: arithmetic intensity; ridge: peak FLOP/s "
         "over HBM bytes/s; regime: what limits the op, by time; between the offload ratios a and "
         "b it is at its fastest. Figures are for all layers and one decode step."
     )
@@ -209,8 +209,8 @@ def _forgone_rows(plan: Plan) -> list[tuple[str, str]]:
         (
             "note",
             f"with {plan.forgone.ratio:.1%} outside {plan.tiers[0]} a step is predicted to be "
-            f"{speed}; below {MIN_OFFLOAD_GAIN:.0%} nothing is moved for speed (--offload-ratio "
-            f"{plan.forgone.ratio:.4f} would)",
+            f"{speed}; a gain below {MIN_OFFLOAD_GAIN:.0%} moves nothing (--offload-ratio "
+            f"{plan.forgone.ratio:.4f} does)",
         )
     ]
 
@@ -230,9 +230,8 @@ def _published_text(other: Comparison) -> str:
     figure = other.published
     return (
         f"EB {_rate(figure.eb_bytes_per_s)} with {figure.offload_ratio:.0%} outside "
-        f"{other.plan.tiers[0]}, {other.efficiency:.0%} of the bound of {_rate(other.bound_eb)} "
-        f"there, where {_rate(other.expected_eb)}, {other.expected:.0%}, is predicted "
-        f"({figure.source})"
+        f"{other.plan.tiers[0]}: {other.efficiency:.0%} of the bound of {_rate(other.bound_eb)}; "
+        f"predicted {_rate(other.expected_eb)} ({other.expected:.0%}); {figure.source}"
     )
 
 
