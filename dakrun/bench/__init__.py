@@ -1,8 +1,8 @@
 """`dakrun bench`: kernels and models measured against this machine's memory bandwidth.
 
-run.py goes from options to records. What is measured: gemm_sweep.py, attention_sweep.py,
-model_sweep.py; how: gemm.py, attention.py, model.py, with memory and ceilings from tiers.py; what
-comes out: rows.py, model_rows.py, output.py, model_plot.py. Importing this imports no torch.
+run.py goes from options to records. Cases to measure: gemm_sweep.py, attention_sweep.py,
+model_sweep.py. Measuring: gemm.py, attention.py, model.py, with memory and ceilings from tiers.py.
+Results: rows.py, model_rows.py, output.py, model_plot.py. Importing this imports no torch.
 """
 
 from typing import TYPE_CHECKING

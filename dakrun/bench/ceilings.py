@@ -1,4 +1,4 @@
-"""How much a benchmark measures, and the ceilings: the bandwidths that its times are compared with.
+"""Sizes and repetitions of a benchmark, and its ceilings: the bandwidths to compare times with.
 
 Pure choices and arithmetic; tiers.py measures.
 """
@@ -10,10 +10,10 @@ from dakrun.hardware import LOCAL, RemoteTier
 from dakrun.probe.measurement import KIB, Ring, ring_for
 
 MIB, GIB = 2**20, 2**30
-MAX_LAUNCHES = 16_384  # of a chain, however small the operands
+MAX_LAUNCHES = 16_384  # launches of a chain, however small the operands
 
 HBM_RING: Ring = (16 * KIB, 12)
-MIN_IN_FLIGHT, MAX_IN_FLIGHT = 2 * KIB, 128 * KIB  # bytes of an SM for which ring_for has a ring
+MIN_IN_FLIGHT, MAX_IN_FLIGHT = 2 * KIB, 128 * KIB  # bytes per SM for which ring_for has a ring
 
 
 @dataclass(frozen=True, kw_only=True)

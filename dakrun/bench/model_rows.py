@@ -1,6 +1,7 @@
 """The rows of a model's benchmark: times of a point's decode steps, and the figures derived.
 
-Pure; output.py turns them into tables, CSV and JSON. The limit of a step is here, too.
+Pure arithmetic, that of a step's lower bound (`limit_s`) included; output.py turns rows into
+tables, CSV and JSON.
 """
 
 import statistics

@@ -62,6 +62,7 @@ class ModelSweep:
     name: str
     config: ModelConfig
     load_format: LoadFormat
+    rival: Rival | None
     batch_sizes: tuple[int, ...]
     ratios: tuple[ModelRatio, ...]
     transports: tuple[TransportChoice, ...]
@@ -69,7 +70,6 @@ class ModelSweep:
     policy: Policy
     prompt_len: int
     new_tokens: int
-    rival: Rival | None
 
     def __post_init__(self) -> None:
         length, limit = self.prompt_len + self.new_tokens, self.config.max_positions
@@ -129,6 +129,7 @@ def model_sweep(
         name=model,
         config=model_config(model).with_dtype(dtype),
         load_format=load_format,
+        rival=rival,
         batch_sizes=tuple(dict.fromkeys(batch_sizes)),
         ratios=tuple(dict.fromkeys(map(parse_model_ratio, ratios))),
         transports=tuple(dict.fromkeys(transports)),
@@ -141,7 +142,6 @@ def model_sweep(
         ),
         prompt_len=prompt_len,
         new_tokens=new_tokens,
-        rival=rival,
     )
 
 

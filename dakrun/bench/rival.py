@@ -94,12 +94,12 @@ def transformers_config(config: ModelConfig) -> OPTConfig | LlamaConfig:
             "original_max_position_embeddings": scaling.original_max_positions,
         }
     return LlamaConfig(
-        intermediate_size=config.ffn_size,
         num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         attention_bias=config.attention_bias,
+        rope_parameters=rope,
+        intermediate_size=config.ffn_size,
         mlp_bias=config.mlp_bias,
         rms_norm_eps=config.norm_eps,
-        rope_parameters=rope,
         **common,
     )

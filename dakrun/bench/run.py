@@ -1,7 +1,7 @@
-"""From the options of `dakrun bench` to records: which sweep, and the loop over a kernel's cases.
+"""From the options of `dakrun bench` to records: the choice of sweep, the loop over kernel cases.
 
-Knows what all kernels share; gemm.py and attention.py launch theirs, model.py runs models. torch is
-imported when measuring starts.
+Knows the parts that all kernels share; gemm.py and attention.py launch the kernels, model.py runs
+models. torch is imported when measuring starts.
 """
 
 import itertools

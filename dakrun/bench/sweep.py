@@ -1,4 +1,4 @@
-"""What all kernel benchmarks share: offload ratios, cases, and the time that a profile predicts.
+"""Shared by all kernel benchmarks: offload ratios, cases, and the times that a profile predicts.
 
 Pure arithmetic; needs no GPU and no torch. The kernels' own sweeps and cases are in gemm_sweep.py
 and attention_sweep.py.

@@ -1,6 +1,6 @@
-"""The command `dakrun bench` and its options: what to measure, and how to show it.
+"""The command `dakrun bench` and its options for the subject and the output.
 
-Knows which options belong to models, which to a kernel; dakrun/bench checks their values.
+Knows which options belong to models and which to a kernel; dakrun/bench checks their values.
 """
 
 import shlex
@@ -28,7 +28,7 @@ from dakrun.errors import UsageError
 MODEL: Literal["model"] = "model"
 KERNELS = ("gemm", "attention")
 
-# The options, by parameter name, that not all subjects of a benchmark have.
+# The parameter names of the options that only some subjects of a benchmark have.
 OPTIONS_OF = {
     "gemm": ("shapes", "model", "rows", "ablations"),
     "attention": ("cases", "head_dim"),
@@ -91,8 +91,8 @@ _bench_options = together(
     click.option(
         "--rival",
         type=click.Choice(["transformers"]),
-        help="model: also measure this on a GPU: random weights, all in HBM, one CUDA graph a "
-        "step.",
+        help="model: also measure this program on a GPU, with random weights all in HBM and a CUDA "
+        "graph for each step.",
     ),
     count_option(
         "-n",
@@ -175,12 +175,13 @@ def bench(
 ) -> None:
     """Measure a model or a kernel; compare with memory bandwidth and the profile's prediction.
 
-    --model alone: decode steps of batches of requests, a part of all weights in a remote tier;
-    without a GPU on the CPU.
+    --model alone: decode steps of batches of requests, with a part of all weights in a remote tier.
+    Runs on the CPU if there is no GPU.
 
-    gemm: X W^T, a part of W in a remote tier; cuBLAS has all of W in HBM.
+    --kernel gemm: X W^T with a part of W in a remote tier, and cuBLAS with all of W in HBM.
 
-    attention: one new token in each slot, some slots in a remote tier; torch's SDPA has all in HBM.
+    --kernel attention: one new token in each slot with some slots in a remote tier, and torch's
+    SDPA with all slots in HBM.
     """
     from dakrun import bench as benchmarks
     from dakrun.plan.show import picture

@@ -1,4 +1,4 @@
-"""The checks of `dakrun doctor`: what this machine has and lacks, with a remedy for each lack.
+"""The checks of `dakrun doctor`, each with its finding, and with a remedy if something is missing.
 
 Checks Python packages, the profile and the cache folder; dakrun/probe/machine.py checks the
 hardware. CuPy and NVRTC are loaded in other processes, so that a crash there does no harm here.

@@ -152,7 +152,7 @@ def plan(
 
     Shows the tiers of each op's bytes, the memory map, the bound and predicted time to first token
     (TTFT), time per output token (TPOT) and effective bandwidth (EB), the same with one offload
-    ratio for all ops, and what limits the speed and would raise it most.
+    ratio for all ops, the limit of the speed, and the changes that would raise it most.
     """
     from dakrun.config import Workload
     from dakrun.plan import choose_batch_size, make_plan
@@ -193,7 +193,7 @@ def plan(
 @main.command()
 @click.option("-o", "--output", metavar="FILE.toml", help="File to write; default: in the cache.")
 @click.option(
-    "--quick", is_flag=True, help="Take seconds instead of about a minute, more with peer GPUs."
+    "--quick", is_flag=True, help="Measure for seconds; otherwise a minute, more with peer GPUs."
 )
 @click.option("--name", help="Name of the profile; default: that of the file or device.")
 @device_option("What to measure.")
@@ -245,7 +245,7 @@ def convert(*, source: Path, target: Path, shard_size: int) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def doctor(*, as_json: bool) -> int:
-    """Check what this machine has and lacks, with a remedy for each lack.
+    """Check this machine's hardware and packages, with a remedy for everything missing.
 
     Exits with 3 if generate cannot run at all.
     """

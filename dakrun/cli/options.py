@@ -1,4 +1,4 @@
-"""Command line options that several commands share, and lookups of the models and profiles named.
+"""Command line options that several commands share, and lookups of models and profiles by name.
 
 Knows click; bench.py builds on the helpers here, main.py declares the commands.
 """
@@ -132,7 +132,7 @@ def load_format_option(prefix: str = "") -> Decorator:
 def _seconds_per_token(
     ctx: click.Context, param: click.Parameter, milliseconds: float | None
 ) -> float | None:
-    """--max-tpot in seconds; refused unless --batch-size is auto."""
+    """--max-tpot in seconds; click.UsageError unless --batch-size is auto."""
     if milliseconds is None:
         return None
     if not math.isfinite(milliseconds):

@@ -1,4 +1,4 @@
-"""What is measured how often, and figures: medians with their spread.
+"""Sizes and repetitions of measurements, and their results: medians with their spread.
 
 Effort has the sizes and points for a GPU (cpu.py has a CPU's). Needs neither torch nor a GPU.
 """
@@ -30,13 +30,13 @@ class Effort:
     `batch_sizes` with cuBLAS.
     """
 
-    hbm_bytes: int
-    host_bytes: int
-    peer_bytes: int
     seconds: float
     runs: int
+    hbm_bytes: int
     hbm_rings: tuple[Ring, ...]
     l2_bytes: tuple[int, ...]
+    host_bytes: int
+    peer_bytes: int
     remote_rings: tuple[Ring, ...]
     windows: tuple[int, ...]
     sms: tuple[int, ...]
@@ -48,14 +48,14 @@ class Effort:
 
 
 FULL = Effort(
-    hbm_bytes=8 * 2**30,
-    host_bytes=4 * 2**30,
-    peer_bytes=4 * 2**30,
     seconds=0.02,
     runs=5,
+    hbm_bytes=8 * 2**30,
     hbm_rings=((4 * KIB, 8), (8 * KIB, 8), (16 * KIB, 4), (16 * KIB, 8), (16 * KIB, 12),
                (32 * KIB, 6)),
     l2_bytes=tuple(n * MIB for n in (4, 16, 24, 32, 64, 256)),
+    host_bytes=4 * 2**30,
+    peer_bytes=4 * 2**30,
     remote_rings=((2 * KIB, 2), (4 * KIB, 4), (8 * KIB, 4), (8 * KIB, 8), (16 * KIB, 8)),
     windows=tuple(2**i for i in range(15, 24)),
     sms=(1, 2, 4, 8, 16, 32, 64),
@@ -66,13 +66,13 @@ FULL = Effort(
     batch_sizes=tuple(2**i for i in range(3, 13)),
 )  # fmt: skip
 QUICK = Effort(
-    hbm_bytes=2 * 2**30,
-    host_bytes=2**29,
-    peer_bytes=2**30,
     seconds=0.006,
     runs=3,
+    hbm_bytes=2 * 2**30,
     hbm_rings=((16 * KIB, 8), (16 * KIB, 12), (32 * KIB, 6)),
     l2_bytes=(),
+    host_bytes=2**29,
+    peer_bytes=2**30,
     remote_rings=((8 * KIB, 4), (16 * KIB, 8)),
     windows=tuple(2**i for i in range(17, 23)),
     sms=(2, 4, 8, 16, 32),

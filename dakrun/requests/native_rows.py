@@ -33,7 +33,7 @@ class RowFormat:
     """One kind of JSON row.
 
     `id_field` names the field with the row's id. `parse` takes the row, the default parameters and
-    the model's rules; it raises BadRow or UsageError. `needs_tokenizer` tells whether a row's
+    the model's rules; it raises BadRow or UsageError. `needs_tokenizer` returns whether a row's
     prompt is text. `reply` is the result format of rows that cannot be parsed.
     """
 

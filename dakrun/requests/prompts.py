@@ -1,4 +1,4 @@
-"""Which prompts a model accepts, and the prompts of the Python API as requests.
+"""The rules that a model sets for prompts, and the prompts of the Python API as requests.
 
 Knows token ids, lengths and the tokenizer; knows neither files nor row formats.
 """

@@ -43,8 +43,8 @@ class RequestReader:
     `source` is a path or "-" (standard input). Without `format`, .txt is text (one prompt a line),
     .jsonl is JSON Lines, and a file without suffix or standard input is JSON Lines if its first
     row begins with "{". The first JSON row decides whether all are native or OpenAI Batch rows;
-    rows of the other kind are errors. A row whose id an earlier row has becomes an error with an id
-    made of its line number. Blank lines are skipped, but counted. A line of more than
+    rows of the other kind are errors. A row that repeats an earlier id becomes an error called
+    line-N by its line number. Blank lines are skipped, but counted. A line of more than
     `max_line_bytes`, as in a binary file, is an error and is not held in memory.
 
     `bytes_read` of `bytes_total` (None for a pipe) have been read. Raises UsageError if the source

@@ -1,4 +1,4 @@
-"""Requests, completions and row errors: what enters and leaves the engine; and sets of their ids.
+"""The engine's inputs and outputs: requests, completions and row errors; and sets of their ids.
 
 Knows neither files nor models.
 """

@@ -115,9 +115,9 @@ class StopStrings:
     def hit(self, token_ids: Sequence[int]) -> bool:
         """Whether the newest of `token_ids` completes a stop string. Call it after each token.
 
-        A token with text (special tokens have none) is at least one byte, so only as many of the
-        last tokens are decoded as the longest stop string has bytes, and a character's more. All
-        tokens are decoded to confirm a hit.
+        A token with text (special tokens have none) is at least one byte. So it is enough to
+        decode the last tokens, one per byte of the longest stop string and of one more character.
+        All tokens are decoded to confirm a hit.
         """
         if not self._stop:
             return False

@@ -1,6 +1,6 @@
 """The output of a run: one JSON row for each input row, on disk as soon as it is written.
 
-Knows which outputs may be written to and how to resume one; knows neither prompts nor the engine.
+Knows the outputs that may be written and how to resume one; knows neither prompts nor the engine.
 The rows' formats are in native_rows.py and openai_rows.py.
 """
 
@@ -207,5 +207,5 @@ def _encode(row: dict[str, Any]) -> bytes:
 
 
 def _is_cut_off(line: bytes) -> bool:
-    """Whether a line without an end is the rest of a kill (part of a row) or a crash (zeros)."""
+    """Whether a line without line end was left by a kill (part of a row) or a crash (zeros)."""
     return _ROW_START.startswith(line[: len(_ROW_START)]) or not line.strip(b"\0")
