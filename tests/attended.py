@@ -7,9 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention.config import AttentionConfig, attention_config
-from dakrun.kernels.attention.kv_blocks import KVShape, pack, unpack
-from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
+from dakrun.kernels.attention import (
+    AttentionConfig,
+    AttentionWorkspace,
+    KVShape,
+    attention_config,
+    kv_blocks,
+    splitk_flash_attn,
+)
 from dakrun.kernels.gemm import TierAccess
 
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=64 * 1024))
@@ -79,14 +84,14 @@ class Case:
             full = full.to(self.dtype)
             for whole, part in zip(full, cached, strict=True):
                 whole[:, : part.shape[1]] = part
-            packed.append(pack(full[0], full[1], self.shape).to(self.device))
+            packed.append(kv_blocks.pack(full[0], full[1], self.shape).to(self.device))
         return packed
 
     def run(self, config: AttentionConfig, slots: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output [B, Hq * D]; rows of empty slots stay NaN."""
         batch, heads, dim = self.q.shape
         out = torch.full((batch, heads * dim), torch.nan, dtype=self.dtype, device=self.device)
-        workspace = Workspace.empty(config, self.group, self.device)
+        workspace = AttentionWorkspace.empty(config, self.group, self.device)
         workspace.partials.fill_(torch.nan)
         caches = torch.tensor([slot.data_ptr() for slot in slots], device=self.device)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
@@ -115,7 +120,7 @@ class Case:
             ).flatten()
             found = out[number].cpu().double()
             assert (found - exact).norm() <= allowed * exact.norm(), (number, length)
-            kept = [part.double() for part in unpack(slot.cpu(), self.dtype, self.room)]
+            kept = [part.double() for part in kv_blocks.unpack(slot.cpu(), self.dtype, self.room)]
             for part, wanted in zip(kept, (keys, values), strict=True):
                 assert torch.equal(part[:, :length], wanted[:, :length])
                 error = (part[:, length] - wanted[:, length]).norm()

@@ -11,8 +11,8 @@ from emulated import EmulatedKernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dakrun.kernels.attention import splitk as attention
-from dakrun.kernels.attention.kv_blocks import unpack
+from dakrun.kernels import attention_variant
+from dakrun.kernels.attention import kv_blocks
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 5
@@ -24,8 +24,8 @@ def build(emulated_kernels: Callable[..., EmulatedKernel]) -> Build:
     """The kernel's variant for a dtype, a head size and query heads per KV head."""
 
     def variant(dtype: torch.dtype, dim: int, group: int) -> EmulatedKernel:
-        macros = attention.defines(dtype, dim, group)
-        return emulated_kernels(attention.SOURCE, "splitk_flash_attn", macros)
+        source, macros = attention_variant(dtype, dim, group)
+        return emulated_kernels(source, "splitk_flash_attn", macros)
 
     return variant
 
@@ -154,7 +154,7 @@ def test_steps_follow_each_other() -> None:
     slots = case.slots()
     for _ in range(8):
         case.check(case.run(case.config(sms=SMS), slots), slots, 1e-3)
-        kept = [unpack(slot, case.dtype, case.room) for slot in slots]
+        kept = [kv_blocks.unpack(slot, case.dtype, case.room) for slot in slots]
         case.cached = [
             (keys[:, : length + 1].clone(), values[:, : length + 1].clone())
             for length, (keys, values) in zip(case.lengths, kept, strict=True)

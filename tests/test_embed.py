@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed_matrices import CASES, normal, packed
 
-from dakrun.kernels.embed import embed
+from dakrun.kernels import embed
 from dakrun.kernels.gemm import Split
 from dakrun.kernels.gemm.packing import DTYPES
 

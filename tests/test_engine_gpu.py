@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from peers import readable_peer, readable_peers, with_peers
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
+from tiny_models import kernel_models, save_half
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dakrun.config import SamplingParams
 from dakrun.engine import GraphRunner
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
-from dakrun.kernels.runtime.graph import edge_kinds
+from dakrun.kernels.runtime import edge_kinds
 from dakrun.llm import LLM
 from dakrun.plan import Policy
 from dakrun.requests import Request
@@ -29,21 +30,17 @@ COMMON = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
-CONFIGS = {
-    "opt": OPTConfig(num_attention_heads=32, ffn_dim=8192, init_std=0.04, **COMMON),
-    "opt-like-350m": OPTConfig(
-        num_attention_heads=32, ffn_dim=2048, word_embed_proj_dim=512, do_layer_norm_before=False,
-        init_std=0.04, **COMMON,
-    ),
-    "llama-gqa": LlamaConfig(
-        num_attention_heads=16, num_key_value_heads=4, intermediate_size=5632,
-        initializer_range=0.04, **COMMON,
-    ),
-    "llama-tied": LlamaConfig(
-        num_attention_heads=32, num_key_value_heads=8, intermediate_size=4096,
-        initializer_range=0.04, tie_word_embeddings=True, **COMMON,
-    ),
-}  # fmt: skip
+CONFIGS = kernel_models(
+    COMMON, std=0.04,
+    opt={"num_attention_heads": 32, "ffn_dim": 8192},
+    opt_350m={"num_attention_heads": 32, "ffn_dim": 2048, "word_embed_proj_dim": 512},
+    llama_gqa={
+        "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 5632,
+    },
+    llama_tied={
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 4096,
+    },
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -51,13 +48,7 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PreTrainedModel]:
     """A checkpoint in float16, and the same in float32 on the GPU; norms and biases at random."""
-    torch.manual_seed(0)
-    reference = AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
-    for name, parameter in reference.named_parameters():
-        if "norm" in name or "bias" in name:
-            torch.nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.1)
-    path = tmp_path_factory.mktemp("model")
-    reference.half().save_pretrained(path)  # which also rounds the frequencies of RoPE
+    path = save_half(CONFIGS[request.param], tmp_path_factory.mktemp("model"))
     return path, transformers(path, torch.float32)
 
 

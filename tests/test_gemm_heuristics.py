@@ -30,7 +30,7 @@ from dakrun.kernels.gemm import (
     splitk_gemm,
     tiles_for,
 )
-from dakrun.kernels.runtime.operands import CtaOrder
+from dakrun.kernels.runtime import CtaOrder
 from dakrun.models import known_model, known_names
 from dakrun.plan import decode_ops
 from dakrun.units import ceil_div

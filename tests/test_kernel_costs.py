@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from dakrun.hardware import Sweep
-from dakrun.kernels.attention.config import AttentionConfig
-from dakrun.kernels.attention.splitk import Workspace
 from dakrun.kernels.gemm import H200, GemmConfig, PackedTensor, TierAccess
 from dakrun.probe import (
     MIB,
@@ -99,20 +97,8 @@ class Launches:
         assert pdl and all(len(values) == len(logits) for values in of_rows)
         self.selections += 1
 
-    def splitk_flash_attn(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        caches: torch.Tensor,
-        lengths: torch.Tensor,
-        config: AttentionConfig,
-        workspace: Workspace,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        pdl: bool,
-    ) -> None:
+    def splitk_flash_attn(self, *operands: Any, scale: float, pdl: bool) -> None:
+        q, k, v, caches, lengths, config, workspace, out = operands
         assert pdl and workspace and scale == 128**-0.5
         slots = len(q)
         assert config.alone == (slots > 32), "behind products whose CTAs fill an SM"

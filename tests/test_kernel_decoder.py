@@ -8,7 +8,8 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
+from tiny_models import kernel_models, save_half
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dakrun.config import Workload
 from dakrun.engine import (
@@ -23,12 +24,11 @@ from dakrun.engine import (
 )
 from dakrun.geometry import TILED_PORTABLE_X_TILES, TILED_X_TILES
 from dakrun.hardware import load_profile
-from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.attention.kv_cache import KVCache
+from dakrun.kernels import variants
+from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.kernels.gemm import Limits
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
-from dakrun.kernels.variants import variants
 from dakrun.memory import allocate_tiers
 from dakrun.models import architecture, read_model_config
 from dakrun.plan import Policy, Segment, kv_positions, make_plan
@@ -42,21 +42,13 @@ COMMON = {
     "vocab_size": 203, "hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 128,
     "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-CONFIGS = {
-    "opt": OPTConfig(num_attention_heads=2, ffn_dim=264, init_std=0.1, **COMMON),
-    "opt-like-350m": OPTConfig(
-        num_attention_heads=2, ffn_dim=200, word_embed_proj_dim=64, do_layer_norm_before=False,
-        init_std=0.1, **COMMON,
-    ),
-    "llama-gqa": LlamaConfig(
-        num_attention_heads=2, num_key_value_heads=1, intermediate_size=264,
-        initializer_range=0.1, **COMMON,
-    ),
-    "llama-tied": LlamaConfig(
-        num_attention_heads=2, num_key_value_heads=2, intermediate_size=200,
-        initializer_range=0.1, tie_word_embeddings=True, **COMMON,
-    ),
-}  # fmt: skip
+CONFIGS = kernel_models(
+    COMMON, std=0.1,
+    opt={"num_attention_heads": 2, "ffn_dim": 264},
+    opt_350m={"num_attention_heads": 2, "ffn_dim": 200, "word_embed_proj_dim": 64},
+    llama_gqa={"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 264},
+    llama_tied={"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 200},
+)  # fmt: skip
 IN_TILES = ("opt", "llama-tied")  # products of prompts
 IN_TORCH = ("opt-like-350m",)
 MIXED = ("opt-like-350m", "llama-gqa")  # whose local CTAs read the remote tier, too
@@ -90,13 +82,7 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PreTrainedModel]:
     """A checkpoint in float16, and the same in float32; norms and biases at random."""
-    torch.manual_seed(0)
-    reference = AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
-    for name, parameter in reference.named_parameters():
-        if "norm" in name or "bias" in name:
-            torch.nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.1)
-    path = tmp_path_factory.mktemp(request.param)
-    reference.half().save_pretrained(path)  # which also rounds the frequencies of RoPE
+    path = save_half(CONFIGS[request.param], tmp_path_factory.mktemp(request.param))
     return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dakrun.kernels.runtime.jit import has_kernels
+from dakrun.kernels.runtime import has_kernels
 
 KIB = 1024
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK, SHARED_BYTES_ALONE, SHARED_BYTES_PAIRED
-from dakrun.kernels.attention.config import attention_config, split_sizes, stage_bytes
-from dakrun.kernels.attention.kv_blocks import KVShape, append, pack, read, unpack, write
+from dakrun.kernels.attention import KVShape, attention_config, kv_blocks, split_sizes, stage_bytes
 from dakrun.kernels.gemm import TierAccess
 
 
@@ -17,9 +16,11 @@ from dakrun.kernels.gemm import TierAccess
 def test_a_slot_is_read_back(heads: int, dim: int, positions: int, filled: int) -> None:
     shape, filled = KVShape(heads, dim, positions), min(filled, positions)
     keys, values = torch.randn(2, heads, filled, dim).to(torch.bfloat16)
-    slot = pack(keys, values, shape)
+    slot = kv_blocks.pack(keys, values, shape)
     assert slot.numel() == shape.slot_bytes == 2 * heads * shape.blocks * stage_bytes(shape)
-    for part, found in zip((keys, values), unpack(slot, torch.bfloat16, shape), strict=True):
+    for part, found in zip(
+        (keys, values), kv_blocks.unpack(slot, torch.bfloat16, shape), strict=True
+    ):
         assert found.shape == (heads, positions, dim)
         assert torch.equal(found[:, :filled], part) and not found[:, filled:].any()
 
@@ -27,7 +28,7 @@ def test_a_slot_is_read_back(heads: int, dim: int, positions: int, filled: int) 
 def test_where_an_element_lies() -> None:
     shape = KVShape(kv_heads=3, head_dim=80, positions=130)
     keys, values = torch.randn(2, 3, 130, 80).half()
-    elements = pack(keys, values, shape).view(torch.float16)
+    elements = kv_blocks.pack(keys, values, shape).view(torch.float16)
     for head, position, dim in ((0, 0, 0), (2, 129, 79), (1, 64, 9), (1, 63, 72)):
         block = (head * shape.blocks + position // KV_BLOCK) * 2 * 80 * KV_BLOCK
         place = dim // 8 ^ position % 8 // 4  # 10 chunks: neighbours change places
@@ -42,10 +43,10 @@ def test_appending_is_packing_one_more(dim: int) -> None:
     keys, values = torch.randn(2, 3, 130, dim).to(torch.bfloat16)
     slot = torch.zeros(shape.slot_bytes, dtype=torch.uint8)
     for position in range(130):
-        append(slot, keys[:, position], values[:, position], position, shape)
+        kv_blocks.append(slot, keys[:, position], values[:, position], position, shape)
         if position in (0, 63, 64, 129):
             count = position + 1
-            assert torch.equal(slot, pack(keys[:, :count], values[:, :count], shape))
+            assert torch.equal(slot, kv_blocks.pack(keys[:, :count], values[:, :count], shape))
 
 
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=4), st.sampled_from(HEAD_DIMS))
@@ -56,27 +57,27 @@ def test_writing_piece_by_piece_is_packing_all(pieces: list[int], dim: int) -> N
     slot, start = torch.zeros(shape.slot_bytes, dtype=torch.uint8), 0
     for count in pieces:
         part = slice(start, start + count)
-        write(slot, keys[:, part], values[:, part], start, shape)
+        kv_blocks.write(slot, keys[:, part], values[:, part], start, shape)
         start += count
         for given_, found in zip(
-            (keys, values), read(slot, start, torch.float16, shape), strict=True
+            (keys, values), kv_blocks.read(slot, start, torch.float16, shape), strict=True
         ):
             assert torch.equal(found, given_[:, :start])
-    assert torch.equal(slot, pack(keys, values, shape))
+    assert torch.equal(slot, kv_blocks.pack(keys, values, shape))
 
 
 def test_what_does_not_fit() -> None:
     shape, keys = KVShape(2, 64, 64), torch.zeros(2, 64, 64).half()
     for bad in ((keys.float(), keys), (keys, keys[:, :3]), (keys.bfloat16(), keys)):
         with pytest.raises(ValueError, match="of one shape in 16 bits"):
-            pack(*bad, shape)
+            kv_blocks.pack(*bad, shape)
     for bad in (keys[:1], torch.zeros(2, 65, 64).half()):
         with pytest.raises(ValueError, match="expected keys that fit"):
-            pack(bad, bad, shape)
+            kv_blocks.pack(bad, bad, shape)
     with pytest.raises(ValueError, match="expected 32768 bytes"):
-        unpack(torch.zeros(5, dtype=torch.uint8), torch.float16, shape)
+        kv_blocks.unpack(torch.zeros(5, dtype=torch.uint8), torch.float16, shape)
     with pytest.raises(ValueError, match="expected positions of"):
-        write(torch.zeros(shape.slot_bytes, dtype=torch.uint8), keys, keys, 1, shape)
+        kv_blocks.write(torch.zeros(shape.slot_bytes, dtype=torch.uint8), keys, keys, 1, shape)
     with pytest.raises(ValueError, match="head_dim"):
         KVShape(1, 72, 64)
 

@@ -16,7 +16,7 @@ from peers import readable_peer
 import dakrun.nn.attention
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL
-from dakrun.kernels.attention.kv_blocks import KVShape, unpack
+from dakrun.kernels.attention import KVShape, kv_blocks
 from dakrun.kernels.gemm import TierAccess
 from dakrun.nn import PartitionedKVCache, SplitKFlashAttn
 
@@ -98,7 +98,7 @@ class Case:
                 assert (error <= allowed * exact.norm(dim=(0, 2))).all(), (layer, b)
                 lone = out[layer, b, :, :pads].unflatten(0, (self.kv_heads, self.group))
                 assert (lone == self.v[layer, b, :, None, :pads]).all(), "pads see themselves"
-                kept = unpack(slots[b].to(self.device), self.dtype, cache.shape)
+                kept = kv_blocks.unpack(slots[b].to(self.device), self.dtype, cache.shape)
                 assert all(
                     torch.equal(found[:, : tokens - pads], wanted)
                     for found, wanted in zip(kept, (k, v), strict=True)

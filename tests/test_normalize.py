@@ -1,14 +1,15 @@
 """Norms are those of the models: a rounding apart, and as exact as torch's."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from packed_matrices import normal
 from torch.nn import functional as F
 
+from dakrun.geometry import NORMALIZE_MAX_COLS
+from dakrun.kernels import normalize
 from dakrun.kernels.gemm.packing import DTYPES
-from dakrun.kernels.normalize import MAX_COLS, Norm, normalize
 from dakrun.models import rms_norm
 
 EPS = 1e-5
@@ -25,7 +26,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cols", [8, 1000, MAX_COLS])
+@pytest.mark.parametrize("cols", [8, 1000, NORMALIZE_MAX_COLS])
 def test_rms_norm(cols: int, dtype: torch.dtype, kernel_device: str) -> None:
     x, weight = (normal(*n, cols, dtype=dtype, device=kernel_device) for n in ((3,), ()))
     x[1] *= 100
@@ -59,7 +60,7 @@ def test_layer_norm(cols: int, dtype: torch.dtype, kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_in_place(norm: Norm, kernel_device: str) -> None:
+def test_in_place(norm: Literal["rms", "layer"], kernel_device: str) -> None:
     x = normal(3, 520, dtype=torch.bfloat16, device=kernel_device)
     wanted = normalize(x, torch.empty_like(x), norm, eps=EPS)
     assert torch.equal(normalize(x, x, norm, eps=EPS), wanted)

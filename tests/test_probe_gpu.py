@@ -17,9 +17,8 @@ from dakrun.geometry import (
     TILED_X_TILES,
 )
 from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep, load_profile
-from dakrun.kernels.bandwidth import Reader, read_multicast, read_once, read_window
+from dakrun.kernels import Reader, Variant, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import jit
-from dakrun.kernels.variants import Variant
 from dakrun.probe import (
     FULL,
     KIB,

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dakrun.engine import KVWriter
-from dakrun.kernels.attention import kv_blocks
-from dakrun.kernels.attention.kv_cache import KVCache
+from dakrun.kernels.attention import KVCache, kv_blocks
 from dakrun.memory import allocate_tiers
 from dakrun.plan import Segment
 

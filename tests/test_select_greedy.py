@@ -7,8 +7,8 @@ import pytest
 import torch
 from packed_matrices import normal
 
+from dakrun.kernels import select_greedy
 from dakrun.kernels.gemm.packing import DTYPES
-from dakrun.kernels.select_greedy import select_greedy
 
 UNTOUCHED = -9
 

@@ -8,12 +8,9 @@ import pytest
 import torch
 from packed_matrices import normal, packed
 
-from dakrun.kernels.embed import embed
+from dakrun.kernels import embed, normalize, select_greedy, unpack
 from dakrun.kernels.gemm import Split
 from dakrun.kernels.gemm.packing import DTYPES
-from dakrun.kernels.normalize import normalize
-from dakrun.kernels.select_greedy import select_greedy
-from dakrun.kernels.unpack import unpack
 
 pytestmark = pytest.mark.gpu
 STEPS, WIDTH = 12, 2120  # logits are a norm's output, so there are as many tokens as columns

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK
-from dakrun.kernels.attention import kv_blocks
-from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
-from dakrun.kernels.store_kv import store_kv
+from dakrun.kernels import store_kv
+from dakrun.kernels.attention import KVShape, kv_blocks
+from dakrun.kernels.runtime import DTYPES
 from dakrun.models import rotate
 
 LAYERS = 3

@@ -24,9 +24,12 @@ from dakrun.bench.rows import AttentionRow
 from dakrun.bench.run import Chains, measure_kernel
 from dakrun.bench.tiers import fill_random
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.attention.config import attention_config
-from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
+from dakrun.kernels.attention import (
+    AttentionWorkspace,
+    KVShape,
+    attention_config,
+    splitk_flash_attn,
+)
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import aligned
 from dakrun.probe.chain import Launch, launch_seconds
@@ -72,7 +75,7 @@ class AttentionChains(Chains):
         slots, dim = case.slots, case.head_dim
         shape = KVShape(slots.kv_heads, dim, slots.length)
         config = attention_config(shape, case.units, access, sms=self._sms)
-        workspace = Workspace.empty(config, slots.heads // slots.kv_heads, self.device)
+        workspace = AttentionWorkspace.empty(config, slots.heads // slots.kv_heads, self.device)
         caches = self._addresses(case)
         lengths = torch.tensor(slots.lengths, dtype=torch.int32, device=self.device) - 1
         parts = (slots.heads, slots.kv_heads, slots.kv_heads)

@@ -4,9 +4,10 @@ Each case is a CUDA graph of launches of one shape with programmatic dependent l
 reads its own weight and the output of the launch before it (two buffers alternate), and may
 prefetch the next launch's weight into L2, as decode steps do. The kernel is the one that the
 engine uses for that many rows of X. A chain has at least eight weights of more than 2 GiB in
-total, so L2 serves none of them otherwise, and repeats them until it takes 4 ms. A time is the
-graph's time over its launches: the median of seven replays after seven to warm up. Weights are
-random values in packed order; the remote parts lie in page-locked host memory or a peer GPU's.
+total, so L2 holds none of them but the prefetched one, and repeats them until it takes 4 ms. A
+time is the graph's time over its launches: the median of seven replays after seven to warm up.
+Weights are random values in packed order; the remote parts lie in page-locked host memory or a
+peer GPU's.
 
 The baseline is cuBLAS: the same with torch.mm and dense weights in HBM, whatever the ratio. One
 ablation reads without the congestion window (as many stages as shared memory holds), the other
@@ -30,7 +31,7 @@ from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.gemm.dispatch import By, Products
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
-from dakrun.kernels.runtime.jit import architecture, compile_ahead
+from dakrun.kernels.runtime import architecture, compile_ahead
 from dakrun.memory import aligned
 from dakrun.plan import is_windowed
 from dakrun.probe.chain import launch_seconds
@@ -77,7 +78,7 @@ class GemmChains(Chains):
     ) -> None:
         super().__init__(buffers, dtype, sms, replays)
         self._products, self._ablations = products, ablations
-        self._cols = 0  # for which the buffers were filled
+        self._cols = 0  # columns of the weights in the buffers
 
     def fill(self, case: GemmCase) -> None:
         """Write normal weights of variance 1 / K, so that outputs keep the scale of X."""

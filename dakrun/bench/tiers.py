@@ -14,8 +14,8 @@ from dakrun.bench.ceilings import HBM_RING, Ceilings, Effort, link_ring
 from dakrun.bench.sweep import Case, buffer_bytes
 from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL, RemoteTier
-from dakrun.kernels.bandwidth import Reader, read_window
-from dakrun.kernels.runtime.copy_engine import copy
+from dakrun.kernels import Reader, read_window
+from dakrun.kernels.runtime import copy
 from dakrun.memory import (
     ALIGNMENT,
     HOST,

@@ -1,6 +1,7 @@
 """A decode step on the GPU's kernels: from the rows' newest tokens to their next ones.
 
-Knows batch buckets, rows and their buffers on the device, neither graphs nor requests.
+A row is a slot's place in the batch. Knows batch buckets and the rows' buffers on the device,
+neither graphs nor requests.
 """
 
 from collections import defaultdict
@@ -10,31 +11,36 @@ from functools import partial
 import torch
 
 from dakrun.engine.kernel_backend import KernelBackend
-from dakrun.kernels.attention.config import AttentionConfig, attention_config
-from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.attention.kv_cache import KVCache
-from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
+from dakrun.kernels import select_greedy
+from dakrun.kernels.attention import (
+    AttentionConfig,
+    AttentionWorkspace,
+    KVCache,
+    KVShape,
+    attention_config,
+    splitk_flash_attn,
+)
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.runtime.jit import sm_count
-from dakrun.kernels.select_greedy import select_greedy
+from dakrun.kernels.runtime import sm_count
 from dakrun.models.decoder import Attention, Decoder
 from dakrun.models.layers import split_heads
 
-LOG_STEPS = 8  # tokens of a slot that the log keeps for the CPU, more than steps run ahead
+LOG_STEPS = 8  # newest tokens of a slot in the log for the CPU; more than the steps that run ahead
 IDLE = -1  # the length of a row without a request
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BUCKET_STEP = 64  # rows between larger buckets
 
-Bucket = tuple[int, ...]  # rows whose slots lie in each tier
+Bucket = tuple[int, ...]  # number of rows by the tier of their slots
 
 
 class DecodeStep:
-    """The rows of a batch of `cache`; those of a bucket are the first ones, tier after tier.
+    """Buffers and launches of decode steps over the slots of `cache`.
 
-    On the device, an element for each row: `tokens` and `slots` (int32), `lengths`, the number of
-    cached positions (int32), `caches`, the slot's address in each layer (int64 [layers, rows]), and
-    after a step `backend.logits` [rows, V]. `log` is int32 [slots, LOG_STEPS] in page-locked
-    memory: a step puts the token at position p of a slot at p % LOG_STEPS.
+    A step computes the first rows, ordered by tier, as many as its bucket has. The device holds
+    for each row: `tokens` and `slots` (int32); `lengths` (int32), the cached positions of the
+    slot; `caches` (int64 [layers, rows]), its address in each layer; and after a step
+    `backend.logits` [rows, V]. A step also writes the token at position p of a slot to
+    log[slot, p % LOG_STEPS]; `log` is int32 [slots, LOG_STEPS] in page-locked memory.
     """
 
     def __init__(
@@ -56,14 +62,14 @@ class DecodeStep:
         self._attention: dict[Bucket, Attention] = {}
 
     def prepare(self, bucket: Bucket) -> None:
-        """Choose the attention kernel's configuration for `bucket` and take its workspace."""
+        """Choose the attention kernel's configuration for `bucket`; allocate its workspace."""
         config = attention_config(
             self._shape, bucket, self._accesses, sms=sm_count(self.backend.like.device),
             capacity=self._cache.slots, alone=self.backend.fills_sms(sum(bucket)),
         )  # fmt: skip
         model = self.backend.model.config
         group = model.num_heads // model.num_kv_heads
-        workspace = Workspace.empty(config, group, self.backend.like.device)
+        workspace = AttentionWorkspace.empty(config, group, self.backend.like.device)
         self._attention[bucket] = partial(self._attend, config, workspace)
 
     def run(self, bucket: Bucket) -> None:
@@ -77,7 +83,7 @@ class DecodeStep:
     def chains(self, bucket: Bucket) -> dict[str, list[Callable[[], object]]]:
         """Launch a step of a prepared bucket; return its launches of all layers, by op.
 
-        Matrices are read where they lie. An op's launches may be repeated, to time them alone.
+        Matrices are not staged. An op's launches may be repeated, to time them alone.
         """
         n, backend = sum(bucket), self.backend.unstaged()
         recorder = _Recorder(backend)
@@ -89,7 +95,7 @@ class DecodeStep:
         return recorder.launches
 
     def _attend(
-        self, config: AttentionConfig, workspace: Workspace, layer: int, qkv: torch.Tensor
+        self, config: AttentionConfig, workspace: AttentionWorkspace, layer: int, qkv: torch.Tensor
     ) -> torch.Tensor:
         n, model = len(qkv), self.backend.model.config
         q, k, v = split_heads(model, qkv)
@@ -99,7 +105,7 @@ class DecodeStep:
         )  # fmt: skip
 
     def _select(self, n: int) -> None:
-        """Append the likeliest token of each row to its slot."""
+        """Choose each row's most likely token, log it, and advance the row's length."""
         select_greedy(
             self.backend.logits[:n], self.tokens[:n], self.lengths[:n], self.slots[:n], self.log,
             pdl=True,
@@ -134,9 +140,9 @@ class _Recorder:
 
 
 def fill_order(counts: Sequence[int]) -> list[int]:
-    """All slots, numbered tier after tier, in an order that spreads the first over the tiers.
+    """The order in which to fill the slots, which are numbered tier after tier.
 
-    Of any number of slots in use, each tier then has about its share.
+    However many are in use, they are spread over the tiers in about the proportion of `counts`.
     """
     first, ranks = 0, []
     for count in counts:

@@ -23,18 +23,17 @@ from dakrun.engine.decode_step import (
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Row, choose
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.attention.kv_cache import KVCache
-from dakrun.kernels.runtime.graph import capture, edge_kinds, replay_seconds
+from dakrun.kernels.attention import KVCache, KVShape
+from dakrun.kernels.runtime import capture, edge_kinds, replay_seconds
 from dakrun.memory.device import upload
 from dakrun.plan import Segment
 
-MIN_PDL_EDGES = 2  # of a layer: launches that start before the kernel ahead of them ends
+MIN_PDL_EDGES = 2  # per layer: launches that may start before their predecessor kernel ends
 
 
 @dataclass
 class Replays:
-    """Replays of each bucket by its rows, and the rows among them that no request used."""
+    """Number of replays, and of padding rows (rows without a request), by rows of the bucket."""
 
     count: Counter[int] = field(default_factory=Counter)
     padding: Counter[int] = field(default_factory=Counter)
@@ -42,7 +41,7 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Step:
-    """A launched step; `sampled`, int64 [n] in host memory, has the tokens where a row samples."""
+    """A launched step; `sampled`, int64 [n] in host memory, has its tokens if any row samples."""
 
     rows: Sequence[Row]
     start: torch.cuda.Event
@@ -53,26 +52,26 @@ class _Step:
 class GraphRunner:
     """A runner whose steps need no CPU: tokens are fed back on the device.
 
-    The CPU reads them afterwards, when an event has passed, from a log in host memory. Between
-    replays it changes which slots the rows of a bucket serve, in stream order.
+    The CPU reads them later from a log in host memory, after an event. Between replays, in stream
+    order, it changes the slots of the rows.
     """
 
     ahead = 2
 
     def __init__(self, step: DecodeStep, prefill: Prefill, cache: KVCache, shape: KVShape) -> None:
-        """Captures all buckets. Passes of `prefill` may use the memory that steps stage through."""
+        """Capture all buckets. Passes of `prefill` may overwrite the ring that steps stage in."""
         self.chunk_tokens = prefill.chunk_tokens
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
         self._gaps_s: list[float] = []  # between replays, on the GPU
         self._rows, self._backend, self._prefill = step, step.backend, prefill
         self._cache, self._positions = cache, shape.blocks * KV_BLOCK
-        self._filled = False
+        self._filled = False  # whether the staging ring holds the next step's first matrices
         self._buckets = buckets(cache.counts)
-        self._mapped: list[int] | None = None  # the slots of the rows
+        self._mapped: list[int] | None = None  # the slot, or IDLE, of each row of the last bucket
         self._steps: deque[_Step] = deque()
-        self._last: _Step | None = None  # that was collected
-        self._newest = torch.zeros_like(step.tokens)  # by slot
+        self._last: _Step | None = None  # the step collected last
+        self._newest = torch.zeros_like(step.tokens)  # newest token by slot
         self._capture()
 
     def details(self) -> dict[str, Any]:
@@ -132,12 +131,12 @@ class GraphRunner:
         return self._rows.log.take(torch.tensor(places)).tolist()  # type: ignore[no-any-return]
 
     def drop(self) -> None:
-        """Wait for all steps."""
+        """Wait for all launched steps and discard their tokens."""
         while self._steps:
             self.collect()
 
     def _sample(self, rows: Sequence[Row], mapped: Sequence[int]) -> torch.Tensor:
-        """Draw the rows' tokens, in place of the likeliest ones that the graph has chosen."""
+        """Sample the rows' tokens, which replace the greedy choices of the graph."""
         places = self._on_gpu([mapped.index(row.slot) for row in rows]).long()
         chosen = choose(self._backend.logits[places], rows)
         self._rows.tokens[places] = chosen.int()
@@ -151,18 +150,18 @@ class GraphRunner:
         self._fill()
         for bucket in reversed(self._buckets):
             self._rows.prepare(bucket)
-            self._rows.run(bucket)  # compiles kernels, all rows being idle
+            self._rows.run(bucket)  # compiles its kernels; all rows are idle
             graph = capture(lambda bucket=bucket: self._rows.run(bucket), pool)  # type: ignore[misc]
             # Copies between kernels, the copy engine's or torch's, are no programmatic edges.
             if not self._backend.staging and self._backend.by(sum(bucket)) != "torch":
                 pdl, others = edge_kinds(graph)
-                least = MIN_PDL_EDGES * self._backend.model.config.num_layers
-                assert pdl >= least, f"{others} of a step's launches wait for those before"
+                minimum = MIN_PDL_EDGES * self._backend.model.config.num_layers
+                assert pdl >= minimum, f"expected {minimum} PDL edges, got {pdl}, {others} others"
             self.graphs[bucket] = graph
         self._filled = False
 
     def _fill(self) -> None:
-        """Stage the first matrices of the next step, as the step before it would have done."""
+        """Stage the first matrices of the next step, as the previous step usually does."""
         if self._backend.staging:
             self._backend.staging.fill()
         self._filled = True
@@ -171,9 +170,8 @@ class GraphRunner:
     def op_seconds(self, length: int) -> dict[str, float]:
         """Seconds of a full batch's step by op, each op's launches of all layers in one graph.
 
-        Slots are `length` positions long, or as many as there is room for beside the new one.
-        Matrices are read where they lie. No step may be running, and no request: slots are
-        overwritten.
+        Slots hold `length` cached positions, or fewer to leave room for the new one. Matrices are
+        not staged. No request or step may be running: slots are overwritten.
         """
         length = min(length, self._positions - 1)
         rows, bucket = self._rows, self._buckets[-1]
@@ -196,7 +194,7 @@ class GraphRunner:
         return tier
 
     def _arrange(self, rows: Sequence[Row], bucket: Bucket) -> list[int]:
-        """A slot, or IDLE, for every row of a bucket; the present mapping where it will do."""
+        """The slot, or IDLE, of every row of `bucket`; the present mapping if it still fits."""
         wanted, before = {row.slot for row in rows}, self._mapped or []
         if len(before) == sum(bucket) and {slot for slot in before if slot != IDLE} == wanted:
             return before
@@ -207,7 +205,7 @@ class GraphRunner:
         return mapped
 
     def _map(self, mapped: list[int], rows: Sequence[Row]) -> None:
-        """Let the rows of the next replays serve the slots `mapped`."""
+        """Assign the slots `mapped` to the rows of the next replays."""
         self._unmap()
         positions = {row.slot: row.position for row in rows}
         n = len(mapped)
@@ -219,7 +217,7 @@ class GraphRunner:
         self._mapped = mapped
 
     def _unmap(self) -> None:
-        """Save the newest tokens of the slots that the rows serve."""
+        """Save the newest tokens of the slots that are assigned to rows."""
         if self._mapped is not None:
             places = [(i, slot) for i, slot in enumerate(self._mapped) if slot != IDLE]
             rows, slots = (self._on_gpu(numbers) for numbers in zip(*places, strict=True))

@@ -13,18 +13,17 @@ import torch
 
 from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
-from dakrun.kernels.embed import embed
+from dakrun.kernels import embed, normalize
 from dakrun.kernels.gemm.dispatch import By, Products
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.normalize import normalize
 from dakrun.models.architectures import Architecture, Matrix, Norm
 from dakrun.models.layers import rope_table
 from dakrun.weights.manifest import Manifest, Weights
 
 
 class KernelBackend:
-    """The ops of a model whose matrices are read as `accesses` says by op, the local tier first.
+    """The ops of a model on packed weights; `accesses` says how each tier is read, by op.
 
     `rotations`, float32 [positions, D / 2, 2], are cosines and sines of rotary embeddings, or None.
     """
@@ -37,7 +36,7 @@ class KernelBackend:
         accesses: Mapping[str, tuple[TierAccess, ...]],
         positions: int,
     ) -> None:
-        """No matrix is staged; `positions` is the number that a slot has room for."""
+        """`positions` is the capacity of a slot. No matrix is staged (see `variant`)."""
         self.model = model
         self.matrices: dict[str, PackedTensor] = {}
         for name, matrix in weights.matrices.items():
@@ -52,16 +51,16 @@ class KernelBackend:
         self._products.reserve()
         self._kept: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
-        self._pdl = False  # of the next product
+        self._pdl = False  # whether the next product may launch with PDL
         self.rotations = None
         if model.family.rotary:
             table = torch.stack(rope_table(model.config, positions, torch.float32), -1)
             self.rotations = table.to(self.like.device)
 
     def variant(self, staging: Staging | None, rows: int = 0) -> "KernelBackend":
-        """The same model with matrices staged by `staging`.
+        """A copy of this backend whose matrices are staged by `staging`.
 
-        Passes of up to `rows` tokens write to buffers that are kept, for CUDA graphs.
+        Passes of up to `rows` tokens write to buffers that stay allocated, as CUDA graphs need.
         """
         found = copy.copy(self)
         found.staging, found._buffers = staging, {}
@@ -69,14 +68,14 @@ class KernelBackend:
         return found
 
     def unstaged(self) -> "KernelBackend":
-        """The same model and buffers, all matrices read where they lie."""
+        """A copy with the same kept buffers that stages no matrix."""
         found = copy.copy(self)
         found.staging, found._buffers = None, {}
         return found
 
     @property
     def order(self) -> list[str]:
-        """The matrices that may be staged, in the order of their use."""
+        """Names of the matrices that may be staged, in the order of their use."""
         return [name for name in self._ops if name != "project_in"]
 
     @property
@@ -125,7 +124,7 @@ class KernelBackend:
 
         The result overwrites `residual`. The launch may start while the kernel before it ends
         (PDL), but not behind a small kernel that leaves SMs empty: the GPU would put two CTAs of
-        this launch on one SM, and those of the launches behind it wherever there is room.
+        this launch on one SM, and the CTAs of later launches unevenly on the others.
         """
         matrix, staging = self._ops[name], self.staging
         layer = name.removesuffix(matrix.op)
@@ -153,7 +152,7 @@ class KernelBackend:
         return self._products.by(n, self.matrices["layers.0.qkv"])
 
     def fills_sms(self, n: int) -> bool:
-        """Whether CTAs of the products of `n` rows have an SM each."""
+        """Whether every CTA of a product of `n` rows occupies an SM alone."""
         return self.by(n) == "tiled"
 
     def _allocate(self, n: int, *, logits: bool = False) -> dict[str, torch.Tensor]:
@@ -174,7 +173,7 @@ class KernelBackend:
         return self.staging is not None and self.staging.has(name)
 
     def _tier_accesses(self, name: str, weight: PackedTensor) -> tuple[TierAccess, ...]:
-        """How the parts of `weight` are read: the matrix `name`, or its staged copy."""
+        """How kernels read the parts of `weight`, the matrix `name` or its staged copy."""
         return tuple(
             TierAccess() if part.tier == LOCAL else access
             for part, access in zip(weight.parts, self._accesses[self._ops[name].op], strict=True)
@@ -197,7 +196,7 @@ class KernelBackend:
         *,
         fills_sms: bool = False,
     ) -> torch.Tensor:
-        """A norm that no matrix has taken in, of the rows of x."""
+        """Apply a norm that is not folded into a matrix to the rows of x; return `out`."""
         weight, bias = (self._vectors.get(f"{layer}{norm.name}.{v}") for v in ("weight", "bias"))
         return normalize(
             x, out, norm.kind, eps=self.model.config.norm_eps, weight=weight, bias=bias, pdl=True,

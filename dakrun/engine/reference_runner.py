@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from dakrun.config import ModelConfig
 from dakrun.engine.runner import Row, choose
 from dakrun.kernels import reference
-from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
+from dakrun.kernels.attention import KVCache, RowLayout
 from dakrun.memory.tiers import PartitionedTensor
 from dakrun.models.architectures import Architecture, Norm
 from dakrun.models.decoder import Attention, Decoder
@@ -27,7 +27,7 @@ Rotations = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [N, 1, D / 2]
 
 
 class ReferenceBackend:
-    """The ops of a pass over `weights` as they were stored, read from the tier that holds them."""
+    """The ops of a pass over unpacked `weights`, each part read from its tier."""
 
     def __init__(self, model: Architecture, weights: Weights) -> None:
         self._model, self._vectors = model, weights.resident
@@ -89,7 +89,7 @@ class TimedBackend:
     def linear(
         self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As the backend's."""
+        """The backend's `linear`, timed."""
         with self._timed(name.rpartition(".")[2]):
             return self._backend.linear(name, x, residual)
 
@@ -188,7 +188,7 @@ class ReferenceRunner:
         return {op: total / self._steps for op, total in found.items()}
 
     def details(self) -> dict[str, Any]:
-        """Nothing."""
+        """No further facts."""
         return {}
 
     @torch.inference_mode()
@@ -237,7 +237,7 @@ class ReferenceRunner:
         segments: Sequence[Segment],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits of a pass, a decode step unless `rows` says which tokens have some."""
+        """Logits of a pass after the tokens numbered `rows`; of a decode step (None) after all."""
         at, ids = (torch.tensor(numbers, device=self._device) for numbers in (positions, tokens))
         rope = None if self._rope is None else (self._rope[0][at, None], self._rope[1][at, None])
         decode = rows is None

@@ -1,7 +1,7 @@
 """Staging: the copy engine brings remote rows of matrices into a ring of HBM ahead of their use.
 
-Knows the order in which a pass uses matrices, not what for. The ring holds the matrices that come
-next, across the ends of layers and, where passes follow each other, of passes.
+Knows the order in which a pass uses matrices, not their ops. The ring holds the matrices used
+next, those of the next layer and of the next decode step included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import torch
 
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packing import PackedTensor
-from dakrun.kernels.runtime.copy_engine import CopyStream
+from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.tiers import aligned
 
 
@@ -33,7 +33,7 @@ class Place:
 def places(sizes: Sequence[int], ring: int) -> list[Place]:
     """Places in a ring of `ring` bytes for matrices of `sizes` bytes, used in order every step.
 
-    Each follows the one before, or starts at the ring's beginning where there is no room left. The
+    Each follows the previous one, or starts at the ring's beginning if there is no room left. The
     first ones, which fit in together, are early. Raises ValueError for a size above the ring's.
     """
     spans, at, lap, laps = [], 0, 0, []
@@ -87,11 +87,12 @@ class Staging:
         self._sources = [matrices[name] for name in staged]
         self._streams = [CopyStream(ring.device) for _ in self._sources[0].parts[1:]]
         self._early = [i for i, place in enumerate(found) if place.early]
-        self._order = [*range(len(self._early), len(found)), *self._early]  # of a pass's copies
+        # Numbers of a pass's copies in their order; the early ones are for the next pass.
+        self._order = [*range(len(self._early), len(found)), *self._early]
         self._next, self._copied = 0, dict[int, list[torch.cuda.Event | None]]()
 
     def fill(self) -> None:
-        """Copy the matrices that the pass before would have left in the ring."""
+        """Copy the first matrices of the next pass, as the previous pass usually does."""
         self._follow()
         for number in self._early:
             self._copy(number)
@@ -119,7 +120,7 @@ class Staging:
         return self._staged[number]
 
     def release(self, name: str) -> None:
-        """Free the place of a matrix, all of whose readers are launched, for the next copy."""
+        """Free a matrix's place in the ring for the next copy, once its readers are launched."""
         if name in self._number:
             self._advance(self._number[name])
 

@@ -1,1 +1,33 @@
-"""Kernels over partitioned operands. They know tensors and tiers, not models or plans."""
+"""Kernels over operands in several memory tiers. They know tensors and tiers, no models or plans.
+
+gemm/ multiplies by packed weights, attention/ decodes over the KV cache, runtime/ compiles and
+launches; the small kernels have a file each. variants.py lists what a model needs; reference.py is
+the backend in plain torch. native/README.md describes the CUDA sources.
+"""
+
+from dakrun.kernels import reference
+from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_once, read_window
+from dakrun.kernels.embed import embed
+from dakrun.kernels.normalize import normalize
+from dakrun.kernels.select_greedy import select_greedy
+from dakrun.kernels.store_kv import store_kv
+from dakrun.kernels.unpack import unpack
+from dakrun.kernels.variants import Variant, all_variants, attention_variant, variants
+
+__all__ = [
+    "Reader",
+    "Variant",
+    "Window",
+    "all_variants",
+    "attention_variant",
+    "embed",
+    "normalize",
+    "read_multicast",
+    "read_once",
+    "read_window",
+    "reference",
+    "select_greedy",
+    "store_kv",
+    "unpack",
+    "variants",
+]

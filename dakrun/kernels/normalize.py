@@ -5,12 +5,11 @@ from typing import Literal
 
 import torch
 
-from dakrun.geometry import CHUNK, NORMALIZE_CHUNKS, ROW_THREADS
+from dakrun.geometry import CHUNK, NORMALIZE_MAX_COLS, ROW_THREADS
 from dakrun.kernels.runtime import jit, operands
 from dakrun.units import ceil_div
 
 WARP = 32  # threads
-MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS
 SOURCE = "normalize.cu"
 
 Norm = Literal["rms", "layer"]
@@ -47,8 +46,10 @@ def normalize(
     if x.dim() != 2 or x.dtype not in operands.DTYPES:
         raise ValueError(f"expected x as [N, K] in 16 bits, got {list(x.shape)} of {x.dtype}")
     n, cols = x.shape
-    if cols % CHUNK or not 0 < cols <= MAX_COLS:
-        raise ValueError(f"expected a multiple of {CHUNK} columns up to {MAX_COLS}, got {cols}")
+    if cols % CHUNK or not 0 < cols <= NORMALIZE_MAX_COLS:
+        raise ValueError(
+            f"expected a multiple of {CHUNK} columns up to {NORMALIZE_MAX_COLS}, got {cols}"
+        )
     if norm == "rms" and bias is not None:
         raise ValueError("expected no bias with rms")
     wanted: dict[str, operands.Wanted] = {

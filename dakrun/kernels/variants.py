@@ -7,13 +7,18 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dakrun.geometry import FEW_ROWS, TILED_X_TILES
-from dakrun.kernels import embed, normalize, select_greedy, store_kv, unpack
+from dakrun.geometry import FEW_ROWS, HEAD_DIMS, TILED_PORTABLE_X_TILES, TILED_X_TILES
 from dakrun.kernels.attention import splitk as attention
+from dakrun.kernels.bandwidth import SOURCE as BANDWIDTH
+from dakrun.kernels.embed import SOURCE as EMBED
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.gemm.splitk_config import tiles_for
+from dakrun.kernels.normalize import SOURCE as NORMALIZE
 from dakrun.kernels.runtime import operands
+from dakrun.kernels.select_greedy import SOURCE as SELECT_GREEDY
+from dakrun.kernels.store_kv import SOURCE as STORE_KV
+from dakrun.kernels.unpack import SOURCE as UNPACK
 
 Variant = tuple[str, dict[str, int]]  # a file of native/, and the macros of the variant
 
@@ -41,10 +46,35 @@ def variants(
         for macros in gemm.defines_of_tiers(dtype, x_tiles, norm, mixes=mixes)
     ]
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
-    small = (select_greedy, normalize, embed, store_kv)
     return [
-        *(many if tuple(x_tiles) == TILED_X_TILES else [(unpack.SOURCE, {})]),
-        (attention.SOURCE, attention.defines(dtype, head_dim, group)),
+        *(many if tuple(x_tiles) == TILED_X_TILES else [(UNPACK, {})]),
+        attention_variant(dtype, head_dim, group),
         *skinny,
-        *((kernel.SOURCE, operands.defines(dtype)) for kernel in small),
+        *_small(dtype),
     ]
+
+
+def attention_variant(dtype: torch.dtype, head_dim: int, group: int) -> Variant:
+    """The variant of SplitK_FlashAttn for `group` query heads per KV head."""
+    return attention.SOURCE, attention.defines(dtype, head_dim, group)
+
+
+def all_variants(arch: str) -> list[Variant]:
+    """Every variant of every kernel for `arch`, one of runtime.ARCHITECTURES."""
+    found: list[Variant] = [(BANDWIDTH, {}), (UNPACK, {})]
+    for dtype in operands.DTYPES:
+        tiled = [tiled_gemm.defines(dtype, tiles) for tiles in TILED_PORTABLE_X_TILES]
+        if arch == "sm_90a":  # the only one with wgmma
+            tiled = tiled_gemm.all_defines(dtype)
+        found += ((tiled_gemm.SOURCE, macros) for macros in tiled)
+        found += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
+        found += (
+            attention_variant(dtype, head_dim, group) for head_dim in HEAD_DIMS for group in (8, 16)
+        )
+        found += _small(dtype)
+    return found
+
+
+def _small(dtype: torch.dtype) -> list[Variant]:
+    sources = (SELECT_GREEDY, NORMALIZE, EMBED, STORE_KV)
+    return [(source, operands.defines(dtype)) for source in sources]

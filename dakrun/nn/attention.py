@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from dakrun.geometry import MAX_GROUP_HEADS
-from dakrun.kernels.attention import kv_blocks
-from dakrun.kernels.attention.config import AttentionConfig, attention_config
-from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
-from dakrun.kernels.runtime.jit import has_kernels, sm_count
+from dakrun.kernels.attention import (
+    AttentionConfig,
+    AttentionWorkspace,
+    attention_config,
+    kv_blocks,
+    splitk_flash_attn,
+)
+from dakrun.kernels.runtime import has_kernels, sm_count
 from dakrun.nn.kv_cache import PartitionedKVCache
 
 _config = functools.cache(attention_config)
@@ -47,7 +51,7 @@ class SplitKFlashAttn(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._workspaces: dict[tuple[AttentionConfig, int, torch.device], Workspace] = {}
+        self._workspaces: dict[tuple[AttentionConfig, int, torch.device], AttentionWorkspace] = {}
 
     @torch.no_grad()
     def forward(
@@ -96,7 +100,7 @@ class SplitKFlashAttn(nn.Module):
         config = _config(cache.shape, cache.slots, cache.access, sms=sm_count(q.device))
         key = (config, heads[0] // heads[1], q.device)
         if key not in self._workspaces:
-            self._workspaces[key] = Workspace.empty(*key)
+            self._workspaces[key] = AttentionWorkspace.empty(*key)
         with torch.cuda.device_of(q):
             q, k, v = torch.cat((q, k, v), 1).split(heads, 1)  # equal row strides
             return splitk_flash_attn(

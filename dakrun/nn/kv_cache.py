@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention import KVCache, kv_blocks
 from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
-from dakrun.kernels.attention.kv_cache import KVCache
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import HOST, allocate_tiers
 from dakrun.nn.tiers import check_remote, profiled_access, remote_count

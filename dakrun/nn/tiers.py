@@ -14,8 +14,7 @@ from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
 from dakrun.kernels.gemm import storage
 from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.runtime import jit
-from dakrun.kernels.runtime.jit import sm_count
+from dakrun.kernels.runtime import jit, sm_count
 from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
 from dakrun.plan import is_windowed
 

@@ -11,11 +11,14 @@ import torch
 
 from dakrun.geometry import FEW_ROWS, KV_BLOCK
 from dakrun.hardware import Sweep
-from dakrun.kernels.attention.config import attention_config
-from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.attention.splitk import Workspace, splitk_flash_attn
+from dakrun.kernels import select_greedy
+from dakrun.kernels.attention import (
+    AttentionWorkspace,
+    KVShape,
+    attention_config,
+    splitk_flash_attn,
+)
 from dakrun.kernels.gemm.packing import row_block_bytes
-from dakrun.kernels.select_greedy import select_greedy
 from dakrun.probe.chain import Launch, launch_seconds, seconds_round_robin
 from dakrun.probe.gemm_costs import (
     ACCESS,
@@ -34,7 +37,7 @@ HEADS, HEAD_DIM = 32, 128
 LONG_BYTES = 384 * 2**20  # of all long slots
 ROW_BLOCKS = 1536, 512  # of the products before and after attention, with HEADS * HEAD_DIM columns
 VOCABULARIES = 2**15, 2**17
-MAX_LOGITS = 512  # operands of a chain: 256 MiB of the smallest
+MAX_LOGITS = 512  # operands of a chain; of the smallest, 256 MiB in total
 
 
 def attention_sweep(bench: Bench) -> Sweep:
@@ -44,7 +47,7 @@ def attention_sweep(bench: Bench) -> Sweep:
     without attention. Long slots: that, plus the difference between long and short slots in chains
     of attention alone. Between products, the difference would be within the products' own
     variation, which depends on power and on which SMs are free first. More than FEW_ROWS slots are
-    measured under load. Slots that exceed the buffer are fewer or shorter.
+    measured under load. Batches that exceed the buffer get fewer or shorter slots.
     """
     weights, memory = random_memory(bench).chunk(2)
     block, rows = KVShape(HEADS, HEAD_DIM, KV_BLOCK).slot_bytes, []
@@ -124,7 +127,7 @@ def _attention(
     shape, count = KVShape(HEADS, HEAD_DIM, KV_BLOCK * blocks), len(out)
     alone = count > FEW_ROWS
     config = attention_config(shape, (count,), ACCESS, sms=bench.sms, alone=alone)
-    workspace = Workspace.empty(config, 1, memory.device)
+    workspace = AttentionWorkspace.empty(config, 1, memory.device)
     q, k, v = random(memory, 3, count, HEADS, HEAD_DIM)
     lengths = torch.full((count,), shape.positions - 1, dtype=torch.int32, device=memory.device)
     slots = [piece.data_ptr() for piece in pieces(memory, shape.slot_bytes)]

@@ -12,11 +12,11 @@ import torch
 from dakrun.engine import Staging, staged_bytes
 from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK
 from dakrun.hardware import LOCAL, Sweep
+from dakrun.kernels import normalize
 from dakrun.kernels.gemm.dispatch import Products, tiles
 from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_row_blocks
-from dakrun.kernels.normalize import normalize
 from dakrun.probe.chain import Launch, graph_seconds, launch_seconds, seconds_round_robin
 from dakrun.probe.measurement import spread
 from dakrun.probe.sweeps import Bench, Buffer, rounded
@@ -36,11 +36,11 @@ MANY_ROWS_WEIGHTS = (
     (3584, 7168),
 )  # fmt: skip
 
-# Norms. True: the product normalizes, and its weight has a layer's size, as a larger one would
-# hide the norm. False: a launch of its own, before a product that is small beside it.
+# Norms. With few rows (True) the product normalizes X; its weight is of a layer's size, as a larger
+# one would hide the norm. With more (False) the norm is a separate launch before a small product.
 NORM_COLS = 4096, 8192
 NORM_ROW_BLOCKS = {False: 64, True: 768}
-NORM_BYTES = 2**26  # of all weights of the small products; L2 may hold them
+NORM_BYTES = 2**26  # all weights of the small products together; L2 may hold them
 
 # Staging: a weight of 96 MiB, of which a few row blocks are copied while earlier ops read HBM.
 WEIGHT_ROW_BLOCKS, WEIGHT_COLS = 1536, 4096
@@ -66,7 +66,7 @@ def linear_sweep(bench: Bench) -> Sweep:
 
 
 def many_rows(bench: Bench) -> tuple[int, ...]:
-    """The numbers of rows in the effort that exceed SplitK_GEMM's."""
+    """The effort's numbers of rows of X that are too many for SplitK_GEMM."""
     most = Products(bench.hbm.tensor.device).few_rows
     return tuple(n for n in bench.effort.many_rows if n > most)
 

@@ -10,9 +10,9 @@ import torch
 from dakrun.config import Dtype
 from dakrun.geometry import FEW_ROWS, SPLITK_MAX_ROWS, TILED_X_TILES
 from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.kernels import Variant, variants
 from dakrun.kernels.gemm.tiled import x_tiles
-from dakrun.kernels.runtime.jit import architecture, compiling
-from dakrun.kernels.variants import Variant, variants
+from dakrun.kernels.runtime import architecture, compiling
 from dakrun.memory import allocate_tiers, available_host_memory
 from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
 from dakrun.probe.congestion import (
@@ -91,7 +91,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         probe = GpuProbe(Bench(sms, buffers.pop(LOCAL), effort))
         probe.launches()
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
-        compiled()  # wait: compilation may run beside figures of the GPU alone
+        compiled()  # wait: compilation overlapped with measurements of the GPU alone
         remote = [
             probe.remote_tier(tier, buffer, _capacity(tier, host_memory))
             for tier, buffer in buffers.items()

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from dakrun.hardware import Sweep
-from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_once, read_window
-from dakrun.kernels.runtime.copy_engine import copy
+from dakrun.kernels import Reader, Window, read_multicast, read_once, read_window
+from dakrun.kernels.runtime import copy
 from dakrun.probe.chain import graph_seconds
 from dakrun.probe.measurement import KIB, QUICK, Effort, Ring, ring_for, spread, steadier
 

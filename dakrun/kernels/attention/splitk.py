@@ -50,7 +50,7 @@ class _Args(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Workspace:
+class AttentionWorkspace:
     """Partial results of splits and chunks: one workspace for all launches of a stream.
 
     `partials` is float32 [slots, Hkv, splits, chunks, group, D + 4], `arrivals` int32 [slots, Hkv,
@@ -61,7 +61,9 @@ class Workspace:
     arrivals: torch.Tensor
 
     @classmethod
-    def empty(cls, config: AttentionConfig, group: int, device: torch.device) -> "Workspace":
+    def empty(
+        cls, config: AttentionConfig, group: int, device: torch.device
+    ) -> "AttentionWorkspace":
         """Allocate for launches of `config` with `group` query heads per KV head."""
         partials, arrivals = _workspace_sizes(config, group)
         return cls(
@@ -90,7 +92,7 @@ def splitk_flash_attn(
     caches: torch.Tensor,
     lengths: torch.Tensor,
     config: AttentionConfig,
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     out: torch.Tensor,
     *,
     scale: float,
@@ -176,7 +178,7 @@ def _check_operands(
     caches: torch.Tensor,
     lengths: torch.Tensor,
     config: AttentionConfig,
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     out: torch.Tensor,
     rotations: torch.Tensor | None,
 ) -> None:

@@ -3,3 +3,44 @@
 nvrtc compiles, jit caches, loads and launches, graph captures, copy_engine copies between tiers,
 tensor_map describes matrices to TMA, operands has what wrappers share.
 """
+
+from dakrun.kernels.runtime.copy_engine import CopyStream, copy
+from dakrun.kernels.runtime.graph import capture, capture_id, edge_kinds, replay_seconds
+from dakrun.kernels.runtime.jit import (
+    Kernel,
+    architecture,
+    cached_cubin,
+    compile_ahead,
+    compiling,
+    has_kernels,
+    kernel,
+    sm_count,
+)
+from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, Compiled, CompileError, compile_cubin
+from dakrun.kernels.runtime.operands import DTYPES, CtaOrder
+from dakrun.kernels.runtime.tensor_map import atoms_map, boxes_map
+
+__all__ = [
+    "ARCHITECTURES",
+    "DTYPES",
+    "CompileError",
+    "Compiled",
+    "CopyStream",
+    "CtaOrder",
+    "Kernel",
+    "architecture",
+    "atoms_map",
+    "boxes_map",
+    "cached_cubin",
+    "capture",
+    "capture_id",
+    "compile_ahead",
+    "compile_cubin",
+    "compiling",
+    "copy",
+    "edge_kinds",
+    "has_kernels",
+    "kernel",
+    "replay_seconds",
+    "sm_count",
+]
