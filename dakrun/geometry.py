@@ -1,4 +1,4 @@
-"""Sizes that planner, Python wrappers and CUDA kernels share, and the groups of row blocks of CTAs.
+"""Sizes that planner, Python wrappers and CUDA kernels share, and how CTAs group row blocks.
 
 The constants of CUDA_CONSTANTS reach the kernels as macros of the same names, one `-D` each in
 every compilation (dakrun/kernels/runtime/nvrtc.py); native/geometry.cuh names those that several
@@ -59,7 +59,7 @@ ELEMENTWISE_THREADS = 256  # per CTA of embed, store_kv and unpack
 UNPACK_ATOMS = 4  # atoms per warp of unpack
 ROW_THREADS = 1024  # per CTA of select_greedy; the maximum per CTA of normalize
 NORMALIZE_CHUNKS = 2  # chunks of a row that a thread of normalize holds at most
-NORMALIZE_MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS  # of a row
+NORMALIZE_MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS  # maximum columns of a row
 
 CUDA_CONSTANTS = {
     "ROWS_PER_BLOCK": ROWS_PER_BLOCK,
@@ -92,7 +92,7 @@ CUDA_CONSTANTS = {
 FEW_ROWS = 32  # rows of X up to which SplitK_GEMM beats the tiled GEMM, and applies the norm itself
 # Costs with which even_group() compares group sizes.
 X_READ_COST = 0.25  # cost of reading X for a group, in row blocks
-EPILOGUE_COST = 0.05  # cost of storing a CTA's last group, per row block of it
+EPILOGUE_COST = 0.05  # cost of storing a CTA's last group, per row block of the group
 
 
 def row_block_count(rows: int) -> int:

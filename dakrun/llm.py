@@ -52,8 +52,8 @@ class LLM:
       tokens. The default prompt is half of max_model_len less `expected_tokens`.
     - `profile`: a HardwareProfile, its name or file. "auto" takes the profile that
       `dakrun profile` saved for this device, else a shipped one; it never measures.
-    - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Otherwise prompts and
-      results are then token ids.
+    - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
+      that has none takes and returns token ids.
     - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
       with only a config.json.
 

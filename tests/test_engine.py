@@ -319,7 +319,7 @@ def test_other_errors_stay_what_they_are(path: Path, monkeypatch: pytest.MonkeyP
         ([[5] * 160], "prompt 0: the prompt has 160 tokens"),
         (["text"], "prompt 0: the model has no tokenizer"),
         *(
-            ([bad], "prompt 0: it is neither a text nor a list of token ids")
+            ([bad], "prompt 0: neither text nor a list of token ids")
             for bad in (5, None, b"ab", {5}, {5: 6}, [5.0], [True], ["5"], [[5]], torch.ones(2))
         ),
     ],

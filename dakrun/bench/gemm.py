@@ -36,7 +36,7 @@ from dakrun.memory import aligned
 from dakrun.plan import is_windowed
 from dakrun.probe.chain import launch_seconds
 
-# Launches the product of x [N, K] and the weight of that number into out [N, M].
+# Launch(i, x, out) multiplies x [N, K] by weight number i into out [N, M].
 Launch = Callable[[int, torch.Tensor, torch.Tensor], object]
 
 

@@ -30,7 +30,7 @@ from dakrun.requests import Request
 
 WARM_UP_TOKENS = 4
 ROUNDS = 3
-MAX_SECONDS = 20.0  # no batch starts later
+MAX_SECONDS = 20.0  # no further batch begins this long after the first one
 HINT = "choose smaller batches or another --ratio, or end other programs that use the memory"
 
 

@@ -24,8 +24,8 @@ from dakrun.plan.show.picture import (
 
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
-STEPS = 400  # of an ideal curve
-MARGIN = 1.06  # of the ratio axis beyond the last point
+STEPS = 400  # line segments of an ideal curve
+MARGIN = 1.06  # end of an ideal curve over the largest measured ratio
 
 Row = Mapping[str, Any]
 

@@ -92,7 +92,7 @@ class Chains(ABC):
 
     @abstractmethod
     def row(self, case: Any, access: "Sequence[TierAccess]", **known: float) -> Row:
-        """The row of `case` with each tier read as `access` says; `known` are the other times."""
+        """Measure `case` with tiers read as `access` says; `known` are the row's other times."""
 
 
 def measure_kernel(

@@ -68,7 +68,7 @@ def find_profile(*, device: Literal["cuda", "cpu"], name: str | None = None) -> 
 def kept_profile(*, device: Literal["cuda", "cpu"], name: str) -> HardwareProfile | None:
     """The newest profile that `dakrun profile` kept of the device called `name`, or None.
 
-    Profiles of another schema are skipped. Raises UsageError for a damaged one.
+    Profiles of another schema version are skipped. Raises UsageError for a damaged one.
     """
     files = sorted(kept_profiles_dir().glob("*.toml"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):

@@ -17,7 +17,7 @@ from dakrun.plan.roofline import regime, sampling_time
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Every op placed, `staging` bytes of buffers kept, and the decode step's predicted time."""
+    """All ops placed, the bytes reserved for `staging`, and the decode step's predicted time."""
 
     ops: tuple[PlacedOp, ...]
     staging: int
@@ -32,7 +32,7 @@ def cost_placement(problem: Problem, placed: Placement) -> Candidate:
     """The fastest candidate with the given units per layer and tier of every op.
 
     If the problem does not fix a transport, three choices are compared: all remote parts of
-    matrices direct, all staged, or each op in its faster way. The candidate keeps the problem's
+    matrices direct, all staged, or each op in its faster way. The candidate reserves the problem's
     staging bytes; its buffers may need more. Raises CannotRun if a tier holds more than its budget.
     """
     transports: tuple[Transport, ...] = ("direct", "staged")
@@ -101,7 +101,7 @@ def assemble(problem: Problem, chosen: Candidate, *, forgone: Plan | None = None
 
 
 def _phase(problem: Problem, chosen: Candidate) -> Literal[1, 2, 3]:
-    """1 for offloading up to the ops' a in all, 2 up to their b, 3 beyond."""
+    """1 if the remote bytes are at most those of all ops at a, 2 at b, 3 if more."""
     curves = list(problem.curves.values())
     moved = chosen.remote_bytes()
     if moved <= best_total(curves) * 1.001:

@@ -41,8 +41,8 @@ def make_plan(
 
     A plan that fits HBM is offloaded only for a gain of MIN_OFFLOAD_GAIN or more, unless `policy`
     fixes a ratio. Without `thorough` the search is much shorter, and the plan a few percent slower
-    where HBM is full. Raises CannotRun where the budgets do not hold the model, saying by how much,
-    and UsageError where the workload does not suit the model.
+    where HBM is full. Raises CannotRun if the budgets are too small for the model, saying by how
+    much, and UsageError if the workload's `max_model_len` exceeds the model's positions.
     """
     if workload.max_model_len > model.max_positions:
         raise UsageError(

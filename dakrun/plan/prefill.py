@@ -128,7 +128,7 @@ def predict_prefill(plan: Plan) -> Prefill:
             bytes over each link by the copy engine, in either direction, / its rate).
 
     - A linear op does 2 R M K FLOPs. It reads its matrix once or, with direct reads, once for
-      PREFILL_LAUNCH_ROWS tokens. The copy engine brings staged parts while other ops run.
+      PREFILL_LAUNCH_ROWS tokens. Staged parts are copied while other ops run.
     - The lm_head runs on the last token of the prompts that end in the pass.
     - Attention is a launch for each prompt. L tokens from position s on do
       4 Hq D (L s + L (L + 1) / 2) FLOPs, causally, at P(L). They read s positions of keys and
@@ -172,7 +172,7 @@ def _works(plan: Plan) -> Counter[_Work]:
 
 
 class _Pass:
-    """Time of a pass, summed as ops are added: the SMs' work, and the copies beside it."""
+    """Time of a pass, summed as ops are added: the SMs' work, and the copies that overlap it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self.flops = plan, 0.0

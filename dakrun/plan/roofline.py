@@ -123,7 +123,7 @@ def bytes_in_flight(tier: RemoteTier, model: KernelModel) -> float:
 
 
 def matmul_rows(rows: int, profile: HardwareProfile) -> int:
-    """Rows that a matrix product of `rows` rows of X really multiplies."""
+    """Rows of X that a product of `rows` multiplies, padding to a tensor core's tile included."""
     return max(rows, MIN_TENSOR_ROWS) if profile.device == "cuda" else rows
 
 
@@ -175,7 +175,7 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
 
 
 def staged_time(op: Op, kernel: float, profile: HardwareProfile, *, link: float) -> float:
-    """Predicted seconds of one layer of `op` whose remote bytes the copy engine brings.
+    """Predicted seconds of one layer of `op` whose remote bytes are staged by the copy engine.
 
     The copy takes `link` seconds and overlaps with earlier ops. The kernel takes `kernel` seconds
     as in `predicted_time`, and the profile's extra cost of waiting for the copy.

@@ -27,7 +27,7 @@ _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata")
 _ROLES = ("system", "developer", "user", "assistant")
-# Unsupported fields, with the value that asks for nothing and is therefore accepted.
+# Unsupported fields and the neutral value of each, which changes nothing and is accepted.
 _NEUTRAL: Mapping[str, object] = {
     "n": 1,
     "best_of": 1,

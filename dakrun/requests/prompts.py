@@ -52,7 +52,7 @@ class PromptRules:
             raise BadRow("invalid_prompt", str(problem)) from None
 
     def check(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """`ids`, if they are a prompt that fits the model."""
+        """Return `ids` if they are a prompt that fits the model."""
         if not ids:
             raise BadRow("invalid_prompt", "the prompt has no tokens")
         limit = self.max_model_len - 1
@@ -102,7 +102,7 @@ def as_requests(
         )
     if len(each) != len(prompts):
         raise UsageError(
-            f"the number of SamplingParams is not that of the {len(prompts)} prompts",
+            f"there are more or fewer SamplingParams than the {len(prompts)} prompts",
             hint="give one SamplingParams for all or one for each",
         )
     pairs = zip(prompts, each, strict=True)
@@ -128,7 +128,7 @@ def _token_ids(prompt: Iterable[int]) -> tuple[int, ...]:
             raise TypeError
         return tuple(map(index, ids))
     except TypeError:
-        raise BadRow("invalid_prompt", "it is neither a text nor a list of token ids") from None
+        raise BadRow("invalid_prompt", "neither text nor a list of token ids") from None
 
 
 def _check_encodable(text: str, what: str) -> None:

@@ -185,7 +185,7 @@ def _fill(
 
 
 def _joined(tensors: list[torch.Tensor], *, alternate: bool) -> torch.Tensor:
-    """One tensor of several: with alternating rows, or one below the other."""
+    """Stack `tensors` along dimension 0, their rows alternating if `alternate`."""
     if alternate:
         return interleave(tensors)
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]

@@ -231,7 +231,7 @@ def _published_text(other: Comparison) -> str:
     return (
         f"EB {_rate(figure.eb_bytes_per_s)} with {figure.offload_ratio:.0%} outside "
         f"{other.plan.tiers[0]}: {other.efficiency:.0%} of the bound of {_rate(other.bound_eb)}; "
-        f"predicted {_rate(other.expected_eb)} ({other.expected:.0%}); {figure.source}"
+        f"predicted {_rate(other.expected_eb)} ({other.expected:.0%}); source: {figure.source}"
     )
 
 
