@@ -12,9 +12,9 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
 from dakrun.plan import (
-    OpCosts,
     Policy,
     Problem,
+    StepCosts,
     climb,
     cost_placement,
     place,
@@ -28,9 +28,9 @@ HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 GIB = 2**30
 
 
-def costs(*remote: str) -> OpCosts:
+def costs(*remote: str) -> StepCosts:
     assert MODEL is not None
-    return OpCosts(MODEL, WORK, PEER if "peer:1" in remote else HOST, remote)
+    return StepCosts(MODEL, WORK, PEER if "peer:1" in remote else HOST, remote)
 
 
 @pytest.mark.parametrize("transport", ["direct", "staged"])

@@ -18,7 +18,7 @@ from dakrun.plan.batch_size import MAX_BATCH_SIZE, batch_candidates, choose_batc
 from dakrun.plan.cta_model import launch_times, read_times, sms_by_tier
 from dakrun.plan.greedy import Curve, best_total, greedy_ratios, uniform_ratios
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
-from dakrun.plan.op_costs import OpCosts, waits_s
+from dakrun.plan.op_costs import StepCosts, waits_s
 from dakrun.plan.ops import (
     PREFILL_CHUNK_TOKENS,
     Op,
@@ -69,7 +69,6 @@ __all__ = [
     "Curve",
     "Links",
     "Op",
-    "OpCosts",
     "OpPlan",
     "PlacedOp",
     "Plan",
@@ -79,6 +78,7 @@ __all__ = [
     "Problem",
     "RemoteGoal",
     "Segment",
+    "StepCosts",
     "Strategy",
     "Transport",
     "activation_bytes",

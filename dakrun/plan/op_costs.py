@@ -23,11 +23,11 @@ from dakrun.plan.roofline import (
 Counts = tuple[int, ...]  # units or slots by tier
 
 
-class OpCosts:
+class StepCosts:
     """The `ops` of a step, and the time of each over the local tier and the `remote` ones.
 
     `compute` has the seconds of arithmetic of one layer at the profile's rate, by op name; `work`
-    the same at the kernels' efficiency. Problems of one workload share one OpCosts and its cache.
+    the same at the kernels' efficiency. Problems of one workload share one StepCosts and its cache.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from dakrun.plan.cta_model import launch_times, sms_by_tier
 from dakrun.plan.greedy import Curve, best_total, greedy_ratios, uniform_ratios
-from dakrun.plan.op_costs import Counts, OpCosts
+from dakrun.plan.op_costs import Counts, StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import kernel_time
@@ -155,7 +155,7 @@ def balanced(
 
 
 @functools.lru_cache(maxsize=256)
-def _balanced_units(costs: OpCosts, op: Op, curve: Curve, start: int) -> int:
+def _balanced_units(costs: StepCosts, op: Op, curve: Curve, start: int) -> int:
     """Remote units of one layer of `op` with which it is fastest, within REACH of `start`."""
     compute, profile, remote = costs.compute[op.name], costs.profile, costs.remote
     unit = op.unit_bytes(0, 1) / min(curve.local_rate, curve.remote_rate)

@@ -14,7 +14,7 @@ from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.assemble import Candidate, assemble, cost_placement
-from dakrun.plan.op_costs import Counts, OpCosts
+from dakrun.plan.op_costs import Counts, StepCosts
 from dakrun.plan.placement import place, slot_candidates
 from dakrun.plan.plan import Plan, staging_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
@@ -50,7 +50,7 @@ def make_plan(
             f"positions of {model.name}",
             hint=f"use --max-model-len {model.max_positions} or less",
         )
-    costs = OpCosts(model, workload, profile, policy.remote_tiers(profile))
+    costs = StepCosts(model, workload, profile, policy.remote_tiers(profile))
     problem = Problem.of(costs, policy)
     plan = assemble(problem, _fastest(problem, thorough))
     return with_prefill(_local_if_as_fast(problem, plan))

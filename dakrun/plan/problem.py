@@ -11,7 +11,7 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL
 from dakrun.plan import ops as inventory
 from dakrun.plan.greedy import Curve
-from dakrun.plan.op_costs import OpCosts
+from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import Line
@@ -28,7 +28,7 @@ class Problem:
     one remote tier in use; None uses all. Raises CannotRun if the budgets are too small.
     """
 
-    costs: OpCosts
+    costs: StepCosts
     policy: Policy
     strategy: Strategy
     transport: Transport | None
@@ -48,7 +48,7 @@ class Problem:
             raise self.too_small(short)
 
     @classmethod
-    def of(cls, costs: OpCosts, policy: Policy) -> "Problem":
+    def of(cls, costs: StepCosts, policy: Policy) -> "Problem":
         """The problem with the strategy and transport of `policy`."""
         return cls(costs=costs, policy=policy, strategy=policy.strategy, transport=policy.transport)
 
