@@ -136,7 +136,7 @@ def test_options_that_cannot_be_meant(path: Path, option: str, value: object) ->
 def test_a_time_per_token_is_no_use_beside_a_batch_size(path: Path) -> None:
     with pytest.raises(UsageError, match=r"max_tpot is 0\.1") as caught:
         LLM(path, device="cpu", batch_size=4, max_tpot=0.1)
-    assert "batch_size is given (4)" in caught.value.hint
+    assert "unless batch_size is 'auto'" in caught.value.hint
 
 
 def test_a_profile_may_be_a_path(path: Path, tmp_path: Path) -> None:

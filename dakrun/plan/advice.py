@@ -175,7 +175,7 @@ def _text(other: Alternative) -> str:
 
 
 def busy_shares(plan: Plan) -> dict[str, float]:
-    """Ratio of the predicted step in which each resource is in use, the busiest first.
+    """Fraction of the predicted step's time for which each resource is busy, the busiest first.
 
     Resources are COMPUTE, the plan's tiers, tiers behind one link ("host+peer:1") and LAUNCHES,
     the fixed cost of the ops. Ops run one after the other; each uses several resources at once.

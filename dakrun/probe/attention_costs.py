@@ -34,8 +34,8 @@ from dakrun.probe.gemm_costs import (
 from dakrun.probe.sweeps import Bench, rounded
 
 HEADS, HEAD_DIM = 32, 128
-LONG_BYTES = 384 * 2**20  # of all long slots
-ROW_BLOCKS = 1536, 512  # of the products before and after attention, with HEADS * HEAD_DIM columns
+LONG_BYTES = 384 * 2**20  # bytes of all long slots together
+ROW_BLOCKS = 1536, 512  # weights of HEADS * HEAD_DIM columns before and after attention
 VOCABULARIES = 2**15, 2**17
 MAX_LOGITS = 512  # operands of a chain; of the smallest, 256 MiB in total
 

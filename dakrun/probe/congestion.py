@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from dakrun.hardware import OpCosts, RemoteTier, Sweep
 
-MIN_KEPT = 0.99  # of a tier's own rate while the other tier is read as well
-MIN_GAIN = 1.005  # in a tier's rate for a wider window
+MIN_KEPT = 0.99  # fraction of a tier's own rate that it must keep while the other tier is read
+MIN_GAIN = 1.005  # factor on a tier's rate that justifies a wider window
 # Bytes of a remote tier in flight on one SM of a kernel: at least one stage, at most the ring of a
 # kernel that leaves half of the shared memory to the next kernel.
 PER_SM = (16 * 1024, 64 * 1024)

@@ -105,7 +105,7 @@ def _figures(plan: Plan, step_s: float, ttft_s: float) -> dict[str, float]:
 
 
 def kv_figures(plan: Plan) -> dict[str, float]:
-    """The KV cache's footprint over all tiers, and its bytes a step from HBM and over links."""
+    """Bytes of the KV cache over all tiers, and those that a step reads from HBM and over links."""
     kv = plan.op("attention")
     tiers = range(len(plan.tiers))
     return {
@@ -126,7 +126,7 @@ def op_eb(op: OpPlan) -> float:
 
 
 def window(plan: Plan, op: OpPlan, tier: int) -> int | None:
-    """Most bytes in flight of the op's direct reads from remote tier number `tier`.
+    """Maximum bytes in flight of the op's direct reads from remote tier number `tier`.
 
     None where the op has no SMs of its own for that tier: staged, mixed, or nothing there.
     """

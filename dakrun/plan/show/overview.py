@@ -73,7 +73,7 @@ class Overview:
 
     @classmethod
     def of(cls, plan: Plan, max_tpot: float | None = None) -> "Overview":
-        """Plan again with the uniform strategy, as published, and for advice.
+        """Plan again with the uniform strategy, at published ratios, and for advice.
 
         Advice is limited to `max_tpot` seconds per output token, if given.
         """
@@ -92,7 +92,7 @@ class Overview:
 
 
 def _published(plan: Plan) -> Iterator[Comparison]:
-    """The profile's published figures of this model and batch size, where they fit here."""
+    """The profile's published figures of this model and batch size whose ratio fits the budgets."""
     name = plan.model.name.rpartition("/")[2].lower()
     for figure in plan.profile.published:
         if (figure.model, figure.batch_size) == (name, plan.workload.batch_size):
