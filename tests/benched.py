@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from dakrun.bench import MIB, Ceilings, Effort, Record, as_text
 from dakrun.cli import main
+from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, load_profile
 from dakrun.memory import allocate_tiers
 
@@ -41,6 +42,13 @@ def refused(result: Result, code: int, said: str, hint: str) -> None:
     *_, error, advice = result.stderr.splitlines()
     assert error.startswith("error: ") and said in error
     assert advice.startswith("hint: ") and hint in advice
+
+
+def malformed(parse: Callable[[str], object], text: str, said: str, hint: str) -> None:
+    """`parse` refuses `text` with an error that contains `said` and a hint that contains `hint`."""
+    with pytest.raises(UsageError, match=said) as problem:
+        parse(text)
+    assert hint in problem.value.hint
 
 
 def check_command(

@@ -17,6 +17,7 @@ from benched import (
     TINY,
     check_command,
     check_measured,
+    malformed,
     on_the_cpu,
     refused,
     run,
@@ -49,7 +50,6 @@ from dakrun.bench import (
 )
 from dakrun.cli import OPTIONS_OF, main
 from dakrun.config import Workload
-from dakrun.errors import UsageError
 from dakrun.geometry import HEAD_DIMS
 from dakrun.hardware import LOCAL
 from dakrun.kernels.attention import config as attention_heuristics
@@ -120,9 +120,7 @@ def test_slots_of_different_lengths() -> None:
     ],
 )  # fmt: skip
 def test_malformed_slots(text: str, said: str, hint: str) -> None:
-    with pytest.raises(UsageError, match=said) as problem:
-        parse_slots(text)
-    assert hint in problem.value.hint
+    malformed(parse_slots, text, said, hint)
 
 
 def test_head_sizes_of_the_kernel_are_options() -> None:

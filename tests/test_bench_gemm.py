@@ -23,6 +23,7 @@ from benched import (
     TINY,
     check_command,
     check_measured,
+    malformed,
     on_the_cpu,
     refused,
     run,
@@ -122,9 +123,7 @@ def test_shapes(text: str) -> None:
     ],
 )  # fmt: skip
 def test_malformed_shapes(text: str, said: str, hint: str) -> None:
-    with pytest.raises(UsageError, match=said) as problem:
-        parse_shape(text)
-    assert hint in problem.value.hint
+    malformed(parse_shape, text, said, hint)
 
 
 def test_pure_parts_start_without_torch() -> None:

@@ -15,16 +15,8 @@ from dakrun.geometry import (
     ROWS_PER_BLOCK,
     row_block_count,
 )
-from dakrun.kernels.gemm import (
-    DTYPES,
-    PackedPart,
-    PackedTensor,
-    Split,
-    pack,
-    padded_cols,
-    row_block_bytes,
-    storage,
-)
+from dakrun.kernels import gemm
+from dakrun.kernels.gemm import DTYPES, PackedPart, PackedTensor, Split, pack, row_block_bytes
 
 
 def random_bits(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -83,10 +75,10 @@ def test_pieces_of_any_size_make_the_same(
     expected = packed(weight, splits)
     blank = [replace(part, data=torch.full_like(part.data, 0x7F)) for part in expected.parts]
     tensor, rows = PackedTensor(expected.shape, weight.dtype, tuple(blank)), 0
-    for piece in storage.pieces(tensor, limit * ROWS_PER_BLOCK * weight.shape[1]):
+    for piece in gemm.storage.pieces(tensor, limit * ROWS_PER_BLOCK * weight.shape[1]):
         row_blocks = row_block_count(piece.rows.stop - piece.rows.start)
         assert piece.rows.start == rows and row_blocks <= max(limit, piece.part.split.group)
-        storage.write(piece, weight[piece.rows])
+        gemm.storage.write(piece, weight[piece.rows])
         rows = piece.rows.stop
     assert rows == len(weight)
     for part, whole in zip(tensor.parts, expected.parts, strict=True):
@@ -96,7 +88,7 @@ def test_pieces_of_any_size_make_the_same(
 def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
     """An element's offset in bytes, computed as the module's docstring describes it."""
     row_block, row = divmod(row, 8)
-    atoms_along = padded_cols(cols) // 64
+    atoms_along = gemm.padded_cols(cols) // 64
     wave = row_block // split.wave * split.wave
     wave_row_blocks = min(split.wave, split.row_blocks - wave)
     group = row_block // split.group * split.group

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+from planned import GH200, GIB, known, work
 
-from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig, Workload
+from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, load_profile
-from dakrun.models import known_model
 from dakrun.plan import (
     MAX_BATCH_SIZE,
     MIN_OFFLOAD_GAIN,
@@ -26,24 +26,6 @@ from dakrun.plan import (
     make_plan,
 )
 from dakrun.plan.show import plan_dict
-
-GH200 = load_profile("gh200")
-GIB = 2**30
-
-
-def known(name: str) -> ModelConfig:
-    model = known_model(name)
-    assert model is not None
-    return model
-
-
-def work(batch_size: int, prompt_len: int = 32, new_tokens: int = 32) -> Workload:
-    return Workload(
-        batch_size=batch_size,
-        prompt_len=prompt_len,
-        new_tokens=new_tokens,
-        max_model_len=prompt_len + new_tokens,
-    )
 
 
 def test_opt_30b_on_gh200_turns_at_a_tenth() -> None:
@@ -95,7 +77,7 @@ def test_kv_ratio(ratio: float, slots: int) -> None:
 @pytest.mark.parametrize(
     ("policy", "said", "hint"),
     [
-        (Policy(hbm_budget=GIB // 2), "must lie in HBM", "--hbm-budget"),
+        (Policy(hbm_budget=GIB // 2), "must be in HBM", "--hbm-budget"),
         (Policy(hbm_budget=20 * GIB, host_budget=GIB), "the budgets are 36.", "--host-budget"),
         (Policy(hbm_budget=20 * GIB, offload_ratio=0.0),
          "over its budget of 20.00 GiB by 37.", "at auto"),

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from planned import GH200, GIB, known
 from scipy.optimize import linprog
 
-from dakrun.config import ModelConfig, Workload
+from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
-from dakrun.models import known_model
+from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
 from dakrun.plan import (
     Curve,
     Links,
@@ -24,9 +24,6 @@ from dakrun.plan import (
     time_of,
 )
 from dakrun.plan.linear_program import OpLines, best_ratios, minimise
-
-GH200 = load_profile("gh200")
-GIB = 2**30
 
 
 @st.composite
@@ -194,12 +191,6 @@ def machine(peer: int = 40 * GIB, host: int = 400 * GIB) -> HardwareProfile:
         sms=16,
     )
     return replace(GH200, remote=(host_tier, peer_tier))
-
-
-def known(name: str) -> ModelConfig:
-    model = known_model(name)
-    assert model is not None
-    return model
 
 
 def check(plan: Plan) -> None:

@@ -39,21 +39,12 @@ _LLAMA3_ROPE = {
 CONFIGS = {
     "opt-like-125m": OPTConfig(hidden_size=320, num_attention_heads=5, ffn_dim=1100, **_OPT),
     "opt-like-350m": OPTConfig(
-        hidden_size=384,
-        num_attention_heads=6,
-        ffn_dim=1100,
-        word_embed_proj_dim=320,
-        do_layer_norm_before=False,
-        **_OPT,
+        hidden_size=384, num_attention_heads=6, ffn_dim=1100, word_embed_proj_dim=320,
+        do_layer_norm_before=False, **_OPT,
     ),
     "opt-no-bias": OPTConfig(
-        hidden_size=320,
-        num_attention_heads=5,
-        ffn_dim=640,
-        enable_bias=False,
-        layer_norm_elementwise_affine=False,
-        tie_word_embeddings=False,
-        **_OPT,
+        hidden_size=320, num_attention_heads=5, ffn_dim=640, enable_bias=False,
+        layer_norm_elementwise_affine=False, tie_word_embeddings=False, **_OPT,
     ),
     "llama-mha": LlamaConfig(num_attention_heads=6, **_LLAMA),
     "llama-gqa3-tied": LlamaConfig(
@@ -63,14 +54,10 @@ CONFIGS = {
         num_attention_heads=8, num_key_value_heads=2, rope_parameters=_LLAMA3_ROPE, **_LLAMA
     ),
     "llama-gqa8-sharded": LlamaConfig(
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        head_dim=80,
-        attention_bias=True,
-        mlp_bias=True,
-        **_LLAMA,
+        num_attention_heads=8, num_key_value_heads=1, head_dim=80, attention_bias=True,
+        mlp_bias=True, **_LLAMA,
     ),
-}
+}  # fmt: skip
 
 
 @cache
@@ -83,6 +70,33 @@ def reference(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
     return model.to(dtype).eval()
+
+
+def kernel_models(
+    common: dict[str, object], *, std: float, **sizes: dict[str, int]
+) -> dict[str, OPTConfig | LlamaConfig]:
+    """One configuration for each kind of decoder on the kernels: `common` values and own `sizes`.
+
+    `std` is the standard deviation of the weights.
+    """
+    opt, llama = common | {"init_std": std}, common | {"initializer_range": std}
+    return {
+        "opt": OPTConfig(**opt, **sizes["opt"]),
+        "opt-like-350m": OPTConfig(do_layer_norm_before=False, **opt, **sizes["opt_350m"]),
+        "llama-gqa": LlamaConfig(**llama, **sizes["llama_gqa"]),
+        "llama-tied": LlamaConfig(tie_word_embeddings=True, **llama, **sizes["llama_tied"]),
+    }
+
+
+def save_half(config: OPTConfig | LlamaConfig, directory: Path) -> Path:
+    """Write a checkpoint of `config` in float16, with random weights, norms and biases."""
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in reference.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.1)
+    reference.half().save_pretrained(directory)  # which also rounds the frequencies of RoPE
+    return directory
 
 
 def save(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:

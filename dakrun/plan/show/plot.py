@@ -15,19 +15,8 @@ from dakrun.plan.plan import Plan
 from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Strategy
 from dakrun.plan.roofline import matmul_rows
-from dakrun.plan.show.picture import (
-    BLUE,
-    GREY,
-    ORANGE,
-    SAME,
-    VERMILION,
-    caption,
-    check_target,
-    draw_roofs,
-    new_figure,
-    roofs,
-    save,
-)
+from dakrun.plan.show import picture
+from dakrun.plan.show.picture import BLUE, GREY, ORANGE, SAME, VERMILION
 from dakrun.units import format_decimal
 
 CLOSE = 1.5  # ops whose coordinates differ by less than this factor share a label
@@ -49,8 +38,8 @@ def plot_plan(plan: Plan, path: Path, *, steps: int = 40) -> None:
 
     Raises CannotRun without matplotlib, UsageError where `path` cannot be written.
     """
-    check_target(path)
-    figure = new_figure(13, 5.6)
+    picture.check_target(path)
+    figure = picture.new_figure(13, 5.6)
     left, right = figure.subplots(1, 2)
     figure.subplots_adjust(left=0.065, right=0.985, top=0.87, bottom=0.115, wspace=0.17)
     profile, work = plan.profile, plan.workload
@@ -62,7 +51,7 @@ def plot_plan(plan: Plan, path: Path, *, steps: int = 40) -> None:
     )
     _draw_roofline(left, plan)
     _draw_ratios(right, plan, steps)
-    save(figure, path)
+    picture.save(figure, path)
 
 
 def points(plan: Plan) -> list[Point]:
@@ -116,7 +105,7 @@ def _close(one: Point, other: Point) -> bool:
 
 
 def _draw_roofline(axes: Any, plan: Plan) -> None:
-    found, slopes = points(plan), roofs(plan.profile, plan.tiers[1:])
+    found, slopes = points(plan), picture.roofs(plan.profile, plan.tiers[1:])
     rate = plan.profile.compute[plan.model.dtype]
     at_batch = rate.at(matmul_rows(plan.workload.batch_size, plan.profile))
     ridge = rate.peak / plan.profile.hbm_bytes_per_s
@@ -127,7 +116,7 @@ def _draw_roofline(axes: Any, plan: Plan) -> None:
     peaks = [("compute peak", rate.peak)]
     if not 1 / SAME < rate.peak / at_batch < SAME:
         peaks.append(("compute at this batch", at_batch))
-    draw_roofs(axes, slopes, peaks, plan.profile.hbm_bytes_per_s)
+    picture.draw_roofs(axes, slopes, peaks, plan.profile.hbm_bytes_per_s)
     shapes = {"linear": ("o", VERMILION), "attention": ("D", ORANGE)}
     for category, (marker, colour) in shapes.items():
         alike = [point for point in found if point.category == category]
@@ -139,11 +128,13 @@ def _draw_roofline(axes: Any, plan: Plan) -> None:
     axes.legend(loc="lower right", fontsize=8, framealpha=0.95)
     axes.figure.canvas.draw()
     _label_clusters(axes, clusters(found))
-    caption(axes, "Roofline of a decode step", "arithmetic intensity (FLOP per byte)", "FLOP/s")
+    picture.caption(
+        axes, "Roofline of a decode step", "arithmetic intensity (FLOP per byte)", "FLOP/s"
+    )
 
 
 def _label_clusters(axes: Any, groups: Sequence[Sequence[Point]]) -> None:
-    """Label every group of ops, with a leader, at the nearest place that covers least.
+    """Label every group of ops, with a leader line, at the nearest place that covers the least.
 
     Costs keep a label off other labels, the legend, ops and the frame, then off lines.
     """
@@ -231,7 +222,7 @@ def _draw_ratios(axes: Any, plan: Plan, steps: int) -> None:
         )  # fmt: skip
     axes.set(xlim=(-2, 102), ylim=(0, highest / 1e9 * 1.45))
     axes.legend(loc="upper right", fontsize=8, framealpha=0.95)
-    caption(
+    picture.caption(
         axes, "Effective bandwidth against the offload ratio",
         "weight and KV bytes outside HBM (%)", "EB: weight bytes per step time (GB/s)",
     )  # fmt: skip
