@@ -21,7 +21,7 @@ from dakrun.plan.show import plan_dict
 from dakrun.units import ceil_div, format_bytes, format_seconds
 
 SCHEMA = 1
-_MODEL_KEYS = ("name", "family", "dtype", "weight_bytes")  # of the plan's entry "model"
+_MODEL_KEYS = ("name", "family", "dtype", "weight_bytes")  # keys taken from plan_dict's "model"
 ERROR_BAR = 0.10  # relative error of a prediction; `render` lists the ops that exceed it
 
 

@@ -41,7 +41,7 @@ class Point:
         return f"batch {self.batch_size}, {ratio} remote, {self.transport}{strategy}"
 
     def policy(self, common: Policy) -> Policy:
-        """The policy of the point's plan; `common` has what all points share."""
+        """The policy of the point's plan; `common` has the fields that all points share."""
         return replace(
             common,
             offload_ratio=None if self.ratio == AUTO else self.ratio,

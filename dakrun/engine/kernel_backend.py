@@ -91,7 +91,7 @@ class KernelBackend:
             self.staging.begin()
 
     def end(self) -> None:
-        """End a pass: what is launched next waits for the copies."""
+        """End a pass: later launches wait for its copies."""
         if self.staging:
             self.staging.end()
         self._buffers = {}

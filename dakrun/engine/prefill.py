@@ -153,7 +153,7 @@ class KVWriter:
         for s in segments:
             end = s.start + s.length
             first = ceil_div(s.start, KV_BLOCK)
-            count = ceil_div(end, KV_BLOCK) - first  # of empty blocks
+            count = ceil_div(end, KV_BLOCK) - first  # blocks that are empty before the pass
             size = shape.kv_heads * count * shape.block_bytes
             remote = s.slot >= self._cache.counts[0]
             staged = remote and 0 < size <= self._room.numel() - used

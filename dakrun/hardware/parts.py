@@ -15,8 +15,8 @@ LOCAL = "hbm"
 # Limits of plausible values: beyond them predicted times could become zero or infinite.
 MIN, MAX = 1.0, 1e24  # bytes, bytes/s and FLOP/s
 MAX_WHOLE = 10**6  # SMs and rows
-MAX_SECONDS = 3600.0  # fixed cost of an op
-MIN_SECONDS = 1e-9  # latency of a link
+MAX_SECONDS = 3600.0  # maximum fixed cost of an op
+MIN_SECONDS = 1e-9  # minimum latency of a link
 MIN_EFFICIENCY = 1e-6
 
 

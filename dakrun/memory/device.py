@@ -1,6 +1,6 @@
 """GPU memory: blocks of it, free bytes, peer access, views of host memory for kernels.
 
-Knows CUDA device numbers and bytes. Does not know what the memory is for.
+Knows CUDA device numbers and bytes, not the contents of the memory.
 """
 
 from collections.abc import Iterable

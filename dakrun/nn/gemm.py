@@ -113,7 +113,7 @@ class SplitKGEMM(nn.Module):
 
         `options` are keyword arguments of the constructor but `dtype`; `device` defaults to the
         weight's. A weight on the CPU is copied to a GPU in pieces, so the GPU needs no room for all
-        of it. Raises what the constructor raises.
+        of it. Raises the constructor's errors.
         """
         module = cls(
             linear.in_features,

@@ -147,7 +147,7 @@ class PartitionedKVCache:
 
     def close(self) -> None:
         """Free the memory; later calls raise ValueError. Closing twice does nothing."""
-        self._cache = None  # views of the tiers
+        self._cache = None  # its tensors view the tiers
         self._tiers.close()
 
     @property

@@ -12,7 +12,7 @@ from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, weight_bytes
 from dakrun.plan.policy import Policy, Transport
 from dakrun.plan.roofline import Regime
 
-STAGING_BUFFERS = 2  # of the size of the largest remote part of a matrix
+STAGING_BUFFERS = 2  # number of buffers, each of the size of the largest remote part of a matrix
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 
 from dakrun.probe.measurement import steadier
 
-MIN_SECONDS = 4e-3  # of a chain; the graph's own start and end are about 0.1% of it
+MIN_SECONDS = 4e-3  # minimum time of a chain; the graph's own start and end are about 0.1% of it
 LOAD_SECONDS = 0.4  # until the clocks have settled at the power limit
 
 Launch = Callable[[int], object]  # launches with the operand of that number

@@ -23,7 +23,7 @@ from dakrun.probe.sweeps import Bench, Buffer, rounded
 
 DTYPE = torch.float16
 ACCESS = (TierAccess(),)
-CHAIN_BYTES = 2**31  # of a chain's operands, at most; far more than L2 holds
+CHAIN_BYTES = 2**31  # maximum bytes of a chain's operands; far more than L2 holds
 EPS = 1e-5
 NOISE_SECONDS = 1e-8  # the noise floor of a difference of two times
 COLUMNS = ("n", "op_bytes", "op_s", "bytes_per_s", "spread")
@@ -45,7 +45,7 @@ NORM_BYTES = 2**26  # all weights of the small products together; L2 may hold th
 # Staging: a weight of 96 MiB, of which a few row blocks are copied while earlier ops read HBM.
 WEIGHT_ROW_BLOCKS, WEIGHT_COLS = 1536, 4096
 STAGED_ROW_BLOCKS = 8
-STAGED_ROWS = 8  # of X
+STAGED_ROWS = 8  # rows of X
 STAGED_ACCESS = TierAccess(), TierAccess(1)
 STAGING_BUFFERS = 2
 MAX_STAGED_OPS = 64

@@ -60,7 +60,7 @@ from dakrun.probe.sweeps import (
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
-HOST_FRACTION = 0.9  # of the available host memory, for plans to use
+HOST_FRACTION = 0.9  # fraction of the available host memory that plans may use
 
 
 def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:

@@ -23,9 +23,9 @@ from dakrun.memory import (
 from dakrun.units import format_bytes
 
 ROOT = Path("/")
-MIN_DRIVER = 580  # of CUDA 13
+MIN_DRIVER = 580  # oldest driver for CUDA 13
 TMA_CAPABILITY = (9, 0)
-NVLINK_GENERATIONS = {20: 1, 25.781: 2, 25: 3, 26.562: 4, 50: 5, 53.125: 5}  # by GB/s a way
+NVLINK_GENERATIONS = {20: 1, 25.781: 2, 25: 3, 26.562: 4, 50: 5, 53.125: 5}  # by GB/s each way
 PCIE_GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 
 

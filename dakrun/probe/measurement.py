@@ -14,7 +14,7 @@ from dakrun.units import format_bytes, format_seconds
 
 KIB, MIB = 2**10, 2**20
 STEADY = 0.05  # spread up to which a figure is steady
-MIN_BYTES = 256 * MIB  # of a buffer; a smaller one would measure L2
+MIN_BYTES = 256 * MIB  # minimum size of a buffer; a smaller one would measure L2
 
 Ring = tuple[int, int]  # chunk in bytes, stages
 

@@ -29,9 +29,9 @@ from dakrun.plan.show.picture import (
 from dakrun.probe.table import Grid, grids, short_bytes
 from dakrun.units import format_decimal
 
-COLUMNS = 2  # of panels
+COLUMNS = 2  # panels side by side
 REMOTE_STYLES = ((VERMILION, "D"), (GREEN, "^"), (PURPLE, "v"), (ORANGE, "P"), (SKY, "X"))
-COLOURS_FROM = 0.75  # of the best rate; a heat map's colours start there or lower
+COLOURS_FROM = 0.75  # fraction of the best rate; a heat map's colours start there or lower
 
 
 def draw(profile: HardwareProfile, path: Path) -> None:

@@ -1,6 +1,6 @@
 """Weights into the tiers of a plan: packed for the GPU's kernels, or row by row for plain torch.
 
-Knows a plan, a manifest and a source of tensors, not what the model computes with them.
+Knows a plan, a manifest and a source of tensors, not the forward pass.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -17,7 +17,7 @@ from dakrun.errors import CannotRun
 from dakrun.memory.tiers import HOST, aligned, allocate_tiers
 
 BUFFERS = 4
-SLICE_BYTES = 8 << 20  # one read of a thread
+SLICE_BYTES = 8 << 20  # bytes that a thread reads in one call
 MAX_READERS = 8
 
 
