@@ -1,6 +1,6 @@
-"""Kernels on the CPU: native/*.cu compiled by g++ against emulator/ptx.cuh, launched like on a GPU.
+"""Kernels on the CPU: native/*.cu compiled by g++ against emulator/ptx.cuh, launched as on a GPU.
 
-What runs is the kernel's own source and its Python wrapper; only the instructions are stand-ins.
+The kernel's own source and its Python wrapper run; only PTX instructions are emulated.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
 HEADER = "ptx.cuh"
-# Jumps between stacks are what _FORTIFY_SOURCE ends a program for.
+# _FORTIFY_SOURCE aborts on jumps between stacks, by which fibers switch.
 COMPILER = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{EMULATOR}"]
 ENTRY = """
 #include "{source}"
@@ -41,7 +41,7 @@ extern "C" void launch(const void* args, int size, int grid, int cluster, int to
 
 
 class EmulatedKernel:
-    """A kernel of `source` with `struct` for its arguments, built in `folder` with `defines`."""
+    """The kernel `name` of `source` with an argument of type `struct`, built in `folder`."""
 
     def __init__(
         self, source: str, name: str, struct: str, defines: dict[str, int], folder: Path
@@ -58,7 +58,7 @@ class EmulatedKernel:
         subprocess.run([*command, "-o", library, entry], check=True)
         self._launch = ctypes.CDLL(str(library)).launch
         self.seed = 0
-        self.together = 1  # clusters that run beside each other
+        self.together = 1  # clusters that run concurrently
 
     def launch(
         self,
@@ -70,8 +70,8 @@ class EmulatedKernel:
         cluster: int = 1,
         pdl: bool = False,
     ) -> None:
-        """As kernels.jit.Kernel; AssertionError for what no interleaving may do."""
-        del pdl  # there is nothing before it that could still run
+        """Launch as runtime.Kernel does. AssertionError for an error in some interleaving."""
+        del pdl  # launches never overlap here
         complete = getattr(args, "order", 0) == AFTER_REMOTE
         problem = ctypes.create_string_buffer(256)
         self._launch(
@@ -84,23 +84,23 @@ class EmulatedKernel:
 def atoms_map(
     address: int, dtype: torch.dtype, shape: tuple[int, int], box_rows: int, box_atoms: int
 ) -> tuple[int, ...]:
-    """The emulator's own form of tensor_map.atoms_map."""
-    del dtype  # of 16 bits, whichever
+    """runtime.atoms_map in the emulator's encoding."""
+    del dtype  # both are 16-bit
     return (address, *shape, box_rows, box_atoms, *[0] * 11)
 
 
 def boxes_map(
     address: int, dtype: torch.dtype, shape: tuple[int, int], box: tuple[int, int]
 ) -> tuple[int, ...]:
-    """The same of tensor_map.boxes_map."""
+    """runtime.boxes_map in the emulator's encoding."""
     del dtype
     return (address, *shape, *box, *[0] * 11)
 
 
 def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
-    """A stand-in for kernels.jit.kernel, which builds what it is asked for, once.
+    """A stand-in for runtime.jit.kernel that builds each variant once, in a new `folder`.
 
-    The arguments of the kernel `twice_two` are a struct TwiceTwoArgs; of "splitk" both begin words.
+    The argument of a kernel `twice_two` is a struct TwiceTwoArgs; "splitk" counts as split_k.
     """
 
     @functools.cache
@@ -116,9 +116,9 @@ def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
 
 @functools.cache
 def _headers() -> tempfile.TemporaryDirectory[str]:
-    """A folder with the emulator's header precompiled: half of what a kernel's compilation takes.
+    """A folder with the emulator's header precompiled, which halves a kernel's compile time.
 
-    It goes when the process ends.
+    It is removed when the process ends.
     """
     folder = tempfile.TemporaryDirectory()
     compiled = f"{folder.name}/{HEADER}.gch"
@@ -128,7 +128,7 @@ def _headers() -> tempfile.TemporaryDirectory[str]:
 
 
 def _for_the_host(source: str) -> str:
-    """Shared memory is one CTA's at a time: the dynamic block, and what is of fixed size."""
+    """Replace declarations of shared memory, dynamic and of fixed size, by the running CTA's."""
     dynamic = "extern __shared__ __align__(1024) uint8_t smem[];"
     source = source.replace(dynamic, "#define smem (emulator::cta->memory.data())")
     return re.sub(

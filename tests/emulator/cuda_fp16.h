@@ -1,4 +1,4 @@
-// What the kernels use of CUDA C++, for a host compiler: words, vectors, 16-bit floats.
+// CUDA C++ for a host compiler, as far as the kernels use it: qualifiers, vectors, 16-bit floats.
 #pragma once
 
 #include <algorithm>
@@ -31,15 +31,16 @@ struct Index {
   uint32_t x;
 };
 
-// The half nearest to a float, ties to even, as a float: `mantissa` bits, `least` the exponent of
-// the smallest normal number, `most` that of the first power of two that is too large.
-inline float nearest(float value, int mantissa, int least, int most) {
+// Round a float to the nearest float with `mantissa` bits, ties to even. `min_exponent` is the
+// exponent of the smallest normal number, 2^max_exponent overflows to infinity.
+inline float nearest(float value, int mantissa, int min_exponent, int max_exponent) {
   if (!std::isfinite(value) || value == 0) return value;
   int exponent;
   std::frexp(value, &exponent);
-  const int unit = std::max(exponent - 1, least) - mantissa;
+  const int unit = std::max(exponent - 1, min_exponent) - mantissa;
   const float rounded = std::ldexp(std::nearbyint(std::ldexp(value, -unit)), unit);
-  return std::fabs(rounded) >= std::ldexp(1.0f, most) ? std::copysign(INFINITY, value) : rounded;
+  return std::fabs(rounded) >= std::ldexp(1.0f, max_exponent) ? std::copysign(INFINITY, value)
+                                                              : rounded;
 }
 
 struct __half {

@@ -1,4 +1,4 @@
-// Words of CUDA C++ that name the running thread and its CTA, or join the lanes of its warp.
+// Built-ins of CUDA C++: indices of the running thread and its CTA, warp-wide functions, atomics.
 #pragma once
 
 #include "cuda_fp16.h"
@@ -44,14 +44,14 @@ T __shfl_sync(uint32_t, T value, int lane) {
 }
 
 inline uint32_t __ballot_sync(uint32_t, bool value) {
-  return emulator::together<bool, uint32_t>(
-      value, [](const bool* const* given, uint32_t* const* taken) {
-        uint32_t all = 0;
-        for (int i = 0; i < emulator::kWarp; i++)
-          all |= static_cast<uint32_t>(*given[i]) << i;
-        for (int i = 0; i < emulator::kWarp; i++)
-          *taken[i] = all;
-      });
+  return emulator::together<bool, uint32_t>(value,
+                                            [](const bool* const* given, uint32_t* const* taken) {
+                                              uint32_t all = 0;
+                                              for (int i = 0; i < emulator::kWarp; i++)
+                                                all |= static_cast<uint32_t>(*given[i]) << i;
+                                              for (int i = 0; i < emulator::kWarp; i++)
+                                                *taken[i] = all;
+                                            });
 }
 
 inline int __popc(uint32_t bits) {

@@ -1,5 +1,5 @@
-// Fibers of a thread, and their way back to whoever goes on with one. Between them a jump does:
-// swapcontext() would ask the kernel each time, which was a third of what the emulator took.
+// Fibers of one thread, and the scheduler they return to. Switches use setjmp and longjmp:
+// swapcontext() makes a system call, which took a third of the emulator's time.
 #pragma once
 
 #include <setjmp.h>
@@ -13,8 +13,8 @@ inline jmp_buf scheduler;
 
 class Context {
  public:
-  // `run` is to end with leave(), and its fiber not gone on with then.
-  void begin_with(void (*run)()) {
+  // Prepare a fiber. `run` must end with leave(), after which the fiber is not resumed.
+  void start(void (*run)()) {
     stack_.resize(64 * 1024);
     getcontext(&start_);
     start_.uc_stack.ss_sp = stack_.data();
@@ -22,14 +22,14 @@ class Context {
     start_.uc_link = nullptr;
     makecontext(&start_, run, 0);
   }
-  // Until the fiber leaves.
-  void go_on() {
+  // Run the fiber until it leaves.
+  void resume() {
     if (_setjmp(scheduler)) return;
     if (started_) _longjmp(at_, 1);
     started_ = true;
     setcontext(&start_);
   }
-  // From the fiber, until it is gone on with.
+  // Called by the fiber: return to the scheduler until resumed.
   void leave() {
     if (_setjmp(at_)) return;
     _longjmp(scheduler, 1);

@@ -1,11 +1,11 @@
-// CTAs beside each other, their threads as fibers, and copies that are under way.
+// Concurrent CTAs, their threads as fibers, and copies in flight.
 //
-// A fiber runs until it waits: for the rest of its warp, a barrier, or bytes. Which one goes on,
-// and which copy lands, is drawn at random from a seed, so that other seeds are other
-// interleavings, and copies overtake each other. What no interleaving may do ends the run with a
-// message: waiting for ever, more arrivals than a barrier counts, copies that land after the end,
-// or outside of shared memory, or what reaches another CTA of the cluster that has ended. What a
-// copy will overwrite is NaN from when it starts.
+// A fiber runs until it waits: for the rest of its warp, a barrier, or bytes. The fiber to resume
+// and the time at which a copy lands are random, from a seed, so that each seed is another
+// interleaving and copies overtake each other. The run ends with a message on a deadlock, on more
+// arrivals than a barrier counts, and on copies that land after the end of their CTA, outside of
+// shared memory, or in a CTA of the cluster that has ended. The destination of a copy is NaN from
+// its start.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +24,15 @@
 
 namespace emulator {
 
-constexpr uint32_t kStatic = 1 << 20;  // where shared arrays of fixed size have their addresses
-constexpr size_t kGuard = 64 * 1024;   // bytes behind shared memory that nobody may write
-constexpr int kCtaShift = 24;  // above, in addresses of the cluster's CTAs, their ranks and one
+constexpr uint32_t kStatic = 1 << 20;  // address of shared arrays of fixed size
+constexpr size_t kGuard = 64 * 1024;   // bytes behind shared memory that must stay unwritten
+constexpr int kCtaShift =
+    24;  // bits from here up in shared::cluster addresses: rank of the CTA, plus 1
 constexpr int kWarp = 32;
 
 struct Cta;
 
-// What a thread has begun that goes on by itself: how much of each group is under way.
+// Asynchronous operations of a thread: the number in flight of each group.
 struct Groups {
   std::shared_ptr<int> open = std::make_shared<int>(0);
   std::deque<std::shared_ptr<int>> committed;
@@ -50,13 +51,13 @@ struct Groups {
 struct Fiber {
   Context context;
   Cta* cta;
-  std::function<bool()> ready;  // whether what it waits for has come
+  std::function<bool()> ready;  // whether its wait is over
   uint32_t thread;
   bool done = false, waited_for_dependencies = false;
-  int cluster_phase = -1;  // of the cluster's barrier, that it has arrived in
-  std::vector<std::function<void()>> products;  // of wgmma, and those committed, group by group
+  int cluster_phase = -1;                       // of its last arrival at the cluster's barrier
+  std::vector<std::function<void()>> products;  // wgmma not yet committed; committed groups
   std::deque<std::vector<std::function<void()>>> groups;
-  Groups copies, stores;  // of chunks to shared memory, and of boxes from there
+  Groups copies, stores;  // cp.async to shared memory; bulk stores from there
 };
 
 struct Barrier {
@@ -64,14 +65,14 @@ struct Barrier {
   int64_t bytes = 0;
 };
 
-// Lanes of a warp that have come to an instruction that all take part in.
-struct Meeting {
+// Lanes of a warp that have reached a warp-wide instruction.
+struct WarpSync {
   int arrived = 0, left = 0;
   const void* given[kWarp];
   void* taken[kWarp];
 };
 
-// CTAs that run beside each other, and threads of theirs that have come to the clusters' barrier.
+// CTAs of a cluster, and the threads that have arrived at its barrier.
 struct Cluster {
   std::vector<Cta*> ctas;
   int arrived = 0, threads = 0, phase = 0;
@@ -85,7 +86,7 @@ struct Cluster {
 
 struct Cta {
   uint32_t index = 0, rank = 0;
-  int left = 0;  // threads that have not ended
+  int left = 0;  // threads still running
   std::shared_ptr<Cluster> cluster;
   std::vector<uint8_t> memory;
   size_t shared = 0;
@@ -93,18 +94,19 @@ struct Cta {
   Fiber* running = nullptr;
   std::map<uint32_t, Barrier> barriers;
   std::map<int, std::pair<int, int>> named;  // arrived, phase
-  std::vector<Meeting> meetings;
+  std::vector<WarpSync> warps;
   const uint8_t* fixed = nullptr;
   std::set<void*> forgotten;
 };
 
 inline Cta* cta;
 inline uint64_t turn;  // passes over all fibers so far
-inline std::multimap<uint64_t, std::function<void()>> copies;  // under way, by the turn they land in
+inline std::multimap<uint64_t, std::function<void()>>
+    copies;  // in flight, by the turn they land in
 inline std::mt19937 random;
 inline std::string problem;
 
-// Shared memory of fixed size, which a CTA finds full of NaN.
+// Fill a shared array of fixed size with NaN, once per CTA.
 inline void forget(void* memory, size_t bytes) {
   if (cta->forgotten.insert(memory).second) std::memset(memory, 0xff, bytes);
 }
@@ -130,7 +132,7 @@ inline uint8_t* at(uint32_t address, size_t bytes, Cta& of = *cta) {
 inline Cta& of_cluster(uint32_t rank) {
   if (rank >= cta->cluster->ctas.size()) throw std::out_of_range("no such CTA in the cluster");
   Cta& found = *cta->cluster->ctas[rank];
-  if (found.left == 0) fail("what reaches another CTA finds that it has ended");
+  if (found.left == 0) fail("a CTA of the cluster is accessed after its end");
   return found;
 }
 
@@ -142,24 +144,24 @@ inline void settle(Barrier& barrier) {
   }
 }
 
-// The whole warp comes here; the last lane computes for all of them.
+// Called by all lanes of a warp; the last to arrive computes the results of all.
 template <class Given, class Taken, class Function>
 Taken together(const Given& given, Function compute) {
   const uint32_t thread = cta->running->thread;
-  Meeting& meeting = cta->meetings[thread / kWarp];
+  WarpSync& sync = cta->warps[thread / kWarp];
   Taken taken;
-  wait([&meeting] { return meeting.left == 0; });  // all have left the meeting before
-  meeting.given[thread % kWarp] = &given;
-  meeting.taken[thread % kWarp] = &taken;
-  if (++meeting.arrived == kWarp) {
-    compute(reinterpret_cast<const Given* const*>(meeting.given),
-            reinterpret_cast<Taken* const*>(meeting.taken));
-    meeting.left = kWarp;
-    meeting.arrived = 0;
+  wait([&sync] { return sync.left == 0; });  // all lanes have left the previous instruction
+  sync.given[thread % kWarp] = &given;
+  sync.taken[thread % kWarp] = &taken;
+  if (++sync.arrived == kWarp) {
+    compute(reinterpret_cast<const Given* const*>(sync.given),
+            reinterpret_cast<Taken* const*>(sync.taken));
+    sync.left = kWarp;
+    sync.arrived = 0;
   } else {
-    wait([&meeting] { return meeting.left > 0; });
+    wait([&sync] { return sync.left > 0; });
   }
-  meeting.left--;
+  sync.left--;
   return taken;
 }
 
@@ -168,13 +170,13 @@ inline void launch(std::function<void()> land) {
   copies.emplace(turn + (random() % 8 ? random() % 8 : random() % 2000), std::move(land));
 }
 
-// Does `work` later, as a part of the running thread's open group.
+// Do `work` later, as part of the open group of the running thread.
 inline void later(Groups& groups, std::function<void()> work) {
   Cta* const of = cta;
   const std::shared_ptr<int> group = groups.open;
   ++*group;
   launch([=] {
-    if (of->left == 0) fail("what a CTA has begun goes on when it has ended");
+    if (of->left == 0) fail("an asynchronous operation of a CTA completes after its end");
     work();
     --*group;
   });
@@ -184,7 +186,8 @@ inline void wait_for(const Groups& groups, size_t but_for) {
   wait([&groups, but_for] { return groups.done(but_for); });
 }
 
-// From now on `to`, of CTA `of`, is NaN; `land` puts there what it then has, and a barrier knows.
+// Start a copy to `to` in CTA `of`: NaN from now on, written by `land`, then counted at the
+// barrier.
 inline void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
                  std::function<void(uint8_t*)> land) {
   uint8_t* const memory = at(to, bytes, of);
@@ -208,15 +211,15 @@ inline void enter() {
     fail(problem.what());
   }
   if (cta->running->products.size() + cta->running->groups.size()) {
-    fail("products are under way at the end");
+    fail("products are in flight at the end");
   }
   cta->running->done = true;
   cta->running->context.leave();
 }
 
-// Runs `kernel` in CTAs beside each other, clusters of `cluster` of them, which are all that there
-// are or some of them, each `threads` fibers with `shared` bytes of shared memory; what went wrong,
-// or "". With `complete` what the kernel depends on is, before it waits for that.
+// Run `kernel` in concurrent CTAs `indices` of the grid, in clusters of `cluster`, with `threads`
+// fibers and `shared` bytes of shared memory each. Returns the error, or "". With `complete` the
+// kernel's predecessors are complete before it waits for them.
 inline std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
                        size_t shared, uint32_t seed, bool complete, std::function<void()> kernel) {
   std::vector<std::unique_ptr<Cta>> ctas;
@@ -241,7 +244,7 @@ inline std::string run(const std::vector<uint32_t>& indices, int cluster, int th
     block.left = threads;
     block.shared = shared;
     block.memory.assign(shared + kGuard, 0xff);
-    block.meetings.resize((threads + kWarp - 1) / kWarp);
+    block.warps.resize((threads + kWarp - 1) / kWarp);
     block.fibers.resize(threads);
     for (int i = 0; i < threads; i++) {
       Fiber& fiber = block.fibers[i];
@@ -250,7 +253,7 @@ inline std::string run(const std::vector<uint32_t>& indices, int cluster, int th
       fiber.waited_for_dependencies = complete;
       fiber.thread = i;
       fiber.ready = [] { return true; };
-      fiber.context.begin_with(enter);
+      fiber.context.start(enter);
     }
   }
   for (size_t left = fibers.size(); left > 0 && problem.empty();) {
@@ -263,27 +266,27 @@ inline std::string run(const std::vector<uint32_t>& indices, int cluster, int th
       if (!fiber.ready() || random() % 8 == 0) continue;
       moved = true;
       cta->running = &fiber;
-      fiber.context.go_on();
+      fiber.context.resume();
       if (!fiber.done) continue;
       left--;
       cta->left--;
       cta->cluster->threads--;
-      if (fiber.cluster_phase == cta->cluster->phase) cta->cluster->arrived--;  // and is not to wait
+      if (fiber.cluster_phase == cta->cluster->phase) cta->cluster->arrived--;
       cta->cluster->settle();
     }
     for (; !copies.empty() && copies.begin()->first <= turn; copies.erase(copies.begin()))
       copies.begin()->second();
     turn++;
     if (!moved && copies.empty()) {
-      bool stuck = true;  // nobody can go on, unless it was left out by chance
+      bool stuck = true;  // unless a fiber that is ready was skipped at random
       for (Fiber* const fiber : fibers) {
         cta = fiber->cta;
         stuck &= fiber->done || !fiber->ready();
       }
-      if (stuck) fail("all threads wait for ever");
+      if (stuck) fail("deadlock: all threads wait");
     }
   }
-  if (problem.empty() && !copies.empty()) fail("copies are under way at the end");
+  if (problem.empty() && !copies.empty()) fail("copies are in flight at the end");
   for (const auto& block : ctas) {
     for (size_t i = shared; i < block->memory.size(); i++) {
       if (block->memory[i] != 0xff) fail("memory behind the shared memory is written");

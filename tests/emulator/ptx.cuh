@@ -1,11 +1,11 @@
-// native/ptx.cuh for a host compiler: its instructions, by what the machine has of them.
+// native/ptx.cuh for a host compiler: its instructions in terms of machine.cuh.
 #pragma once
 
 #include "cuda_words.cuh"
 #include "ptx_tensor.cuh"
 
-struct alignas(64) TensorMap {  // as tests/emulated.py writes it
-  uint64_t address, rows, cols, box_rows, box_atoms;  // or columns of a box, of boxes_map
+struct alignas(64) TensorMap {                        // as tests/emulated.py encodes it
+  uint64_t address, rows, cols, box_rows, box_atoms;  // box_atoms: columns of a box in boxes_map
   uint64_t unused[11];
 };
 
@@ -84,7 +84,8 @@ inline void wait_for_dependencies() {
 }
 
 inline void copy_chunk(uint32_t destination, const void* source) {
-  if (!cta->running->waited_for_dependencies) emulator::fail("it is read before it is complete");
+  if (!cta->running->waited_for_dependencies)
+    emulator::fail("data of a predecessor kernel is read before the wait");
   if (destination % 16 || reinterpret_cast<uintptr_t>(source) % 16) {
     emulator::fail("a copy is not of multiples of 16 bytes");
   }
@@ -93,7 +94,9 @@ inline void copy_chunk(uint32_t destination, const void* source) {
   emulator::later(cta->running->copies, [=] { std::memcpy(to, source, 16); });
 }
 
-inline void commit_copies() { cta->running->copies.commit(); }
+inline void commit_copies() {
+  cta->running->copies.commit();
+}
 template <int groups>
 void wait_for_copies() {
   emulator::wait_for(cta->running->copies, groups);
@@ -116,7 +119,9 @@ inline void bulk_load_once(uint32_t destination, const void* source, uint32_t by
   bulk_load(destination, source, bytes, barrier);
 }
 
-inline uint64_t l2_policy(bool once) { return once; }
+inline uint64_t l2_policy(bool once) {
+  return once;
+}
 
 inline void bulk_load_kept(uint32_t destination, const void* source, uint32_t bytes,
                            uint32_t barrier, uint64_t) {
@@ -155,10 +160,11 @@ inline void bulk_load_multicast(uint32_t destination, const void* source, uint32
   }
 }
 
-// With the swizzle of 128 bytes; what a box has beyond the matrix is zero.
+// With the 128-byte swizzle; elements outside the matrix are zero.
 inline void tensor_load_multicast(uint32_t destination, const TensorMap* map, int x, int y, int z,
                                   uint32_t barrier, uint16_t ctas) {
-  if (!cta->running->waited_for_dependencies) emulator::fail("X is read before it is complete");
+  if (!cta->running->waited_for_dependencies)
+    emulator::fail("X is read before the wait for predecessor kernels");
   if (destination % 1024) emulator::fail("a swizzled box is not aligned to 1 KiB");
   const TensorMap box = *map;
   const uint32_t bytes = static_cast<uint32_t>(box.box_atoms * box.box_rows) * 128;
@@ -187,7 +193,7 @@ inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y
   tensor_load_multicast(destination, map, x, y, z, barrier, static_cast<uint16_t>(1 << cta->rank));
 }
 
-// With the swizzle of as many bytes as a box's row has.
+// With a swizzle as wide as a row of the box.
 inline void tensor_store(const TensorMap* map, int x, int y, uint32_t source) {
   const TensorMap box = *map;
   const uint64_t row_bytes = 2 * box.box_atoms;
@@ -207,19 +213,23 @@ inline void tensor_store(const TensorMap* map, int x, int y, uint32_t source) {
   });
 }
 
-inline void commit_stores() { cta->running->stores.commit(); }
+inline void commit_stores() {
+  cta->running->stores.commit();
+}
 template <int groups>
 void wait_for_reads() {
   emulator::wait_for(cta->running->stores, groups);
 }
-inline void wait_for_stores() { wait_for_reads<0>(); }
+inline void wait_for_stores() {
+  wait_for_reads<0>();
+}
 
 inline void store_release(int* to, int value) {
   *to = value;
 }
 
 inline int load_acquire(const int* from) {
-  emulator::wait([from] { return *from != 0; });  // that is what is waited for
+  emulator::wait([from] { return *from != 0; });  // callers wait for a non-zero flag
   return *from;
 }
 
@@ -227,7 +237,9 @@ inline uint32_t cluster_size() {
   return static_cast<uint32_t>(cta->cluster->ctas.size());
 }
 
-inline uint32_t cluster_number() { return cta->index / cta->cluster->ctas.size(); }
+inline uint32_t cluster_number() {
+  return cta->index / cta->cluster->ctas.size();
+}
 inline uint32_t cluster_rank() {
   return cta->rank;
 }

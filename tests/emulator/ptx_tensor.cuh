@@ -1,4 +1,4 @@
-// native/ptx_tensor.cuh for a host compiler: all lanes of a warp give, the last computes for them.
+// native/ptx_tensor.cuh for a host compiler. The last lane of a warp to arrive computes for all.
 #pragma once
 
 #include "cuda_bf16.h"
@@ -6,7 +6,7 @@
 
 namespace ptx {
 
-// What the lanes have of four 8x8 matrices whose rows they give the addresses of.
+// ldmatrix: each lane's elements of four 8x8 matrices, whose row addresses the lanes give.
 inline void load_matrices(uint32_t (&fragment)[4], uint32_t address, bool transposed) {
   struct Taken {
     uint16_t elements[4][2];
@@ -82,9 +82,9 @@ inline float to_float(uint16_t bits, __nv_bfloat16) {
   return __bfloat162float({bits});
 }
 
-// Rows 0 to 7 of the sums are in `low`, 8 to 15 in `high`.
+// `top` has rows 0 to 7 of c, `bottom` rows 8 to 15.
 template <class Element>
-void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Element) {
+void mma(float2& top, float2& bottom, const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Element) {
   struct Given {
     float sums[4];
     uint32_t a[4], b[2];
@@ -92,7 +92,7 @@ void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0, uint32_
   struct Taken {
     float sums[4];
   };
-  const Given own = {{low.x, low.y, high.x, high.y}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const Given own = {{top.x, top.y, bottom.x, bottom.y}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
   const Taken taken =
       emulator::together<Given, Taken>(own, [](const Given* const* given, Taken* const* lanes) {
         float w[16][16], x[16][8];
@@ -120,15 +120,16 @@ void mma(float2& low, float2& high, const uint32_t (&a)[4], uint32_t b0, uint32_
           }
         }
       });
-  low = {taken.sums[0], taken.sums[1]};
-  high = {taken.sums[2], taken.sums[3]};
+  top = {taken.sums[0], taken.sums[1]};
+  bottom = {taken.sums[2], taken.sums[3]};
 }
 
 template <class Element>
 uint32_t max_nan(uint32_t a, uint32_t b, Element of) {
   uint32_t larger = 0;
   for (int shift = 0; shift < 32; shift += 16) {
-    const auto first = static_cast<uint16_t>(a >> shift), second = static_cast<uint16_t>(b >> shift);
+    const auto first = static_cast<uint16_t>(a >> shift),
+               second = static_cast<uint16_t>(b >> shift);
     const float x = to_float(first, of), y = to_float(second, of);
     const bool takes_first = x > y || (x == y && !std::signbit(x));
     const uint32_t bits = std::isnan(x) || std::isnan(y) ? 0x7fff : takes_first ? first : second;

@@ -1,4 +1,5 @@
-// native/wgmma.cuh for a host compiler: what a thread's products read, they read when it waits.
+// native/wgmma.cuh for a host compiler. Products read their operands when the thread waits for
+// them.
 #pragma once
 
 #include "ptx.cuh"
@@ -38,7 +39,7 @@ void wgmma_wait(const Sums&) {
   wait_for_all_but(0);
 }
 
-// The element at `row` and `k` of a swizzled matrix whose descriptor this is.
+// Element [row][k] of the swizzled matrix of a descriptor.
 template <class Element>
 float element(uint64_t descriptor, int row, int k, Element of) {
   const uint32_t flat = static_cast<uint32_t>(descriptor << 4) + row * 128 + 2 * k;
