@@ -279,8 +279,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     found: Launched = []
 
     def attend(*operands: Any, scale: float, pdl: bool) -> None:
-        kernel._check_operands(*operands, None)
-        q, _, _, caches, lengths, config, *_ = operands
+        qkv, others = operands[:3], operands[3:]
+        kernel._check_operands(qkv, *others, None)
+        q, (caches, lengths, config, *_) = qkv[0], others
         assert pdl and scale == q.shape[2] ** -0.5
         for address in caches.tolist():
             held = (ctypes.c_uint8 * config.shape.slot_bytes).from_address(address)

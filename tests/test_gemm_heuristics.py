@@ -38,10 +38,11 @@ from dakrun.units import ceil_div
 KIB = 1024
 SMS = 132
 HOST = TierAccess(sms=8, window_bytes=256 * KIB)
+Deal = tuple[list[int], list[TierAccess], int]  # row blocks per tier, how the tiers are read, SMs
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> tuple[list[int], list[TierAccess], int]:
+def deals(draw: st.DrawFn) -> Deal:
     """Row blocks per tier, how the tiers are read, and a GPU's SMs."""
     counts = st.integers(0, 20) | st.integers(0, 4000)
     row_blocks = draw(st.lists(counts, min_size=1, max_size=4).filter(any))
@@ -52,9 +53,7 @@ def deals(draw: st.DrawFn) -> tuple[list[int], list[TierAccess], int]:
 
 
 @given(deals(), st.booleans())
-def test_every_row_block_is_assigned_once(
-    deal: tuple[list[int], list[TierAccess], int], aligned: bool
-) -> None:
+def test_every_row_block_is_assigned_once(deal: Deal, aligned: bool) -> None:
     row_blocks, tiers, sms = deal
     splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
     assert [split.row_blocks for split in splits] == row_blocks
@@ -70,9 +69,7 @@ def test_every_row_block_is_assigned_once(
 
 
 @given(deals(), st.booleans())
-def test_tiers_keep_to_their_sms(
-    deal: tuple[list[int], list[TierAccess], int], aligned: bool
-) -> None:
+def test_tiers_keep_to_their_sms(deal: Deal, aligned: bool) -> None:
     row_blocks, tiers, sms = deal
     splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
     local, *remote = [split.ctas for split in splits]
@@ -91,7 +88,7 @@ def test_tiers_keep_to_their_sms(
 
 @given(deals())
 def test_even_groups_give_the_busiest_no_more(
-    deal: tuple[list[int], list[TierAccess], int],
+    deal: Deal,
 ) -> None:
     """Counting whole groups: the choice ignores that the last group may be smaller."""
     row_blocks, tiers, sms = deal
@@ -108,9 +105,7 @@ def test_even_groups_give_the_busiest_no_more(
 
 
 @given(deals(), st.integers(1, SPLITK_MAX_ROWS), st.booleans())
-def test_shared_memory_suffices(
-    deal: tuple[list[int], list[TierAccess], int], n: int, aligned: bool
-) -> None:
+def test_shared_memory_suffices(deal: Deal, n: int, aligned: bool) -> None:
     row_blocks, tiers, sms = deal
     splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
     config = gemm_config(n, splits, tiers, sms=sms)
@@ -178,9 +173,7 @@ def test_windows_bound_what_is_in_flight(
 
 
 @given(deals(), st.integers(1, SPLITK_MAX_ROWS))
-def test_two_groups_at_once_are_of_two_waves(
-    deal: tuple[list[int], list[TierAccess], int], n: int
-) -> None:
+def test_two_groups_at_once_are_of_two_waves(deal: Deal, n: int) -> None:
     row_blocks, tiers, sms = deal
     splits = split_row_blocks(row_blocks, tiers, sms=sms)
     rings = gemm_config(n, splits, tiers, sms=sms).rings
@@ -204,9 +197,7 @@ def test_split_k_halves_are_of_whole_steps(row_blocks: int, cols: int, n: int, s
 
 
 @given(deals(), st.integers(1, 1 << 16))
-def test_split_k_does_not_depend_on_tiers(
-    deal: tuple[list[int], list[TierAccess], int], cols: int
-) -> None:
+def test_split_k_does_not_depend_on_tiers(deal: Deal, cols: int) -> None:
     row_blocks, tiers, sms = deal
     splits = split_row_blocks(row_blocks, tiers, sms=sms)
     config = gemm_config(64, splits, tiers, sms=sms, cols=cols)

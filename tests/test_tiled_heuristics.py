@@ -10,12 +10,9 @@ from dakrun.geometry import (
     TILED_MIN_OUTPUT_BLOCKS,
     TILED_PORTABLE_X_TILES,
 )
+from dakrun.kernels import gemm
 from dakrun.kernels.gemm import (
-    BARRIER_BYTES,
     H200,
-    MAX_CLUSTER,
-    MAX_OUTPUT_BLOCKS,
-    OUTPUT_BLOCK_BYTES,
     Launch,
     Limits,
     Shape,
@@ -38,7 +35,7 @@ def split_k_fits(launch: Launch) -> bool:
     shape = launch.shape
     parts = ceil_div(ceil_div(shape.tiles, 4), shape.k_ctas)
     met = shape.k_ctas * parts * 4 * 256 * 16 if shape.k_ctas > 1 else 0
-    return launch.shared_bytes - launch.blocks * OUTPUT_BLOCK_BYTES >= met
+    return launch.shared_bytes - launch.blocks * gemm.OUTPUT_BLOCK_BYTES >= met
 
 
 @pytest.mark.parametrize("limits", [H200, Limits(99 * 1024), SMALL])
@@ -48,12 +45,12 @@ def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
         for row_blocks in range(1, shape.row_blocks + 1):
             stages = shape.stages(limits, row_blocks)
             launch = Launch(shape, stages, (TierTiles(1, row_blocks),)).with_max_blocks(limits)
-            assert TILED_MIN_OUTPUT_BLOCKS <= launch.blocks <= MAX_OUTPUT_BLOCKS
+            assert TILED_MIN_OUTPUT_BLOCKS <= launch.blocks <= gemm.MAX_OUTPUT_BLOCKS
             assert stages >= 2 and split_k_fits(launch)
-            assert launch.shared_bytes <= limits.shared_bytes - BARRIER_BYTES
+            assert launch.shared_bytes <= limits.shared_bytes - gemm.BARRIER_BYTES
             reading = ceil_div(row_blocks, shape.group_row_blocks) * shape.group_row_blocks
             last = (stages - 1) * shape.stage_bytes(row_blocks)
-            staged = launch.blocks * OUTPUT_BLOCK_BYTES
+            staged = launch.blocks * gemm.OUTPUT_BLOCK_BYTES
             assert staged + last + reading * ATOM_BYTES <= launch.shared_bytes
 
 
@@ -86,7 +83,7 @@ def test_laws(
     for launch in config.launches:
         shape = launch.shape
         assert shape.tiles in (limits.wide_tiles if shape.wide else limits.x_tiles)
-        assert shape.ctas <= MAX_CLUSTER
+        assert shape.ctas <= gemm.MAX_CLUSTER
         assert 2 <= launch.stages <= TILED_MAX_STAGES and launch.shared_bytes < limits.shared_bytes
         assert split_k_fits(launch)
         for count, tier in zip(row_blocks, launch.tiers, strict=True):

@@ -62,12 +62,12 @@ class ModelSweep:
     name: str
     config: ModelConfig
     load_format: LoadFormat
+    policy: Policy
     rival: Rival | None
     batch_sizes: tuple[int, ...]
     ratios: tuple[ModelRatio, ...]
     transports: tuple[TransportChoice, ...]
     strategies: tuple[Strategy, ...]
-    policy: Policy
     prompt_len: int
     new_tokens: int
 
@@ -129,17 +129,17 @@ def model_sweep(
         name=model,
         config=model_config(model).with_dtype(dtype),
         load_format=load_format,
-        rival=rival,
-        batch_sizes=tuple(dict.fromkeys(batch_sizes)),
-        ratios=tuple(dict.fromkeys(map(parse_model_ratio, ratios))),
-        transports=tuple(dict.fromkeys(transports)),
-        strategies=tuple(dict.fromkeys(strategies)),
         policy=Policy(
             hbm_budget=hbm_budget,
             host_budget=host_budget,
             peer_budget=peer_budget,
             remote=parse_remote(remote),
         ),
+        rival=rival,
+        batch_sizes=tuple(dict.fromkeys(batch_sizes)),
+        ratios=tuple(dict.fromkeys(map(parse_model_ratio, ratios))),
+        transports=tuple(dict.fromkeys(transports)),
+        strategies=tuple(dict.fromkeys(strategies)),
         prompt_len=prompt_len,
         new_tokens=new_tokens,
     )

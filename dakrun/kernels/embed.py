@@ -59,12 +59,12 @@ def embed(
         lengths=operands.address(lengths),
         positions=operands.address(positions),
         out=out.data_ptr(),
+        table=packed_matrix(table),
         rows=rows,
         cols=cols,
         position_count=count,
         offset=offset,
         row_ctas=row_ctas,
-        table=packed_matrix(table),
     )
     kernel = jit.kernel(SOURCE, "embed", operands.defines(table.dtype))
     kernel.launch(n * row_ctas, ELEMENTWISE_THREADS, args, pdl=pdl)

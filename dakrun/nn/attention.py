@@ -82,7 +82,7 @@ class SplitKFlashAttn(nn.Module):
         if _has_kernel(query):
             out = self._decode(q, k, v, cache, layer, scale)
         else:
-            out = _decode_in_torch(q, k, v, cache, layer, scale)
+            out = _decode_in_torch(q, k, v, cache.slots_of(layer), cache, scale)
         cache.end(layer, 1)
         return out.view(query.shape)
 
@@ -179,13 +179,13 @@ def _decode_in_torch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    slots: Sequence[torch.Tensor],
     cache: PartitionedKVCache,
-    layer: int,
     scale: float,
 ) -> torch.Tensor:
     """out [B, Hq, D] of q [B, Hq, D] slot by slot, after appending k and v [B, Hkv, D]."""
     out = torch.empty_like(q)
-    for number, slot in enumerate(cache.slots_of(layer)):
+    for number, slot in enumerate(slots):
         length = int(cache.lengths[number])
         kv_blocks.append(slot, k[number], v[number], length, cache.shape)
         keys, values = (

@@ -35,7 +35,6 @@ from dakrun.probe.measurement import (
     Effort,
     Log,
     Measurement,
-    Ring,
     buffer_sizes,
     provenance,
     ring_for,
@@ -146,7 +145,7 @@ class GpuProbe:
             (row for row in hbm.rows if row[0] == bench.sms),
             key=lambda row: row[hbm.columns.index("bytes_per_s")],
         )
-        self.ring: Ring = (int(chunk), int(stages))
+        self.ring = (int(chunk), int(stages))
         self.hbm_rate = self.log.measure(
             "HBM read", "B/s", lambda: bench.alone(bench.hbm.reader(bench.sms, self.ring))
         )

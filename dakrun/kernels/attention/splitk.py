@@ -112,7 +112,7 @@ def splitk_flash_attn(
     still running may write.
     Raises ValueError if an operand has the wrong shape, dtype, device or strides.
     """
-    _check_operands(q, k, v, caches, lengths, config, workspace, out, rotations)
+    _check_operands((q, k, v), caches, lengths, config, workspace, out, rotations)
     operands.check_gpu(q.device)
     kv_heads, dim = k.shape[1:]
     group = q.shape[1] // kv_heads
@@ -172,9 +172,7 @@ def _spread_step(slots: int) -> int:
 
 
 def _check_operands(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     caches: torch.Tensor,
     lengths: torch.Tensor,
     config: AttentionConfig,
@@ -182,7 +180,7 @@ def _check_operands(
     out: torch.Tensor,
     rotations: torch.Tensor | None,
 ) -> None:
-    slots, shape = sum(config.slots), config.shape
+    (q, k, v), slots, shape = qkv, sum(config.slots), config.shape
     heads, dim, device = shape.kv_heads, shape.head_dim, q.device
     if q.dtype not in DTYPES or q.dim() != 3 or q.shape[1] % heads:
         raise ValueError(f"expected q as [B, Hq, {dim}] in 16 bits, got {list(q.shape)}, {q.dtype}")
@@ -201,8 +199,8 @@ def _check_operands(
             "lengths": (lengths, (slots,), torch.int32),
         },
     )
-    if len({tensor.stride(0) for tensor in (q, k, v)}) > 1 or not all(
-        tensor[0].is_contiguous() for tensor in (q, k, v)
+    if len({tensor.stride(0) for tensor in qkv}) > 1 or not all(
+        tensor[0].is_contiguous() for tensor in qkv
     ):
         raise ValueError("expected contiguous rows of q, k and v with equal strides between rows")
     if not 1 <= group <= MAX_GROUP_HEADS or len(config.slots) > MAX_TIERS:
