@@ -125,7 +125,9 @@ def test_the_head_of_a_tied_model_is_its_table(name: str, tmp_path: Path) -> Non
     assert load(tmp_path).generate([[5, 6, 7]])[0].token_ids == before
     head[-1, -1] += 1
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
-    with pytest.raises(CannotRun, match=r"lm_head.weight differs from .*embed_tokens.weight") as caught:
+    with pytest.raises(
+        CannotRun, match=r"lm_head.weight differs from .*embed_tokens.weight"
+    ) as caught:
         load(tmp_path)
     assert '"tie_word_embeddings" to false' in caught.value.hint
 
