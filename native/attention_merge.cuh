@@ -22,7 +22,7 @@ struct Combiner {
   const SplitKFlashAttnArgs& args;
   Shared& shared;
 
-  // Record the warp's item; of an item of several splits, the current split.
+  // Record the warp's item. If it has several splits, the record is of the current one.
   __device__ __forceinline__ void begin(const Task& task) const {
     const uint32_t thread = ptx::opaque<uint32_t>(threadIdx.x);
     sync_warp();  // all lanes have read the previous record
@@ -72,8 +72,8 @@ struct Combiner {
   }
 
  private:
-  // Combine the chunks of the warp's split, or at the end of all warps' splits, with query heads
-  // assigned to warps round-robin; then the splits of every KV head that is now complete.
+  // Combine the chunks of the warp's split; then the splits of every KV head that is now complete.
+  // At the `end` all warps do this for the splits of all warps, with query heads round-robin.
   __device__ __forceinline__ void combine(bool end) const {
     const int thread = ptx::opaque<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     const int step = end ? kWarps + 1 : 1;

@@ -24,16 +24,17 @@ struct ItemRecord {
   __device__ __forceinline__ bool whole() const { return splits == 1 && chunks == 1; }
 };
 
-// Tasks that a warp may have pending. Two suffice: a finite window is at most 4 copies.
+// Tasks that a warp may have pending. Two suffice: a finite window is at most 4 copies, the keys
+// and values of two tasks.
 constexpr int kTaskDepth = 2;
 
 struct Shared {
-  uint64_t task_barriers[kWarps * kTaskDepth];  // task posted, copies issued or about to be
+  uint64_t task_barriers[kWarps * kTaskDepth];  // task is posted; its copies follow
   uint64_t k_barriers[kWarps * kTaskDepth];     // keys have landed
   uint64_t v_barriers[kWarps * kTaskDepth];     // values have landed
   uint64_t empty_barriers[kMaxStages];          // attention warp is done with the stage
   Task tasks[kWarps * kTaskDepth];
-  uint32_t landing[kMaxStages];  // of the copy into a stage: its barrier, plus the phase's parity
+  uint32_t landing[kMaxStages];  // barrier of the last copy into a stage; bit 0: the phase's parity
   ItemRecord records[kWarps];
 };
 
@@ -74,7 +75,7 @@ struct Ring {
   }
 };
 
-// Where the values of a task went: copies issued before them, and their place in the ring.
+// The copy of a task's values: its number among the CTA's copies, and its stage in the ring.
 struct IssuedBlock {
   int issued = 0;
   RingPosition at;
@@ -93,7 +94,7 @@ struct Producer {
   int rows;                       // cached positions from the next block on
   const uint8_t* from;            // address of the next block
   int tasks_posted = 0;           // to the lane's warp
-  IssuedBlock last, before_last;  // the last two of them
+  IssuedBlock last, before_last;  // of the last two tasks posted
   // Of the CTA
   RingPosition fill;  // the next stage
   int issued = 0;     // copies so far

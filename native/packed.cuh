@@ -72,8 +72,9 @@ struct RowBlock {
   }
 };
 
-// Walks along the columns through a row block's atoms, from `number` on; those of the row blocks
-// behind it in its group lie behind each atom. What a step computes delays a copy: no divisions.
+// Iterator over a row block's atoms along the columns, from atom `number` on. Behind each atom lie
+// the same columns of the next row blocks of its group. The time of next() delays a copy, so it has
+// no divisions.
 struct RowBlockAtoms {
   const uint8_t* from;  // the atom
 

@@ -47,9 +47,9 @@ __device__ __forceinline__ void touch(const float2* line) {
       : "memory");
 }
 
-// Read a kernel parameter that is never -1 now, so that later readers do not wait for its cache
-// line. An unused read would be dropped, so a store that never happens depends on it; a trap would
-// cost registers.
+// Read a kernel parameter ahead of its use, so that later readers do not wait for its cache line.
+// An unused read would be dropped, so a store that never happens depends on it: the parameter must
+// never be -1. A trap in place of the store would cost registers.
 __device__ __forceinline__ void fetch_parameter(int value) {
   asm volatile(
       "{\n.reg .pred never;\nsetp.eq.s32 never, %0, -1;\n"

@@ -3,9 +3,10 @@
 
 #include "splitk_norm.cuh"
 
-// The outputs of a thread. Lanes exchange accumulators, so that a pair is two neighbouring rows of
-// W, which are neighbours in Y: even lanes have those of row 2t of X, odd lanes of 2t + 1. Bias and
-// residual are loaded before the products where registers allow, to hide their latency.
+// The outputs of a thread, lane 4g + t. Lanes exchange accumulators, so that a pair is two
+// neighbouring rows of W, which are neighbours in Y: lanes of even g have those of row 2t of X,
+// lanes of odd g those of row 2t + 1. Bias and residual are loaded before the products where
+// registers allow, to hide their latency.
 struct Epilogue {
   static constexpr bool kEarlyResidual = X_TILES <= 4 && !NORM;
   static constexpr int kPairsOfThread = 2 * X_TILES;  // pair 2i + j: row n + 8i of Y, row block j
@@ -121,7 +122,7 @@ struct Epilogue {
     }
   }
 
-  // silu(gate) * up: even rows of W are gates, odd ones what they multiply.
+  // silu(gate) * up: even rows of W are gates, odd rows ups.
   __device__ __forceinline__ void store_gated(const float2 (&pairs)[kPairsOfThread]) const {
     float products[kPairsOfThread];
 #pragma unroll

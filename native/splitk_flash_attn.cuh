@@ -113,13 +113,13 @@ struct WorkItems {
   const SplitKFlashAttnArgs& args;
   const int first_slot, slots, slot_step, heads;
   int slot_index = 0;  // of the slot, in the order of visits
-  int first_head = 0;  // of the heads of this pass over the slots
+  int first_head = 0;  // the first of the `heads` KV heads of this pass over the slots
   int slot = 0, head = 0, split = 0, chunk = 0;
   int length = 0;           // cached positions of the slot
   SplitLayout layout = {};  // of each head of the slot
   int item_splits = 1;
   int first = 0, count = 0;          // blocks of the item's splits
-  int chunks = 1, whole_chunks = 1;  // of the split; of a head of the slot that is one split
+  int chunks = 1, whole_chunks = 1;  // of the split; of a head, if layout.splits is 1
   uint8_t* cache = nullptr;          // of the slot
   int blocks_left;                   // blocks up to the items of the next CTA
 

@@ -39,7 +39,8 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
                                         int tier_of_cta, int warp, Moments& moments) {
   constexpr int kWarps = kWarpgroup / 32;
   const int warpgroup = warp / kWarps, other = 1 - warpgroup;
-  // What the warpgroup has of a stage: the second part of a divided group, or the second group.
+  // The warpgroup's share of a stage. Warpgroup 1 has the second part of a divided group, or the
+  // second of two groups.
   const int first = ring.divided ? warpgroup * kTileRowBlocks : 0;
   const int group = ring.shared && !ring.divided ? warpgroup : 0;
   const int warp_row_block = first + warp % kWarps * 2;

@@ -6,9 +6,9 @@
 
 constexpr int kLastCopies = 2;  // copies in flight when the prefetch for a later launch starts
 
-// Walks through the memory that holds W for a CTA's stages, of the first or the second of their
-// groups. One thread runs it, and what it computes for a stage delays the stage's copy: there are
-// no divisions, and additions instead of multiplications where possible.
+// Iterator over the memory of W that a CTA's stages copy, for the first or the second group of each
+// stage. One thread runs it, and its computations for a stage delay the stage's copy: there are no
+// divisions, and additions instead of multiplications where possible.
 struct WeightWalk {
   Scheduler at;
   const int k_end, step_atoms;

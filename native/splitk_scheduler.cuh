@@ -7,14 +7,14 @@
 //     both_halves          split-K without a neighbour: one group, its halves of K in turn
 //   MixedTiers   the first tier's CTAs take whole groups of their own tier and of a remote one
 //
-// Both have the same members: they are the loop of the producers and of the consumers.
+// Both have the same members. Producers and consumers each run their own copy of the loop.
 #pragma once
 
 #include "splitk_gemm.cuh"
 
 struct OneTier {
   const SplitKGemmArgs& args;
-  // Atoms along K: of a stage; of the CTA's part, which k_middle may divide in two.
+  // Atoms along K of a stage; the CTA's range of K in atoms, which k_middle may divide in two.
   int stage_atoms, k_begin = 0, k_middle, k_end, group_row_blocks;
   int tier, first_row_block, tier_row_blocks, wave_row_blocks;  // the current group's tier
   int second = 0;         // row blocks from a group to the second one of its stages, or 0
@@ -89,8 +89,8 @@ struct OneTier {
   __device__ __forceinline__ void both_halves() { k_middle = args.split_k_atoms; }
 };
 
-// Of the groups of both tiers, numbered together, CTA c takes c, c + CTAs, ... Those of the remote
-// tier are spread evenly among them, so that no SM waits for a link alone.
+// Groups of both tiers are numbered together; CTA c takes the groups c, c + CTAs, ... Those of the
+// remote tier are spread evenly among the numbers, so that no SM reads from the link only.
 struct MixedTiers : OneTier {
   const int own_tier;  // whose CTA this is
   int group;           // the current group's number

@@ -24,7 +24,7 @@ struct Biases {
 // Writes a lane's outputs of a pass to a block, as rows of 8 x 8 matrices.
 struct Stager {
   uint32_t plain, gated;  // offsets in a block
-  bool odd;               // whether the lane has values that gates multiply
+  bool odd;               // whether the lane has ups, not gates
   int source;             // the lane that has its gated outputs
 
   __device__ __forceinline__ Stager() {

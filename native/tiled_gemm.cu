@@ -46,7 +46,8 @@ __device__ __forceinline__ void release_all(int count, const Ring& ring, RingPos
   }
 }
 
-// Stores a tile's outputs with the epilogue's own code: from accumulators, or by a reduction.
+// Stores a tile's outputs, each kind of epilogue with code of its own. `from` is a TileEpilogue and
+// `what` the accumulators, or `from` is a SplitKReduction and `what` the TileEpilogue.
 template <class From, class What>
 __device__ __forceinline__ void store_outputs(const TiledGemmArgs& args, From& from,
                                               const What& what) {
@@ -63,7 +64,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
   OutputBlocks blocks(args);
   RingPosition stage;
   SplitKParities parities;
-  // The barriers of the other CTAs that split K are initialised.
+  // Wait until the other CTAs that split K have initialised their barriers.
   if (args.k_ctas > 1 && place.sharers == 1) ptx::cluster_wait();
   for (Tiles tile(args, place); tile.next();) {
     if (tile.first()) wait_for_input(args);

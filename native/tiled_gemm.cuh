@@ -13,7 +13,7 @@ constexpr int kMaxStages = TILED_MAX_STAGES;
 // Registers of a thread: producers give theirs to consumers.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-// How clusters of a tier's own compute its row blocks. A cluster's tile is that of all its CTAs.
+// How a tier's own clusters compute its row blocks. A cluster's tile consists of its CTAs' tiles.
 // A tier may hold several parts of the matrix, each packed by itself; tiles cross their borders.
 struct TierTiles {
   int first_row_block;  // of the matrix; the tier ends where the next one begins
@@ -31,8 +31,8 @@ struct TierTiles {
 // What this launch waits for, and when the next one may start (programmatic dependent launch).
 enum Order : int {
   kAlone = 0,        // waits for the predecessor; the next launch may start at once
-  kBeforeLocal = 1,  // the same op's launch for the local tier follows: it may start after the wait
-  kAfterRemote = 2,  // follows such a launch: all inputs are there
+  kBeforeLocal = 1,  // waits, then lets the same op's launch for the local tier start
+  kAfterRemote = 2,  // that launch: need not wait, since its inputs were complete when it started
 };
 
 struct TiledGemmArgs {
@@ -40,7 +40,7 @@ struct TiledGemmArgs {
   TensorMap y_boxes;  // [N][width], box of a block of outputs
   int boxes;          // whether y_boxes is there; not with kSiluMul
   int m, n;
-  int box_rows;  // w_ctas boxes hold a warpgroup's rows of X, as many as there are
+  int box_rows;  // of X; w_ctas boxes hold a warpgroup's rows, or all n rows if n is less
   int activation;
   int order;
   // CTAs of a cluster: w_ctas side by side along W share X, of which each loads a part; x_ctas
@@ -58,7 +58,8 @@ struct TiledGemmArgs {
   PackedMatrix weight;             // [M, K]
 };
 
-// The matrix has at least as many parts as there are tiers; no cluster begins behind the last tier.
+// The tier of a cluster. weight.tier_count, the number of the matrix's parts, may exceed the number
+// of tiers: entries behind the last tier begin behind the last cluster.
 __device__ __forceinline__ int tier_of(const TiledGemmArgs& args, int cluster) {
   int tier = 0;
   while (tier + 1 < args.weight.tier_count && cluster >= args.tiers[tier + 1].first_cluster)

@@ -7,7 +7,7 @@
 #include "tiled_epilogue.cuh"
 #endif
 
-// A warp's way through its blocks.
+// The passes of a warp over a tile: each takes an output block, which TMA or the lanes store to Y.
 template <EpilogueKind kind>
 struct Passes {
   static constexpr bool kResidual = kind == kWithResidual;
@@ -44,8 +44,9 @@ struct Passes {
     if (!kResidual) wait_until_read<0>();
   }
 
-  // Takes the block for a pass, the tile's number `turn`. Since the copies of its residual as many
-  // groups were committed as there are blocks, but for three.
+  // Takes the block for the tile's pass number `turn`. Waits until the pass's residual is in it:
+  // blocks.count - 3 or more groups of copies were committed after the residual's, so with more
+  // than three blocks the newest group may be in flight.
   __device__ __forceinline__ uint32_t take(int turn) const {
     if (kResidual) {
       if (blocks.count > kMinOutputBlocks) {
@@ -60,8 +61,8 @@ struct Passes {
     return blocks.take();
   }
 
-  // Stores a block that the lane has staged its part of. Then TMA has read the block of two passes
-  // before, which gets the residual of the pass that will take it.
+  // Stores a block into which all lanes have written their outputs. Then waits until TMA has read
+  // the block of two passes before, and loads the residual of the pass that will take it next.
   __device__ __forceinline__ void store(uint32_t block, int pass, bool boxes) {
     if (boxes) ptx::fence_proxy_async();  // the lanes' writes come before TMA's reads
     sync_warp();

@@ -68,14 +68,14 @@ struct Tiles {
     return number;
   }
 
-  // The part of the tiles behind the waves that is the cluster's; returns a tile's number, or one
-  // behind all.
+  // The cluster's part of the tiles behind the waves; returns a tile's number, or the number of
+  // tiles if the cluster is done.
   __device__ __forceinline__ int stream_k(const TierTiles& of) {
     const int atoms = args.weight.atoms, before = of.waves * of.clusters;
     const int tiles = of.w_tiles * of.x_tiles, all = (tiles - before) * atoms;
     if (all <= 0) return tiles;
-    // In atoms of all these tiles from `begin` to `end`: it begins `begins` atoms into tile `first`
-    // and ends `ends` atoms into tile `last`.
+    // The cluster's part is the atoms `begin` to `end` of all these tiles. It begins `begins` atoms
+    // into tile `first` and ends `ends` atoms into tile `last`.
     const int begin = all * cluster / of.clusters, end = all * (cluster + 1) / of.clusters;
     const int first = quotient(begin, atoms), begins = begin - first * atoms;
     const int last = quotient(end, atoms), ends = end - last * atoms;

@@ -15,15 +15,16 @@ constexpr int kRowChunks = WIDE ? kPassTiles : 2;
 constexpr int kBlockRows = WIDE ? 16 : 8 * kPassTiles;
 constexpr int kBlockBytes = kBlockRows * kRowChunks * 16;
 
-// Each kind of epilogue has code of its own, as short as can be: nothing is multiplied meanwhile.
+// Each kind of epilogue has code of its own, as short as possible: tensor cores idle meanwhile.
 enum EpilogueKind : int { kPlain, kWithResidual, kGated };
 
 __device__ __forceinline__ EpilogueKind epilogue_kind(const TiledGemmArgs& args) {
   return args.activation == kSiluMul ? kGated : args.residual ? kWithResidual : kPlain;
 }
 
-// A lane's outputs of a pass, without a gate: bias(i), activation, and the residual, which `words`
-// hold and outputs replace, in pairs that lie as accumulators do.
+// Computes a lane's outputs of a pass, without a gate: adds bias(i) to pair i, applies the
+// activation and adds the residual. `words` holds the residual, packed pair by pair in the order of
+// the accumulators, and is overwritten with the outputs.
 template <EpilogueKind kind, class Bias>
 __device__ __forceinline__ void apply_epilogue(const TiledGemmArgs& args, const float2* acc,
                                                Bias bias, uint32_t (&words)[2 * kPassTiles]) {

@@ -1,5 +1,6 @@
-// The same where 64 rows of X are multiplied (WIDE): a thread's accumulators are of two rows of X
-// and two rows of each row block of W, which are neighbours in Y.
+// From accumulators to blocks of outputs in shared memory, where 64 rows of X are multiplied (WIDE;
+// else tiled_epilogue.cuh): a thread's accumulators are of two rows of X and two rows of each row
+// block of W, which are neighbours in Y.
 #pragma once
 
 #include "tiled_staging.cuh"
