@@ -1,7 +1,9 @@
 """The greedy offload ratios over one remote tier (arXiv 2604.26074, section 4; README.md here).
 
-An op's time T(x) = max(floor, C (1 - x) / B_g, C x / B_h) falls up to a, is flat up to b, then
-rises. Every T is convex, so filling the cheapest segments of all ops first is optimal.
+An op reads C bytes in a step, a ratio x of them from the remote tier; B_g and B_h are the rates of
+HBM and of the remote tier. Its time T(x) = max(floor, C (1 - x) / B_g, C x / B_h) falls up to
+x = a, is flat up to x = b, then rises. Every T is convex, so filling the cheapest segments of all
+ops first is optimal.
 """
 
 from collections.abc import Sequence

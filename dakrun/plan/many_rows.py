@@ -68,7 +68,7 @@ def many_rows_sms(
 
     A remote part gets the fewest SMs with which it ends before the local part or is limited by
     its link, or one fewer if the op is faster with that. The kernel rounds the result to whole
-    clusters and tiles (dakrun/kernels/gemm/tiled_remote.py).
+    clusters and tiles (RemotePart in dakrun/kernels/gemm/tiled_config.py).
     """
     layer = [n * op.units / sum(counts) for n in counts]
     sms = [int(n > 0) for n in counts]

@@ -21,9 +21,9 @@ from dakrun.units import ceil_div
 CHUNK_BLOCKS = (32, 16, 8, 4)  # sizes of a chunk; shorter ones cost more to combine
 ITEMS = 512  # work items wanted at least: about four per SM of a large GPU
 SPLITS = 128  # of all heads: about one per SM of a large GPU
-FULL = 0.85  # fraction of SPLITS from which one split per SM beats many
+FULL = 0.85  # fraction of SPLITS from which one long split per SM beats many short ones
 MAX_WINDOW = 4  # stages of a finite window: a warp has at most two tasks pending
-LONE_BYTES = SHARED_BYTES_PAIRED + 1024  # of shared memory: too much for two CTAs of an SM
+LONE_BYTES = SHARED_BYTES_PAIRED + 1024  # shared memory of a CTA that keeps others off its SM
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import dispatch when it is first used: its other kernels import this folder."""
+        """Import dispatch at its first use: it imports kernels that import this folder."""
         if name not in ("By", "Products", "products", "tiles"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from dakrun.kernels.gemm import dispatch

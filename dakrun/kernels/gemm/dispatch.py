@@ -143,7 +143,7 @@ class Products:
     def ahead(
         self, n: int, weight: PackedTensor, accesses: Sequence[TierAccess]
     ) -> torch.Tensor | None:
-        """Bytes of `weight` to prefetch into L2 while the product before one of `n` rows ends.
+        """Bytes of `weight` to prefetch into L2 as the preceding product ends; X has `n` rows.
 
         None for many rows, or if the weight's first part is not in the GPU's own memory.
         """

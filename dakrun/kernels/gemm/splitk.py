@@ -29,7 +29,8 @@ from dakrun.kernels.runtime.tensor_map import atoms_map
 from dakrun.units import ceil_div
 
 SOURCE = "splitk_gemm.cu"
-AHEAD_BYTES = 32 * 1024  # a CTA prefetches for a later launch: what memory reads between launches
+# Bytes that each CTA prefetches for a later launch; all CTAs': what HBM reads between two launches.
+AHEAD_BYTES = 32 * 1024
 AHEAD_ALIGN = 128  # bytes: L2's lines
 
 Activation = Literal["none", "relu", "silu_mul"]
@@ -107,9 +108,10 @@ def splitk_gemm(
     """out [N, M] = activation(r x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
 
     r is 1; with `norm` "rms" it is 1 / sqrt(mean(x^2) + `eps`) of each row of x, with "layer"
-    1 / sqrt(var(x) + `eps`), the variance being mean(x^2) - mean(x)^2. That is a whole norm if its
-    weight is multiplied into the columns of `weight` before, and for a LayerNorm the mean of each
-    of these rows is subtracted from it and the product with the norm's bias added to `bias`.
+    1 / sqrt(var(x) + `eps`), the variance being mean(x^2) - mean(x)^2. For a whole norm, fold
+    the rest of it into the operands before: multiply the columns of `weight` by the norm's weight;
+    for a LayerNorm also subtract from each of these rows its mean, and add to `bias` the product of
+    the original `weight` and the norm's bias.
 
     All operands are in the weight's dtype on one GPU; accumulators are float32. With "silu_mul"
     even rows of `weight` are gates and odd rows ups, out [N, M / 2] = silu(x gate^T) * (x up^T).

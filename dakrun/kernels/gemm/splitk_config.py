@@ -24,17 +24,17 @@ from dakrun.kernels.gemm.packing import Split
 from dakrun.units import ceil_div
 
 PAIRED_TILES = 8  # x_tiles for which a stage may have two groups
-STEP_BYTES = 16 * 1024  # of a step: a group's columns that lie together, at most
-STEP_ATOMS = 8  # of a step, at most; a split-K half begins with a step
+STEP_BYTES = 16 * 1024  # maximum bytes of a step: a group's columns that lie together
+STEP_ATOMS = 8  # maximum atoms along K of a step; a split-K half begins with a step
 COPY_BYTES = 8 * 1024  # of W in a stage, at least, if that leaves MIN_STAGES
 MIN_STAGES = 5  # wanted at least; a copy takes time to issue, however small it is
-L2_SPEED = 1.6  # of an SM's reads, in units of its share of HBM's
+L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
 # Bytes of W and X a CTA of SplitK_GEMM up to which it beats the tiled GEMM for more than FEW_ROWS
 # rows: decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. The 320 KiB of
 # 2048x2048 take 6.2 us instead of 7.6 in a chain, but make OPT-1.3b's step, where norms come
 # between them, 7% slower.
 MAX_SKINNY_BYTES = 256 * 1024
-COMBINE_BYTES = 60 * 1024  # that an SM could read from HBM while the last split-K halves combine
+COMBINE_BYTES = 60 * 1024  # bytes an SM could read from HBM while the last split-K halves combine
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TierAccess:
     """Limits of reading a tier: how many SMs, and how many bytes in flight over all of them.
 
     None is no limit. A `mixed` remote tier is read by the local tier's SMs, in turn with their own
-    row blocks or slots, so that no SM waits for its link alone; the limits then apply to launches
+    row blocks or slots, so that no SM reads from the link only; the limits then apply to launches
     that cannot mix tiers, those of many rows.
     """
 

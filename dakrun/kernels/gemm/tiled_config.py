@@ -41,12 +41,12 @@ def tiled_config(
     limits: Limits = H200,
     multicast: bool = True,
 ) -> TiledConfig:
-    """Choose for `n` rows of X and a W of `cols` columns with `row_blocks` in each of `tiers`.
+    """Choose the launches for `n` rows of X and a W of `cols` columns, `row_blocks` in each tier.
 
     The local tier comes first. If no remote tier has limits, nothing is known of the links: all
-    `sms` compute the remote tiers in a launch before the local one. Else their launch gets as few
-    SMs as end no later than the local launch beside it. Without `multicast` a remote row block
-    crosses its link once for each 512 rows of X.
+    `sms` compute the remote tiers in a launch before the local one. Else the remote launch gets the
+    fewest SMs with which it ends no later than the local launch beside it. Without `multicast` a
+    remote row block crosses its link once for each 512 rows of X.
     Raises ValueError for more rows than TILED_MAX_ROWS, or none.
     """
     if not 1 <= n <= TILED_MAX_ROWS:
@@ -129,7 +129,7 @@ class RemotePart:
     def launch(
         self, sms: int, local: Callable[[int], float] | None, *, multicast: bool = True
     ) -> Launch:
-        """Choose for `sms`; `local` gives the cycles of a local part on a number of SMs."""
+        """Choose the launch on a GPU of `sms` SMs; `local` gives a local part's cycles by SMs."""
         parts = sum(count > 0 for count in self.row_blocks)
         shapes = [
             shape
@@ -152,11 +152,11 @@ class RemotePart:
                 yield from (replace(shape, x_ctas=count) for count in {1, min(limit, x_ctas)})
 
     def _max_clusters(self, shape: Shape, sms: int, local: Callable[[int], float] | None) -> int:
-        """Clusters that leave SMs for a local part."""
+        """Most clusters that leave SMs for the local part, if there is one."""
         return self.limits.max_clusters(sms - self.segments * (local is not None), shape.ctas)
 
     def _launch(self, shape: Shape, sms: int, local: Callable[[int], float] | None) -> Launch:
-        """As few clusters as end no later than the local part."""
+        """A launch with the fewest clusters that end no later than the local part."""
         clusters = [int(count > 0) for count in self.row_blocks]
         parts = [tier for tier, count in enumerate(self.row_blocks) if count]
         for tier in parts * min(2, len(parts)):  # the second time with the others' clusters known

@@ -31,40 +31,35 @@ OUTPUT_BLOCK_BYTES = (
 PARTIAL_BYTES = 4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLOCK
 BARRIER_BYTES = 1024
 
-# Costs, in cycles of an SM at 1.75 GHz. Of a stage: products of 8 x 64 tiles; its issue, at least;
-# its copies' latency; each KiB to or from shared memory; CTAs that wait for each other.
-ATOM_CYCLES = 36.2
-STAGE_CYCLES = 360
-LANDING_CYCLES = 1530
-SHARED_CYCLES = 7.1
-SHARING_CYCLES = 43
-# Bytes a cycle that an SM gets from HBM and from L2 while all SMs read. Reads of W, many of which
-# miss L2, weigh more. The fraction of reads that adds to products, in plain and in wide tiles.
-# Reads cost more with Stream-K, where clusters are at different columns.
-HBM_BYTES = 19.8
-L2_BYTES = 68
-W_READ_WEIGHT = 4.3
-READ_FRACTION, WIDE_READ_FRACTION = 0.188, 0.168
-STREAM_K_READ_WEIGHT = 1.24
-# Of a tile, while nothing is multiplied: its start; per 8 x 64 tile of a warpgroup, storing outputs
-# and passing on Stream-K's partial tiles; with split-K the exchange, and adding each 8 x 64 tile of
-# another segment. Of a launch: the wait for CTAs that share X.
-START_CYCLES = 2200
-STORE_CYCLES = 110
-STREAM_K_CYCLES = 630
-SPLIT_K_CYCLES = 3200
-SPLIT_K_ADD_CYCLES = 50
-CLUSTER_SYNC_CYCLES = 800
-# Of a launch, from its predecessor's end to the first product, beyond a tile's start.
-LAUNCH_CYCLES = 6000
+# Costs of a stage, in cycles of an SM at 1.75 GHz.
+ATOM_CYCLES = 36.2  # products of an 8 x 64 tile
+STAGE_CYCLES = 360  # the whole stage, at least: its issue
+LANDING_CYCLES = 1530  # latency of the stage's copies
+SHARED_CYCLES = 7.1  # each KiB to or from shared memory
+SHARING_CYCLES = 43  # wait for the CTAs that share X
+# Reads, while all SMs read.
+HBM_BYTES = 19.8  # bytes per cycle that an SM gets from HBM
+L2_BYTES = 68  # bytes per cycle that an SM gets from L2
+W_READ_WEIGHT = 4.3  # factor for bytes of W, many of which miss L2
+READ_FRACTION, WIDE_READ_FRACTION = 0.188, 0.168  # of a read's time that adds to products
+STREAM_K_READ_WEIGHT = 1.24  # factor with Stream-K, where clusters are at different columns
+# Costs of a tile, in cycles in which nothing is multiplied.
+START_CYCLES = 2200  # its start
+STORE_CYCLES = 110  # storing outputs, per 8 x 64 tile of a warpgroup
+STREAM_K_CYCLES = 630  # passing on Stream-K's partial tile, per 8 x 64 tile of a warpgroup
+SPLIT_K_CYCLES = 3200  # exchange of split-K's partial sums
+SPLIT_K_ADD_CYCLES = 50  # adding an 8 x 64 tile of another segment
+# Costs of a launch, in cycles.
+CLUSTER_SYNC_CYCLES = 800  # wait for the CTAs that share X
+LAUNCH_CYCLES = 6000  # predecessor's end to the first product, besides START_CYCLES
 
 
 @dataclass(frozen=True)
 class Limits:
     """A GPU's limits: bytes of shared memory of a CTA, and the kernel variants, by `x_tiles`.
 
-    Of clusters of 2, 3, ... CTAs, one an SM, `clusters` run at a time; larger ones leave SMs of a
-    group of SMs free.
+    `clusters` has the number of clusters that run at a time, for clusters of 2, 3, ... CTAs, one
+    CTA per SM. Large clusters leave some SMs of a GPC free.
     """
 
     shared_bytes: int = SHARED_BYTES_ALONE

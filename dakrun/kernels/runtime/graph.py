@@ -68,4 +68,4 @@ def edge_kinds(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:
 
 def _check(status: Any) -> None:
     if status.value:
-        raise RuntimeError(f"the edges of a CUDA graph cannot be read: {status.name}")
+        raise RuntimeError(f"CUDA cannot describe the graph or its capture: {status.name}")

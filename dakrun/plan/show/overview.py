@@ -32,7 +32,8 @@ class Forecast:
 class Comparison:
     """A `published` measurement, and the plan with the same offload ratio.
 
-    `efficiency` is the published EB over the bound's, `expected` the prediction's.
+    EB is effective bandwidth: weight bytes over the step's time. `efficiency` is the published EB
+    over the bound's, `expected` the prediction's.
     """
 
     published: Published
