@@ -209,8 +209,8 @@ def _forgone_rows(plan: Plan) -> list[tuple[str, str]]:
         (
             "note",
             f"with {plan.forgone.ratio:.1%} outside {plan.tiers[0]} a step is predicted to be "
-            f"{speed}; a gain below {MIN_OFFLOAD_GAIN:.0%} moves nothing (--offload-ratio "
-            f"{plan.forgone.ratio:.4f} does)",
+            f"{speed}; for a gain below {MIN_OFFLOAD_GAIN:.0%} all bytes stay in {plan.tiers[0]}, "
+            f"unless you set --offload-ratio {plan.forgone.ratio:.4f}",
         )
     ]
 
