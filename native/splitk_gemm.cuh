@@ -18,7 +18,7 @@ enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 
 // How a tier's row blocks are stored and which CTAs compute them. A group is the row blocks that a
 // CTA multiplies together, a wave one group for each of the tier's CTAs, a step the columns of a
-// group that lie together. CTA c takes the groups c, c + CTAs, ...
+// group that are contiguous in memory. CTA c takes the groups c, c + CTAs, ...
 // A wave is stored as [steps][groups][atoms of the step][row blocks], so that CTAs side by side
 // read memory side by side. One remote tier may have no CTAs: the first tier's take its groups.
 struct Tier {

@@ -16,8 +16,9 @@ __device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, co
   if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.reduced(), tile.parity());
 }
 
-// The W producer, a whole warp: lane i copies row block i of a tile, together with those that lie
-// behind it in its group.
+// The W producer, a whole warp. Lane i stands for row block i of a tile. If a group, or the tile,
+// begins with it, the lane copies it and the tile's other row blocks of the group, which lie behind
+// it.
 __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring& ring,
                                           const Place& place, const SplitKBarriers& barriers) {
   const TierTiles& tier = args.tiers[place.tier];

@@ -101,7 +101,7 @@ def assemble(problem: Problem, chosen: Candidate, *, forgone: Plan | None = None
 
 
 def _phase(problem: Problem, chosen: Candidate) -> Literal[1, 2, 3]:
-    """1 if the remote bytes are at most those of all ops at a, 2 at b, 3 if more."""
+    """1 if no more bytes are remote than with all ops at their a, 2 than at their b, else 3."""
     curves = list(problem.curves.values())
     moved = chosen.remote_bytes()
     if moved <= best_total(curves) * 1.001:

@@ -137,9 +137,10 @@ def balanced(
 ) -> list[tuple[int, ...]]:
     """Remote units of every layer of the problem's weights with which each op is fastest.
 
-    `totals` are the rounded ideal ones; there is one remote tier. The CTA model may favour a few
-    row blocks more or fewer, within a unit's time of the op's least bound. Returns `totals`
-    unchanged if the budgets determine the total.
+    `totals` are the ideal remote units of each op's layers, rounded; there is one remote tier. A
+    linear op may be faster in the CTA model with a few row blocks more or fewer. Numbers are tried
+    whose bound is within one unit's time of the op's least bound. Returns `totals` unchanged if
+    the budgets determine the total.
     """
     unchanged, ops = list(totals), problem.weights
     if not goal.required <= best_total([problem.curves[op.name] for op in ops]) <= goal.limit:
@@ -156,7 +157,7 @@ def balanced(
 
 @functools.lru_cache(maxsize=256)
 def _balanced_units(costs: StepCosts, op: Op, curve: Curve, start: int) -> int:
-    """Remote units of one layer of `op` with which it is fastest, within REACH of `start`."""
+    """Remote units of one layer with which `op` is fastest in the CTA model, near `start`."""
     compute, profile, remote = costs.compute[op.name], costs.profile, costs.remote
     unit = op.unit_bytes(0, 1) / min(curve.local_rate, curve.remote_rate)
     highest = curve.floor / op.layers + unit

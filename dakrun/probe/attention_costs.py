@@ -37,7 +37,7 @@ HEADS, HEAD_DIM = 32, 128
 LONG_BYTES = 384 * 2**20  # bytes of all long slots together
 ROW_BLOCKS = 1536, 512  # weights of HEADS * HEAD_DIM columns before and after attention
 VOCABULARIES = 2**15, 2**17
-MAX_LOGITS = 512  # operands of a chain; of the smallest, 256 MiB in total
+MAX_LOGITS = 512  # maximum operands of a chain; the smallest ones then take 256 MiB in total
 
 
 def attention_sweep(bench: Bench) -> Sweep:
@@ -45,8 +45,8 @@ def attention_sweep(bench: Bench) -> Sweep:
 
     Short slots (one block): the difference between chains of the surrounding products with and
     without attention. Long slots: that, plus the difference between long and short slots in chains
-    of attention alone. Between products, the difference would be within the products' own
-    variation, which depends on power and on which SMs are free first. More than FEW_ROWS slots are
+    of attention alone. Chains with products would hide the latter difference: products vary as
+    much, with power and with the SMs that are free first. More than FEW_ROWS slots are
     measured under load. Batches that exceed the buffer get fewer or shorter slots.
     """
     weights, memory = random_memory(bench).chunk(2)

@@ -301,9 +301,9 @@ def _tier_tiles(
     *,
     stream_k: bool,
 ) -> TierTiles:
-    """Tiles of `size` row blocks a CTA, by up to `clusters`, as `access` limits what is in flight.
+    """Tiles of `size` row blocks per CTA for up to `clusters`; `access` limits the bytes in flight.
 
-    Stream-K if it is wanted and possible.
+    Uses Stream-K if it is wanted and possible.
     """
     stream_k = stream_k and _can_stream_k(n, row_blocks, shape, clusters, size)
     clusters = min(clusters, shape.tile_count(n, row_blocks, size))
