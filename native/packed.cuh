@@ -5,6 +5,8 @@
 #include "geometry.cuh"
 #include "ptx.cuh"
 
+// How a tier's row blocks are stored: row blocks of a wave and of a group, atoms along K of a step
+// (Tier in splitk_gemm.cuh has the terms).
 struct PackedTier {
   const uint8_t* base;
   int first_row_block;  // of the matrix; the tier ends where the next one begins
