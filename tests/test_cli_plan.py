@@ -142,7 +142,7 @@ def test_what_others_published_is_shown_beside(ratio: str) -> None:
     assert found["efficiency"] == pytest.approx(3.3e12 / bound)
     assert found["predicted_efficiency"] == pytest.approx(found["predicted_eb_bytes_per_s"] / bound)
     text = " ".join(run(*PLAN, "--offload-ratio", ratio).stdout.split())
-    assert "published EB 3,300.0 GB/s with 10% outside hbm, 75% of the bound" in text
+    assert "published EB 3,300.0 GB/s with 10% outside hbm: 75% of the bound" in text
 
 
 @pytest.mark.usefixtures("unadvised")
