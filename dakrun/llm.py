@@ -49,7 +49,8 @@ class LLM:
     - `max_model_len`: tokens of prompt and completion together; by default the model's positions,
       at most 4,096.
     - `expected_tokens`, `expected_prompt`: lengths of completions and prompts to plan for, in
-      tokens. The default prompt is half of max_model_len less `expected_tokens`.
+      tokens. The default prompt is half of the tokens of max_model_len that are left
+      after `expected_tokens`.
     - `profile`: a HardwareProfile, its name or file. "auto" takes the profile that
       `dakrun profile` saved for this device, else a shipped one; it never measures.
     - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model

@@ -7,7 +7,8 @@
 namespace ptx {
 
 // The descriptor of a matrix at a shared address, K-major in rows of 128 bytes with 128-byte
-// swizzle; every 8 rows are 1 KiB, aligned to 1 KiB. Adding 2 to a descriptor moves it by 16 k.
+// swizzle; every 8 rows are 1 KiB, aligned to 1 KiB. Adding 2 to a descriptor moves it by
+// 16 elements along K.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
   return kSwizzle128 | kEightRows | address >> 4;  // there are no more than 256 KiB
@@ -39,8 +40,9 @@ __device__ __forceinline__ void wgmma_wait(float2 (&acc)[sets][size]) {
   }
 }
 
-// acc += A B^T for 64 rows of A, 8 to 256 rows of B, and 16 k. In lane 4g + t of warp w, acc[2i] is
-// row 16 w + g of A, acc[2i + 1] row 16 w + g + 8, each with rows 8i + 2t and 8i + 2t + 1 of B.
+// acc += A B^T for 64 rows of A, 8 to 256 rows of B, and 16 columns of both (K). In lane 4g + t of
+// warp w, acc[2i] is row 16 w + g of A, acc[2i + 1] row 16 w + g + 8, each with rows 8i + 2t and
+// 8i + 2t + 1 of B.
 #define WGMMA_ACC(i) \
   "+f"(acc[2 * (i)].x), "+f"(acc[2 * (i)].y), "+f"(acc[2 * (i) + 1].x), "+f"(acc[2 * (i) + 1].y)
 #define WGMMA_2_ACC(i) WGMMA_ACC(i), WGMMA_ACC(i + 1)

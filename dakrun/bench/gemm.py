@@ -141,7 +141,8 @@ class GemmChains(Chains):
         """Times of a chain in which each launch reads the output of the one before.
 
         The first weight's launch reads random numbers instead: over the whole chain, products of
-        products would vanish or overflow. Where M < K, the rest of the next input is constant.
+        products would vanish or overflow. Where M < K, the rest of the next input
+        keeps its first random numbers.
         """
         n, rows, cols = case.n, case.shape.rows, case.shape.cols
         start, *ends = (

@@ -25,7 +25,7 @@ from dakrun.plan.show.picture import (
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STEPS = 400  # line segments of an ideal curve
-MARGIN = 1.06  # end of an ideal curve over the largest measured ratio
+MARGIN = 1.06  # an ideal curve ends at this multiple of the largest measured ratio
 
 Row = Mapping[str, Any]
 

@@ -212,7 +212,8 @@ def bench(
 def _own_options(subject: str, given: dict[str, Any]) -> dict[str, Any]:
     """The entries of `given`, by parameter name, that the benchmark of `subject` takes.
 
-    Needs a running command. Raises UsageError if the command line has an option of others alone.
+    Needs a running command. Raises UsageError if the command line has an option that only other
+    subjects take.
     """
     context = click.get_current_context()
     flags = {param.name: param.opts[-1] for param in context.command.params}

@@ -28,7 +28,7 @@ from dakrun.plan import STAGING_BUFFERS, OpPlan, Plan, kv_positions, kv_staging_
 from dakrun.weights.loading import Packing, Tensors, can_pack, load
 from dakrun.weights.manifest import manifest_of
 
-SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # rows of X by kernel variant
+SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # maximum rows of X by variant
 
 
 def runs_on_kernels(plan: Plan, device: torch.device) -> bool:

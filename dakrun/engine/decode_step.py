@@ -91,7 +91,7 @@ class DecodeStep:
         Decoder(backend.model, recorder).forward(self.tokens[:n], self.lengths[:n], attention)
         self._select(n)
         recorder.launches["sampling"].append(partial(self._select, n))
-        backend.begin(n)  # the launches write to its buffers
+        backend.begin(n)  # buffers for repeated launches: forward's end() has dropped them
         return recorder.launches
 
     def _attend(

@@ -152,7 +152,7 @@ class GraphRunner:
             self._rows.prepare(bucket)
             self._rows.run(bucket)  # compiles its kernels; all rows are idle
             graph = capture(lambda bucket=bucket: self._rows.run(bucket), pool)  # type: ignore[misc]
-            # Copies between kernels, the copy engine's or torch's, are no programmatic edges.
+            # Edges to and from copies of staged matrices and torch's kernels are not programmatic.
             if not self._backend.staging and self._backend.by(sum(bucket)) != "torch":
                 pdl, others = edge_kinds(graph)
                 minimum = MIN_PDL_EDGES * self._backend.model.config.num_layers

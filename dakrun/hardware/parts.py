@@ -149,8 +149,8 @@ class KernelModel:
     - few_sms_link_loss: relative loss of a link's rate with half of the SMs that fill its window
       (PCIe 5).
     - launch_gap_seconds: time from a launch's last read to the first read that depends on it.
-    - link_latency_seconds: latency of a link without a window: the bytes in flight that it needs
-      over its rate.
+    - link_latency_seconds: latency of a link without a window: the bytes in flight that it needs,
+      divided by its rate.
     """
 
     busiest_cta_weight: float = 0.5

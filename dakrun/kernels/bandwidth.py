@@ -113,9 +113,9 @@ def read_window(readers: Sequence[Reader], seconds: float) -> list[float]:
 def read_multicast(
     address: int, nbytes: int, *, clusters: int, size: int, chunk: int, stages: int, chunks: int
 ) -> float:
-    """Bytes/s over the link of `clusters` of `size` CTAs that each read `chunks` by multicast.
+    """Bytes/s over the link while each of `clusters` reads `chunks` chunks by multicast.
 
-    Shared memory receives `size` times as much.
+    A cluster has `size` CTAs, so shared memory receives `size` times as many bytes.
     """
     _check_ring(chunk, stages)
     if nbytes < chunk * clusters:

@@ -32,8 +32,9 @@ def variants(
     group: int = 1,
     mixes: bool = False,
 ) -> list[Variant]:
-    """Variants for a model with `head_dim` and `group` query heads per KV head, slowest first.
+    """Variants for a model with `head_dim` and `group` query heads per KV head.
 
+    Those that take longest to compile come first.
     SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
     `mixes` also for weights with mixed tiers. `x_tiles` are the GPU's variants of the tiled GEMM,
     for many rows; if some are missing, torch multiplies unpacked weights instead.

@@ -22,7 +22,7 @@ CHUNK_BLOCKS = (32, 16, 8, 4)  # sizes of a chunk; shorter ones cost more to com
 ITEMS = 512  # work items wanted at least: about four per SM of a large GPU
 SPLITS = 128  # of all heads: about one per SM of a large GPU
 FULL = 0.85  # fraction of SPLITS from which one long split per SM beats many short ones
-MAX_WINDOW = 4  # stages of a finite window: a warp has at most two tasks pending
+MAX_WINDOW = 4  # of a finite window, in stages: two tasks pending per warp, each of keys and values
 LONE_BYTES = SHARED_BYTES_PAIRED + 1024  # shared memory of a CTA that keeps others off its SM
 
 
@@ -108,7 +108,7 @@ def attention_config(
     stages = min(ATTENTION_MAX_STAGES, SHARED_BYTES_PAIRED // stage_bytes(shape))
 
     def window(tier: TierAccess, count: int) -> int:
-        """Stages of `count` CTAs each."""
+        """Stages that each of `count` CTAs of `tier` keeps in flight."""
         if tier.window_bytes is None or not count:
             return stages
         return _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
@@ -153,8 +153,9 @@ def split_sizes(blocks: int, heads: int) -> tuple[int, int, int]:
 def _even(splits: int, sms: int, limit: int, window: Callable[[int], int]) -> int:
     """CTAs for a remote tier, at most `limit`, that leave the local CTAs the least work.
 
-    The local CTAs have `splits` in total and the rest of `sms`. `window` gives the stages in flight
-    per CTA for a number of CTAs; the product must not fall below that of `limit` CTAs.
+    The local CTAs compute `splits` in total, on the SMs that the remote tier leaves of `sms`.
+    `window` gives the stages in flight per CTA for a number of CTAs. All CTAs together must keep as
+    many stages in flight as `limit` CTAs would.
     """
     counts = (ctas for ctas in range(limit, 0, -1) if ctas * window(ctas) >= limit * window(limit))
     return min(counts, key=lambda ctas: ceil_div(splits, max(1, sms - ctas)), default=limit)

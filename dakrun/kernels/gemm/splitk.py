@@ -29,7 +29,8 @@ from dakrun.kernels.runtime.tensor_map import atoms_map
 from dakrun.units import ceil_div
 
 SOURCE = "splitk_gemm.cu"
-# Bytes that each CTA prefetches for a later launch; all CTAs': what HBM reads between two launches.
+# Bytes that each CTA prefetches for a later launch. All CTAs together prefetch about as much as HBM
+# delivers in the gap between two launches.
 AHEAD_BYTES = 32 * 1024
 AHEAD_ALIGN = 128  # bytes: L2's lines
 

@@ -26,13 +26,13 @@ from dakrun.units import ceil_div
 PAIRED_TILES = 8  # x_tiles for which a stage may have two groups
 STEP_BYTES = 16 * 1024  # maximum bytes of a step: a group's columns that lie together
 STEP_ATOMS = 8  # maximum atoms along K of a step; a split-K half begins with a step
-COPY_BYTES = 8 * 1024  # of W in a stage, at least, if that leaves MIN_STAGES
-MIN_STAGES = 5  # wanted at least; a copy takes time to issue, however small it is
+COPY_BYTES = 8 * 1024  # of W in a stage, at least: a copy takes time to issue, however small it is
+MIN_STAGES = 5  # wanted at least; a stage has less than COPY_BYTES if it would leave fewer
 L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
-# Bytes of W and X a CTA of SplitK_GEMM up to which it beats the tiled GEMM for more than FEW_ROWS
-# rows: decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. The 320 KiB of
-# 2048x2048 take 6.2 us instead of 7.6 in a chain, but make OPT-1.3b's step, where norms come
-# between them, 7% slower.
+# Bytes of W and X that a CTA of SplitK_GEMM reads, up to which it beats the tiled GEMM for more
+# than FEW_ROWS rows: decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. A
+# W of 2048x2048, 320 KiB per CTA, takes 6.2 us instead of 7.6 in a chain of products alone, but
+# makes OPT-1.3b's step, with norms between products, 7% slower.
 MAX_SKINNY_BYTES = 256 * 1024
 COMBINE_BYTES = 60 * 1024  # bytes an SM could read from HBM while the last split-K halves combine
 
@@ -219,7 +219,7 @@ def ring(split: Split, tier: TierAccess, x_tiles: int, *, split_k: bool = False)
 
     With many rows of X a stage has two groups, of two waves if their number is even, or with
     `split_k` of two CTAs; then X is read half as often. Each must fit one warpgroup, and the tier
-    must have no window: it would wait for its link, not for X.
+    must have no window: a tier with one waits for its link, so reading less of X gains nothing.
     """
     step, window = split.step_cols // ATOM_COLS, tier.window_bytes
     pairs = x_tiles == PAIRED_TILES and split.group <= TILE_ROW_BLOCKS

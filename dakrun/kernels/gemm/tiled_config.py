@@ -224,7 +224,7 @@ class RemotePart:
     def _key(
         self, launch: Launch, sms: int, local: Callable[[int], float] | None
     ) -> tuple[float, ...]:
-        """Cycles of the part that ends last, then the SMs and tiles that it takes."""
+        """Cycles until the last part ends; then, for ties, the sizes of tiles and clusters."""
         shape = launch.shape
         parts = [local(sms - launch.ctas)] if local else []
         for tier, tiles in enumerate(launch.tiers[1:]):

@@ -177,9 +177,10 @@ class Shape:
 class TierTiles:
     """How a launch computes a tier: `clusters`, each CTA taking tiles of `tile_row_blocks` of W.
 
-    `block_tiles` tiles along X follow each other in the order of tiles. With `stream_k` clusters
-    share the tiles behind the last whole wave. The congestion window is `window` stages of W in
-    flight. No clusters: another launch computes the tier.
+    Tiles are numbered in blocks of `block_tiles` along X, so that a wave reads fewer rows. With
+    `stream_k` clusters share the tiles of the last whole wave and the rest behind it. The
+    congestion window is `window` stages of W in flight. No clusters: another launch computes the
+    tier.
     """
 
     clusters: int

@@ -16,8 +16,9 @@ def atoms_map(
 ) -> tuple[int, ...]:
     """Encode the map (16 words) of a contiguous [rows, cols] matrix of 16-bit elements.
 
-    A box is `box_atoms` x `box_rows` x 64 columns of [cols / 64][rows][64], with a 128-byte
-    swizzle. With `box_atoms` 1 the map is [1][rows][cols], and `cols` need not be a multiple of 64.
+    The map sees the matrix as [cols / 64][rows][64]; a box is [box_atoms][box_rows][64] of that,
+    with a 128-byte swizzle. With `box_atoms` 1 it sees [1][rows][cols] instead, and `cols` need not
+    be a multiple of 64.
     Elements outside the matrix load as zero.
     Raises RuntimeError if the driver refuses: address and row size must be multiples of 16 bytes.
     """
