@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-archs lint format wheel clean help
+.PHONY: demo test test-archs explore lint format wheel clean help
 
 demo: $(VENV)/.base ## run the main job on a tiny bundled model
 	$(BIN)/dakrun demo
@@ -14,6 +14,9 @@ test: lint ## lint, then run the tests (the gpu ones where there is a GPU)
 
 test-archs: $(VENV)/.dev ## compile every kernel for the other architectures
 	$(BIN)/python -m pytest --numprocesses 2 -m archs tests/test_nvrtc.py
+
+explore: $(VENV)/.dev ## try the planner's laws on new random examples
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --numprocesses 2 tests/test_plan_laws.py
 
 lint: $(VENV)/.dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check

@@ -17,9 +17,11 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A busy machine is no reason to fail.
-settings.register_profile("dakrun", deadline=None)
-settings.load_profile("dakrun")
+# Every run tries the same examples, without a deadline, so that neither chance nor a busy machine
+# makes it fail. `make explore` tries new examples.
+settings.register_profile("dakrun", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dakrun"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
