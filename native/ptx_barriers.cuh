@@ -32,8 +32,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done;
 }
 
-// Arrive at the barrier at the same shared-memory offset in CTA `rank` of the cluster. Releases
-// reads only: the caller's writes need not be visible there, which would cost a fence.
+// Arrive at the barrier at the same shared-memory offset in CTA `rank` of the cluster, after reads
+// only: it does not make the caller's writes visible to that CTA, which would cost a fence.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"

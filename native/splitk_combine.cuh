@@ -5,7 +5,8 @@
 
 #include "splitk_gemm.cuh"
 
-constexpr int kRowBlockPartials = X_TILES * 32;  // of 8 rows of W: two floats a lane and tile of X
+// Partial sums of a row block, in float2s: one for each lane and tile of X.
+constexpr int kRowBlockPartials = X_TILES * 32;
 
 // Stores a warp's partial sums of two row blocks, of which `row_blocks` exist.
 __device__ __forceinline__ void store_partial(float2* to, int row_blocks, const Accumulators& acc) {

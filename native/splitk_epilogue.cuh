@@ -29,8 +29,8 @@ struct Epilogue {
     }
   }
 
-  // Each step for all pairs at once, with no branch within a step: loads wait for each other's
-  // latency together.
+  // Each step for all pairs at once, with no branch within a step, so that the latencies of loads
+  // overlap.
   __device__ __forceinline__ void store(const Accumulators& acc, const Moments& moments) const {
     float2 pairs[kPairsOfThread];
     exchange(acc, pairs);

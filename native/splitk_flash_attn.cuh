@@ -204,7 +204,7 @@ struct WorkItems {
     split += item_splits, chunk = 0;
   }
   // Complete the step to the item after next(): go to the next head or slot if the splits of this
-  // one are done. Call it only if not done(), which bounds the slots.
+  // one are done. Call it only if not done(): the search for a slot with blocks would not end.
   __device__ __forceinline__ void locate() {
     if (chunk > 0) return;
     if (split >= layout.splits) {

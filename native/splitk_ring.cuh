@@ -16,8 +16,8 @@ __device__ __forceinline__ bool is_copying_thread() {
 // A stage is W, [groups][atoms][row blocks][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
 // With a congestion window X has a barrier of its own, so that the W producer sees W land.
 struct Ring {
-  Barriers full_barrier;    // [stages]: W has landed, and without a window X
-  Barriers x_full_barrier;  // [stages]: X has landed; with a window
+  Barriers full_barrier;    // [stages]: W has landed; if there is no window, X too
+  Barriers x_full_barrier;  // [stages]: X has landed; used only if there is a window
   Barriers empty_barrier;   // [stages]: all warps that read the stage have released it
   uint32_t smem_first;
   int stages, group_bytes, w_bytes, stage_bytes;

@@ -1,11 +1,12 @@
-// From accumulators to blocks of outputs in shared memory, where 64 rows of W are multiplied: a
-// thread's accumulators are of two rows of W and many of X, but Y's rows follow W's, so they are
-// transposed on the way.
+// From accumulators to blocks of outputs in shared memory, for variants whose warpgroups multiply
+// 64 rows of W (tiled_wide_epilogue.cuh has the others). A thread's accumulators belong to two rows
+// of W and many of X, but a row of Y holds the outputs of one row of X and all rows of W, so they
+// are transposed on the way.
 #pragma once
 
 #include "tiled_staging.cuh"
 
-// A lane's biases: rows g of row blocks 2w and 2w + 1, the same in all passes.
+// The biases of lane 4g + t of warp w: row g of row blocks 2w and 2w + 1, the same in all passes.
 template <int passes>
 struct Biases {
   Element of[2];
@@ -24,8 +25,8 @@ struct Biases {
 // Writes a lane's outputs of a pass to a block, as rows of 8 x 8 matrices.
 struct Stager {
   uint32_t plain, gated;  // offsets in a block
-  bool odd;               // whether the lane has ups, not gates
-  int source;             // the lane that has its gated outputs
+  bool odd;               // whether the lane's rows of W are ups, not gates
+  int source;             // the lane that computes the gated outputs that this lane writes
 
   __device__ __forceinline__ Stager() {
     const uint32_t lane = opaque_lane();

@@ -10,15 +10,16 @@ __device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
   if (args.order == kBeforeLocal) ptx::launch_dependents();
 }
 
-// By a producer at the end of a tile: CTAs that split K exchange partial sums where the stages are.
+// By a producer at the end of a tile: CTAs that split K exchange partial sums in the memory of the
+// stages, so the producer waits until all have been read.
 __device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, const Tiles& tile,
                                                    const SplitKBarriers& barriers) {
   if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.reduced(), tile.parity());
 }
 
-// The W producer, a whole warp. Lane i stands for row block i of a tile. If a group, or the tile,
-// begins with it, the lane copies it and the tile's other row blocks of the group, which lie behind
-// it.
+// The W producer, a whole warp. Lane i stands for row block i of a tile. The row blocks of a group
+// lie one behind the other, so one copy fetches all of them that belong to the tile. The lane of
+// the first of these row blocks starts the copy.
 __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring& ring,
                                           const Place& place, const SplitKBarriers& barriers) {
   const TierTiles& tier = args.tiers[place.tier];

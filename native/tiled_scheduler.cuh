@@ -58,7 +58,8 @@ struct Tiles {
     return true;
   }
 
-  // A whole tile, or of a cluster that splits K the CTA's segment; returns its number.
+  // Takes a whole tile, or, if the cluster splits K, the CTA's segment of it. Returns the tile's
+  // number.
   __device__ __forceinline__ int data_parallel(const TierTiles& of) {
     const int number = cluster + turn * of.clusters;
     k = segment * args.segment_atoms;

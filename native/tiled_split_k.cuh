@@ -29,8 +29,8 @@ struct SplitKReduction {
   const uint32_t address;
   const int segment, k_ctas, sharers, sharer;
   const int first;   // the CTA's first pass, for this warp
-  const int passes;  // of a CTA, at most
-  const int own;     // of the CTA, for this warp
+  const int passes;  // passes that a CTA reduces for a warp, at most
+  const int own;     // passes that this CTA reduces for this warp
   SplitKParities& parities;
 
   __device__ __forceinline__ SplitKReduction(const TiledGemmArgs& args, const Place& place,

@@ -1,11 +1,11 @@
-// From accumulators to blocks of outputs in shared memory, where 64 rows of X are multiplied (WIDE;
-// else tiled_epilogue.cuh): a thread's accumulators are of two rows of X and two rows of each row
-// block of W, which are neighbours in Y.
+// From accumulators to blocks of outputs in shared memory, for variants whose warpgroups multiply
+// 64 rows of X (WIDE; tiled_epilogue.cuh has the others). A thread's accumulators belong to two
+// rows of X and, in each row block, two rows of W, whose outputs are neighbours in Y.
 #pragma once
 
 #include "tiled_staging.cuh"
 
-// A lane's biases: rows 2t and 2t + 1 of each row block of some passes.
+// The biases of lane 4g + t: rows 2t and 2t + 1 of each row block of some passes.
 template <int passes>
 struct Biases {
   uint32_t of[passes][kPassTiles];
@@ -24,7 +24,7 @@ struct Biases {
         to = *reinterpret_cast<const uint32_t*>(args.bias + row + i * kRowsPerBlock);
       }
     }
-    // The last row of an odd number has no neighbour.
+    // If M is odd, the last row of W has no neighbour.
     if (rows % 2 == 0) return;
 #pragma unroll
     for (int i = 0; i < passes * kPassTiles; i++) {
@@ -35,12 +35,12 @@ struct Biases {
   __device__ __forceinline__ const uint32_t (&in(int pass) const)[kPassTiles] { return of[pass]; }
 };
 
-// Writes a lane's outputs of a pass to a block, as rows of 8 x 8 matrices, four of which are 16
-// rows of Y and two chunks.
+// Writes a lane's outputs of a pass to a block, as rows of 8 x 8 matrices. Four matrices are
+// written at a time: 16 rows of Y by two chunks.
 struct Stager {
   uint32_t plain, gated;  // offsets in a block
   bool odd;
-  int source;  // the lane that has its gated outputs
+  int source;  // the lane that computes the gated outputs that this lane writes
 
   __device__ __forceinline__ Stager() {
     const uint32_t lane = opaque_lane();

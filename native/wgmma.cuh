@@ -11,7 +11,7 @@ namespace ptx {
 // 16 elements along K.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
-  return kSwizzle128 | kEightRows | address >> 4;  // there are no more than 256 KiB
+  return kSwizzle128 | kEightRows | address >> 4;  // shared addresses are below 256 KiB: 14 bits
 }
 
 // Orders writes of the accumulators by other instructions before the products that follow.
@@ -28,7 +28,7 @@ __device__ __forceinline__ void wgmma_wait_but_one() {
   asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
-// Waits until none is; accumulators must not be read before.
+// Waits until no product is in flight. Accumulators must not be read before.
 template <int sets, int size>
 __device__ __forceinline__ void wgmma_wait(float2 (&acc)[sets][size]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
