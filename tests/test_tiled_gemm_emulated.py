@@ -378,7 +378,7 @@ def test_shared_memory_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatc
         (
             64,
             {"how": config(TierTiles(1, stream_k=True), shape=Shape(8, 2, 1, 1, 2))},
-            "Stream-K or split-K",
+            "not both Stream-K and split-K",
         ),
     ],
 )

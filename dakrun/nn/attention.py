@@ -131,14 +131,15 @@ def _check(
             )
     if query.shape[1] % heads or not heads <= query.shape[1] <= MAX_GROUP_HEADS * heads:
         raise ValueError(
-            f"expected 1 to {MAX_GROUP_HEADS} query heads for each of {heads}, got {query.shape[1]}"
+            f"expected 1 to {MAX_GROUP_HEADS} query heads for each of {heads} KV heads, got "
+            f"{query.shape[1]} in all"
         )
     if padding is not None and (
         count == 1 or len(padding) != cache.batch or not all(0 <= n < count for n in padding)
     ):
         raise ValueError(
-            f"expected padding of {cache.batch} slots, less than all tokens, in a prefill only, "
-            f"got {padding} of {count} tokens"
+            f"expected the padding of each of {cache.batch} slots, less than all its new tokens, in "
+            f"a prefill only, got {padding} of {count} tokens"
         )
 
 

@@ -42,7 +42,8 @@ class Split:
             or self.step_cols < 1
         ):
             raise ValueError(
-                f"expected groups of 1 to {MAX_GROUP_ROW_BLOCKS} and steps of 64s, got {self}"
+                f"expected groups of 1 to {MAX_GROUP_ROW_BLOCKS} row blocks and steps of a "
+                f"multiple of {ATOM_COLS} columns, got {self}"
             )
         if self.row_blocks and self.ctas < 1:
             raise ValueError(f"expected at least one CTA, got {self}")

@@ -197,9 +197,10 @@ def _set_tiers(args: _Args, weight: PackedTensor, config: GemmConfig, atoms: int
 
 
 def look_ahead(weight: PackedTensor, config: GemmConfig) -> torch.Tensor | None:
-    """The bytes that a launch reads from HBM after its first copies: `ahead` of an earlier launch.
+    """The bytes that a launch reads from HBM after its first copies, to be another's `ahead`.
 
-    None if the first tier is not the GPU's own memory, or if stages have two groups.
+    None if the first tier is not the GPU's own memory, if stages have two groups, with split-K
+    halves, or if nothing is left after the first copies.
     """
     part, ring = weight.parts[0], config.rings[0]
     if part.tier != LOCAL or ring.groups > 1 or config.split_k_cols:
@@ -259,7 +260,7 @@ def _check_split_k(
         return
     if normalised or half >= k or any(half % split.step_cols for split in config.splits):
         raise ValueError(
-            f"expected no norm and a split-K half of whole steps of {k} columns, got {config}"
+            f"expected no norm and a split-K half of whole steps, below {k} columns, got {config}"
         )
     if (
         workspace is None

@@ -195,7 +195,9 @@ def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
             raise ValueError(f"expected one launch for the row blocks in {tier}, got {config}")
     for launch in launches:
         if launch.stages < 2 or (launch.stream_k_ctas and launch.shape.k_ctas > 1):
-            raise ValueError(f"expected two stages or more, and Stream-K or split-K, got {launch}")
+            raise ValueError(
+                f"expected two stages or more, and not both Stream-K and split-K, got {launch}"
+            )
 
 
 def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ...]:
@@ -241,14 +243,17 @@ def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
 
 
 def x_tiles(device: int) -> tuple[int, ...]:
-    """Kernel variants, by `x_tiles`, of a CUDA device index. Compiles nothing."""
+    """The kernel variants, by `x_tiles`, for CUDA device number `device`. Compiles nothing."""
     has_wgmma = torch.cuda.get_device_capability(device) == (9, 0)
     return TILED_X_TILES if has_wgmma else TILED_PORTABLE_X_TILES
 
 
 @functools.cache
 def limits(device: int) -> Limits:
-    """Limits of a CUDA device index, for configurations; asks the driver about clusters."""
+    """Limits of CUDA device number `device`, for configurations.
+
+    The driver is asked about clusters, with a kernel that is compiled if it is not in the cache.
+    """
     properties: Any = torch.cuda.get_device_properties(device)
     shared_bytes = properties.shared_memory_per_block_optin
     if x_tiles(device) != TILED_X_TILES:
