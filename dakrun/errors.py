@@ -1,4 +1,4 @@
-"""Errors for the user, each with a hint what to do, and checks of arguments that raise them.
+"""Errors for the user, each with a hint on what to do, and checks of arguments that raise them.
 
 Each error has the exit code of the command line; only cli/errors.py prints errors and exits.
 """
@@ -30,7 +30,10 @@ class UsageError(DakrunError):
 
 
 class CannotRun(DakrunError):
-    """The request is well formed, but this model or machine cannot run it (exit code 3)."""
+    """The request is well formed, but the model or the machine does not allow it (exit code 3).
+
+    Also raised for files that cannot be read or written, or are damaged.
+    """
 
     exit_code = EXIT_CANNOT_RUN
 

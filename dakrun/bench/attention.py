@@ -116,7 +116,8 @@ class AttentionChains(Chains):
         group = slots.heads // slots.kv_heads
         if slots.shortest is None:
             return self._normal(slots.batch, slots.heads, 1, dim), {"enable_gqa": group > 1}
-        # Not every kernel of torch supports groups and a mask: make a group's heads positions.
+        # Not every kernel of torch supports groups and a mask: pass the heads of a group as the
+        # positions of one head.
         lengths = torch.tensor(slots.lengths, device=self.device)
         padding = torch.arange(slots.length, device=self.device) >= lengths[:, None, None, None]
         size = (slots.batch, 1, group, slots.length)

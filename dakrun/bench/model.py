@@ -4,7 +4,8 @@ The ceilings are measured first, in the same process: HBM and each remote tier a
 engine; on a CPU they are the profile's. For every point the model is loaded as `dakrun generate`
 loads it. It completes batches of requests of equal length, so that all slots are busy in every
 decode step: a short batch to warm up, then up to three timed ones. A time is the median of all
-steps. The rival (rival.py) of a batch size runs before its first point.
+steps. With --rival, the step of transformers (rival.py) is measured once for each batch size,
+before the first point of that size.
 """
 
 import gc

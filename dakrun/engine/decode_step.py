@@ -39,8 +39,9 @@ class DecodeStep:
     A step computes the first rows, ordered by tier, as many as its bucket has. The device holds
     for each row: `tokens` and `slots` (int32); `lengths` (int32), the cached positions of the
     slot; `caches` (int64 [layers, rows]), its address in each layer; and after a step
-    `backend.logits` [rows, V]. A step also writes the token at position p of a slot to
-    log[slot, p % LOG_STEPS]; `log` is int32 [slots, LOG_STEPS] in page-locked memory.
+    `backend.logits` [rows, V]. A step that attends from position p of a slot also writes the token
+    that it chooses to log[slot, p % LOG_STEPS]; `log` is int32 [slots, LOG_STEPS] in page-locked
+    memory.
     """
 
     def __init__(

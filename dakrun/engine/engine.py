@@ -1,7 +1,7 @@
 """The scheduler: fills slots with requests, alternates prefill and decode steps, collects tokens.
 
-A step may be launched before the tokens of the one ahead are known; a slot that finishes is
-refilled at once. Knows neither files nor checkpoints, nor how the runner computes.
+A step may be launched before the tokens of the previous step are known; the slot of a finished
+request is refilled at once. Knows neither files nor checkpoints, nor how the runner computes.
 """
 
 import bisect

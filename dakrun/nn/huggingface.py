@@ -12,7 +12,7 @@ attention.
 >>> model.set_attn_implementation("dakrun")
 >>> texts = ["Once upon a time", "The sea"]
 >>> prompts = tokenizer(texts, padding=True, return_tensors="pt").to("cuda")
->>> with SplitKCache(model, batch=2, max_cache_len=128, ratio=0.5) as cache:  # one in host memory
+>>> with SplitKCache(model, batch=2, max_cache_len=128, ratio=0.5) as cache:  # one slot is remote
 ...     tokens = model.generate(**prompts, past_key_values=cache, max_new_tokens=32)
 >>> print(tokenizer.batch_decode(tokens, skip_special_tokens=True))
 

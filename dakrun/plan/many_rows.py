@@ -28,7 +28,8 @@ def many_rows_times(
     """(kernel, link) seconds of one layer of a product of many rows, its parts side by side.
 
     `sms[t]` SMs multiply `counts[t]` row blocks of tier t; all SMs together would take `compute`
-    seconds for the whole op. HBM limits the local part, the rings of a part's CTAs its link.
+    seconds for the whole op. HBM limits the local part. The bytes that the rings of a remote part's
+    CTAs hold limit the rate of its link.
     """
     parts = [
         _part_times(op, tier, n, s, compute, profile, remote)

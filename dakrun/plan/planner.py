@@ -39,10 +39,11 @@ def make_plan(
 ) -> Plan:
     """Choose every op's offload ratio and transport, round to row blocks and slots, plan prefill.
 
-    A plan that fits HBM is offloaded only for a gain of MIN_OFFLOAD_GAIN or more, unless `policy`
-    fixes a ratio. Without `thorough` the search is much shorter, and the plan a few percent slower
-    where HBM is full. Raises CannotRun if the budgets are too small for the model, saying by how
-    much, and UsageError if the workload's `max_model_len` exceeds the model's positions.
+    If everything fits in HBM, the plan offloads only for a gain of MIN_OFFLOAD_GAIN or more, unless
+    `policy` fixes a ratio. Without `thorough` the search is much shorter, and the plan a few
+    percent slower where HBM is full. Raises CannotRun if the budgets are too small for the model,
+    saying by how much, and UsageError if the workload's `max_model_len` exceeds the model's
+    positions.
     """
     if workload.max_model_len > model.max_positions:
         raise UsageError(

@@ -57,7 +57,7 @@ def with_prefill(plan: Plan) -> Plan:
     of the GPU's kernels have PREFILL_LAUNCH_ROWS tokens, or more with remote matrices, which cross
     the link once per pass. Remote matrices are staged if there is room: direct reads occupy SMs
     longer than the link needs, twice as long on an H200 with 30% of OPT-6.7B in host memory.
-    Without room for any such pass, the plan keeps the passes of plain torch.
+    Without room for any such pass, the plan keeps its passes of PREFILL_CHUNK_TOKENS.
     """
     if plan.profile.device != "cuda" or plan.model.dtype == "float32":
         return plan

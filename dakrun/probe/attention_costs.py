@@ -45,8 +45,8 @@ def attention_sweep(bench: Bench) -> Sweep:
 
     Short slots (one block): the difference between chains of the surrounding products with and
     without attention. Long slots: that, plus the difference between long and short slots in chains
-    of attention alone. Chains with products would hide the latter difference: products vary as
-    much, with power and with the SMs that are free first. More than FEW_ROWS slots are
+    of attention alone. Chains with products would hide the latter difference: the times of products
+    vary by as much, with power and with the SMs that are free first. More than FEW_ROWS slots are
     measured under load. Batches that exceed the buffer get fewer or shorter slots.
     """
     weights, memory = random_memory(bench).chunk(2)
@@ -58,7 +58,7 @@ def attention_sweep(bench: Bench) -> Sweep:
         chains = [*_with_products(bench, weights, short[0], heads), short, long]
         times = seconds_round_robin(chains, replays=bench.effort.runs, load=slots > FEW_ROWS)
         added = _differences(times[0], times[1])
-        # A median of the short slots: their scatter would count twice.
+        # Add the short slots' median, not their samples, whose scatter would count twice.
         longer = [s + statistics.median(added) for s in _differences(times[3], times[2])]
         rows += [row(slots, slots * n * block, s) for n, s in ((1, added), (blocks, longer))]
     return rounded(COLUMNS, rows)

@@ -1,6 +1,6 @@
 """Measures a CPU: bandwidth of memory, rate of matrix products, costs of ops.
 
-Uses torch's default threads and the reference kernels; files are run.py's.
+Uses torch's default threads and the reference kernels; run.py saves the profile.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Measures a GPU and its remote tiers the way the kernels use them, and builds the profile.
 
-The sweeps are in sweeps.py, gemm_costs.py and attention_costs.py; files are run.py's.
+The sweeps are in sweeps.py, gemm_costs.py and attention_costs.py; run.py saves the profile.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,10 +2,10 @@
 
 Built from the table in models/architectures.py. Knows tensor names and shapes, not files.
 
-A norm of a row x is r (x - mean(x)) g + b, RMSNorm without the mean and b; r is one number a row.
-With W'[m, k] = W[m, k] g[k], for LayerNorm less the mean of its row, and
-bias'[m] = bias[m] + sum_k W[m, k] b[k], W norm(x) + bias equals r W' x + bias': the kernels only
-scale rows by r.
+A norm of a row x is r (x - mean(x)) g + b, where r is one number; RMSNorm has no mean and no b.
+Let W'[m, k] = W[m, k] g[k], from which LayerNorm also subtracts the mean over k, and
+bias'[m] = bias[m] + sum_k W[m, k] b[k]. Then W norm(x) + bias = r W' x + bias', so that the kernels
+only scale rows by r.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Manifest:
     tier. An operand with several sources stacks them along dimension 0.
 
     `folded` and `interleaved` concern packed matrices: the norm folded into each, by matrix, and
-    the matrices in which rows of the sources alternate, as they do in their biases.
+    the matrices in which rows of the sources alternate, and in whose biases elements do.
     """
 
     matrices: Mapping[str, tuple[Source, ...]]
@@ -52,7 +52,10 @@ class Manifest:
         return sum(shape[0] for shape in shapes), shapes[0][1]
 
     def request(self, matrix: str, rows: slice) -> Request:
-        """Rows of the sources that make up `rows`, whole row blocks, of a packed matrix."""
+        """Rows of the sources that make up `rows` of a matrix.
+
+        `rows` begins with a row block, and ends with one or with the matrix.
+        """
         sources = self.matrices[matrix]
         if matrix in self.interleaved:
             count = len(sources)

@@ -27,7 +27,7 @@ PAIRED_TILES = 8  # x_tiles for which a stage may have two groups
 STEP_BYTES = 16 * 1024  # maximum bytes of a step: a group's columns that lie together
 STEP_ATOMS = 8  # maximum atoms along K of a step; a split-K half begins with a step
 COPY_BYTES = 8 * 1024  # of W in a stage, at least: a copy takes time to issue, however small it is
-MIN_STAGES = 5  # wanted at least; a stage has less than COPY_BYTES if it would leave fewer
+MIN_STAGES = 5  # wanted in a ring: if stages with COPY_BYTES of W are fewer, stages are smaller
 L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
 # Bytes of W and X that a CTA of SplitK_GEMM reads, up to which it beats the tiled GEMM for more
 # than FEW_ROWS rows: decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. A
@@ -61,8 +61,8 @@ class TierAccess:
 class Ring:
     """The ring of shared-memory stages of a tier's CTA, which hold W and X.
 
-    A stage has `atoms` of 64 columns of one group, or of 2 `groups`. The congestion window is
-    `window` stages of W in flight.
+    A stage has 64 * `atoms` columns of W's row blocks in one group, or in two if `groups` is 2, and
+    of X. The congestion window is `window` stages of W in flight.
     """
 
     atoms: int
@@ -217,9 +217,10 @@ def split_k_columns(row_blocks: int, cols: int, x_tiles: int, sms: int) -> int:
 def ring(split: Split, tier: TierAccess, x_tiles: int, *, split_k: bool = False) -> Ring:
     """Choose stages with large enough copies, if that leaves MIN_STAGES, and as many as fit.
 
-    With many rows of X a stage has two groups, of two waves if their number is even, or with
-    `split_k` of two CTAs; then X is read half as often. Each must fit one warpgroup, and the tier
-    must have no window: a tier with one waits for its link, so reading less of X gains nothing.
+    With many rows of X a stage may have two groups, so that X is read half as often: the groups of
+    two waves, if the number of waves is even, or with `split_k` those of two CTAs. Each group must
+    fit one warpgroup, and the tier must have no window: reads through a window wait for the link,
+    so that reading less of X gains nothing.
     """
     step, window = split.step_cols // ATOM_COLS, tier.window_bytes
     pairs = x_tiles == PAIRED_TILES and split.group <= TILE_ROW_BLOCKS

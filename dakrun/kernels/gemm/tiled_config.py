@@ -102,7 +102,10 @@ def local_tier(
     stream_k: bool | None = None,
     window: TierAccess | None = None,
 ) -> TierTiles:
-    """Tiles of a tier that is computed on `sms`; Stream-K as given, or where it is faster."""
+    """Tiles of a tier that is computed on `sms`; Stream-K as given, or where it is faster.
+
+    The access `window` limits the bytes in flight.
+    """
     clusters, access = limits.max_clusters(sms, shape.ctas), window or TierAccess()
     options = list(_tile_options(n, row_blocks, sms, atoms, shape, limits))
     wanted = [option for option in options if stream_k in (None, option[2])]
@@ -186,7 +189,7 @@ class RemotePart:
         return shape.stages(self.limits, shape.row_blocks)
 
     def _useful(self, shape: Shape, tier: int) -> int:
-        """Clusters that have tiles, and at least one stage of the window."""
+        """The most clusters for which each has a tile, and room in the window for a stage."""
         count = shape.tile_count(self.n, self.row_blocks[tier], shape.row_blocks)
         window = self.tiers[tier].window_bytes
         if window is not None:

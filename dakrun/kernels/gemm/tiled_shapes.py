@@ -23,13 +23,13 @@ from dakrun.units import ceil_div
 
 MAX_CLUSTER = 8  # CTAs
 MAX_OUTPUT_BLOCKS = 8  # of a warp
-# Bytes of one output block for each warp of a CTA, of the accumulators of a CTA's 128 rows of W for
-# 8 rows of X, and of what shared memory holds besides the stages and output blocks.
+# Shared memory of a CTA for one output block of each of its warps.
 OUTPUT_BLOCK_BYTES = (
     WARPGROUPS * TILED_PASS_TILES * ROWS_PER_BLOCK * TILE_ROW_BLOCKS * ROWS_PER_BLOCK * 2
 )
+# float32 accumulators of a CTA for one of a shape's `tiles`: 64 x 8 of each warpgroup.
 PARTIAL_BYTES = 4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLOCK
-BARRIER_BYTES = 1024
+BARRIER_BYTES = 1024  # shared memory for barriers, besides the stages and output blocks
 
 # Costs of a stage, in cycles of an SM at 1.75 GHz.
 ATOM_CYCLES = 36.2  # products of an 8 x 64 tile
@@ -84,9 +84,9 @@ class Shape:
     """Tile of a cluster: a warpgroup multiplies `tiles` x 8 rows of X by 64 rows of W.
 
     If `wide`, it multiplies `tiles` x 8 rows of W by 64 rows of X. The two warpgroups of a CTA are
-    side by side along W with 2 `row_groups`, else along X. So are `w_ctas` or `x_ctas` CTAs, which
-    share X or W by multicast; one of these is 1, the other a power of two. Each of `k_ctas`
-    multiplies a segment of K (split-K).
+    side by side along W with 2 `row_groups`, else along X. `w_ctas` CTAs side by side along W share
+    X by multicast, or `x_ctas` CTAs along X share W; one of these numbers is 1, the other a power
+    of two. Each of `k_ctas` multiplies a segment of K (split-K).
     """
 
     tiles: int
@@ -232,7 +232,7 @@ class Launch:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of these partial tiles."""
+        """Bytes of the partial tiles that all CTAs may store."""
         return self.stream_k_ctas * self.shape.tiles * PARTIAL_BYTES
 
 
@@ -249,7 +249,7 @@ class TiledConfig:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of these partial tiles."""
+        """Bytes of the partial tiles that all CTAs may store."""
         return sum(launch.partial_bytes for launch in self.launches)
 
 

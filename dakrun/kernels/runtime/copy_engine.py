@@ -23,7 +23,7 @@ class CopyStream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def copied(self) -> torch.cuda.Event | None:
-        """Event that completes with the copies already started; None on a CPU, where they have."""
+        """Event that completes with the copies already started; None on a CPU: they are done."""
         return None if self._stream is None else self._stream.record_event()
 
     def copy(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
