@@ -1,14 +1,24 @@
 """Models by known name, path and hub id: what each stands for, and how the hub's refusals read."""
 
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dakrun.config import Workload
+from dakrun.demo import MODEL
 from dakrun.errors import CannotRun, UsageError
-from dakrun.models import hub_id, known_model, known_names, model_config, model_directory
+from dakrun.models import hub, hub_id, known_model, known_names, model_config, model_directory
 from dakrun.plan import decode_ops, vector_bytes, weight_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Parameters of the published checkpoints, in billions.
 BILLIONS = {
@@ -91,7 +101,9 @@ def test_names_that_are_nothing() -> None:
 def test_the_hub_refuses(monkeypatch: pytest.MonkeyPatch, kind: str, said: str, hint: str) -> None:
     import huggingface_hub
 
-    def refuse(*_: object) -> str:
+    monkeypatch.setattr(hub, "_no_answer", lambda name: None)
+
+    def refuse(*_: object, **__: object) -> str:
         error = getattr(huggingface_hub.errors, kind)
         raise error.__new__(error)
 
@@ -111,6 +123,7 @@ def test_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, offline: bool)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(hub, "_no_answer", lambda name: None)
     said = "HF_HUB_OFFLINE is set" if offline else "(no route)"
     for resolve in (model_config, model_directory):
         with pytest.raises(CannotRun) as caught:
@@ -124,9 +137,68 @@ def test_a_snapshot_without_safetensors_needs_converting(
 ) -> None:
     import huggingface_hub
 
+    monkeypatch.setattr(hub, "_no_answer", lambda name: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(CannotRun, match="no safetensors") as caught:
         model_directory("facebook/opt-30b")
     assert "dakrun convert" in caught.value.hint
     (tmp_path / "model.safetensors").touch()
     assert model_directory("facebook/opt-30b") == tmp_path
+
+
+@pytest.fixture
+def closed() -> Iterator[str]:
+    """The address of a host that refuses connections."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+def with_hub(endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A Python process whose hub is at `endpoint`, and whose cache is in `home`."""
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_HUB_ETAG_TIMEOUT", "HTTP_PROXY"):
+        environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+
+
+def test_without_a_network_nothing_is_retried(closed: str, tmp_path: Path) -> None:
+    run = with_hub(closed, tmp_path, "-m", "dakrun", "plan", "--model", "facebook/opt-30b")
+    error, hint = run.stderr.splitlines()
+    assert run.returncode == 3 and run.stdout == ""
+    assert error.startswith("error: facebook/opt-30b could not be fetched from the Hugging Face")
+    assert hint.startswith("hint: check the network") and "offline as opt-30b" in hint
+
+
+def test_without_a_network_the_cache_is_read(closed: str, tmp_path: Path) -> None:
+    commit = "0123456789" * 4
+    repository = tmp_path / "hub" / "models--some--sums"
+    snapshot = repository / "snapshots" / commit
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot.mkdir(parents=True)
+    shutil.copy(MODEL / "config.json", snapshot)
+    names = "import dakrun.models as m; print(m.model_config('some/sums').name, end=' ')"
+    directory = f"{names}; print(m.model_directory('some/sums'))"
+    partly = with_hub(closed, tmp_path, "-c", directory)
+    assert partly.stdout == "some/sums " and "could not be fetched" in partly.stderr
+    shutil.copy(MODEL / "model.safetensors", snapshot)
+    wholly = with_hub(closed, tmp_path, "-c", directory)
+    assert wholly.stdout == f"some/sums {snapshot}\n" and wholly.stderr == ""
+
+
+def test_a_name_server_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    def search(*_: object, **__: object) -> None:
+        asked.wait(60)
+
+    asked = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", search)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "ANSWER_S", 0.05)
+    with pytest.raises(CannotRun, match=r"no answer within 0\.05 s"):
+        model_config("some/thing")
+    asked.set()

@@ -1,12 +1,16 @@
 """Models by the name that the user gives: a directory, a config.json, a known name or a hub id.
 
 Downloads with huggingface_hub, imported late, which honours HF_HOME, HF_HUB_OFFLINE and HF_TOKEN.
+Without a network only its cache is read: one short request shows whether the hub can be reached.
 """
 
 import difflib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, DakrunError, UsageError
@@ -18,6 +22,7 @@ WEIGHTS = "*.safetensors"
 # Only files of the root folder: some repositories have the weights in other formats below it.
 PATTERNS = [WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]
 IGNORED = ["*/*", "consolidated*"]
+ANSWER_S = 2.0  # seconds that the hub may take to answer, unless HF_HUB_ETAG_TIMEOUT is set
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -63,12 +68,15 @@ def model_directory(name: str) -> Path:
             "generate --load-format dummy makes random weights",
         )
     _require_hub_id(name)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
-    folder = _from_hub(
-        name,
-        lambda: snapshot_download(name, allow_patterns=PATTERNS, ignore_patterns=IGNORED),
-    )
+    def fetch() -> str:
+        folder = snapshot_download(name, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
+        if constants.HF_HUB_OFFLINE and not any(Path(folder).glob(WEIGHTS)):
+            raise errors.LocalEntryNotFoundError("only config.json was downloaded before")
+        return folder
+
+    folder = _from_hub(name, fetch)
     if not any(Path(folder).glob(WEIGHTS)):
         raise CannotRun(
             f"{name} has no safetensors files on the Hugging Face hub",
@@ -94,11 +102,51 @@ def _require_hub_id(name: str) -> None:
 
 
 def _from_hub(name: str, fetch: Callable[[], str]) -> str:
-    """The path that `fetch` downloads to; raises CannotRun with the reason if it fails."""
+    """The path that `fetch` downloads to; raises CannotRun with the reason if it fails.
+
+    Where the hub does not answer, `fetch` runs as with HF_HUB_OFFLINE=1: it finds cached files.
+    """
+    from huggingface_hub import constants, errors, logging
+
+    logging.set_verbosity_error()  # it would print a line for each retry
+    offline = constants.HF_HUB_OFFLINE
+    unreachable = None if offline else _no_answer(name)
     try:
+        constants.HF_HUB_OFFLINE = offline or unreachable is not None
         return fetch()
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as problem:
+        raise _failure(name, unreachable or problem) from problem
     except Exception as problem:
         raise _failure(name, problem) from problem
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+
+
+def _no_answer(name: str) -> Exception | None:
+    """Why the hub does not answer a request for the model `name`; None if it does, in any way.
+
+    Asks once, in a thread: a search for the host's address cannot be given a time limit.
+    """
+    from huggingface_hub import constants, get_session, hf_hub_url
+
+    own = "HF_HUB_ETAG_TIMEOUT" in os.environ
+    seconds = constants.HF_HUB_ETAG_TIMEOUT if own else ANSWER_S
+    answers: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            get_session().head(hf_hub_url(name, "config.json"), timeout=seconds)
+            answers.put(None)
+        except Exception as problem:
+            answers.put(problem)
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=seconds)
+    except Empty:
+        return TimeoutError(
+            f"no answer within {seconds:g} s; HF_HUB_ETAG_TIMEOUT sets how many to wait"
+        )
 
 
 def _failure(name: str, problem: Exception) -> DakrunError:
