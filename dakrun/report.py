@@ -54,6 +54,7 @@ def make_report(
         "model": {key: planned["model"][key] for key in _MODEL_KEYS},
         "requests": {
             "finished": stats.requests,
+            "capped": stats.capped,
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,
         },
@@ -157,7 +158,7 @@ def _figures(report: Mapping[str, Any]) -> Table:
         "model": f"{model['name']} ({model['dtype']}, {format_bytes(model['weight_bytes'])})",
         "machine": f"{report['machine']['device']}, profile {plan['profile']['name']}",
         "requests": f"{requests['finished']} finished, {requests['prompt_tokens']} prompt and "
-        f"{requests['new_tokens']} new tokens",
+        f"{requests['new_tokens']} new tokens" + _capped(requests["capped"], plan),
         "time": f"load {_seconds(times['load_s'])}, prefill {_seconds(times['prefill_s'])}, "
         f"decode {_seconds(times['decode_s'])} in {times['decode_steps']} steps",
         "TTFT": _spread_text(report["ttft_s"]),
@@ -175,6 +176,12 @@ def _figures(report: Mapping[str, Any]) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _capped(count: int, plan: Mapping[str, Any]) -> str:
+    """The requests that ended before their max_tokens; empty if there are none."""
+    length = plan["workload"]["max_model_len_tokens"]
+    return f"; {count} capped at {length} tokens, the maximum length" if count else ""
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:

@@ -174,6 +174,18 @@ def test_stop_strings_and_max_tokens(tmp_path: Path) -> None:
     assert rows(out)["two"]["finish_reason"] == "length"
 
 
+def test_max_tokens_beyond_the_model_are_capped_and_counted(tmp_path: Path) -> None:
+    source, out, report = tmp_path / "p.jsonl", tmp_path / "out.jsonl", tmp_path / "report.json"
+    row = {"prompt_token_ids": [1, 5, 6], "ignore_eos": True}
+    lines = [{**row, "max_tokens": count} for count in (29, 30, 10**6)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run(*base(source, out, "--max-model-len", 32, "--report", report))
+    assert result.exit_code == 0, result.stderr
+    assert [len(row["token_ids"]) for row in rows(out).values()] == [29, 29, 29]
+    assert "; 2 capped at 32 tokens, the maximum length" in " ".join(result.stderr.split())
+    assert json.loads(report.read_text())["requests"]["capped"] == 2
+
+
 def test_sampling_depends_on_the_seed_alone(prompts: Path, tmp_path: Path) -> None:
     def sample(name: str, *options: object) -> dict[str, Any]:
         out = tmp_path / f"{name}.jsonl"

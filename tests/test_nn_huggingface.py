@@ -231,7 +231,7 @@ def test_what_else_is_refused() -> None:
     for change in (cache.crop, cache.batch_repeat_interleave, cache.batch_select_indices):
         with refused("cannot be reordered"):
             change(1)
-    with refused(r"float16 or bfloat16, got .*float32"):
+    with refused(r"models in float16 or bfloat16, got torch\.float32: load it with .*dtype="):
         SplitKCache(model.float(), batch=BATCH, max_cache_len=62)
     cache.close()
     with refused("closed"):

@@ -27,10 +27,12 @@ Detokenize = Callable[[Sequence[int]], str]
 class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
+    `capped` counts the requests that ended at max_model_len, short of their max_tokens.
     `step_rows` sums the requests of all decode steps, `kv_bytes_read` the KV bytes they read.
     """
 
     requests: int = 0
+    capped: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_s: float = 0.0
@@ -229,6 +231,7 @@ class Engine:
         tpot = (time.perf_counter() - r.first_token) / further if further else 0.0
         stats = self.stats
         stats.requests += 1
+        stats.capped += reason == "length" and len(r.tokens) < r.request.params.max_tokens
         stats.prompt_tokens += len(r.request.prompt_ids)
         stats.new_tokens += len(r.tokens)
         stats.ttft_s.append(r.first_token - r.started)

@@ -29,6 +29,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from dakrun.hardware import HardwareProfile
+from dakrun.kernels.attention.kv_blocks import DTYPES
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import HOST
 from dakrun.nn.attention import SplitKFlashAttn
@@ -70,6 +71,11 @@ class SplitKCache(Cache):
 
         Options and errors are those of PartitionedKVCache.
         """
+        if model.dtype not in DTYPES:
+            raise ValueError(
+                f"a SplitKCache takes models in float16 or bfloat16, got {model.dtype}: load it "
+                "with from_pretrained(..., dtype=torch.float16), or convert it with model.half()"
+            )
         config = model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         self.kv = PartitionedKVCache(

@@ -55,11 +55,10 @@ class PartitionedKVCache:
         """
         self.shape = KVShape(kv_heads, head_dim, positions)
         self.device = torch.empty(0, device=device).device
-        if batch < 1 or layers < 1 or dtype not in DTYPES:
-            raise ValueError(
-                f"expected at least one slot and one layer of float16 or bfloat16, got {batch} and "
-                f"{layers} of {dtype}"
-            )
+        if batch < 1 or layers < 1:
+            raise ValueError(f"expected at least one slot and one layer, got {batch} and {layers}")
+        if dtype not in DTYPES:
+            raise ValueError(f"expected keys and values in float16 or bfloat16, got {dtype}")
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"expected a CPU or a CUDA GPU, got {self.device}")
         check_remote(ratio, remote)
