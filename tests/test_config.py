@@ -154,40 +154,82 @@ def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
         ({k: v for k, v in OPT.items() if k != "ffn_dim"}, "no 'ffn_dim'"),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "no 'hidden_size'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
-        ({**LLAMA, "vocab_size": "128256"}, "vocab_size is '128256'"),
-        ({**LLAMA, "num_hidden_layers": 0}, "num_layers is 0"),
-        ({**LLAMA, "num_hidden_layers": True}, "num_layers is True"),
-        ({**LLAMA, "intermediate_size": 14336.5}, "ffn_size is 14336.5"),
+        ({**LLAMA, "vocab_size": "128256"}, 'vocab_size is "128256", not a positive integer'),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({**LLAMA, "num_hidden_layers": True}, "num_hidden_layers is true"),
+        ({**LLAMA, "intermediate_size": 14336.5}, "intermediate_size is 14336.5"),
         ({**LLAMA, "hidden_size": 4095}, "not a multiple of 32"),
-        ({**LLAMA, "num_attention_heads": "x"}, "not a multiple of x"),
+        ({**LLAMA, "num_attention_heads": "x"}, 'num_attention_heads is "x"'),
         ({**LLAMA, "num_key_value_heads": 5}, "cannot share"),
         ({**LLAMA, "head_dim": 127}, "even head_dim"),
-        ({**LLAMA, "rms_norm_eps": float("nan")}, "norm_eps is nan"),
-        ({**LLAMA, "rms_norm_eps": 0}, "norm_eps is 0.0"),
-        ({**LLAMA, "rope_theta": 0}, "rope_theta is 0.0"),
-        ({**LLAMA, "rope_parameters": {"rope_theta": -1e4}}, "rope_theta is -10000.0"),
-        ({**LLAMA, "rope_theta": float("inf")}, "rope_theta is inf"),
+        ({**LLAMA, "rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
+        ({**LLAMA, "rms_norm_eps": 0}, "rms_norm_eps is 0,"),
+        ({**LLAMA, "rope_theta": 0}, "rope_theta is 0,"),
+        ({**LLAMA, "rope_parameters": {"rope_theta": -1e4}}, "parameters: rope_theta is -10000.0"),
+        ({**LLAMA, "rope_theta": float("inf")}, "rope_theta is Infinity"),
         ({**LLAMA, "rope_scaling": {**ROPE, "factor": 0.5}}, "rope scaling"),
-        ({**LLAMA, "rope_scaling": {**ROPE, "factor": float("nan")}}, "rope scaling"),
-        ({**LLAMA, "rope_scaling": {**ROPE, "factor": 10**400}}, "malformed"),
-        ({**LLAMA, "rope_scaling": {**ROPE, "low_freq_factor": 0}}, "rope scaling"),
-        ({**LLAMA, "rope_scaling": {**ROPE, "high_freq_factor": float("inf")}}, "rope scaling"),
-        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: 0}}, "embeddings 0"),
-        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: -8}}, "embeddings -8"),
-        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: float("inf")}}, "malformed"),
-        ({**LLAMA, "rope_scaling": {**ROPE, "factor": "much"}}, "malformed"),
-        ({**LLAMA, "rope_scaling": "llama3"}, "malformed"),
-        ({**LLAMA, "rms_norm_eps": "small"}, "malformed"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "factor": float("nan")}}, "factor is NaN"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "factor": 10**400}}, "0000..., not a positive number"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "low_freq_factor": 0}}, "low_freq_factor is 0"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "high_freq_factor": float("inf")}}, "Infinity"),
+        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: 0}}, f"{ORIGINAL} is 0"),
+        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: -8}}, f"{ORIGINAL} is -8"),
+        ({**LLAMA, "rope_scaling": {**ROPE, ORIGINAL: float("inf")}}, f"{ORIGINAL} is Infinity"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "factor": "much"}}, 'rope_scaling: factor is "much"'),
+        ({**LLAMA, "rope_scaling": "llama3"}, 'rope_scaling is "llama3", not an object'),
+        ({**LLAMA, "rms_norm_eps": "small"}, 'rms_norm_eps is "small"'),
         ({**LLAMA, "eos_token_id": {}}, "config.json: eos_token_id is {}"),
         ({**LLAMA, "eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']"),
         ({**LLAMA, "eos_token_id": 2.5}, "eos_token_id is 2.5"),
-        ({**LLAMA, "tie_word_embeddings": "no"}, "tied_embeddings is 'no'"),
+        ({**LLAMA, "tie_word_embeddings": "no"}, 'tie_word_embeddings is "no", not true or false'),
     ],
 )
 def test_what_is_wrong(raw: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_model_config(raw, name="m")
     assert said in one_line(caught.value) and caught.value.exit_code == 2
+
+
+NO_DEFAULT = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+COUNTS = {
+    "opt": (OPT, (*NO_DEFAULT, "ffn_dim", "max_position_embeddings"), ("word_embed_proj_dim",)),
+    "llama": (
+        LLAMA,
+        (*NO_DEFAULT, "intermediate_size", "max_position_embeddings"),
+        ("num_key_value_heads", "head_dim"),
+    ),
+}
+NUMBERS = {"opt": (), "llama": ("rms_norm_eps", "rope_theta")}
+FLAGS = {
+    "opt": (
+        *("do_layer_norm_before", "enable_bias", "tie_word_embeddings"),
+        *("_remove_final_layer_norm", "layer_norm_elementwise_affine"),
+    ),
+    "llama": ("tie_word_embeddings", "attention_bias", "mlp_bias"),
+}
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_every_field_s_type_is_checked_by_its_own_name(family: str) -> None:
+    raw, counts, optional = COUNTS[family]
+    wrong: list[tuple[str, object, str]] = []
+    for key in (*counts, *optional):
+        wrong += [(key, value, "a positive integer") for value in ("64", 64.0, True, [64], {}, -1)]
+    for key in NUMBERS[family]:
+        wrong += [(key, value, "a positive number") for value in ("1e-5", True, [1], {}, -1)]
+    for key in FLAGS[family]:
+        wrong += [(key, value, "true or false") for value in ("true", 1, 0.5, [], {}, None)]
+    for key in (*counts, *(key for key in NUMBERS[family] if key == "rms_norm_eps")):
+        wrong.append((key, None, "a positive "))
+    for key, value, expected in wrong:
+        with pytest.raises(UsageError) as caught:
+            parse_model_config({**raw, key: value}, name="m")
+        said = one_line(caught.value)
+        assert said.startswith(f"m: config.json: {key} is {json.dumps(value)}, not {expected}")
+    for key in optional:  # null stands for the value that follows from the others
+        absent = {k: v for k, v in raw.items() if k != key}
+        derived = parse_model_config({**raw, key: None}, name="m")
+        assert derived == parse_model_config(absent, name="m")
 
 
 def write_model(folder: Path, raw: dict[str, Any], **files: Any) -> Path:

@@ -272,14 +272,14 @@ CONFIGS = {
     "no vocabulary": config("has no 'vocab_size'", vocab_size="absent"),
     "negative vocabulary": config("vocab_size is -64", vocab_size=-64),
     "no width": config("hidden_size is 0", hidden_size=0),
-    "width in words": config("hidden_size is 'wide'", hidden_size="wide"),
-    "layers are a boolean": config("num_layers is True", num_hidden_layers=True),
-    "layers are a fraction": config("num_layers is 2.5", num_hidden_layers=2.5),
-    "no positions": config("max_positions is None", max_position_embeddings=None),
+    "width in words": config('hidden_size is "wide"', hidden_size="wide"),
+    "layers are a boolean": config("num_hidden_layers is true", num_hidden_layers=True),
+    "layers are a fraction": config("num_hidden_layers is 2.5", num_hidden_layers=2.5),
+    "no positions": config("max_position_embeddings is null", max_position_embeddings=None),
     "odd heads": config("cannot share", num_key_value_heads=3),
     "odd head size": config("an even head_dim, not 33", head_dim=33),
-    "no heads": config("num_heads is 0", num_attention_heads=0),
-    "tied is a word": config("tied_embeddings is 'yes'", tie_word_embeddings="yes"),
+    "no heads": config("num_attention_heads is 0", num_attention_heads=0),
+    "tied is a word": config('tie_word_embeddings is "yes"', tie_word_embeddings="yes"),
     "end token is a word": Call(
         USAGE, "generation_config.json: eos_token_id is 'end'", "published",
         edit("generation_config.json", eos_token_id="end"),
@@ -291,7 +291,7 @@ CONFIGS = {
     ),
     "rope without factors": config("no 'factor'", rope_parameters={"rope_type": "llama3"}),
     "rope that makes no sense": config("rope scaling", rope_parameters=NO_LLAMA3),
-    "rope is a list": config("malformed", rope_parameters=[1]),
+    "rope is a list": config("rope_parameters is [1], not an object", rope_parameters=[1]),
 }  # fmt: skip
 
 TOKENIZERS = {

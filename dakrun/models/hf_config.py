@@ -1,18 +1,85 @@
 """Hugging Face's config.json, read and translated into a ModelConfig.
 
-Knows its keys, old and new, and the supported model families; config.py checks the sizes.
+Knows its keys, old and new, their types, and the supported model families; config.py checks the
+sizes.
 """
 
+import json
+import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dakrun.config import DTYPE_BYTES, Dtype, Llama3Rope, ModelConfig
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import read_json_object, stored_dtype
 
 FAMILIES = {"OPTForCausalLM": "opt", "LlamaForCausalLM": "llama"}  # by architecture
+_SHOWN = 60  # characters of a malformed value in messages
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The fields of `raw`, by key and type; `where` names it in messages. Raises UsageError.
+
+    A field that is absent has the value `default`; without a default it is an error. null counts
+    as absent only in `optional`.
+    """
+
+    raw: Mapping[str, Any]
+    where: str
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._get(key, default)
+        if type(value) is not int or value < 1:
+            self._refuse(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+            self._refuse(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            self._refuse(key, value, "true or false")
+        return value
+
+    def part(self, key: str) -> "_Fields | None":
+        """The fields of an object; None if it is absent, null or empty."""
+        value = self.raw.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            self._refuse(key, value, "an object")
+        return _Fields(value, f"{self.where}, {key}")
+
+    def has(self, key: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.raw.get(key) is not None
+
+    def _get(self, key: str, default: Any) -> Any:
+        if default is None and key not in self.raw:
+            raise UsageError(
+                f"{self.where}: has no {key!r}",
+                hint="copy config.json again from where the model was published",
+            )
+        return self.raw.get(key, default)
+
+    def _refuse(self, key: str, value: object, expected: str) -> NoReturn:
+        shown = json.dumps(value, default=str)
+        if len(shown) > _SHOWN:
+            shown = f"{shown[:_SHOWN]}..."
+        raise UsageError(
+            f"{self.where}: {key} is {shown}, not {expected}",
+            hint="compare config.json with the published one",
+        )
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -55,21 +122,11 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     architecture = str(listed[0]) if isinstance(listed, list) and listed else None
     model_type = raw.get("model_type")
     family = model_type or FAMILIES.get(architecture or "")
-    try:
-        if family == "opt":
-            return _from_opt(raw, name)
-        if family == "llama":
-            return _from_llama(raw, name)
-    except KeyError as missing:
-        raise UsageError(
-            f"{name}: config.json has no {missing.args[0]!r}",
-            hint="copy config.json again from where the model was published",
-        ) from None
-    except (TypeError, ValueError, AttributeError, OverflowError) as problem:
-        raise UsageError(
-            f"{name}: config.json has malformed fields ({problem})",
-            hint="copy config.json again from where the model was published",
-        ) from None
+    fields = _Fields(raw, f"{name}: config.json")
+    if family == "opt":
+        return _from_opt(fields, name)
+    if family == "llama":
+        return _from_llama(fields, name)
     named = model_type if architecture in FAMILIES else architecture or model_type
     raise CannotRun(
         f"{name}: architecture {named or '(none named)'} is not supported",
@@ -77,76 +134,81 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     )
 
 
-def _from_opt(raw: Mapping[str, Any], name: str) -> ModelConfig:
-    if raw.get("activation_function", "relu") != "relu":
+def _from_opt(fields: _Fields, name: str) -> ModelConfig:
+    activation = fields.raw.get("activation_function", "relu")
+    if activation != "relu":
         raise CannotRun(
-            f"{name}: OPT with activation {raw['activation_function']!r} is not supported",
+            f"{name}: OPT with activation {activation!r} is not supported",
             hint="published OPT models use relu",
         )
-    pre_norm = raw.get("do_layer_norm_before", True)
-    bias = raw.get("enable_bias", True)
+    pre_norm = fields.flag("do_layer_norm_before", True)
+    bias = fields.flag("enable_bias", True)
+    projected = fields.has("word_embed_proj_dim")
     return ModelConfig(
         family="opt",
-        ffn_size=raw["ffn_dim"],
-        num_kv_heads=raw["num_attention_heads"],
-        head_dim=_head_dim(raw, name),
-        max_positions=raw["max_position_embeddings"],
-        embed_size=raw.get("word_embed_proj_dim") or raw["hidden_size"],
-        tied_embeddings=raw.get("tie_word_embeddings", True),
+        ffn_size=fields.count("ffn_dim"),
+        num_kv_heads=fields.count("num_attention_heads"),
+        head_dim=_head_dim(fields, name),
+        max_positions=fields.count("max_position_embeddings"),
+        embed_size=fields.count("word_embed_proj_dim" if projected else "hidden_size"),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
         attention_bias=bias,
         mlp_bias=bias,
         pre_norm=pre_norm,
-        final_norm=pre_norm and not raw.get("_remove_final_layer_norm", False),
-        norm_affine=raw.get("layer_norm_elementwise_affine", True),
-        **_shared_fields(raw, name),
+        final_norm=pre_norm and not fields.flag("_remove_final_layer_norm", False),
+        norm_affine=fields.flag("layer_norm_elementwise_affine", True),
+        **_shared_fields(fields, name),
     )
 
 
-def _from_llama(raw: Mapping[str, Any], name: str) -> ModelConfig:
-    if raw.get("hidden_act", "silu") != "silu":
+def _from_llama(fields: _Fields, name: str) -> ModelConfig:
+    activation = fields.raw.get("hidden_act", "silu")
+    if activation != "silu":
         raise CannotRun(
-            f"{name}: Llama with activation {raw['hidden_act']!r} is not supported",
+            f"{name}: Llama with activation {activation!r} is not supported",
             hint="published Llama models use silu",
         )
-    theta, scaling = _rope(raw, name)
+    theta, scaling = _rope(fields, name)
+    grouped = fields.has("num_key_value_heads")
     return ModelConfig(
         family="llama",
-        ffn_size=raw["intermediate_size"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or _head_dim(raw, name),
-        max_positions=raw.get("max_position_embeddings", 2048),
-        embed_size=raw["hidden_size"],
-        tied_embeddings=raw.get("tie_word_embeddings", False),
-        attention_bias=raw.get("attention_bias", False),
-        mlp_bias=raw.get("mlp_bias", False),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        ffn_size=fields.count("intermediate_size"),
+        num_kv_heads=fields.count("num_key_value_heads" if grouped else "num_attention_heads"),
+        head_dim=fields.count("head_dim") if fields.has("head_dim") else _head_dim(fields, name),
+        max_positions=fields.count("max_position_embeddings", 2048),
+        embed_size=fields.count("hidden_size"),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        attention_bias=fields.flag("attention_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        **_shared_fields(raw, name),
+        **_shared_fields(fields, name),
     )
 
 
-def _shared_fields(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _shared_fields(fields: _Fields, name: str) -> dict[str, Any]:
     """The fields of ModelConfig whose keys all families share."""
     return {
         "name": name,
-        "vocab_size": raw["vocab_size"],
-        "hidden_size": raw["hidden_size"],
-        "num_layers": raw["num_hidden_layers"],
-        "num_heads": raw["num_attention_heads"],
-        "dtype": _dtype(raw, name),
-        "eos_token_ids": _eos(raw.get("eos_token_id", 2), f"{name}: config.json"),
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": fields.count("hidden_size"),
+        "num_layers": fields.count("num_hidden_layers"),
+        "num_heads": fields.count("num_attention_heads"),
+        "dtype": _dtype(fields.raw, name),
+        "eos_token_ids": _eos(fields.raw.get("eos_token_id", 2), fields.where),
     }
 
 
-def _rope(raw: Mapping[str, Any], name: str) -> tuple[float, Llama3Rope | None]:
+def _rope(fields: _Fields, name: str) -> tuple[float, Llama3Rope | None]:
     """Base and scaling of RoPE.
 
     transformers 5 writes rope_parameters; like it, prefer rope_scaling if both are there.
     """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    theta = float(_first(rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope = fields.part("rope_scaling") or fields.part("rope_parameters") or _Fields({}, "")
+    owner = rope if rope.has("rope_theta") else fields
+    theta = owner.number("rope_theta") if owner.has("rope_theta") else 10_000.0
+    kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -154,25 +216,20 @@ def _rope(raw: Mapping[str, Any], name: str) -> tuple[float, Llama3Rope | None]:
             f"{name}: rope type {kind!r} is not supported",
             hint="supported are plain rotary embeddings and llama3 scaling",
         )
-    original = _first(
-        rope.get("original_max_position_embeddings"), raw.get("max_position_embeddings", 2048)
-    )
+    key = "original_max_position_embeddings"
     return theta, Llama3Rope(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(original),
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_positions=(
+            rope.count(key) if rope.has(key) else fields.count("max_position_embeddings", 2048)
+        ),
     )
-
-
-def _first(*values: Any) -> Any:
-    """The first value that is not None."""
-    return next((value for value in values if value is not None), None)
 
 
 def _dtype(raw: Mapping[str, Any], name: str) -> Dtype:
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if dtype not in DTYPE_BYTES:
+    if dtype not in tuple(DTYPE_BYTES):
         raise CannotRun(
             f"{name}: dtype {dtype!r} is not supported",
             hint="supported are float32, float16 and bfloat16",
@@ -190,12 +247,12 @@ def _eos(value: Any, source: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _head_dim(raw: Mapping[str, Any], name: str) -> int:
+def _head_dim(fields: _Fields, name: str) -> int:
     """The head size that follows from the hidden size and the number of heads."""
-    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-    if not isinstance(heads, int) or heads < 1 or hidden % heads:
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if hidden % heads:
         raise UsageError(
             f"{name}: hidden_size {hidden} is not a multiple of {heads} attention heads",
             hint="compare config.json with the published one",
         )
-    return int(hidden // heads)
+    return hidden // heads
