@@ -138,8 +138,8 @@ def _check(
         count == 1 or len(padding) != cache.batch or not all(0 <= n < count for n in padding)
     ):
         raise ValueError(
-            f"expected the padding of each of {cache.batch} slots, less than all its new tokens, in "
-            f"a prefill only, got {padding} of {count} tokens"
+            f"expected the padding of each of {cache.batch} slots, less than all its new tokens, "
+            f"in a prefill only, got {padding} of {count} tokens"
         )
 
 
