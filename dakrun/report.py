@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import dakrun
 from dakrun.engine.engine import EngineStats
 from dakrun.plan import Plan
 from dakrun.plan.show import plan_dict
+from dakrun.tables import Column, print_table
 from dakrun.units import ceil_div, format_bytes, format_seconds
 
 SCHEMA = 1
 _MODEL_KEYS = ("name", "family", "dtype", "weight_bytes")  # keys taken from plan_dict's "model"
+FIGURE_COLUMNS = Column("", "left"), Column("", "left", wraps=True)
+OP_COLUMNS = Column("op", "left"), *map(Column, ("layers", "bound", "predicted", "measured"))
 ERROR_BAR = 0.10  # relative error of a prediction; `render` lists the ops that exceed it
 
 
@@ -124,14 +126,14 @@ def _sampling(plan: Plan, op_seconds: Mapping[str, float]) -> list[dict[str, Any
 
 def render(report: Mapping[str, Any], console: Console) -> None:
     """Print a summary of `report`."""
-    console.print(_figures(report))
-    ops = Table(title="Per decode step", title_justify="left", box=None, pad_edge=False)
-    for title in ("op", "layers", "bound", "predicted", "measured"):
-        ops.add_column(title, justify="left" if title == "op" else "right")
-    for op in report["ops"]:
-        times = (op["bound_s"], op["predicted_s"], op["measured_s"])
-        ops.add_row(op["name"], str(op["layers"]), *map(_seconds, times))
-    console.print(ops)
+    print_table(console, FIGURE_COLUMNS, _figures(report), gap=2)
+    times = [(op["bound_s"], op["predicted_s"], op["measured_s"]) for op in report["ops"]]
+    rows = [
+        (op["name"], str(op["layers"]), *map(_seconds, seconds))
+        for op, seconds in zip(report["ops"], times, strict=True)
+    ]
+    console.print("Per decode step", highlight=False)
+    print_table(console, OP_COLUMNS, rows, gap=2)
     if errors := _large_errors(report["ops"]):
         console.print(
             "measured time relative to the prediction for a full batch: " + ", ".join(errors)
@@ -148,10 +150,8 @@ def _large_errors(ops: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{name} {error:+.0%}" for name, error in errors.items() if abs(error) > ERROR_BAR]
 
 
-def _figures(report: Mapping[str, Any]) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column()
-    table.add_column()
+def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, text) of the run's figures and tiers."""
     model, requests, times = report["model"], report["requests"], report["time"]
     plan = report["plan"]
     rows = {
@@ -173,9 +173,7 @@ def _figures(report: Mapping[str, Any]) -> Table:
         parts = {k.removesuffix("_bytes"): v for k, v in tier.items() if k != "name" and v}
         text = ", ".join(f"{k} {format_bytes(v)}" for k, v in parts.items())
         rows[f"tier {tier['name']}"] = text or "empty"
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return list(rows.items())
 
 
 def _capped(count: int, plan: Mapping[str, Any]) -> str:

@@ -220,7 +220,16 @@ def test_a_row() -> None:
 def test_forms() -> None:
     *_, titles, _, cells = as_text(record(), "md").rstrip().splitlines()
     assert [text.strip() for text in titles.strip("|").split("|")] == [
-        *("case", "remote", "time us", "spread", "GB/s", "% ceiling", "predicted us", "SDPA us"),
+        *(
+            "case",
+            "remote",
+            "time us",
+            "spread",
+            "GB/s",
+            "share of ceiling",
+            "predicted us",
+            "SDPA us",
+        ),
         "speedup",
     ]
     assert cells.startswith("| 4:8/2:100 | 25.00% | 2.00 | 50.0% | ")

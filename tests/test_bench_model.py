@@ -247,7 +247,7 @@ def test_a_row_of_slow_steps_is_one_line() -> None:
     shown = record(row(offload_ratio=1.0))
     slow = {**shown.rows[0], **dict.fromkeys(seconds, 1.0555621)}
     out = io.StringIO()
-    render(Record(shown.head, shown.columns, (slow,)), Console(file=out, width=120))
+    render(Record(shown.head, shown.columns, (slow,)), Console(file=out, width=120), wide=True)
     cells = out.getvalue().splitlines()[-1].split()
     assert len(cells) == len(shown.columns) and cells.count("1,055.6") == len(seconds)
 

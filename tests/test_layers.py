@@ -26,7 +26,7 @@ LAYERS = (
     ("memory", "plan"),
     ("hardware", "models"),
     ("config",),
-    ("errors", "geometry", "units", "resources", "interrupt", "__init__"),
+    ("errors", "geometry", "units", "resources", "interrupt", "tables", "__init__"),
 )
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 

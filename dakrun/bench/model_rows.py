@@ -201,11 +201,21 @@ def planned_gpu_bytes(plan: Plan) -> int:
 def _milliseconds(seconds: float) -> str:
     """Milliseconds in about five digits, so that slow steps do not widen a table."""
     ms = seconds * 1e3
-    return f"{ms:,.{3 if ms < 100 else 2 if ms < 1000 else 1}f}"
+    return f"{ms:,.{3 if ms < 100 else 2 if ms < 1000 else 1 if ms < 10_000 else 0}f}"
+
+
+def _rounded(value: float) -> str:
+    """One digit after the point, or none where there are five ahead of it."""
+    return f"{value:,.{1 if value < 10_000 else 0}f}"
 
 
 def _gigabytes(rate: float) -> str:
-    return f"{rate / 1e9:,.1f}"
+    return _rounded(rate / 1e9)
+
+
+def _transports(names: str) -> str:
+    """The transport of remote weights, or "both"."""
+    return "both" if "+" in names else names
 
 
 def _gibibytes(nbytes: int) -> str:
@@ -214,22 +224,23 @@ def _gibibytes(nbytes: int) -> str:
 
 _COLUMNS = (
     Column("batch_size", "batch"),
-    Column("asked_transport", "transport"),
-    Column("transports", "planned"),
-    Column("ratio", "remote", "{:.2%}".format),
+    Column("asked_transport", "transport asked", rank=11),
+    Column("transports", "remote read", _transports, rank=1),
+    Column("ratio", "remote bytes", "{:.2%}".format),
     Column("tpot_s", "TPOT ms", _milliseconds),
+    Column("tokens_per_s", "tokens/s", _rounded),
     Column("eb_bytes_per_s", "EB GB/s", _gigabytes),
-    Column("eb_total_bytes_per_s", "EB total GB/s", _gigabytes),
-    Column("eb_total_over_ceiling", "% tiers", "{:.1%}".format),
-    Column("limit_s", "limit ms", _milliseconds),
-    Column("limit_over_time", "% limit", "{:.1%}".format),
-    Column("predicted_s", "predicted ms", _milliseconds),
-    Column("prediction_error", "error", "{:+.1%}".format),
-    Column("ttft_s", "TTFT ms", _milliseconds),
-    Column("predicted_ttft_s", "plan TTFT", _milliseconds),
-    Column("gap_s", "gap us", microseconds),
-    Column("gpu_bytes", "GPU GiB", _gibibytes),
-    Column("planned_gpu_bytes", "plan GiB", _gibibytes),
+    Column("eb_total_bytes_per_s", "EB total GB/s", _gigabytes, rank=6),
+    Column("eb_total_over_ceiling", "share of bandwidth", "{:.1%}".format, rank=10),
+    Column("limit_s", "limit ms", _milliseconds, rank=5),
+    Column("limit_over_time", "share of limit", "{:.1%}".format),
+    Column("predicted_s", "predicted ms", _milliseconds, rank=4),
+    Column("prediction_error", "prediction error", "{:+.1%}".format),
+    Column("ttft_s", "TTFT ms", _milliseconds, rank=3),
+    Column("predicted_ttft_s", "predicted TTFT ms", _milliseconds, rank=7),
+    Column("gap_s", "gap us", microseconds, rank=12),
+    Column("gpu_bytes", "GPU GiB", _gibibytes, rank=8),
+    Column("planned_gpu_bytes", "planned GPU GiB", _gibibytes, rank=9),
 )
 
 
@@ -241,7 +252,7 @@ def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
     if sweep.rival is None:
         return columns
     rival = (
-        Column("rival_s", f"{sweep.rival} ms", _milliseconds),
-        Column("speedup", "speedup", "{:.2f}".format),
+        Column("rival_s", "rival ms", _milliseconds),
+        Column("speedup", "speedup", "{:.2f}".format, rank=2),
     )
     return columns + rival

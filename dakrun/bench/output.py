@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dakrun
+from dakrun import tables
 from dakrun.bench.ceilings import Ceilings
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, cpu_name
@@ -31,11 +32,15 @@ CHECKOUT = Path(dakrun.__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column: the key of its figures in the rows, its title, and a figure's format."""
+    """A table's column: the key of its figures in the rows, its title, and a figure's format.
+
+    A terminal that is too narrow gets no columns of the highest `rank` (see tables.Column).
+    """
 
     key: str
     title: str
     text: Callable[[Any], str] = str
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,22 +194,17 @@ def write(record: Record, path: Path) -> None:
     path.write_text(as_text(record, path.suffix.removeprefix(".")), encoding="utf-8")
 
 
-def render(record: Record, console: "Console") -> None:
-    """Print the header and a table, both within the console's width."""
-    from rich.table import Table
-    from rich.text import Text
-
+def render(record: Record, console: "Console", *, wide: bool = False) -> None:
+    """Print the header and a table within the console's width; `wide` has all columns."""
     for text in (headline(record), _command(record)):
         lines = textwrap.fill(text, console.width, break_on_hyphens=False)
         console.print(lines, soft_wrap=True, highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, column in enumerate(record.columns):
-        title = column.title.replace(" ", "\n")  # a column is as wide as its widest word
-        table.add_column(title, justify="right" if number else "left", overflow="fold")
-    for row in record.texts():
-        table.add_row(*map(Text, row))
     console.print("")
-    console.print(table, highlight=False)
+    columns = [
+        tables.Column(c.title, "right" if number else "left", c.rank)
+        for number, c in enumerate(record.columns)
+    ]
+    tables.print_table(console, columns, record.texts(), wide=wide)
 
 
 def _command(record: Record) -> str:

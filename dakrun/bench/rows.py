@@ -114,16 +114,16 @@ def columns(sweep: GemmSweep | AttentionSweep) -> tuple[Column, ...]:
     """The columns of a table; those of ops and ablations only if the sweep has any."""
     if isinstance(sweep, AttentionSweep):
         return (Column("case", "case"), *_common_columns("sdpa_s", "SDPA us"))
-    ops = (Column("ops", "op"),) if any(shape.ops for shape in sweep.shapes) else ()
+    ops = (Column("ops", "op", rank=4),) if any(shape.ops for shape in sweep.shapes) else ()
     off = (
-        Column("window_off_s", "no window us", microseconds),
-        Column("alignment_off_s", "unaligned us", microseconds),
+        Column("window_off_s", "no window us", microseconds, rank=1),
+        Column("alignment_off_s", "unaligned us", microseconds, rank=1),
     )
     return (
         Column("shape", "shape"),
         *ops,
         Column("n", "N"),
-        Column("by", "kernel"),
+        Column("by", "kernel", rank=6),
         *_common_columns("cublas_s", "cuBLAS us"),
         *(off if sweep.ablations else ()),
     )
@@ -133,10 +133,10 @@ def _common_columns(baseline: str, title: str) -> tuple[Column, ...]:
     return (
         Column("ratio", "remote", "{:.2%}".format),
         Column("time_s", "time us", microseconds),
-        Column("spread", "spread", "{:.1%}".format),
+        Column("spread", "spread", "{:.1%}".format, rank=7),
         Column("bytes_per_s", "GB/s", lambda rate: f"{rate / 1e9:,.0f}"),
-        Column("bound_over_time", "% ceiling", "{:.1%}".format),
-        Column("predicted_s", "predicted us", microseconds),
-        Column(baseline, title, microseconds),
-        Column("speedup", "speedup", "{:.2f}".format),
+        Column("bound_over_time", "share of ceiling", "{:.1%}".format),
+        Column("predicted_s", "predicted us", microseconds, rank=5),
+        Column(baseline, title, microseconds, rank=3),
+        Column("speedup", "speedup", "{:.2f}".format, rank=2),
     )

@@ -22,6 +22,7 @@ from dakrun.cli.options import (
     profile_option,
     resolve_run_profile,
     together,
+    wide_option,
 )
 from dakrun.errors import UsageError
 
@@ -143,6 +144,7 @@ _bench_options = together(
         default="128",
         help="attention: dimensions of a head.",
     ),
+    wide_option,
     option("--csv", "form", flag_value="csv", help="Print CSV, with units in the keys."),
     option("--json", "form", flag_value="json", help="Print JSON, with units in the keys."),
     option(
@@ -171,6 +173,7 @@ def bench(
     form: str | None,
     output: Path | None,
     plot: Path | None,
+    wide: bool,
     **given: Any,
 ) -> None:
     """Measure a model or a kernel; compare with memory bandwidth and the profile's prediction.
@@ -206,7 +209,7 @@ def bench(
     if form:
         click.echo(benchmarks.as_text(record, form), nl=False)
     else:
-        benchmarks.render(record, stdout_console())
+        benchmarks.render(record, stdout_console(), wide=wide)
 
 
 def _own_options(subject: str, given: dict[str, Any]) -> dict[str, Any]:

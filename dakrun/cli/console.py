@@ -1,10 +1,11 @@
 """Consoles for tables and progress, and messages: data goes to stdout, all else to stderr."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -15,17 +16,27 @@ WIDTH = 120  # columns, if the output is not a terminal
 
 
 def stdout_console() -> "Console":
-    """A console on stdout: as wide as the terminal, or WIDTH columns in pipes and files."""
+    """A console on stdout, as wide as `width` says."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else WIDTH)
+    return Console(width=width(sys.stdout))
 
 
 def stderr_console() -> "Console":
-    """A console on stderr: as wide as the terminal, or WIDTH columns in pipes and files."""
+    """A console on stderr, as wide as `width` says."""
     from rich.console import Console
 
-    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
+    return Console(stderr=True, width=width(sys.stderr))
+
+
+def width(stream: TextIO) -> int:
+    """Columns of `stream`: the variable COLUMNS, or the terminal's, or WIDTH in pipes and files."""
+    if re.fullmatch("[1-9][0-9]{0,4}", columns := os.environ.get("COLUMNS", "")):
+        return int(columns)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or WIDTH
+    except (OSError, ValueError):  # no terminal, or a stream in memory
+        return WIDTH
 
 
 @contextmanager

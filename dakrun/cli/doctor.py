@@ -29,11 +29,13 @@ from dakrun.probe.machine import (
     visible_gpus,
 )
 from dakrun.resources import cache_dir
+from dakrun.tables import Column, print_table
 from dakrun.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+COLUMNS = Column("check", "left"), Column("status", "left"), Column("finding", "left", wraps=True)
 PACKAGES = ("transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy")
 ESSENTIAL = ("python", "torch", *PACKAGES)  # generate cannot run without these
 CUDA_EXTRA = "pip install 'dakrun[cuda13]'"
@@ -77,16 +79,12 @@ def can_generate(checks: Sequence[Check]) -> bool:
 
 def render(checks: Sequence[Check], console: "Console") -> None:
     """Print the checks as a table, each remedy below its finding."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("check", "status", "finding"):
-        table.add_column(title, overflow="fold", no_wrap=title == "status")
-    for check in checks:
-        remedy = f"\nremedy: {check.remedy}" if check.remedy else ""
-        table.add_row(Text(check.name), Text(check.status), Text(check.finding + remedy))
-    console.print(table, highlight=False)
+    remedies = [f"\nremedy: {check.remedy}" if check.remedy else "" for check in checks]
+    rows = [
+        (check.name, check.status, check.finding + remedy)
+        for check, remedy in zip(checks, remedies, strict=True)
+    ]
+    print_table(console, COLUMNS, rows, gap=2)
 
 
 def python(gpus: Sequence[Gpu]) -> Check:

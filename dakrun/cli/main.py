@@ -27,6 +27,7 @@ from dakrun.cli.options import (
     resolve_profile,
     resolve_run_profile,
     sampling_options,
+    wide_option,
     workload_options,
 )
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
@@ -132,6 +133,7 @@ def generate(
 @length_options
 @profile_option
 @policy_options
+@wide_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with units in the key names.")
 @click.option("--plot", metavar="FILE.png", help="Draw the roofline and the speed by ratio.")
 def plan(
@@ -145,6 +147,7 @@ def plan(
     max_tokens: int,
     profile: str,
     policy: Any,
+    wide: bool,
     as_json: bool,
     plot: str | None,
 ) -> None:
@@ -187,7 +190,7 @@ def plan(
         return
     from dakrun.plan.show import render
 
-    render(shown, stdout_console())
+    render(shown, stdout_console(), wide=wide)
 
 
 @main.command()

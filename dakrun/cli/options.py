@@ -182,6 +182,12 @@ profile_option = option(
     "and bench measure a GPU that has no profile in the cache.",
 )
 
+wide_option = click.option(
+    "--wide",
+    is_flag=True,
+    help="Print all columns of tables; otherwise those that fit the terminal.",
+)
+
 sampling_options = together(
     count_option("--max-tokens", default=128, help="Maximum tokens to generate for a prompt."),
     option("--temperature", type=float, default=0.0, help="0 takes the most likely token."),

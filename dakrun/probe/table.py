@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
 from dakrun.hardware import HardwareProfile, RemoteTier, Sweep
 from dakrun.probe.run import Probe
+from dakrun.tables import Column, print_table
 from dakrun.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +24,12 @@ MARK = "*"
 BLOCKS, ASCII = " ░▒▓█", " .:+#"
 SHADES_FROM = (0.0, 0.75, 0.90, 0.97, 0.99)
 
-COLUMNS = ("figure", "median", "spread", "runs", "")
+COLUMNS = (
+    Column("figure", "left", wraps=True),
+    *map(Column, ("median", "spread", "runs")),
+    Column("", "left"),
+)
+FACT_COLUMNS = Column("machine", "left"), Column("", "left", wraps=True)
 SPREAD = "spread: interquartile range over the median"
 EFFICIENCY = (
     "efficiency: lower bound from the other figures over an op's time without its fixed cost"
@@ -78,11 +81,11 @@ class Grid:
 
 def render(probe: Probe, console: "Console") -> None:
     """Print `probe` as tables, legends and heat maps within the console's width."""
-    _print_table(console, COLUMNS, rows(probe))
+    print_table(console, COLUMNS, rows(probe), gap=2)
     legend = [SPREAD, *([EFFICIENCY] if any(not m.unit for m in probe.measurements) else [])]
     console.print("; ".join(legend), highlight=False)
     console.print()
-    _print_table(console, ("machine", ""), facts(probe.profile))
+    print_table(console, FACT_COLUMNS, facts(probe.profile), gap=2)
     for grid in grids(probe.profile):
         lines = heat_map(grid, width=min(100, console.width), ascii_only=console.options.ascii_only)
         console.print("", *lines, sep="\n", soft_wrap=True, highlight=False, markup=False)
@@ -105,18 +108,6 @@ def facts(profile: HardwareProfile) -> list[tuple[str, ...]]:
         if (value := profile.facts.get(key)) is not None:
             found.append((name, format_bytes(value) if isinstance(value, int) else value))
     return found
-
-
-def _print_table(
-    console: "Console", columns: tuple[str, ...], cells: list[tuple[str, ...]]
-) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, title in enumerate(columns):
-        right = len(columns) > 2 and 0 < number < len(columns) - 1
-        table.add_column(title, justify="right" if right else "left")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console.print(table, highlight=False)
 
 
 def grids(profile: HardwareProfile) -> list[Grid]:

@@ -4,11 +4,9 @@ Nothing depends on colour.
 """
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dakrun.errors import CannotRun
 from dakrun.plan.ops import kv_positions
@@ -16,32 +14,33 @@ from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN
 from dakrun.plan.show.json import bound_figures, kv_figures, op_eb, predicted_figures, ridge, window
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
+from dakrun.tables import Column, print_table
 from dakrun.units import format_bytes, format_decimal, format_seconds
 
 TITLE_WIDTH = 15
-# Heading of each column of `need_rows`, and whether it is numeric.
+# Columns of `need_rows`; a narrow console has those of low rank.
 NEEDS = (
-    ("op", False),
-    ("shape", False),
-    ("bytes", True),
-    ("FLOP", True),
-    ("FLOP/B", True),
-    ("ridge", True),
-    ("regime", False),
-    ("a", True),
-    ("b", True),
+    Column("op", "left"),
+    Column("shape", "left", rank=4),
+    Column("bytes"),
+    Column("FLOP", rank=5),
+    Column("FLOP/B", rank=3),
+    Column("ridge", rank=6),
+    Column("regime", "left", rank=2),
+    Column("a", rank=1),
+    Column("b", rank=1),
 )
-# The same for `choice_rows`.
+# Columns of `choice_rows`.
 CHOICES = (
-    ("op", False),
-    ("ratio", True),
-    ("units", True),
-    ("SMs", True),
-    ("window", True),
-    ("via", False),
-    ("bound", True),
-    ("predicted", True),
-    ("EB GB/s", True),
+    Column("op", "left"),
+    Column("ratio"),
+    Column("units", rank=5),
+    Column("SMs", rank=4),
+    Column("window", rank=6),
+    Column("via", "left", rank=2),
+    Column("bound", rank=3),
+    Column("predicted"),
+    Column("EB GB/s", rank=1),
 )
 PHASES = {
     1: "remote reads only where they make an op faster (up to its a)",
@@ -50,12 +49,17 @@ PHASES = {
 }
 
 
-def render(shown: Overview, console: Console) -> None:
-    """Print the tables of needs and of choices, then the summary."""
+def render(shown: Overview, console: Console, *, wide: bool = False) -> None:
+    """Print the tables of needs and of choices, then the summary; `wide` has all columns."""
     plan = shown.chosen.plan
-    _print_table(console, "What each op needs", NEEDS, need_rows(plan), need_legend())
-    legend = choice_legend(plan)
-    _print_table(console, "What the plan does with it", CHOICES, choice_rows(plan), legend)
+    for title, columns, rows, legend in (
+        ("What each op needs", NEEDS, need_rows(plan), need_legend()),
+        ("What the plan does with it", CHOICES, choice_rows(plan), choice_legend(plan)),
+    ):
+        console.print(title, highlight=False)
+        print_table(console, columns, rows, wide=wide)
+        lines = _wrapped(legend, console.width)
+        console.print(lines, end="\n\n", soft_wrap=True, highlight=False)
     for title, text in summary_rows(shown):
         line = _wrapped(text, console.width, title)
         console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -237,24 +241,6 @@ def _published_text(other: Comparison) -> str:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:,.1f} GB/s"
-
-
-def _print_table(
-    console: Console,
-    title: str,
-    columns: Sequence[tuple[str, bool]],
-    rows: Iterable[tuple[str, ...]],
-    legend: str,
-) -> None:
-    """Print a table between its title and its legend, then an empty line."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading, numeric in columns:
-        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(title, highlight=False)
-    console.print(table, highlight=False)
-    console.print(_wrapped(legend, console.width), end="\n\n", soft_wrap=True, highlight=False)
 
 
 def _wrapped(text: str, width: int, title: str = "") -> str:
