@@ -42,8 +42,8 @@ class BatchJob:
     A context manager that shows progress on `console`, if there is one:
 
         with BatchJob(llm, reader, writer, console) as job:
-            for completion in llm.stream(job.requests()):
-                job.finish(completion)
+            for result in llm.stream(job.requests()):
+                job.finish(result)
 
     Inside it SIGINT (Ctrl-C) raises Interrupted; so does SIGTERM under interrupt.raise_on_sigterm.
     """
@@ -77,15 +77,17 @@ class BatchJob:
             if self._writer.is_done(row.id):
                 self.counts.skipped += 1
             elif isinstance(row, RowError):
-                self._writer.write_error(row)
-                self.counts.failed += 1
+                self._fail(row)
             else:
                 yield row
 
-    def finish(self, completion: Completion) -> None:
+    def finish(self, result: Completion | RowError) -> None:
         """Write the result of a request; on return it is on disk."""
-        self._writer.write(completion)
-        self.counts.done += 1
+        if isinstance(result, RowError):
+            self._fail(result)
+        else:
+            self._writer.write(result)
+            self.counts.done += 1
         if self._progress:
             tokens = self._llm.engine.stats.new_tokens
             self._progress.update(
@@ -94,6 +96,10 @@ class BatchJob:
                 description=f"{self.counts.done} done, {self.counts.failed} failed, "
                 f"{tokens} tokens",
             )
+
+    def _fail(self, error: RowError) -> None:
+        self._writer.write_error(error)
+        self.counts.failed += 1
 
 
 def count_rows(source: str | Path, limit: int) -> int:

@@ -60,6 +60,7 @@ UNPACK_ATOMS = 4  # atoms per warp of unpack
 ROW_THREADS = 1024  # per CTA of select_greedy; the maximum per CTA of normalize
 NORMALIZE_CHUNKS = 2  # chunks of a row that a thread of normalize holds at most
 NORMALIZE_MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS  # maximum columns of a row
+NO_TOKEN = -1  # in place of the token of a row whose largest logit is NaN or infinite
 
 CUDA_CONSTANTS = {
     "ROWS_PER_BLOCK": ROWS_PER_BLOCK,
@@ -87,6 +88,7 @@ CUDA_CONSTANTS = {
     "UNPACK_ATOMS": UNPACK_ATOMS,
     "ROW_THREADS": ROW_THREADS,
     "NORMALIZE_CHUNKS": NORMALIZE_CHUNKS,
+    "NO_TOKEN": NO_TOKEN,
 }
 
 FEW_ROWS = 32  # rows of X up to which SplitK_GEMM beats the tiled GEMM, and applies the norm itself

@@ -31,7 +31,7 @@ from dakrun.models.architectures import architecture
 from dakrun.models.hf_config import read_model_config
 from dakrun.plan import MAX_BATCH_SIZE, Plan, Policy, choose_batch_size, make_plan
 from dakrun.report import make_report
-from dakrun.requests import Completion, PromptRules, Request, Tokenizer, as_requests
+from dakrun.requests import Completion, PromptRules, Request, RowError, Tokenizer, as_requests
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import tier_capacities
@@ -153,14 +153,25 @@ class LLM:
         prompts: Iterable[str | Iterable[int]],
         params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Complete texts or token id sequences; results are in the order of `prompts`."""
+        """Complete texts or token id sequences; results are in the order of `prompts`.
+
+        Raises CannotRun if the model's logits are NaN or infinite for one of them.
+        """
         requests = as_requests(prompts, params, self.rules)
-        results = {int(completion.id): completion for completion in self.stream(requests)}
+        results = {}
+        for result in self.stream(requests):
+            if isinstance(result, RowError):
+                raise CannotRun(
+                    f"prompt {result.id}: {result.message}",
+                    hint="stream() gives the results of the other prompts",
+                )
+            results[int(result.id)] = result
         return [results[i] for i in range(len(requests))]
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion | RowError]:
         """Completions as they finish; requests are only taken when a slot is free.
 
+        A request for which the model's logits are NaN or infinite ends in a RowError.
         One stream or `generate` runs at a time: another raises UsageError until the first has
         ended, is closed, or is garbage-collected.
         """

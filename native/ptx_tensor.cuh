@@ -80,4 +80,11 @@ __device__ __forceinline__ uint32_t max_nan(uint32_t a, uint32_t b, __nv_bfloat1
   return larger;
 }
 
+// Maximum; NaN if either is NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
 }  // namespace ptx

@@ -6,7 +6,7 @@
 //     reduce over the CTA by (maximum, earliest chunk)
 //     winning thread: find the logit in its chunk; write the row's next token and the log entry of
 //                     its slot; add 1 to its length. Rows without a request (length < 0) write
-//                     nothing.
+//                     nothing. If the maximum is NaN or infinite, the log entry is NO_TOKEN.
 
 #include "cta_reduce.cuh"
 #include "element.cuh"
@@ -32,6 +32,7 @@ __device__ __forceinline__ int in_order(uint32_t logit) {
   return logit & 0x8000 ? -magnitude : magnitude;
 }
 constexpr int kBelowAll = -0x8000;
+constexpr int kInfinity = BFLOAT16 ? 0x7f80 : 0x7c00;  // the ordered integer; NaN is larger
 
 // Largest logit of a chunk, as an ordered integer.
 __device__ __forceinline__ int largest(const uint4& chunk) {
@@ -128,6 +129,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int place = found.chunk * kLogits - row.before + first_of(found.logits, found.value);
   const int token = row.nearest(place);
   args.tokens[number] = token;
-  args.log[static_cast<int64_t>(slot) * args.depth + length % args.depth] = token;
+  // The next step gets a token of the vocabulary all the same, as it may have been launched already.
+  const bool finite = abs(found.value) < kInfinity;
+  args.log[static_cast<int64_t>(slot) * args.depth + length % args.depth] =
+      finite ? token : NO_TOKEN;
   args.lengths[number] = length + 1;
 }

@@ -63,7 +63,7 @@ struct Epilogue {
     if (args.activation == kRelu) {
 #pragma unroll
       for (int i = 0; i < kPairsOfThread; i++)
-        pairs[i] = {fmaxf(pairs[i].x, 0.0f), fmaxf(pairs[i].y, 0.0f)};
+        pairs[i] = relu(pairs[i]);
     }
     if (args.residual) add_residual(pairs);
     if (args.m % 2 == 0) {

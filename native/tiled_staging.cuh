@@ -40,7 +40,7 @@ __device__ __forceinline__ void apply_epilogue(const TiledGemmArgs& args, const 
   if (args.activation == kRelu) {
 #pragma unroll
     for (int i = 0; i < 2 * kPassTiles; i++)
-      values[i] = {fmaxf(values[i].x, 0.0f), fmaxf(values[i].y, 0.0f)};
+      values[i] = relu(values[i]);
   }
 #pragma unroll
   for (int i = 0; i < 2 * kPassTiles; i++) {

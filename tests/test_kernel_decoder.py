@@ -8,7 +8,7 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from tiny_models import kernel_models, save_half
+from tiny_models import damage, kernel_models, save_half
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dakrun.config import Workload
@@ -22,7 +22,7 @@ from dakrun.engine import (
     staged_bytes,
     tier_accesses,
 )
-from dakrun.geometry import TILED_PORTABLE_X_TILES, TILED_X_TILES
+from dakrun.geometry import NO_TOKEN, TILED_PORTABLE_X_TILES, TILED_X_TILES
 from dakrun.hardware import load_profile
 from dakrun.kernels import variants
 from dakrun.kernels.attention import KVCache, KVShape
@@ -200,3 +200,36 @@ def test_prompts_and_steps(
         )
     ]  # fmt: skip
     assert launched and all(variant in ahead for variant in launched)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "bad"),
+    [
+        ("opt", "model.decoder.layers.1.fc1.weight", (0, 1)),  # which relu keeps
+        ("opt", "model.decoder.layers.0.self_attn.k_proj.weight", (0, 1)),
+        ("llama-gqa", "model.embed_tokens.weight", (1,)),
+    ],
+)
+def test_logits_of_nan_are_logged(
+    name: str, tensor: str, bad: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Of the rows that come upon NaN; their slots serve others as if nothing had been."""
+    path = save_half(CONFIGS[name], tmp_path / name)
+    given = torch.tensor([5, 7])
+    damage(path, tensor, int(given[1]))
+    _, cache, rows = model_of(path, 2)
+    rows.prepare(cache.counts)
+    rows.slots.copy_(torch.arange(2))
+
+    def step(tokens: torch.Tensor, length: int) -> list[int]:
+        rows.tokens.copy_(tokens)
+        rows.lengths.fill_(length)
+        rows.run(cache.counts)
+        return rows.log[:, length].tolist()
+
+    first = [step(given, length) for length in range(2)]
+    assert all((tokens[i] == NO_TOKEN) == (i in bad) for tokens in first for i in range(2))
+    if len(bad) == 1:
+        after = [step(given[:1], length) for length in range(2)]
+        assert all(a == b == wanted for (a, b), (wanted, _) in zip(after, first, strict=True))
+        assert all(NO_TOKEN not in tokens for tokens in after)

@@ -10,6 +10,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from dakrun.config import SamplingParams
 from dakrun.engine import request_seed, sample, sampler, uniform
+from dakrun.geometry import NO_TOKEN
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -30,7 +31,11 @@ def random_logits(n: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 def support(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
     """Which tokens have a weight."""
-    return sampler._probabilities(logits, [p] * len(logits)) > 0
+    return weights_of(logits, [p] * len(logits)) > 0
+
+
+def weights_of(logits: torch.Tensor, rows: Sequence[SamplingParams]) -> torch.Tensor:
+    return sampler._probabilities(logits, logits.amax(-1, keepdim=True), rows)
 
 
 def assert_follows(tokens: torch.Tensor, probabilities: torch.Tensor) -> None:
@@ -193,11 +198,9 @@ def test_top_p_takes_the_first_of_equals() -> None:
 def test_rows_with_different_parameters_are_cut_each_its_own_way() -> None:
     logits, rows = random_logits(21, 100), [*mixed(21)[1:], params()]
     sampled = [i for i, p in enumerate(rows) if p.temperature]
-    together = sampler._probabilities(logits[sampled], [rows[i] for i in sampled])
+    together = weights_of(logits[sampled], [rows[i] for i in sampled])
     for at, i in enumerate(sampled):
-        assert torch.equal(
-            together[at : at + 1], sampler._probabilities(logits[i : i + 1], [rows[i]])
-        )
+        assert torch.equal(together[at : at + 1], weights_of(logits[i : i + 1], [rows[i]]))
 
 
 def test_the_vocabulary_is_sorted_for_top_p_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,16 +215,10 @@ def test_banned_tokens_and_extreme_temperatures() -> None:
     assert set(draw(logits, params(top_k=1), 50).tolist()) == {4}
 
 
-def test_rows_of_nan_give_a_token_of_the_vocabulary() -> None:
-    for p in (params(), params(top_k=3, top_p=0.5)):
-        tokens = draw(torch.full((1, 8), math.nan), p, 20)
-        assert tokens.min() >= 0 and tokens.max() < 8
-
-
 @pytest.mark.parametrize("vocab", [2**18, 2**18 + 3, 2**21])
 def test_large_vocabularies_do_not_overflow(vocab: int) -> None:
     logits = torch.zeros(1, vocab)
-    weights = sampler._probabilities(logits, [params()])
+    weights = weights_of(logits, [params()])
     assert 2**61 < vocab * sampler._one(vocab) == weights.sum().item() <= 2**62
     tokens = draw(logits, params(), 8)
     u = uniform([7] * 8, range(8))
@@ -267,3 +264,20 @@ def test_request_seed_is_stable_and_differs() -> None:
     assert request_seed(0, "line-1") == request_seed(0, "line-1") == 7103010754281170937
     seeds = {request_seed(s, i) for s in range(3) for i in ("a", "b", "1", "\ud800", "")}
     assert len(seeds) == 15 and all(0 <= s < 2**63 for s in seeds)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_finite_maximum_get_no_token(dtype: torch.dtype, temperature: float) -> None:
+    """NaN, infinity, or -infinity everywhere; a single -infinity is a masked token."""
+    logits = random_logits(6, 40).to(dtype)
+    logits[0, 7] = math.nan
+    logits[2, [3, 9]] = torch.tensor([math.nan, math.inf], dtype=dtype)
+    logits[3, 39] = math.inf
+    logits[4] = -math.inf
+    logits[5, 11] = -math.inf
+    given = params(temperature=temperature, top_k=20, top_p=0.9)
+    found = sample(logits, [given] * 6, range(6), [0] * 6).tolist()
+    alone = sample(logits[[1, 5]], [given] * 2, [1, 5], [0] * 2).tolist()
+    assert found == [NO_TOKEN, alone[0], NO_TOKEN, NO_TOKEN, NO_TOKEN, alone[1]]
+    assert min(alone) >= 0

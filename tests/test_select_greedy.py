@@ -7,14 +7,15 @@ import pytest
 import torch
 from packed_matrices import normal
 
+from dakrun.geometry import NO_TOKEN
 from dakrun.kernels import select_greedy
 from dakrun.kernels.gemm.packing import DTYPES
 
 UNTOUCHED = -9
 
 
-def select(logits: torch.Tensor) -> list[int]:
-    """The tokens of rows that all have a request."""
+def select(logits: torch.Tensor, *, finite: bool = True) -> list[int]:
+    """The tokens of rows that all have a request; the log has none of rows that are not finite."""
     n, device = len(logits), logits.device
     tokens = torch.full((n,), UNTOUCHED, dtype=torch.int32, device=device)
     lengths = torch.zeros(n, dtype=torch.int32, device=device)
@@ -22,7 +23,7 @@ def select(logits: torch.Tensor) -> list[int]:
     log = torch.full((n, 1), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)
     assert select_greedy(logits, tokens, lengths, slots, log) is tokens
     assert lengths.tolist() == [1] * n  # which also waits for a GPU
-    assert log[:, 0].tolist() == tokens.tolist()
+    assert log[:, 0].tolist() == (tokens.tolist() if finite else [NO_TOKEN] * n)
     return tokens.tolist()
 
 
@@ -38,6 +39,7 @@ def test_it_is_argmax(vocabulary: int, dtype: torch.dtype, kernel_device: str) -
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_first_of_equals(dtype: torch.dtype, kernel_device: str) -> None:
     logits = torch.full((5, 9001), -math.inf, dtype=dtype)
+    logits[0, 0] = torch.finfo(dtype).min
     logits[1, [8191, 8190, 9000, 4500]] = 3.5
     logits[2, 5:] = -2.0
     logits[3] = -1e-3
@@ -56,7 +58,35 @@ def test_not_a_number_is_the_largest(dtype: torch.dtype, kernel_device: str) -> 
     bits[1, 9000] = -1  # with a sign
     bits[2, [5000, 5001]] = torch.tensor([-1, 0x7FFF], dtype=torch.int16)
     bits[3] = 0x7FC1
-    assert select(logits.to(kernel_device)) == [300, 9000, 5000, 0]
+    assert select(logits.to(kernel_device), finite=False) == [300, 9000, 5000, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_a_finite_maximum_are_logged_as_such(
+    dtype: torch.dtype, kernel_device: str
+) -> None:
+    """One NaN or infinity anywhere in a row is enough; rows beside it have their tokens."""
+    largest = torch.finfo(dtype).max
+    rows = {
+        "largest": normal(1, 9001, dtype=dtype, device="cpu")[0].index_fill(
+            0, torch.tensor([8191]), largest
+        ),
+        "masked": torch.full((9001,), -math.inf, dtype=dtype),
+        "lowest": torch.full((9001,), -math.inf, dtype=dtype),
+        **{f"{at} {bad}": torch.zeros(9001, dtype=dtype) for at in (0, 4711, 9000) for bad in "+n"},
+    }
+    rows["lowest"][77] = -largest
+    for name in list(rows)[3:]:
+        at, bad = name.split()
+        rows[name][int(at)] = math.inf if bad == "+" else math.nan
+    n = len(rows)
+    integers = [[UNTOUCHED] * n, [5] * n, list(range(n))]
+    tokens, lengths, slots = torch.tensor(integers, dtype=torch.int32, device=kernel_device)
+    log = torch.full((n, 3), UNTOUCHED, dtype=torch.int32, pin_memory=kernel_device == "cuda")
+    select_greedy(torch.stack(list(rows.values())).to(kernel_device), tokens, lengths, slots, log)
+    assert lengths.tolist() == [6] * n
+    assert tokens.tolist() == [8191, 0, 77, 0, 0, 4711, 4711, 9000, 9000], "of the vocabulary"
+    assert log[:, 2].tolist() == [8191, NO_TOKEN, 77] + [NO_TOKEN] * 6
 
 
 def test_rows_move_on(kernel_device: str) -> None:

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
 VOCAB = 331
@@ -97,6 +98,14 @@ def save_half(config: OPTConfig | LlamaConfig, directory: Path) -> Path:
             torch.nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.1)
     reference.half().save_pretrained(directory)  # which also rounds the frequencies of RoPE
     return directory
+
+
+def damage(path: Path, name: str, at: int | tuple[int, int], value: float = torch.nan) -> None:
+    """Set an element, or a row, of a tensor of the checkpoint to `value`."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][at] = value
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def save(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -27,7 +27,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.llm import LLM
 from dakrun.plan import Links
-from dakrun.requests import Request
+from dakrun.requests import Request, RowError
 
 WARM_UP_TOKENS = 4
 ROUNDS = 3
@@ -138,8 +138,9 @@ class _Bench:
         sweep = self.sweep
 
         def finish(new_tokens: int) -> None:
-            for _ in llm.stream(requests(sweep, batch_size, new_tokens)):
-                pass
+            for result in llm.stream(requests(sweep, batch_size, new_tokens)):
+                if isinstance(result, RowError):
+                    raise CannotRun(result.message, hint="try --dtype bfloat16, or another model")
 
         finish(min(WARM_UP_TOKENS, sweep.new_tokens))
         llm.engine.stats = EngineStats()

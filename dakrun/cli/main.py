@@ -113,8 +113,8 @@ def generate(
         progress = console if sys.stderr.isatty() else None
         start = time.perf_counter()
         with writer, BatchJob(llm, reader, writer, progress) as job:
-            for completion in llm.stream(job.requests()):
-                job.finish(completion)
+            for result in llm.stream(job.requests()):
+                job.finish(result)
         report = llm.report(time.perf_counter() - start)
     report["rows"] = vars(job.counts)
     if report_path is not None:

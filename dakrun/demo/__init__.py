@@ -59,8 +59,8 @@ def run(console: Console | None) -> DemoResult:
             ResultWriter(output, source=prompts) as writer,
             BatchJob(llm, reader, writer, console) as job,
         ):
-            for completion in llm.stream(job.requests()):
-                job.finish(completion)
+            for result in llm.stream(job.requests()):
+                job.finish(result)
         report = llm.report(time.perf_counter() - start)
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     texts = {row["id"]: row["text"] for row in rows}

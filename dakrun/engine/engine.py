@@ -17,8 +17,9 @@ from typing import Literal
 from dakrun.engine.runner import Chosen, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
+from dakrun.geometry import NO_TOKEN
 from dakrun.plan import Plan, passes
-from dakrun.requests import Completion, Request, StopStrings
+from dakrun.requests import Completion, Request, RowError, StopStrings
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -78,9 +79,10 @@ class Engine:
         self._collected = 0.0  # time of the last collection
         self._steps: deque[tuple[float, list[_Running]]] = deque()  # launch time, requests
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion | RowError]:
         """Completions in the order in which they finish; requests are taken as slots free up.
 
+        A request ends in a RowError where the model's logits are NaN or infinite.
         Raises UsageError, at the first completion, while another run is active.
         """
         if not self._one_run.acquire(blocking=False):
@@ -122,7 +124,7 @@ class Engine:
                         r.ended = True
                         running.remove(r)
                         bisect.insort(free, r.slot, key=order.__getitem__)
-                        yield self._complete(r, reason)
+                        yield self._fail(r) if reason == "error" else self._complete(r, reason)
         finally:
             self._steps.clear()
             with suppress(RuntimeError):  # of a GPU that has failed
@@ -187,7 +189,7 @@ class Engine:
         if ready is not None:
             done, chosen = ready
             tokens = chosen.tokens()
-            self.runner.begin([r.slot for r in done], tokens)
+            self.runner.begin([r.slot for r in done], [max(token, 0) for token in tokens])
             self._record(done, tokens)
 
     def _launch(self, active: Sequence[_Running]) -> None:
@@ -218,13 +220,30 @@ class Engine:
             r.first_token = r.first_token or now
             r.tokens.append(token)
 
-    def _finish_reason(self, r: _Running) -> Literal["stop", "length"] | None:
+    def _finish_reason(self, r: _Running) -> Literal["stop", "length", "error"] | None:
         params = r.request.params
+        if r.tokens[-1] == NO_TOKEN:
+            return "error"
         if r.tokens[-1] in self._eos and not params.ignore_eos:
             return "stop"
         if r.stop is not None and r.stop.hit(r.tokens):
             return "stop"
         return "length" if len(r.tokens) == r.limit else None
+
+    def _fail(self, r: _Running) -> RowError:
+        """The error of a request whose newest token could not be chosen."""
+        position = len(r.request.prompt_ids) + len(r.tokens) - 1
+        cause = "the weights may be damaged"
+        if self.plan.model.dtype == "float16":
+            cause += ", or need --dtype bfloat16"
+        return RowError(
+            id=r.request.id,
+            line=r.request.line,
+            code="non_finite_logits",
+            message=f"the logits of the token at position {position} (the first has position 0) "
+            f"are NaN or infinite; {cause}",
+            reply=r.request.reply,
+        )
 
     def _complete(self, r: _Running, reason: Literal["stop", "length"]) -> Completion:
         further = len(r.tokens) - 1

@@ -139,7 +139,7 @@ class GraphRunner:
         """Sample the rows' tokens, which replace the greedy choices of the graph."""
         places = self._on_gpu([mapped.index(row.slot) for row in rows]).long()
         chosen = choose(self._backend.logits[places], rows)
-        self._rows.tokens[places] = chosen.int()
+        self._rows.tokens[places] = chosen.clamp(min=0).int()  # NO_TOKEN is no token to embed
         kept = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
         return kept.copy_(chosen, non_blocking=True)
 

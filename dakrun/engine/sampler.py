@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dakrun.config import SamplingParams
+from dakrun.geometry import NO_TOKEN
 
 # Probabilities are integers, the likeliest token's being 2^44, or less where a vocabulary is above
 # 2^18: their sums fit in int64 and are exact, so neither the order of addition (batch, device) nor
@@ -41,26 +42,27 @@ def sample(
     logits: [n, vocabulary], any floating dtype and device. Temperature 0 takes the first of the
     largest logits. Other rows apply temperature, top-k and top-p (in this order, as in
     transformers), then take the token at the quantile uniform(seed, step); `seeds` are the
-    requests' (see request_seed), `steps` count their tokens.
+    requests' (see request_seed), `steps` count their tokens. A row whose largest logit is NaN or
+    infinite gets NO_TOKEN.
     """
     n, vocab = logits.shape
     assert logits.is_floating_point(), f"expected floating point logits, got {logits.dtype}"
     lengths = (len(params), len(seeds), len(steps))
     assert lengths == (n, n, n), f"expected {n} parameters, seeds and steps, got {lengths}"
     rows = [i for i, p in enumerate(params) if p.temperature > 0]
-    if not rows:
-        return logits.argmax(dim=-1)
-    tokens = logits.argmax(dim=-1) if len(rows) < n else logits.new_empty(n, dtype=torch.int64)
+    tokens = logits.argmax(dim=-1)
+    best = logits.gather(1, tokens[:, None])
     group = max(1, _GROUP_LOGITS // vocab)
     for start in range(0, len(rows), group):
         part = rows[start : start + group]
-        chosen = _draw(
-            logits[torch.tensor(part, device=logits.device)],
+        places = torch.tensor(part, device=logits.device)
+        tokens[places] = _draw(
+            logits[places],
+            best[places],
             [params[i] for i in part],
             uniform([seeds[i] for i in part], [steps[i] for i in part]),
         )
-        tokens[torch.tensor(part, device=logits.device)] = chosen
-    return tokens
+    return tokens.where(best[:, 0].isfinite(), NO_TOKEN)
 
 
 def uniform(seeds: Sequence[int], steps: Sequence[int]) -> np.ndarray:
@@ -81,23 +83,30 @@ def _mix64(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], u: np.ndarray) -> torch.Tensor:
+def _draw(
+    logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams], u: np.ndarray
+) -> torch.Tensor:
     """A token of each row of logits [n, vocabulary] at the quantiles u [n]: int64 [n]."""
-    probabilities = _probabilities(logits, params)
+    probabilities = _probabilities(logits, best, params)
     cumulative = probabilities.cumsum(dim=-1)
     total = cumulative[:, -1:]
     # u * total may round up to total, which no token reaches.
     target = (torch.from_numpy(u).to(logits.device)[:, None] * total).long().minimum(total - 1)
     tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return tokens.clamp(max=logits.shape[1] - 1)  # only rows of NaN have no total
+    return tokens.clamp(max=logits.shape[1] - 1)  # only rows that get NO_TOKEN have no total
 
 
-def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Each row's probabilities up to a factor: int64 [n, V]; 0 if removed by top-k or top-p."""
+def _probabilities(
+    logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams]
+) -> torch.Tensor:
+    """Each row's probabilities up to a factor: int64 [n, V]; 0 if removed by top-k or top-p.
+
+    `best` [n, 1] are the largest logits.
+    """
     vocab = logits.shape[1]
     one = _one(vocab)
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)
-    below_best = logits.double() - logits.amax(dim=-1, keepdim=True).double()
+    below_best = logits.double() - best.double()
     probabilities = (
         (below_best / temperature.to(logits.device)[:, None]).exp().mul(one).round().long()
     )

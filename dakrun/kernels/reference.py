@@ -80,7 +80,7 @@ def decode_attention(
             values[None, :, : position + 1].to(q.device),
             scale=scale,
         )
-    return out.view(batch, heads * dim)
+    return _with_lost_nan(out.view(batch, heads, dim), q, k).flatten(1)
 
 
 def prefill_attention(
@@ -113,4 +113,14 @@ def prefill_attention(
         scale=scale,
         enable_gqa=heads != k.shape[1],
     )
-    return out[0].transpose(0, 1).reshape(tokens, heads * dim)
+    return _with_lost_nan(out[0].transpose(0, 1), q, k).reshape(tokens, heads * dim)
+
+
+def _with_lost_nan(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Attention `out` [T, Hq, D] of q to keys up to its own, k [T, Hkv, D]; NaN where it must be.
+
+    On the CPU torch returns 0 instead for a query whose scores are all NaN, its own key's included.
+    """
+    groups = q.unflatten(1, (k.shape[1], -1)).float()
+    own = torch.einsum("thgd,thd->thg", groups, k.float()).flatten(1)
+    return out.masked_fill(own.isnan()[:, :, None], torch.nan)

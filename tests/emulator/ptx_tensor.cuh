@@ -138,4 +138,8 @@ uint32_t max_nan(uint32_t a, uint32_t b, Element of) {
   return larger;
 }
 
+inline float max_nan(float a, float b) {
+  return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b);
+}
+
 }  // namespace ptx
