@@ -1,5 +1,6 @@
 """The tokenizer wrapper on tiny tokenizers made here, and stop strings across token boundaries."""
 
+import gc
 import json
 import random
 import subprocess
@@ -11,7 +12,8 @@ import tokenizers
 from tiny_tokenizer import BYTES, SPECIAL, make_tokenizer_files
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.requests import StopStrings, Tokenizer
+from dakrun.requests import PromptRules, StopStrings, Tokenizer, chat_template
+from dakrun.requests.prompts import BadRow
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -93,6 +95,41 @@ def test_chat_uses_the_template(tmp_path: Path) -> None:
     for messages in ([{"role": "tool", "content": "x"}], [{"role": "user"}], [1], []):
         with pytest.raises(UsageError, match="chat template does not accept"):
             chatty.chat(messages)  # type: ignore[arg-type]
+
+
+HOSTILE = (
+    "{% set text = messages[0]['content'] %}{% if text == 'endless' %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if text == 'large' %}{{ text * 10**10 }}{% endif %}"
+    "{% if text == 'long' %}{{ text * 10**7 }}{% endif %}{{ text }}"
+)
+
+
+def test_a_chat_template_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows before and after one that breaks a bound are as usual."""
+    monkeypatch.setattr(chat_template, "LIMIT_S", 2.0)
+    chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=HOSTILE))
+    rules = PromptRules(vocab_size=999, max_model_len=64, max_positions=64, tokenizer=chatty)
+    for text, reason in {
+        "endless": r"does not end within 2 s",
+        "large": r"takes more than 512 MiB",
+        "long": r"makes 40000004 characters",
+    }.items():
+        assert rules.chat([{"role": "user", "content": "hi"}]) == tuple(byte_ids(b"hi"))
+        with pytest.raises(BadRow, match=reason) as caught:
+            rules.chat([{"role": "user", "content": text}])
+        assert caught.value.code == "invalid_prompt"
+    assert rules.chat([{"role": "user", "content": "é\n"}]) == tuple(byte_ids("é\n".encode()))
+
+
+def test_the_process_of_a_chat_template_ends_with_its_tokenizer(tmp_path: Path) -> None:
+    chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=TEMPLATE))
+    chatty.chat([{"role": "user", "content": "hi"}])
+    process = chatty._chat_template._process  # type: ignore[union-attr]
+    assert process is not None and process.poll() is None
+    del chatty
+    gc.collect()
+    assert process.poll() is not None
 
 
 def test_chat_without_template(tokenizer: Tokenizer) -> None:

@@ -2,7 +2,8 @@
 
 reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; writer.py
 writes their results durably (files.py); prompts.py says which prompts a model accepts, tokenizer.py
-wraps the model's tokenizer, request.py holds the shared types. README.md describes the formats.
+wraps the model's tokenizer, chat_template.py runs its chat template, request.py holds the shared
+types. README.md describes the formats.
 """
 
 from dakrun.requests.files import same_file

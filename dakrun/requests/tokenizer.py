@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
+from dakrun.requests.chat_template import ChatTemplate
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -27,6 +28,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         # The reader checks lengths against the model; the tokenizer's own limit only warns.
         tokenizer.model_max_length = 10**30
+        self._chat_template: ChatTemplate | None = None
 
     @staticmethod
     def is_in(directory: Path) -> bool:
@@ -82,7 +84,7 @@ class Tokenizer:
         """Token ids of `{"role", "content"}` messages and the start of the assistant's answer.
 
         Raises UsageError if the tokenizer has no chat template or the template does not accept the
-        messages.
+        messages, does not end, or fills the memory (see chat_template.py).
         """
         if not self.has_chat_template:
             raise UsageError(
@@ -90,16 +92,17 @@ class Tokenizer:
                 hint="use an instruction-tuned model, or give prompts instead of messages",
             )
         try:
-            ids = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as problem:  # a template is a program: it may raise anything
+            if self._chat_template is None:
+                template = self._tokenizer.get_chat_template()
+                self._chat_template = ChatTemplate(template, self._tokenizer.special_tokens_map)
+            text = self._chat_template.render(messages)
+        except ValueError as problem:
             reason = " ".join(str(problem).split())
             raise UsageError(
                 f"the chat template does not accept the messages ({reason})",
                 hint='messages are {"role", "content"} objects in an order that the model knows',
             ) from problem
-        return tuple(ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 class StopStrings:

@@ -1,0 +1,119 @@
+"""Chat templates, run in a process of their own: a template is a program, and may never end.
+
+Run as a script, this file is that process. It needs transformers, but nothing else of dakrun: per
+line of stdin it writes one of stdout, both JSON.
+"""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 5.0  # of one chat
+LIMIT_BYTES = 512 << 20  # of memory, on top of what the process has when it starts
+MAX_CHARACTERS = 32 << 20  # of a rendered chat
+
+
+class ChatTemplate:
+    """A Jinja template with the tokenizer's special tokens by name, as transformers renders it.
+
+    The process starts with the first chat, and again after a chat that it did not survive.
+    """
+
+    def __init__(self, template: str, special_tokens: Mapping[str, Any]) -> None:
+        self._settings = {"chat_template": template, **special_tokens}
+        self._process: subprocess.Popen[str] | None = None
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of `messages` and the start of the assistant's answer.
+
+        Raises ValueError with the reason if there are none, or the template raises an exception or
+        takes more than LIMIT_S seconds or LIMIT_BYTES of memory.
+        """
+        if not messages:
+            raise ValueError("there are no messages")
+        process = self._process or self._start()
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(json.dumps(list(messages)) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BaseException as problem:
+            self._process = None
+            _end(process)
+            if isinstance(problem, OSError):
+                raise ValueError(f"its process ended: {problem.strerror}") from None
+            raise
+        if not answer:
+            self._process = None
+            code = _end(process)
+            if code == -signal.SIGALRM:
+                raise ValueError(f"it does not end within {LIMIT_S:g} s")
+            raise ValueError(f"its process ended with exit code {code}")
+        text, problem = json.loads(answer)
+        if problem is not None:
+            raise ValueError(problem)
+        return str(text)
+
+    def _start(self) -> "subprocess.Popen[str]":
+        limits = map(str, (LIMIT_S, LIMIT_BYTES, MAX_CHARACTERS))
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).resolve()), *limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            process_group=0,  # Ctrl-C is for the run, which ends this process
+        )
+        weakref.finalize(self, _end, process)
+        assert process.stdin
+        process.stdin.write(json.dumps(self._settings) + "\n")
+        self._process = process
+        return process
+
+
+def _end(process: "subprocess.Popen[str]") -> int:
+    """End a process that is of no use any more; its exit code, negative for a signal."""
+    assert process.stdin and process.stdout
+    with suppress(OSError):  # it has ended, and the rest of a line was not written
+        process.stdin.close()
+    process.kill()
+    process.stdout.close()
+    return process.wait()
+
+
+def _serve(limit_s: float, limit_bytes: int, max_characters: int) -> None:
+    """Render the chats on stdin, each within the limits; SIGALRM kills the process."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    settings = json.loads(sys.stdin.readline())
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + limit_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for line in sys.stdin:
+        text, problem = None, None
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        try:
+            ((text,), _) = render_jinja_template(
+                [json.loads(line)], add_generation_prompt=True, **settings
+            )
+            if len(text) > max_characters:
+                text, problem = None, f"it makes {len(text)} characters"
+        except MemoryError:
+            problem = f"it takes more than {limit_bytes >> 20} MiB of memory"
+        except Exception as error:  # a template may raise anything
+            problem = str(error) or type(error).__name__
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.write(json.dumps((text, problem)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
