@@ -16,7 +16,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
-from dakrun.requests import Completion, Request, RequestReader, ResultWriter, RowError, same_file
+from dakrun.requests import (
+    Choices,
+    Completion,
+    Request,
+    RequestReader,
+    ResultWriter,
+    RowError,
+    same_file,
+)
 
 
 @dataclass
@@ -53,6 +61,7 @@ class BatchJob:
     ) -> None:
         self._llm, self._reader, self._writer = llm, reader, writer
         self._progress = _progress(console) if console else None
+        self._choices = Choices()
         self.counts = Counts(writer.failed_before)
 
     def __enter__(self) -> "BatchJob":
@@ -80,13 +89,17 @@ class BatchJob:
                 self._fail(row)
             else:
                 yield row
+                yield from row.further
 
     def finish(self, result: Completion | RowError) -> None:
-        """Write the result of a request; on return it is on disk."""
-        if isinstance(result, RowError):
-            self._fail(result)
+        """Write the result of a row once all its choices are there; on return it is on disk."""
+        row = self._choices.add(result)
+        if row is None:
+            return
+        if isinstance(row, RowError):
+            self._fail(row)
         else:
-            self._writer.write(result)
+            self._writer.write(*row)
             self.counts.done += 1
         if self._progress:
             tokens = self._llm.engine.stats.new_tokens

@@ -27,8 +27,12 @@ def base(source: object, output: object, *more: object, model: Path = MODEL) -> 
     return ["--model", model, "-i", source, "-o", output, "--device", "cpu", *more]
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def rows(path: Path) -> dict[str, Any]:
-    parsed = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    parsed = read_lines(path)
     assert len({row["id"] for row in parsed}) == len(parsed)
     return {row["id"]: row for row in parsed}
 
@@ -127,6 +131,44 @@ def test_openai_batch_rows_in_and_out(tmp_path: Path) -> None:
     assert "2 skipped" in result.stderr
     ids = [json.loads(line)["custom_id"] for line in out.read_text().splitlines()]
     assert sorted(ids) == sorted(found)
+
+
+def test_choices_of_a_row(tmp_path: Path) -> None:
+    """Greedy ones are equal, sampled ones are not; the first is what n = 1 gives. Resume has rows.
+
+    A row with several choices is one row in the counts, and is written when it has all of them.
+    """
+    source, out = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    prompts = [task.prompt(47, 85), task.prompt(3, 4)]
+
+    def answers(n: int, *options: object) -> dict[str, list[str]]:
+        bodies = {
+            "greedy": {"prompt": prompts, "n": n},
+            "sampled": {"prompt": prompts, "n": n, "temperature": 3, "ignore_eos": True},
+            "one": {"prompt": prompts[0]},
+        }
+        batch = {"method": "POST", "url": "/v1/completions"}
+        lines = [json.dumps({"custom_id": id, **batch, "body": b}) for id, b in bodies.items()]
+        source.write_text("\n".join(lines))
+        result = run(*base(source, out, "--max-tokens", 6, "--batch-size", 3, *options))
+        assert result.exit_code == 0, result.stderr
+        skipped = int("--resume" in options)
+        assert f"{3 - skipped} rows done, 0 failed, {skipped} skipped" in result.stderr
+        found = {row["custom_id"]: row["response"]["body"] for row in read_lines(out)}
+        assert len(found) == len(out.read_text().splitlines()) == 3
+        for body in found.values():
+            assert [c["index"] for c in body["choices"]] == list(range(len(body["choices"])))
+        greedy, sampled = (found[id]["usage"]["prompt_tokens"] for id in ("greedy", "sampled"))
+        assert greedy == sampled
+        return {id: [c["text"] for c in body["choices"]] for id, body in found.items()}
+
+    single, triple = answers(1), answers(3, "--overwrite")
+    assert single["greedy"][0] == single["one"][0] and task.is_right(3, 4, single["greedy"][1])
+    assert triple["greedy"] == [text for text in single["greedy"] for _ in range(3)]
+    assert len(set(triple["sampled"])) == 6 and triple["sampled"][::3] == single["sampled"]
+    kept = [line for line in out.read_text().splitlines(keepends=True) if '"sampled"' not in line]
+    out.write_text(kept[0] + kept[1][:50])
+    assert answers(3, "--resume") == triple
 
 
 def test_chat_rows_go_through_the_chat_template(tmp_path: Path) -> None:

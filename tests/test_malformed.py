@@ -419,8 +419,10 @@ BATCH_ROWS = {
     "other method": Row(batch({}, method="GET"), "invalid_field", "method is 'GET'"),
     "other url": Row(batch({}, "/v1/embeddings"), "unsupported_url", "'/v1/embeddings'"),
     "no body": Row(batch("absent"), "invalid_field", "body is null"),
-    "several prompts": Row(batch({"prompt": ["a", "b"]}), "invalid_prompt", "list of prompts"),
-    "several answers": Row(batch({"prompt": "one", "n": 2}), "unsupported_field", "'n'"),
+    "a bad prompt of several": Row(
+        batch({"prompt": ["one", {}]}), "invalid_prompt", "prompt 2 of the array: prompt is an obj"
+    ),
+    "too many choices": Row(batch({"prompt": "one", "n": 9}), "invalid_field", "n is 9"),
     "stream": Row(batch({"prompt": "one", "stream": True}), "unsupported_field", "'stream'"),
     "log probabilities": Row(
         batch({"prompt": "one", "logprobs": 5}), "unsupported_field", "'logprobs'"

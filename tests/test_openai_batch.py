@@ -13,7 +13,7 @@ from result_rows import COMPLETION_LINE, completion
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
-from dakrun.requests import Reply, Request, RequestReader, ResultWriter, RowError
+from dakrun.requests import Choices, Reply, Request, RequestReader, ResultWriter, RowError
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -74,6 +74,28 @@ def test_completion_rows(make: Callable[..., Path]) -> None:
     )
 
 
+def test_several_choices(make: Callable[..., Path]) -> None:
+    """Of each prompt together; the first choice of each has the same seed with every n."""
+    body = {"prompt": ["a", [5, 6], "b"], "seed": 3, "temperature": 1}
+    one, two = read(make(row(body), row({**body, "n": 2}, custom_id="y")))
+    assert isinstance(one, Request) and isinstance(two, Request)
+    rows = [(request, *request.further) for request in (one, two)]
+    assert [r.prompt_ids for r in rows[0]] == [(1, 97), (5, 6), (1, 98)]
+    assert [r.prompt_ids for r in rows[1]] == [(1, 97)] * 2 + [(5, 6)] * 2 + [(1, 98)] * 2
+    for requests, n in zip(rows, (1, 2), strict=True):
+        choices = [Reply("completion", None, i, 3 * n, n) for i in range(3 * n)]
+        assert [r.reply for r in requests] == choices
+        assert {r.id for r in requests} == {requests[0].id}
+        assert len({r.params.seed for r in requests}) == 3 * n and requests[0].params.seed == 3
+    assert [r.params for r in rows[1][::2]] == [r.params for r in rows[0]]
+
+
+def test_choices_of_a_chat(make: Callable[..., Path]) -> None:
+    (request,) = read(make(row({"messages": HI, "n": 8}, CHAT)), CHAT_RULES)
+    assert isinstance(request, Request) and len(request.further) == 7
+    assert {r.prompt_ids for r in request.further} == {request.prompt_ids}
+
+
 def test_chat_rows(make: Callable[..., Path]) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     bodies = [
@@ -100,16 +122,20 @@ BAD = [
     (row({"prompt": "a"}, prompt="b"), "unsupported_field", "'prompt' outside"),
     (row({}), "invalid_prompt", "prompt is missing"),
     (row({"prompt": 3}), "invalid_prompt", "prompt is a number"),
-    (row({"prompt": ["a", "b"]}), "invalid_prompt", "a list of prompts"),
-    (row({"prompt": [[1], [2]]}), "invalid_prompt", "a list of prompts"),
-    (row({"prompt": [1, "a"]}), "invalid_prompt", "prompt is an array"),
+    (row({"prompt": ["a", ""], "n": 9}), "invalid_field", "n is 9, not an integer from 1 to 8"),
+    (row({"prompt": ["a", [300]]}), "invalid_prompt", "prompt 2 of the array: token id 300"),
+    (row({"prompt": [[1], [[2]]]}), "invalid_prompt", "prompt 2 of the array: prompt is an array"),
+    (row({"prompt": [1, "a"]}), "invalid_prompt", "prompt 1 of the array: prompt is a number"),
+    (row({"prompt": ["a"] * 1025}), "invalid_prompt", "prompt has 1025 prompts, above 1024"),
     (row({"prompt": []}), "invalid_prompt", "no tokens"),
     (row({"prompt": [300]}), "invalid_prompt", "vocabulary of 300"),
     (row({"prompt": "a" * 50}), "prompt_too_long", "51 tokens"),
     (row({"prompt": "a\ud800"}), "invalid_prompt", "surrogate pair at character 2"),
     (row({"prompt": "a", "model": 3}), "invalid_field", "model is a number"),
-    (row({"prompt": "a", "n": 2}), "unsupported_field", "'n'; the fields"),
-    (row({"prompt": "a", "n": True}), "unsupported_field", "'n'"),
+    (row({"prompt": "a", "n": 0}), "invalid_field", "n is 0, not an integer"),
+    (row({"prompt": "a", "n": True}), "invalid_field", "n is a boolean"),
+    (row({"prompt": "a", "n": 2.0}), "invalid_field", "n is a number"),
+    (row({"messages": HI, "n": 9}, CHAT), "invalid_field", "n is 9"),
     (row({"prompt": "a", "stream": True}), "unsupported_field", "'stream'"),
     (row({"prompt": "a", "logprobs": 0}), "unsupported_field", "'logprobs'"),
     (row({"prompt": "a", "echo": True, "suffix": "b"}), "unsupported_field", "'echo', 'suffix'"),
@@ -198,6 +224,8 @@ def test_the_first_json_object_decides_for_the_file(make: Callable[..., Path]) -
     [
         (row({"prompt": [1]}), False),
         (row({"prompt": "a"}), True),
+        (row({"prompt": [[1], "a"]}), True),
+        (row({"prompt": [[1], [2]]}), False),
         (row({"messages": HI}, CHAT), True),
         (row(3), False),
         (row({"prompt": 3}), False),
@@ -276,6 +304,28 @@ def test_output_rows(tmp_path: Path) -> None:
     assert failed["error"] == {"code": "c", "message": "why", "line": 4}
     assert bare["response"]["body"]["choices"][0]["token_ids"] == [5, 6]
     assert len({row["id"] for row in (text, chat, failed, bare)}) == 4
+
+
+def test_a_row_is_written_with_its_last_choice(tmp_path: Path) -> None:
+    """Prompts count once in `usage`, as OpenAI has it; an error of a choice is the row's."""
+    replies = [Reply("completion", "m", choice, 4, 2) for choice in range(4)]
+    results = [
+        replace(completion("x", text=f"{i}"), reply=reply, prompt_tokens=10 + i // 2)
+        for i, reply in enumerate(replies)
+    ]
+    error = RowError(id="y", line=2, code="c", message="m", reply=replies[2])
+    collected = Choices()
+    other = [collected.add(replace(r, id="y")) for r in results[3:] + results[:2]]
+    found = [collected.add(results[i]) for i in (2, 0, 3)]
+    assert other == [None] * 3 and found == [None] * 3
+    assert collected.add(error) == replace(error, message="choice 2: m")
+    whole = collected.add(results[1])
+    assert whole == tuple(results)
+    with ResultWriter(tmp_path / "out.jsonl") as writer:
+        writer.write(*whole)
+    body = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [(i, f"{i}") for i in range(4)]
+    assert body["usage"] == {"prompt_tokens": 21, "completion_tokens": 8, "total_tokens": 29}
 
 
 def test_ids_follow_from_the_custom_id(tmp_path: Path) -> None:

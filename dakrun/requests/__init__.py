@@ -1,11 +1,12 @@
 """Prompt files in, result files out.
 
-reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; writer.py
-writes their results durably (files.py); prompts.py says which prompts a model accepts, tokenizer.py
-wraps the model's tokenizer, chat_template.py runs its chat template, request.py holds the shared
-types. README.md describes the formats.
+reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; choices.py
+collects the results of a row, writer.py writes them durably (files.py); prompts.py says which
+prompts a model accepts, tokenizer.py wraps the model's tokenizer, chat_template.py runs its chat
+template, request.py holds the shared types. README.md describes the formats.
 """
 
+from dakrun.requests.choices import Choices
 from dakrun.requests.files import same_file
 from dakrun.requests.prompts import BadRow, PromptRules, as_requests
 from dakrun.requests.reader import RequestReader
@@ -15,6 +16,7 @@ from dakrun.requests.writer import ResultWriter
 
 __all__ = [
     "BadRow",
+    "Choices",
     "Completion",
     "IdSet",
     "PromptRules",

@@ -21,7 +21,7 @@ _JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a bo
 
 
 class ParsedRow(NamedTuple):
-    """A row's token ids, its sampling parameters, and the format of its result."""
+    """A choice of a row: its token ids, its sampling parameters, and its place in the results."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -33,19 +33,22 @@ class RowFormat:
     """One kind of JSON row.
 
     `id_field` names the field with the row's id. `parse` takes the row, the default parameters and
-    the model's rules; it raises BadRow or UsageError. `needs_tokenizer` returns whether a row's
-    prompt is text. `reply` is the result format of rows that cannot be parsed.
+    the model's rules, and returns the row's choices; it raises BadRow or UsageError.
+    `needs_tokenizer` returns whether a row's prompt is text. `reply` is the result format of rows
+    that cannot be parsed.
     """
 
     name: str
     id_field: str
-    parse: Callable[[dict[str, Any], SamplingParams, PromptRules], ParsedRow]
+    parse: Callable[[dict[str, Any], SamplingParams, PromptRules], list[ParsedRow]]
     needs_tokenizer: Callable[[Mapping[str, Any]], bool]
     reply: Reply
 
 
-def parse_native(row: dict[str, Any], defaults: SamplingParams, rules: PromptRules) -> ParsedRow:
-    """Parse a row {"prompt" | "prompt_token_ids", "max_tokens"?, ...}.
+def parse_native(
+    row: dict[str, Any], defaults: SamplingParams, rules: PromptRules
+) -> list[ParsedRow]:
+    """Parse a row {"prompt" | "prompt_token_ids", "max_tokens"?, ...}, which has one choice.
 
     A field that is null counts as absent. Raises BadRow, or UsageError for parameters.
     """
@@ -56,7 +59,7 @@ def parse_native(row: dict[str, Any], defaults: SamplingParams, rules: PromptRul
     given = {name: value for name, value in row.items() if value is not None}
     changes = {name: given[name] for name in ("max_tokens", *SAMPLING_FIELDS) if name in given}
     params = replace(defaults, **changes, **stop_and_eos(given))
-    return ParsedRow(_prompt_ids(given, rules), params)
+    return [ParsedRow(_prompt_ids(given, rules), params)]
 
 
 def completion_row(completion: Completion) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""The OpenAI Batch row format: requests to /v1/completions and /v1/chat/completions, and results.
+"""The OpenAI Batch row format: requests to /v1/completions and /v1/chat/completions.
 
-Knows neither files nor the engine.
+Knows neither files nor the engine; openai_results.py has the results.
 """
 
-import hashlib
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,18 +16,20 @@ from dakrun.requests.native_rows import (
     stop_and_eos,
 )
 from dakrun.requests.prompts import BadRow, PromptRules
-from dakrun.requests.request import Completion, Reply, RowError
+from dakrun.requests.request import Reply
 
 _URLS = ("/v1/completions", "/v1/chat/completions")
 _ROW_FIELDS = ("custom_id", "method", "url", "body")
-_COMMON_FIELDS = ("model", "max_tokens", *SAMPLING_FIELDS, "stop", "ignore_eos")
+_COMMON_FIELDS = ("model", "n", "max_tokens", *SAMPLING_FIELDS, "stop", "ignore_eos")
 _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata")
+_MAX_N = 8
+_MAX_PROMPTS = 1024
+_SEED_BITS = 64  # seeds of a row's choices differ above those that rows give
 _ROLES = ("system", "developer", "user", "assistant")
 # Unsupported fields and the neutral value of each, which changes nothing and is accepted.
 _NEUTRAL: Mapping[str, object] = {
-    "n": 1,
     "best_of": 1,
     "stream": False,
     "echo": False,
@@ -50,12 +50,14 @@ def is_batch_row(row: Mapping[str, Any]) -> bool:
     return "custom_id" in row or "body" in row
 
 
-def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRules) -> ParsedRow:
-    """Parse a row {"custom_id", "method": "POST", "url", "body": {...}}.
+def parse_batch(
+    row: dict[str, Any], defaults: SamplingParams, rules: PromptRules
+) -> list[ParsedRow]:
+    """Parse a row {"custom_id", "method": "POST", "url", "body": {...}} into its choices.
 
     Parameters that the body lacks are taken from `defaults`, not from OpenAI's defaults. A field
     that is null counts as absent, and so does an unsupported field with its neutral value, like
-    "n": 1. Raises BadRow, or UsageError for parameters.
+    "stream": false. Raises BadRow, or UsageError for parameters.
     """
     unknown = [name for name in row if name not in _ROW_FIELDS]
     if unknown:
@@ -74,15 +76,29 @@ def parse_batch(row: dict[str, Any], defaults: SamplingParams, rules: PromptRule
     model = given.get("model")
     if not isinstance(model, str | None):
         raise BadRow("invalid_field", f"model is {json_kind(model)}, not a string")
-    params = _parameters(given, defaults)
-    ids = _chat_prompt(given, rules) if is_chat else _text_prompt(given, rules)
-    return ParsedRow(ids, params, Reply("chat" if is_chat else "completion", model))
+    params, n = _parameters(given, defaults), _count_of(given, "n", 1, _MAX_N)
+    prompts = [_chat_prompt(given, rules)] if is_chat else _text_prompts(given, rules)
+    reply = Reply("chat" if is_chat else "completion", model, choices=n * len(prompts), n=n)
+    # A choice's seed is its own. The first choice of each prompt has the same with every n.
+    return [
+        ParsedRow(
+            ids,
+            replace(params, seed=params.seed + (again * len(prompts) + number << _SEED_BITS)),
+            replace(reply, choice=number * n + again),
+        )
+        for number, ids in enumerate(prompts)
+        for again in range(n)
+    ]
 
 
 def needs_tokenizer(row: Mapping[str, Any]) -> bool:
-    """Whether the prompt of a Batch row is text or a chat."""
+    """Whether a prompt of a Batch row is text or a chat."""
     body = row.get("body")
-    return isinstance(body, dict) and (isinstance(body.get("prompt"), str) or "messages" in body)
+    if not isinstance(body, dict):
+        return False
+    prompt = body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    return "messages" in body or any(isinstance(one, str) for one in prompts)
 
 
 BATCH = RowFormat("OpenAI Batch", "custom_id", parse_batch, needs_tokenizer, Reply("completion"))
@@ -116,15 +132,37 @@ def _parameters(given: dict[str, Any], defaults: SamplingParams) -> SamplingPara
     return replace(defaults, **changes, **stop_and_eos(given))
 
 
-def _text_prompt(given: dict[str, Any], rules: PromptRules) -> tuple[int, ...]:
+def _count_of(given: dict[str, Any], name: str, low: int, high: int) -> int:
+    """The integer in field `name`, `low` if it is absent; raises BadRow."""
+    value = given.get(name, low)
+    if type(value) is not int or not low <= value <= high:
+        shown = value if type(value) is int else json_kind(value)
+        raise BadRow("invalid_field", f"{name} is {shown}, not an integer from {low} to {high}")
+    return value
+
+
+def _text_prompts(given: dict[str, Any], rules: PromptRules) -> list[tuple[int, ...]]:
+    """Token ids of one prompt, text or token ids, or of each one in an array of them."""
     prompt = given.get("prompt")
+    several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
+    if not isinstance(prompt, list) or not several:
+        return [_text_prompt(prompt, rules)]
+    if len(prompt) > _MAX_PROMPTS:
+        raise BadRow("invalid_prompt", f"prompt has {len(prompt)} prompts, above {_MAX_PROMPTS}")
+    found = []
+    for number, one in enumerate(prompt, 1):
+        try:
+            found.append(_text_prompt(one, rules))
+        except BadRow as bad:
+            raise BadRow(bad.code, f"prompt {number} of the array: {bad}") from None
+    return found
+
+
+def _text_prompt(prompt: object, rules: PromptRules) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return rules.encode(prompt)
-    if isinstance(prompt, list):
-        if all(type(token) is int for token in prompt):
-            return rules.check(tuple(prompt))
-        if all(isinstance(part, str | list) for part in prompt):
-            raise BadRow("invalid_prompt", "prompt is a list of prompts; give each its own row")
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return rules.check(tuple(prompt))
     kind = "missing" if prompt is None else json_kind(prompt)
     raise BadRow("invalid_prompt", f"prompt is {kind}, not a string or an array of token ids")
 
@@ -161,56 +199,6 @@ def _message(number: int, message: object) -> dict[str, str]:
         if not isinstance(part["text"], str):
             raise BadRow("invalid_prompt", f"message {number} has text that is not a string")
     return {"role": given["role"], "content": "".join(part["text"] for part in parts)}
-
-
-def completion_row(completion: Completion) -> dict[str, Any]:
-    """The result row of a finished Batch request; its ids are hashes of custom_id alone.
-
-    Without a tokenizer the choice has `token_ids`, which OpenAI's format lacks, and no text.
-    """
-    key, is_chat = _key(completion.id), completion.reply.kind == "chat"
-    choice: dict[str, Any] = {"index": 0}
-    if is_chat:
-        choice["message"] = {"role": "assistant", "content": completion.text}
-    else:
-        choice["text"] = completion.text
-    if completion.text is None:
-        choice["token_ids"] = completion.token_ids
-    choice |= {"finish_reason": completion.finish_reason, "logprobs": None}
-    new = len(completion.token_ids)
-    body = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": completion.reply.model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": completion.prompt_tokens,
-            "completion_tokens": new,
-            "total_tokens": completion.prompt_tokens + new,
-        },
-    }
-    return {
-        "id": f"batch_req_{key}",
-        "custom_id": completion.id,
-        "response": {"status_code": 200, "request_id": f"req_{key}", "body": body},
-        "error": None,
-    }
-
-
-def error_row(error: RowError) -> dict[str, Any]:
-    """The result row of a Batch row that could not be run; `line` is not in OpenAI's format."""
-    return {
-        "id": f"batch_req_{_key(error.id)}",
-        "custom_id": error.id,
-        "response": None,
-        "error": {"code": error.code, "message": error.message, "line": error.line},
-    }
-
-
-def _key(custom_id: str) -> str:
-    data = custom_id.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _names(fields: list[str]) -> str:

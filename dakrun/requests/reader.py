@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -128,7 +129,7 @@ class RequestReader:
                     "line_too_long", f"the line has more than {self._max_line_bytes} bytes"
                 )
             if row_format == "text":
-                parsed = ParsedRow(rules.encode(decode_utf8(line.data)), self._defaults)
+                parsed = [ParsedRow(rules.encode(decode_utf8(line.data)), self._defaults)]
             else:
                 row = json_object(line.data)
                 kind = _kind_of(row)
@@ -140,12 +141,15 @@ class RequestReader:
                         f"the row is {kind.name}, the rows before it are {self._row_kind.name}",
                     )
                 parsed = kind.parse(row, self._defaults, rules)
-            rules.check_stop(parsed.params)
+            rules.check_stop(parsed[0].params)
         except BadRow as bad:
             return self._error(row_id, line.number, bad.code, str(bad))
         except UsageError as bad:
             return self._error(row_id, line.number, "invalid_field", f"{bad}; {bad.hint}")
-        return Request(id=row_id, line=line.number, **parsed._asdict())
+        first, *further = (
+            Request(id=row_id, line=line.number, **choice._asdict()) for choice in parsed
+        )
+        return replace(first, further=tuple(further))
 
     def _error(self, row_id: str, line: int, code: str, message: str) -> RowError:
         reply = (self._row_kind or NATIVE).reply

@@ -13,21 +13,32 @@ from dakrun.config import SamplingParams
 
 @dataclass(frozen=True)
 class Reply:
-    """The format of a result row: native, or OpenAI's, which repeats the request's `model`."""
+    """The format of a result row, and the place of a request's completion in it.
+
+    The format is native, or OpenAI's, which repeats the request's `model` and may have several
+    choices, `n` for each prompt: this is number `choice` of `choices`, those of a prompt together.
+    """
 
     kind: Literal["native", "completion", "chat"] = "native"
     model: str | None = None
+    choice: int = 0
+    choices: int = 1
+    n: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A tokenized prompt and how to continue it; `line` is its 1-based line in the input."""
+    """A tokenized prompt and how to continue it; `line` is its 1-based line in the input.
+
+    `further` are the requests for the other choices of its row, which have the same id.
+    """
 
     id: str
     line: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     reply: Reply = Reply()
+    further: tuple["Request", ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The output of a run: one JSON row for each input row, on disk as soon as it is written.
 
 Knows the outputs that may be written and how to resume one; knows neither prompts nor the engine.
-The rows' formats are in native_rows.py and openai_rows.py.
+The rows' formats are in native_rows.py and openai_results.py.
 """
 
 import errno
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.requests import native_rows, openai_rows
+from dakrun.requests import native_rows, openai_results
 from dakrun.requests.files import OutputFile, same_file
 from dakrun.requests.request import Completion, IdSet, RowError
 
@@ -87,14 +87,14 @@ class ResultWriter:
         """Whether the output that this run resumes already has a row with this id."""
         return request_id in self._ids
 
-    def write(self, completion: Completion) -> None:
-        """Append a finished request; on return it is on disk. Raises CannotRun."""
-        rows = native_rows if completion.reply.kind == "native" else openai_rows
-        self._append(rows.completion_row(completion))
+    def write(self, *choices: Completion) -> None:
+        """Append the choices of a finished row; on return it is on disk. Raises CannotRun."""
+        rows = native_rows if choices[0].reply.kind == "native" else openai_results
+        self._append(rows.completion_row(*choices))
 
     def write_error(self, error: RowError) -> None:
         """Append a row that could not be run; on return it is on disk. Raises CannotRun."""
-        rows = native_rows if error.reply.kind == "native" else openai_rows
+        rows = native_rows if error.reply.kind == "native" else openai_results
         self._append(rows.error_row(error))
 
     def _append(self, row: dict[str, Any]) -> None:
