@@ -4,7 +4,10 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +21,9 @@ from dakrun.cli import main
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.llm import LLM
-from dakrun.weights import convert_checkpoint
+from dakrun.models.files import read_json_object
+from dakrun.weights import Checkpoint, convert_checkpoint
+from dakrun.weights.bins import read_tensors
 
 WEIGHTS, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TIED, UNTIED = "llama-gqa3-tied", "llama-gqa4-rope3"
@@ -276,6 +281,10 @@ CASES = {
     "meta": (
         saved(lambda: {"a": torch.ones(3, device="meta")}), CannotRun, "not a plain", "sparse",
     ),
+    "expanded": (
+        saved(lambda: {"a": torch.ones(1).expand(1 << 40)}), CannotRun, "'a' takes 4.00 TiB",
+        "contiguous",
+    ),
     "reserved name": (
         saved(lambda: {"__metadata__": torch.ones(3)}), CannotRun, "reserved", "another name",
     ),
@@ -313,6 +322,55 @@ def test_a_bad_source_is_refused_in_one_line(case: str, source: Path, tmp_path: 
     assert "\n" not in str(caught.value) + caught.value.hint
     assert only_source(tmp_path) or case == "no folder"
     assert not (source / "it-ran").exists()
+
+
+def test_a_zip_that_inflates_is_refused_before_it_does(source: Path, tmp_path: Path) -> None:
+    size = 600 << 20
+    with (
+        zipfile.ZipFile(source / WEIGHTS, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as entries,
+        entries.open("archive/data.pkl", "w") as pickled,
+    ):
+        pickled.write(b"\x80\x02X" + size.to_bytes(4, "little"))
+        for _ in range(size >> 20):
+            pickled.write(bytes(1 << 20))
+        pickled.write(b".")
+    assert (source / WEIGHTS).stat().st_size < 8 << 20
+    code = (
+        "import pathlib, re, sys; import dakrun.weights; from dakrun.cli import main\n"
+        "kib = lambda key: int(re.search(key + r':\\s+(\\d+)', "
+        "pathlib.Path('/proc/self/status').read_text())[1])\n"
+        "before = kib('VmRSS')\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(kib('VmHWM') - before)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, "convert", str(source), str(tmp_path / "dst")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    error, hint = run.stderr.splitlines()
+    assert run.returncode == 3 and only_source(tmp_path)
+    assert "unpack to 600.00 MiB, more than the 2.00 MiB" in error and "source that" in hint
+    assert int(run.stdout) < 256 << 10
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_weights_and_configurations_are_files(kind: str, tmp_path: Path) -> None:
+    def put(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        if kind == "FIFO":
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to("/dev/zero")
+        return folder
+
+    with pytest.raises(CannotRun, match=f"a {kind}, not a file"):
+        Checkpoint(put("model.safetensors"))
+    with pytest.raises(UsageError, match=f"a {kind}, not a file"):
+        read_json_object(put("config.json") / "config.json")
+    folder = put("pytorch_model.bin")
+    with pytest.raises(CannotRun, match=f"a {kind}, not a file"):
+        read_tensors(folder / "pytorch_model.bin")
 
 
 def test_the_target_has_to_be_new_or_empty(source: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Knows neither models nor torch.
 """
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
     Raises CannotRun if it is not a complete safetensors file.
     """
     try:
+        check_is_file(path)
         with safe_open(path, framework="np"):  # checks the whole header
             pass
         with path.open("rb") as file:
@@ -68,6 +70,20 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         ) from None
     entries.pop(RESERVED, None)
     return HEADER_SIZE_BYTES + size, entries
+
+
+def check_is_file(path: Path) -> None:
+    """Raise CannotRun if `path` is no file: to read a FIFO or a device might never end.
+
+    Raises OSError if there is nothing.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        raise CannotRun(
+            f"{path}: {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file",
+            hint="copy the checkpoint's files into a folder",
+        )
 
 
 def stored_dtype(directory: Path) -> Dtype | None:
@@ -86,11 +102,14 @@ def stored_dtype(directory: Path) -> Dtype | None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`; raises UsageError if there is none."""
     try:
+        check_is_file(path)
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(
             f"{path}: no such file", hint="give a Hugging Face model directory"
         ) from None
+    except CannotRun as problem:
+        raise UsageError(str(problem), hint=problem.hint) from None
     except (OSError, ValueError, RecursionError) as problem:
         raise UsageError(f"{path}: cannot be read ({problem})", hint="copy it again") from None
     if not isinstance(value, dict):

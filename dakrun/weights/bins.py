@@ -7,18 +7,23 @@ Knows names and files, not the model.
 import pickle
 import re
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.models.files import indexed
+from dakrun.models.files import check_is_file, indexed
+from dakrun.units import format_bytes
 
 WEIGHTS = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
 ZIP_MAGIC = b"PK\x03\x04"
+# Limit of a zip file's pickle and compressed entries, which are held in memory. A tensor's name and
+# shape take less than 200 bytes of a pickle, and its data is not compressed.
+MAX_UNPACKED_BYTES = 2 << 20
 COPY_AGAIN = "copy the file again (in a git clone: git lfs pull)"
 
 
@@ -82,17 +87,27 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
                 f"{path}: {name!r} is not a plain dense tensor",
                 hint="use a checkpoint that is neither quantised nor sparse",
             )
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise CannotRun(
+                f"{path}: {name!r} takes {format_bytes(tensor.nbytes)}, but the file has fewer of it",
+                hint="save it after: tensor.contiguous()",
+            )
     return named, [repr(k)[:80] for k in entries if k not in named]
 
 
 def _load(path: Path) -> Any:
     """The object in the file, by torch.load(weights_only=True); CannotRun if that fails."""
+    check_is_file(path)
     with path.open("rb") as file:
         zipped = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
     try:
+        if zipped:
+            _check_unpacked_bytes(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except CannotRun:
+        raise
     except Exception as problem:
         asked = re.search(r"GLOBAL (\S+)", str(problem))
         if isinstance(problem, pickle.UnpicklingError) and asked:
@@ -114,6 +129,25 @@ def _load(path: Path) -> Any:
         raise CannotRun(
             f"{path}: damaged, or not a file of torch.save ({brief(problem)})", hint=COPY_AGAIN
         ) from None
+
+
+def _check_unpacked_bytes(path: Path) -> None:
+    """Raise CannotRun if the zip file `path` unpacks to more than a state_dict's pickle.
+
+    Raises zipfile.BadZipFile if it is damaged.
+    """
+    with zipfile.ZipFile(path) as entries:
+        unpacked = sum(
+            entry.file_size
+            for entry in entries.infolist()
+            if entry.compress_type != zipfile.ZIP_STORED or entry.filename.endswith(".pkl")
+        )
+    if unpacked > MAX_UNPACKED_BYTES:
+        raise CannotRun(
+            f"{path}: its pickle and compressed entries unpack to {format_bytes(unpacked)}, more "
+            f"than the {format_bytes(MAX_UNPACKED_BYTES)} that weights need; nothing was unpacked",
+            hint="get the weights from a source that you trust, preferably as safetensors",
+        )
 
 
 def brief(problem: Exception) -> str:
