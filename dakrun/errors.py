@@ -38,6 +38,14 @@ class CannotRun(DakrunError):
     exit_code = EXIT_CANNOT_RUN
 
 
+class OutOfGpuMemory(CannotRun):
+    """The GPU's memory ran out, by `missing` bytes, or 0 where that is not known."""
+
+    def __init__(self, message: str, *, hint: str, missing: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.missing = missing
+
+
 class GpuFailed(CannotRun):
     """A CUDA error that makes all later CUDA calls of this process fail, also those at exit."""
 

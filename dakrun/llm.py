@@ -3,10 +3,12 @@
 Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 """
 
+import gc
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,6 +20,7 @@ from dakrun.engine.engine import Engine
 from dakrun.engine.runner import Runner, gpu_errors
 from dakrun.errors import (
     CannotRun,
+    OutOfGpuMemory,
     UsageError,
     check_choice,
     check_count,
@@ -29,9 +32,17 @@ from dakrun.memory import Tiers, allocate_tiers, available_host_memory, free_on_
 from dakrun.models import hub
 from dakrun.models.architectures import architecture
 from dakrun.models.hf_config import read_model_config
-from dakrun.plan import MAX_BATCH_SIZE, Plan, Policy, choose_batch_size, make_plan
+from dakrun.plan import (
+    MAX_BATCH_SIZE,
+    RESERVE_BYTES,
+    Plan,
+    Policy,
+    choose_batch_size,
+    make_plan,
+)
 from dakrun.report import make_report
 from dakrun.requests import Completion, PromptRules, Request, RowError, Tokenizer, as_requests
+from dakrun.units import format_bytes
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import tier_capacities
@@ -57,6 +68,9 @@ class LLM:
       that has none takes and returns token ids.
     - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
       with only a config.json.
+
+    If the GPU's memory runs out, while loading or later, the model is planned once more with that
+    much less and loaded again, and requests in work begin again; `replanned` then says so.
 
     Raises UsageError for invalid arguments, CannotRun if the model or machine does not allow them.
     """
@@ -98,33 +112,34 @@ class LLM:
             self.config = self.config.with_dtype(dtype)
         self.device = _device(device)
         self.profile = _profile(profile, self.device)
-        self.plan = self._make_plan(
+        self._plan_for = partial(
+            self._make_plan,
             batch_size,
             max_batch_size,
             max_tpot,
             max_model_len,
             expected_tokens,
             expected_prompt,
-            policy or Policy(),
         )
+        self.plan = self._plan_for(policy or Policy())
         self.rules = PromptRules(
             vocab_size=self.config.vocab_size,
             max_model_len=self.plan.workload.max_model_len,
             max_positions=self.config.max_positions,
             tokenizer=_tokenizer(directory, needed=needs_tokenizer),
         )
+        self._directory = None if load_format == "dummy" else directory
         self._tiers = Tiers()
         self._engine: Engine | None = None
-        self.load_s = -time.perf_counter()
+        self.load_s = 0.0
+        self.replanned = ""
         try:
-            with gpu_errors():
-                runner = self._load(None if load_format == "dummy" else directory)
-            self.load_s += time.perf_counter()
-            decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
-            self._engine = Engine(runner, self.plan, decode)
-        except BaseException:
-            self.close()
-            raise
+            self._start()
+        except OutOfGpuMemory as problem:
+            missing = problem.missing
+        else:
+            return
+        self._plan_again(missing)
 
     def close(self) -> None:
         """Free the tiers and end all generation. A second call does nothing."""
@@ -175,8 +190,19 @@ class LLM:
         One stream or `generate` runs at a time: another raises UsageError until the first has
         ended, is closed, or is garbage-collected.
         """
-        with gpu_errors():
-            yield from self.engine.generate(requests)
+        unfinished = _Unfinished(requests)
+        while True:
+            try:
+                with gpu_errors():
+                    for completion in self.engine.generate(unfinished):
+                        unfinished.drop(completion)
+                        yield completion
+                return
+            except OutOfGpuMemory as problem:
+                if self.replanned:
+                    raise
+                missing = problem.missing
+            self._plan_again(missing)
 
     def report(self, wall_s: float | None = None) -> dict[str, Any]:
         """The report of everything generated so far (see report.make_report).
@@ -239,6 +265,36 @@ class LLM:
             )
         return make_plan(config, workload, self.profile, policy)
 
+    def _start(self) -> None:
+        """Load the plan's weights and make the engine; on an error nothing stays allocated."""
+        self.load_s -= time.perf_counter()
+        try:
+            with gpu_errors():
+                runner = self._load(self._directory)
+            decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
+            self._engine = Engine(runner, self.plan, decode)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.load_s += time.perf_counter()
+
+    def _plan_again(self, missing: int) -> None:
+        """Plan with `missing` bytes less of GPU memory, RESERVE_BYTES at least, and load again."""
+        stats = self._engine.stats if self._engine else None
+        self.close()
+        gc.collect()  # the failed engine's tensors, some of which are in cycles
+        torch.cuda.empty_cache()
+        budget = self.plan.budgets[0] - max(missing, RESERVE_BYTES)
+        self.replanned = (
+            f"the GPU's memory ran out{f' by {format_bytes(missing)}' if missing else ''}; planned "
+            f"again with an HBM budget of {format_bytes(budget)}"
+        )
+        self.plan = self._plan_for(replace(self.plan.policy, hbm_budget=max(0, budget)))
+        self._start()
+        if stats is not None:
+            self.engine.stats = stats
+
     def _free_memory(self) -> tuple[int, int]:
         """Default budgets of the local and the host tier on this machine, in bytes."""
         host = available_host_memory()
@@ -254,6 +310,24 @@ class LLM:
             capacities = tier_capacities(self.plan, packed=packed)
             self._tiers = allocate_tiers(capacities, self.device)
             return build_runner(source, self.plan, self._tiers, self.device)
+
+
+class _Unfinished:
+    """Requests, each taken once; iterated over again, first those that have not finished."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._new = iter(requests)
+        self._taken: dict[str, Request] = {}  # by id
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from list(self._taken.values())
+        for request in self._new:
+            self._taken[request.id] = request
+            yield request
+
+    def drop(self, completion: Completion) -> None:
+        """Forget a request that has finished."""
+        del self._taken[completion.id]
 
 
 def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:

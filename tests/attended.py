@@ -91,7 +91,7 @@ class Case:
         """The output [B, Hq * D]; rows of empty slots stay NaN."""
         batch, heads, dim = self.q.shape
         out = torch.full((batch, heads * dim), torch.nan, dtype=self.dtype, device=self.device)
-        workspace = AttentionWorkspace.empty(config, self.group, self.device)
+        workspace = AttentionWorkspace.empty([config], self.group, self.device)
         workspace.partials.fill_(torch.nan)
         caches = torch.tensor([slot.data_ptr() for slot in slots], device=self.device)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)

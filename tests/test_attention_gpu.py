@@ -70,7 +70,7 @@ def test_no_bit_depends_on_tiers_or_sms(group: int, tier: str) -> None:
 
 def launch(case: Case, config: AttentionConfig, slots: Sequence[torch.Tensor]) -> torch.Tensor:
     """Ten overlapping launches on one workspace, each of which writes what it has read."""
-    workspace = AttentionWorkspace.empty(config, case.group, case.device)
+    workspace = AttentionWorkspace.empty([config], case.group, case.device)
     caches = torch.tensor([slot.data_ptr() for slot in slots], device=case.device)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=case.device)
     out = torch.zeros(len(slots), case.q.shape[1] * case.dim, dtype=case.dtype, device=case.device)

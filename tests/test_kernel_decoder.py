@@ -166,7 +166,11 @@ def test_prompts_and_steps(
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
     shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
     prefill = Prefill(
-        backend.variant(staging(backend)), cache, shape, torch.empty(ROOM, dtype=torch.uint8), 128
+        backend.variant(staging(backend), 128, logits=False),
+        cache,
+        shape,
+        torch.empty(ROOM, dtype=torch.uint8),
+        128,
     )
     prefill.logits(prompts[0][:66], [Segment(0, 0, 66)])
     segments = [Segment(0, 66, 4), Segment(1, 0, 9)]
@@ -175,7 +179,7 @@ def test_prompts_and_steps(
 
     by = "splitk"
     bucket = cache.counts
-    rows.prepare(bucket)
+    rows.prepare([bucket])
     rows.slots.copy_(torch.arange(2))
     rows.lengths.copy_(torch.tensor([70, 9]))
     rows.tokens.copy_(found.argmax(1))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dakrun.errors import CannotRun
+from dakrun.errors import CannotRun, OutOfGpuMemory
 from dakrun.geometry import row_block_count
 from dakrun.kernels import reference
 from dakrun.memory import (
@@ -192,10 +192,10 @@ def test_peer_access_is_enabled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **options: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(CannotRun, match=r"cuda:1 is out of memory.* 1\.00 MiB"):
+    with pytest.raises(OutOfGpuMemory, match=r"memory ran out by 1\.00 MiB"):
         DeviceBlock(MIB, torch.device("cuda", 1), hint="none")
 
 

@@ -123,6 +123,8 @@ def generate(
         render(report, console)
     if profile == "auto":
         eprint(describe_profile(llm.profile))
+    if llm.replanned:
+        eprint(llm.replanned)
     eprint(str(job.counts))
     return EXIT_FAILED if job.counts.failed or job.counts.failed_before else 0
 

@@ -24,7 +24,14 @@ from dakrun.kernels.runtime import architecture as gpu_architecture
 from dakrun.kernels.runtime import compiling, has_kernels
 from dakrun.memory.tiers import Tier
 from dakrun.models.architectures import architecture
-from dakrun.plan import STAGING_BUFFERS, OpPlan, Plan, kv_positions, kv_staging_bytes
+from dakrun.plan import (
+    STAGING_BUFFERS,
+    OpPlan,
+    Plan,
+    kv_positions,
+    kv_staging_bytes,
+    pass_tokens,
+)
 from dakrun.weights.loading import Packing, Tensors, can_pack, load
 from dakrun.weights.manifest import manifest_of
 
@@ -63,7 +70,10 @@ def build_runner(
     chunk_tokens = plan.prefill.chunk_tokens
     staged = kv_staging_bytes(model, plan.workload, chunk_tokens)
     room = torch.empty(staged if any(cache.counts[1:]) else 0, dtype=torch.uint8, device=device)
-    prompts = Prefill(backend.variant(prefill), cache, shape, room, chunk_tokens)
+    prompts = Prefill(
+        backend.variant(prefill, pass_tokens(plan.workload, chunk_tokens), logits=False),
+        cache, shape, room, chunk_tokens,
+    )  # fmt: skip
     return GraphRunner(step, prompts, cache, shape)
 
 

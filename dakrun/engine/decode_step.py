@@ -62,16 +62,20 @@ class DecodeStep:
         self._heads = like.new_empty(batch, backend.model.config.q_size)
         self._attention: dict[Bucket, Attention] = {}
 
-    def prepare(self, bucket: Bucket) -> None:
-        """Choose the attention kernel's configuration for `bucket`; allocate its workspace."""
-        config = attention_config(
-            self._shape, bucket, self._accesses, sms=sm_count(self.backend.like.device),
-            capacity=self._cache.slots, alone=self.backend.fills_sms(sum(bucket)),
-        )  # fmt: skip
-        model = self.backend.model.config
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Choose the attention kernel's configurations for `buckets`; allocate their workspace."""
+        device, model = self.backend.like.device, self.backend.model.config
+        configs = [
+            attention_config(
+                self._shape, bucket, self._accesses, sms=sm_count(device),
+                capacity=self._cache.slots, alone=self.backend.fills_sms(sum(bucket)),
+            )
+            for bucket in buckets
+        ]  # fmt: skip
         group = model.num_heads // model.num_kv_heads
-        workspace = AttentionWorkspace.empty(config, group, self.backend.like.device)
-        self._attention[bucket] = partial(self._attend, config, workspace)
+        workspace = AttentionWorkspace.empty(configs, group, device)
+        for bucket, config in zip(buckets, configs, strict=True):
+            self._attention[bucket] = partial(self._attend, config, workspace)
 
     def run(self, bucket: Bucket) -> None:
         """Launch a step of a prepared bucket."""

@@ -148,8 +148,8 @@ class GraphRunner:
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         self._fill()
+        self._rows.prepare(self._buckets)
         for bucket in reversed(self._buckets):
-            self._rows.prepare(bucket)
             self._rows.run(bucket)  # compiles its kernels; all rows are idle
             graph = capture(lambda bucket=bucket: self._rows.run(bucket), pool)  # type: ignore[misc]
             # Edges to and from copies of staged matrices and torch's kernels are not programmatic.

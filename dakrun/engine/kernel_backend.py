@@ -57,14 +57,17 @@ class KernelBackend:
             table = torch.stack(rope_table(model.config, positions, torch.float32), -1)
             self.rotations = table.to(self.like.device)
 
-    def variant(self, staging: Staging | None, rows: int = 0) -> "KernelBackend":
+    def variant(
+        self, staging: Staging | None, rows: int, *, logits: bool = True
+    ) -> "KernelBackend":
         """A copy of this backend whose matrices are staged by `staging`.
 
-        Passes of up to `rows` tokens write to buffers that stay allocated, as CUDA graphs need.
+        Passes of up to `rows` tokens write to buffers that stay allocated, as CUDA graphs need, so
+        that memory does not depend on the order of passes. Those of `logits` may be left out.
         """
         found = copy.copy(self)
         found.staging, found._buffers = staging, {}
-        found._kept = self._allocate(rows, logits=True) if rows else {}
+        found._kept = self._allocate(rows, logits=logits)
         return found
 
     def unstaged(self) -> "KernelBackend":
@@ -79,13 +82,18 @@ class KernelBackend:
         return [name for name in self._ops if name != "project_in"]
 
     @property
+    def rows(self) -> int:
+        """Tokens of the largest pass for which the kept buffers have room."""
+        return len(self._kept["x"])
+
+    @property
     def logits(self) -> torch.Tensor:
         """The kept buffer of logits [rows, V]."""
         return self._kept[self.model.head.op]
 
     def begin(self, n: int) -> None:
         """Start a pass of `n` tokens, and copies of the matrices that are staged first."""
-        kept = self._kept and n <= len(self._kept["x"])
+        kept = self._kept and n <= self.rows
         self._buffers = self._kept if kept else self._allocate(n)
         if self.staging:
             self.staging.begin()

@@ -39,6 +39,7 @@ class Prefill:
     ) -> None:
         self.chunk_tokens = chunk_tokens
         self._backend, self._cache, self._shape = backend, cache, shape
+        self._heads = backend.like.new_empty(backend.rows, backend.model.config.q_size)
         self._writer = KVWriter(cache, shape, room)
 
     def logits(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
@@ -49,7 +50,7 @@ class Prefill:
         ids = upload(torch.tensor(tokens, dtype=torch.int32), device)
         ends = upload(torch.tensor([s.length for s in segments]).cumsum(0) - 1, device)
         attention = _PassAttention(
-            backend, self._cache, self._shape, self._writer, segments, positions
+            backend, self._cache, self._shape, self._writer, segments, positions, self._heads
         )
         self._writer.begin(segments)
         logits = Decoder(backend.model, backend).forward(ids, positions, attention, rows=ends)
@@ -68,11 +69,13 @@ class _PassAttention:
         writer: "KVWriter",
         segments: Sequence[Segment],
         positions: torch.Tensor,
+        heads: torch.Tensor,
     ) -> None:
+        """`heads` [rows, Hq * D] is overwritten by each layer's output."""
         self._backend, self._cache, self._shape, self._writer = backend, cache, shape, writer
         self._positions = positions
         self._runs = list(_runs(segments, backend.like.device))
-        self._heads = backend.like.new_empty(len(positions), backend.model.config.q_size)
+        self._heads = heads[: len(positions)]
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D]; rotates q and k in it."""

@@ -11,7 +11,9 @@ import torch
 
 from dakrun.config import SamplingParams
 from dakrun.engine.sampler import sample
-from dakrun.errors import CannotRun, GpuFailed
+from dakrun.errors import GpuFailed
+from dakrun.memory.device import is_out_of_memory, out_of_memory
+from dakrun.memory.tiers import LOCAL_HINT
 from dakrun.plan import Segment
 
 
@@ -99,15 +101,12 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 @contextmanager
 def gpu_errors() -> Iterator[None]:
-    """Turn the CUDA errors of torch, CuPy and the driver into CannotRun or GpuFailed."""
+    """Turn CUDA errors of torch, CuPy and the driver into OutOfGpuMemory or GpuFailed."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise CannotRun(
-            "the GPU's memory ran out",
-            hint="lower --hbm-budget, --batch-size or --max-model-len, or end other programs on it",
-        ) from None
     except RuntimeError as problem:
+        if is_out_of_memory(problem):
+            raise out_of_memory(problem, hint=LOCAL_HINT) from None
         first = str(problem).partition("\n")[0]
         if "cuda" not in first.lower():
             raise

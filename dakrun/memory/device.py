@@ -3,14 +3,15 @@
 Knows CUDA device numbers and bytes, not the contents of the memory.
 """
 
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from dakrun.errors import CannotRun
-from dakrun.units import format_bytes
+from dakrun.errors import CannotRun, OutOfGpuMemory
+from dakrun.units import format_bytes, parse_bytes
 
 PEER_PREFIX = "peer:"
 PEER_ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
@@ -24,14 +25,12 @@ class DeviceBlock:
     """
 
     def __init__(self, nbytes: int, device: torch.device, *, hint: str) -> None:
-        """Allocate. Raises CannotRun with `hint` if the GPU is out of memory."""
+        """Allocate. Raises OutOfGpuMemory with `hint`."""
         self._device = device
         try:
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
-            raise CannotRun(
-                f"{device} is out of memory: cannot allocate {format_bytes(nbytes)}", hint=hint
-            ) from None
+        except torch.OutOfMemoryError as problem:
+            raise out_of_memory(problem, hint=hint) from None
 
     def close(self) -> None:
         """Free the memory. A second call does nothing."""
@@ -40,6 +39,25 @@ class DeviceBlock:
             # Return the bytes from torch's cache to the driver. Fails in a broken CUDA context.
             with suppress(RuntimeError), torch.cuda.device(self._device):
                 torch.cuda.empty_cache()
+
+
+def is_out_of_memory(problem: RuntimeError) -> bool:
+    """Whether an error of torch, CuPy or the driver says that a GPU's memory ran out."""
+    text = str(problem).lower()
+    return isinstance(problem, torch.OutOfMemoryError) or (
+        "cuda" in text and bool(re.search("out.of.memory", text))
+    )
+
+
+def out_of_memory(problem: RuntimeError, *, hint: str) -> OutOfGpuMemory:
+    """The error for `problem`, with the missing bytes if its text names them, as torch's does."""
+    sizes = []
+    for pattern in (r"allocate ([\d.]+) (\w+)", r"([\d.]+) (\w+) is free"):
+        found = re.search(pattern, str(problem))
+        sizes.append(parse_bytes(found[1] + found[2].replace("bytes", "B")) if found else 0)
+    missing = max(0, sizes[0] - sizes[1])
+    by = f" by {format_bytes(missing)}" if missing else ""
+    return OutOfGpuMemory(f"the GPU's memory ran out{by}", hint=hint, missing=missing)
 
 
 def device_index(device: torch.device) -> int:
@@ -101,12 +119,13 @@ def free_on_peers(tiers: Iterable[str], device: torch.device) -> int | None:
 
 
 def check_free(nbytes: int, device: int, *, what: str, hint: str) -> None:
-    """Raise CannotRun with `hint` unless `nbytes` are free on `device`; `what` will use them."""
+    """Raise OutOfGpuMemory unless `nbytes` are free on `device`; `what` will use them."""
     if nbytes and nbytes > (free := free_bytes(device)):
-        raise CannotRun(
+        raise OutOfGpuMemory(
             f"{what} needs {format_bytes(nbytes)} of GPU {device}, "
             f"but only {format_bytes(free)} are free",
             hint=hint,
+            missing=nbytes - free,
         )
 
 

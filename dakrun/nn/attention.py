@@ -100,7 +100,7 @@ class SplitKFlashAttn(nn.Module):
         config = _config(cache.shape, cache.slots, cache.access, sms=sm_count(q.device))
         key = (config, heads[0] // heads[1], q.device)
         if key not in self._workspaces:
-            self._workspaces[key] = AttentionWorkspace.empty(*key)
+            self._workspaces[key] = AttentionWorkspace.empty([config], *key[1:])
         with torch.cuda.device_of(q):
             q, k, v = torch.cat((q, k, v), 1).split(heads, 1)  # equal row strides
             return splitk_flash_attn(

@@ -21,6 +21,7 @@ from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
 from dakrun.plan.op_costs import StepCosts, waits_s
 from dakrun.plan.ops import (
     PREFILL_CHUNK_TOKENS,
+    RESERVE_BYTES,
     Op,
     activation_bytes,
     attention_op,
@@ -28,6 +29,7 @@ from dakrun.plan.ops import (
     kv_positions,
     kv_staging_bytes,
     linear_op,
+    pass_tokens,
     vector_bytes,
     weight_bytes,
 )
@@ -62,6 +64,7 @@ __all__ = [
     "MIN_OFFLOAD_GAIN",
     "PREFILL_CHUNK_TOKENS",
     "PREFILL_LAUNCH_ROWS",
+    "RESERVE_BYTES",
     "STAGING_BUFFERS",
     "Advice",
     "Alternative",
@@ -105,6 +108,7 @@ __all__ = [
     "many_rows_sms",
     "many_rows_times",
     "parse_remote",
+    "pass_tokens",
     "passes",
     "place",
     "predict_prefill",

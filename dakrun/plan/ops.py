@@ -13,6 +13,10 @@ from dakrun.geometry import KV_BLOCK, first_row, row_block_count
 from dakrun.models.architectures import Matrix, architecture
 from dakrun.units import ceil_div
 
+RESERVE_BYTES = 320 << 20  # of GPU memory: see reserve_bytes
+HOST_BYTES_PER_PAGE_TABLE_BYTE = 400  # the driver maps page-locked memory in pages of 4 KiB
+SAMPLING_BYTES = 56  # temporary bytes per logit of the rows that are sampled together
+SAMPLING_LOGITS = 1 << 22  # number of those logits: the sampler's groups of rows
 PREFILL_CHUNK_TOKENS = 2048  # tokens of a pass in plain torch
 
 
@@ -187,31 +191,45 @@ def vector_bytes(model: ModelConfig) -> int:
 def activation_bytes(
     model: ModelConfig, workload: Workload, chunk_tokens: int = PREFILL_CHUNK_TOKENS
 ) -> int:
-    """Upper estimate of activations and workspace: one pass of prefill, and the batch's logits.
+    """Upper estimate of activations: the largest pass, or sampling, and the batch's logits.
 
     It covers a pass of `chunk_tokens` on the kernels, and one of PREFILL_CHUNK_TOKENS in plain
     torch, which needs more memory per token.
     """
     size, qkv = DTYPE_BYTES[model.dtype], model.q_size + 2 * model.kv_size
-    tokens = _pass_tokens(workload, PREFILL_CHUNK_TOKENS)
+    tokens = pass_tokens(workload, PREFILL_CHUNK_TOKENS)
     width = 4 * model.hidden_size + 2 * qkv + 3 * model.ffn_size
     scores = model.num_heads * min(tokens, workload.max_model_len)
     in_torch = tokens * (width * size + scores * 4)
     hidden = max(model.hidden_size, model.q_size)  # normalized rows, or attention's output
     width = model.hidden_size + qkv + model.q_size + model.ffn_size + hidden
     cached = 3 * 2 * model.kv_size * workload.max_model_len  # KV of a prompt's earlier passes
-    in_kernels = (_pass_tokens(workload, chunk_tokens) * width + cached) * size
+    in_kernels = (pass_tokens(workload, chunk_tokens) * width + cached) * size
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
-    return max(in_torch, in_kernels) + 3 * workload.batch_size * model.vocab_size * 4
+    logits = workload.batch_size * model.vocab_size
+    sampling = min(logits, SAMPLING_LOGITS) * SAMPLING_BYTES
+    return max(in_torch, in_kernels, sampling) + 3 * logits * 4
+
+
+def reserve_bytes(host_bytes: int) -> int:
+    """Bytes of GPU memory kept for all that is not planned by itself.
+
+    RESERVE_BYTES cover, in MiB measured on an H200, code of kernels (90), CUDA graphs (10),
+    workspaces of products and of attention (up to 75) and rounding by torch's allocator (20 to
+    80); before those are used, temporary memory of loading (up to 220). In addition the driver
+    needs page tables for `host_bytes` of page-locked memory.
+    """
+    return RESERVE_BYTES + ceil_div(host_bytes, HOST_BYTES_PER_PAGE_TABLE_BYTE)
 
 
 def kv_staging_bytes(model: ModelConfig, workload: Workload, chunk_tokens: int) -> int:
     """Bytes of one layer's keys and values of a pass, staged on their way to remote slots."""
-    tokens = _pass_tokens(workload, chunk_tokens)
+    tokens = pass_tokens(workload, chunk_tokens)
     return 2 * model.kv_size * tokens * DTYPE_BYTES[model.dtype]
 
 
-def _pass_tokens(workload: Workload, chunk_tokens: int) -> int:
+def pass_tokens(workload: Workload, chunk_tokens: int) -> int:
+    """Tokens of the largest pass, where passes have up to `chunk_tokens`."""
     return min(chunk_tokens, workload.batch_size * workload.max_model_len)
 
 

@@ -80,11 +80,17 @@ class Problem:
     def fixed(self) -> dict[str, int]:
         """Bytes of the local tier besides weights and KV, by purpose."""
         model, workload = self.costs.model, self.costs.workload
-        return {
+        purposes = {
             "vectors": inventory.vector_bytes(model),
             "activations": inventory.activation_bytes(model, workload),
             "context": self.costs.profile.context_bytes,
         } | ({"staging": self.staging} if self.staging else {})
+        if self.costs.profile.device == "cuda":
+            # The most bytes on the host that capacity can force there. If a plan puts more there,
+            # it leaves more room in HBM than their page tables take.
+            forced = max(0, self.total + sum(purposes.values()) - self.budgets[0])
+            purposes["reserve"] = inventory.reserve_bytes(forced)
+        return purposes
 
     @functools.cached_property
     def budgets(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 from dakrun.errors import CannotRun
 from dakrun.memory.tiers import HOST, aligned, allocate_tiers
 
-BUFFERS = 4
+BUFFERS = 16
 SLICE_BYTES = 8 << 20  # bytes that a thread reads in one call
 MAX_READERS = 8
 

@@ -6,6 +6,7 @@ Knows operands and a launch configuration, no models and no plans.
 import ctypes
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +54,8 @@ class _Args(ctypes.Structure):
 class AttentionWorkspace:
     """Partial results of splits and chunks: one workspace for all launches of a stream.
 
-    `partials` is float32 [slots, Hkv, splits, chunks, group, D + 4], `arrivals` int32 [slots, Hkv,
-    group + splits], zero between launches.
+    `partials` is float32 [slots * Hkv * splits * chunks * group * (D + 4)] or more, `arrivals`
+    int32 [slots * Hkv * (group + splits)] or more, zero between launches.
     """
 
     partials: torch.Tensor
@@ -62,27 +63,24 @@ class AttentionWorkspace:
 
     @classmethod
     def empty(
-        cls, config: AttentionConfig, group: int, device: torch.device
+        cls, configs: Iterable[AttentionConfig], group: int, device: torch.device
     ) -> "AttentionWorkspace":
-        """Allocate for launches of `config` with `group` query heads per KV head."""
-        partials, arrivals = _workspace_sizes(config, group)
+        """Allocate for launches of any of `configs` with `group` query heads per KV head."""
+        partials, arrivals = map(
+            max, zip(*(_workspace_sizes(config, group) for config in configs), strict=True)
+        )
         return cls(
             torch.empty(partials, dtype=torch.float32, device=device),
             torch.zeros(arrivals, dtype=torch.int32, device=device),
         )
 
 
-def _workspace_sizes(
-    config: AttentionConfig, group: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    heads = (sum(config.slots), config.shape.kv_heads)
-    parts = (
-        config.max_splits,
-        config.max_chunks,
-        group,
-        config.shape.head_dim + ATTENTION_PARTIAL_EXTRA,
-    )
-    return (*heads, *parts), (*heads, group + config.max_splits)
+def _workspace_sizes(config: AttentionConfig, group: int) -> tuple[int, int]:
+    """Elements of the partial results and of the arrival counters."""
+    heads = sum(config.slots) * config.shape.kv_heads
+    parts = config.max_splits * config.max_chunks * group
+    width = config.shape.head_dim + ATTENTION_PARTIAL_EXTRA
+    return heads * parts * width, heads * (group + config.max_splits)
 
 
 def splitk_flash_attn(
@@ -215,9 +213,9 @@ def _check_operands(
         or not rotations.is_contiguous()
     ):
         raise ValueError(f"expected rotations for {shape}, got {list(rotations.shape)}")
-    sizes = _workspace_sizes(config, group)
-    if (workspace.partials.shape, workspace.arrivals.shape) != sizes:
-        raise ValueError(f"expected a workspace of {list(sizes[0])} and {list(sizes[1])}")
+    partials, arrivals = _workspace_sizes(config, group)
+    if workspace.partials.numel() < partials or workspace.arrivals.numel() < arrivals:
+        raise ValueError(f"expected a workspace of {partials} and {arrivals} elements or more")
 
 
 def cta_threads(group: int) -> int:

@@ -15,7 +15,7 @@ from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.memory.device import device_view
 from dakrun.memory.tiers import Tier
 
-PIECE_ELEMENTS = 1 << 24  # elements to write at a time: packing needs as much memory again
+PIECE_ELEMENTS = 1 << 22  # elements to write at a time: packing needs as much memory again
 
 
 @dataclass(frozen=True)
