@@ -200,7 +200,7 @@ class LLM:
                 return
             except OutOfGpuMemory as problem:
                 if self.replanned:
-                    raise
+                    raise self._given_up(problem) from None
                 missing = problem.missing
             self._plan_again(missing)
 
@@ -291,9 +291,23 @@ class LLM:
             f"again with an HBM budget of {format_bytes(budget)}"
         )
         self.plan = self._plan_for(replace(self.plan.policy, hbm_budget=max(0, budget)))
-        self._start()
+        try:
+            self._start()
+        except OutOfGpuMemory as problem:
+            raise self._given_up(problem) from None
         if stats is not None:
             self.engine.stats = stats
+
+    def _given_up(self, problem: OutOfGpuMemory) -> OutOfGpuMemory:
+        """The error for `problem` where it has happened before."""
+        budget = self.plan.budgets[0]
+        less = max(0, budget - max(problem.missing, RESERVE_BYTES))
+        return OutOfGpuMemory(
+            f"{problem}, with an HBM budget of {format_bytes(budget)} too",
+            hint=f"use --hbm-budget {less >> 20}MiB, lower --batch-size or --max-model-len, or end "
+            "other programs on the GPU",
+            missing=problem.missing,
+        )
 
     def _free_memory(self) -> tuple[int, int]:
         """Default budgets of the local and the host tier on this machine, in bytes."""

@@ -106,9 +106,7 @@ def test_a_run_uses_at_most_what_is_planned(
             ) as llm,
         ):
             memory = llm.plan.memory(0)
-            prompts = [
-                [3 + (5 * i + j) % 999 for j in range(length // 2)] for i in range(batch_size)
-            ]
+            prompts = [range(3 + i, 3 + i + length // 2) for i in range(batch_size)]
             params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, top_p=0.9)
             llm.generate(prompts, params)
             llm.generate([p[: 1 + i % len(p)] for i, p in enumerate(prompts)], params)

@@ -81,8 +81,9 @@ def test_a_second_failure_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError(TORCH_SAYS)
 
     monkeypatch.setattr(build, "load", load)
-    with pytest.raises(OutOfGpuMemory, match=r"ran out by 1\.00 GiB"):
+    with pytest.raises(OutOfGpuMemory, match=r"by 1\.00 GiB, with .* 3\.00 GiB too") as caught:
         LLM(path, device="cpu", batch_size=2, policy=Policy(hbm_budget=4 * GIB))
+    assert "use --hbm-budget 2048MiB" in caught.value.hint
 
 
 @pytest.mark.parametrize("at", [1, 4])

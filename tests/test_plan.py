@@ -18,6 +18,7 @@ from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.plan import (
     MAX_BATCH_SIZE,
     MIN_OFFLOAD_GAIN,
+    RESERVE_BYTES,
     Policy,
     batch_candidates,
     choose_batch_size,
@@ -85,7 +86,7 @@ def test_kv_ratio(ratio: float, slots: int) -> None:
          "host memory is over its budget", "at auto"),
         (Policy(host_budget=GIB // 4, kv_offload_ratio=1.0, strategy="uniform"),
          "host memory is over its budget", "at auto"),
-        (Policy(hbm_budget=1200 * 2**20, kv_offload_ratio=0.0), "over its budget", "at auto"),
+        (Policy(hbm_budget=1520 * 2**20, kv_offload_ratio=0.0), "over its budget", "at auto"),
     ],
 )  # fmt: skip
 def test_budgets_that_do_not_do(policy: Policy, said: str, hint: str) -> None:
@@ -167,7 +168,10 @@ def test_a_link_group_caps_its_only_tier() -> None:
 
 def test_batch_size() -> None:
     assert [batch_candidates(n) for n in (0, 1, 3, 8)] == [[1], [1], [1, 2, 3], [1, 2, 4, 8]]
-    model, policy = known("llama-2-7b"), Policy(hbm_budget=16 * GIB, host_budget=8 * GIB)
+    model, policy = (
+        known("llama-2-7b"),
+        Policy(hbm_budget=16 * GIB + RESERVE_BYTES, host_budget=8 * GIB),
+    )
     workload = work(1, 480)
     speed = {}
     for n in batch_candidates(512):
@@ -191,7 +195,9 @@ def test_batch_size() -> None:
     with pytest.raises(CannotRun, match=r"^no batch size is predicted to take 1.0 us"):
         choose_batch_size(model, workload, GH200, policy, max_tpot=1e-6)
     with pytest.raises(CannotRun, match="the budgets are"):
-        choose_batch_size(model, workload, GH200, replace(policy, host_budget=0, hbm_budget=GIB))
+        choose_batch_size(
+            model, workload, GH200, replace(policy, host_budget=0, hbm_budget=2 * GIB)
+        )
 
 
 def test_the_largest_batch_where_there_is_room() -> None:
@@ -238,7 +244,7 @@ def test_buffers_are_taken_where_they_pay(budget: int) -> None:
 def test_a_free_transport_takes_what_direct_reads_make_room_for() -> None:
     """There is no room for the buffers that its fastest plan would stage through."""
     model, profile = known("opt-125m"), load_profile("h200-spec")
-    policy = Policy(hbm_budget=767_462_400)
+    policy = Policy(hbm_budget=767_462_400 + RESERVE_BYTES)
     free, direct = (
         make_plan(model, work(2, 512, 32), profile, replace(policy, transport=way))
         for way in (None, "direct")

@@ -19,7 +19,16 @@ from dakrun.config import Dtype, ModelConfig, Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, OpCosts, load_profile
 from dakrun.models import known_model
-from dakrun.plan import MIN_OFFLOAD_GAIN, Op, Plan, Policy, compute_time, decode_ops, make_plan
+from dakrun.plan import (
+    MIN_OFFLOAD_GAIN,
+    RESERVE_BYTES,
+    Op,
+    Plan,
+    Policy,
+    compute_time,
+    decode_ops,
+    make_plan,
+)
 from dakrun.plan.show import (
     CHOICES,
     NEEDS,
@@ -282,7 +291,7 @@ def test_slots_leave_weights_their_room() -> None:
         attention=FREE,
         compute={dtype: replace(rate, peak=8e9) for dtype, rate in GH200.compute.items()},
     )
-    policy = Policy(hbm_budget=5_203_112, host_budget=358_144, transport="direct")
+    policy = Policy(hbm_budget=5_203_112 + RESERVE_BYTES, host_budget=358_144, transport="direct")
     plan = make_plan(model, work(5, 128, 1), profile, policy)
     others = [
         make_plan(model, work(5, 128, 1), profile, replace(policy, kv_offload_ratio=slots / 5))
