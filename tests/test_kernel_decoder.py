@@ -222,7 +222,7 @@ def test_logits_of_nan_are_logged(
     given = torch.tensor([5, 7])
     damage(path, tensor, int(given[1]))
     _, cache, rows = model_of(path, 2)
-    rows.prepare(cache.counts)
+    rows.prepare([cache.counts])
     rows.slots.copy_(torch.arange(2))
 
     def step(tokens: torch.Tensor, length: int) -> list[int]:
