@@ -6,6 +6,7 @@ Rows are read and written one by one, so memory does not grow with their number.
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dakrun.requests import (
     RowError,
     same_file,
 )
+from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked
 
 
 @dataclass
@@ -116,13 +118,14 @@ class BatchJob:
 
 
 def count_rows(source: str | Path, limit: int) -> int:
-    """Number of lines in a regular file, at most `limit`; `limit` for pipes and standard input."""
+    """Number of lines in a regular file, or gzip file, at most `limit`; `limit` for others."""
     path = Path(source)
     if str(source) == "-" or not path.is_file():
         return limit
     lines, last = 0, b"\n"
-    with path.open("rb") as file:
-        while lines < limit and (block := file.read(1 << 20)):
+    with path.open("rb") as file, suppress(*GZIP_ERRORS):  # the reader reports them
+        rows = unpacked(file)
+        while lines < limit and (block := rows.read(1 << 20)):
             lines += block.count(b"\n")
             last = block[-1:]
     return max(1, min(lines + (last != b"\n"), limit))

@@ -3,6 +3,7 @@
 One table of them all. Nothing may be written, and no code that a model brings may run.
 """
 
+import gzip
 import json
 import pickle
 import shutil
@@ -336,9 +337,24 @@ FLAGS = {
     "output is input": flags(USAGE, "the prompts come from", "-o", "prompts.jsonl"),
     "output folder missing": flags(USAGE, "no: no such directory", "-o", "no/out.jsonl"),
     "output is a folder": flags(USAGE, "is a directory", "-o", "folder", hint=".jsonl"),
-    "output exists": flags(USAGE, "not empty", "-o", "mine.toml", hint="--resume"),
-    "resume of something else": flags(
-        USAGE, "line 1 is not a result row", "-o", "mine.toml", "--resume", hint="--overwrite"
+    "output exists": Call(
+        USAGE, "not empty", "--resume", put("out.jsonl", "notes"), ("-o", "out.jsonl")
+    ),
+    "output is another kind": flags(
+        USAGE, "out.csv: result files end in .jsonl", "-o", "out.csv", hint="-o out.jsonl"
+    ),
+    "resume of something else": Call(
+        USAGE, "line 1 is not a result row", "--overwrite", put("out.jsonl", "notes"),
+        ("-o", "out.jsonl", "--resume"),
+    ),
+    "gzip input is cut off": Call(
+        CANNOT_RUN, "prompts.jsonl: a damaged gzip file", "--resume",
+        put("prompts.jsonl", gzip.compress(b'{"prompt_token_ids": [1]}')[:-9]),
+    ),
+    "gzip output is damaged": Call(
+        USAGE, "out.jsonl.gz: damaged as a gzip file", "zcat",
+        put("out.jsonl.gz", gzip.compress(b"notes")[:10] + b"\xff" * 9),
+        ("-o", "out.jsonl.gz", "--resume"),
     ),
     "resume of standard output": flags(USAGE, "cannot be resumed", "-o", "-", "--resume"),
     "resume and overwrite": flags(USAGE, "exclude", "--resume", "--overwrite"),

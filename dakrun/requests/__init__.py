@@ -1,9 +1,10 @@
 """Prompt files in, result files out.
 
 reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; choices.py
-collects the results of a row, writer.py writes them durably (files.py); prompts.py says which
-prompts a model accepts, tokenizer.py wraps the model's tokenizer, chat_template.py runs its chat
-template, request.py holds the shared types. README.md describes the formats.
+collects the results of a row, writer.py writes them durably (files.py), written_rows.py reads them
+again; gzip_files.py knows gzip; prompts.py says which prompts a model accepts, tokenizer.py wraps
+the model's tokenizer, chat_template.py runs its chat template, request.py holds the shared types.
+README.md describes the formats.
 """
 
 from dakrun.requests.choices import Choices

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
+from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked, without_gz
 from dakrun.requests.native_rows import (
     NATIVE,
     ParsedRow,
@@ -41,15 +42,16 @@ class _Line(NamedTuple):
 class RequestReader:
     """The rows of a prompt file, read once, in order; a context manager that closes the file.
 
-    `source` is a path or "-" (standard input). Without `format`, .txt is text (one prompt a line),
-    .jsonl is JSON Lines, and a file without suffix or standard input is JSON Lines if its first
-    row begins with "{". The first JSON row decides whether all are native or OpenAI Batch rows;
-    rows of the other kind are errors. A row that repeats an earlier id becomes an error called
-    line-N by its line number. Blank lines are skipped, but counted. A line of more than
-    `max_line_bytes`, as in a binary file, is an error and is not held in memory.
+    `source` is a path or "-" (standard input), plain or gzip, which its first bytes tell. Without
+    `format`, .txt is text (one prompt a line), .jsonl is JSON Lines (or .txt.gz, .jsonl.gz), and a
+    file without suffix or standard input is JSON Lines if its first row begins with "{". The first
+    JSON row decides whether all are native or OpenAI Batch rows; rows of the other kind are errors.
+    A row that repeats an earlier id becomes an error called line-N by its line number. Blank lines
+    are skipped, but counted. A line of more than `max_line_bytes`, as in a binary file, is an error
+    and is not held in memory.
 
-    `bytes_read` of `bytes_total` (None for a pipe) have been read. Raises UsageError if the source
-    cannot be opened, CannotRun if reading fails later.
+    `bytes_read` of the file's `bytes_total` (None for a pipe) have been read. Raises UsageError if
+    the source cannot be opened, CannotRun if reading fails later.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class RequestReader:
         self._format = format or _format_of(self._name)
         self._max_line_bytes = max_line_bytes
         self._file = _open(self._name)
+        self._unpacked: BinaryIO | None = None
         self.bytes_read = 0
         self.bytes_total = None if self._name == "-" else _size(self._file)
         self._lines = self._read_lines()
@@ -181,13 +184,22 @@ class RequestReader:
     def _read(self) -> bytes:
         """The next line, or the start of one that is too long."""
         try:
-            data = self._file.readline(self._max_line_bytes + 1)
+            self._unpacked = self._unpacked or unpacked(self._file)
+            data = self._unpacked.readline(self._max_line_bytes + 1)
+        except GZIP_ERRORS as problem:
+            raise CannotRun(
+                f"{self._name}: a damaged gzip file ({problem})",
+                hint="copy or pack the file again, then run again with --resume",
+            ) from problem
         except OSError as problem:
             raise CannotRun(
                 f"{self._name}: reading failed ({problem.strerror})",
                 hint="copy the file to another disk, then run again with --resume",
             ) from problem
-        self.bytes_read += len(data)
+        if self.bytes_total is None or self._unpacked is self._file:
+            self.bytes_read += len(data)
+        else:
+            self.bytes_read = self._file.tell()
         return data
 
 
@@ -196,12 +208,12 @@ def _kind_of(row: dict[str, Any]) -> RowFormat:
 
 
 def _format_of(name: str) -> Format | None:
-    suffix = Path(name).suffix.lower()
+    suffix = Path(without_gz(name)).suffix.lower()
     if name == "-" or not suffix:
         return None
     if suffix not in _SUFFIXES:
         raise UsageError(
-            f"{name}: prompt files end in .txt or .jsonl",
+            f"{name}: prompt files end in .txt or .jsonl, with or without .gz",
             hint="a .txt file holds one prompt a line, a .jsonl file one JSON object a line",
         )
     return _SUFFIXES[suffix]

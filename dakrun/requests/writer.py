@@ -7,25 +7,29 @@ The rows' formats are in native_rows.py and openai_results.py.
 import errno
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests import native_rows, openai_results
 from dakrun.requests.files import OutputFile, same_file
+from dakrun.requests.gzip_files import pack, without_gz
 from dakrun.requests.request import Completion, IdSet, RowError
+from dakrun.requests.written_rows import WrittenRows
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# The first bytes of every result row, so also of one that was cut off.
-_ROW_START = b'{"id":'
+_SUFFIXES = (".jsonl", "")
 
 
 class ResultWriter:
     """Appends result rows to `destination` (a path or "-", standard output); a context manager.
 
+    A name that ends in .gz, or an output to resume that is gzip already, gets each row as a member
+    of a gzip file, so that every row is on disk when it is written.
+
     The constructor changes nothing. It raises UsageError if the destination is not empty (unless
-    `overwrite` or `resume`), is the `source` of the prompts, or lies in a folder that is missing.
+    `overwrite` or `resume`), is the `source` of the prompts, lies in a folder that is missing, or
+    is a file that is not named .jsonl, .jsonl.gz or without a suffix.
 
     Entering locks the file against other runs. With `overwrite` it truncates the file. With
     `resume` it drops a last row that was cut off and reads which ids are done, errors included, so
@@ -44,6 +48,7 @@ class ResultWriter:
     ) -> None:
         self.failed_before = 0
         self._name, self._overwrite, self._resume = str(destination), overwrite, resume
+        self._is_packed = self._name.lower().endswith(".gz")
         self._ids = IdSet()
         self._file: OutputFile | None = None
         if overwrite and resume:
@@ -100,7 +105,8 @@ class ResultWriter:
     def _append(self, row: dict[str, Any]) -> None:
         assert self._file is not None, "rows are written inside the `with` block"
         try:
-            self._file.append(_encode(row))
+            data = _encode(row)
+            self._file.append(pack(data) if self._is_packed else data)
         except OSError as problem:
             raise self._failure(problem) from problem
 
@@ -129,6 +135,14 @@ class ResultWriter:
         folder = os.path.dirname(os.path.realpath(name) if os.path.islink(name) else name) or "."
         if not os.path.isdir(folder):
             raise UsageError(f"{folder}: no such directory", hint=f"create it: mkdir -p '{folder}'")
+        plain = Path(without_gz(name))
+        is_file = os.path.isfile(name) or not os.path.exists(name)
+        if is_file and plain.suffix.lower() not in _SUFFIXES:
+            raise UsageError(
+                f"{name}: result files end in .jsonl or .jsonl.gz",
+                hint="a result is one JSON object a line: give -o "
+                f"{plain.with_suffix('.jsonl').name}, or - for standard output",
+            )
         if not os.path.exists(name):
             return
         if self._resume and not os.path.isfile(name):
@@ -153,40 +167,14 @@ class ResultWriter:
             file.truncate(self._read_done() if self._resume else 0)
 
     def _read_done(self) -> int:
-        """Read the ids of the rows in the output.
-
-        Returns the size of all whole rows in bytes. Raises UsageError for other lines.
-        """
-        size = 0
-        try:
-            with open(self._name, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.endswith(b"\n"):
-                        self._add_done(line, number)
-                        size += len(line)
-                    elif not _is_cut_off(line):
-                        raise self._not_a_result(number)
-        except OSError as problem:
-            raise CannotRun(
-                f"{self._name}: cannot be read ({problem.strerror})", hint="give -o another file"
-            ) from problem
-        return size
-
-    def _add_done(self, line: bytes, number: int) -> None:
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            row = json.loads(line)
-            request_id = row["custom_id" if "custom_id" in row else "id"]
-            if isinstance(request_id, str) and ("finish_reason" in row or "error" in row):
-                self._ids.add(request_id)
-                self.failed_before += row.get("error") is not None
-                return
-        raise self._not_a_result(number)
-
-    def _not_a_result(self, number: int) -> UsageError:
-        return UsageError(
-            f"{self._name}: line {number} is not a result row, so the file cannot be resumed",
-            hint="give -o the output of the run to resume, or --overwrite to start afresh",
-        )
+        """Read the ids of the rows in the output; returns the size of all whole rows in bytes."""
+        rows = WrittenRows(self._name)
+        for row in rows:
+            self._ids.add(row.id)
+            self.failed_before += row.failed
+        if rows.size:
+            self._is_packed = rows.is_gzip
+        return rows.size
 
     def _failure(self, problem: OSError) -> CannotRun:
         if isinstance(problem, BrokenPipeError):
@@ -204,8 +192,3 @@ def _encode(row: dict[str, Any]) -> bytes:
         return text.encode() + b"\n"
     except UnicodeEncodeError:  # an id with half a surrogate pair
         return json.dumps(row, separators=(",", ":")).encode() + b"\n"
-
-
-def _is_cut_off(line: bytes) -> bool:
-    """Whether a line without line end was left by a kill (part of a row) or a crash (zeros)."""
-    return _ROW_START.startswith(line[: len(_ROW_START)]) or not line.strip(b"\0")
