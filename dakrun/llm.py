@@ -194,9 +194,9 @@ class LLM:
         while True:
             try:
                 with gpu_errors():
-                    for completion in self.engine.generate(unfinished):
-                        unfinished.drop(completion)
-                        yield completion
+                    for result in self.engine.generate(unfinished):
+                        unfinished.drop(result)
+                        yield result
                 return
             except OutOfGpuMemory as problem:
                 if self.replanned:
@@ -331,17 +331,17 @@ class _Unfinished:
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._new = iter(requests)
-        self._taken: dict[str, Request] = {}  # by id
+        self._taken: dict[tuple[str, int], Request] = {}  # by row and choice
 
     def __iter__(self) -> Iterator[Request]:
         yield from list(self._taken.values())
         for request in self._new:
-            self._taken[request.id] = request
+            self._taken[request.id, request.reply.choice] = request
             yield request
 
-    def drop(self, completion: Completion) -> None:
+    def drop(self, result: Completion | RowError) -> None:
         """Forget a request that has finished."""
-        del self._taken[completion.id]
+        del self._taken[result.id, result.reply.choice]
 
 
 def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:

@@ -75,7 +75,7 @@ class AttentionChains(Chains):
         slots, dim = case.slots, case.head_dim
         shape = KVShape(slots.kv_heads, dim, slots.length)
         config = attention_config(shape, case.units, access, sms=self._sms)
-        workspace = AttentionWorkspace.empty(config, slots.heads // slots.kv_heads, self.device)
+        workspace = AttentionWorkspace.empty([config], slots.heads // slots.kv_heads, self.device)
         caches = self._addresses(case)
         lengths = torch.tensor(slots.lengths, dtype=torch.int32, device=self.device) - 1
         parts = (slots.heads, slots.kv_heads, slots.kv_heads)

@@ -56,9 +56,9 @@ class ChatTemplate:
             if code == -signal.SIGALRM:
                 raise ValueError(f"it does not end within {LIMIT_S:g} s")
             raise ValueError(f"its process ended with exit code {code}")
-        text, problem = json.loads(answer)
-        if problem is not None:
-            raise ValueError(problem)
+        text, refusal = json.loads(answer)
+        if refusal is not None:
+            raise ValueError(refusal)
         return str(text)
 
     def _start(self) -> "subprocess.Popen[str]":
@@ -98,14 +98,17 @@ def _serve(limit_s: float, limit_bytes: int, max_characters: int) -> None:
     limit = pages * resource.getpagesize() + limit_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in sys.stdin:
-        text, problem = None, None
+        text: str | None = None
+        problem: str | None = None
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
-            ((text,), _) = render_jinja_template(
+            ((made,), _) = render_jinja_template(
                 [json.loads(line)], add_generation_prompt=True, **settings
             )
-            if len(text) > max_characters:
-                text, problem = None, f"it makes {len(text)} characters"
+            if len(made) > max_characters:
+                problem = f"it makes {len(made)} characters"
+            else:
+                text = made
         except MemoryError:
             problem = f"it takes more than {limit_bytes >> 20} MiB of memory"
         except Exception as error:  # a template may raise anything
