@@ -149,13 +149,17 @@ class Workload:
         return min(self.prompt_len + self.new_tokens / 2, self.max_model_len)
 
 
+MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for with each new one
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters and stop conditions of a request.
 
     Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. A request ends at a stop string,
     at `max_tokens`, or at an end-of-sequence token unless `ignore_eos`. The result depends on
-    `seed` and on the request, not on the other requests in the batch.
+    `seed` and on the request, not on the other requests in the batch. With `logprobs` it has the
+    log-probability of each new token and of so many of the likeliest ones, up to MAX_LOGPROBS.
     """
 
     max_tokens: int = 128
@@ -165,8 +169,13 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        count = check_count("logprobs", self.logprobs, 0, or_one_of=(None,))
+        if count is not None and count > MAX_LOGPROBS:
+            raise invalid_value("logprobs", count, f"at most {MAX_LOGPROBS}")
+        object.__setattr__(self, "logprobs", count)
         for field, minimum in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
             object.__setattr__(self, field, check_count(field, getattr(self, field), minimum))
         for field, high in (("temperature", 100.0), ("top_p", 1.0)):

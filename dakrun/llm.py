@@ -271,8 +271,7 @@ class LLM:
         try:
             with gpu_errors():
                 runner = self._load(self._directory)
-            decode = self.rules.tokenizer.decode if self.rules.tokenizer else None
-            self._engine = Engine(runner, self.plan, decode)
+            self._engine = Engine(runner, self.plan, self.rules.tokenizer)
         except BaseException:
             self.close()
             raise

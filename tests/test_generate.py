@@ -77,7 +77,7 @@ def test_bad_rows_become_error_rows_and_exit_1(tmp_path: Path) -> None:
         "{not json",
         json.dumps({"id": "long", "prompt": "one " * 200}),
         json.dumps({"id": "ids", "prompt_token_ids": [1, 3, 4], "max_tokens": 2}),
-        json.dumps({"id": "odd", "prompt": "one", "logprobs": 3}),
+        json.dumps({"id": "odd", "prompt": "one", "best_of": 3}),
     ]
     source.write_text("\n".join(lines), encoding="utf-8")
     result = run(*base(source, out))
@@ -88,7 +88,7 @@ def test_bad_rows_become_error_rows_and_exit_1(tmp_path: Path) -> None:
     assert found["line-2"]["error"]["code"] == "invalid_json"
     assert found["line-2"]["error"]["line"] == 2
     assert found["long"]["error"]["code"] == "prompt_too_long"
-    assert "logprobs" in found["odd"]["error"]["message"]
+    assert "best_of" in found["odd"]["error"]["message"]
     assert len(found["ids"]["token_ids"]) <= 2
 
 

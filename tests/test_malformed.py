@@ -441,7 +441,7 @@ BATCH_ROWS = {
     "too many choices": Row(batch({"prompt": "one", "n": 9}), "invalid_field", "n is 9"),
     "stream": Row(batch({"prompt": "one", "stream": True}), "unsupported_field", "'stream'"),
     "log probabilities": Row(
-        batch({"prompt": "one", "logprobs": 5}), "unsupported_field", "'logprobs'"
+        batch({"prompt": "one", "logprobs": 6}), "invalid_field", "logprobs is 6"
     ),
     "no chat template": Row(
         batch({"messages": [{"role": "user", "content": "a"}]}, CHAT), "no_chat_template", "/v1/co"

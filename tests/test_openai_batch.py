@@ -13,7 +13,16 @@ from result_rows import COMPLETION_LINE, completion
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
-from dakrun.requests import Choices, Reply, Request, RequestReader, ResultWriter, RowError
+from dakrun.requests import (
+    Choices,
+    Logprobs,
+    Reply,
+    Request,
+    RequestReader,
+    ResultWriter,
+    RowError,
+    TokenLogprob,
+)
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -137,7 +146,13 @@ BAD = [
     (row({"prompt": "a", "n": 2.0}), "invalid_field", "n is a number"),
     (row({"messages": HI, "n": 9}, CHAT), "invalid_field", "n is 9"),
     (row({"prompt": "a", "stream": True}), "unsupported_field", "'stream'"),
-    (row({"prompt": "a", "logprobs": 0}), "unsupported_field", "'logprobs'"),
+    (row({"prompt": "a", "logprobs": 6}), "invalid_field", "logprobs is 6, not an integer from 0"),
+    (row({"prompt": "a", "logprobs": True}), "invalid_field", "logprobs is a boolean"),
+    (row({"prompt": "a", "top_logprobs": 2}), "unsupported_field", "'top_logprobs'"),
+    (row({"messages": HI, "logprobs": 2}, CHAT), "invalid_field", "not true or false"),
+    (row({"messages": HI, "top_logprobs": 2}, CHAT), "invalid_field", "needs logprobs to be true"),
+    (row({"messages": HI, "logprobs": True, "top_logprobs": 21}, CHAT), "invalid_field",
+     "top_logprobs is 21, not an integer from 0 to 20"),
     (row({"prompt": "a", "echo": True, "suffix": "b"}), "unsupported_field", "'echo', 'suffix'"),
     (row({"prompt": "a", "logit_bias": {"5": 1}}), "unsupported_field", "'logit_bias'"),
     (row({"prompt": "a", "store": True}), "unsupported_field", "'store'"),
@@ -304,6 +319,61 @@ def test_output_rows(tmp_path: Path) -> None:
     assert failed["error"] == {"code": "c", "message": "why", "line": 4}
     assert bare["response"]["body"]["choices"][0]["token_ids"] == [5, 6]
     assert len({row["id"] for row in (text, chat, failed, bare)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "url", "asked"),
+    [
+        ({"prompt": "a", "logprobs": 5}, TEXT, 5),
+        ({"prompt": "a", "logprobs": 0}, TEXT, 0),
+        ({"prompt": "a", "logprobs": False}, TEXT, None),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 20}, CHAT, 20),
+        ({"messages": HI, "logprobs": True}, CHAT, 0),
+        ({"messages": HI, "logprobs": False, "top_logprobs": 0}, CHAT, None),
+    ],
+)
+def test_log_probabilities_that_rows_ask_for(
+    make: Callable[..., Path], body: object, url: str, asked: int | None
+) -> None:
+    (request,) = read(make(row(body, url)), CHAT_RULES)
+    assert isinstance(request, Request) and request.params.logprobs == asked
+
+
+def test_log_probabilities_in_results(tmp_path: Path) -> None:
+    """In the shapes of both endpoints. A token may be part of a character, and there may be none
+    that the choice is among. Tokens with one text count once."""
+    half = "\N{REPLACEMENT CHARACTER}"
+    likely = [TokenLogprob(i, -0.5 * i, text) for i, text in enumerate(("a", " é", half, half))]
+    logprobs = (Logprobs(likely[1], tuple(likely[:1])), Logprobs(likely[3], tuple(likely[2:])))
+    bare = tuple(
+        Logprobs(c._replace(text=None), tuple(t._replace(text=None) for t in top))
+        for c, top in logprobs
+    )
+    result = replace(completion("t"), reply=Reply("completion"), logprobs=logprobs)
+    with ResultWriter(tmp_path / "out.jsonl") as writer:
+        writer.write(result)
+        writer.write(replace(result, reply=Reply("chat")))
+        writer.write(replace(result, text=None, logprobs=bare))
+        writer.write(replace(result, reply=Reply(), logprobs=logprobs[:1]))
+    *rows, native = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    text, chat, bare_text = (r["response"]["body"]["choices"][0]["logprobs"] for r in rows)
+    assert text == {
+        "tokens": [" é", half],
+        "token_logprobs": [-0.5, -1.5],
+        "top_logprobs": [{"a": 0.0, " é": -0.5}, {half: -1.0}],
+        "text_offset": [0, 2],
+    }
+    first = {"token": "a", "logprob": 0.0, "bytes": [97]}
+    assert chat["content"][0] == {
+        "token": " é", "logprob": -0.5, "bytes": [32, 195, 169], "top_logprobs": [first]
+    }  # fmt: skip
+    assert chat["content"][1]["bytes"] is None and chat["refusal"] is None
+    assert len(chat["content"][1]["top_logprobs"]) == 2
+    assert bare_text["tokens"] == ["token_id:1", "token_id:3"]
+    assert native["logprobs"] == [
+        {"token_id": 1, "text": " é", "logprob": -0.5,
+         "top": [{"token_id": 0, "text": "a", "logprob": 0.0}]}
+    ]  # fmt: skip
 
 
 def test_a_row_is_written_with_its_last_choice(tmp_path: Path) -> None:

@@ -50,6 +50,14 @@ def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_texts_of_tokens(tokenizer: Tokenizer) -> None:
+    """Leading spaces and the names of special tokens included."""
+    first, second = (tokenizer.token_text(token) for token in byte_ids(b" a"))
+    assert (first, second, tokenizer.token_text(len(SPECIAL) + 256)) == (" ", "a", "he")
+    assert tokenizer.token_text(2) == "</s>"
+    assert tokenizer.token_text(byte_ids("é".encode()[:1])[0]) == "\N{REPLACEMENT CHARACTER}"
+
+
 def test_decode_skips_special_tokens_and_marks_incomplete_characters(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([2, *byte_ids(b"a"), 1, *byte_ids(b"b"), 2]) == "ab"
     assert tokenizer.decode(byte_ids("é".encode()[:1])) == "\N{REPLACEMENT CHARACTER}"

@@ -9,19 +9,25 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dakrun.engine.runner import Chosen, Row, Runner
+from dakrun.engine.runner import Chosen, NextTokens, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
 from dakrun.geometry import NO_TOKEN
 from dakrun.plan import Plan, passes
-from dakrun.requests import Completion, Request, RowError, StopStrings
-
-Detokenize = Callable[[Sequence[int]], str]
+from dakrun.requests import (
+    Completion,
+    Logprobs,
+    Request,
+    RowError,
+    StopStrings,
+    Tokenizer,
+    TokenLogprob,
+)
 
 
 @dataclass
@@ -58,6 +64,7 @@ class _Running:
     seed: int
     limit: int
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in NextTokens
     cached: int = 0
     launched: int = 1
     first_token: float = 0.0
@@ -67,10 +74,10 @@ class _Running:
 class Engine:
     """Runs requests on a `runner` whose weights and slots lie where `plan` put them."""
 
-    def __init__(self, runner: Runner, plan: Plan, detokenize: Detokenize | None) -> None:
+    def __init__(self, runner: Runner, plan: Plan, tokenizer: Tokenizer | None) -> None:
         self.runner, self.plan = runner, plan
         self.stats = EngineStats()
-        self._detokenize = detokenize
+        self._tokenizer = tokenizer
         self._max_len = plan.workload.max_model_len
         self._eos = frozenset(plan.model.eos_token_ids)
         self._kv_bytes = plan.model.kv_bytes_per_token
@@ -154,9 +161,11 @@ class Engine:
         if not 0 < length < self._max_len:
             raise ValueError(f"expected a prompt of 1 to {self._max_len - 1} tokens, got {length}")
         params = request.params
-        if params.stop and self._detokenize is None:
-            raise ValueError("stop strings need a tokenizer")
-        stop = StopStrings(params.stop, self._detokenize) if params.stop else None  # type: ignore[arg-type]
+        stop = None
+        if params.stop:
+            if self._tokenizer is None:
+                raise ValueError("stop strings need a tokenizer")
+            stop = StopStrings(params.stop, self._tokenizer.decode)
         seed = request_seed(params.seed, request.id)
         limit = min(params.max_tokens, self._max_len - length)
         return _Running(request, slot, time.perf_counter(), stop, seed, limit)
@@ -188,9 +197,9 @@ class Engine:
         """Record the first tokens of requests and hand them to the runner."""
         if ready is not None:
             done, chosen = ready
-            tokens = chosen.tokens()
-            self.runner.begin([r.slot for r in done], [max(token, 0) for token in tokens])
-            self._record(done, tokens)
+            found = chosen.collect()
+            self.runner.begin([r.slot for r in done], [max(token, 0) for token in found.tokens])
+            self._record(done, found)
 
     def _launch(self, active: Sequence[_Running]) -> None:
         """Start a decode step of the requests `active`."""
@@ -207,18 +216,20 @@ class Engine:
     def _collect(self) -> None:
         """Record the tokens of the oldest step, except those of ended requests."""
         start, rows = self._steps.popleft()
-        chosen = self.runner.collect()
+        found = self.runner.collect()
         now = time.perf_counter()
         self.stats.step_s.append(now - max(start, self._collected))
         self._collected = now
-        kept = [(r, token) for r, token in zip(rows, chosen, strict=True) if not r.ended]
-        self._record([r for r, _ in kept], [token for _, token in kept])
+        self._record(rows, found)
 
-    def _record(self, rows: Sequence[_Running], chosen: Sequence[int]) -> None:
+    def _record(self, rows: Sequence[_Running], found: NextTokens) -> None:
         now = time.perf_counter()
-        for r, token in zip(rows, chosen, strict=True):
-            r.first_token = r.first_token or now
-            r.tokens.append(token)
+        for r, token in zip(rows, found.tokens, strict=True):
+            if not r.ended:
+                r.first_token = r.first_token or now
+                r.tokens.append(token)
+        for number, likeliest in found.logprobs.items():
+            rows[number].logprobs.append(likeliest)
 
     def _finish_reason(self, r: _Running) -> Literal["stop", "length", "error"] | None:
         params = r.request.params
@@ -256,7 +267,7 @@ class Engine:
         stats.ttft_s.append(r.first_token - r.started)
         if further:
             stats.tpot_s.append(tpot)
-        text = self._detokenize(r.tokens) if self._detokenize else None
+        text = self._tokenizer.decode(r.tokens) if self._tokenizer else None
         if text is not None and r.stop is not None:
             text = r.stop.cut(text)
         return Completion(
@@ -268,4 +279,15 @@ class Engine:
             ttft_s=r.first_token - r.started,
             tpot_s=tpot,
             reply=r.request.reply,
+            logprobs=self._logprobs(r),
         )
+
+    def _logprobs(self, r: _Running) -> tuple[Logprobs, ...] | None:
+        if r.request.params.logprobs is None:
+            return None
+        text = self._tokenizer.token_text if self._tokenizer else lambda _: None
+        found = (
+            [TokenLogprob(token, logprob, text(token)) for token, logprob in likeliest]
+            for likeliest in r.logprobs
+        )
+        return tuple(Logprobs(chosen, tuple(top)) for chosen, *top in found)

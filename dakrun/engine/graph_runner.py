@@ -21,7 +21,7 @@ from dakrun.engine.decode_step import (
     fitting,
 )
 from dakrun.engine.prefill import Prefill
-from dakrun.engine.runner import Row, choose
+from dakrun.engine.runner import Chosen, NextTokens, Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.kernels.runtime import capture, edge_kinds, replay_seconds
@@ -41,12 +41,12 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Step:
-    """A launched step; `sampled`, int64 [n] in host memory, has its tokens if any row samples."""
+    """A launched step; `chosen` has its tokens if any row needs the logits, else the log."""
 
     rows: Sequence[Row]
     start: torch.cuda.Event
     end: torch.cuda.Event
-    sampled: torch.Tensor | None
+    chosen: Chosen | None
 
 
 class GraphRunner:
@@ -110,38 +110,35 @@ class GraphRunner:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.graphs[bucket].replay()
-        sampled = None
-        if any(row.params.temperature > 0 for row in rows):
-            sampled = self._sample(rows, mapped)
+        chosen = self._choose(rows, mapped) if any(row.needs_logits for row in rows) else None
         end.record()
-        self._steps.append(_Step(rows, start, end, sampled))
+        self._steps.append(_Step(rows, start, end, chosen))
         self.replays.count[sum(bucket)] += 1
         self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
 
-    def collect(self) -> list[int]:
+    def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
         step = self._steps.popleft()
         step.end.synchronize()
         if self._last is not None:
             self._gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
         self._last = step
-        if step.sampled is not None:
-            return step.sampled.tolist()  # type: ignore[no-any-return]
+        if step.chosen is not None:
+            return step.chosen.collect()
         places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
-        return self._rows.log.take(torch.tensor(places)).tolist()  # type: ignore[no-any-return]
+        return NextTokens(self._rows.log.take(torch.tensor(places)).tolist())
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""
         while self._steps:
             self.collect()
 
-    def _sample(self, rows: Sequence[Row], mapped: Sequence[int]) -> torch.Tensor:
-        """Sample the rows' tokens, which replace the greedy choices of the graph."""
+    def _choose(self, rows: Sequence[Row], mapped: Sequence[int]) -> Chosen:
+        """Choose the rows' tokens from the logits; they replace the greedy choices of the graph."""
         places = self._on_gpu([mapped.index(row.slot) for row in rows]).long()
-        chosen = choose(self._backend.logits[places], rows)
-        self._rows.tokens[places] = chosen.clamp(min=0).int()  # NO_TOKEN is no token to embed
-        kept = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
-        return kept.copy_(chosen, non_blocking=True)
+        chosen = Chosen(self._backend.logits[places], rows)
+        self._rows.tokens[places] = chosen.tokens.clamp(min=0).int()  # NO_TOKEN has no embedding
+        return chosen
 
     def _capture(self) -> None:
         """Capture all buckets, the largest first, in one pool of memory."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dakrun.config import ModelConfig
-from dakrun.engine.runner import Row, choose
+from dakrun.engine.runner import Chosen, NextTokens, Row
 from dakrun.kernels import reference
 from dakrun.kernels.attention import KVCache, RowLayout
 from dakrun.memory.tiers import PartitionedTensor
@@ -179,7 +179,7 @@ class ReferenceRunner:
             self._rope = cos.to(cache.device), sin.to(cache.device)
         self._steps = 0
         self._newest: dict[int, int] = {}  # token by slot
-        self._chosen: deque[list[int]] = deque()  # by step
+        self._chosen: deque[NextTokens] = deque()  # by step
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds by op, the mean of all steps so far, on a CPU."""
@@ -218,10 +218,10 @@ class ReferenceRunner:
         tokens = [self._newest[slot] for slot in slots]
         logits = self.decode(tokens, [row.position for row in rows], slots)
         self._steps += 1
-        self._chosen.append(choose(logits, rows).tolist())
-        self.begin(slots, self._chosen[-1])
+        self._chosen.append(Chosen(logits, rows).collect())
+        self.begin(slots, self._chosen[-1].tokens)
 
-    def collect(self) -> list[int]:
+    def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
         return self._chosen.popleft()
 

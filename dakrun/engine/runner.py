@@ -5,14 +5,16 @@ graph_runner.py has the runner of the GPU's kernels, reference_runner.py that of
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from dakrun.config import SamplingParams
+from dakrun.engine.logprobs import log_probabilities
 from dakrun.engine.sampler import sample
 from dakrun.errors import GpuFailed
-from dakrun.memory.device import is_out_of_memory, out_of_memory
+from dakrun.memory.device import download, is_out_of_memory, out_of_memory, upload
 from dakrun.memory.tiers import LOCAL_HINT
 from dakrun.plan import Segment
 
@@ -29,6 +31,22 @@ class Row(NamedTuple):
     step: int
     params: SamplingParams
     seed: int
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it is not enough to know the likeliest token."""
+        return self.params.temperature > 0 or self.params.logprobs is not None
+
+
+class NextTokens(NamedTuple):
+    """The next tokens of some rows, in the order of the rows; NO_TOKEN where there is none.
+
+    `logprobs` has those of the rows that ask for them, by the row's number: the row's token, then
+    the likeliest tokens, each with its log-probability.
+    """
+
+    tokens: list[int]
+    logprobs: Mapping[int, list[tuple[int, float]]] = MappingProxyType({})
 
 
 class Runner(Protocol):
@@ -65,8 +83,8 @@ class Runner(Protocol):
         """Start a decode step: the newest token of every row goes in, its next one comes out."""
         ...
 
-    def collect(self) -> list[int]:
-        """The tokens of the oldest step that was launched, in the order of its rows; waits."""
+    def collect(self) -> NextTokens:
+        """The tokens of the oldest step that was launched; waits."""
         ...
 
     def drop(self) -> None:
@@ -75,28 +93,38 @@ class Runner(Protocol):
 
 
 class Chosen:
-    """The next tokens of some rows, on their way from the device."""
+    """The next tokens of some rows, on their way from the device.
+
+    `tokens`, int64 [n], are there already.
+    """
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Start `choose` on logits [n, V] without waiting for it."""
-        chosen = choose(logits, rows)
-        self._ready: torch.cuda.Event | None = None
-        self._tokens = chosen
-        if chosen.is_cuda:
-            kept = torch.empty(len(rows), dtype=chosen.dtype, pin_memory=True)
-            self._tokens = kept.copy_(chosen, non_blocking=True)
-            self._ready = torch.cuda.current_stream().record_event()
+        """Start to choose from logits [n, V], without waiting for it."""
+        params = [row.params for row in rows]
+        self.tokens = sample(logits, params, [r.seed for r in rows], [r.step for r in rows])
+        self._asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        parts = [self.tokens]
+        if self._asked:
+            numbers = upload(torch.tensor(list(self._asked)), logits.device)
+            tokens = self.tokens[numbers].clamp(min=0)
+            parts += log_probabilities(logits[numbers], tokens, max(self._asked.values()))
+        self._parts = [download(part) for part in parts]
+        self._ready = torch.cuda.current_stream().record_event() if logits.is_cuda else None
 
-    def tokens(self) -> list[int]:
-        """The tokens in the order of the rows; waits."""
+    def collect(self) -> NextTokens:
+        """The tokens and log-probabilities; waits."""
         if self._ready is not None:
             self._ready.synchronize()
-        return self._tokens.tolist()  # type: ignore[no-any-return]
-
-
-def choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """The next token of each row, int64 [n], from logits [n, V]."""
-    return sample(logits, [r.params for r in rows], [r.seed for r in rows], [r.step for r in rows])
+        tokens, *likeliest = (part.tolist() for part in self._parts)
+        found = (
+            {
+                row: list(zip(ids, values, strict=True))[: 1 + top]
+                for (row, top), ids, values in zip(self._asked.items(), *likeliest, strict=True)
+            }
+            if likeliest
+            else {}
+        )
+        return NextTokens(tokens, found)
 
 
 @contextmanager

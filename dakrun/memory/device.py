@@ -156,6 +156,17 @@ def cuda_runtime() -> Any:
     return runtime
 
 
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, started without waiting for the GPU; `tensor` itself if it is there.
+
+    It is complete once an event recorded after it has passed.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return kept.copy_(tensor, non_blocking=True)
+
+
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to `device` in the order of its stream; the CPU does not wait."""
     if device.type == "cpu":

@@ -11,7 +11,15 @@ from dakrun.requests.choices import Choices
 from dakrun.requests.files import same_file
 from dakrun.requests.prompts import BadRow, PromptRules, as_requests
 from dakrun.requests.reader import RequestReader
-from dakrun.requests.request import Completion, IdSet, Reply, Request, RowError
+from dakrun.requests.request import (
+    Completion,
+    IdSet,
+    Logprobs,
+    Reply,
+    Request,
+    RowError,
+    TokenLogprob,
+)
 from dakrun.requests.tokenizer import StopStrings, Tokenizer
 from dakrun.requests.writer import ResultWriter
 
@@ -20,6 +28,7 @@ __all__ = [
     "Choices",
     "Completion",
     "IdSet",
+    "Logprobs",
     "PromptRules",
     "Reply",
     "Request",
@@ -27,6 +36,7 @@ __all__ = [
     "ResultWriter",
     "RowError",
     "StopStrings",
+    "TokenLogprob",
     "Tokenizer",
     "as_requests",
     "same_file",

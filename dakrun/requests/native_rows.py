@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.requests.prompts import BadRow, PromptRules
-from dakrun.requests.request import Completion, Reply, RowError
+from dakrun.requests.request import Completion, Reply, RowError, TokenLogprob
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed")
 NATIVE_FIELDS = (
     *("id", "prompt", "prompt_token_ids", "max_tokens"),
-    *(*SAMPLING_FIELDS, "stop", "ignore_eos"),
+    *(*SAMPLING_FIELDS, "stop", "ignore_eos", "logprobs"),
 )
+_COPIED = ("max_tokens", *SAMPLING_FIELDS, "logprobs")  # into SamplingParams
 _JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
 
 
@@ -57,14 +58,14 @@ def parse_native(
         names, known = ", ".join(map(repr, unknown)), ", ".join(NATIVE_FIELDS)
         raise BadRow("unsupported_field", f"unsupported {names}; the fields are {known}")
     given = {name: value for name, value in row.items() if value is not None}
-    changes = {name: given[name] for name in ("max_tokens", *SAMPLING_FIELDS) if name in given}
+    changes = {name: given[name] for name in _COPIED if name in given}
     params = replace(defaults, **changes, **stop_and_eos(given))
     return [ParsedRow(_prompt_ids(given, rules), params)]
 
 
 def completion_row(completion: Completion) -> dict[str, Any]:
     """The native result row of a finished request."""
-    return {
+    row: dict[str, Any] = {
         "id": completion.id,
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -74,6 +75,16 @@ def completion_row(completion: Completion) -> dict[str, Any]:
             "completion_tokens": len(completion.token_ids),
         },
     }
+    if completion.logprobs is not None:
+        row["logprobs"] = [
+            {**_logprob(chosen), "top": [_logprob(one) for one in top]}
+            for chosen, top in completion.logprobs
+        ]
+    return row
+
+
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": token.token_id, "text": token.text, "logprob": round(token.logprob, 6)}
 
 
 def error_row(error: RowError) -> dict[str, Any]:

@@ -5,9 +5,11 @@ Knows neither files nor requests' fields, which are in openai_rows.py.
 
 import hashlib
 import time
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from dakrun.requests.request import Completion, RowError
+from dakrun.requests.request import Completion, Logprobs, RowError, TokenLogprob
 
 
 def completion_row(*choices: Completion) -> dict[str, Any]:
@@ -58,7 +60,53 @@ def _choice(completion: Completion, *, is_chat: bool) -> dict[str, Any]:
         choice["text"] = completion.text
     if completion.text is None:
         choice["token_ids"] = completion.token_ids
-    return choice | {"finish_reason": completion.finish_reason, "logprobs": None}
+    found = None
+    if completion.logprobs is not None:
+        found = (_chat_logprobs if is_chat else _text_logprobs)(completion.logprobs)
+    return choice | {"finish_reason": completion.finish_reason, "logprobs": found}
+
+
+def _text_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    """`logprobs` of a choice of /v1/completions; offsets are in characters from its first token."""
+    names = [_name(chosen) for chosen, _ in logprobs]
+    return {
+        "tokens": names,
+        "token_logprobs": [_rounded(chosen) for chosen, _ in logprobs],
+        "top_logprobs": [_by_name((*top, chosen)) for chosen, top in logprobs],
+        "text_offset": [0, *accumulate(map(len, names))][: len(names)],
+    }
+
+
+def _chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    """`logprobs` of a choice of /v1/chat/completions."""
+    content = [
+        {**_chat_logprob(chosen), "top_logprobs": [_chat_logprob(one) for one in top]}
+        for chosen, top in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
+    """A token; `bytes` is null where it is part of a character, or there is no tokenizer."""
+    whole = token.text is not None and "\N{REPLACEMENT CHARACTER}" not in token.text
+    data = list(_name(token).encode()) if whole else None
+    return {"token": _name(token), "logprob": _rounded(token), "bytes": data}
+
+
+def _by_name(tokens: Sequence[TokenLogprob]) -> dict[str, float]:
+    """Log-probabilities by the tokens' text; of tokens with one text the first counts."""
+    found: dict[str, float] = {}
+    for one in tokens:
+        found.setdefault(_name(one), _rounded(one))
+    return found
+
+
+def _name(token: TokenLogprob) -> str:
+    return f"token_id:{token.token_id}" if token.text is None else token.text
+
+
+def _rounded(token: TokenLogprob) -> float:
+    return round(token.logprob, 6)
 
 
 def _key(custom_id: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dakrun.config import SamplingParams
+from dakrun.config import MAX_LOGPROBS, SamplingParams
 from dakrun.requests.native_rows import (
     SAMPLING_FIELDS,
     ParsedRow,
@@ -20,11 +20,12 @@ from dakrun.requests.request import Reply
 
 _URLS = ("/v1/completions", "/v1/chat/completions")
 _ROW_FIELDS = ("custom_id", "method", "url", "body")
-_COMMON_FIELDS = ("model", "n", "max_tokens", *SAMPLING_FIELDS, "stop", "ignore_eos")
+_COMMON_FIELDS = ("model", "n", "logprobs", "max_tokens", *SAMPLING_FIELDS, "stop", "ignore_eos")
 _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
-_CHAT_FIELDS = ("messages", "max_completion_tokens", *_COMMON_FIELDS)
+_CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata")
 _MAX_N = 8
+_MAX_LOGPROBS = 5  # of /v1/completions
 _MAX_PROMPTS = 1024
 _SEED_BITS = 64  # seeds of a row's choices differ above those that rows give
 _ROLES = ("system", "developer", "user", "assistant")
@@ -33,7 +34,6 @@ _NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
     "stream": False,
     "echo": False,
-    "logprobs": False,
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "logit_bias": {},
@@ -77,6 +77,7 @@ def parse_batch(
     if not isinstance(model, str | None):
         raise BadRow("invalid_field", f"model is {json_kind(model)}, not a string")
     params, n = _parameters(given, defaults), _count_of(given, "n", 1, _MAX_N)
+    params = replace(params, logprobs=_logprobs(given, is_chat=is_chat))
     prompts = [_chat_prompt(given, rules)] if is_chat else _text_prompts(given, rules)
     reply = Reply("chat" if is_chat else "completion", model, choices=n * len(prompts), n=n)
     # A choice's seed is its own. The first choice of each prompt has the same with every n.
@@ -130,6 +131,20 @@ def _parameters(given: dict[str, Any], defaults: SamplingParams) -> SamplingPara
     if limits:
         changes["max_tokens"] = limits[0]
     return replace(defaults, **changes, **stop_and_eos(given))
+
+
+def _logprobs(given: dict[str, Any], *, is_chat: bool) -> int | None:
+    """The likeliest tokens that the row asks for with each new one; None if it has no logprobs."""
+    asked = given.get("logprobs", False)
+    if not is_chat:
+        return None if asked is False else _count_of(given, "logprobs", 0, _MAX_LOGPROBS)
+    if not isinstance(asked, bool):
+        raise BadRow("invalid_field", f"logprobs is {json_kind(asked)}, not true or false")
+    if asked:
+        return _count_of(given, "top_logprobs", 0, MAX_LOGPROBS)
+    if given.get("top_logprobs", 0) != 0:
+        raise BadRow("invalid_field", "top_logprobs needs logprobs to be true")
+    return None
 
 
 def _count_of(given: dict[str, Any], name: str, low: int, high: int) -> int:

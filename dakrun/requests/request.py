@@ -6,7 +6,7 @@ Knows neither files nor models.
 import hashlib
 from array import array
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dakrun.config import SamplingParams
 
@@ -41,9 +41,26 @@ class Request:
     further: tuple["Request", ...] = ()
 
 
+class TokenLogprob(NamedTuple):
+    """A token, its natural log-probability, and its text, None without a tokenizer."""
+
+    token_id: int
+    logprob: float
+    text: str | None
+
+
+class Logprobs(NamedTuple):
+    """The log-probability of a chosen token, and those of the `top` likeliest in its place."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """A finished request. `text` ends before EOS or the stop string; None without a tokenizer.
+
+    `logprobs` has an element for each of `token_ids`, None if the request asked for none.
 
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
@@ -57,6 +74,7 @@ class Completion:
     ttft_s: float
     tpot_s: float
     reply: Reply = Reply()
+    logprobs: tuple[Logprobs, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

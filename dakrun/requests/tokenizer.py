@@ -28,6 +28,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         # The reader checks lengths against the model; the tokenizer's own limit only warns.
         tokenizer.model_max_length = 10**30
+        self.token_text = cache(self._token_text)
         self._chat_template: ChatTemplate | None = None
 
     @staticmethod
@@ -74,6 +75,17 @@ class Tokenizer:
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def _token_text(self, token: int) -> str:
+        """The text of a token within a text, or its name if it is special.
+
+        Decoded behind itself, because decoding drops a leading space.
+        """
+        once, twice = (
+            str(self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False))
+            for n in (1, 2)
+        )
+        return twice[len(once) :]
 
     @property
     def has_chat_template(self) -> bool:
