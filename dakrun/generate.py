@@ -24,6 +24,7 @@ from dakrun.requests import (
     RequestReader,
     ResultWriter,
     RowError,
+    fingerprint_path,
     same_file,
 )
 from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked
@@ -143,6 +144,8 @@ def check_report(report: str, *, source: str, output: str, profile: str) -> None
         raise UsageError(f"{folder}: no such folder", hint="make it, or change --report")
     if same_file(output, report):
         raise UsageError(f"{report}: the report would overwrite the results (-o)", hint=hint)
+    if output != "-" and same_file(str(fingerprint_path(output)), report):
+        raise UsageError(f"{report}: the report would overwrite the run's fingerprint", hint=hint)
     if same_file(report, source):
         raise UsageError(f"{report}: the report would overwrite the prompts (-i)", hint=hint)
     if profile != "auto" and same_file(report, profile):

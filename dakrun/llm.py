@@ -107,9 +107,7 @@ class LLM:
         expected_prompt = check_count("expected_prompt", expected_prompt, or_one_of=(None,))
         if not isinstance(policy, Policy | None):
             raise invalid_value("policy", policy, "a Policy or None")
-        self.config, directory = _model(str(model), load_format)
-        if dtype != "auto":
-            self.config = self.config.with_dtype(dtype)
+        self.config, directory = find_model(str(model), dtype, load_format)
         self.device = _device(device)
         self.profile = _profile(profile, self.device)
         self._plan_for = partial(
@@ -343,8 +341,18 @@ class _Unfinished:
         del self._taken[result.id, result.reply.choice]
 
 
-def _model(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:
-    """The architecture and the checkpoint's folder; None for random weights of a model by name."""
+def find_model(
+    name: str, dtype: Dtype | Literal["auto"], load_format: LoadFormat
+) -> tuple[ModelConfig, Path | None]:
+    """The architecture and the checkpoint's folder; None for random weights of a model by name.
+
+    Raises UsageError or CannotRun if there is no such model.
+    """
+    config, directory = _find(name, load_format)
+    return config if dtype == "auto" else config.with_dtype(dtype), directory
+
+
+def _find(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:
     folder = Path(name).expanduser()
     if load_format == "dummy":
         config = hub.model_config(name)

@@ -168,6 +168,9 @@ def test_ten_kills_change_nothing(
 
         assert server.run(arguments(source, out, "--resume"), meanwhile=kill)[0] == -signal.SIGKILL
         lines = out.read_bytes().count(b"\n") if out.exists() else 0
+        if lines:  # a kill never parts rows from the fingerprint of their run
+            code, said = server.run(arguments(source, out, "--resume", "--seed", "8"))
+            assert code == 2 and "sampling.seed was 7, now 8" in said
     assert 0 < lines < COUNT
     code, said = server.run(arguments(source, out, "--resume"))
     assert code == 0 and f"{COUNT - lines} rows done, 0 failed, {lines} skipped" in said

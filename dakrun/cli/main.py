@@ -54,6 +54,7 @@ main.add_command(bench)
 @load_format_option()
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
+@click.option("--force", is_flag=True, help="Resume the output of another model or options too.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 def generate(
     *,
@@ -70,6 +71,7 @@ def generate(
     load_format: Any,
     report_path: str | None,
     resume: bool,
+    force: bool,
     overwrite: bool,
     **sampling: Any,
 ) -> int:
@@ -83,18 +85,22 @@ def generate(
     params = SamplingParams(**sampling)
 
     from dakrun.generate import BatchJob, check_report, count_rows, write_report
-    from dakrun.llm import LLM
+    from dakrun.llm import LLM, find_model
     from dakrun.plan import MAX_BATCH_SIZE
     from dakrun.probe import describe_profile
     from dakrun.report import render
-    from dakrun.requests import RequestReader, ResultWriter
+    from dakrun.requests import RequestReader, ResultWriter, make_fingerprint
 
-    writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume)
+    writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume, force=force)
     if report_path is not None:
         check_report(report_path, source=source, output=output, profile=profile)
-    with (
-        RequestReader(source, defaults=params) as reader,
-        LLM(
+    with RequestReader(source, defaults=params) as reader:
+        config, folder = find_model(model, dtype, load_format)
+        weights = None if load_format == "dummy" else folder
+        run = make_fingerprint(config, weights, reader.row_format(), params)
+        if note := writer.identify(run):
+            eprint(note)
+        with LLM(
             model,
             dtype=dtype,
             device=device,
@@ -107,15 +113,14 @@ def generate(
             policy=policy,
             needs_tokenizer=reader.needs_tokenizer(),
             load_format=load_format,
-        ) as llm,
-    ):
-        console = stderr_console()
-        progress = console if sys.stderr.isatty() else None
-        start = time.perf_counter()
-        with writer, BatchJob(llm, reader, writer, progress) as job:
-            for result in llm.stream(job.requests()):
-                job.finish(result)
-        report = llm.report(time.perf_counter() - start)
+        ) as llm:
+            console = stderr_console()
+            progress = console if sys.stderr.isatty() else None
+            start = time.perf_counter()
+            with writer, BatchJob(llm, reader, writer, progress) as job:
+                for result in llm.stream(job.requests()):
+                    job.finish(result)
+            report = llm.report(time.perf_counter() - start)
     report["rows"] = vars(job.counts)
     if report_path is not None:
         write_report(report, Path(report_path))

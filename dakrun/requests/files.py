@@ -9,9 +9,10 @@ import io
 import os
 import stat
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dakrun.interrupt import defer_signals
 
@@ -33,7 +34,7 @@ class OutputFile:
     """A file, or standard output ("-"), opened for appending. All methods raise OSError."""
 
     def __init__(self, name: str) -> None:
-        self._is_stdout = name == "-"
+        self._name, self._is_stdout = name, name == "-"
         self._fd = _stdout_fd() if self._is_stdout else _open_for_append(name)
         self._is_regular = self._fd >= 0 and stat.S_ISREG(os.fstat(self._fd).st_mode)
         self._fsync = self._fd >= 0
@@ -44,14 +45,18 @@ class OutputFile:
         return self._is_regular and not self._is_stdout
 
     def lock(self) -> bool:
-        """Lock the file against other runs until it is closed; False if another run has it."""
+        """Lock the file against other runs until it is closed.
+
+        False if another run has it, or has replaced it since it was opened.
+        """
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:  # a file system without locks
             pass
-        return True
+        now = _stat(self._name, None)
+        return now is not None and os.path.samestat(os.fstat(self._fd), now)
 
     def truncate(self, size: int) -> None:
         """Cut the file to its first `size` bytes."""
@@ -102,6 +107,28 @@ class OutputFile:
             if problem.errno not in _NO_FSYNC:
                 raise
             self._fsync = False  # a pipe or a terminal
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` in one step, on disk, when the block ends.
+
+    If the block raises, or a signal stops it, `path` stays as it was. Raises OSError.
+    """
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            with suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    with suppress(OSError):  # some file systems cannot sync a folder
+        _fsync_folder(path.parent)
 
 
 def _stdout_fd() -> int:

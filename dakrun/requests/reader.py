@@ -90,16 +90,16 @@ class RequestReader:
 
         False if there are no rows or the first one cannot be parsed.
         """
-        line = self._peek()
-        if line is None or line.data is None:
-            return False
-        if self._row_format(line) == "text":
-            return True
-        try:
-            row = json_object(line.data)
-        except BadRow:
-            return False
-        return _kind_of(row).needs_tokenizer(row)
+        row = self._first_row()
+        return row == "text" or (isinstance(row, dict) and _kind_of(row).needs_tokenizer(row))
+
+    def row_format(self) -> str | None:
+        """The format of the results: that of the first row, "native" for text; reads it ahead.
+
+        None if there are no rows or the first one cannot be parsed.
+        """
+        row = self._first_row()
+        return _kind_of(row).name if isinstance(row, dict) else row and NATIVE.name
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError]:
         """Every row as a Request, or as a RowError if it is malformed or breaks `rules`."""
@@ -113,6 +113,17 @@ class RequestReader:
             yield row if row_format == "text" else self._unique(row)  # text rows' ids are unique
             line = self._peek()
         self.close()
+
+    def _first_row(self) -> dict[str, Any] | Literal["text"] | None:
+        line = self._peek()
+        if line is None or line.data is None:
+            return None
+        if self._row_format(line) == "text":
+            return "text"
+        try:
+            return json_object(line.data)
+        except BadRow:
+            return None
 
     def _peek(self) -> _Line | None:
         self._first = self._first or next(self._lines, None)

@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
+from dakrun.interrupt import defer_signals
 from dakrun.requests import native_rows, openai_results
 from dakrun.requests.files import OutputFile, same_file
+from dakrun.requests.fingerprint import (
+    Fingerprint,
+    differences,
+    fingerprint_path,
+    read_fingerprint,
+    write_fingerprint,
+)
 from dakrun.requests.gzip_files import pack, without_gz
 from dakrun.requests.request import Completion, IdSet, RowError
 from dakrun.requests.written_rows import WrittenRows
@@ -36,6 +44,8 @@ class ResultWriter:
     that each id is written once; `failed_before` counts the error rows that it found.
 
     A write that fails raises CannotRun and leaves whole rows only.
+
+    The run's fingerprint, if `identify` gives one, is kept beside the output (fingerprint.py).
     """
 
     def __init__(
@@ -45,14 +55,19 @@ class ResultWriter:
         source: str | Path | None = None,
         overwrite: bool = False,
         resume: bool = False,
+        force: bool = False,
     ) -> None:
         self.failed_before = 0
+        self._force = force
+        self._fingerprint: Fingerprint | None = None
         self._name, self._overwrite, self._resume = str(destination), overwrite, resume
         self._is_packed = self._name.lower().endswith(".gz")
         self._ids = IdSet()
         self._file: OutputFile | None = None
         if overwrite and resume:
             raise UsageError("--overwrite and --resume exclude each other", hint="give one of them")
+        if force and not resume:
+            raise UsageError("--force needs --resume", hint="give both, or --overwrite alone")
         if source is not None and same_file(self._name, str(source)):
             raise UsageError(
                 f"{self._name}: the output is the file that the prompts come from",
@@ -74,6 +89,18 @@ class ResultWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(silent=error is not None)
+
+    def identify(self, fingerprint: Fingerprint) -> str | None:
+        """Say which run this is; call it before entering.
+
+        Raises UsageError if the output to resume is of another run, unless `force` was given, and
+        if OUT.run.json is something else. Returns a note if nothing tells which run it is of.
+        """
+        self._fingerprint = fingerprint
+        try:
+            return self._check_run()
+        except OSError as problem:
+            raise self._failure(problem) from problem
 
     @property
     def name(self) -> str:
@@ -163,8 +190,39 @@ class ResultWriter:
                 hint="wait until that has ended, or give -o another file",
             )
         self._check_destination()  # again: another run may have filled it before the lock
+        self._check_run()
         if self._overwrite or self._resume:
             file.truncate(self._read_done() if self._resume else 0)
+        # Behind the truncation: an old output never has the new fingerprint.
+        path = fingerprint_path(self._name)
+        with defer_signals():
+            if self._fingerprint is None:
+                if self._overwrite:
+                    path.unlink(missing_ok=True)
+            elif self._fingerprint != read_fingerprint(path):
+                write_fingerprint(self._fingerprint, path)
+
+    def _check_run(self) -> str | None:
+        """Compare the fingerprint with that of the output to resume; see `identify`."""
+        if self._name == "-" or self._fingerprint is None:
+            return None
+        if os.path.exists(self._name) and not os.path.isfile(self._name):
+            return None
+        path = fingerprint_path(self._name)
+        before = read_fingerprint(path)
+        if not self._resume or not os.path.exists(self._name) or not os.path.getsize(self._name):
+            return None
+        known = before or {"format": WrittenRows(self._name).row_format()}
+        different = differences(known, self._fingerprint)
+        if different and not self._force:
+            raise UsageError(
+                f"{self._name}: the output of another run: {'; '.join(different)}",
+                hint="--resume with that run's model and options, --resume --force to go on all "
+                "the same, or --overwrite to start afresh",
+            )
+        if before is None:
+            return f"{self._name} has no {path.name}: its rows count as of this model and options"
+        return None
 
     def _read_done(self) -> int:
         """Read the ids of the rows in the output; returns the size of all whole rows in bytes."""

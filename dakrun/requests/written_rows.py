@@ -11,6 +11,8 @@ from typing import BinaryIO, NamedTuple
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests.gzip_files import CutOff, is_gzip, members
+from dakrun.requests.native_rows import NATIVE
+from dakrun.requests.openai_rows import BATCH
 
 # The first bytes of every result row, so also of one that was cut off.
 _ROW_START = b'{"id":'
@@ -49,6 +51,12 @@ class WrittenRows:
                 yield from self._packed(file) if self.is_gzip else self._plain(file)
         except OSError as problem:
             raise self._unreadable(problem) from problem
+
+    def row_format(self) -> str | None:
+        """The format of the first row that is no error; None without one."""
+        kinds = (row.is_batch for row in self if not row.failed)
+        first = next(kinds, None)
+        return None if first is None else BATCH.name if first else NATIVE.name
 
     def _open(self) -> BinaryIO:
         try:
