@@ -55,7 +55,7 @@ def assert_logprobs(
         for one, value in zip(top, row.topk(params.logprobs).values, strict=True):
             assert abs(one.logprob - row[one.token_id]) < by and abs(one.logprob - value) < by
         if params.temperature == 0:
-            assert top[0] == chosen
+            assert top[0].logprob == chosen.logprob  # there may be equal ones in float16
 
 
 @pytest.mark.parametrize("name", ["opt-like-125m", "llama-gqa4-rope3"])
