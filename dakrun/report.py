@@ -23,7 +23,6 @@ from dakrun.units import ceil_div, format_bytes, format_seconds
 SCHEMA = 1
 _MODEL_KEYS = ("name", "family", "dtype", "weight_bytes")  # keys taken from plan_dict's "model"
 FIGURE_COLUMNS = Column("", "left"), Column("", "left", wraps=True)
-OP_COLUMNS = Column("op", "left"), *map(Column, ("layers", "bound", "predicted", "measured"))
 ERROR_BAR = 0.10  # relative error of a prediction; `render` lists the ops that exceed it
 
 
@@ -77,6 +76,7 @@ def make_report(
             (weights_read * steps + stats.kv_bytes_read) / decode_s if decode_s else None
         ),
         "predicted_step_s": plan.predicted_s,
+        "predictions_comparable": plan.profile.comparable,
         **details,
         "ops": [
             {
@@ -127,14 +127,23 @@ def _sampling(plan: Plan, op_seconds: Mapping[str, float]) -> list[dict[str, Any
 def render(report: Mapping[str, Any], console: Console) -> None:
     """Print a summary of `report`."""
     print_table(console, FIGURE_COLUMNS, _figures(report), gap=2)
-    times = [(op["bound_s"], op["predicted_s"], op["measured_s"]) for op in report["ops"]]
+    comparable = report["predictions_comparable"]
+    times = ("bound", "predicted", "measured") if comparable else ("measured",)
     rows = [
-        (op["name"], str(op["layers"]), *map(_seconds, seconds))
-        for op, seconds in zip(report["ops"], times, strict=True)
+        (op["name"], str(op["layers"]), *(_seconds(op[f"{time}_s"]) for time in times))
+        for op in report["ops"]
     ]
+    columns = Column("op", "left"), *map(Column, ("layers", *times))
     console.print("Per decode step", highlight=False)
-    print_table(console, OP_COLUMNS, rows, gap=2)
-    if errors := _large_errors(report["ops"]):
+    print_table(console, columns, rows, gap=2)
+    if not comparable:
+        console.print(
+            f"no predictions: profile {report['plan']['profile']['name']} has round numbers; "
+            "dakrun profile --device cpu measures this machine",
+            highlight=False,
+            markup=False,
+        )
+    elif errors := _large_errors(report["ops"]):
         console.print(
             "measured time relative to the prediction for a full batch: " + ", ".join(errors)
         )
@@ -163,8 +172,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"decode {_seconds(times['decode_s'])} in {times['decode_steps']} steps",
         "TTFT": _spread_text(report["ttft_s"]),
         "TPOT": _spread_text(report["tpot_s"]),
-        "decode step": f"{_spread_text(report['decode_step_s'])}; predicted "
-        f"{_seconds(report['predicted_step_s'])} with a full batch",
+        "decode step": _spread_text(report["decode_step_s"]) + _predicted(report),
         "throughput": f"{report['tokens_per_s'] or 0:.1f} tokens/s",
         "EB": f"{_rate(report['eb_bytes_per_s'])}; all weight and KV bytes read "
         f"{_rate(report['eb_total_bytes_per_s'])}",
@@ -174,6 +182,13 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         text = ", ".join(f"{k} {format_bytes(v)}" for k, v in parts.items())
         rows[f"tier {tier['name']}"] = text or "empty"
     return list(rows.items())
+
+
+def _predicted(report: Mapping[str, Any]) -> str:
+    """The predicted time of a decode step; empty if it is not comparable with the measured one."""
+    if not report["predictions_comparable"]:
+        return ""
+    return f"; predicted {_seconds(report['predicted_step_s'])} with a full batch"
 
 
 def _capped(count: int, plan: Mapping[str, Any]) -> str:

@@ -189,6 +189,7 @@ def test_a_row() -> None:
     assert found.eb_total_bytes_per_s == pytest.approx((plan.weight_bytes + 1e9) / 0.03, rel=1e-3)
     assert found.limit_over_time == pytest.approx(0.5)
     assert found.prediction_error == pytest.approx(plan.predicted_s / 0.03 - 1)
+    assert row(profile="cpu", offload_ratio=0.0).prediction_error is None  # of round numbers
     assert found.ratio == pytest.approx(0.25, abs=1e-3)
     assert found.transports in ("direct", "staged", "direct+staged")
     planned = plan.memory(0)

@@ -15,6 +15,7 @@ from rich.console import Console
 from dakrun.config import SamplingParams
 from dakrun.engine import Row
 from dakrun.errors import GpuFailed, UsageError
+from dakrun.hardware import load_profile
 from dakrun.llm import LLM
 from dakrun.plan import Policy
 from dakrun.report import _spread, render
@@ -199,7 +200,8 @@ def test_statistics_count_what_was_done(path: Path) -> None:
     assert stats.kv_bytes_read == cached * llm.config.kv_bytes_per_token
     assert len(stats.ttft_s) == len(stats.tpot_s) == 4
     assert all(c.ttft_s > 0 and c.tpot_s > 0 for c in completions)
-    assert set(llm.engine.runner.op_seconds(8)) == {o.op.name for o in llm.plan.ops}
+    ops = {op.op.name for op in llm.plan.ops}
+    assert set(llm.engine.runner.op_seconds(8)) == {*ops, "sampling"}
 
 
 def test_a_report_of_a_run_that_goes_on_has_no_times_by_op(path: Path) -> None:
@@ -261,13 +263,27 @@ def test_percentiles_are_of_the_nearest_rank(count: int, p99: int) -> None:
 def test_a_report_names_the_ops_that_the_plan_was_wrong_about(path: Path) -> None:
     llm = load(path, batch_size=2)
     list(llm.stream(requests(4)))
-    report = llm.report(2.0)
+    report = llm.report(2.0) | {"predictions_comparable": True}
     for op, factor in zip(report["ops"], (1.05, 0.5, 2.0, 0.95, None, *[1.0] * 9), strict=False):
         op["measured_s"] = factor and factor * op["predicted_s"]
     text = io.StringIO()
     render(report, Console(file=text, width=200))
     names = [op["name"] for op in report["ops"]]
     assert f"full batch: {names[1]} -50%, {names[2]} +100%\n" in text.getvalue()
+
+
+def test_predictions_of_round_numbers_are_not_compared(path: Path) -> None:
+    llm = load(path, batch_size=2)
+    list(llm.stream(requests(4)))
+    assert llm.profile.provenance.kind == "nominal" and not llm.profile.comparable
+    text = io.StringIO()
+    render(llm.report(2.0), Console(file=text, width=200))
+    shown = text.getvalue()
+    assert "no predictions: profile cpu has round numbers; dakrun profile --device cpu" in shown
+    assert "predicted" not in shown and "bound" not in shown and "%" not in shown
+    measured = replace(llm.profile.provenance, kind="measured")
+    assert replace(llm.profile, provenance=measured).comparable
+    assert load_profile("h200-spec").comparable and load_profile("h200-spec").device == "cuda"
 
 
 def test_a_run_without_decode_steps_has_a_report(path: Path) -> None:

@@ -12,11 +12,28 @@ from rich.console import Console
 
 from dakrun import probe
 from dakrun.cli import main
+from dakrun.config import Dtype, Workload
 from dakrun.demo import MODEL, task
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
+from dakrun.hardware import (
+    ComputeRate,
+    HardwareProfile,
+    OpCosts,
+    cpu_name,
+    find_profile,
+    load_profile,
+)
 from dakrun.hardware import profile as hardware
+from dakrun.models import known_model
+from dakrun.plan import Policy, make_plan
 from dakrun.probe import Measurement, Sizes, facts, measure_cpu, render
+from dakrun.probe.cpu_costs import (
+    Stopwatch,
+    attention_costs,
+    linear_costs,
+    norm_costs,
+    sampling_costs,
+)
 
 TINY = Sizes(
     buffer_bytes=2**18, caches=0, weight_size=16, batch_sizes=(1, 8, 64), seconds=0.0, runs=3
@@ -55,9 +72,55 @@ def test_a_measured_cpu() -> None:
     for rate in profile.compute.values():
         assert [n for n, _ in rate.measured] == [1, 8, 64]
         assert rate.peak == max(flops for _, flops in rate.measured)
-    assert profile.linear.rows == (1, 8, 64) and profile.attention.rows == (8,)
-    assert len({*profile.linear.seconds, *profile.attention.seconds}) == 1, "one cost for any op"
+    assert profile.linear.efficiency == (1.0,) and profile.attention.rows == (1, 8, 64)
+    assert profile.norm is not None and profile.sampling is not None
+    assert all(min(costs.seconds) > 0 for costs in (profile.linear, profile.norm))
     assert all(m.value > 0 and m.spread >= 0 and m.runs >= 3 for m in measurements)
+
+
+def test_costs_are_of_ops_with_and_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op's fixed cost is its time without work; its efficiency that of the time beyond it."""
+
+    def seconds(watch: object, name: str, call: Callable[[], object]) -> float:
+        call()
+        return (1e-5 if "fixed" in name else 3e-5) * (4 if "float32" in name else 1)
+
+    # A machine's own times would differ from run to run.
+    monkeypatch.setattr("dakrun.probe.cpu_costs.Stopwatch.seconds", seconds)
+    watch, read = Stopwatch(TINY), 1e12
+    rate = {dtype: ComputeRate(peak=1e15) for dtype in ("float32", "bfloat16")}
+    found = attention_costs(watch, torch.rand(2**16), rate, read)
+    # Each call reads 2^16 elements, in both dtypes, and takes 80 or 20 us beyond the fixed cost.
+    assert found.seconds == pytest.approx((2e-5,) * 3)
+    assert found.efficiency == pytest.approx(((4 * 2**16 / 8e-5 * 2**17 / 2e-5) ** 0.5 / read,) * 3)
+    assert norm_costs(watch, read).seconds == pytest.approx((1e-5,))  # two norms in one call
+    sampling = sampling_costs(watch, read)
+    assert sampling.seconds == pytest.approx((2e-5,)) and sampling.rows == (8,)
+    assert linear_costs(watch) == OpCosts(rows=(1,), seconds=(1e-5,), efficiency=(1.0,))
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [("float32", 2e10), ("bfloat16", 5e10)])
+def test_a_step_is_the_sum_of_its_ops(dtype: Dtype, rate: float) -> None:
+    """OPT-125m on a CPU whose ops compute at `rate`, each with a fixed cost of its kind."""
+    cost = {"efficiency": (1.0,), "rows": (8,)}
+    profile = dataclasses.replace(
+        load_profile("cpu"),
+        linear=OpCosts(seconds=(1e-5,), **cost),
+        attention=OpCosts(seconds=(1e-3,), **cost),
+        norm=OpCosts(seconds=(2e-5,), **cost),
+        sampling=OpCosts(seconds=(1e-4,), **cost),
+        compute={dtype: ComputeRate(peak=rate)},
+        hbm_bytes_per_s=1e15,
+        link_groups={"memory": 1e15},
+    )
+    model = known_model("opt-125m")
+    assert model is not None
+    workload = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
+    plan = make_plan(model.with_dtype(dtype), workload, profile, Policy(offload_ratio=0.0))
+    elements = 12 * 12 * 768**2 + 50272 * 768
+    arithmetic = (2 * 8 * elements + 12 * 4 * 8 * workload.mean_kv_len * 768) / rate
+    fixed = 49 * 1e-5 + 12 * 1e-3 + 25 * 2e-5 + 1e-4
+    assert plan.predicted_s == pytest.approx(arithmetic + fixed, rel=1e-3)
 
 
 def test_a_profile_file(tmp_path: Path) -> None:

@@ -171,11 +171,15 @@ def test_a_runs_report(columns: int) -> None:
     spread = {"mean": 0.1234567, "median": 12345.678, "p99": 12345.678}
     found: dict[str, Any] = {
         "model": {"name": "opt-66b [b]", "dtype": "bfloat16", "weight_bytes": 122 << 30},
-        "machine": {"device": "NVIDIA H200"}, "plan": {"profile": {"name": "h200-nvlink-peer"}},
-        "requests": {"finished": 123456, "prompt_tokens": 1234567, "new_tokens": 12345678},
+        "machine": {"device": "NVIDIA H200"},
+        "plan": {"profile": {"name": "h200-nvlink-peer"},
+                 "workload": {"max_model_len_tokens": 4096}},
+        "requests": {"finished": 123456, "prompt_tokens": 1234567, "new_tokens": 12345678,
+                     "capped": 12},
         "time": {"load_s": 123.4, "prefill_s": 1234.5, "decode_s": 123456.7,
                  "decode_steps": 12345},
         "ttft_s": spread, "tpot_s": spread, "decode_step_s": spread, "predicted_step_s": 0.12,
+        "predictions_comparable": True,
         "tokens_per_s": 123456.7, "eb_bytes_per_s": 4e12, "eb_total_bytes_per_s": 4.7e12,
         "tiers": [{"name": "hbm", "weights_bytes": 123 << 30, "kv_bytes": 12 << 30,
                    "vectors_bytes": 50 << 20, "activations_bytes": 865 << 20}],

@@ -6,7 +6,7 @@ Knows partitioned matrices and slots; the order of the ops is the decoder's.
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class ReferenceBackend:
 
 
 class TimedBackend:
-    """A backend whose linear ops and attentions add their time on the CPU to `seconds` by op."""
+    """A backend on the CPU that sums times of linear ops, attention and sampling in `seconds`."""
 
     def __init__(self, backend: ReferenceBackend) -> None:
         self.begin, self.embed, self.end = backend.begin, backend.embed, backend.end
@@ -90,20 +90,21 @@ class TimedBackend:
         self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The backend's `linear`, timed."""
-        with self._timed(name.rpartition(".")[2]):
+        with self.timer(name.rpartition(".")[2]):
             return self._backend.linear(name, x, residual)
 
     def timed(self, attention: Attention) -> Attention:
         """`attention`, timed."""
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            with self._timed("attention"):
+            with self.timer("attention"):
                 return attention(layer, qkv)
 
         return attend
 
     @contextmanager
-    def _timed(self, op: str) -> Iterator[None]:
+    def timer(self, op: str) -> Iterator[None]:
+        """Add the time of the block to those of `op`."""
         start = time.perf_counter()
         yield
         self.seconds[op] += time.perf_counter() - start
@@ -218,7 +219,8 @@ class ReferenceRunner:
         tokens = [self._newest[slot] for slot in slots]
         logits = self.decode(tokens, [row.position for row in rows], slots)
         self._steps += 1
-        self._chosen.append(Chosen(logits, rows).collect())
+        with self._timed.timer("sampling") if self._timed else nullcontext():
+            self._chosen.append(Chosen(logits, rows).collect())
         self.begin(slots, self._chosen[-1].tokens)
 
     def collect(self) -> NextTokens:

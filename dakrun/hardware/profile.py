@@ -117,6 +117,11 @@ class HardwareProfile:
             }
         )
 
+    @property
+    def comparable(self) -> bool:
+        """Whether predictions are to be compared with measurements: not a CPU's nominal ones."""
+        return self.device != "cpu" or self.provenance.kind == "measured"
+
     def tier(self, name: str) -> RemoteTier:
         """The remote tier called `name`, its rates capped by its group's total.
 

@@ -1,7 +1,8 @@
 """`dakrun profile`: measures this machine for the planner.
 
 run.py goes from options to a saved profile. gpu.py measures a GPU with the sweeps of sweeps.py and
-the costs of gemm_costs.py and attention_costs.py, which congestion.py fits; cpu.py measures a CPU.
+the costs of gemm_costs.py and attention_costs.py, which congestion.py fits; cpu.py and
+cpu_costs.py measure a CPU.
 table.py and plot.py show a profile; machine.py has checks of the hardware, which are imported from
 there. Importing this imports no torch.
 """
@@ -48,7 +49,8 @@ from dakrun.probe.run import (
 if TYPE_CHECKING:
     from dakrun.probe.attention_costs import attention_sweep, sampling_sweep
     from dakrun.probe.chain import Launch, graph_seconds, launch_seconds
-    from dakrun.probe.cpu import Sizes, measure_cpu
+    from dakrun.probe.cpu import measure_cpu
+    from dakrun.probe.cpu_costs import Sizes
     from dakrun.probe.gemm_costs import linear_sweep, many_rows_sweep, norm_sweep, staged_seconds
     from dakrun.probe.gpu import GpuProbe, measure_gpu, measured_variants
     from dakrun.probe.plot import best_by_doubling, chains, curves, draw
@@ -70,7 +72,8 @@ __all__ = [
 _MODULES = {
     "attention_costs": ("attention_sweep", "sampling_sweep"),
     "chain": ("Launch", "graph_seconds", "launch_seconds"),
-    "cpu": ("Sizes", "measure_cpu"),
+    "cpu": ("measure_cpu",),
+    "cpu_costs": ("Sizes",),
     "gemm_costs": ("linear_sweep", "many_rows_sweep", "norm_sweep", "staged_seconds"),
     "gpu": ("GpuProbe", "measure_gpu", "measured_variants"),
     "plot": ("best_by_doubling", "chains", "curves", "draw"),
