@@ -86,6 +86,7 @@ class BatchJob:
     def requests(self) -> Iterator[Request]:
         """The rows that are left to do; writes the errors of rows that cannot be run."""
         for row in self._reader.rows(self._llm.rules):
+            self._writer.expect(row.id)
             if self._writer.is_done(row.id):
                 self.counts.skipped += 1
             elif isinstance(row, RowError):

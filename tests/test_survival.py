@@ -3,6 +3,7 @@
 Every run is a process of its own; most are forked from one that has imported everything already.
 """
 
+import gzip
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,28 @@ def test_ten_kills_change_nothing(
     code, said = server.run(arguments(source, out, "--resume"))
     assert code == 0 and f"{COUNT - lines} rows done, 0 failed, {lines} skipped" in said
     assert read(out) == undisturbed
+
+
+def test_kills_of_a_packed_and_ordered_run(
+    server: Server, source: Path, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    out, command = tmp_path / "out.jsonl.gz", ("--resume", "--ordered")
+    for size in (1, 4_000, 12_000):
+
+        def kill(pid: int, size: int = size) -> None:
+            is_running = alive(pid)
+            while is_running() and not (out.exists() and out.stat().st_size >= size):
+                time.sleep(0.001)
+            with suppress(ProcessLookupError):  # on a busy machine the run may have ended
+                os.kill(pid, signal.SIGKILL)
+
+        assert server.run(arguments(source, out, *command), meanwhile=kill)[0] in (0, -9)
+    assert server.run(arguments(source, out, *command))[0] == 0
+    rows = [json.loads(line) for line in gzip.decompress(out.read_bytes()).splitlines()]
+    assert [row["id"] for row in rows] == [
+        json.loads(line)["id"] for line in source.read_text(encoding="utf-8").splitlines()
+    ]
+    assert {row["id"]: row for row in rows} == undisturbed
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -56,6 +56,7 @@ main.add_command(bench)
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
 @click.option("--force", is_flag=True, help="Resume the output of another model or options too.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+@click.option("--ordered", is_flag=True, help="At the end, put the rows in the input's order.")
 def generate(
     *,
     model: str,
@@ -73,6 +74,7 @@ def generate(
     resume: bool,
     force: bool,
     overwrite: bool,
+    ordered: bool,
     **sampling: Any,
 ) -> int:
     """Complete the prompts of a file; each result is on disk as soon as it is finished.
@@ -91,7 +93,9 @@ def generate(
     from dakrun.report import render
     from dakrun.requests import RequestReader, ResultWriter, make_fingerprint
 
-    writer = ResultWriter(output, source=source, overwrite=overwrite, resume=resume, force=force)
+    writer = ResultWriter(
+        output, source=source, overwrite=overwrite, resume=resume, force=force, ordered=ordered
+    )
     if report_path is not None:
         check_report(report_path, source=source, output=output, profile=profile)
     with RequestReader(source, defaults=params) as reader:
@@ -120,6 +124,7 @@ def generate(
             with writer, BatchJob(llm, reader, writer, progress) as job:
                 for result in llm.stream(job.requests()):
                     job.finish(result)
+                writer.put_in_order()
             report = llm.report(time.perf_counter() - start)
     report["rows"] = vars(job.counts)
     if report_path is not None:

@@ -2,9 +2,10 @@
 
 reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; choices.py
 collects the results of a row, writer.py writes them durably (files.py), written_rows.py reads them
-again, fingerprint.py tells one run from another; gzip_files.py knows gzip; prompts.py says which
-prompts a model accepts, tokenizer.py wraps the model's tokenizer, chat_template.py runs its chat
-template, request.py holds the shared types. README.md describes the formats.
+again, input_order.py puts them in order, fingerprint.py tells one run from another; gzip_files.py
+knows gzip; prompts.py says which prompts a model accepts, tokenizer.py wraps the model's tokenizer,
+chat_template.py runs its chat template, request.py holds the shared types. README.md describes the
+formats.
 """
 
 from dakrun.requests.choices import Choices

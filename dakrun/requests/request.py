@@ -102,7 +102,7 @@ class IdSet:
         return self._count
 
     def __contains__(self, id: str) -> bool:
-        return self._table[self._slot(_hash(id))] != 0
+        return self._table[self._slot(id_hash(id))] != 0
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +111,7 @@ class IdSet:
 
     def add(self, id: str) -> bool:
         """Insert `id`; True if it is new."""
-        value = _hash(id)
+        value = id_hash(id)
         slot = self._slot(value)
         if self._table[slot]:
             return False
@@ -140,7 +140,7 @@ def _empty(slots: int) -> "array[int]":
     return array("Q", [0]) * slots
 
 
-def _hash(id: str) -> int:
+def id_hash(id: str) -> int:
     """A 64-bit hash of `id` that is never 0."""
     data = id.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1

@@ -22,6 +22,7 @@ from dakrun.requests.fingerprint import (
     write_fingerprint,
 )
 from dakrun.requests.gzip_files import pack, without_gz
+from dakrun.requests.input_order import InputOrder, put_in_order
 from dakrun.requests.request import Completion, IdSet, RowError
 from dakrun.requests.written_rows import WrittenRows
 
@@ -45,6 +46,8 @@ class ResultWriter:
 
     A write that fails raises CannotRun and leaves whole rows only.
 
+    With `ordered`, `put_in_order` writes the rows anew in the order of the `expect` calls.
+
     The run's fingerprint, if `identify` gives one, is kept beside the output (fingerprint.py).
     """
 
@@ -56,7 +59,9 @@ class ResultWriter:
         overwrite: bool = False,
         resume: bool = False,
         force: bool = False,
+        ordered: bool = False,
     ) -> None:
+        self._order = InputOrder() if ordered else None
         self.failed_before = 0
         self._force = force
         self._fingerprint: Fingerprint | None = None
@@ -66,6 +71,12 @@ class ResultWriter:
         self._file: OutputFile | None = None
         if overwrite and resume:
             raise UsageError("--overwrite and --resume exclude each other", hint="give one of them")
+        is_file = os.path.isfile(self._name) or not os.path.exists(self._name)
+        if ordered and (self._name == "-" or not is_file):
+            raise UsageError(
+                f"{self.name}: rows that are written already cannot be put in order",
+                hint="give -o a file, or drop --ordered",
+            )
         if force and not resume:
             raise UsageError("--force needs --resume", hint="give both, or --overwrite alone")
         if source is not None and same_file(self._name, str(source)):
@@ -114,6 +125,27 @@ class ResultWriter:
             return "give -o a file to be able to go on with --resume"
         instead = " instead of --overwrite" if self._overwrite else ""
         return f"to go on, run again with --resume{instead}"
+
+    def expect(self, request_id: str) -> None:
+        """Note the id of the input's next row, for --ordered."""
+        if self._order is not None:
+            self._order.add(request_id)
+
+    def put_in_order(self) -> None:
+        """The last step of --ordered, after which nothing can be written; else does nothing.
+
+        A kill or an error leaves all rows in the output, in order or not. Raises CannotRun.
+        """
+        if self._order is None or self._file is None:
+            return
+        try:
+            put_in_order(self._name, self._order)
+        except OSError as problem:
+            raise CannotRun(
+                f"{self.name}: all rows are in it, but not in order ({problem.strerror})",
+                hint=f"free as much space as it takes; {self.resume_hint}",
+            ) from problem
+        self._close(silent=False)
 
     def is_done(self, request_id: str) -> bool:
         """Whether the output that this run resumes already has a row with this id."""

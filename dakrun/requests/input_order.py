@@ -1,0 +1,69 @@
+"""The last step of --ordered: the rows of an output, written anew in the order of the input.
+
+Knows ids and lines; holds about 60 bytes a row.
+"""
+
+import gzip
+import tempfile
+from array import array
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from dakrun.requests.files import replacement
+from dakrun.requests.request import id_hash
+from dakrun.requests.written_rows import WrittenRows
+
+
+class InputOrder:
+    """The order of the input's rows, as hashes of their ids, which are different."""
+
+    def __init__(self) -> None:
+        self._hashes = array("Q")
+
+    def add(self, id: str) -> None:
+        """Append the next row of the input."""
+        self._hashes.append(id_hash(id))
+
+    def ranks(self, hashes: "array[int]") -> np.ndarray:
+        """The place in the input of the ids with these hashes; behind all others if not in it."""
+        own = np.frombuffer(self._hashes, dtype=np.uint64)
+        wanted = np.frombuffer(hashes, dtype=np.uint64)
+        places = np.argsort(own)
+        if not len(own):
+            return np.zeros(len(wanted), dtype=np.int64)
+        found = np.minimum(np.searchsorted(own, wanted, sorter=places), len(own) - 1)
+        return np.where(own[places[found]] == wanted, places[found], len(own))
+
+
+def put_in_order(name: str, order: InputOrder) -> None:
+    """Replace the output `name`, a path, by the same rows in `order`, in one step.
+
+    Rows that the input does not have come last. Until then the output stays as it is; it and the
+    new one, and for gzip the unpacked rows, need disk space together. Raises OSError.
+    """
+    path = Path(name).resolve()
+    rows = WrittenRows(name)
+    with tempfile.TemporaryFile(dir=path.parent) if rows.is_gzip else path.open("rb") as lines:
+        hashes, ends = array("Q"), array("Q", [0])
+        for row in rows:
+            hashes.append(id_hash(row.id))
+            ends.append(ends[-1] + len(row.line))
+            if rows.is_gzip:
+                lines.write(row.line)
+        sequence = np.argsort(order.ranks(hashes), kind="stable")
+        if np.array_equal(sequence, np.arange(len(sequence))):
+            return
+        with replacement(path) as file:
+            if rows.is_gzip:
+                with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
+                    _copy(lines, ends, sequence, packed)  # type: ignore[arg-type]
+            else:
+                _copy(lines, ends, sequence, file)
+
+
+def _copy(lines: BinaryIO, ends: "array[int]", sequence: np.ndarray, file: BinaryIO) -> None:
+    for number in sequence:
+        lines.seek(ends[number])
+        file.write(lines.read(ends[number + 1] - ends[number]))
