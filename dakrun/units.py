@@ -44,6 +44,11 @@ def format_decimal(value: float, unit: str) -> str:
     return f"{value:.4g} {unit}"
 
 
+def format_rate(bytes_per_s: float) -> str:
+    """Bytes per second as text, such as "1,492.2 GB/s"."""
+    return f"{bytes_per_s / 1e9:,.1f} GB/s"
+
+
 def format_seconds(s: float) -> str:
     """`s` seconds with a unit by magnitude: "12.3 us", "4.56 ms", "7.89 s"."""
     if s >= 1:

@@ -129,7 +129,7 @@ def test_what_was_fixed_is_set_free() -> None:
     assert kinds["ratio"] == "--offload-ratio auto --kv-offload-ratio auto"
     assert "strategy" not in kinds
     kinds = {a["kind"]: a["change"] for a in advice_for(COMMANDS[6])["alternatives"]}
-    assert kinds["strategy"] == "--strategy greedy" and "ratio" not in kinds
+    assert kinds["strategy"] == "--strategy auto" and "ratio" not in kinds
 
 
 def test_nothing_helps() -> None:

@@ -8,6 +8,7 @@ import json
 import struct
 import sys
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,13 @@ def test_the_policy_of_a_point() -> None:
 def test_strategies_are_distinguished() -> None:
     both = sweep(ratios=("0.3",), strategies=("greedy", "uniform", "greedy"))
     greedy, uniform = both.points()
+    free = replace(greedy, strategy="auto")
     assert uniform.policy(both.policy) == Policy(offload_ratio=0.3, strategy="uniform")
-    assert str(uniform) == f"{greedy}, uniform"
+    assert (str(greedy), str(uniform)) == (f"{free}, greedy", f"{free}, uniform")
     assert "strategy" in [column.key for column in model_columns(both)]
     assert "strategy" not in [column.key for column in model_columns(sweep())]
     rows = [row(p, strategy=p.strategy, offload_ratio=p.ratio).figures for p in both.points()]
-    assert list(lines(rows)) == ["batch 8, auto", "batch 8, auto, uniform"]
+    assert list(lines(rows)) == ["batch 8, auto, greedy", "batch 8, auto, uniform"]
 
 
 def test_the_remote_tiers() -> None:

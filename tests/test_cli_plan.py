@@ -116,7 +116,7 @@ def test_json() -> None:
     assert shown["workload"]["max_model_len_tokens"] == 1024 + 32
     assert shown["profile"]["provenance"]["kind"] == "spec-sheet"
     assert [tier["name"] for tier in shown["tiers"]] == ["hbm", "host"]
-    assert shown["strategy"] == "greedy" and shown["required_ratio"] == 0
+    assert shown["asked_strategy"] == "auto" and shown["required_ratio"] == 0
     for kind in ("tpot_s", "ttft_s"):
         assert 0 < shown["bound"][kind] < shown["predicted"][kind]
     assert shown["prefill"]["tokens"] == 8 * 1024 and shown["prefill"]["chunks"] == 2
@@ -173,7 +173,9 @@ def test_options_reach_the_planner() -> None:
     assert plan_json("--offload-ratio", "auto") == plan_json()
     halves = plan_json("--kv-offload-ratio", "0.5")["ops"]
     assert next(op["ratio"] for op in halves if op["name"] == "attention") == 0.5
-    assert plan_json("--strategy", "uniform")["strategy"] == "uniform"
+    for strategy in ("greedy", "uniform"):
+        shown = plan_json("--strategy", strategy, "--hbm-budget", "20GiB")
+        assert shown["strategy"] == shown["asked_strategy"] == strategy
     assert plan_json("--dtype", "float32")["model"]["dtype"] == "float32"
     assert plan_json("--max-model-len", "128")["workload"]["max_model_len_tokens"] == 128
     assert plan_json("--max-tokens", "7")["workload"]["new_tokens"] == 7

@@ -40,7 +40,8 @@ def planned(row: dict[str, Any]) -> Plan:
 def test_the_corpus_has_all_kinds_of_problems() -> None:
     assert sum("error" not in row for row in ROWS) >= 35
     assert sum("error" in row for row in ROWS) >= 3
-    assert {row["policy"].get("strategy", "greedy") for row in ROWS} == {"greedy", "uniform"}
+    strategies = {row["policy"].get("strategy", "auto") for row in ROWS}
+    assert strategies == {"auto", "greedy", "uniform"}
     assert {row["policy"].get("transport") for row in ROWS} == {None, "direct", "staged"}
     assert len({row["profile"] for row in ROWS}) >= 6
 

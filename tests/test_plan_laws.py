@@ -25,6 +25,7 @@ from dakrun.plan import (
     Op,
     Plan,
     Policy,
+    Transport,
     compute_time,
     decode_ops,
     make_plan,
@@ -95,7 +96,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
 
 workloads = st.builds(work, st.integers(1, 24), st.integers(1, 300), st.integers(1, 100))
 ratios = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1))
-strategies = st.sampled_from(["greedy", "uniform"])
+strategies = st.sampled_from(["auto", "greedy", "uniform"])
 
 
 def total_bytes(ops: tuple[Op, ...]) -> int:
@@ -245,12 +246,58 @@ def test_no_plan_is_much_faster(
 
 
 @given(budgeted())
+def test_greedy_is_the_greedy_for_weights_and_kv(
+    problem: tuple[ModelConfig, Workload, HardwareProfile, Policy],
+) -> None:
+    """No ratios of weights and KV have a lower bound, but for whole units: one of each op."""
+    model, workload, profile, policy = problem
+    policy = replace(policy, offload_ratio=None, kv_offload_ratio=None, strategy="greedy")
+    try:
+        plan = make_plan(model, workload, profile, policy)
+    except CannotRun:
+        assume(False)
+    assert (plan.strategy, set(plan.tried_s)) == ("greedy", {"greedy"})
+    required = plan.required_ratio * total_bytes(tuple(op.op for op in plan.ops))
+    plan = plan.forgone or plan
+    ops = [op.op for op in plan.ops]
+    best = lp_time(ops, profile, model.dtype, required, float(plan.budgets[1]))
+    slot = plan.op("attention").op
+    displaced = slot.layers * unit_sizes(slot) / slowest_rate(profile)  # weights, by a slot
+    allowed = displaced + sum(unit_time(op, profile) for op in ops)
+    assert best * (1 - 1e-5) <= plan.bound_s <= best * (1 + 1e-5) + allowed
+
+
+@given(budgeted(), st.sampled_from([None, "direct", "staged"]))
+def test_uniform_is_one_ratio_for_weights_and_kv(
+    problem: tuple[ModelConfig, Workload, HardwareProfile, Policy], transport: Transport | None
+) -> None:
+    """There is a ratio that every layer of every op has, but for one of its units."""
+    model, workload, profile, policy = problem
+    policy = replace(policy, kv_offload_ratio=None, strategy="uniform", transport=transport)
+    try:
+        plan = make_plan(model, workload, profile, policy)
+    except CannotRun:
+        assume(False)
+    assert (plan.strategy, set(plan.tried_s)) == ("uniform", {"uniform"})
+    lowest, highest = 0.0, 1.0
+    for op in (plan.forgone or plan).ops:
+        unit = unit_sizes(op.op)
+        for counts in op.placement:
+            remote = op.op.tier_bytes(counts)[1]
+            lowest = max(lowest, (remote - unit) / op.op.resident_bytes)
+            highest = min(highest, (remote + unit) / op.op.resident_bytes)
+    assert lowest <= highest + 1e-9
+    if policy.offload_ratio is not None:
+        assert lowest - 1e-9 <= policy.offload_ratio <= highest + 1e-9
+
+
+@given(budgeted())
 def test_no_number_of_remote_slots_is_faster(
     problem: tuple[ModelConfig, Workload, HardwareProfile, Policy],
 ) -> None:
     model, workload, profile, policy = problem
     workload = replace(workload, batch_size=min(workload.batch_size, 5))
-    policy = replace(policy, offload_ratio=None, kv_offload_ratio=None, strategy="greedy")
+    policy = replace(policy, offload_ratio=None, kv_offload_ratio=None, strategy="auto")
     try:
         plan = make_plan(model, workload, profile, policy)
     except CannotRun:
@@ -306,12 +353,12 @@ def test_slots_leave_weights_their_room() -> None:
 def test_what_is_free_is_no_slower_than_what_is_fixed(
     problem: tuple[ModelConfig, Workload, HardwareProfile, Policy],
 ) -> None:
-    """Nor refused, where something fixed fits: transports and the uniform strategy."""
+    """Nor refused, where something fixed fits: a transport or a strategy."""
     *given_problem, policy = problem
-    policy = replace(policy, strategy="greedy", transport=None)
+    policy = replace(policy, strategy="auto", transport=None)
     narrower = [
         replace(policy, strategy=strategy, transport=transport)
-        for strategy in ("greedy", "uniform")
+        for strategy in ("auto", "greedy", "uniform")
         for transport in (None, "direct", "staged")
     ]
     times = []

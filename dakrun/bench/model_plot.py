@@ -68,7 +68,7 @@ def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of each line, sorted by ratio: one line per batch size, transport and strategy."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["batch_size"], row["asked_transport"])):
-        strategy = ", uniform" if row["strategy"] == "uniform" else ""
+        strategy = "" if row["strategy"] == "auto" else f", {row['strategy']}"
         name = f"batch {row['batch_size']}, {row['asked_transport']}{strategy}"
         found.setdefault(name, []).append(row)
     return {name: sorted(line, key=lambda row: row["ratio"]) for name, line in found.items()}

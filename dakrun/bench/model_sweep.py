@@ -33,11 +33,11 @@ class Point:
     batch_size: int
     ratio: ModelRatio
     transport: TransportChoice
-    strategy: Strategy = "greedy"
+    strategy: Strategy = "auto"
 
     def __str__(self) -> str:
         ratio = "planned ratio" if self.ratio == AUTO else f"{self.ratio:.2%}"
-        strategy = ", uniform" if self.strategy == "uniform" else ""
+        strategy = "" if self.strategy == "auto" else f", {self.strategy}"
         return f"batch {self.batch_size}, {ratio} remote, {self.transport}{strategy}"
 
     def policy(self, common: Policy) -> Policy:

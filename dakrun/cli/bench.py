@@ -79,8 +79,8 @@ _bench_options = together(
         "strategies",
         choices=STRATEGIES,
         multiple=True,
-        default=("greedy",),
-        help="model: an offload ratio for each op, or one for all ops; repeatable.",
+        default=("auto",),
+        help="model: greedy, an offload ratio for each op; uniform, one for all; repeatable.",
     ),
     count_option("--prompt-len", default=32, help="model: tokens of a prompt."),
     count_option(

@@ -22,7 +22,7 @@ Decorator = Callable[[Any], Any]
 
 MAX_COUNT = 10**9
 TRANSPORTS = ("auto", "direct", "staged")
-STRATEGIES = ("greedy", "uniform")
+STRATEGIES = ("auto", "greedy", "uniform")
 
 
 class Auto(click.ParamType):
@@ -208,7 +208,10 @@ _policy_options = together(
         "Ratio of KV slots outside HBM; --offload-ratio is then that of the weights alone.",
     ),
     choice_option(
-        "--strategy", choices=STRATEGIES, help="An offload ratio for each op, or one for all ops."
+        "--strategy",
+        choices=STRATEGIES,
+        help="An offload ratio for each op (greedy), one for all ops (uniform), or what is "
+        "predicted to be fastest (auto).",
     ),
     choice_option(
         "--transport",

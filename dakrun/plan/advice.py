@@ -125,8 +125,8 @@ def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
     if options := [option for option, ratio in fixed.items() if ratio is not None]:
         free = replace(policy, offload_ratio=None, kv_offload_ratio=None)
         yield "ratio", " ".join(options), work, free
-    if policy.strategy != "greedy":
-        yield "strategy", "--strategy greedy", work, replace(policy, strategy="greedy")
+    if policy.strategy != "auto":
+        yield "strategy", "--strategy auto", work, replace(policy, strategy="auto")
 
 
 def _budgets(plan: Plan) -> list[str]:

@@ -3,6 +3,7 @@
 Takes placements as given: placement.py makes them, planner.py chooses.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -10,15 +11,16 @@ from dakrun.plan.greedy import best_total
 from dakrun.plan.op_costs import waits_s
 from dakrun.plan.placement import Placement
 from dakrun.plan.plan import OpPlan, PlacedOp, Plan
-from dakrun.plan.policy import Transport
+from dakrun.plan.policy import Strategy, Transport
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import regime, sampling_time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """All ops placed, the bytes reserved for `staging`, and the decode step's predicted time."""
+    """All ops placed by a strategy, with `staging` bytes reserved; a step's predicted time."""
 
+    strategy: Strategy
     ops: tuple[PlacedOp, ...]
     staging: int
     predicted_s: float
@@ -52,25 +54,34 @@ def cost_placement(problem: Problem, placed: Placement) -> Candidate:
 
 def _candidate(problem: Problem, ops: tuple[PlacedOp, ...]) -> Candidate:
     seconds = sum(sum(op.predicted_s) for op in ops) + waits_s(ops, problem.costs.links)
-    return Candidate(ops=ops, staging=problem.staging, predicted_s=seconds)
+    return Candidate(
+        strategy=problem.strategy, ops=ops, staging=problem.staging, predicted_s=seconds
+    )
 
 
 def _check_budgets(problem: Problem, found: Candidate) -> None:
     """Raise CannotRun where a tier of `found` holds more than its budget."""
-    ratios = (problem.policy.offload_ratio, problem.policy.kv_offload_ratio)
+    fixed = (problem.policy.offload_ratio, problem.policy.kv_offload_ratio) != (None, None)
     for tier, (name, budget) in enumerate(zip(problem.tiers, problem.budgets, strict=True)):
         used = sum(op.resident_bytes(tier) for op in found.ops)
         used += sum(problem.fixed.values()) if tier == 0 else 0
-        if used > budget and ratios == (None, None) and tier == 0:
+        if used > budget and tier == 0 and not fixed and not problem.one_ratio:
             raise problem.too_small(used - budget)
         if used > budget:
             raise problem.over_budget(name, budget, used - budget)
 
 
-def assemble(problem: Problem, chosen: Candidate, *, forgone: Plan | None = None) -> Plan:
+def assemble(
+    problem: Problem,
+    chosen: Candidate,
+    tried_s: Mapping[Strategy, float],
+    *,
+    forgone: Plan | None = None,
+) -> Plan:
     """The Plan of the chosen candidate, for decode steps; prefill.py plans the prefill.
 
     `problem` has the policy's own strategy and transport, which give the ops' thresholds.
+    `tried_s` are predicted seconds by strategy, as the candidate's.
     """
     costs, curves = problem.costs, problem.curves
     ops = tuple(
@@ -83,6 +94,7 @@ def assemble(problem: Problem, chosen: Candidate, *, forgone: Plan | None = None
         for placed in chosen.ops
     )
     problem = problem.with_staging(chosen.staging)
+    sampling_s = sampling_time(costs.model, costs.workload.batch_size, costs.profile)
     return Plan(
         model=costs.model,
         workload=costs.workload,
@@ -94,8 +106,10 @@ def assemble(problem: Problem, chosen: Candidate, *, forgone: Plan | None = None
         budgets=problem.budgets,
         fixed_bytes=problem.fixed,
         ops=ops,
-        sampling_s=sampling_time(costs.model, costs.workload.batch_size, costs.profile),
+        sampling_s=sampling_s,
         waits_s=waits_s(ops, costs.links),
+        strategy=chosen.strategy,
+        tried_s={strategy: seconds + sampling_s for strategy, seconds in tried_s.items()},
         forgone=forgone,
     )
 

@@ -49,6 +49,15 @@ def ideal_ratios(
     return ratios
 
 
+@functools.lru_cache(maxsize=16)
+def whole_ratios(problem: Problem) -> list[tuple[float, ...]]:
+    """Ratio of every tier for each op of `problem`, before rounding. Raises CannotRun."""
+    policy, remote = problem.policy, None
+    if policy.offload_ratio is not None and policy.kv_offload_ratio is None:
+        remote = policy.offload_ratio * problem.total
+    return ideal_ratios(problem, problem.costs.ops, remote, problem.caps)
+
+
 def slot_candidates(problem: Problem) -> list[Counts]:
     """Candidate numbers of KV slots in each remote tier: the ideal ones rounded, and none.
 
@@ -59,18 +68,16 @@ def slot_candidates(problem: Problem) -> list[Counts]:
     fixed = policy.kv_offload_ratio
     if fixed is not None and len(problem.tiers) == 2:
         return [(math.floor(fixed * n + 0.5),)]
-    remote = None
-    if policy.offload_ratio is not None and fixed is None:
-        remote = policy.offload_ratio * problem.total
-    ratios = ideal_ratios(problem, problem.costs.ops, remote, problem.caps)
-    kv = ratios[problem.costs.ops.index(problem.attention)][1:]
+    kv = whole_ratios(problem)[problem.costs.ops.index(problem.attention)][1:]
     if fixed is not None:
         return _slot_splits(problem, math.floor(fixed * n + 0.5), kv)
-    if policy.offload_ratio is None:
-        options = [{0, math.floor(x * n + 0.5)} for x in kv]
-    else:
-        options = [{math.floor(x * n + 1e-9), min(math.ceil(x * n - 1e-9), n)} for x in kv]
-    return sorted(c for c in itertools.product(*options) if sum(c) <= n)
+    options = [{math.floor(x * n + 1e-9), min(math.ceil(x * n - 1e-9), n)} for x in kv]
+    if problem.free_slots and policy.offload_ratio is None:
+        options = [{0, *of} for of in options]
+    found = sorted(c for c in itertools.product(*options) if sum(c) <= n)
+    if problem.one_ratio and policy.offload_ratio is not None:  # met to the nearest slot
+        found = [c for c in found if abs(sum(c) - sum(kv) * n) <= 0.5 + 1e-9]
+    return found
 
 
 def _slot_splits(problem: Problem, total: int, ratios: Sequence[float]) -> list[Counts]:
@@ -101,14 +108,18 @@ def place(problem: Problem, slots: Counts) -> Placement:
     caps = [cap - held for cap, held in zip(problem.caps, kv, strict=True)]
     resident = sum(op.layers * op.resident_bytes for op in weights)
     wanted = policy.offload_ratio
-    if wanted is not None and policy.kv_offload_ratio is None:
-        wanted = min(max(wanted * problem.total - sum(kv[1:]), 0.0), resident)
-    elif wanted is not None:
-        wanted = wanted * resident
-    ratios = ideal_ratios(problem, weights, wanted, caps)
+    room = (max(0.0, resident - caps[0]), sum(caps[1:])) if wanted is None else (0.0, resident)
+    if problem.one_ratio:
+        ratios = whole_ratios(problem)[: len(weights)]
+        wanted = (1 - ratios[0][0]) * resident
+    else:
+        if wanted is not None and policy.kv_offload_ratio is None:
+            wanted = min(max(wanted * problem.total - sum(kv[1:]), 0.0), resident)
+        elif wanted is not None:
+            wanted = wanted * resident
+        ratios = ideal_ratios(problem, weights, wanted, caps)
     by_name = {op.name: of for op, of in zip(weights, ratios, strict=True)}
-    required, limit = max(0.0, resident - caps[0]), sum(caps[1:])
-    goal = RemoteGoal(*((required, limit) if wanted is None else (0.0, resident)), wanted)
+    goal = RemoteGoal(*room, wanted)
 
     def time(op: Op, units: int) -> float:
         """Bound in seconds of one layer of `op` with `units` remote ones."""
@@ -116,7 +127,8 @@ def place(problem: Problem, slots: Counts) -> Placement:
         return problem.costs.bound(op, read, "direct")
 
     totals = round_ratios(weights, [1 - of[0] for of in ratios], goal, time)
-    if wanted is None and len(caps) == 2 and problem.transport != "staged":
+    greedy = problem.strategy != "uniform"
+    if greedy and wanted is None and len(caps) == 2 and problem.transport != "staged":
         totals = balanced(problem, totals, goal)
     free = [
         cap

@@ -2,14 +2,14 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, weight_bytes
-from dakrun.plan.policy import Policy, Transport
+from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import Regime
 
 STAGING_BUFFERS = 2  # number of buffers, each of the size of the largest remote part of a matrix
@@ -108,7 +108,9 @@ class Plan:
     is the ratio of weight and KV bytes that capacity forces out of the local tier. `phase` is the
     extent of offloading: 1 up to the ops' a, 2 up to their b, 3 beyond. `sampling_s` is the time
     of choosing a step's tokens, `waits_s` the time in which direct and staged reads of matrices
-    wait for each other. `forgone` is an offloading plan whose gain is below MIN_OFFLOAD_GAIN. All
+    wait for each other. `forgone` is an offloading plan whose gain is below MIN_OFFLOAD_GAIN.
+    `strategy` is greedy or uniform, also where the policy's is auto; `tried_s` has a step's
+    predicted seconds with every strategy that was tried, infinite where it does not fit. All
     figures but those of `prefill` are of decode steps.
     """
 
@@ -125,6 +127,8 @@ class Plan:
     sampling_s: float = 0.0
     waits_s: float = 0.0
     prefill: PrefillPlan = PrefillPlan()
+    strategy: Strategy
+    tried_s: Mapping[Strategy, float]
     forgone: "Plan | None" = None
 
     def op(self, name: str) -> OpPlan:

@@ -53,38 +53,43 @@ def make_plan(
         )
     costs = StepCosts(model, workload, profile, policy.remote_tiers(profile))
     problem = Problem.of(costs, policy)
-    plan = assemble(problem, _fastest(problem, thorough))
+    plan = assemble(problem, *_fastest(problem, thorough))
     return with_prefill(_local_if_as_fast(problem, plan))
 
 
-def _fastest(problem: Problem, thorough: bool) -> Candidate:
-    """The fastest candidate of all narrowed problems; of the first feasible if not `thorough`.
+def _fastest(problem: Problem, thorough: bool) -> tuple[Candidate, dict[Strategy, float]]:
+    """The fastest candidate of all narrowed problems, and the least seconds of each strategy.
 
-    If the first one offloads nothing, the others cannot be faster.
+    Only the first feasible problem is tried if not `thorough`, or if it offloads nothing: then
+    the others cannot be faster.
     """
     found: list[Candidate] = []
     refusals: list[CannotRun] = []
+    tried_s: dict[Strategy, float] = {}
     for narrowed in _narrowed(problem):
+        seconds = math.inf
         try:
             found.append(_with_buffers(narrowed, thorough))
+            seconds = found[-1].predicted_s
         except CannotRun as reason:
             refusals.append(reason)
+        tried_s[narrowed.strategy] = min(seconds, tried_s.get(narrowed.strategy, math.inf))
         if found and (not thorough or found[0].remote_bytes() == 0):
             break
     if not found:
         raise refusals[0]
-    return min(found, key=lambda candidate: candidate.predicted_s)
+    return min(found, key=lambda candidate: candidate.predicted_s), tried_s
 
 
 def _narrowed(problem: Problem) -> Iterator[Problem]:
-    """Variants of `problem`: itself, and with a fixed strategy and transport.
+    """Variants of `problem` with a strategy, and with a fixed transport or none.
 
-    The greedy minimises bounds, so that a uniform ratio may have the better prediction. A fixed
-    transport may need smaller staging buffers, or none.
+    With the strategy auto, both are tried: the greedy minimises bounds, so that one ratio for all
+    ops may have the better prediction. A fixed transport may need smaller staging buffers, or none.
     """
     strategies: tuple[Strategy, ...] = ("greedy", "uniform")
     transports: tuple[Transport | None, ...] = (None, "direct", "staged")
-    for strategy in strategies if problem.strategy == "greedy" else ("uniform",):
+    for strategy in strategies if problem.strategy == "auto" else (problem.strategy,):
         for transport in transports if problem.transport is None else (problem.transport,):
             yield replace(problem, strategy=strategy, transport=transport)
 
@@ -105,9 +110,9 @@ def _with_buffers(problem: Problem, thorough: bool) -> Candidate:
 def _search(problem: Problem, thorough: bool) -> Candidate:
     """The fastest candidate over numbers of remote KV slots.
 
-    Starts from the ideal numbers, rounded. If `thorough` and free to choose ratios, climbs from
-    the best of them: slots may take room that weights need, and the bounds that make numbers
-    ideal ignore fixed costs.
+    Starts from the ideal numbers, rounded. If `thorough` and free to choose ratios and slots,
+    climbs from the best of them: slots may take room that weights need, and the bounds that make
+    numbers ideal ignore fixed costs.
     """
     most = problem.costs.workload.batch_size
     tried: dict[_Start, Candidate] = {}
@@ -126,7 +131,8 @@ def _search(problem: Problem, thorough: bool) -> Candidate:
         return ((start[0], slots) for slots in neighbours(start[1], step, most))
 
     free = problem.policy.offload_ratio is None and problem.policy.kv_offload_ratio is None
-    steps = [step for step in STEPS if step <= most] if thorough and free else []
+    climbs = thorough and free and problem.free_slots
+    steps = [step for step in STEPS if step <= most] if climbs else []
     best = climb(_starts(problem), seconds, near, steps)
     if best not in tried:
         raise refusals[best]
@@ -199,6 +205,7 @@ def _local_if_as_fast(problem: Problem, plan: Plan) -> Plan:
     local = {
         op.name: ((op.units, *(0 for _ in plan.tiers[1:])),) * op.layers for op in problem.costs.ops
     }
-    alone = assemble(problem, cost_placement(problem, local), forgone=plan)
+    same = replace(problem, strategy=plan.strategy)
+    alone = assemble(problem, cost_placement(same, local), plan.tried_s, forgone=plan)
     gain = 1 - plan.predicted_s / alone.predicted_s
     return plan if gain >= MIN_OFFLOAD_GAIN else alone

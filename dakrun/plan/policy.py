@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from dakrun.errors import UsageError, check_choice, check_number, invalid_value
 from dakrun.hardware import HardwareProfile
 
-Strategy = Literal["greedy", "uniform"]
+Strategy = Literal["auto", "greedy", "uniform"]
 Transport = Literal["direct", "staged"]
 
 
@@ -24,7 +24,9 @@ class Policy:
     `offload_ratio` is the ratio of weight and KV bytes outside HBM; with `kv_offload_ratio`, the
     ratio of remote KV slots, it is that of weight bytes alone. Ratios are met to the nearest unit
     or refused. `transport` reads remote bytes in place (direct), or from HBM after the copy engine
-    has copied them (staged). Raises UsageError for values out of range.
+    has copied them (staged). `strategy` greedy gives every op the ratio that suits it, uniform
+    all ops one ratio, auto whatever is predicted to be fastest. Raises UsageError for values out
+    of range.
     """
 
     hbm_budget: int | None = None
@@ -32,7 +34,7 @@ class Policy:
     peer_budget: int | None = None
     offload_ratio: float | None = None
     kv_offload_ratio: float | None = None
-    strategy: Strategy = "greedy"
+    strategy: Strategy = "auto"
     transport: Transport | None = None
     remote: tuple[str, ...] = ("host",)
 

@@ -71,6 +71,16 @@ class Problem:
         """The ops with a matrix."""
         return [op for op in self.costs.ops if op.category != "attention"]
 
+    @property
+    def free_slots(self) -> bool:
+        """Whether numbers of remote KV slots besides the greedy's may be tried."""
+        return self.policy.strategy == "auto" and self.strategy != "uniform"
+
+    @property
+    def one_ratio(self) -> bool:
+        """Whether weights have the ratio of the KV cache, which the policy does not fix alone."""
+        return self.strategy == "uniform" and self.policy.kv_offload_ratio is None
+
     @functools.cached_property
     def total(self) -> int:
         """Bytes of weights and KV cache."""
@@ -144,11 +154,15 @@ class Problem:
 
     def over_budget(self, where: str, budget: float, over: float) -> CannotRun:
         """The error for ratios with which tiers `where` hold `over` bytes beyond their `budget`."""
+        fixed = self.policy.offload_ratio, self.policy.kv_offload_ratio
+        options = (
+            "--strategy" if fixed == (None, None) else "--offload-ratio and --kv-offload-ratio"
+        )
+        ratios = "one ratio for all ops" if self.one_ratio else "these offload ratios"
         return CannotRun(
-            f"with these offload ratios {where} memory is over its budget of "
-            f"{format_bytes(budget)} by {format_bytes(over)}",
-            hint="leave --offload-ratio and --kv-offload-ratio at auto, or raise the budget of "
-            "that tier",
+            f"with {ratios} {where} memory is over its budget of {format_bytes(budget)} by "
+            f"{format_bytes(over)}",
+            hint=f"leave {options} at auto, or raise the budget of that tier",
         )
 
     def _budget_options(self) -> list[str]:

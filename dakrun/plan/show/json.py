@@ -3,6 +3,7 @@
 Key names end in units. The figures are defined in dakrun/plan/README.md.
 """
 
+import math
 from typing import Any
 
 from dakrun.errors import CannotRun
@@ -12,6 +13,7 @@ from dakrun.plan.advice import Advice, Alternative
 from dakrun.plan.ops import kv_positions
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
+from dakrun.units import format_seconds
 
 SCHEMA = 1
 
@@ -58,7 +60,9 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "prefill_chunk_tokens": plan.prefill.chunk_tokens,
         },
         "profile": _profile_dict(plan),
-        "strategy": plan.policy.strategy,
+        "strategy": plan.strategy,
+        "asked_strategy": plan.policy.strategy,
+        "strategy_reason": strategy_reason(plan),
         "required_ratio": plan.required_ratio,
         "ratio": plan.ratio,
         "phase": plan.phase,
@@ -76,6 +80,31 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
         "waits_s": plan.waits_s,
         "ops": [_op_dict(plan, op) for op in plan.ops],
     }
+
+
+def strategy_reason(plan: Plan) -> str:
+    """Meaning of the strategy of `plan`, and why it was taken."""
+    fixed, free = plan.policy.kv_offload_ratio, plan.policy.offload_ratio is None
+    if plan.strategy == "uniform":
+        text = "one ratio for all ops, in whole units"
+    elif plan.policy.strategy == "auto" and free and fixed is None:
+        text = "a ratio for each op, KV slots by predicted time"
+    else:
+        text = "a ratio for each op"
+    if fixed is not None:
+        text += ", but for the KV cache, whose ratio you fixed"
+    if plan.policy.strategy != "auto":
+        return f"{text}; as you asked"
+    if plan.ratio == 0:
+        return f"{text}; chosen by auto, and of no effect as nothing is offloaded"
+    others = [(name, s) for name, s in plan.tried_s.items() if name != plan.strategy]
+    if not others:
+        return f"{text}; the first that auto tried"
+    ((other, seconds),) = others
+    if math.isinf(seconds):
+        return f"{text}; chosen by auto, as {other} does not fit the budgets"
+    own = format_seconds(plan.predicted_s)
+    return f"{text}; chosen by auto: a step takes {own}, with {other} {format_seconds(seconds)}"
 
 
 def bound_figures(forecast: Forecast) -> dict[str, float]:

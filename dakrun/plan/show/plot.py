@@ -17,7 +17,7 @@ from dakrun.plan.policy import Strategy
 from dakrun.plan.roofline import matmul_rows
 from dakrun.plan.show import picture
 from dakrun.plan.show.picture import BLUE, GREY, ORANGE, SAME, VERMILION
-from dakrun.units import format_decimal
+from dakrun.units import format_rate
 
 CLOSE = 1.5  # ops whose coordinates differ by less than this factor share a label
 
@@ -203,7 +203,7 @@ def _draw_ratios(axes: Any, plan: Plan, steps: int) -> None:
     )  # fmt: skip
     for strategy, colour, width in styles:
         curve = ratio_curve(plan, strategy, steps)
-        if strategy == plan.policy.strategy:
+        if strategy == plan.strategy:
             curve = sorted([*curve, (plan.ratio, bound, predicted)])
         percents = [100 * ratio for ratio, _, _ in curve]
         for column, style, kind in ((1, "--", "bound"), (2, "-", "predicted")):
@@ -213,7 +213,7 @@ def _draw_ratios(axes: Any, plan: Plan, steps: int) -> None:
     chosen = (100 * plan.ratio, predicted / 1e9)
     axes.plot(
         *chosen, "*", ms=15, mfc=VERMILION, mec="black", zorder=5,
-        label=f"chosen: {plan.ratio:.1%} outside HBM, {format_decimal(predicted, 'B/s')}",
+        label=f"chosen: {plan.ratio:.1%} outside HBM, EB {format_rate(predicted)}",
     )  # fmt: skip
     if plan.required_ratio > 0:
         axes.axvspan(

@@ -12,10 +12,18 @@ from dakrun.errors import CannotRun
 from dakrun.plan.ops import kv_positions
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN
-from dakrun.plan.show.json import bound_figures, kv_figures, op_eb, predicted_figures, ridge, window
+from dakrun.plan.show.json import (
+    bound_figures,
+    kv_figures,
+    op_eb,
+    predicted_figures,
+    ridge,
+    strategy_reason,
+    window,
+)
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
 from dakrun.tables import Column, print_table
-from dakrun.units import format_bytes, format_decimal, format_seconds
+from dakrun.units import format_bytes, format_decimal, format_rate, format_seconds
 
 TITLE_WIDTH = 15
 # Columns of `need_rows`; a narrow console has those of low rank.
@@ -118,9 +126,10 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
         *((f"{name} memory", _memory_text(plan, tier)) for tier, name in enumerate(plan.tiers)),
         (
             "offload ratio",
-            f"{plan.ratio:.1%} of weights and KV chosen ({plan.policy.strategy}), "
+            f"{plan.ratio:.1%} of weights and KV chosen, "
             f"{plan.required_ratio:.1%} required by capacity",
         ),
+        ("strategy", f"{plan.strategy}: {strategy_reason(plan)}"),
         *_forgone_rows(plan),
         ("phase", f"{plan.phase} of 3: {PHASES[plan.phase]}"),
         (
@@ -198,8 +207,8 @@ def _memory_text(plan: Plan, tier: int) -> str:
 def _speed_text(speed: dict[str, float]) -> str:
     return (
         f"TTFT {format_seconds(speed['ttft_s'])}, TPOT {format_seconds(speed['tpot_s'])}, "
-        f"{speed['tokens_per_s']:,.1f} tokens/s, EB {_rate(speed['eb_bytes_per_s'])}, "
-        f"EB total {_rate(speed['eb_total_bytes_per_s'])}"
+        f"{speed['tokens_per_s']:,.1f} tokens/s, EB {format_rate(speed['eb_bytes_per_s'])}, "
+        f"EB total {format_rate(speed['eb_total_bytes_per_s'])}"
     )
 
 
@@ -233,14 +242,11 @@ def _published_text(other: Comparison) -> str:
     """A published EB, the prediction for the same plan, and both over the bound."""
     figure = other.published
     return (
-        f"EB {_rate(figure.eb_bytes_per_s)} with {figure.offload_ratio:.0%} outside "
-        f"{other.plan.tiers[0]}: {other.efficiency:.0%} of the bound of {_rate(other.bound_eb)}; "
-        f"predicted {_rate(other.expected_eb)} ({other.expected:.0%}); source: {figure.source}"
+        f"EB {format_rate(figure.eb_bytes_per_s)} with {figure.offload_ratio:.0%} outside "
+        f"{other.plan.tiers[0]}: {other.efficiency:.0%} of the bound of "
+        f"{format_rate(other.bound_eb)}; predicted {format_rate(other.expected_eb)} "
+        f"({other.expected:.0%}); source: {figure.source}"
     )
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:,.1f} GB/s"
 
 
 def _wrapped(text: str, width: int, title: str = "") -> str:
