@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -383,3 +384,29 @@ print(*sys.modules, file=sys.stderr)
     assert done.returncode == 0, done.stderr
     loaded = done.stderr.split()
     assert "dakrun.cli.main" in loaded and not set(loaded) & set(absent.split())
+
+
+@pytest.mark.usefixtures("unadvised")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"--prompt-len": "5000"},
+        {"--prompt-len": "5000", "--max-model-len": "2048"},
+        {"--prompt-len": "5000", "--max-tokens": "3000"},
+        {"--prompt-len": "100", "--max-tokens": "100", "--max-model-len": "150"},
+        {"--max-model-len": "5000"},
+    ],
+)
+def test_following_the_hints_ends(asked: dict[str, str]) -> None:
+    """Each names an option and a value that brings the command nearer to running."""
+    for _ in range(4):
+        options = (text for option in asked.items() for text in option)
+        result = run("plan", "--model", "opt-30b", "--profile", "gh200", *options)
+        if result.exit_code == 0:
+            return
+        assert result.exit_code == 2
+        hint = result.stderr.replace("raise it", "raise --max-model-len")
+        ((option, value),) = re.findall(r"hint: \w+ (--[a-z-]+) (?:to )?(\d+)", hint)
+        assert asked.get(option) != value
+        asked = {**asked, option: value}
+    pytest.fail(f"the hints go in circles: {asked}")

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -31,6 +31,9 @@ from dakrun.cli.options import (
     workload_options,
 )
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
+
+if TYPE_CHECKING:
+    from dakrun.config import ModelConfig
 
 
 @click.group("dakrun", cls=ErrorLines, context_settings={"help_option_names": ["-h", "--help"]})
@@ -174,15 +177,8 @@ def plan(
     from dakrun.plan.show import Overview, overview_dict, plot_plan
     from dakrun.probe import describe_profile
 
-    length = prompt_len + max_tokens
-    max_model_len = max_model_len or length
-    if max_model_len < length:
-        raise UsageError(
-            f"{prompt_len} prompt and {max_tokens} new tokens do not fit in "
-            f"--max-model-len {max_model_len}",
-            hint=f"raise it to {length}, or lower --prompt-len or --max-tokens",
-        )
     config, hardware = resolve_model(model, dtype), resolve_profile(profile)
+    max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
     workload = Workload(
         batch_size=batch_size or 1,
         prompt_len=prompt_len,
@@ -203,6 +199,27 @@ def plan(
     from dakrun.plan.show import render
 
     render(shown, stdout_console(), wide=wide)
+
+
+def _plan_model_len(
+    config: "ModelConfig", prompt_len: int, max_tokens: int, max_model_len: int | None
+) -> int:
+    """--max-model-len, or the tokens of a prompt and its completion; UsageError if too few fit."""
+    length, positions = prompt_len + max_tokens, config.max_positions
+    if length <= min(max_model_len or positions, positions):
+        return max_model_len or length
+    tokens = f"{prompt_len} prompt and {max_tokens} new tokens"
+    if length <= positions:
+        raise UsageError(
+            f"{tokens} do not fit in --max-model-len {max_model_len}",
+            hint=f"raise it to {length}, or lower --prompt-len or --max-tokens",
+        )
+    room = positions - max_tokens
+    shorter = f"--prompt-len to {room}" if room > 0 else f"--max-tokens to {positions - 1}"
+    raise UsageError(
+        f"{tokens} do not fit in the {positions} positions of {config.name}",
+        hint=f"lower {shorter} or less",
+    )
 
 
 @main.command()
