@@ -15,6 +15,7 @@ from dakrun.hardware import load_profile
 from dakrun.models import known_model
 from dakrun.plan import (
     MIN_GAIN,
+    ORIGINS,
     Advice,
     Links,
     Plan,
@@ -63,6 +64,8 @@ COMMANDS = (
     "--model opt-6.7b --profile gh200 --batch-size 256 --strategy uniform --hbm-budget 20GiB",
     "--model opt-6.7b --profile h200-pcie5 --batch-size 8 --hbm-budget 12GiB --transport direct",
     "--model opt-125m --profile cpu --batch-size 8",
+    "--model opt-66b --profile h200-nvlink-peer --remote host,peer --batch-size 1024 "
+    "--hbm-budget 60GiB --peer-budget 40GiB",
 )
 
 
@@ -74,18 +77,21 @@ def test_following_the_advice_gives_what_it_says(
     shown = advised(command)
     request.getfixturevalue("unadvised")
     alternatives = shown["advice"]["alternatives"]
-    gains = [other["gain"] for other in alternatives]
-    assert gains == sorted(gains, reverse=True)
+    order = [(ORIGINS.index(other["origin"]), -other["gain"]) for other in alternatives]
+    assert order == sorted(order)
     now = shown["predicted"]["tokens_per_s"]
     for other in alternatives:
         then = plan_json(*command.split(), *other["change"].split())["predicted"]
         assert then["tokens_per_s"] == pytest.approx(other["predicted_tokens_per_s"])
         assert then["tpot_s"] == pytest.approx(other["predicted_tpot_s"])
         assert then["tokens_per_s"] / now - 1 == pytest.approx(other["gain"], abs=1e-9)
-    best, sentence = alternatives[0], shown["advice"]["sentence"]
-    assert ("would help most" in sentence) == (best["gain"] > MIN_GAIN)
-    if best["gain"] > MIN_GAIN and best["available"]:
-        assert best["change"] in sentence
+    sentence = shown["advice"]["sentence"]
+    helping = [other for other in alternatives if other["gain"] > MIN_GAIN]
+    assert ("would help" in sentence) == bool(helping)
+    if helping and helping[0]["available"]:
+        assert helping[0]["change"] in sentence
+        most = helping[0]["gain"] == max(other["gain"] for other in helping)
+        assert ("would help most" in sentence) == most
     assert sentence.startswith("limited by ") and "\n" not in sentence
 
 
@@ -101,8 +107,8 @@ def test_capacity_that_forces_bytes_over_a_slow_link() -> None:
     assert advice["limited_by"] == ["host"]
     assert "the link to host memory" in advice["sentence"]
     assert f"{missing:.1%} of the bytes do not fit in HBM" in advice["sentence"]
-    assert advice["alternatives"][0]["kind"] == "hbm_budget"
-    budgets = [a["change"] for a in advice["alternatives"] if a["kind"] == "hbm_budget"]
+    assert advice["alternatives"][0]["kind"] == "budget"
+    budgets = [a["change"] for a in advice["alternatives"] if a["kind"] == "budget"]
     assert "--hbm-budget 44.00GiB" in budgets, "a tenth more is tried, too"
 
 
@@ -110,10 +116,25 @@ def test_another_tier_of_the_machine() -> None:
     assert "--remote host,peer:1" in advice_for(COMMANDS[2])["sentence"]
 
 
+def test_the_users_own_limits_come_first() -> None:
+    """Then what the machine has, then what it lacks, however much more that would gain."""
+    both = "--hbm-budget 139.80GiB --peer-budget 139.80GiB"
+    shown = advised(COMMANDS[-1].replace("--batch-size 1024 ", ""))
+    first = shown["advice"]["alternatives"][0]
+    assert (first["change"], first["origin"]) == (both, "user")
+    assert first["predicted_tokens_per_s"] > 8 * shown["predicted"]["tokens_per_s"]
+    assert f"; {both} (" in shown["advice"]["sentence"]
+    assert "268" not in shown["advice"]["sentence"], "HBM that the machine lacks"
+    origins = [other["origin"] for other in shown["advice"]["alternatives"]]
+    assert origins == sorted(origins, key=ORIGINS.index) and set(origins) == set(ORIGINS)
+    dropped = plan_json(*COMMANDS[-1].partition(" --hbm-budget")[0].split())["predicted"]
+    assert first["predicted_tokens_per_s"] == pytest.approx(dropped["tokens_per_s"], rel=0.01)
+
+
 def test_more_hbm_than_the_machine_has() -> None:
     advice = advice_for(COMMANDS[3])
-    best = advice["alternatives"][0]
-    assert best["kind"] == "hbm_budget" and not best["available"]
+    best = max(advice["alternatives"], key=lambda other: other["gain"])
+    assert best["kind"] == "budget" and not best["available"]
     assert "of HBM (gh200 has 89.41 GiB)" in advice["sentence"]
     assert best["change"] not in advice["sentence"], "no option makes a GPU larger"
 
@@ -144,7 +165,7 @@ def test_nothing_helps() -> None:
 def test_room_that_would_lie_idle_is_not_advised() -> None:
     plan = a_plan("opt-6.7b", "gh200", 8)
     assert plan.required_ratio == 0
-    assert all(other.kind != "hbm_budget" for other in advise(plan).alternatives)
+    assert all(other.kind != "budget" for other in advise(plan).alternatives)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +213,7 @@ def test_lines_are_named_by_what_limits(staged: bool) -> None:
 def test_ties_name_one_change_of_a_kind() -> None:
     plan = a_plan("opt-30b", "h200-pcie5", 8, policy=Policy(hbm_budget=40 * GIB))
     advice = advise(plan)
-    doubled = [replace(a, gain=3.0) for a in advice.alternatives if a.kind == "hbm_budget"]
+    doubled = [replace(a, gain=3.0) for a in advice.alternatives if a.kind == "budget"]
     assert len(doubled) > 1
     sentence = Advice(plan=plan, busy=advice.busy, alternatives=tuple(doubled)).sentence
     assert sentence.count("--hbm-budget") == 1 and ", then" not in sentence

@@ -6,6 +6,7 @@ rounded), assemble.py (the Plan). README.md has the formulas. Needs no torch, GP
 
 from dakrun.plan.advice import (
     MIN_GAIN,
+    ORIGINS,
     Advice,
     Alternative,
     advise,
@@ -62,6 +63,7 @@ __all__ = [
     "MAX_BATCH_SIZE",
     "MIN_GAIN",
     "MIN_OFFLOAD_GAIN",
+    "ORIGINS",
     "PREFILL_CHUNK_TOKENS",
     "PREFILL_LAUNCH_ROWS",
     "RESERVE_BYTES",

@@ -7,7 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from dakrun.config import Workload
 from dakrun.errors import DakrunError
@@ -24,27 +24,38 @@ SAME_LIMIT = 0.9  # fraction of the busiest resource's time from which others li
 MIN_GAIN = 0.02  # relative gain in tokens/s from which a change is advised
 UNLIMITED = 1 << 60  # bytes
 
-Kind = Literal["hbm_budget", "batch_size", "transport", "remote", "ratio", "strategy"]
+Kind = Literal["budget", "batch_size", "transport", "remote", "ratio", "strategy"]
+Origin = Literal["user", "machine", "missing"]
+ORIGINS: tuple[Origin, ...] = get_args(Origin)  # changes of the first are advised first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """The plan after one change of the options.
 
-    `change` is its text on the command line; `gain` is relative, in predicted tokens/s. A change
-    that needs more HBM than the machine has is not `available`.
+    `change` is its text on the command line; `gain` is relative, in predicted tokens/s. `origin`
+    is user for a limit that the user set, machine for what the machine has besides, and missing
+    for more HBM than it has.
     """
 
     kind: Kind
     change: str
-    available: bool
+    origin: Origin
     plan: Plan
     gain: float
+
+    @property
+    def available(self) -> bool:
+        """Whether the machine has what the change needs."""
+        return self.origin != "missing"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """How busy each resource is (see `busy_shares`), and the alternatives, the best first."""
+    """How busy each resource is (see `busy_shares`), and the alternatives.
+
+    They are in the order of ORIGINS, and the best of each first.
+    """
 
     plan: Plan
     busy: dict[str, float]
@@ -57,7 +68,7 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """The limit of the run and the two kinds of change that help most, in one sentence."""
+        """The limit of the run and the first two kinds of change that help, in one sentence."""
         plan = self.plan
         limit = "limited by " + " and ".join(
             f"{resource_text(name)} ({self.busy[name]:.0%} of the step)" for name in self.limits
@@ -68,17 +79,19 @@ class Advice:
         for other in self.alternatives:
             if other.gain > MIN_GAIN:
                 helping.setdefault(other.kind, other)
-        best = [_text(other) for other in list(helping.values())[:2]]
+        best = list(helping.values())[:2]
         if not best:
             return (
                 f"{limit}; no other budget, batch size, transport or remote tier that was tried "
                 f"helps by more than {MIN_GAIN:.0%}"
             )
-        return f"{limit}; {best[0]} would help most" + "".join(f", then {b}" for b in best[1:])
+        most = " most" * (best[0].gain >= max(other.gain for other in self.alternatives))
+        first, *others = map(_text, best)
+        return f"{limit}; {first} would help{most}" + "".join(f", then {text}" for text in others)
 
 
 def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
-    """Plan again with more HBM, other batch sizes, transports and remote tiers, and compare.
+    """Plan again with other budgets, batch sizes, transports and remote tiers, and compare.
 
     Plans that take more than `max_tpot` seconds per output token are left out.
     """
@@ -91,14 +104,19 @@ def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
             continue
         if max_tpot is not None and other.predicted_s > max_tpot:
             continue
-        budget = policy.hbm_budget or 0
-        available = kind != "hbm_budget" or budget <= plan.profile.hbm_capacity_bytes
         gain = workload.batch_size / other.predicted_s / rate - 1
-        found.append(
-            Alternative(kind=kind, change=change, available=available, plan=other, gain=gain)
-        )
-    found.sort(key=lambda other: -other.gain)
+        origin = _origin(kind, plan, policy)
+        found.append(Alternative(kind=kind, change=change, origin=origin, plan=other, gain=gain))
+    found.sort(key=lambda other: (ORIGINS.index(other.origin), -other.gain))
     return Advice(plan=plan, busy=busy_shares(plan), alternatives=tuple(found))
+
+
+def _origin(kind: Kind, plan: Plan, changed: Policy) -> Origin:
+    """Origin of a change of this kind, which gives `plan` the policy `changed`."""
+    if kind == "budget" and (changed.hbm_budget or 0) > plan.profile.hbm_capacity_bytes:
+        return "missing"
+    fixed = kind == "transport" and plan.policy.transport is not None
+    return "user" if fixed or kind in ("budget", "ratio", "strategy") else "machine"
 
 
 def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
@@ -106,7 +124,11 @@ def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
     work, policy = plan.workload, plan.policy
     for text in _budgets(plan):
         roomier = replace(policy, hbm_budget=parse_bytes(text))
-        yield "hbm_budget", f"--hbm-budget {text}", work, roomier
+        yield "budget", f"--hbm-budget {text}", work, roomier
+    if all_set := _own_limits(plan):
+        text = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in all_set.items())
+        sizes: dict[str, Any] = {name: parse_bytes(size) for name, size in all_set.items()}
+        yield "budget", text, work, replace(policy, **sizes)
     for size in (work.batch_size // 2, min(2 * work.batch_size, MAX_BATCH_SIZE)):
         if size > 0 and size != work.batch_size:
             text = f"--batch-size {size}"
@@ -127,6 +149,25 @@ def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
         yield "ratio", " ".join(options), work, free
     if policy.strategy != "auto":
         yield "strategy", "--strategy auto", work, replace(policy, strategy="auto")
+
+
+def _own_limits(plan: Plan) -> dict[str, str]:
+    """The machine's capacity as an option value for every budget that the user set below it.
+
+    Empty for the HBM budget alone, which `_budgets` tries.
+    """
+    profile = plan.profile
+    capacities = {"hbm_budget": profile.hbm_capacity_bytes}
+    for tier in map(profile.tier, plan.tiers[1:]):
+        name = "peer_budget" if tier.name.startswith("peer") else "host_budget"
+        capacities[name] = min(tier.capacity_bytes, capacities.get(name, tier.capacity_bytes))
+    given = {name: getattr(plan.policy, name) for name in capacities}
+    limits = {
+        name: _size(capacity, math.floor)
+        for name, capacity in capacities.items()
+        if given[name] is not None and given[name] < capacity
+    }
+    return {} if set(limits) == {"hbm_budget"} else limits
 
 
 def _budgets(plan: Plan) -> list[str]:

@@ -269,6 +269,7 @@ def _alternative_dict(other: Alternative) -> dict[str, Any]:
         "kind": other.kind,
         "change": other.change,
         "available": other.available,
+        "origin": other.origin,
         "predicted_tpot_s": other.plan.predicted_s,
         "predicted_tokens_per_s": other.plan.workload.batch_size / other.plan.predicted_s,
         "gain": other.gain,
