@@ -465,6 +465,42 @@ def check_tiers_of_op(op: dict[str, Any], profile: HardwareProfile) -> None:
         assert not part["mixed"] or (direct and part["units"] > 0 and parts[0]["sms"] > 0)
 
 
+def test_past_all_thresholds_a_step_takes_the_time_of_its_link() -> None:
+    """However the remote bytes are divided; README.md of dakrun/plan has these figures."""
+    model, policy = known_model("opt-30b"), Policy(offload_ratio=0.3, transport="direct")
+    assert model is not None
+    for strategy in ("greedy", "uniform"):
+        plan = make_plan(model, work(512), GH200, replace(policy, strategy=strategy))
+        assert all(op.ratio >= op.b - 0.001 for op in plan.ops)
+        link = plan.read_bytes(1) / GH200.tier("host").direct_bytes_per_s
+        assert plan.bound_s == pytest.approx(link, rel=1e-3)
+
+
+def test_a_number_of_slots_that_fits_is_found() -> None:
+    """Also where the ideal one fits only rounded away from the nearest, with a slot's room left."""
+    model = ModelConfig(
+        name="small", family="opt", vocab_size=10, hidden_size=32, ffn_size=1, num_layers=1,
+        num_heads=1, num_kv_heads=1, head_dim=32, max_positions=4096, embed_size=32,
+        tied_embeddings=False, dtype="float16",
+    )  # fmt: skip
+    workload = work(5, 1, 1)
+    profile = replace(
+        GH200,
+        hbm_bytes_per_s=1e9,
+        remote=(replace(GH200.tier("host"), direct_bytes_per_s=1e9, group=""),),
+        context_bytes=0,
+        linear=FREE,
+        attention=FREE,
+        compute={dtype: replace(rate, peak=1e8) for dtype, rate in GH200.compute.items()},
+    )
+    ops, fixed = decode_ops(model, workload), fixed_bytes(model, workload, profile)
+    slot = next(op for op in ops if op.category == "attention").unit_bytes(0, 1)
+    for local in range(0, total_bytes(ops), slot // 8):
+        host = total_bytes(ops) - local + slot
+        policy = Policy(hbm_budget=fixed + local, host_budget=host, transport="direct")
+        check_laws(make_plan(model, workload, profile, policy))
+
+
 def test_few_remote_row_blocks_leave_even_waves() -> None:
     """OPT-6.7B's matrices divide by 128, and not by the SMs that the host's leave."""
     work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)

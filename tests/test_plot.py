@@ -1,8 +1,10 @@
 """The picture of a plan: its data, a PNG of the right size, and the error without matplotlib."""
 
+import re
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -13,7 +15,16 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
 from dakrun.plan import Plan, Policy, make_plan
-from dakrun.plan.show import Point, clusters, plot_plan, points, ratio_curve
+from dakrun.plan.show import (
+    Overview,
+    Point,
+    clusters,
+    plot_plan,
+    points,
+    ratio_curve,
+    summary_rows,
+)
+from dakrun.units import format_rate
 
 
 def a_plan(batch_size: int = 8, *, profile: str = "gh200", **fixed: object) -> Plan:
@@ -102,3 +113,28 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         result = run("--plot", str(path))
         assert result.exit_code == 2 and result.stdout == ""
         assert result.stderr.startswith(f"error: {path}: ") and "hint: " in result.stderr
+
+
+@pytest.mark.parametrize("strategy", ["auto", "greedy", "uniform"])
+def test_the_picture_has_the_ebs_of_the_table(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The star's label is the table's EB, and the uniform curve goes through the uniform plan's."""
+    plan = a_plan(512, hbm_budget=30 << 30, strategy=strategy)
+    figures: list[Any] = []
+    monkeypatch.setattr("dakrun.plan.show.picture.save", lambda figure, _: figures.append(figure))
+    plot_plan(plan, tmp_path / "plan.png", steps=4)
+    lines = {line.get_label(): line for line in figures[0].axes[1].lines}
+    rows = dict(summary_rows(Overview.of(plan)))
+    (star,) = (label for label in lines if label.startswith("chosen"))
+    (eb,) = re.findall(r"EB [\d,.]+ GB/s", star)
+    assert f", {eb}," in rows["predicted"]
+    uniform = a_plan(512, hbm_budget=30 << 30, strategy="uniform")
+    speed = uniform.weight_bytes / uniform.predicted_s
+    assert f"EB {format_rate(speed)}" in rows["uniform pred."]
+    drawn = ratio_curve(plan, "uniform", 50)
+    nearest = min(drawn, key=lambda point: abs(point[0] - uniform.ratio))
+    assert nearest[2] == pytest.approx(speed, rel=0.02)
+    curve = lines[f"{plan.strategy}, predicted"].get_xydata().tolist()
+    chosen = [100 * plan.ratio, plan.weight_bytes / plan.predicted_s / 1e9]
+    assert any(point == pytest.approx(chosen) for point in curve)
