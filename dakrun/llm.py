@@ -28,7 +28,13 @@ from dakrun.errors import (
     invalid_value,
 )
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
-from dakrun.memory import Tiers, allocate_tiers, available_host_memory, free_on_peers
+from dakrun.memory import (
+    Tiers,
+    allocate_tiers,
+    available_host_memory,
+    free_on_peers,
+    usable_cores,
+)
 from dakrun.models import hub
 from dakrun.models.architectures import architecture
 from dakrun.models.hf_config import read_model_config
@@ -66,6 +72,9 @@ class LLM:
       `dakrun profile` saved for this device, else a shipped one; it never measures.
     - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
       that has none takes and returns token ids.
+    - `threads`: CPU threads of torch, in the whole process; by default as many as there are cores
+      that it may use, and at most torch's own number. Where other programs need the CPU, set
+      OMP_WAIT_POLICY=passive before torch is imported, as the command line does.
     - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
       with only a config.json.
 
@@ -91,10 +100,12 @@ class LLM:
         policy: Policy | None = None,
         needs_tokenizer: bool = False,
         load_format: LoadFormat = "auto",
+        threads: int | None = None,
     ) -> None:
         check_choice("dtype", dtype, ("auto", *DTYPE_BYTES))
         check_choice("device", device, ("auto", "cuda", "cpu"))
         check_choice("load_format", load_format, get_args(LoadFormat))
+        threads = check_count("threads", threads, or_one_of=(None,))
         batch_size = check_count("batch_size", batch_size, or_one_of=("auto",))
         max_batch_size = check_count("max_batch_size", max_batch_size)
         max_tpot = check_number("max_tpot", max_tpot, 0, or_one_of=(None,))
@@ -107,6 +118,7 @@ class LLM:
         expected_prompt = check_count("expected_prompt", expected_prompt, or_one_of=(None,))
         if not isinstance(policy, Policy | None):
             raise invalid_value("policy", policy, "a Policy or None")
+        torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
         self.config, directory = find_model(str(model), dtype, load_format)
         self.device = _device(device)
         self.profile = _profile(profile, self.device)

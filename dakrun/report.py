@@ -165,7 +165,8 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     plan = report["plan"]
     rows = {
         "model": f"{model['name']} ({model['dtype']}, {format_bytes(model['weight_bytes'])})",
-        "machine": f"{report['machine']['device']}, profile {plan['profile']['name']}",
+        "machine": f"{report['machine']['device']}, profile {plan['profile']['name']}, "
+        f"{report['machine']['threads']} CPU threads",
         "requests": f"{requests['finished']} finished, {requests['prompt_tokens']} prompt and "
         f"{requests['new_tokens']} new tokens" + _capped(requests["capped"], plan),
         "time": f"load {_seconds(times['load_s'])}, prefill {_seconds(times['prefill_s'])}, "

@@ -44,6 +44,21 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+def test_threads_wait_without_spinning(prompts: Path, tmp_path: Path) -> None:
+    """OMP_DISPLAY_ENV lets libgomp print what it read when torch was imported."""
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "true"}
+    environment.pop("OMP_WAIT_POLICY", None)
+    report = tmp_path / "report.json"
+    arguments = ["generate", *base(prompts, tmp_path / "out.jsonl", "--threads", 2)]
+    done = subprocess.run(
+        [sys.executable, "-m", "dakrun", *map(str, [*arguments, "--report", report])],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr and "2 CPU threads" in done.stderr
+    assert json.loads(report.read_text())["machine"]["threads"] == 2
+
+
 def test_text_file_in_rows_and_report_out(prompts: Path, tmp_path: Path) -> None:
     out, report_path = tmp_path / "out.jsonl", tmp_path / "report.json"
     result = run(

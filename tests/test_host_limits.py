@@ -188,3 +188,32 @@ def test_numa_node_of_a_gpu(tmp_path: Path) -> None:
     assert memory.numa_nodes(tmp_path) == 1
     assert memory.node_memory(1, tmp_path) == 8 * KIB
     assert memory.node_memory(7, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "above", "cores"),
+    [
+        ("max 100000", "max 100000", 64),
+        ("250000 100000", "max 100000", 3),
+        ("max 100000", "50000 100000", 1),
+        ("1600000 100000", "800000 100000", 8),
+        ("", "", 64),  # the root of the machine's cgroups has no limits
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_cores_are_those_of_the_affinity_and_of_the_quota(
+    version: int, own: str, above: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    top = tmp_path / "sys/fs/cgroup" / ("cpu" if version == 1 else "")
+    write(tmp_path / "proc/self/cgroup", "4:cpu,cpuacct:/a/b" if version == 1 else "0::/a/b")
+    for folder, text in ((top / "a/b", own), (top / "a", above)):
+        if version == 2:
+            write(folder / "cpu.max", text)
+        elif text:
+            quota, period = text.split()
+            write(folder / "cpu.cfs_quota_us", "-1" if quota == "max" else quota)
+            write(folder / "cpu.cfs_period_us", period)
+    assert memory.usable_cores(tmp_path) == cores
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    assert memory.usable_cores(tmp_path) == 1

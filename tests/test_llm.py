@@ -53,6 +53,20 @@ def test_closing_gives_the_memory_back(path: Path, blocks: list[HostBlock]) -> N
         llm.generate([[5, 6, 7]])
 
 
+def test_threads_are_the_cores_that_may_be_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    for cores, asked in ((3, None), (64, None), (3, 5)):
+        monkeypatch.setattr("dakrun.llm.usable_cores", lambda cores=cores: cores)
+        LLM(path, device="cpu", batch_size=1, threads=asked).close()
+    assert chosen == [3, 16, 5]
+    with pytest.raises(UsageError, match="threads is 0"):
+        LLM(path, threads=0)
+
+
 def test_a_stream_ends_with_its_llm(path: Path, blocks: list[HostBlock]) -> None:
     llm = LLM(path, device="cpu", batch_size=1, policy=POLICY)
     params = SamplingParams(max_tokens=2)

@@ -171,7 +171,7 @@ def test_a_runs_report(columns: int) -> None:
     spread = {"mean": 0.1234567, "median": 12345.678, "p99": 12345.678}
     found: dict[str, Any] = {
         "model": {"name": "opt-66b [b]", "dtype": "bfloat16", "weight_bytes": 122 << 30},
-        "machine": {"device": "NVIDIA H200"},
+        "machine": {"device": "NVIDIA H200", "threads": 16},
         "plan": {"profile": {"name": "h200-nvlink-peer"},
                  "workload": {"max_model_len_tokens": 4096}},
         "requests": {"finished": 123456, "prompt_tokens": 1234567, "new_tokens": 12345678,

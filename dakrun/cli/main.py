@@ -4,6 +4,7 @@ Each command imports its modules when it runs, so that --help and plan start at 
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ from dakrun.cli.options import (
     resolve_profile,
     resolve_run_profile,
     sampling_options,
+    threads_option,
     wide_option,
     workload_options,
 )
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 @click.version_option(__version__, prog_name="dakrun", message="%(prog)s %(version)s")
 def main() -> None:
     """Offline batch inference for OPT and Llama models in several memory tiers."""
+    # libgomp reads it when torch is imported. Threads that spin while they wait for each other slow
+    # a step down many times where other programs run on the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 main.add_command(bench)
@@ -55,6 +60,7 @@ main.add_command(bench)
 @profile_option
 @policy_options
 @load_format_option()
+@threads_option()
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
 @click.option("--force", is_flag=True, help="Resume the output of another model or options too.")
@@ -73,6 +79,7 @@ def generate(
     profile: str,
     policy: Any,
     load_format: Any,
+    threads: int | None,
     report_path: str | None,
     resume: bool,
     force: bool,
@@ -120,6 +127,7 @@ def generate(
             policy=policy,
             needs_tokenizer=reader.needs_tokenizer(),
             load_format=load_format,
+            threads=threads,
         ) as llm:
             console = stderr_console()
             progress = console if sys.stderr.isatty() else None
@@ -292,13 +300,14 @@ def doctor(*, as_json: bool) -> int:
 
 
 @main.command()
-def demo() -> int:
+@threads_option()
+def demo(*, threads: int | None) -> int:
     """Answer 200 sums with a tiny bundled model, half of it in the remote tier."""
     from dakrun.demo import run
     from dakrun.report import render
 
     console = stdout_console()
-    result = run(console if sys.stdout.isatty() else None)
+    result = run(console if sys.stdout.isatty() else None, threads=threads)
     for prompt, answer, right in result.answers[:12]:
         console.print(f"{prompt} -> {answer}  [{'right' if right else 'wrong'}]", markup=False)
     console.print("...")

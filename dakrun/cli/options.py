@@ -119,6 +119,13 @@ def device_option(help: str) -> Decorator:
     return choice_option("--device", choices=("auto", "cuda", "cpu"), help=help)
 
 
+def threads_option() -> Decorator:
+    """The option --threads."""
+    return count_option(
+        "--threads", help="CPU threads to compute with; default: the cores that may be used."
+    )
+
+
 def load_format_option(prefix: str = "") -> Decorator:
     """The option --load-format; `prefix` begins its help."""
     return choice_option(

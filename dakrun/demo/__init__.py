@@ -38,7 +38,7 @@ class DemoResult:
         return sum(right for _, _, right in self.answers)
 
 
-def run(console: Console | None) -> DemoResult:
+def run(console: Console | None, *, threads: int | None = None) -> DemoResult:
     """Answer the 200 held-out sums with half of the weights and half of the KV cache remote."""
     pairs = task.held_out()
     with (
@@ -48,6 +48,7 @@ def run(console: Console | None) -> DemoResult:
             batch_size=BATCH_SIZE,
             expected_tokens=MAX_TOKENS,
             policy=Policy(offload_ratio=0.5, kv_offload_ratio=0.5),
+            threads=threads,
         ) as llm,
         tempfile.TemporaryDirectory() as folder,
     ):

@@ -18,6 +18,7 @@ from dakrun.memory.limits import (
     numa_nodes,
     pci_address,
     unused_ram,
+    usable_cores,
 )
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ __all__ = [
     "peer_index",
     "unused_ram",
     "upload",
+    "usable_cores",
 ]
 
 if not TYPE_CHECKING:

@@ -18,7 +18,14 @@ import torch
 
 from dakrun.errors import CannotRun
 from dakrun.memory.device import cuda_runtime
-from dakrun.memory.limits import lock_limit, node_memory, numa_node, numa_nodes, pci_address
+from dakrun.memory.limits import (
+    lock_limit,
+    node_memory,
+    numa_node,
+    numa_nodes,
+    pci_address,
+    usable_cores,
+)
 from dakrun.units import format_bytes
 
 MAP_NORESERVE = 0x4000  # missing in Python's mmap; the same on x86 and ARM
@@ -103,7 +110,7 @@ class HostBlock:
             return
         with suppress(OSError):  # huge pages are faster to touch and to lock
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        threads = min(MAX_THREADS, usable_cores())
         with ThreadPoolExecutor(threads) as pool:
             try:
                 list(pool.map(_touch, _pieces(self.address, self.tensor.nbytes)))

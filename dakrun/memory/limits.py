@@ -5,6 +5,7 @@ no torch.
 """
 
 import mmap
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun
-from dakrun.units import format_bytes
+from dakrun.units import ceil_div, format_bytes
 
 ROOT = Path("/")
 NO_LIMIT = 1 << 60  # cgroup 1 writes a larger number for "no limit"
@@ -126,6 +127,18 @@ def pci_address(properties: Any) -> str:
     return "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
+def usable_cores(root: Path = ROOT) -> int:
+    """CPU cores that this process may really use: those of its affinity, and the cgroup's quota."""
+    cores = len(os.sched_getaffinity(0))
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, period, *_ = [*_read(folder / "cpu.max").split(), "", ""]  # cgroup 2
+        if not quota:
+            quota, period = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if quota.isdigit() and period.isdigit():  # else "max", or -1 in cgroup 1
+            cores = min(cores, ceil_div(int(quota), int(period)))
+    return max(1, cores)
+
+
 def numa_nodes(root: Path = ROOT) -> int:
     """Number of NUMA nodes; 0 if /sys does not list them."""
     return len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
@@ -161,7 +174,7 @@ def _zone_ram(root: Path) -> int:
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes left) of this process's memory cgroup and its ancestors."""
-    for folder in _cgroup_folders(root):
+    for folder in _cgroup_folders(root, "memory"):
         for limit_file, usage_file in CGROUP_FILES:
             limit, usage = _read(folder / limit_file), _read(folder / usage_file)
             if limit.isdigit() and int(limit) < NO_LIMIT:
@@ -169,10 +182,10 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
                 yield int(limit), int(limit) - used + _file_pages(folder)
 
 
-def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """Folders of this process's memory cgroup and its ancestors, as far as they are visible."""
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's cgroup and its ancestors, as far as they are visible."""
     mount = root / "sys/fs/cgroup"
-    tops = {"": mount, "memory": mount / "memory"}  # cgroup 2 and cgroup 1
+    tops = {"": mount, controller: mount / controller}  # cgroup 2 and cgroup 1
     paths = dict.fromkeys(tops, "")
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dakrun.errors import CannotRun
+from dakrun.memory.limits import usable_cores
 from dakrun.memory.tiers import HOST, aligned, allocate_tiers
 
 BUFFERS = 16
@@ -45,7 +46,7 @@ class Extent:
 
 def reader_count() -> int:
     """Number of threads that read files."""
-    return min(MAX_READERS, len(os.sched_getaffinity(0)))
+    return min(MAX_READERS, usable_cores())
 
 
 def read(extent: Extent, out: torch.Tensor) -> None:
