@@ -75,6 +75,24 @@ def test_a_freed_slot_is_refilled_at_once(path: Path) -> None:
     assert [c.id for c in stream] == ["r2", "r3", "r4"]
 
 
+@pytest.mark.parametrize(("together", "chunk_tokens"), [(1, 4096), (3, 4096), (3, 6)])
+def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) -> None:
+    """Freed slots wait for others, but not when prompts fill a pass or nothing else is left."""
+    params = [SamplingParams(max_tokens=3 + 2 * i) for i in range(11)]
+    prompts = [[5, 6, 7 + i] for i in range(11)]
+    groups: list[int] = []
+    with load(path, batch_size=4) as llm:
+        alone = [llm.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
+        engine = llm.engine
+        engine._admitted_together, engine.runner.chunk_tokens = together, chunk_tokens
+        prefill = engine._prefill
+        engine._prefill = lambda new: groups.append(len(new)) or prefill(new)  # type: ignore
+        found = [one.token_ids for one in llm.generate(prompts, params)]
+    assert found == alone and sum(groups) == 11 and groups[0] == 4
+    least = min(together, chunk_tokens // 3)  # all prompts have 3 tokens
+    assert groups[1:-1] == [least] * (len(groups) - 2) and groups[-1] <= least
+
+
 def test_one_run_has_the_slots_at_a_time(path: Path) -> None:
     llm = load(path, batch_size=2)
     alone = by_id(list(llm.stream(requests(4))))

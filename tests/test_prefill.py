@@ -1,6 +1,8 @@
 """The predicted TTFT of a batch: the engine's chunks, FLOPs counted twice, and its lower bounds."""
 
+import heapq
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -20,6 +22,7 @@ from dakrun.plan import (
     make_plan,
     passes,
     predict_prefill,
+    requests_per_admission,
     staging_bytes,
 )
 
@@ -196,3 +199,40 @@ def test_a_cpu_pays_for_its_rows_alone() -> None:
     )
     one = make_plan(plan.model, plan.workload, slow, Policy())
     assert predict_prefill(one).bound_s == pytest.approx(predict_prefill(one).flops / 1e6)
+
+
+def seconds_of_a_file(plan: Plan, together: int, pass_s: float, requests: int) -> float:
+    """A run whose requests begin `together` at a time, in passes of `pass_s` besides their tokens.
+
+    Lengths spread evenly around the plan's mean; a step takes the plan's time.
+    """
+    draw, work = random.Random(0), plan.workload
+    ends = [0] * work.batch_size  # the step after which each slot is free
+    step = passes = 0
+    for first in range(0, requests, together):
+        starting = min(together, requests - first)
+        freed = [heapq.heappop(ends) for _ in range(starting)]
+        step = max(step, freed[-1])
+        passes += 1
+        for _ in range(starting):
+            heapq.heappush(ends, step + draw.randint(1, 2 * work.new_tokens))
+    return max(ends) * plan.predicted_s + passes * pass_s
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "ratio"),
+    [("llama-3-8b", 256, 0.0), ("llama-3-8b", 64, 0.0), ("opt-6.7b", 64, 0.3), ("opt-30b", 8, 0.5)],
+)
+def test_requests_begin_in_groups_that_cost_least(name: str, batch: int, ratio: float) -> None:
+    policy = Policy(offload_ratio=ratio, kv_offload_ratio=0.0)
+    plan = a_plan(name, batch=batch, new=180, profile="h200-pcie5", policy=policy)
+    link = plan.profile.tier("host").direct_bytes_per_s
+    pass_s = max(0.02, ratio * plan.weight_bytes / link)
+    chosen = requests_per_admission(plan)
+    times = {
+        k: seconds_of_a_file(plan, k, pass_s, 40 * batch)
+        for k in {1, 2, 3, 4, *range(4, batch // 2 + 1, max(1, batch // 32)), chosen}
+    }
+    assert times[chosen] <= 1.03 * min(times.values())
+    if batch > 8:
+        assert times[chosen] < 0.85 * times[1], "a pass for each request costs more"

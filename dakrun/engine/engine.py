@@ -18,7 +18,7 @@ from dakrun.engine.runner import Chosen, NextTokens, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
 from dakrun.geometry import NO_TOKEN
-from dakrun.plan import Plan, passes
+from dakrun.plan import Plan, passes, requests_per_admission
 from dakrun.requests import (
     Completion,
     Logprobs,
@@ -59,7 +59,6 @@ class _Running:
 
     request: Request
     slot: int
-    started: float
     stop: StopStrings | None
     seed: int
     limit: int
@@ -67,6 +66,7 @@ class _Running:
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in NextTokens
     cached: int = 0
     launched: int = 1
+    started: float = 0.0
     first_token: float = 0.0
     ended: bool = False
 
@@ -81,6 +81,7 @@ class Engine:
         self._max_len = plan.workload.max_model_len
         self._eos = frozenset(plan.model.eos_token_ids)
         self._kv_bytes = plan.model.kv_bytes_per_token
+        self._admitted_together = requests_per_admission(plan)
         self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = False
         self._collected = 0.0  # time of the last collection
@@ -89,6 +90,8 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion | RowError]:
         """Completions in the order in which they finish; requests are taken as slots free up.
 
+        They begin in groups (see requests_per_admission), since a pass of prefill reads all weights
+        and holds up the decode steps, but at once if no other request is running or left.
         A request ends in a RowError where the model's logits are NaN or infinite.
         Raises UsageError, at the first completion, while another run is active.
         """
@@ -102,13 +105,13 @@ class Engine:
             order = {slot: number for number, slot in enumerate(self.runner.order)}
             free = sorted(order, key=order.__getitem__)
             running: list[_Running] = []
+            new: list[_Running] = []  # in their slots, before prefill
             exhausted = False
             while True:
                 if self._closed:
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
-                new: list[_Running] = []
                 while free and not exhausted:
                     request = next(waiting, None)
                     if request is None:
@@ -116,9 +119,10 @@ class Engine:
                     else:
                         new.append(self._admit(request, free.pop(0)))
                 active = [r for r in running if r.launched < r.limit]
-                if new:
+                if new and (exhausted or not active or self._is_worth_a_pass(new)):
                     self._prefill(new)
                     running += new
+                    new = []
                 elif active and len(self._steps) < self.runner.ahead:
                     self._launch(active)
                     continue
@@ -168,11 +172,18 @@ class Engine:
             stop = StopStrings(params.stop, self._tokenizer.decode)
         seed = request_seed(params.seed, request.id)
         limit = min(params.max_tokens, self._max_len - length)
-        return _Running(request, slot, time.perf_counter(), stop, seed, limit)
+        return _Running(request, slot, stop, seed, limit)
+
+    def _is_worth_a_pass(self, new: Sequence[_Running]) -> bool:
+        """Whether `new` requests are to begin while others run."""
+        tokens = sum(len(r.request.prompt_ids) for r in new)
+        return len(new) >= self._admitted_together or tokens >= self.runner.chunk_tokens
 
     def _prefill(self, new: Sequence[_Running]) -> None:
         """Cache the prompts of `new`, pass by pass, and sample their first tokens."""
         start = time.perf_counter()
+        for r in new:
+            r.started = start
         before: tuple[list[_Running], Chosen] | None = None  # first tokens of the previous pass
         by_slot = {r.slot: r for r in new}
         prompts = {r.slot: r.request.prompt_ids for r in new}

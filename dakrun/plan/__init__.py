@@ -44,6 +44,7 @@ from dakrun.plan.prefill import (
     Segment,
     passes,
     predict_prefill,
+    requests_per_admission,
     with_prefill,
 )
 from dakrun.plan.problem import Problem
@@ -117,6 +118,7 @@ __all__ = [
     "predicted_time",
     "read_times",
     "remote_bytes",
+    "requests_per_admission",
     "resource_text",
     "ring_stages",
     "round_ratios",

@@ -4,6 +4,7 @@ Takes the placement of a plan and the HBM that it leaves as given.
 """
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cos
 from dakrun.units import ceil_div
 
 PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
+PASS_LAUNCH_SECONDS = 0.02  # for the CPU to launch a pass on a GPU, however short; measured
 PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
 
 
@@ -151,6 +153,25 @@ def predict_prefill(plan: Plan) -> Prefill:
     return Prefill(
         tokens=tokens, chunks=chunks, flops=flops, bound_s=bound_s, predicted_s=predicted_s
     )
+
+
+def requests_per_admission(plan: Plan) -> int:
+    """Requests whose prompts are computed together once the batch is full: the cheapest number.
+
+    A pass of prefill costs F seconds besides its tokens' own work: it reads all weights, over the
+    link too, while decode waits. Waiting for further slots to become free shares F among more
+    requests, but leaves slots idle. With B slots, L new tokens a request and steps of T seconds, a
+    slot becomes free every L / B steps, so that k of them have been idle for k^2 L / (2 B) steps
+    in all, each of which costs T / B. The cost per request, F / k + k L T / (2 B^2), is least at
+
+        k = B sqrt(2 F / (L T)).
+    """
+    one = _Pass(plan)
+    one.add((1, 1, (((0, 0, 1), 1),)))
+    launches = PASS_LAUNCH_SECONDS if plan.profile.device == "cuda" else 0.0
+    slots, steps = plan.workload.batch_size, plan.workload.new_tokens * plan.predicted_s
+    best = slots * math.sqrt(2 * max(one.predicted_s, launches) / steps)
+    return max(1, min(round(best), ceil_div(slots, 2)))
 
 
 # Work of a pass: tokens, prompts that end in it, and counts of (tier, start, length) segments.
