@@ -38,7 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder for each test, so that nothing kept on this machine plays a part."""
+    """An empty cache folder for each test, so that nothing kept on this machine plays a part.
+
+    Nor does the width of its terminal.
+    """
+    monkeypatch.delenv("COLUMNS", raising=False)
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(folder))
     return folder
