@@ -24,7 +24,7 @@ TWO_GPUS = (*PLAN, "--profile", "h200-nvlink-peer", "--remote", "peer")
 
 
 def run(*args: str, **environment: str) -> Result:
-    env = {"DAKRUN_DEBUG": "", "NO_COLOR": "", **environment}
+    env = {"DAKRUN_DEBUG": "", "NO_COLOR": "", "COLUMNS": "120", **environment}
     return CliRunner(env=env).invoke(main, list(args))
 
 
