@@ -5,14 +5,22 @@ Rows are read and written one by one, so memory does not grow with their number.
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import Interrupted
@@ -164,10 +172,27 @@ def write_report(report: dict[str, Any], path: Path) -> None:
         ) from None
 
 
-def _progress(console: Console) -> Progress:
+@contextmanager
+def load_bar(console: Console | None) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of the weights is loaded, on `console` if there is one.
+
+    Yields what an LLM takes as `on_load`. Before the first call memory is allocated.
+    """
+    if console is None:
+        yield lambda done, total: None
+        return
+    with _progress(console, DownloadColumn(binary_units=True)) as progress:
+        bar = progress.add_task("allocating memory", total=None)
+        yield lambda done, total: progress.update(
+            bar, completed=done, total=total, description="loading weights"
+        )
+
+
+def _progress(console: Console, *columns: ProgressColumn) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
+        *columns,
         TimeElapsedColumn(),
         TextColumn("ETA"),
         TimeRemainingColumn(),

@@ -1,11 +1,12 @@
 """SIGINT and SIGTERM as exceptions, which can be deferred while something must not be interrupted.
 
-Knows signals only.
+Knows signals, and threads that end soon after one.
 """
 
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 
@@ -31,6 +32,16 @@ class Interrupted(DakrunError):
 def exit_code(cause: BaseException | None) -> int:
     """The exit code of a process that ends with the KeyboardInterrupt `cause`."""
     return EXIT_TERMINATED if isinstance(cause, Terminated) else EXIT_INTERRUPTED
+
+
+class Workers(ThreadPoolExecutor):
+    """Threads whose `with` block drops the calls not yet begun if it ends with an exception.
+
+    A call that has begun cannot be stopped, and the block waits for it: keep calls short.
+    """
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.shutdown(wait=True, cancel_futures=error is not None)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ from dakrun.requests import Completion, PromptRules, Request, RowError, Tokenize
 from dakrun.units import format_bytes
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
-from dakrun.weights.loading import tier_capacities
+from dakrun.weights.loading import OnLoad, tier_capacities
 from dakrun.weights.manifest import manifest_of
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -75,6 +75,7 @@ class LLM:
     - `threads`: CPU threads of torch, in the whole process; by default as many as there are cores
       that it may use, and at most torch's own number. Where other programs need the CPU, set
       OMP_WAIT_POLICY=passive before torch is imported, as the command line does.
+    - `on_load`: called with the bytes of weights loaded so far, and of all, while they load.
     - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
       with only a config.json.
 
@@ -101,6 +102,7 @@ class LLM:
         needs_tokenizer: bool = False,
         load_format: LoadFormat = "auto",
         threads: int | None = None,
+        on_load: OnLoad = lambda done, total: None,
     ) -> None:
         check_choice("dtype", dtype, ("auto", *DTYPE_BYTES))
         check_choice("device", device, ("auto", "cuda", "cpu"))
@@ -139,6 +141,7 @@ class LLM:
             tokenizer=_tokenizer(directory, needed=needs_tokenizer),
         )
         self._directory = None if load_format == "dummy" else directory
+        self._on_load = on_load
         self._tiers = Tiers()
         self._engine: Engine | None = None
         self.load_s = 0.0
@@ -332,7 +335,7 @@ class LLM:
             source.check(manifest_of(architecture(self.config), source.__contains__))
             capacities = tier_capacities(self.plan, packed=packed)
             self._tiers = allocate_tiers(capacities, self.device)
-            return build_runner(source, self.plan, self._tiers, self.device)
+            return build_runner(source, self.plan, self._tiers, self.device, self._on_load)
 
 
 class _Unfinished:

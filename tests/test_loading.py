@@ -4,6 +4,8 @@ Expected values are float64 arithmetic on the tensors of the file. All of it run
 """
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +38,7 @@ from dakrun.weights import (
     tier_capacities,
 )
 from dakrun.weights import manifest_of as manifest_of_model
+from dakrun.weights.manifest import Source
 
 CPU = torch.device("cpu")
 SMS = 5
@@ -70,6 +73,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 NAMES = list(CONFIGS)
+MATRICES = ("layers.0.gate_up", "layers.1.gate_up")
 
 
 def manifest_of(name: str) -> Manifest:
@@ -340,6 +344,52 @@ def test_dummy_weights_are_normal() -> None:
     other = torch.empty(400, 1000)
     Dummy().copy(("n.weight", (1000, 1000)), slice(100, 500), other)
     assert torch.corrcoef(torch.stack([rows.flatten(), other.flatten()]))[0, 1].abs() < 0.01
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_loading_is_short_calls_that_are_counted(
+    is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "COPY_ELEMENTS", 1000)
+    plan, seen, sizes = plan_of("llama"), [], []
+
+    class Noted(Dummy):
+        def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
+            sizes.append(out.numel())
+            super().copy(source, rows, out)
+
+    tiers = allocate_tiers(tier_capacities(plan, packed=is_packed), CPU)
+    packing = Packing(tier_accesses(plan), SMS) if is_packed else None
+    weights = load(
+        Noted(), manifest_of("llama"), plan, tiers, CPU, packing=packing,
+        on_load=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    total = sum(2 * matrix.shape[0] * matrix.shape[1] for matrix in weights.matrices.values())
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert {each for _, each in seen} == {total} and seen[-1][0] == total and len(seen) > 50
+    assert max(sizes) <= max(1000, 392)
+
+
+def test_an_interrupted_load_copies_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "COPY_ELEMENTS", 200)
+    plan, interrupted, began = plan_of("llama"), threading.Event(), []
+
+    class Slow(Dummy):
+        def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
+            if len(source[1]) > 1:  # a matrix: the first copy is done, the others wait
+                began.append(rows)
+                if len(began) > 1:
+                    interrupted.wait(60)
+                    time.sleep(0.02)
+
+    def interrupt(done: int, total: int) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    tiers = allocate_tiers(tier_capacities(plan, packed=False), CPU)
+    with pytest.raises(KeyboardInterrupt):
+        load(Slow(), manifest_of("llama"), plan, tiers, CPU, on_load=interrupt)
+    assert len(began) < 500 < sum(m for m, _ in map(manifest_of("llama").matrix_shape, MATRICES))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -265,6 +266,35 @@ def test_ctrl_c_in_a_process_of_its_own(source: Path, tmp_path: Path) -> None:
     assert stderr.startswith("interrupted: ") and stderr.endswith("run again with --resume\n")
     assert stderr.count("\n") == 1
     assert 3 <= len(read(out)) < COUNT
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_load_is_shown_and_stopped(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """Stopped early in a load of 2.5 GiB, which would take longer than the test waits."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt_token_ids": [5, 6]}\n')
+    command = ["generate", "--model", "opt-1.3b", "--load-format", "dummy", "--device", "cpu"]
+    command += ["--batch-size", "1", "-i", str(rows), "-o", str(tmp_path / "out.jsonl")]
+    terminal, stderr = os.openpty()
+    run = subprocess.Popen(
+        [sys.executable, "-m", "dakrun", *command],
+        stderr=stderr,
+        env={**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "120"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    os.close(stderr)
+    shown = b""
+    while b"loading weights" not in shown:
+        shown += os.read(terminal, 4096)
+    run.send_signal(number)
+    with suppress(OSError):  # the terminal's other end is closed
+        while more := os.read(terminal, 4096):
+            shown += more
+    os.close(terminal)
+    assert run.wait(timeout=60) == code
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert re.search(r"loading weights .*/2\.\d GiB .*ETA", text) and "interrupted" in text
+    assert max(float(n) for n in re.findall(r"([\d.]+)/2\.\d GiB", text)) < 2
 
 
 def disk_full(code: int, said: str, out: Path) -> None:

@@ -96,7 +96,7 @@ def generate(
 
     params = SamplingParams(**sampling)
 
-    from dakrun.generate import BatchJob, check_report, count_rows, write_report
+    from dakrun.generate import BatchJob, check_report, count_rows, load_bar, write_report
     from dakrun.llm import LLM, find_model
     from dakrun.plan import MAX_BATCH_SIZE
     from dakrun.probe import describe_profile
@@ -114,23 +114,27 @@ def generate(
         run = make_fingerprint(config, weights, reader.row_format(), params)
         if note := writer.identify(run):
             eprint(note)
-        with LLM(
-            model,
-            dtype=dtype,
-            device=device,
-            profile=resolve_run_profile(profile, device, eprint),
-            batch_size=batch_size or "auto",
-            max_batch_size=count_rows(source, MAX_BATCH_SIZE),
-            max_tpot=max_tpot,
-            max_model_len=max_model_len,
-            expected_tokens=params.max_tokens,
-            policy=policy,
-            needs_tokenizer=reader.needs_tokenizer(),
-            load_format=load_format,
-            threads=threads,
-        ) as llm:
-            console = stderr_console()
-            progress = console if sys.stderr.isatty() else None
+        hardware = resolve_run_profile(profile, device, eprint)
+        console = stderr_console()
+        progress = console if sys.stderr.isatty() else None
+        with load_bar(progress) as on_load:
+            llm = LLM(
+                model,
+                dtype=dtype,
+                device=device,
+                profile=hardware,
+                batch_size=batch_size or "auto",
+                max_batch_size=count_rows(source, MAX_BATCH_SIZE),
+                max_tpot=max_tpot,
+                max_model_len=max_model_len,
+                expected_tokens=params.max_tokens,
+                policy=policy,
+                needs_tokenizer=reader.needs_tokenizer(),
+                load_format=load_format,
+                threads=threads,
+                on_load=on_load,
+            )
+        with llm:
             start = time.perf_counter()
             with writer, BatchJob(llm, reader, writer, progress) as job:
                 for result in llm.stream(job.requests()):

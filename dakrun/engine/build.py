@@ -32,7 +32,7 @@ from dakrun.plan import (
     kv_staging_bytes,
     pass_tokens,
 )
-from dakrun.weights.loading import Packing, Tensors, can_pack, load
+from dakrun.weights.loading import OnLoad, Packing, Tensors, can_pack, load
 from dakrun.weights.manifest import manifest_of
 
 SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # maximum rows of X by variant
@@ -47,21 +47,25 @@ def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
 
 
 def build_runner(
-    source: Tensors, plan: Plan, tiers: Mapping[str, Tier], device: torch.device
+    source: Tensors,
+    plan: Plan,
+    tiers: Mapping[str, Tier],
+    device: torch.device,
+    on_load: OnLoad = lambda done, total: None,
 ) -> Runner:
     """Allocate weights and KV slots in `tiers`, and load the weights from `source`.
 
     The runner uses the project's kernels if they support the model on `device`, else plain torch.
     """
     if not runs_on_kernels(plan, device):
-        return _reference_runner(source, plan, tiers, device)
+        return _reference_runner(source, plan, tiers, device, on_load)
     model, accesses = plan.model, tier_accesses(plan)
     manifest = manifest_of(architecture(model), source.__contains__)
     shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
     cache = KVCache(plan.placement("attention"), model.num_layers, shape, tiers, device)
     packing = Packing(accesses, plan.profile.sms)
     with compiling(_kernels(plan, device), gpu_architecture(device.index)):
-        weights = load(source, manifest, plan, tiers, device, packing=packing)
+        weights = load(source, manifest, plan, tiers, device, packing=packing, on_load=on_load)
     torch.cuda.empty_cache()  # return the temporary memory of loading to the driver
     positions = shape.blocks * KV_BLOCK
     backend = KernelBackend(architecture(model), manifest, weights, accesses, positions)
@@ -78,13 +82,13 @@ def build_runner(
 
 
 def _reference_runner(
-    source: Tensors, plan: Plan, tiers: Mapping[str, Tier], device: torch.device
+    source: Tensors, plan: Plan, tiers: Mapping[str, Tier], device: torch.device, on_load: OnLoad
 ) -> Runner:
     model, dtype = plan.model, getattr(torch, plan.model.dtype)
     manifest = manifest_of(architecture(model), source.__contains__)
     layout = RowLayout(model.num_kv_heads, model.head_dim, kv_positions(plan.workload), dtype)
     cache = KVCache(plan.placement("attention"), model.num_layers, layout, tiers, device)
-    weights = load(source, manifest, plan, tiers, device)
+    weights = load(source, manifest, plan, tiers, device, on_load=on_load)
     return ReferenceRunner(architecture(model), weights, cache, layout, plan.workload.max_model_len)
 
 

@@ -11,12 +11,12 @@ import os
 import platform
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
 
 from dakrun.errors import CannotRun
+from dakrun.interrupt import Workers
 from dakrun.memory.device import cuda_runtime
 from dakrun.memory.limits import (
     lock_limit,
@@ -111,7 +111,7 @@ class HostBlock:
         with suppress(OSError):  # huge pages are faster to touch and to lock
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         threads = min(MAX_THREADS, usable_cores())
-        with ThreadPoolExecutor(threads) as pool:
+        with Workers(threads) as pool:
             try:
                 list(pool.map(_touch, _pieces(self.address, self.tensor.nbytes)))
             except OSError as problem:

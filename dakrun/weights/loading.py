@@ -3,13 +3,14 @@
 Knows a plan, a manifest and a source of tensors, not the forward pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from dakrun.interrupt import Workers
 from dakrun.kernels.gemm import storage
 from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk_config import TierAccess
@@ -18,6 +19,9 @@ from dakrun.memory.tiers import PartitionedTensor, Tier, aligned
 from dakrun.plan import Plan
 from dakrun.weights.manifest import Manifest, Request, Source, Weights, fold, interleave
 from dakrun.weights.streaming import reader_count
+
+OnLoad = Callable[[int, int], None]  # called with the bytes of matrices loaded so far, and of all
+COPY_ELEMENTS = 1 << 22  # copied by a thread in one call; short enough for a prompt Ctrl-C
 
 
 class Tensors(Protocol):
@@ -76,20 +80,21 @@ def load(
     device: torch.device,
     *,
     packing: Packing | None = None,
+    on_load: OnLoad = lambda done, total: None,
 ) -> Weights:
     """Allocate and fill every operand, in the plan's dtype; resident tensors go to `device`.
 
     With `packing`, which needs can_pack(plan), matrices are PackedTensors with the manifest's norms
     folded in; a fold changes a matrix's bias, or adds one. Without, they are PartitionedTensors, as
-    stored. Raises CannotRun if the source lacks a tensor of the manifest (before anything is
-    allocated), or cannot be read.
+    stored. `on_load` is called after each piece. Raises CannotRun if the source lacks a tensor of
+    the manifest (before anything is allocated), or cannot be read.
     """
     source.check(manifest)
     dtype = getattr(torch, plan.model.dtype)
     if packing is None:
         manifest = replace(manifest, folded={}, interleaved=frozenset())
         resident = _resident(source, manifest, dtype, device)
-        return Weights(_partitioned(source, manifest, plan, tiers, dtype), resident)
+        return Weights(_partitioned(source, manifest, plan, tiers, dtype, on_load), resident)
     resident = _resident(source, manifest, torch.float32, device)
     accesses, sms = packing.accesses, packing.sms
     matrices = {
@@ -98,7 +103,7 @@ def load(
         )
         for name, op, placement in _placements(manifest, plan)
     }
-    _fill(matrices, source, manifest, resident, device)
+    _fill(matrices, source, manifest, resident, device, on_load)
     if device.type == "cuda":  # a PDL launch does not wait for the kernels that fill a matrix
         torch.cuda.synchronize(device)
     return Weights(matrices, {name: vector.to(dtype) for name, vector in resident.items()})
@@ -138,22 +143,40 @@ def _partitioned(
     plan: Plan,
     tiers: Mapping[str, Tier],
     dtype: torch.dtype,
+    on_load: OnLoad,
 ) -> dict[str, PartitionedTensor]:
     """All matrices, their rows as stored."""
     matrices, jobs = {}, []
-    with ThreadPoolExecutor(reader_count()) as readers:
+    total, done = _nbytes(manifest, dtype), 0
+    with Workers(reader_count()) as readers:
         for name, _, placement in _placements(manifest, plan):
             shape = manifest.matrix_shape(name)
             matrices[name] = PartitionedTensor.empty(shape, dtype, placement, tiers)
             for part in matrices[name].parts:
                 top = 0
                 for one, rows in manifest.request(name, part.rows):
-                    bottom = top + rows.stop - rows.start
-                    jobs.append(readers.submit(source.copy, one, rows, part.data[top:bottom]))
-                    top = bottom
-        for job in jobs:
+                    for some in _pieces(rows, shape[1]):
+                        out = part.data[top : top + some.stop - some.start]
+                        jobs.append((readers.submit(source.copy, one, some, out), out.nbytes))
+                        top += len(out)
+        for job, nbytes in jobs:
             job.result()
+            done += nbytes
+            on_load(done, total)
     return matrices
+
+
+def _pieces(rows: slice, cols: int) -> Iterator[slice]:
+    """Divide `rows` into ranges of up to COPY_ELEMENTS, of one row at least."""
+    step = max(1, COPY_ELEMENTS // cols)
+    for start in range(rows.start, rows.stop, step):
+        yield slice(start, min(start + step, rows.stop))
+
+
+def _nbytes(manifest: Manifest, dtype: torch.dtype) -> int:
+    """Bytes of all matrices."""
+    shapes = map(manifest.matrix_shape, manifest.matrices)
+    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
 
 
 def _fill(
@@ -162,6 +185,7 @@ def _fill(
     manifest: Manifest,
     resident: dict[str, torch.Tensor],
     device: torch.device,
+    on_load: OnLoad,
 ) -> None:
     """Write all matrices, with norms folded in; `resident` tensors are float32 on `device`.
 
@@ -173,6 +197,7 @@ def _fill(
         for piece in storage.pieces(matrix, PIECE_ELEMENTS)
     ]
     requests = [manifest.request(name, piece.rows) for name, piece in jobs]
+    done, total = 0, sum(math.prod(matrix.shape) for matrix in matrices.values())
     for (name, piece), tensors in zip(jobs, source.stream(requests, device), strict=True):
         matrix = matrices[name]
         rows = _joined(tensors, alternate=name in manifest.interleaved)
@@ -182,6 +207,8 @@ def _fill(
                 zeros = torch.zeros(matrix.shape[0], device=device)
                 resident.setdefault(f"{name}.bias", zeros)[piece.rows] += added
         storage.write(piece, rows.to(matrix.dtype))
+        done += rows.numel()
+        on_load(done * matrix.dtype.itemsize, total * matrix.dtype.itemsize)
 
 
 def _joined(tensors: list[torch.Tensor], *, alternate: bool) -> torch.Tensor:

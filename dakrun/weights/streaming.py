@@ -8,12 +8,13 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
 
 from dakrun.errors import CannotRun
+from dakrun.interrupt import Workers
 from dakrun.memory.limits import usable_cores
 from dakrun.memory.tiers import HOST, aligned, allocate_tiers
 
@@ -68,7 +69,7 @@ def stream(
     size = max((_bytes(request) for request in requests), default=0)
     with (
         allocate_tiers({HOST: BUFFERS * size}, device) as tiers,
-        ThreadPoolExecutor(reader_count()) as readers,
+        Workers(reader_count()) as readers,
     ):
         free = deque(_Buffer(tiers[HOST].allocate((size,), torch.uint8)) for _ in range(BUFFERS))
         ahead: deque[tuple[Sequence[Extent], _Buffer, list[Future[None]]]] = deque()

@@ -9,7 +9,6 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from dakrun.errors import CannotRun
 from dakrun.geometry import SHARED_BYTES_ALONE
+from dakrun.interrupt import Workers
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
 
@@ -182,19 +182,15 @@ def compiling(
 
     Yields a function that waits for them. After an exception, variants not yet begun are cancelled.
     """
-    with ThreadPoolExecutor() as pool:
+    with Workers() as pool:
         cubins = [pool.submit(cached_cubin, source, arch, defines) for source, defines in variants]
 
         def wait() -> None:
             for cubin in cubins:
                 cubin.result()
 
-        try:
-            yield wait
-            wait()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        yield wait
+        wait()
 
 
 def _publish(path: Path, data: bytes) -> None:
