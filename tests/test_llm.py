@@ -107,7 +107,7 @@ def test_arrays_are_no_numbers(path: Path, value: object) -> None:
 def test_a_failed_load_gives_the_memory_back(
     path: Path, blocks: list[HostBlock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise OSError("the disk broke")
 
     monkeypatch.setattr(build_module, "load", fail)
