@@ -292,17 +292,21 @@ class LLM:
             self.load_s += time.perf_counter()
 
     def _plan_again(self, missing: int) -> None:
-        """Plan with `missing` bytes less of GPU memory, RESERVE_BYTES at least, and load again."""
+        """Plan with `missing` bytes less of GPU memory, RESERVE_BYTES at least, and load again.
+
+        If other programs have taken some of it meanwhile, plan with what is free now.
+        """
         stats = self._engine.stats if self._engine else None
         self.close()
         gc.collect()  # the failed engine's tensors, some of which are in cycles
         torch.cuda.empty_cache()
         budget = self.plan.budgets[0] - max(missing, RESERVE_BYTES)
+        budget = max(0, min(budget, self._free_memory()[0]))
         self.replanned = (
             f"the GPU's memory ran out{f' by {format_bytes(missing)}' if missing else ''}; planned "
             f"again with an HBM budget of {format_bytes(budget)}"
         )
-        self.plan = self._plan_for(replace(self.plan.policy, hbm_budget=max(0, budget)))
+        self.plan = self._plan_for(replace(self.plan.policy, hbm_budget=budget))
         try:
             self._start()
         except OutOfGpuMemory as problem:

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dakrun.cli import main
 from dakrun.config import SamplingParams
@@ -73,7 +73,10 @@ def test_they_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_on_kernels(tmp_path: Path) -> None:
     """Steps of which a row asks for them read the logits of the graph; tokens stay the same."""
-    config = tiny_models.CONFIGS["llama-mha"]
+    config = LlamaConfig(
+        vocab_size=211, hidden_size=256, intermediate_size=384, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=3, initializer_range=0.06, eos_token_id=None,
+    )  # fmt: skip
     path = tiny_models.save_half(config, tmp_path)
     with load(path, "cuda") as llm:
         assert isinstance(llm.engine.runner, GraphRunner)

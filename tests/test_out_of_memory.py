@@ -76,6 +76,18 @@ def test_a_load_that_fails_is_planned_once_more(
         assert len(llm.generate([[5, 6, 7]])) == 1
 
 
+def test_memory_that_others_have_taken_is_not_planned_with(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was missing when the tiers were allocated does not say how much others have taken."""
+    load = failing(build.load, torch.OutOfMemoryError(TORCH_SAYS), [], 1)
+    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr("dakrun.llm.available_host_memory", lambda: 2 * GIB)
+    policy = Policy(hbm_budget=4 * GIB, host_budget=GIB)
+    with LLM(path, device="cpu", batch_size=2, policy=policy) as llm:
+        assert llm.plan.budgets[0] == 2 * GIB
+
+
 def test_a_second_failure_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError(TORCH_SAYS)
