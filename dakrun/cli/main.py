@@ -42,9 +42,11 @@ if TYPE_CHECKING:
 @click.version_option(__version__, prog_name="dakrun", message="%(prog)s %(version)s")
 def main() -> None:
     """Offline batch inference for OPT and Llama models in several memory tiers."""
-    # libgomp reads it when torch is imported. Threads that spin while they wait for each other slow
-    # a step down many times where other programs run on the same cores.
+    # libgomp reads these when torch is imported. Threads that wait for each other sleep after some
+    # microseconds: longer spinning slows a step down many times where other programs run on the
+    # same cores, and waking up for every op takes a third of a small model's step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 main.add_command(bench)
