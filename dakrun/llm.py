@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, SamplingParams, Workload
+from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, SamplingParams
 from dakrun.engine.build import build_runner, runs_on_kernels
 from dakrun.engine.engine import Engine
+from dakrun.engine.machine_planner import MachinePlanner
 from dakrun.engine.runner import Runner, gpu_errors
 from dakrun.errors import (
     CannotRun,
@@ -31,20 +31,14 @@ from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profil
 from dakrun.memory import (
     Tiers,
     allocate_tiers,
-    available_host_memory,
-    free_on_peers,
     usable_cores,
 )
 from dakrun.models import hub
 from dakrun.models.architectures import architecture
-from dakrun.models.hf_config import read_model_config
 from dakrun.plan import (
     MAX_BATCH_SIZE,
     RESERVE_BYTES,
-    Plan,
     Policy,
-    choose_batch_size,
-    make_plan,
 )
 from dakrun.report import make_report
 from dakrun.requests import Completion, PromptRules, Request, RowError, Tokenizer, as_requests
@@ -53,8 +47,6 @@ from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import OnLoad, tier_capacities
 from dakrun.weights.manifest import manifest_of
-
-DEFAULT_MAX_MODEL_LEN = 4096
 
 
 class LLM:
@@ -121,19 +113,21 @@ class LLM:
         if not isinstance(policy, Policy | None):
             raise invalid_value("policy", policy, "a Policy or None")
         torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
-        self.config, directory = find_model(str(model), dtype, load_format)
+        self.config, directory = hub.find_model(str(model), dtype, load_format)
         self.device = _device(device)
         self.profile = _profile(profile, self.device)
-        self._plan_for = partial(
-            self._make_plan,
-            batch_size,
-            max_batch_size,
-            max_tpot,
-            max_model_len,
-            expected_tokens,
-            expected_prompt,
+        self._planner = MachinePlanner(
+            self.config,
+            self.profile,
+            self.device,
+            batch_size=batch_size,
+            max_batch_size=max_batch_size,
+            max_tpot=max_tpot,
+            max_model_len=max_model_len,
+            expected_tokens=expected_tokens,
+            expected_prompt=expected_prompt,
         )
-        self.plan = self._plan_for(policy or Policy())
+        self.plan = self._planner.plan(policy or Policy())
         self.rules = PromptRules(
             vocab_size=self.config.vocab_size,
             max_model_len=self.plan.workload.max_model_len,
@@ -237,47 +231,6 @@ class LLM:
             wall_s=wall_s,
         )
 
-    def _make_plan(
-        self,
-        batch_size: int | Literal["auto"],
-        max_batch_size: int,
-        max_tpot: float | None,
-        max_model_len: int | None,
-        expected_tokens: int,
-        expected_prompt: int | None,
-        policy: Policy,
-    ) -> Plan:
-        config = self.config
-        length = max_model_len or min(config.max_positions, DEFAULT_MAX_MODEL_LEN)
-        new_tokens = min(expected_tokens, max(1, length - 1))
-        workload = Workload(
-            batch_size=1 if batch_size == "auto" else batch_size,
-            prompt_len=expected_prompt or max(1, (length - new_tokens) // 2),
-            new_tokens=new_tokens,
-            max_model_len=length,
-        )
-        local, remote = self._free_memory()
-        # On a CPU both tiers are the same memory; its free bytes count once.
-        given = (policy.hbm_budget, policy.host_budget)
-        shared = self.device.type == "cpu" and given == (None, None)
-        peer = policy.peer_budget
-        if peer is None and self.device.type == "cuda":
-            peer = free_on_peers(policy.remote_tiers(self.profile), self.device)
-        policy = replace(
-            policy,
-            hbm_budget=local if policy.hbm_budget is None else policy.hbm_budget,
-            host_budget=remote if policy.host_budget is None else policy.host_budget,
-            peer_budget=peer,
-        )
-        if batch_size == "auto":
-            room = policy
-            if shared:
-                room = replace(policy, hbm_budget=local // 2, host_budget=remote // 2)
-            workload = choose_batch_size(
-                config, workload, self.profile, room, limit=max_batch_size, max_tpot=max_tpot
-            )
-        return make_plan(config, workload, self.profile, policy)
-
     def _start(self) -> None:
         """Load the plan's weights and make the engine; on an error nothing stays allocated."""
         self.load_s -= time.perf_counter()
@@ -301,12 +254,12 @@ class LLM:
         gc.collect()  # the failed engine's tensors, some of which are in cycles
         torch.cuda.empty_cache()
         budget = self.plan.budgets[0] - max(missing, RESERVE_BYTES)
-        budget = max(0, min(budget, self._free_memory()[0]))
+        budget = max(0, min(budget, self._planner.free_memory()[0]))
         self.replanned = (
             f"the GPU's memory ran out{f' by {format_bytes(missing)}' if missing else ''}; planned "
             f"again with an HBM budget of {format_bytes(budget)}"
         )
-        self.plan = self._plan_for(replace(self.plan.policy, hbm_budget=budget))
+        self.plan = self._planner.plan(replace(self.plan.policy, hbm_budget=budget))
         try:
             self._start()
         except OutOfGpuMemory as problem:
@@ -324,13 +277,6 @@ class LLM:
             "other programs on the GPU",
             missing=problem.missing,
         )
-
-    def _free_memory(self) -> tuple[int, int]:
-        """Default budgets of the local and the host tier on this machine, in bytes."""
-        host = available_host_memory()
-        if self.device.type == "cpu":
-            return host, host
-        return torch.cuda.mem_get_info(self.device)[0] + self.profile.context_bytes, host
 
     def _load(self, directory: Path | None) -> Runner:
         """The runner, with the weights of the checkpoint in `directory`, or random ones."""
@@ -358,30 +304,6 @@ class _Unfinished:
     def drop(self, result: Completion | RowError) -> None:
         """Forget a request that has finished."""
         del self._taken[result.id, result.reply.choice]
-
-
-def find_model(
-    name: str, dtype: Dtype | Literal["auto"], load_format: LoadFormat
-) -> tuple[ModelConfig, Path | None]:
-    """The architecture and the checkpoint's folder; None for random weights of a model by name.
-
-    Raises UsageError or CannotRun if there is no such model.
-    """
-    config, directory = _find(name, load_format)
-    return config if dtype == "auto" else config.with_dtype(dtype), directory
-
-
-def _find(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:
-    folder = Path(name).expanduser()
-    if load_format == "dummy":
-        config = hub.model_config(name)
-        random = replace(config, name=f"{config.name} with random weights")
-        return random, folder if folder.is_dir() else None
-    directory = hub.model_directory(name)
-    config = read_model_config(directory)
-    if not folder.is_dir():  # a hub id: its folder is named after a commit
-        config = replace(config, name=name)
-    return config, directory
 
 
 def _device(name: str) -> torch.device:

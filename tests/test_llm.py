@@ -84,7 +84,7 @@ def test_a_batch_that_is_chosen_fills_a_cpu_s_memory_once() -> None:
         small = llm.plan
     free = 4 * sum(sum(small.memory(tier).values()) for tier in range(2))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("dakrun.llm.available_host_memory", lambda: free)
+        patched.setattr("dakrun.engine.machine_planner.available_host_memory", lambda: free)
         with LLM("opt-125m", device="cpu", load_format="dummy") as llm:
             taken = sum(sum(llm.plan.memory(tier).values()) for tier in range(2))
     assert llm.plan.workload.batch_size > 1 and taken <= free

@@ -82,7 +82,7 @@ def test_memory_that_others_have_taken_is_not_planned_with(
     """What was missing when the tiers were allocated does not say how much others have taken."""
     load = failing(build.load, torch.OutOfMemoryError(TORCH_SAYS), [], 1)
     monkeypatch.setattr(build, "load", load)
-    monkeypatch.setattr("dakrun.llm.available_host_memory", lambda: 2 * GIB)
+    monkeypatch.setattr("dakrun.engine.machine_planner.available_host_memory", lambda: 2 * GIB)
     policy = Policy(hbm_budget=4 * GIB, host_budget=GIB)
     with LLM(path, device="cpu", batch_size=2, policy=policy) as llm:
         assert llm.plan.budgets[0] == 2 * GIB

@@ -99,7 +99,8 @@ def generate(
     params = SamplingParams(**sampling)
 
     from dakrun.generate import BatchJob, check_report, count_rows, load_bar, write_report
-    from dakrun.llm import LLM, find_model
+    from dakrun.llm import LLM
+    from dakrun.models.hub import find_model
     from dakrun.plan import MAX_BATCH_SIZE
     from dakrun.probe import describe_profile
     from dakrun.report import render

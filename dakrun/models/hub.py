@@ -8,11 +8,13 @@ import difflib
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import Literal
 
-from dakrun.config import ModelConfig
+from dakrun.config import Dtype, LoadFormat, ModelConfig
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.models.files import read_json_object
 from dakrun.models.hf_config import parse_model_config, read_model_config
@@ -24,6 +26,30 @@ PATTERNS = [WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]
 IGNORED = ["*/*", "consolidated*"]
 ANSWER_S = 2.0  # seconds that the hub may take to answer, unless HF_HUB_ETAG_TIMEOUT is set
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def find_model(
+    name: str, dtype: Dtype | Literal["auto"], load_format: LoadFormat
+) -> tuple[ModelConfig, Path | None]:
+    """The architecture and the checkpoint's folder; None for random weights of a model by name.
+
+    Raises UsageError or CannotRun if there is no such model.
+    """
+    config, directory = _find(name, load_format)
+    return config if dtype == "auto" else config.with_dtype(dtype), directory
+
+
+def _find(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:
+    folder = Path(name).expanduser()
+    if load_format == "dummy":
+        config = model_config(name)
+        random = replace(config, name=f"{config.name} with random weights")
+        return random, folder if folder.is_dir() else None
+    directory = model_directory(name)
+    config = read_model_config(directory)
+    if not folder.is_dir():  # a hub id: its folder is named after a commit
+        config = replace(config, name=name)
+    return config, directory
 
 
 def model_config(name: str) -> ModelConfig:

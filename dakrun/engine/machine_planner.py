@@ -1,0 +1,79 @@
+"""Plans for the machine at hand: budgets that are not given are the memory that is free."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from dakrun.config import ModelConfig, Workload
+from dakrun.hardware import HardwareProfile
+from dakrun.memory import available_host_memory, free_on_peers
+from dakrun.plan import Plan, Policy, choose_batch_size, make_plan
+
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True)
+class MachinePlanner:
+    """Plans of a model on `device`, which `profile` describes; see LLM for the other arguments."""
+
+    config: ModelConfig
+    profile: HardwareProfile
+    device: torch.device
+    batch_size: int | Literal["auto"]
+    max_batch_size: int
+    max_tpot: float | None
+    max_model_len: int | None
+    expected_tokens: int
+    expected_prompt: int | None
+
+    def plan(self, policy: Policy) -> Plan:
+        """The plan under `policy`; budgets that it leaves open are the free memory.
+
+        Raises CannotRun if the budgets are too small.
+        """
+        workload = self._workload()
+        local, host = self.free_memory()
+        # On a CPU both tiers are the same memory; its free bytes count once.
+        given = (policy.hbm_budget, policy.host_budget)
+        shared = self.device.type == "cpu" and given == (None, None)
+        peer = policy.peer_budget
+        if peer is None and self.device.type == "cuda":
+            peer = free_on_peers(policy.remote_tiers(self.profile), self.device)
+        policy = replace(
+            policy,
+            hbm_budget=local if policy.hbm_budget is None else policy.hbm_budget,
+            host_budget=host if policy.host_budget is None else policy.host_budget,
+            peer_budget=peer,
+        )
+        if self.batch_size == "auto":
+            room = policy
+            if shared:
+                room = replace(policy, hbm_budget=local // 2, host_budget=host // 2)
+            workload = choose_batch_size(
+                self.config,
+                workload,
+                self.profile,
+                room,
+                limit=self.max_batch_size,
+                max_tpot=self.max_tpot,
+            )
+        return make_plan(self.config, workload, self.profile, policy)
+
+    def free_memory(self) -> tuple[int, int]:
+        """Free bytes of the local tier, those of the CUDA context included, and of the host."""
+        host = available_host_memory()
+        if self.device.type == "cpu":
+            return host, host
+        return torch.cuda.mem_get_info(self.device)[0] + self.profile.context_bytes, host
+
+    def _workload(self) -> Workload:
+        """The workload; with a batch size to be chosen, that of one request."""
+        length = self.max_model_len or min(self.config.max_positions, DEFAULT_MAX_MODEL_LEN)
+        new_tokens = min(self.expected_tokens, max(1, length - 1))
+        return Workload(
+            batch_size=1 if self.batch_size == "auto" else self.batch_size,
+            prompt_len=self.expected_prompt or max(1, (length - new_tokens) // 2),
+            new_tokens=new_tokens,
+            max_model_len=length,
+        )
