@@ -149,7 +149,7 @@ class Workload:
         return min(self.prompt_len + self.new_tokens / 2, self.max_model_len)
 
 
-MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for with each new one
+MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,9 @@ class SamplingParams:
 
     Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. A request ends at a stop string,
     at `max_tokens`, or at an end-of-sequence token unless `ignore_eos`. The result depends on
-    `seed` and on the request, not on the other requests in the batch. With `logprobs` it has the
-    log-probability of each new token and of so many of the likeliest ones, up to MAX_LOGPROBS.
+    `seed` and on the request, not on the other requests in the batch. With `logprobs`, a number up
+    to MAX_LOGPROBS, the result has for each new token its log-probability, and those of this many
+    likeliest tokens in its place.
     """
 
     max_tokens: int = 128

@@ -128,7 +128,7 @@ class BatchJob:
 
 
 def count_rows(source: str | Path, limit: int) -> int:
-    """Number of lines in a regular file, or gzip file, at most `limit`; `limit` for others."""
+    """Number of lines in a file, plain or gzip, at most `limit`; `limit` for pipes and stdin."""
     path = Path(source)
     if str(source) == "-" or not path.is_file():
         return limit
@@ -176,7 +176,8 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 def load_bar(console: Console | None) -> Iterator[Callable[[int, int], None]]:
     """Show how much of the weights is loaded, on `console` if there is one.
 
-    Yields what an LLM takes as `on_load`. Before the first call memory is allocated.
+    Yields the function that an LLM takes as `on_load`. Until it is first called, the bar says that
+    memory is being allocated.
     """
     if console is None:
         yield lambda done, total: None

@@ -65,14 +65,15 @@ class LLM:
     - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
       that has none takes and returns token ids.
     - `threads`: CPU threads of torch, in the whole process; by default as many as there are cores
-      that it may use, and at most torch's own number. Where other programs need the CPU, set
-      OMP_WAIT_POLICY=passive before torch is imported, as the command line does.
-    - `on_load`: called with the bytes of weights loaded so far, and of all, while they load.
+      that it may use, and at most torch's own default. Where other programs need the CPU, set
+      OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
+    - `on_load`: called while weights load, with the bytes loaded so far and those of all weights.
     - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
       with only a config.json.
 
-    If the GPU's memory runs out, while loading or later, the model is planned once more with that
-    much less and loaded again, and requests in work begin again; `replanned` then says so.
+    If the GPU's memory runs out, while loading or later, the model is planned once more, with an
+    HBM budget that is smaller by what was missing, and loaded again. Unfinished requests begin
+    again; `replanned` then says so.
 
     Raises UsageError for invalid arguments, CannotRun if the model or machine does not allow them.
     """
@@ -146,7 +147,7 @@ class LLM:
             missing = problem.missing
         else:
             return
-        self._plan_again(missing)
+        self._plan_again(missing)  # not in the handler: its traceback keeps tensors alive
 
     def close(self) -> None:
         """Free the tiers and end all generation. A second call does nothing."""
@@ -268,7 +269,7 @@ class LLM:
             self.engine.stats = stats
 
     def _given_up(self, problem: OutOfGpuMemory) -> OutOfGpuMemory:
-        """The error for `problem` where it has happened before."""
+        """The error for `problem` if it comes again after a second plan."""
         budget = self.plan.budgets[0]
         less = max(0, budget - max(problem.missing, RESERVE_BYTES))
         return OutOfGpuMemory(
@@ -289,7 +290,7 @@ class LLM:
 
 
 class _Unfinished:
-    """Requests, each taken once; iterated over again, first those that have not finished."""
+    """Requests, each taken once. A second iteration begins with those that have not finished."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._new = iter(requests)

@@ -29,7 +29,7 @@ class Column:
     wraps: bool = False
 
     def least_width(self, cells: Sequence[str]) -> int:
-        """Width in characters with as many lines as it takes."""
+        """Least width in characters; titles and wrapping cells take as many lines as they need."""
         words = self.title.split()
         if not self.wraps:
             return self._unbroken(cells, words)
@@ -37,7 +37,7 @@ class Column:
         return min(LONGEST_WORD, max(map(len, words), default=0))
 
     def full_width(self, cells: Sequence[str]) -> int:
-        """Width in characters with every title and cell on its own lines."""
+        """Width in characters at which neither the title nor a cell is wrapped."""
         return self._unbroken(cells, [self.title])
 
     def _unbroken(self, cells: Sequence[str], titles: Sequence[str]) -> int:

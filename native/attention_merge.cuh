@@ -77,7 +77,7 @@ struct Combiner {
   __device__ __forceinline__ void combine(bool end) const {
     const int thread = ptx::opaque<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     const int step = end ? kWarps + 1 : 1;
-    // 1. At the `end` lane w holds the record of warp w, else every lane that of its own warp.
+    // 1. If `end`, lane w holds the record of warp w; else every lane holds that of its own warp.
     // `first` marks the first record of each split.
     const ItemRecord lanes = shared.records[end ? min(lane, kWarps - 1) : warp];
     bool first = end ? lane < kWarps && lanes.kv_head >= 0 : lane == 0;

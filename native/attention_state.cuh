@@ -5,7 +5,7 @@
 
 // Online softmax state and unnormalized outputs over the positions that a warp has seen. Lane 4g +
 // t holds query heads 2t (x) and 2t + 1 (y) of each tile of 8: row_max over all positions, row_sum
-// over the positions whose scores the lane holds only (see Scores), and outputs of dimensions
+// only over the positions whose scores the lane holds (see Scores), and outputs of dimensions
 // 16 s + g (top) and 16 s + g + 8 (bottom).
 struct Accumulators {
   float2 row_max[GROUP_TILES], row_sum[GROUP_TILES];

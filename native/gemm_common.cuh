@@ -26,7 +26,7 @@ extern __shared__ __align__(1024) uint8_t smem[];
 
 enum Activation : int { kNone = 0, kRelu = 1, kSiluMul = 2 };
 
-// Keeps NaN, by which damaged weights show in the logits.
+// NaN stays NaN, so that damaged weights show in the logits.
 __device__ __forceinline__ float2 relu(float2 pair) {
   return {ptx::max_nan(pair.x, 0.0f), ptx::max_nan(pair.y, 0.0f)};
 }

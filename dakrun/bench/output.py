@@ -34,7 +34,7 @@ CHECKOUT = Path(dakrun.__file__).resolve().parent.parent
 class Column:
     """A table's column: the key of its figures in the rows, its title, and a figure's format.
 
-    A terminal that is too narrow gets no columns of the highest `rank` (see tables.Column).
+    A console that is too narrow leaves out the columns of the highest `rank` (see tables.Column).
     """
 
     key: str

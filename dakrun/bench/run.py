@@ -53,7 +53,7 @@ def check_device(sweep: AnySweep) -> None:
 def measure(
     sweep: AnySweep, profile: HardwareProfile, *, command: str, progress: Callable[[str], None]
 ) -> Iterator[Record]:
-    """Records of all rows so far, the last one complete: for a kernel one, for models many."""
+    """A record of all rows so far: once for a kernel, after each point of a model."""
     if isinstance(sweep, ModelSweep):
         from dakrun.bench.model import measure_model
 

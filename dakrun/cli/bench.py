@@ -80,7 +80,8 @@ _bench_options = together(
         choices=STRATEGIES,
         multiple=True,
         default=("auto",),
-        help="model: greedy, an offload ratio for each op; uniform, one for all; repeatable.",
+        help="model: greedy, an offload ratio for each op; uniform, one for all; auto, what is "
+        "predicted to be fastest; repeatable.",
     ),
     count_option("--prompt-len", default=32, help="model: tokens of a prompt."),
     count_option(

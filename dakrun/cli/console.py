@@ -16,14 +16,14 @@ WIDTH = 120  # columns, if the output is not a terminal
 
 
 def stdout_console() -> "Console":
-    """A console on stdout, as wide as `width` says."""
+    """A console on stdout, of `width` columns."""
     from rich.console import Console
 
     return Console(width=width(sys.stdout))
 
 
 def stderr_console() -> "Console":
-    """A console on stderr, as wide as `width` says."""
+    """A console on stderr, of `width` columns."""
     from rich.console import Console
 
     return Console(stderr=True, width=width(sys.stderr))

@@ -65,7 +65,7 @@ main.add_command(bench)
 @threads_option()
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
-@click.option("--force", is_flag=True, help="Resume the output of another model or options too.")
+@click.option("--force", is_flag=True, help="With --resume: even if the model or options differ.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 @click.option("--ordered", is_flag=True, help="At the end, put the rows in the input's order.")
 def generate(
@@ -219,7 +219,10 @@ def plan(
 def _plan_model_len(
     config: "ModelConfig", prompt_len: int, max_tokens: int, max_model_len: int | None
 ) -> int:
-    """--max-model-len, or the tokens of a prompt and its completion; UsageError if too few fit."""
+    """--max-model-len, or by default the tokens of a prompt and its completion.
+
+    Raises UsageError if these do not fit in it, or in the model's positions.
+    """
     length, positions = prompt_len + max_tokens, config.max_positions
     if length <= min(max_model_len or positions, positions):
         return max_model_len or length

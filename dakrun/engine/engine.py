@@ -90,8 +90,9 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion | RowError]:
         """Completions in the order in which they finish; requests are taken as slots free up.
 
-        They begin in groups (see requests_per_admission), since a pass of prefill reads all weights
-        and holds up the decode steps, but at once if no other request is running or left.
+        While others run, requests begin in groups (see requests_per_admission), since a pass of
+        prefill reads all weights and delays the decode steps. They begin at once if none is
+        running, or none is left to wait for.
         A request ends in a RowError where the model's logits are NaN or infinite.
         Raises UsageError, at the first completion, while another run is active.
         """
@@ -175,7 +176,7 @@ class Engine:
         return _Running(request, slot, stop, seed, limit)
 
     def _is_worth_a_pass(self, new: Sequence[_Running]) -> bool:
-        """Whether `new` requests are to begin while others run."""
+        """Whether the `new` requests are enough to begin while others run."""
         tokens = sum(len(r.request.prompt_ids) for r in new)
         return len(new) >= self._admitted_together or tokens >= self.runner.chunk_tokens
 

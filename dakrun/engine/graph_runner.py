@@ -41,7 +41,7 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Step:
-    """A launched step; `chosen` has its tokens if any row needs the logits, else the log."""
+    """A launched step; `chosen` has its tokens if any row needs the logits, else None."""
 
     rows: Sequence[Row]
     start: torch.cuda.Event

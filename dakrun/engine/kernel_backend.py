@@ -62,8 +62,9 @@ class KernelBackend:
     ) -> "KernelBackend":
         """A copy of this backend whose matrices are staged by `staging`.
 
-        Passes of up to `rows` tokens write to buffers that stay allocated, as CUDA graphs need, so
-        that memory does not depend on the order of passes. Those of `logits` may be left out.
+        Passes of up to `rows` tokens write to buffers that stay allocated: CUDA graphs need them,
+        and the memory used does not depend on the order of passes. Without `logits` there is no
+        such buffer for the logits.
         """
         found = copy.copy(self)
         found.staging, found._buffers = staging, {}

@@ -79,7 +79,7 @@ class ReferenceBackend:
 
 
 class TimedBackend:
-    """A backend on the CPU that sums times of linear ops, attention and sampling in `seconds`."""
+    """A backend on the CPU that adds times of linear ops, attention and timers to `seconds`."""
 
     def __init__(self, backend: ReferenceBackend) -> None:
         self.begin, self.embed, self.end = backend.begin, backend.embed, backend.end

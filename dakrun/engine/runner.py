@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     @property
     def needs_logits(self) -> bool:
-        """Whether it is not enough to know the likeliest token."""
+        """Whether the row needs more of the logits than the likeliest token."""
         return self.params.temperature > 0 or self.params.logprobs is not None
 
 
@@ -95,11 +95,11 @@ class Runner(Protocol):
 class Chosen:
     """The next tokens of some rows, on their way from the device.
 
-    `tokens`, int64 [n], are there already.
+    `tokens`, int64 [n], stay on the device; its later work may use them at once.
     """
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Start to choose from logits [n, V], without waiting for it."""
+        """Start to choose from logits [n, V], without waiting for the result."""
         params = [row.params for row in rows]
         self.tokens = sample(logits, params, [r.seed for r in rows], [r.step for r in rows])
         self._asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}

@@ -119,7 +119,7 @@ class HardwareProfile:
 
     @property
     def comparable(self) -> bool:
-        """Whether predictions are to be compared with measurements: not a CPU's nominal ones."""
+        """Whether to compare predictions with measurements; False for a nominal CPU profile."""
         return self.device != "cpu" or self.provenance.kind == "measured"
 
     def tier(self, name: str) -> RemoteTier:

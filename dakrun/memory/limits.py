@@ -128,7 +128,7 @@ def pci_address(properties: Any) -> str:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """CPU cores that this process may really use: those of its affinity, and the cgroup's quota."""
+    """CPU cores that this process may use: those of its affinity, at most its cgroups' quotas."""
     cores = len(os.sched_getaffinity(0))
     for folder in _cgroup_folders(root, "cpu"):
         quota, period, *_ = [*_read(folder / "cpu.max").split(), "", ""]  # cgroup 2

@@ -73,7 +73,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def check_is_file(path: Path) -> None:
-    """Raise CannotRun if `path` is no file: to read a FIFO or a device might never end.
+    """Raise CannotRun if `path` is no regular file: reading a FIFO or a device might never end.
 
     Raises OSError if there is nothing.
     """

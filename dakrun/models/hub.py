@@ -31,7 +31,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 def find_model(
     name: str, dtype: Dtype | Literal["auto"], load_format: LoadFormat
 ) -> tuple[ModelConfig, Path | None]:
-    """The architecture and the checkpoint's folder; None for random weights of a model by name.
+    """The architecture, and the checkpoint's folder, None for random weights of a known name.
 
     Raises UsageError or CannotRun if there is no such model.
     """
@@ -130,7 +130,7 @@ def _require_hub_id(name: str) -> None:
 def _from_hub(name: str, fetch: Callable[[], str]) -> str:
     """The path that `fetch` downloads to; raises CannotRun with the reason if it fails.
 
-    Where the hub does not answer, `fetch` runs as with HF_HUB_OFFLINE=1: it finds cached files.
+    Where the hub does not answer, `fetch` runs as with HF_HUB_OFFLINE=1, on cached files alone.
     """
     from huggingface_hub import constants, errors, logging
 
@@ -151,7 +151,7 @@ def _from_hub(name: str, fetch: Callable[[], str]) -> str:
 def _no_answer(name: str) -> Exception | None:
     """Why the hub does not answer a request for the model `name`; None if it does, in any way.
 
-    Asks once, in a thread: a search for the host's address cannot be given a time limit.
+    Asks once, in a thread, because looking up the host's address (DNS) takes no time limit.
     """
     from huggingface_hub import constants, get_session, hf_hub_url
 
@@ -171,7 +171,7 @@ def _no_answer(name: str) -> Exception | None:
         return answers.get(timeout=seconds)
     except Empty:
         return TimeoutError(
-            f"no answer within {seconds:g} s; HF_HUB_ETAG_TIMEOUT sets how many to wait"
+            f"no answer within {seconds:g} s; HF_HUB_ETAG_TIMEOUT sets the seconds to wait"
         )
 
 

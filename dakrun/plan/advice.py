@@ -112,7 +112,7 @@ def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
 
 
 def _origin(kind: Kind, plan: Plan, changed: Policy) -> Origin:
-    """Origin of a change of this kind, which gives `plan` the policy `changed`."""
+    """Origin of a change of this kind that gives `plan` the policy `changed`."""
     if kind == "budget" and (changed.hbm_budget or 0) > plan.profile.hbm_capacity_bytes:
         return "missing"
     fixed = kind == "transport" and plan.policy.transport is not None

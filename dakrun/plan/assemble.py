@@ -18,7 +18,7 @@ from dakrun.plan.roofline import regime, sampling_time
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """All ops placed by a strategy, with `staging` bytes reserved; a step's predicted time."""
+    """All ops placed by a strategy, with `staging` bytes reserved, and a step's predicted time."""
 
     strategy: Strategy
     ops: tuple[PlacedOp, ...]
@@ -81,7 +81,7 @@ def assemble(
     """The Plan of the chosen candidate, for decode steps; prefill.py plans the prefill.
 
     `problem` has the policy's own strategy and transport, which give the ops' thresholds.
-    `tried_s` are predicted seconds by strategy, as the candidate's.
+    `tried_s` has predicted seconds by strategy, which like the candidate's lack the sampling.
     """
     costs, curves = problem.costs, problem.curves
     ops = tuple(

@@ -59,10 +59,10 @@ def whole_ratios(problem: Problem) -> list[tuple[float, ...]]:
 
 
 def slot_candidates(problem: Problem) -> list[Counts]:
-    """Candidate numbers of KV slots in each remote tier: the ideal ones rounded, and none.
+    """Candidate numbers of KV slots in each remote tier: the ideal ones rounded down and up.
 
-    With a fixed offload ratio the ideal ones are rounded both ways. A fixed KV ratio gives the
-    total.
+    None is a candidate too, if the problem has `free_slots` and no fixed offload ratio. A fixed KV
+    ratio gives the total.
     """
     n, policy = problem.costs.workload.batch_size, problem.policy
     fixed = policy.kv_offload_ratio
@@ -75,7 +75,7 @@ def slot_candidates(problem: Problem) -> list[Counts]:
     if problem.free_slots and policy.offload_ratio is None:
         options = [{0, *of} for of in options]
     found = sorted(c for c in itertools.product(*options) if sum(c) <= n)
-    if problem.one_ratio and policy.offload_ratio is not None:  # met to the nearest slot
+    if problem.one_ratio and policy.offload_ratio is not None:  # which is met to the nearest slot
         found = [c for c in found if abs(sum(c) - sum(kv) * n) <= 0.5 + 1e-9]
     return found
 

@@ -24,9 +24,9 @@ class Policy:
     `offload_ratio` is the ratio of weight and KV bytes outside HBM; with `kv_offload_ratio`, the
     ratio of remote KV slots, it is that of weight bytes alone. Ratios are met to the nearest unit
     or refused. `transport` reads remote bytes in place (direct), or from HBM after the copy engine
-    has copied them (staged). `strategy` greedy gives every op the ratio that suits it, uniform
-    all ops one ratio, auto whatever is predicted to be fastest. Raises UsageError for values out
-    of range.
+    has copied them (staged). The `strategy` greedy gives each op a ratio of its own, uniform
+    gives all ops one, and auto takes what is predicted to be fastest. Raises UsageError for values
+    out of range.
     """
 
     hbm_budget: int | None = None

@@ -73,12 +73,12 @@ class Problem:
 
     @property
     def free_slots(self) -> bool:
-        """Whether numbers of remote KV slots besides the greedy's may be tried."""
+        """Whether other numbers of remote KV slots than the greedy's may be tried."""
         return self.policy.strategy == "auto" and self.strategy != "uniform"
 
     @property
     def one_ratio(self) -> bool:
-        """Whether weights have the ratio of the KV cache, which the policy does not fix alone."""
+        """Whether weights and KV have one ratio: uniform, and the policy fixes none for KV."""
         return self.strategy == "uniform" and self.policy.kv_offload_ratio is None
 
     @functools.cached_property

@@ -71,7 +71,7 @@ class Stopwatch(Log):
 def compute_rate(watch: Stopwatch, dtype: Dtype, buffer: torch.Tensor) -> ComputeRate:
     """FLOP/s of linear ops whose weights come from memory, as those of a decode step do.
 
-    Cores hide little of the reading behind arithmetic, so the rates are those of both together.
+    Cores hide little of the reading behind arithmetic, so the time of a rate includes the reading.
     """
     size, points = watch.sizes.weight_size, []
     values = buffer.to(getattr(torch, dtype))
@@ -92,7 +92,7 @@ def compute_rate(watch: Stopwatch, dtype: Dtype, buffer: torch.Tensor) -> Comput
 def linear_costs(watch: Stopwatch) -> OpCosts:
     """Fixed cost of a linear op with bias and residual; its bytes and FLOPs are negligible.
 
-    There is no loss beyond it, as the compute rates are those of whole ops.
+    The efficiency is 1, as the compute rates are those of whole ops.
     """
     weight, x = _whole(torch.rand(8, 8)), torch.rand(1, 8)
     seconds = watch.seconds("linear, fixed", lambda: x + reference.linear(x, weight, x[0]))
@@ -107,10 +107,11 @@ def _costs(
     sizes: tuple[int, Callable[[int], int]],
     bound: Callable[[int, int, Dtype], float],
 ) -> OpCosts:
-    """Costs by `rows` of an op whose calls op(n, size, dtype) take at least `bound` seconds.
+    """Costs by `rows` of the calls that op(n, size, dtype) makes, which take `bound` at least.
 
-    A call of the smaller of `sizes` has the fixed cost, the larger one, by n, the efficiency
-    beyond it. Both are means over COST_DTYPES, as a profile has one cost for all dtypes.
+    The first of `sizes` is small, so that its time is the fixed cost. The second, by n, is large:
+    the efficiency is its bound over its time without the fixed cost. Both are means over
+    COST_DTYPES.
     """
     seconds, efficiency = [], []
     for n in rows:

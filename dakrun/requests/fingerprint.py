@@ -67,7 +67,7 @@ def read_fingerprint(path: Path) -> Fingerprint | None:
     except (ValueError, RecursionError):
         pass
     raise UsageError(
-        f"{path}: not the fingerprint of a run, whose name it has",
+        f"{path}: not the fingerprint of a run, although it is named like one",
         hint="move it away, or give -o another file",
     )
 
@@ -79,10 +79,10 @@ def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Each entry that differs, with both values; empty if the runs are of one kind.
+    """Each entry that differs, with both values; empty if one run may continue the other.
 
-    Entries that a fingerprint lacks are not compared, except weight files, nor is an unknown
-    format.
+    An entry that only one of them has is not compared, unless it is a weight file; nor is a format
+    that is null.
     """
     found = []
     for section in ("dtype", "format", "model", "weights", "sampling"):
@@ -92,8 +92,8 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
         if not isinstance(old, dict) or not isinstance(new, dict):
             found += _difference(section, old, new)
             continue
-        is_known = set.union if section == "weights" else set.intersection
-        for key in sorted(is_known(set(old), set(new))):
+        combine = set.union if section == "weights" else set.intersection
+        for key in sorted(combine(set(old), set(new))):
             found += _difference(f"{section}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT))
     return found
 

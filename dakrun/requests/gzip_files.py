@@ -1,6 +1,6 @@
 """Gzip files: prompts read as they are unpacked, and the members of an output that was cut off.
 
-A gzip file is a row of members, each compressed alone. Knows bytes, no rows.
+A gzip file is a sequence of members, each compressed alone. Knows bytes, no rows.
 """
 
 import gzip
@@ -21,7 +21,7 @@ class CutOff(Exception):
 
 
 def is_gzip(start: bytes) -> bool:
-    """Whether a file that starts with these bytes, one at least, is gzip."""
+    """Whether a file that starts with these bytes is gzip; a file of one byte may be the start."""
     return start != b"" and _MAGIC.startswith(start[: len(_MAGIC)])
 
 
@@ -31,7 +31,7 @@ def without_gz(name: str) -> str:
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
-    """`file`, or its content if it is gzip. Reading that may raise GZIP_ERRORS."""
+    """`file`, or its content if it is gzip. Reading the content may raise GZIP_ERRORS."""
     if isinstance(file, io.BufferedReader) and is_gzip(file.peek(len(_MAGIC))):
         return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
     return file
@@ -43,7 +43,7 @@ def pack(data: bytes) -> bytes:
 
 
 def members(file: BinaryIO) -> Iterator[tuple[bytes, int | None]]:
-    """The unpacked blocks of a gzip file, and behind the last of a member, the offset of its end.
+    """(unpacked block, end) of a gzip file; `end` is the offset behind a member, at its last block.
 
     Raises CutOff, or zlib.error if the file is damaged in another way.
     """

@@ -17,7 +17,7 @@ from dakrun.requests.written_rows import WrittenRows
 
 
 class InputOrder:
-    """The order of the input's rows, as hashes of their ids, which are different."""
+    """The order of the input's rows, as hashes of their ids, of which none occurs twice."""
 
     def __init__(self) -> None:
         self._hashes = array("Q")
@@ -40,8 +40,8 @@ class InputOrder:
 def put_in_order(name: str, order: InputOrder) -> None:
     """Replace the output `name`, a path, by the same rows in `order`, in one step.
 
-    Rows that the input does not have come last. Until then the output stays as it is; it and the
-    new one, and for gzip the unpacked rows, need disk space together. Raises OSError.
+    Rows that the input does not have come last. The old output stays until the new one is whole, so
+    the disk holds both, and for gzip the unpacked rows too. Raises OSError.
     """
     path = Path(name).resolve()
     rows = WrittenRows(name)

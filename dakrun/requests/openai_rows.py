@@ -27,7 +27,7 @@ _IGNORED = ("user", "metadata")
 _MAX_N = 8
 _MAX_LOGPROBS = 5  # of /v1/completions
 _MAX_PROMPTS = 1024
-_SEED_BITS = 64  # seeds of a row's choices differ above those that rows give
+_SEED_BITS = 64  # of a row's seed: a choice's number is added above them
 _ROLES = ("system", "developer", "user", "assistant")
 # Unsupported fields and the neutral value of each, which changes nothing and is accepted.
 _NEUTRAL: Mapping[str, object] = {
@@ -80,7 +80,7 @@ def parse_batch(
     params = replace(params, logprobs=_logprobs(given, is_chat=is_chat))
     prompts = [_chat_prompt(given, rules)] if is_chat else _text_prompts(given, rules)
     reply = Reply("chat" if is_chat else "completion", model, choices=n * len(prompts), n=n)
-    # A choice's seed is its own. The first choice of each prompt has the same with every n.
+    # Each choice has its own seed. That of a prompt's first choice does not depend on n.
     return [
         ParsedRow(
             ids,
@@ -157,7 +157,7 @@ def _count_of(given: dict[str, Any], name: str, low: int, high: int) -> int:
 
 
 def _text_prompts(given: dict[str, Any], rules: PromptRules) -> list[tuple[int, ...]]:
-    """Token ids of one prompt, text or token ids, or of each one in an array of them."""
+    """Token ids of each prompt: a single one (text or token ids), or all in an array of these."""
     prompt = given.get("prompt")
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
     if not isinstance(prompt, list) or not several:

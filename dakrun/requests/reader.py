@@ -42,10 +42,10 @@ class _Line(NamedTuple):
 class RequestReader:
     """The rows of a prompt file, read once, in order; a context manager that closes the file.
 
-    `source` is a path or "-" (standard input), plain or gzip, which its first bytes tell. Without
-    `format`, .txt is text (one prompt a line), .jsonl is JSON Lines (or .txt.gz, .jsonl.gz), and a
-    file without suffix or standard input is JSON Lines if its first row begins with "{". The first
-    JSON row decides whether all are native or OpenAI Batch rows; rows of the other kind are errors.
+    `source` is a path or "-" (standard input), plain or gzip, as its first bytes tell. Without
+    `format`, .txt and .txt.gz are text (one prompt a line), .jsonl and .jsonl.gz are JSON Lines; a
+    file without suffix, or standard input, is JSON Lines if its first row begins with "{". The
+    first JSON row decides whether all are native or OpenAI Batch rows; the other kind is an error.
     A row that repeats an earlier id becomes an error called line-N by its line number. Blank lines
     are skipped, but counted. A line of more than `max_line_bytes`, as in a binary file, is an error
     and is not held in memory.

@@ -16,7 +16,8 @@ class Reply:
     """The format of a result row, and the place of a request's completion in it.
 
     The format is native, or OpenAI's, which repeats the request's `model` and may have several
-    choices, `n` for each prompt: this is number `choice` of `choices`, those of a prompt together.
+    choices, `n` for each of the row's prompts. The request is for number `choice`, from 0, of
+    `choices` in all; those of one prompt are neighbours.
     """
 
     kind: Literal["native", "completion", "chat"] = "native"
@@ -60,8 +61,7 @@ class Logprobs(NamedTuple):
 class Completion:
     """A finished request. `text` ends before EOS or the stop string; None without a tokenizer.
 
-    `logprobs` has an element for each of `token_ids`, None if the request asked for none.
-
+    `logprobs` has an element for each of `token_ids`; it is None if the request asked for none.
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
     """

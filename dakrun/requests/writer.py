@@ -33,8 +33,8 @@ _SUFFIXES = (".jsonl", "")
 class ResultWriter:
     """Appends result rows to `destination` (a path or "-", standard output); a context manager.
 
-    A name that ends in .gz, or an output to resume that is gzip already, gets each row as a member
-    of a gzip file, so that every row is on disk when it is written.
+    The output is gzip if its name ends in .gz, unless it is resumed: then it stays as it is. In
+    gzip each row is a member of its own, so that it is on disk when it is written.
 
     The constructor changes nothing. It raises UsageError if the destination is not empty (unless
     `overwrite` or `resume`), is the `source` of the prompts, lies in a folder that is missing, or
@@ -105,7 +105,7 @@ class ResultWriter:
         """Say which run this is; call it before entering.
 
         Raises UsageError if the output to resume is of another run, unless `force` was given, and
-        if OUT.run.json is something else. Returns a note if nothing tells which run it is of.
+        if OUT.run.json is something else. Returns a note if there is no OUT.run.json.
         """
         self._fingerprint = fingerprint
         try:
@@ -143,7 +143,7 @@ class ResultWriter:
         except OSError as problem:
             raise CannotRun(
                 f"{self.name}: all rows are in it, but not in order ({problem.strerror})",
-                hint=f"free as much space as it takes; {self.resume_hint}",
+                hint=f"free as much disk space as it takes; {self.resume_hint}",
             ) from problem
         self._close(silent=False)
 
@@ -225,7 +225,7 @@ class ResultWriter:
         self._check_run()
         if self._overwrite or self._resume:
             file.truncate(self._read_done() if self._resume else 0)
-        # Behind the truncation: an old output never has the new fingerprint.
+        # Only now, after the truncation: an old output must not get a new fingerprint.
         path = fingerprint_path(self._name)
         with defer_signals():
             if self._fingerprint is None:
@@ -253,7 +253,7 @@ class ResultWriter:
                 "the same, or --overwrite to start afresh",
             )
         if before is None:
-            return f"{self._name} has no {path.name}: its rows count as of this model and options"
+            return f"{self._name} has no {path.name}: its rows are taken as this run's"
         return None
 
     def _read_done(self) -> int:

@@ -30,8 +30,8 @@ class WrittenRow(NamedTuple):
 class WrittenRows:
     """Iterates over the rows of an output; a part of a row at its end is left out.
 
-    `size` are the bytes of the file up to the end of the last row that was returned; `is_gzip`
-    says whether the file is gzip, which holds what its first bytes say, whatever its name.
+    `size` is the number of bytes up to the end of the last row that was returned. `is_gzip` says
+    whether the file is gzip, by its first bytes, whatever its name.
 
     Iterating raises UsageError for a line that is no result row and for a damaged gzip file,
     CannotRun if reading fails.
@@ -77,8 +77,9 @@ class WrittenRows:
     def _packed(self, file: BinaryIO) -> Iterator[WrittenRow]:
         """The rows of a gzip file, where the end of a member is also the end of a row.
 
-        One row is held back: in a member that is cut off, it may not be whole. Earlier rows in that
-        member could not be kept, so they make the file damaged.
+        One row is held back, since its member may turn out to be cut off; then the row is dropped
+        with the member. If such a member has earlier rows, which were returned already, the file
+        counts as damaged.
         """
         line, held, new = b"", None, 0  # new rows since `size`
         try:

@@ -90,7 +90,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
         if tensor.nbytes > tensor.untyped_storage().nbytes():
             raise CannotRun(
                 f"{path}: {name!r} takes {format_bytes(tensor.nbytes)}, the file has less",
-                hint="save it after: tensor.contiguous()",
+                hint="it repeats elements: save tensor.contiguous() instead",
             )
     return named, [repr(k)[:80] for k in entries if k not in named]
 

@@ -86,8 +86,8 @@ def load(
 
     With `packing`, which needs can_pack(plan), matrices are PackedTensors with the manifest's norms
     folded in; a fold changes a matrix's bias, or adds one. Without, they are PartitionedTensors, as
-    stored. `on_load` is called after each piece. Raises CannotRun if the source lacks a tensor of
-    the manifest (before anything is allocated), or cannot be read.
+    stored. `on_load` is called as pieces are loaded. Raises CannotRun if the source lacks a tensor
+    of the manifest (before anything is allocated), or cannot be read.
     """
     source.check(manifest)
     dtype = getattr(torch, plan.model.dtype)

@@ -54,7 +54,7 @@ class Manifest:
     def request(self, matrix: str, rows: slice) -> Request:
         """Rows of the sources that make up `rows` of a matrix.
 
-        `rows` begins with a row block, and ends with one or with the matrix.
+        `rows` begins where a row block begins, and ends where one or the matrix ends.
         """
         sources = self.matrices[matrix]
         if matrix in self.interleaved:

@@ -197,7 +197,7 @@ def _set_tiers(args: _Args, weight: PackedTensor, config: GemmConfig, atoms: int
 
 
 def look_ahead(weight: PackedTensor, config: GemmConfig) -> torch.Tensor | None:
-    """The bytes that a launch reads from HBM after its first copies, to be another's `ahead`.
+    """The bytes that a launch reads from HBM after its first copies: `ahead` for another launch.
 
     None if the first tier is not the GPU's own memory, if stages have two groups, with split-K
     halves, or if nothing is left after the first copies.

@@ -26,7 +26,7 @@ from dakrun.tables import Column, print_table
 from dakrun.units import format_bytes, format_decimal, format_rate, format_seconds
 
 TITLE_WIDTH = 15
-# Columns of `need_rows`; a narrow console has those of low rank.
+# Columns of `need_rows`; a narrow console lacks those of high rank.
 NEEDS = (
     Column("op", "left"),
     Column("shape", "left", rank=4),
