@@ -294,17 +294,21 @@ class _Unfinished:
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._new = iter(requests)
-        self._taken: dict[tuple[str, int], Request] = {}  # by row and choice
+        # By row and choice; a caller of `stream` may use an id again.
+        self._taken: dict[tuple[str, int], list[Request]] = {}
 
     def __iter__(self) -> Iterator[Request]:
-        yield from list(self._taken.values())
+        yield from [request for alike in self._taken.values() for request in alike]
         for request in self._new:
-            self._taken[request.id, request.reply.choice] = request
+            self._taken.setdefault((request.id, request.reply.choice), []).append(request)
             yield request
 
     def drop(self, result: Completion | RowError) -> None:
         """Forget a request that has finished."""
-        del self._taken[result.id, result.reply.choice]
+        key = (result.id, result.reply.choice)
+        self._taken[key].pop(0)
+        if not self._taken[key]:
+            del self._taken[key]
 
 
 def _device(name: str) -> torch.device:

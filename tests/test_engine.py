@@ -93,6 +93,12 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
     assert groups[1:-1] == [least] * (len(groups) - 2) and groups[-1] <= least
 
 
+def test_an_id_may_be_used_again(path: Path) -> None:
+    with load(path, batch_size=2) as llm:
+        alike = [replace(request, id="a") for request in requests(5)]
+        assert [one.id for one in llm.stream(alike)] == ["a"] * 5
+
+
 def test_one_run_has_the_slots_at_a_time(path: Path) -> None:
     llm = load(path, batch_size=2)
     alone = by_id(list(llm.stream(requests(4))))

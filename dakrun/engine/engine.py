@@ -210,7 +210,8 @@ class Engine:
         if ready is not None:
             done, chosen = ready
             found = chosen.collect()
-            self.runner.begin([r.slot for r in done], [max(token, 0) for token in found.tokens])
+            tokens = [max(token, 0) for token in found.tokens]  # NO_TOKEN has no embedding
+            self.runner.begin([r.slot for r in done], tokens)
             self._record(done, found)
 
     def _launch(self, active: Sequence[_Running]) -> None:
@@ -241,7 +242,8 @@ class Engine:
                 r.first_token = r.first_token or now
                 r.tokens.append(token)
         for number, likeliest in found.logprobs.items():
-            rows[number].logprobs.append(likeliest)
+            if not rows[number].ended:
+                rows[number].logprobs.append(likeliest)
 
     def _finish_reason(self, r: _Running) -> Literal["stop", "length", "error"] | None:
         params = r.request.params

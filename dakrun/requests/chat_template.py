@@ -106,7 +106,7 @@ def _serve(limit_s: float, limit_bytes: int, max_characters: int) -> None:
                 [json.loads(line)], add_generation_prompt=True, **settings
             )
             if len(made) > max_characters:
-                problem = f"it makes {len(made)} characters"
+                problem = f"it makes {len(made)} characters, of at most {max_characters}"
             else:
                 text = made
         except MemoryError:

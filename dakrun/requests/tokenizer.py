@@ -111,7 +111,7 @@ class Tokenizer:
         except ValueError as problem:
             reason = " ".join(str(problem).split())
             raise UsageError(
-                f"the chat template does not accept the messages ({reason})",
+                f"the chat template cannot render the messages ({reason})",
                 hint='messages are {"role", "content"} objects in an order that the model knows',
             ) from problem
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
