@@ -139,6 +139,7 @@ def test_what_others_packed_goes_on(make: Callable[..., Path]) -> None:
         (gzip.compress(b"notes\n"), "line 1 is not a result row"),
         (gzip.compress(b"notes, no rows", compresslevel=0)[:-12], "cut off and holds"),
     ],
+    ids=range(6),  # not the bytes, which have the time in them
 )
 def test_other_gzip_files_are_refused_and_kept(
     make: Callable[..., Path], content: bytes, message: str
