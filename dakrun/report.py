@@ -56,6 +56,7 @@ def make_report(
         "requests": {
             "finished": stats.requests,
             "capped": stats.capped,
+            "restarted": stats.restarted,
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,
         },
@@ -168,7 +169,9 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         "machine": f"{report['machine']['device']}, profile {plan['profile']['name']}, "
         f"{report['machine']['threads']} CPU threads",
         "requests": f"{requests['finished']} finished, {requests['prompt_tokens']} prompt and "
-        f"{requests['new_tokens']} new tokens" + _capped(requests["capped"], plan),
+        f"{requests['new_tokens']} new tokens"
+        + _capped(requests["capped"], plan)
+        + _restarted(requests["restarted"]),
         "time": f"load {_seconds(times['load_s'])}, prefill {_seconds(times['prefill_s'])}, "
         f"decode {_seconds(times['decode_s'])} in {times['decode_steps']} steps",
         "TTFT": _spread_text(report["ttft_s"]),
@@ -190,6 +193,11 @@ def _predicted(report: Mapping[str, Any]) -> str:
     if not report["predictions_comparable"]:
         return ""
     return f"; predicted {_seconds(report['predicted_step_s'])} with a full batch"
+
+
+def _restarted(count: int) -> str:
+    """The requests that began again; empty if there are none."""
+    return f"; {count} began again, as the KV cache was full" if count else ""
 
 
 def _capped(count: int, plan: Mapping[str, Any]) -> str:

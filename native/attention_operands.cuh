@@ -70,9 +70,9 @@ struct NewToken {
 
   __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task,
                                        int position) {
-    const int64_t number = static_cast<int64_t>(task.head) * args.slot_blocks + position / kBlock;
     row = position % kBlock;
-    cached = reinterpret_cast<uint8_t*>(args.caches[task.slot]) + number * 2 * kHalfBytes +
+    cached = reinterpret_cast<uint8_t*>(table_of(args, task.slot)[position / kBlock] +
+                                        head_offset(args, task.head)) +
              row * kRowBytes;
     const int64_t at = task.slot * args.stride + static_cast<int64_t>(task.head) * HEAD_DIM;
 #pragma unroll

@@ -92,7 +92,9 @@ struct Producer {
   int blocks, splits_left;        // blocks of the head; splits of the item still to be copied
   int first, number, count = 0;   // current part: first block, next block, blocks
   int rows;                       // cached positions from the next block on
-  const uint8_t* from;            // address of the next block
+  const uint64_t* entry;          // of the next block in the slot's block table
+  uint64_t block;                 // the entry's address, loaded one block ahead
+  int64_t offset;                 // of the head in the block
   int tasks_posted = 0;           // to the lane's warp
   IssuedBlock last, before_last;  // of the last two tasks posted
   // Of the CTA
@@ -117,7 +119,9 @@ struct Producer {
             splits_left = items.item_splits;
             first = items.first_block(), number = 0;
             count = splits_left > 1 ? split_end() - first : items.block_count();
-            rows = items.length - first * kBlock, from = items.address();
+            rows = items.length - first * kBlock;
+            entry = items.table + first, block = *entry;
+            offset = head_offset(items.args, head);
           }
           items.next();
         }
@@ -158,15 +162,18 @@ struct Producer {
     const int place = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
     const uint32_t parity = tasks_posted / kTaskDepth % 2;
     const uint32_t bytes = min(rows, kBlock) * kRowBytes;
+    const auto* const from = reinterpret_cast<const uint8_t*>(block + offset);
     load(fill, from, bytes, ring.k_barrier[place], parity, issued);
     load(values, from + kHalfBytes, bytes, ring.v_barrier[place], parity, issued + 1);
     before_last = last;
     last.issued = issued + 1, last.at = values;
     tasks_posted++;
-    from += 2 * kHalfBytes, rows -= kBlock;
-    if (++number < count) return;
-    first += count, number = count = 0;
-    if (--splits_left > 0) split++, count = split_end() - first;
+    rows -= kBlock;
+    if (++number == count) {
+      first += count, number = count = 0;
+      if (--splits_left > 0) split++, count = split_end() - first;
+    }
+    if (count > 0) block = *++entry;
   }
   __device__ __forceinline__ int split_end() const { return (split + 1) * blocks / splits; }
 

@@ -26,8 +26,9 @@
 // Results do not depend on tiers, batch or CTAs, to the bit: the size of splits and chunks follows
 // from the capacity of the cache and the length of the slot, and they are combined in order.
 //
-// Cache layout: a slot is [KV heads][blocks of 64 positions][keys, values][64][HEAD_DIM], with the
-// 16-byte vectors of a row swizzled (swizzle_of) against bank conflicts of matrix loads.
+// Cache layout: KV blocks of 64 positions, found by the slot's block table. A KV head's part of a
+// block is [keys, values][64][HEAD_DIM], with the 16-byte vectors of a row swizzled (swizzle_of)
+// against bank conflicts of matrix loads.
 
 #include "attention_merge.cuh"
 #include "attention_operands.cuh"

@@ -39,7 +39,8 @@ struct Tier {
 
 struct SplitKFlashAttnArgs {
   Tier tiers[kMaxTiers + 1];  // one more, for the end of the last
-  const uint64_t* caches;     // [slots]: the address of each slot's cache
+  const uint64_t* tables;  // [][table_blocks]: addresses of the KV blocks of each block table
+  const int* table_of;     // [slots]: the slot's block table; null: the slot's number
   const int* lengths;  // [slots]: cached positions before the new token; negative: empty slot
   const Element* q;    // [slots][kv_heads * group][HEAD_DIM], rows `stride` apart
   const Element* k;    // [slots][kv_heads][HEAD_DIM], likewise, of the new token
@@ -49,9 +50,11 @@ struct SplitKFlashAttnArgs {
   float* partials;          // [slots][kv_heads][max_splits][max_chunks][group][kPartial]
   int* arrivals;            // [slots][kv_heads][group + max_splits]: zero between launches
   int64_t stride;
+  int64_t layer_offset;  // from the address of a block to this layer's part of it
+  int64_t head_bytes;    // from the part of one KV head to that of the next
   CtaOrder order;
   int tier_count, kv_heads, group;
-  int slot_blocks;   // capacity of a slot, per KV head
+  int table_blocks;  // entries of a block table
   int split_blocks;  // blocks of a split at most
   int chunk_blocks;  // blocks of a chunk at most, or more where a split has kWarps chunks
   int item_splits;   // splits of an item at most; 1 where splits are cut into chunks
@@ -70,6 +73,17 @@ __device__ __forceinline__ int swizzle_of(int row) {
 __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int slot) {
   const int length = args.lengths[slot];
   return length < 0 ? 0 : length / kBlock + 1;
+}
+
+// The block table of a slot.
+__device__ __forceinline__ const uint64_t* table_of(const SplitKFlashAttnArgs& args, int slot) {
+  const int number = args.table_of == nullptr ? slot : args.table_of[slot];
+  return args.tables + static_cast<int64_t>(number) * args.table_blocks;
+}
+
+// Offset of a KV head's part from the address of a block.
+__device__ __forceinline__ int64_t head_offset(const SplitKFlashAttnArgs& args, int head) {
+  return args.layer_offset + head * args.head_bytes;
 }
 
 // How the blocks of a KV head are divided: into as few splits as split_blocks allows, each of one
@@ -120,7 +134,7 @@ struct WorkItems {
   int item_splits = 1;
   int first = 0, count = 0;          // blocks of the item's splits
   int chunks = 1, whole_chunks = 1;  // of the split; of a head, if layout.splits is 1
-  uint8_t* cache = nullptr;          // of the slot
+  const uint64_t* table = nullptr;   // of the slot
   int blocks_left;                   // blocks up to the items of the next CTA
 
   // Called by all lanes of a warp. CTAs get equal shares of the tier's blocks; a split belongs to
@@ -138,7 +152,7 @@ struct WorkItems {
 #pragma unroll 4
     for (int first = 0; first < slots; first += 32) {
       if (first + lane >= slots) continue;
-      ptx::prefetch(args.caches + first_slot + first + lane);
+      ptx::prefetch(table_of(args, first_slot + first + lane));
       total += blocks_of(args, first_slot + first + lane);
     }
 #pragma unroll
@@ -193,11 +207,6 @@ struct WorkItems {
   __device__ __forceinline__ int block_count() const {
     return chunks == 1 ? count : first + (chunk + 1) * count / chunks - first_block();
   }
-  // Address of the item's first block.
-  __device__ __forceinline__ uint8_t* address() const {
-    const int64_t at = static_cast<int64_t>(head) * args.slot_blocks + first_block();
-    return cache + at * 2 * kHalfBytes;
-  }
   __device__ __forceinline__ void next() {
     if (++chunk < chunks) return;
     blocks_left -= count;
@@ -238,6 +247,6 @@ struct WorkItems {
     length = args.lengths[slot];
     layout = SplitLayout(args, blocks_of(args, slot));
     if (layout.splits == 1) whole_chunks = layout.chunks(args, 0);
-    cache = reinterpret_cast<uint8_t*>(args.caches[slot]);
+    table = table_of(args, slot);
   }
 };

@@ -10,6 +10,7 @@ from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import (
     AttentionConfig,
     AttentionWorkspace,
+    BlockTables,
     KVShape,
     attention_config,
     kv_blocks,
@@ -93,10 +94,11 @@ class Case:
         out = torch.full((batch, heads * dim), torch.nan, dtype=self.dtype, device=self.device)
         workspace = AttentionWorkspace.empty([config], self.group, self.device)
         workspace.partials.fill_(torch.nan)
-        caches = torch.tensor([slot.data_ptr() for slot in slots], device=self.device)
+        starts = torch.tensor([slot.data_ptr() for slot in slots], device=self.device)
+        tables = BlockTables.of_slots(starts, self.shape)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
         splitk_flash_attn(
-            self.q, self.k, self.v, caches, lengths, config, workspace, out,
+            self.q, self.k, self.v, tables, lengths, config, workspace, out,
             scale=dim**-0.5, rotations=self.turns,
         )  # fmt: skip
         assert not workspace.arrivals.any()

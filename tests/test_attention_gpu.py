@@ -9,7 +9,12 @@ from attended import Case
 from packed_linear import moved
 from peers import readable_peer
 
-from dakrun.kernels.attention import AttentionConfig, AttentionWorkspace, splitk_flash_attn
+from dakrun.kernels.attention import (
+    AttentionConfig,
+    AttentionWorkspace,
+    BlockTables,
+    splitk_flash_attn,
+)
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1055, 1, 64, -1, 63, 2048, 700)
@@ -71,7 +76,8 @@ def test_no_bit_depends_on_tiers_or_sms(group: int, tier: str) -> None:
 def launch(case: Case, config: AttentionConfig, slots: Sequence[torch.Tensor]) -> torch.Tensor:
     """Ten overlapping launches on one workspace, each of which writes what it has read."""
     workspace = AttentionWorkspace.empty([config], case.group, case.device)
-    caches = torch.tensor([slot.data_ptr() for slot in slots], device=case.device)
+    starts = torch.tensor([slot.data_ptr() for slot in slots], device=case.device)
+    tables = BlockTables.of_slots(starts, case.shape)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=case.device)
     out = torch.zeros(len(slots), case.q.shape[1] * case.dim, dtype=case.dtype, device=case.device)
     scale = case.dim**-0.5
@@ -79,7 +85,7 @@ def launch(case: Case, config: AttentionConfig, slots: Sequence[torch.Tensor]) -
     def chain() -> None:
         for _ in range(10):
             splitk_flash_attn(
-                case.q, case.k, case.v, caches, lengths, config, workspace, out, scale=scale,
+                case.q, case.k, case.v, tables, lengths, config, workspace, out, scale=scale,
                 rotations=case.turns, pdl=True,
             )  # fmt: skip
 

@@ -289,8 +289,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     def attend(*operands: Any, scale: float, pdl: bool) -> None:
         qkv, others = operands[:3], operands[3:]
-        kernel._check_operands(qkv, *others, None)
-        q, (caches, lengths, config, *_) = qkv[0], others
+        q, (tables, lengths, config, *_) = qkv[0], others
+        kernel._check_operands(qkv, (tables, None), *others[1:], None)
+        caches = tables.addresses[:, 0]
         assert pdl and scale == q.shape[2] ** -0.5
         for address in caches.tolist():
             held = (ctypes.c_uint8 * config.shape.slot_bytes).from_address(address)

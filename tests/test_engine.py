@@ -199,8 +199,8 @@ def test_a_slot_keeps_nothing_of_its_last_request(path: Path) -> None:
     llm = load(path, batch_size=1)
     before = by_id(list(llm.stream(requests(3))))
     cache = llm.engine.runner.cache
-    for slot in range(cache.slots):
-        cache.slot(slot).view(torch.float32).fill_(torch.nan)
+    for part in cache.parts:
+        part.view(torch.float32).fill_(torch.nan)
     assert by_id(list(llm.stream(requests(3)))) == before
 
 

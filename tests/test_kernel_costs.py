@@ -98,7 +98,8 @@ class Launches:
         self.selections += 1
 
     def splitk_flash_attn(self, *operands: Any, scale: float, pdl: bool) -> None:
-        q, k, v, caches, lengths, config, workspace, out = operands
+        q, k, v, tables, lengths, config, workspace, out = operands
+        caches = tables.addresses[:, 0]
         assert pdl and workspace and scale == 128**-0.5
         slots = len(q)
         assert config.alone == (slots > 32), "behind products whose CTAs fill an SM"

@@ -103,7 +103,7 @@ def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep
             for op, (local, *remote) in accesses.items()
         }
     shape = KVShape(config.num_kv_heads, config.head_dim, kv_positions(work))
-    cache = KVCache(plan.placement("attention"), config.num_layers, shape, tiers, CPU)
+    cache = KVCache(plan.kv_placement(), config.num_layers, shape, tiers, CPU)
     of = architecture(config)
     with Checkpoint(path) as source:
         manifest = manifest_of(of, source.__contains__)
@@ -118,11 +118,12 @@ def test_a_slot_is_read_where_the_gpu_that_computes_is(monkeypatch: pytest.Monke
     """Keys and values of a slot in another GPU's memory come to this one's."""
     shape = KVShape(12, 64, 128)
     tiers = allocate_tiers({"hbm": 2**23, "host": 2**23}, CPU)
-    cache = KVCache((("hbm", 1), ("host", 1)), 12, shape, tiers, CPU)
+    cache = KVCache((("hbm", 1, 2), ("host", 1, 2)), 2, shape, tiers, CPU)
     monkeypatch.setattr(cache, "device", torch.device("meta"))
     for slot in range(2):
-        bytes_of_slot = cache.on_device(0, slot)
-        assert bytes_of_slot.is_meta and bytes_of_slot.shape == (shape.slot_bytes,)
+        assert cache.reserve(slot, 70)
+        blocks = cache.gather(0, slot, 65)
+        assert blocks.is_meta and blocks.shape == (2, shape.layer_bytes)
 
 
 def staging(backend: KernelBackend) -> Staging:
@@ -172,6 +173,9 @@ def test_prompts_and_steps(
         torch.empty(ROOM, dtype=torch.uint8),
         128,
     )
+    for slot, prompt in enumerate(prompts):
+        assert cache.reserve(slot, len(prompt) + 2)
+    cache.flush()
     prefill.logits(prompts[0][:66], [Segment(0, 0, 66)])
     segments = [Segment(0, 66, 4), Segment(1, 0, 9)]
     found = prefill.logits([*prompts[0][66:], *prompts[1]], segments)
@@ -224,6 +228,7 @@ def test_logits_of_nan_are_logged(
     _, cache, rows = model_of(path, 2)
     rows.prepare([cache.counts])
     rows.slots.copy_(torch.arange(2))
+    cache.pretend(2)
 
     def step(tokens: torch.Tensor, length: int) -> list[int]:
         rows.tokens.copy_(tokens)

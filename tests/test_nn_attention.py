@@ -187,13 +187,15 @@ def test_slots_lie_where_the_ratio_says() -> None:
         assert cache.tier_bytes == {k: n * shape.slot_bytes for k, n in sizes.items()}
         assert {k: tier.capacity for k, tier in cache._tiers.items()} == cache.tier_bytes
         assert cache.ratio == remote / 7 and cache.slots == (7 - remote, remote)
+        starts, size = cache.tables.addresses[:, 0].tolist(), shape.slot_bytes
+        assert cache.tables.layer_bytes == size
         assert [[slot.data_ptr() for slot in cache.slots_of(i)] for i in range(2)] == (
-            cache.addresses.tolist()
+            [[start + layer * size for start in starts] for layer in range(2)]
         )
         for number, slot in enumerate(cache.slots_of(0) + cache.slots_of(1)):
             tier = cache._tiers[LOCAL if number % 7 < 7 - remote else "peer:1"]._block.tensor
             assert 0 <= slot.data_ptr() - tier.data_ptr() <= tier.nbytes - slot.nbytes
-        assert len(set(cache.addresses.flatten().tolist())) == 14
+        assert len(set(starts)) == 7
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_the_memory_is_given_back() -> None:
     before = torch.cuda.memory_allocated()
     cache = case.cache(0.5)
     assert torch.cuda.memory_allocated() - before >= cache.tier_bytes[LOCAL]
-    address = int(cache.addresses[0, -1])
+    address = int(cache.tables.addresses[-1, 0])
     assert runtime.pointerGetAttributes(address).type == 1, "page-locked"
     size = cache.tier_bytes[LOCAL]
     cache.close()

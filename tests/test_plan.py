@@ -181,7 +181,7 @@ def test_batch_size() -> None:
             continue
         speed[n] = n / plan.predicted_s
     assert 1 < len(speed) < 10
-    assert batch_candidates(MAX_BATCH_SIZE)[-2:] == [512, 1024], "few enough to plan each of them"
+    assert batch_candidates(MAX_BATCH_SIZE)[-2:] == [1024, 2048], "few enough to plan each of them"
     best = choose_batch_size(model, workload, GH200, policy).batch_size
     plan = make_plan(model, replace(workload, batch_size=best), GH200, policy)
     assert best / plan.predicted_s > 1.05 * max(speed.values()), "between two powers of two"
@@ -202,7 +202,7 @@ def test_batch_size() -> None:
 
 def test_the_largest_batch_where_there_is_room() -> None:
     model, h200 = known("opt-6.7b"), load_profile("h200-pcie5")
-    assert choose_batch_size(model, work(1), h200, Policy()).batch_size == MAX_BATCH_SIZE == 1024
+    assert choose_batch_size(model, work(1), h200, Policy()).batch_size == MAX_BATCH_SIZE == 2048
     tpot = make_plan(model, work(512), h200, Policy()).predicted_s
     assert choose_batch_size(model, work(1), h200, Policy(), max_tpot=tpot).batch_size == 512
 

@@ -20,11 +20,16 @@ def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     shape = kv_blocks.KVShape(12, 64, 256)
     with allocate_tiers({"hbm": 2**26, "host": 2**26}, device) as tiers:
-        cache = KVCache((("hbm", 2), ("host", 2)), 12, shape, tiers, device)
+        cache = KVCache((("hbm", 2, 6), ("host", 2, 7)), 12, shape, tiers, device)
         assert cache.counts == (2, 2)
         room = torch.full((blocks * BLOCK_BYTES,), 255, dtype=torch.uint8, device=device)
         writer = KVWriter(cache, shape, room)
+        held = [0] * 4
         kept = torch.randn(2, 4, 12, 250, 64, device=device).half()  # of layer 5
+        for slot in (3, 0, 2, 3, 1, 0, 2, 3, 1, 2, 3):  # a slot's blocks do not lie side by side
+            held[slot] += 64
+            assert cache.reserve(slot, held[slot])
+        assert not cache.reserve(0, 64 * 6) and not cache.reserve(2, 64 * 5)
         for passed in (
             [Segment(3, 0, 130), Segment(0, 0, 70), Segment(2, 0, 1)],
             [Segment(2, 1, 63), Segment(3, 130, 100), Segment(1, 0, 5), Segment(0, 70, 10)],
@@ -46,7 +51,7 @@ def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
                 writer.store(layer, other, positions.to(device), None)
             writer.end()
         for slot, end in enumerate((80, 105, 129, 230)):
-            found = kv_blocks.read(cache.on_device(5, slot), end, torch.float16, shape)
+            found = kv_blocks.read_blocks(cache.gather(5, slot, end), end, torch.float16, shape)
             for x, wanted in zip(found, kept[:, slot, :, :end], strict=True):
                 assert torch.equal(x, wanted), (slot, end)
 

@@ -26,6 +26,7 @@ from dakrun.bench.tiers import fill_random
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import (
     AttentionWorkspace,
+    BlockTables,
     KVShape,
     attention_config,
     splitk_flash_attn,
@@ -76,7 +77,7 @@ class AttentionChains(Chains):
         shape = KVShape(slots.kv_heads, dim, slots.length)
         config = attention_config(shape, case.units, access, sms=self._sms)
         workspace = AttentionWorkspace.empty([config], slots.heads // slots.kv_heads, self.device)
-        caches = self._addresses(case)
+        tables = [BlockTables.of_slots(starts, shape) for starts in self._addresses(case)]
         lengths = torch.tensor(slots.lengths, dtype=torch.int32, device=self.device) - 1
         parts = (slots.heads, slots.kv_heads, slots.kv_heads)
         q, k, v = self._normal(len(lengths), sum(parts), dim).split(parts, dim=1)
@@ -84,7 +85,7 @@ class AttentionChains(Chains):
 
         def launch(operand: int) -> None:
             splitk_flash_attn(
-                q, k, v, caches[operand], lengths, config, workspace, out,
+                q, k, v, tables[operand], lengths, config, workspace, out,
                 scale=dim**-0.5, pdl=True,
             )  # fmt: skip
 

@@ -5,6 +5,7 @@ engine.py schedules requests; a runner computes their steps: graph_runner.py on 
 build.py makes the runner that a plan asks for.
 """
 
+from dakrun.engine.admission import peak_blocks
 from dakrun.engine.build import (
     SPLITK_ROWS,
     build_runner,
@@ -45,6 +46,7 @@ __all__ = [
     "fill_order",
     "fitting",
     "gpu_errors",
+    "peak_blocks",
     "places",
     "request_seed",
     "runs_on_kernels",

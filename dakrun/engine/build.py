@@ -62,7 +62,7 @@ def build_runner(
     model, accesses = plan.model, tier_accesses(plan)
     manifest = manifest_of(architecture(model), source.__contains__)
     shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
-    cache = KVCache(plan.placement("attention"), model.num_layers, shape, tiers, device)
+    cache = KVCache(plan.kv_placement(), model.num_layers, shape, tiers, device)
     packing = Packing(accesses, plan.profile.sms)
     with compiling(_kernels(plan, device), gpu_architecture(device.index)):
         weights = load(source, manifest, plan, tiers, device, packing=packing, on_load=on_load)
@@ -87,7 +87,7 @@ def _reference_runner(
     model, dtype = plan.model, getattr(torch, plan.model.dtype)
     manifest = manifest_of(architecture(model), source.__contains__)
     layout = RowLayout(model.num_kv_heads, model.head_dim, kv_positions(plan.workload), dtype)
-    cache = KVCache(plan.placement("attention"), model.num_layers, layout, tiers, device)
+    cache = KVCache(plan.kv_placement(), model.num_layers, layout, tiers, device)
     weights = load(source, manifest, plan, tiers, device, on_load=on_load)
     return ReferenceRunner(architecture(model), weights, cache, layout, plan.workload.max_model_len)
 

@@ -38,8 +38,8 @@ class DecodeStep:
 
     A step computes the first rows, ordered by tier, as many as its bucket has. The device holds
     for each row: `tokens` and `slots` (int32); `lengths` (int32), the cached positions of the
-    slot; `caches` (int64 [layers, rows]), its address in each layer; and after a step
-    `backend.logits` [rows, V]. A step that attends from position p of a slot also writes the token
+    slot; and after a step `backend.logits` [rows, V]. A slot's block table has a block for the new
+    position, too. A step that attends from position p of a slot also writes the token
     that it chooses to log[slot, p % LOG_STEPS]; `log` is int32 [slots, LOG_STEPS] in page-locked
     memory.
     """
@@ -57,7 +57,6 @@ class DecodeStep:
         batch, like = cache.slots, backend.like
         self.tokens, self.slots = torch.zeros(2, batch, dtype=torch.int32, device=like.device)
         self.lengths = torch.full_like(self.tokens, IDLE)
-        self.caches = cache.addresses.clone()
         self.log = torch.zeros(batch, LOG_STEPS, dtype=torch.int32, pin_memory=like.is_cuda)
         self._heads = like.new_empty(batch, backend.model.config.q_size)
         self._attention: dict[Bucket, Attention] = {}
@@ -105,8 +104,9 @@ class DecodeStep:
         n, model = len(qkv), self.backend.model.config
         q, k, v = split_heads(model, qkv)
         return splitk_flash_attn(
-            q, k, v, self.caches[layer, :n], self.lengths[:n], config, workspace, self._heads[:n],
-            scale=model.head_dim**-0.5, rotations=self.backend.rotations, pdl=True,
+            q, k, v, self._cache.tables, self.lengths[:n], config, workspace, self._heads[:n],
+            scale=model.head_dim**-0.5, layer=layer, table_of=self.slots[:n],
+            rotations=self.backend.rotations, pdl=True,
         )  # fmt: skip
 
     def _select(self, n: int) -> None:

@@ -1,10 +1,12 @@
 """The scheduler: fills slots with requests, alternates prefill and decode steps, collects tokens.
 
-A step may be launched before the tokens of the previous step are known; the slot of a finished
-request is refilled at once. Knows neither files nor checkpoints, nor how the runner computes.
+A request begins when a slot is free and the KV blocks of its tier suffice for all that run there,
+to their ends. A step may be launched before the tokens of the previous step are known. Knows
+neither files nor checkpoints, nor how the runner computes.
 """
 
 import bisect
+import itertools
 import threading
 import time
 from array import array
@@ -14,10 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dakrun.engine.admission import peak_blocks
 from dakrun.engine.runner import Chosen, NextTokens, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
-from dakrun.geometry import NO_TOKEN
+from dakrun.geometry import KV_BLOCK, NO_TOKEN
 from dakrun.plan import Plan, passes, requests_per_admission
 from dakrun.requests import (
     Completion,
@@ -28,18 +31,21 @@ from dakrun.requests import (
     Tokenizer,
     TokenLogprob,
 )
+from dakrun.units import ceil_div
 
 
 @dataclass
 class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
-    `capped` counts the requests that ended at max_model_len, short of their max_tokens.
+    `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
+    `restarted` those that gave up their KV blocks to others and began again.
     `step_rows` sums the requests of all decode steps, `kv_bytes_read` the KV bytes they read.
     """
 
     requests: int = 0
     capped: int = 0
+    restarted: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_s: float = 0.0
@@ -52,7 +58,7 @@ class EngineStats:
 
 @dataclass
 class _Running:
-    """A request in its slot, of whose tokens `cached` are in the KV cache.
+    """A request in its slot, of whose tokens `cached` are in the KV cache, or about to be.
 
     `launched` counts the new tokens, those being computed included; `limit` is their maximum.
     """
@@ -70,6 +76,11 @@ class _Running:
     first_token: float = 0.0
     ended: bool = False
 
+    @property
+    def remaining(self) -> int:
+        """Positions that it still adds to the KV cache, at most."""
+        return self.limit - self.launched
+
 
 class Engine:
     """Runs requests on a `runner` whose weights and slots lie where `plan` put them."""
@@ -82,18 +93,25 @@ class Engine:
         self._eos = frozenset(plan.model.eos_token_ids)
         self._kv_bytes = plan.model.kv_bytes_per_token
         self._admitted_together = requests_per_admission(plan)
+        self._order = {slot: number for number, slot in enumerate(runner.order)}
+        self._free: list[int] = []  # slots, in the order in which to fill them
+        self._running: list[_Running] = []  # in the order of their admission
+        self._new: list[_Running] = []  # in their slots, before prefill
+        self._returned: deque[Request] = deque()  # to begin before the waiting ones
+        self._blocked = False  # until a request ends: no KV blocks for the next one
         self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = False
         self._collected = 0.0  # time of the last collection
         self._steps: deque[tuple[float, list[_Running]]] = deque()  # launch time, requests
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion | RowError]:
-        """Completions in the order in which they finish; requests are taken as slots free up.
+        """Completions in the order in which they finish; requests are taken as there is room.
 
         While others run, requests begin in groups (see requests_per_admission), since a pass of
         prefill reads all weights and delays the decode steps. They begin at once if none is
         running, or none is left to wait for.
-        A request ends in a RowError where the model's logits are NaN or infinite.
+        A request ends in a RowError where the model's logits are NaN or infinite, or if the KV
+        cache is too small for it.
         Raises UsageError, at the first completion, while another run is active.
         """
         if not self._one_run.acquire(blocking=False):
@@ -103,44 +121,48 @@ class Engine:
             )
         try:
             waiting = iter(requests)
-            order = {slot: number for number, slot in enumerate(self.runner.order)}
-            free = sorted(order, key=order.__getitem__)
-            running: list[_Running] = []
-            new: list[_Running] = []  # in their slots, before prefill
-            exhausted = False
+            self._free = list(self.runner.order)
+            self._blocked = exhausted = False
             while True:
                 if self._closed:
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
-                while free and not exhausted:
-                    request = next(waiting, None)
+                while self._free and not (self._blocked or exhausted):
+                    request = self._returned.popleft() if self._returned else next(waiting, None)
                     if request is None:
                         exhausted = True
-                    else:
-                        new.append(self._admit(request, free.pop(0)))
-                active = [r for r in running if r.launched < r.limit]
-                if new and (exhausted or not active or self._is_worth_a_pass(new)):
-                    self._prefill(new)
-                    running += new
-                    new = []
+                    elif not self._admit(request):
+                        if self._running or self._new:
+                            self._blocked = True
+                            self._returned.appendleft(request)
+                        else:
+                            yield self._too_long(request)
+                active = self._grown([r for r in self._running if r.remaining])
+                if self._new and (exhausted or not active or self._is_worth_a_pass(self._new)):
+                    self._prefill(self._new)
+                    self._running += self._new
+                    self._new = []
                 elif active and len(self._steps) < self.runner.ahead:
                     self._launch(active)
                     continue
                 elif self._steps:
                     self._collect()
-                else:
+                elif not self._returned:
                     return
-                for r in list(running):
+                for r in list(self._running):
                     if reason := self._finish_reason(r):
-                        r.ended = True
-                        running.remove(r)
-                        bisect.insort(free, r.slot, key=order.__getitem__)
+                        self._release(r)
+                        self._blocked = False
                         yield self._fail(r) if reason == "error" else self._complete(r, reason)
+                exhausted = exhausted and not self._returned
         finally:
             self._steps.clear()
+            self._running, self._new = [], []
+            self._returned.clear()
             with suppress(RuntimeError):  # of a GPU that has failed
                 self.runner.drop()
+            self.runner.cache.release_all()
             self._one_run.release()
 
     def close(self) -> None:
@@ -161,7 +183,12 @@ class Engine:
         finally:
             self._one_run.release()
 
-    def _admit(self, request: Request, slot: int) -> _Running:
+    def _admit(self, request: Request) -> bool:
+        """Give `request` a slot and the blocks of its prompt; False if there is no room.
+
+        There is room in a tier if its blocks suffice for all its requests until they end, with as
+        many new tokens as each may have.
+        """
         length = len(request.prompt_ids)
         if not 0 < length < self._max_len:
             raise ValueError(f"expected a prompt of 1 to {self._max_len - 1} tokens, got {length}")
@@ -173,7 +200,66 @@ class Engine:
             stop = StopStrings(params.stop, self._tokenizer.decode)
         seed = request_seed(params.seed, request.id)
         limit = min(params.max_tokens, self._max_len - length)
-        return _Running(request, slot, stop, seed, limit)
+        cache = self.runner.cache
+        first = {cache.tier(slot): slot for slot in reversed(self._free)}
+        for slot in sorted(first.values(), key=self._order.__getitem__):
+            r = _Running(request, slot, stop, seed, limit, cached=length)
+            if self._has_room(r) and cache.reserve(slot, length):
+                self._free.remove(slot)
+                self._new.append(r)
+                return True
+        return False
+
+    def _has_room(self, new: _Running) -> bool:
+        """Whether the blocks of the tier suffice for its requests and `new`, to their ends."""
+        cache = self.runner.cache
+        tier = cache.tier(new.slot)
+        others = itertools.chain(self._running, self._new)
+        here = [new, *(r for r in others if cache.tier(r.slot) == tier)]
+        ends = sum(ceil_div(r.cached + r.remaining, KV_BLOCK) for r in here)
+        if ends <= cache.blocks[tier]:
+            return True
+        needed = peak_blocks([r.cached for r in here], [r.remaining for r in here])
+        return needed <= cache.blocks[tier]
+
+    def _grown(self, active: list[_Running]) -> list[_Running]:
+        """Those of `active` that have a block for their next position, now or before.
+
+        If none is free, the requests of the tier that began last give theirs up and begin again
+        later. That is rare: requests of prompts that were computed later end later than _has_room
+        expects.
+        """
+        cache = self.runner.cache
+        for r in active:
+            while not r.ended and not cache.reserve(r.slot, r.cached + 1):
+                tier = cache.tier(r.slot)
+                last = next(v for v in reversed(self._running) if cache.tier(v.slot) == tier)
+                self._release(last)
+                self._returned.appendleft(last.request)
+                self._blocked = True
+                self.stats.restarted += 1
+        return [r for r in active if not r.ended]
+
+    def _release(self, r: _Running) -> None:
+        """Take `r` out of its slot; steps already launched for it have no effect."""
+        r.ended = True
+        self._running.remove(r)
+        self.runner.cache.release(r.slot)
+        bisect.insort(self._free, r.slot, key=self._order.__getitem__)
+
+    def _too_long(self, request: Request) -> RowError:
+        """The error of a request that the empty KV cache has too few blocks for."""
+        prompt, most = len(request.prompt_ids), max(self.runner.cache.blocks) * KV_BLOCK
+        new = min(request.params.max_tokens, self._max_len - prompt)
+        return RowError(
+            id=request.id,
+            line=request.line,
+            code="kv_cache_too_small",
+            message=f"its {prompt} prompt and up to {new} new tokens do not fit in the KV cache: "
+            f"the largest tier has room for {most} tokens; raise --hbm-budget or --host-budget, or "
+            "lower --batch-size",
+            reply=request.reply,
+        )
 
     def _is_worth_a_pass(self, new: Sequence[_Running]) -> bool:
         """Whether the `new` requests are enough to begin while others run."""
@@ -194,7 +280,6 @@ class Engine:
             logits = self.runner.prefill([t for part in parts for t in part], segments)
             ends = []
             for number, s in enumerate(segments):
-                by_slot[s.slot].cached += s.length
                 if s.start + s.length == lengths[s.slot]:
                     ends.append(number)
             done = [by_slot[segments[number].slot] for number in ends]

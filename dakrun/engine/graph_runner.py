@@ -65,7 +65,7 @@ class GraphRunner:
         self.replays = Replays()
         self._gaps_s: list[float] = []  # between replays, on the GPU
         self._rows, self._backend, self._prefill = step, step.backend, prefill
-        self._cache, self._positions = cache, shape.blocks * KV_BLOCK
+        self.cache, self._positions = cache, shape.blocks * KV_BLOCK
         self._filled = False  # whether the staging ring holds the next step's first matrices
         self._buckets = buckets(cache.counts)
         self._mapped: list[int] | None = None  # the slot, or IDLE, of each row of the last bucket
@@ -87,6 +87,7 @@ class GraphRunner:
     def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
         """Logits [S, V] after the last token of each segment."""
         self._filled = False
+        self.cache.flush()
         return self._prefill.logits(tokens, segments)
 
     @torch.inference_mode()
@@ -98,13 +99,14 @@ class GraphRunner:
     @torch.inference_mode()
     def launch(self, rows: Sequence[Row]) -> None:
         """Replay the smallest bucket that holds all rows."""
-        counts = [0] * len(self._cache.counts)
+        counts = [0] * len(self.cache.counts)
         for row in rows:
-            counts[self._tier(row.slot)] += 1
+            counts[self.cache.tier(row.slot)] += 1
         bucket = fitting(self._buckets, counts)
         mapped = self._arrange(rows, bucket)
         if mapped != self._mapped:
             self._map(mapped, rows)
+        self.cache.flush()
         if not self._filled:
             self._fill()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -174,7 +176,7 @@ class GraphRunner:
         rows, bucket = self._rows, self._buckets[-1]
         self._mapped = None
         rows.slots.copy_(self._on_gpu(range(sum(bucket))))
-        rows.caches.copy_(self._cache.addresses)
+        self.cache.pretend(length + 1)
         rows.lengths.fill_(length)
         found = {}
         for name, launches in rows.chains(bucket).items():
@@ -183,13 +185,6 @@ class GraphRunner:
         rows.lengths.fill_(IDLE)
         return found
 
-    def _tier(self, slot: int) -> int:
-        tier = 0
-        while slot >= self._cache.counts[tier]:
-            slot -= self._cache.counts[tier]
-            tier += 1
-        return tier
-
     def _arrange(self, rows: Sequence[Row], bucket: Bucket) -> list[int]:
         """The slot, or IDLE, of every row of `bucket`; the present mapping if it still fits."""
         wanted, before = {row.slot for row in rows}, self._mapped or []
@@ -197,7 +192,7 @@ class GraphRunner:
             return before
         mapped: list[int] = []
         for tier, room in enumerate(bucket):
-            here = sorted(slot for slot in wanted if self._tier(slot) == tier)
+            here = sorted(slot for slot in wanted if self.cache.tier(slot) == tier)
             mapped += here + [IDLE] * (room - len(here))
         return mapped
 
@@ -210,7 +205,6 @@ class GraphRunner:
         self._rows.slots[:n] = slots
         self._rows.lengths[:n] = self._on_gpu([positions.get(slot, IDLE) for slot in mapped])
         self._rows.tokens[:n] = self._newest[slots]
-        self._rows.caches[:, :n] = self._cache.addresses[:, slots]
         self._mapped = mapped
 
     def _unmap(self) -> None:

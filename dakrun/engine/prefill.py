@@ -86,8 +86,8 @@ class _PassAttention:
         for run in self._runs:
             keys, values = k[run.rows], v[run.rows]
             if run.cached:
-                packed = self._cache.on_device(layer, run.slot)
-                before = kv_blocks.read(packed, run.cached, qkv.dtype, self._shape)
+                packed = self._cache.gather(layer, run.slot, run.cached)
+                before = kv_blocks.read_blocks(packed, run.cached, qkv.dtype, self._shape)
                 keys, values = (
                     torch.cat((first.transpose(0, 1), rest))
                     for first, rest in zip(before, (keys, values), strict=True)
@@ -128,7 +128,7 @@ def _runs(segments: Sequence[Segment], device: torch.device) -> Iterator[_Run]:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Blocks of a slot: `packed` [heads, bytes] in HBM, copied to `to` [layers, heads, bytes]."""
+    """Blocks: `packed` [blocks, bytes] in HBM, copied to `to` [blocks, layers, bytes]."""
 
     packed: torch.Tensor
     to: torch.Tensor
@@ -150,30 +150,25 @@ class KVWriter:
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Start a pass over `segments`: choose where each of its tokens goes."""
-        shape, used = self._shape, 0
-        places = []
+        cache, size = self._cache, self._shape.layer_bytes
+        blocks = []  # of each segment: address and bytes per layer, in the cache or in `room`
+        used = 0
         self._copies = []
         for s in segments:
-            end = s.start + s.length
-            first = ceil_div(s.start, KV_BLOCK)
-            count = ceil_div(end, KV_BLOCK) - first  # blocks that are empty before the pass
-            size = shape.kv_heads * count * shape.block_bytes
-            remote = s.slot >= self._cache.counts[0]
-            staged = remote and 0 < size <= self._room.numel() - used
-            split = first * KV_BLOCK if staged else end
-            slot = self._cache.slot(s.slot)[0]
-            head_bytes = shape.blocks * shape.block_bytes
-            places.append(self._rows(range(s.start, split), slot, shape.slot_bytes, head_bytes))
-            if staged:
-                packed = self._room[used : used + size]
-                places.append(self._rows(range(end - split), packed, 0, count * shape.block_bytes))
-                packed = packed.view(shape.kv_heads, -1)
-                heads = self._cache.slot(s.slot).unflatten(1, (shape.kv_heads, -1))
-                start = first * shape.block_bytes
-                to = heads[:, :, start : start + packed.shape[1]]
-                self._copies.append(_Copy(packed, to))
-                used += size
-        self._places = upload(torch.cat(places), self._room.device)
+            end = ceil_div(s.start + s.length, KV_BLOCK)
+            first = s.start // KV_BLOCK
+            places = [(cache.address(s.slot, number), size) for number in range(first, end)]
+            empty = ceil_div(s.start, KV_BLOCK)  # the first block that is empty before the pass
+            needed = (end - empty) * size
+            if cache.tier(s.slot) and 0 < needed <= self._room.numel() - used:
+                for number, to in cache.runs(s.slot, empty, end):
+                    packed = self._room[used : used + len(to) * size].view(-1, size)
+                    self._copies.append(_Copy(packed, to))
+                    for block, row in enumerate(packed, number - first):
+                        places[block] = (row.data_ptr(), 0)
+                    used += packed.numel()
+            blocks.append(places)
+        self._places = upload(self._rows(segments, blocks), self._room.device)
 
     def store(
         self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, rotations: torch.Tensor | None
@@ -185,24 +180,24 @@ class KVWriter:
         store_kv(qkv, positions, self._places, layer, kv_heads=heads, rotations=rotations)
         if self._copies:
             self._stream.follow()
-            self._stream.copy(*((copy.to[layer], copy.packed) for copy in self._copies))
+            self._stream.copy(*((copy.to[:, layer], copy.packed) for copy in self._copies))
 
     def end(self) -> None:
         """Make later launches wait until all keys and values are stored."""
         self._stream.join()
 
     def _rows(
-        self, positions: range, base: torch.Tensor, layer_bytes: int, head_bytes: int
+        self, segments: Sequence[Segment], blocks: Sequence[list[tuple[int, int]]]
     ) -> torch.Tensor:
-        """Places for store_kv, int64 [n, 3]: address, bytes per layer, bytes per head.
-
-        `base` holds the block of position 0.
-        """
-        row_bytes = self._shape.head_dim * 2
-        at = torch.arange(positions.start, positions.stop)
-        rows = at // KV_BLOCK * 2 * KV_BLOCK + at % KV_BLOCK
-        further = [torch.full_like(at, size) for size in (layer_bytes, head_bytes)]
-        return torch.stack((base.data_ptr() + rows * row_bytes, *further), 1)
+        """Places for store_kv, int64 [n, 3]: address, bytes per layer, bytes per head."""
+        rows = []
+        for s, places in zip(segments, blocks, strict=True):
+            at = torch.arange(s.start, s.start + s.length)
+            block = torch.tensor(places)[at // KV_BLOCK - s.start // KV_BLOCK]
+            start = block[:, 0] + at % KV_BLOCK * (self._shape.head_dim * 2)
+            head_bytes = torch.full_like(at, self._shape.block_bytes)
+            rows.append(torch.stack((start, block[:, 1], head_bytes), 1))
+        return torch.cat(rows)
 
 
 @dataclass(frozen=True)

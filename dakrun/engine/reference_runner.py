@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from dakrun.config import ModelConfig
 from dakrun.engine.runner import Chosen, NextTokens, Row
+from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import reference
 from dakrun.kernels.attention import KVCache, RowLayout
 from dakrun.memory.tiers import PartitionedTensor
@@ -137,18 +138,38 @@ class ReferenceAttention:
         if self._rope is not None:
             q, k = rotate(q, *self._rope), rotate(k, *self._rope)
         q = q.contiguous()
-        caches = [self._layout.views(self._cache.slot(s.slot)[layer]) for s in self._segments]
+        first = 0
+        for s in self._segments:
+            self._store(layer, s, *(x[first : first + s.length] for x in (k, v)))
+            first += s.length
+        caches = [self._cached(layer, s) for s in self._segments]
         if self._decode:
-            positions = [s.start for s in self._segments]
-            return reference.decode_attention(q, k, v, caches, positions, self._scale)
-        lengths = [s.length for s in self._segments]
-        parts = zip(self._segments, caches, *(x.split(lengths) for x in (q, k, v)), strict=True)
+            return reference.decode_attention(q, caches, self._scale)
+        parts = q.split([s.length for s in self._segments])
         return torch.cat(
             [
-                reference.prefill_attention(q, k, v, cache, s.start, self._scale)
-                for s, cache, q, k, v in parts
+                reference.prefill_attention(part, cache, self._scale)
+                for part, cache in zip(parts, caches, strict=True)
             ]
         )
+
+    def _store(self, layer: int, s: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [T, Hkv, D] of a segment to its slot's blocks."""
+        done = 0
+        while done < s.length:
+            number, row = divmod(s.start + done, KV_BLOCK)
+            count = min(KV_BLOCK - row, s.length - done)
+            block = self._layout.view(self._cache.block(s.slot, number)[layer])
+            for part, new in zip(block, (keys, values), strict=True):
+                part[row : row + count] = new[done : done + count]
+            done += count
+
+    def _cached(self, layer: int, s: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the keys and values [Hkv, P, D] of a slot's positions up to the segment's."""
+        count = s.start + s.length
+        blocks = self._layout.view(self._cache.gather(layer, s.slot, count))
+        keys, values = blocks.transpose(0, 1).flatten(1, 2)[:, :count].transpose(1, 2)
+        return keys, values
 
 
 class ReferenceRunner:

@@ -14,6 +14,7 @@ from dakrun.config import SamplingParams
 from dakrun.engine.logprobs import log_probabilities
 from dakrun.engine.sampler import sample
 from dakrun.errors import GpuFailed
+from dakrun.kernels.attention import KVCache
 from dakrun.memory.device import download, is_out_of_memory, out_of_memory, upload
 from dakrun.memory.tiers import LOCAL_HINT
 from dakrun.plan import Segment
@@ -50,12 +51,14 @@ class NextTokens(NamedTuple):
 
 
 class Runner(Protocol):
-    """A model in its tiers, with slots for requests.
+    """A model in its tiers, with slots for requests and blocks for their keys and values.
 
-    `order` lists the slots in the order in which to fill them. Up to `ahead` steps may be launched
+    A slot needs blocks of `cache` for all positions that a pass or step reads and writes. `order`
+    lists the slots in the order in which to fill them. Up to `ahead` steps may be launched
     before the tokens of the oldest are collected. A pass of prefill takes up to `chunk_tokens`.
     """
 
+    cache: KVCache
     order: Sequence[int]
     ahead: int
     chunk_tokens: int

@@ -50,70 +50,50 @@ def gather_rows(table: PartitionedTensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    positions: Sequence[int],
-    scale: float,
+    q: torch.Tensor, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float
 ) -> torch.Tensor:
-    """Append one position to each slot's cache and attend to all positions up to it.
+    """Attention [B, Hq * D] of each slot's newest position, q [B, Hq, D], to all of its positions.
 
-    q is [B, Hq, D], k and v [B, Hkv, D]; caches[b] holds keys and values [Hkv, P, D] in the
-    slot's tier, of which the first positions[b] are filled. Returns [B, Hq * D].
+    caches[b] has keys and values [Hkv, P, D] of the slot's P positions, the newest included.
     """
     batch, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    if len(caches) != batch or len(positions) != batch or heads % kv_heads:
+    if len(caches) != batch or heads % len(caches[0][0]):
         raise ValueError(
-            f"expected {batch} caches and positions and a multiple of {kv_heads} query heads, "
-            f"got {len(caches)}, {len(positions)} and {heads}"
+            f"expected {batch} caches with KV heads that divide {heads}, got {len(caches)} of "
+            f"{len(caches[0][0])}"
         )
-    grouped = q.view(batch, 1, kv_heads, heads // kv_heads, dim)
+    newest = torch.stack([keys[:, -1] for keys, _ in caches])
+    grouped = q.view(batch, 1, newest.shape[1], -1, dim)
     out = torch.empty_like(grouped)
-    for b, ((keys, values), position) in enumerate(zip(caches, positions, strict=True)):
-        keys[:, position] = k[b]
-        values[:, position] = v[b]
-        out[b] = F.scaled_dot_product_attention(
-            grouped[b],
-            keys[None, :, : position + 1].to(q.device),
-            values[None, :, : position + 1].to(q.device),
-            scale=scale,
-        )
-    return _with_lost_nan(out.view(batch, heads, dim), q, k).flatten(1)
+    for b, (keys, values) in enumerate(caches):
+        out[b] = F.scaled_dot_product_attention(grouped[b], keys[None], values[None], scale=scale)
+    return _with_lost_nan(out.view(batch, heads, dim), q, newest).flatten(1)
 
 
 def prefill_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    start: int,
-    scale: float,
+    q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], scale: float
 ) -> torch.Tensor:
-    """Append T positions to one slot, from `start` on, with causal attention.
+    """Causal attention [T, Hq * D] of a slot's last T positions, q [T, Hq, D].
 
-    q is [T, Hq, D], k and v [T, Hkv, D]; cache holds keys and values [Hkv, P, D], filled up to
-    `start`. Returns [T, Hq * D].
+    `cache` has keys and values [Hkv, P, D] of all its positions, these included.
     """
     tokens, heads, dim = q.shape
     keys, values = cache
-    end = start + tokens
-    keys[:, start:end] = k.transpose(0, 1)
-    values[:, start:end] = v.transpose(0, 1)
+    start = keys.shape[1] - tokens
     mask = None
     if start:
-        mask = torch.ones(tokens, end, dtype=torch.bool, device=q.device).tril(start)
+        mask = torch.ones(tokens, keys.shape[1], dtype=torch.bool, device=q.device).tril(start)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
-        keys[None, :, :end].to(q.device),
-        values[None, :, :end].to(q.device),
+        keys[None],
+        values[None],
         attn_mask=mask,
         is_causal=start == 0,
         scale=scale,
-        enable_gqa=heads != k.shape[1],
+        enable_gqa=heads != len(keys),
     )
-    return _with_lost_nan(out[0].transpose(0, 1), q, k).reshape(tokens, heads * dim)
+    own = keys[:, start:].transpose(0, 1)
+    return _with_lost_nan(out[0].transpose(0, 1), q, own).reshape(tokens, heads * dim)
 
 
 def _with_lost_nan(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

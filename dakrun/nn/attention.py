@@ -104,8 +104,8 @@ class SplitKFlashAttn(nn.Module):
         with torch.cuda.device_of(q):
             q, k, v = torch.cat((q, k, v), 1).split(heads, 1)  # equal row strides
             return splitk_flash_attn(
-                q, k, v, cache.addresses[layer], cache.lengths, config, self._workspaces[key],
-                q.new_empty(len(q), q.shape[1] * q.shape[2]), scale=scale,
+                q, k, v, cache.tables, cache.lengths, config, self._workspaces[key],
+                q.new_empty(len(q), q.shape[1] * q.shape[2]), scale=scale, layer=layer,
             )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.kernels.attention import KVCache, kv_blocks
-from dakrun.kernels.attention.kv_blocks import DTYPES, KVShape
+from dakrun.kernels.attention import BlockTables, KVShape, kv_blocks
+from dakrun.kernels.attention.kv_blocks import DTYPES
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import HOST, allocate_tiers
 from dakrun.nn.tiers import check_remote, profiled_access, remote_count
@@ -71,10 +71,15 @@ class PartitionedKVCache:
         sizes = [layers * count * self.shape.slot_bytes for count in self.slots]
         self.tier_bytes = dict(zip((LOCAL, remote), sizes, strict=True))
         self._tiers = allocate_tiers(self.tier_bytes, self.device)
-        placement = tuple(zip((LOCAL, remote), self.slots, strict=True))
-        cache = KVCache(placement, layers, self.shape, self._tiers, self.device)
-        self._cache: KVCache | None = cache
-        self.addresses = cache.addresses  # int64 [layers, batch]
+        size = self.shape.slot_bytes
+        self._parts: list[torch.Tensor] | None = [
+            self._tiers[tier].allocate((count, layers, size), torch.uint8)
+            for tier, count in zip((LOCAL, remote), self.slots, strict=True)
+        ]
+        starts = [slot.data_ptr() for part in self._parts for slot in part]
+        self.tables = BlockTables.of_slots(
+            torch.tensor(starts, device=self.device), self.shape, layer_bytes=size
+        )
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self._next_layer = 0
 
@@ -146,15 +151,15 @@ class PartitionedKVCache:
 
     def close(self) -> None:
         """Free the memory; later calls raise ValueError. Closing twice does nothing."""
-        self._cache = None  # its tensors view the tiers
+        self._parts = None  # they view the tiers
         self._tiers.close()
 
     @property
     def parts(self) -> list[torch.Tensor]:
         """Each tier's slots, uint8 [slots, layers, bytes]; ValueError if this cache is closed."""
-        if self._cache is None:
+        if self._parts is None:
             raise ValueError("this PartitionedKVCache is closed")
-        return self._cache.parts
+        return self._parts
 
     def __enter__(self) -> "PartitionedKVCache":
         return self

@@ -13,7 +13,7 @@ from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Policy
 from dakrun.units import format_seconds
 
-MAX_BATCH_SIZE = 1024
+MAX_BATCH_SIZE = 2048
 FINENESS = 16  # steps are halved as long as they exceed the best power of two / FINENESS
 
 

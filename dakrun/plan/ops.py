@@ -76,8 +76,22 @@ class Op:
 
 
 def kv_positions(workload: Workload) -> int:
-    """Positions that a slot of the KV cache holds: max_model_len in whole blocks."""
+    """Positions that a slot of the KV cache holds at most: max_model_len in whole blocks."""
     return ceil_div(workload.max_model_len, KV_BLOCK) * KV_BLOCK
+
+
+def kept_positions(workload: Workload) -> int:
+    """Positions of KV blocks in memory for each slot, which take from them as they grow.
+
+    They are those of a request of the expected lengths at its end, and half a block, since the last
+    block of a request is half empty on average. All slots together have at least twice the blocks
+    of the longest request, so that it fits into one of two tiers.
+    """
+    longest = kv_positions(workload) // KV_BLOCK
+    positions = workload.prompt_len + workload.new_tokens
+    expected = ceil_div(positions + KV_BLOCK // 2, KV_BLOCK)
+    least = ceil_div(2 * longest, workload.batch_size)
+    return min(longest, max(expected, least)) * KV_BLOCK
 
 
 def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
@@ -99,7 +113,7 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
         model.head_dim,
         n=n,
         length=workload.mean_kv_len,
-        positions=kv_positions(workload),
+        positions=kept_positions(workload),
         element_bytes=size,
         layers=model.num_layers,
         in_layer=True,

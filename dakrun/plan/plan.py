@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import ModelConfig, Workload
+from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, weight_bytes
+from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, weight_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import Regime
 
@@ -138,6 +139,11 @@ class Plan:
     def placement(self, name: str, layer: int = 0) -> tuple[tuple[str, int], ...]:
         """(tier, units) of one layer of an op, in the order of its units."""
         return tuple(zip(self.tiers, self.op(name).placement[layer], strict=True))
+
+    def kv_placement(self) -> tuple[tuple[str, int, int], ...]:
+        """(tier, slots, KV blocks) of the cache, the local tier first."""
+        blocks = kept_positions(self.workload) // KV_BLOCK
+        return tuple((tier, n, n * blocks) for tier, n in self.placement("attention"))
 
     def memory(self, tier: int) -> dict[str, int]:
         """Bytes in the plan's tier number `tier` by purpose."""

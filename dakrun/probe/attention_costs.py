@@ -14,6 +14,7 @@ from dakrun.hardware import Sweep
 from dakrun.kernels import select_greedy
 from dakrun.kernels.attention import (
     AttentionWorkspace,
+    BlockTables,
     KVShape,
     attention_config,
     splitk_flash_attn,
@@ -131,7 +132,8 @@ def _attention(
     q, k, v = random(memory, 3, count, HEADS, HEAD_DIM)
     lengths = torch.full((count,), shape.positions - 1, dtype=torch.int32, device=memory.device)
     slots = [piece.data_ptr() for piece in pieces(memory, shape.slot_bytes)]
-    sets = torch.tensor(slots[: len(slots) // count * count], device=memory.device).view(-1, count)
+    starts = torch.tensor(slots[: len(slots) // count * count], device=memory.device)
+    sets = [BlockTables.of_slots(some, shape) for some in starts.view(-1, count)]
 
     def launch(number: int) -> None:
         splitk_flash_attn(

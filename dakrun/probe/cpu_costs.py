@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -135,10 +134,15 @@ def attention_costs(
 
     def op(slots: int, length: int, dtype: torch.dtype) -> Callable[[], object]:
         used = buffer[: 2 * slots * heads * length * dim].to(dtype)
-        caches = [(keys, values) for keys, values in used.view(slots, 2, heads, length, dim)]
+        kept = used.view(slots, 2, length, heads, dim)
         q = torch.rand(slots, heads, dim).to(dtype)
-        positions = [length - 1] * slots
-        return partial(reference.decode_attention, q, q, q, caches, positions, dim**-0.5)
+
+        def attend() -> torch.Tensor:
+            copies = [slot.clone().transpose(1, 2) for slot in kept]  # as blocks are gathered
+            caches = [(keys, values) for keys, values in copies]
+            return reference.decode_attention(q, caches, dim**-0.5)
+
+        return attend
 
     def bound(slots: int, length: int, dtype: Dtype) -> float:
         elements = 2 * slots * heads * length * dim

@@ -11,13 +11,14 @@ from dakrun.kernels.attention.config import (
     split_sizes,
     stage_bytes,
 )
-from dakrun.kernels.attention.kv_blocks import KVShape
+from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
 from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
 from dakrun.kernels.attention.splitk import AttentionWorkspace, cta_threads, splitk_flash_attn
 
 __all__ = [
     "AttentionConfig",
     "AttentionWorkspace",
+    "BlockTables",
     "KVCache",
     "KVShape",
     "RowLayout",

@@ -1,9 +1,10 @@
-"""The packed form of a slot's keys and values, which SplitK_FlashAttn reads.
+"""KV blocks: the packed form of keys and values, which SplitK_FlashAttn reads.
 
-A slot is [KV heads][blocks of 64 positions][keys, values][64 positions][head_dim] of 16-bit
-elements. The filled part of a block's keys or values is contiguous. Within a position, chunks of 8
-dimensions are swizzled, so that the equal chunks of 8 positions that a matrix load reads lie in
-different banks of shared memory.
+A block has 64 positions of one layer. The part of a KV head is [keys, values][64 positions]
+[head_dim] of 16-bit elements; its filled keys or values are contiguous. Within a position, chunks
+of 8 dimensions are swizzled, so that the equal chunks of 8 positions that a matrix load reads lie
+in different banks of shared memory. Blocks may lie anywhere (BlockTables). A packed slot is one
+piece of memory, [KV heads][blocks][keys, values][64][head_dim].
 """
 
 import math
@@ -41,9 +42,36 @@ class KVShape:
         return 2 * self.head_dim * KV_BLOCK * 2
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes of a block in one layer: keys and values of all heads."""
+        return self.kv_heads * self.block_bytes
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot: keys and values of all heads."""
         return self.kv_heads * self.blocks * self.block_bytes
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """Where the KV blocks of slots lie: block tables on the device.
+
+    KV head h of block b of table t begins, in layer i, at the address
+    addresses[t, b] + i * layer_bytes + h * head_bytes. `addresses` is int64 [tables, blocks].
+    """
+
+    addresses: torch.Tensor
+    head_bytes: int
+    layer_bytes: int = 0
+
+    @classmethod
+    def of_slots(
+        cls, starts: torch.Tensor, shape: KVShape, *, layer_bytes: int = 0
+    ) -> "BlockTables":
+        """Tables of packed slots that begin at `starts`, int64 [slots]."""
+        blocks = torch.arange(shape.blocks, device=starts.device) * shape.block_bytes
+        head_bytes = shape.blocks * shape.block_bytes
+        return cls(starts[:, None] + blocks, head_bytes, layer_bytes)
 
 
 def pack(keys: torch.Tensor, values: torch.Tensor, shape: KVShape) -> torch.Tensor:
@@ -105,6 +133,15 @@ def read(
     """Read keys and values [Hkv, count, D] of the first `count` positions from a slot's bytes."""
     used = _blocks(slot, dtype, shape)[:, : ceil_div(count, KV_BLOCK)].permute(2, 0, 1, 3, 4)
     keys, values = _swizzled(used.flatten(2, 3)[:, :, :count], 0)
+    return keys, values
+
+
+def read_blocks(
+    blocks: torch.Tensor, count: int, dtype: torch.dtype, shape: KVShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read keys and values [Hkv, count, D] of the first positions of blocks [n, layer_bytes]."""
+    parts = blocks.view(dtype).view(-1, shape.kv_heads, 2, KV_BLOCK, shape.head_dim)
+    keys, values = _swizzled(parts.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :count], 0)
     return keys, values
 
 

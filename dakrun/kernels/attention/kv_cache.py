@@ -1,22 +1,30 @@
-"""The KV cache: whole slots in several memory tiers.
+"""The KV cache of running requests: blocks of 64 positions in the pools of several memory tiers.
 
-Knows slots, layers and bytes; how keys and values lie in a slot is the layout's: KVShape's blocks
-for the GPU's kernels, RowLayout for plain torch. Knows neither requests nor plans.
+A slot is a running request's place. It is in one tier, whose blocks it takes one by one as it grows
+and gives back at its end. Knows slots, blocks, layers and bytes; how keys and values lie in a block
+is the layout's: KVShape's for the GPU's kernels, RowLayout's for plain torch. Knows neither
+requests nor plans.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.memory.device import device_view
+from dakrun.geometry import KV_BLOCK
+from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
+from dakrun.memory.device import device_view, upload
 from dakrun.memory.tiers import Tier
+from dakrun.units import ceil_div
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """A slot as keys, then values, [Hkv, positions, D] of any dtype."""
+    """A block of one layer as keys, then values, [64 positions, Hkv, D] of any dtype.
+
+    `positions` is the capacity of a slot.
+    """
 
     kv_heads: int
     head_dim: int
@@ -24,53 +32,157 @@ class RowLayout:
     dtype: torch.dtype
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot in one layer."""
-        return 2 * self.kv_heads * self.positions * self.head_dim * self.dtype.itemsize
+    def blocks(self) -> int:
+        """Blocks of a full slot."""
+        return ceil_div(self.positions, KV_BLOCK)
 
-    def views(self, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [Hkv, positions, D] of a slot's bytes, for reading and writing."""
-        shape = (2, self.kv_heads, self.positions, self.head_dim)
-        keys, values = slot.view(self.dtype).view(shape)
-        return keys, values
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a block in one layer."""
+        return 2 * KV_BLOCK * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def view(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys and values [..., 2, 64, Hkv, D] of the bytes [..., layer_bytes] of blocks."""
+        return blocks.view(self.dtype).unflatten(-1, (2, KV_BLOCK, self.kv_heads, self.head_dim))
 
 
 class KVCache:
-    """Keys and values of every slot; slots are numbered tier after tier.
+    """Blocks for requests in slots, which are numbered tier after tier.
 
-    `counts` are the slots of each tier, `parts` their bytes, uint8 [slots, layers, bytes].
-    `addresses`, int64 [layers, slots] on `device`, are where slots begin in each layer.
+    `counts` are the slots of each tier, `blocks` the blocks of each tier's pool; `parts` are their
+    bytes, uint8 [blocks, layers, layer_bytes of the layout].
     """
 
     def __init__(
         self,
-        placement: Sequence[tuple[str, int]],
+        placement: Sequence[tuple[str, int, int]],
         layers: int,
         layout: KVShape | RowLayout,
         tiers: Mapping[str, Tier],
         device: torch.device,
     ) -> None:
-        """Take the memory; `placement` gives (tier, slots), the local tier first."""
-        self.device = device
-        self.counts = tuple(count for _, count in placement)
+        """Take the memory; `placement` gives (tier, slots, blocks), the local tier first."""
+        self.device, self._layout = device, layout
+        self.counts = tuple(slots for _, slots, _ in placement)
+        self.blocks = tuple(blocks for _, _, blocks in placement)
         self.parts = [
-            tiers[tier].allocate((count, layers, layout.slot_bytes), torch.uint8)
-            for tier, count in placement
+            tiers[tier].allocate((blocks, layers, layout.layer_bytes), torch.uint8)
+            for tier, _, blocks in placement
         ]
-        self._slots = [slot for part in self.parts for slot in part]
-        self._on_device = [device_view(slot, device) for slot in self._slots]
-        starts = [[slot[i].data_ptr() for slot in self._slots] for i in range(layers)]
-        self.addresses = torch.tensor(starts, device=device)
+        self._on_device = [device_view(part, device) for part in self.parts]
+        self._tier = [t for t, count in enumerate(self.counts) for _ in range(count)]
+        self._free = [list(reversed(range(count))) for count in self.blocks]
+        self._blocks: list[list[int]] = [[] for _ in self._tier]
+        self._has_tables = isinstance(layout, KVShape)
+        shape = (self.slots, layout.blocks if self._has_tables else 0)
+        self._addresses = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._changes: dict[int, int] = {}  # of `_addresses`, by the number of the element
 
     @property
     def slots(self) -> int:
         """Number of slots in all tiers."""
-        return len(self._slots)
+        return len(self._tier)
 
-    def slot(self, number: int) -> torch.Tensor:
-        """The bytes of a slot, uint8 [layers, bytes], in its tier."""
-        return self._slots[number]
+    @property
+    def slot_blocks(self) -> int:
+        """Blocks of a slot at most."""
+        return self._layout.blocks
 
-    def on_device(self, layer: int, slot: int) -> torch.Tensor:
-        """The bytes of a slot in one layer, uint8 [bytes], on `device`: a copy of a peer's."""
-        return self._on_device[slot][layer].to(self.device)
+    def tier(self, slot: int) -> int:
+        """Number of the tier of a slot."""
+        return self._tier[slot]
+
+    def free(self, tier: int) -> int:
+        """Blocks of a tier that no slot has."""
+        return len(self._free[tier])
+
+    def reserve(self, slot: int, positions: int) -> bool:
+        """Give `slot` blocks for `positions` positions; False, and none, if they are not free."""
+        held, tier = self._blocks[slot], self._tier[slot]
+        free, more = self._free[tier], ceil_div(positions, KV_BLOCK) - len(held)
+        if more > len(free):
+            return False
+        for _ in range(more):
+            block = free.pop()
+            if self._has_tables:
+                self._changes[slot * self.slot_blocks + len(held)] = self._address(tier, block)
+            held.append(block)
+        return True
+
+    def release(self, slot: int) -> None:
+        """Take back all blocks of `slot`.
+
+        Steps that were launched for it may still read and write them: later steps, which are
+        ordered after these, write a block's positions before they read them.
+        """
+        self._free[self._tier[slot]] += reversed(self._blocks[slot])
+        self._blocks[slot] = []
+
+    def release_all(self) -> None:
+        """Take back all blocks of all slots."""
+        for slot in range(self.slots):
+            self.release(slot)
+
+    def block(self, slot: int, number: int) -> torch.Tensor:
+        """Block `number` of a slot, uint8 [layers, layer_bytes], in its tier."""
+        return self.parts[self._tier[slot]][self._blocks[slot][number]]
+
+    def address(self, slot: int, number: int) -> int:
+        """Address of that block in layer 0."""
+        return self._address(self._tier[slot], self._blocks[slot][number])
+
+    def runs(self, slot: int, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
+        """The slot's blocks numbered `start` to `stop` - 1, as runs that lie side by side.
+
+        A run is its first block's number, and uint8 [blocks, layers, layer_bytes] in the tier.
+        """
+        part, held = self.parts[self._tier[slot]], self._blocks[slot]
+        found = []
+        numbered = enumerate(held[start:stop], start)
+        for _, run in itertools.groupby(numbered, lambda pair: pair[1] - pair[0]):
+            numbers, blocks = zip(*run, strict=True)
+            found.append((numbers[0], part[blocks[0] : blocks[-1] + 1]))
+        return found
+
+    def gather(self, layer: int, slot: int, positions: int) -> torch.Tensor:
+        """The blocks of a slot's first `positions` in one layer, uint8 [blocks, layer_bytes].
+
+        They are a copy on `device`.
+        """
+        part, count = self._on_device[self._tier[slot]], ceil_div(positions, KV_BLOCK)
+        numbers = upload(torch.tensor(self._blocks[slot][:count]), part.device)
+        return part[:, layer].index_select(0, numbers).to(self.device)
+
+    @property
+    def tables(self) -> BlockTables:
+        """The block tables of all slots, of a KVShape, as of the last `flush`.
+
+        Their memory is fixed. What lies behind the blocks that a slot has is meaningless.
+        """
+        assert isinstance(self._layout, KVShape)
+        return BlockTables(self._addresses, self._layout.block_bytes, self._layout.layer_bytes)
+
+    def flush(self) -> None:
+        """Write the changes of block tables to the device, on torch's current stream."""
+        if self._changes:
+            numbers = torch.tensor([list(self._changes), list(self._changes.values())])
+            where, values = upload(numbers, self.device)
+            self._addresses.view(-1)[where] = values
+            self._changes = {}
+
+    def pretend(self, positions: int) -> None:
+        """Write tables in which all slots have blocks for `positions`, to measure with.
+
+        Slots share blocks if there are too few. Takes back the blocks of all slots.
+        """
+        self.release_all()
+        count = ceil_div(positions, KV_BLOCK)
+        for slot, tier in enumerate(self._tier):
+            for number in range(count):
+                address = self._address(tier, (slot * count + number) % self.blocks[tier])
+                self._changes[slot * self.slot_blocks + number] = address
+        self.flush()
+
+    def _address(self, tier: int, block: int) -> int:
+        part = self.parts[tier]
+        return part.data_ptr() + block * part.stride(0)

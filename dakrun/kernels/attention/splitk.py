@@ -20,7 +20,7 @@ from dakrun.geometry import (
     MAX_TIERS,
 )
 from dakrun.kernels.attention.config import AttentionConfig
-from dakrun.kernels.attention.kv_blocks import DTYPES
+from dakrun.kernels.attention.kv_blocks import DTYPES, BlockTables
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.units import ceil_div
@@ -39,11 +39,13 @@ class _Args(ctypes.Structure):
 
     _fields_ = (
         ("tiers", _Tier * (MAX_TIERS + 1)),
-        *operands.pointers("caches", "lengths", "q", "k", "v", "rotations"),
+        *operands.pointers("tables", "table_of", "lengths", "q", "k", "v", "rotations"),
         *operands.pointers("out", "partials", "arrivals"),
         ("stride", ctypes.c_int64),
+        ("layer_offset", ctypes.c_int64),
+        ("head_bytes", ctypes.c_int64),
         ("order", CtaOrder),
-        *operands.ints("tier_count", "kv_heads", "group", "slot_blocks"),
+        *operands.ints("tier_count", "kv_heads", "group", "table_blocks"),
         *operands.ints("split_blocks", "chunk_blocks", "item_splits"),
         *operands.ints("max_splits", "max_chunks", "stages"),
         ("scale", ctypes.c_float),
@@ -87,35 +89,39 @@ def splitk_flash_attn(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    caches: torch.Tensor,
+    tables: BlockTables,
     lengths: torch.Tensor,
     config: AttentionConfig,
     workspace: AttentionWorkspace,
     out: torch.Tensor,
     *,
     scale: float,
+    layer: int = 0,
+    table_of: torch.Tensor | None = None,
     rotations: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """out [B, Hq * D] = attention of each slot's new token to its cached positions and itself.
 
     q is [B, Hq, D], k and v are [B, Hkv, D], of one 16-bit dtype, with equal strides between rows.
-    The new keys and values are appended to the cache. `caches` (int64 [B]) has the addresses of the
-    slots (layout: kv_blocks.py), ordered by tier. `lengths` (int32 [B]) has their cached positions,
-    fewer than the capacity of the shape's whole blocks; this is not checked, as they are on the
-    device. A negative length marks a slot without a request, whose output stays as it is. Scores
-    are q k^T times `scale`. With `rotations`, float32 [positions, D / 2, 2] of cosines and sines, q
-    and k are rotated first (RoPE, half-split as in Llama). With `pdl` the launch may start before
-    its predecessor ends; it then reads `caches`, `lengths` and cached positions, which no kernel
+    The new keys and values are appended to the cache. `tables` say where the KV blocks of the slots
+    lie in each `layer`; slots are ordered by tier. Slot b has block table table_of[b] (int32 [B]),
+    or b by default. `lengths` (int32 [B]) has the slots' cached positions, for all of which, and
+    for the new one, the table has blocks, fewer than the shape's; this is not checked, as they are
+    on the device. A negative length marks a slot without a request, whose output stays as it is.
+    Scores are q k^T times `scale`. With `rotations`, float32 [positions, D / 2, 2] of cosines and
+    sines, q and k are rotated first (RoPE, half-split as in Llama). With `pdl` the launch may start
+    before its predecessor ends; it then reads tables, lengths and cached positions, which no kernel
     still running may write.
     Raises ValueError if an operand has the wrong shape, dtype, device or strides.
     """
-    _check_operands((q, k, v), caches, lengths, config, workspace, out, rotations)
+    _check_operands((q, k, v), (tables, table_of), lengths, config, workspace, out, rotations)
     operands.check_gpu(q.device)
     kv_heads, dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     args = _Args(
-        caches=caches.data_ptr(),
+        tables=tables.addresses.data_ptr(),
+        table_of=operands.address(table_of),
         lengths=lengths.data_ptr(),
         q=q.data_ptr(),
         k=k.data_ptr(),
@@ -129,7 +135,9 @@ def splitk_flash_attn(
         tier_count=len(config.slots),
         kv_heads=kv_heads,
         group=group,
-        slot_blocks=config.shape.blocks,
+        table_blocks=tables.addresses.shape[1],
+        layer_offset=layer * tables.layer_bytes,
+        head_bytes=tables.head_bytes,
         split_blocks=config.split_blocks,
         chunk_blocks=config.chunk_blocks,
         item_splits=config.item_splits,
@@ -171,7 +179,7 @@ def _spread_step(slots: int) -> int:
 
 def _check_operands(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    caches: torch.Tensor,
+    tables: tuple[BlockTables, torch.Tensor | None],
     lengths: torch.Tensor,
     config: AttentionConfig,
     workspace: AttentionWorkspace,
@@ -179,6 +187,8 @@ def _check_operands(
     rotations: torch.Tensor | None,
 ) -> None:
     (q, k, v), slots, shape = qkv, sum(config.slots), config.shape
+    addresses, table_of = tables[0].addresses, tables[1]
+    count = slots if table_of is None else len(addresses)
     heads, dim, device = shape.kv_heads, shape.head_dim, q.device
     if q.dtype not in DTYPES or q.dim() != 3 or q.shape[1] % heads:
         raise ValueError(f"expected q as [B, Hq, {dim}] in 16 bits, got {list(q.shape)}, {q.dtype}")
@@ -193,7 +203,8 @@ def _check_operands(
         device,
         {
             "out": (out, (slots, heads * group * dim), q.dtype),
-            "caches": (caches, (slots,), torch.int64),
+            "tables": (addresses, (count, shape.blocks), torch.int64),
+            "table_of": (lengths if table_of is None else table_of, (slots,), torch.int32),
             "lengths": (lengths, (slots,), torch.int32),
         },
     )

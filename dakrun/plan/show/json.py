@@ -10,7 +10,7 @@ from dakrun.errors import CannotRun
 from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.advice import Advice, Alternative
-from dakrun.plan.ops import kv_positions
+from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
 from dakrun.units import format_seconds
@@ -55,7 +55,7 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "new_tokens": plan.workload.new_tokens,
             "max_model_len_tokens": plan.workload.max_model_len,
             "mean_kv_len_tokens": plan.workload.mean_kv_len,
-            "kv_tokens_kept_per_slot": kv_positions(plan.workload),
+            "kv_tokens_kept_per_slot": kept_positions(plan.workload),
             "kv_block_tokens": KV_BLOCK,
             "prefill_chunk_tokens": plan.prefill.chunk_tokens,
         },

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dakrun.errors import CannotRun
-from dakrun.plan.ops import kv_positions
+from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN
 from dakrun.plan.show.json import (
@@ -120,7 +120,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
         (
             "workload",
             f"batch {work.batch_size}, {work.prompt_len} prompt + {work.new_tokens} new tokens, "
-            f"{kv_positions(work)} positions kept per slot",
+            f"{kept_positions(work)} positions kept per slot",
         ),
         ("profile", f"{profile.name}: {profile.description} ({source.kind}, {source.date})"),
         *((f"{name} memory", _memory_text(plan, tier)) for tier, name in enumerate(plan.tiers)),
