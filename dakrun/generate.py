@@ -6,7 +6,7 @@ Rows are read and written one by one, so memory does not grow with their number.
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
+from dakrun.plan import MAX_BATCH_SIZE
 from dakrun.requests import (
     Choices,
     Completion,
@@ -32,10 +34,10 @@ from dakrun.requests import (
     RequestReader,
     ResultWriter,
     RowError,
+    WorkloadLengths,
     fingerprint_path,
     same_file,
 )
-from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked
 
 
 @dataclass
@@ -127,18 +129,17 @@ class BatchJob:
         self.counts.failed += 1
 
 
-def count_rows(source: str | Path, limit: int) -> int:
-    """Number of lines in a file, plain or gzip, at most `limit`; `limit` for pipes and stdin."""
-    path = Path(source)
-    if str(source) == "-" or not path.is_file():
-        return limit
-    lines, last = 0, b"\n"
-    with path.open("rb") as file, suppress(*GZIP_ERRORS):  # the reader reports them
-        rows = unpacked(file)
-        while lines < limit and (block := rows.read(1 << 20)):
-            lines += block.count(b"\n")
-            last = block[-1:]
-    return max(1, min(lines + (last != b"\n"), limit))
+def expectations(lengths: WorkloadLengths | None, defaults: SamplingParams) -> dict[str, Any]:
+    """The arguments with which LLM plans for a file with these `lengths`; None is a pipe's."""
+    if lengths is None:
+        return {"expected_tokens": defaults.max_tokens}
+    most = {"max_batch_size": min(max(1, lengths.requests), MAX_BATCH_SIZE)}
+    if not lengths.requests:
+        return most | {"expected_tokens": defaults.max_tokens}
+    return most | {
+        "expected_tokens": max(1, round(lengths.mean_new)),
+        "expected_prompt": max(1, round(lengths.mean_prompt)),
+    }
 
 
 def check_report(report: str, *, source: str, output: str, profile: str) -> None:

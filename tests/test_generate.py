@@ -12,8 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dakrun.cli import main
+from dakrun.config import SamplingParams
 from dakrun.demo import MODEL, task
-from dakrun.generate import count_rows
+from dakrun.generate import expectations
+from dakrun.llm import LLM
+from dakrun.requests import RowLengths, WorkloadLengths
 from dakrun.resources import resource_dir
 
 SUMS = [(47, 85), (3, 4), (99, 99), (20, 30)]
@@ -270,22 +273,36 @@ def test_an_existing_output_is_kept_resumed_or_replaced(prompts: Path, tmp_path:
     assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("content", "count"),
-    [
-        ("", 1),
-        ("a", 1),
-        ("a\n", 1),
-        ("a\nb", 2),
-        ("a\nb\n", 2),
-        ("a\n" * 9, 5),
-        ("a\n" * 4 + "a", 5),
-    ],
-)
-def test_rows_are_counted_up_to_a_limit(tmp_path: Path, content: str, count: int) -> None:
-    (tmp_path / "p.txt").write_text(content)
-    assert count_rows(tmp_path / "p.txt", 5) == count
-    assert count_rows("-", 5) == count_rows(tmp_path, 5) == 5
+def test_the_plan_is_made_for_the_lengths_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, report = [], LLM.report
+
+    def noted(llm: LLM, wall_s: float) -> dict[str, Any]:
+        plans.append(llm.plan)
+        return report(llm, wall_s)
+
+    monkeypatch.setattr(LLM, "report", noted)
+    source = tmp_path / "p.jsonl"
+    lengths = [(3, 2), (5, 4), (7, 9)]
+    rows = [{"prompt_token_ids": [5] * p, "max_tokens": n, "ignore_eos": True} for p, n in lengths]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run(*base(source, tmp_path / "out.jsonl", "--max-tokens", 50))
+    assert result.exit_code == 0, result.stderr
+    workload = plans[0].workload
+    assert (workload.prompt_len, workload.new_tokens) == (5, 5)
+    assert workload.batch_size <= 3
+
+
+def test_what_is_planned_for() -> None:
+    defaults, rows = SamplingParams(max_tokens=7), [RowLengths(4, 2, 3), RowLengths(8, 6)]
+    assert expectations(None, defaults) == {"expected_tokens": 7}
+    assert expectations(WorkloadLengths.of([]), defaults) == {
+        "max_batch_size": 1, "expected_tokens": 7,
+    }  # fmt: skip
+    found = {"max_batch_size": 4, "expected_tokens": 3, "expected_prompt": 5}
+    assert expectations(WorkloadLengths.of(rows), defaults) == found
+    assert expectations(WorkloadLengths.of(rows, 1e-6), defaults)["max_batch_size"] == 1024
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from prompt_files import RULES, open_reader, read
 from result_rows import COMPLETION_LINE, ERROR, ERROR_LINE, completion
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.generate import count_rows
 from dakrun.requests import Request, ResultWriter
 
 ROWS = "".join(f'{{"id": {i}, "prompt": "a"}}\n' for i in range(5))
@@ -37,7 +36,8 @@ def test_gzip_prompts_are_known_by_their_bytes(make: Callable[..., Path], name: 
     assert rows == read(make(ROWS, "plain.jsonl"))
     assert len(rows) == 5 and all(isinstance(row, Request) for row in rows)
     assert reader.bytes_read == reader.bytes_total == len(packed)
-    assert count_rows(path, 9) == 5
+    lengths = open_reader(path).lengths(20)
+    assert lengths and lengths.requests == 5
 
 
 def test_gzip_text_and_plain_files_named_gz(make: Callable[..., Path]) -> None:
@@ -68,7 +68,8 @@ def test_rows_before_the_damage_are_read(
         for row in open_reader(path).rows(RULES):
             rows.append(row.id)
     assert rows[:5] == list("01234") and "--resume" in raised.value.hint
-    assert count_rows(path, 100) >= 1  # no traceback
+    lengths = open_reader(path).lengths(20)
+    assert lengths and lengths.requests >= 5
 
 
 # --- writing

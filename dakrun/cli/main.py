@@ -98,10 +98,10 @@ def generate(
 
     params = SamplingParams(**sampling)
 
-    from dakrun.generate import BatchJob, check_report, count_rows, load_bar, write_report
+    from dakrun.engine.machine_planner import model_len
+    from dakrun.generate import BatchJob, check_report, expectations, load_bar, write_report
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
-    from dakrun.plan import MAX_BATCH_SIZE
     from dakrun.probe import describe_profile
     from dakrun.report import render
     from dakrun.requests import RequestReader, ResultWriter, make_fingerprint
@@ -117,6 +117,7 @@ def generate(
         run = make_fingerprint(config, weights, reader.row_format(), params)
         if note := writer.identify(run):
             eprint(note)
+        lengths = reader.lengths(model_len(config, max_model_len))
         hardware = resolve_run_profile(profile, device, eprint)
         console = stderr_console()
         progress = console if sys.stderr.isatty() else None
@@ -127,10 +128,9 @@ def generate(
                 device=device,
                 profile=hardware,
                 batch_size=batch_size or "auto",
-                max_batch_size=count_rows(source, MAX_BATCH_SIZE),
                 max_tpot=max_tpot,
                 max_model_len=max_model_len,
-                expected_tokens=params.max_tokens,
+                **expectations(lengths, params),
                 policy=policy,
                 needs_tokenizer=reader.needs_tokenizer(),
                 load_format=load_format,

@@ -13,6 +13,14 @@ from dakrun.plan import Plan, Policy, choose_batch_size, make_plan
 DEFAULT_MAX_MODEL_LEN = 4096
 
 
+def model_len(config: ModelConfig, given: int | None) -> int:
+    """Maximum tokens of a prompt and its completion: `given`, or what the model allows by default.
+
+    That is its positions, but at most DEFAULT_MAX_MODEL_LEN.
+    """
+    return given or min(config.max_positions, DEFAULT_MAX_MODEL_LEN)
+
+
 @dataclass(frozen=True)
 class MachinePlanner:
     """Plans of a model on `device`, which `profile` describes; see LLM for the other arguments."""
@@ -69,7 +77,7 @@ class MachinePlanner:
 
     def _workload(self) -> Workload:
         """The workload; with a batch size to be chosen, that of one request."""
-        length = self.max_model_len or min(self.config.max_positions, DEFAULT_MAX_MODEL_LEN)
+        length = model_len(self.config, self.max_model_len)
         new_tokens = min(self.expected_tokens, max(1, length - 1))
         return Workload(
             batch_size=1 if self.batch_size == "auto" else self.batch_size,

@@ -1,16 +1,17 @@
 """Prompt files in, result files out.
 
-reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; choices.py
-collects the results of a row, writer.py writes them durably (files.py), written_rows.py reads them
-again, input_order.py puts them in order, fingerprint.py tells one run from another; gzip_files.py
-knows gzip; prompts.py says which prompts a model accepts, tokenizer.py wraps the model's tokenizer,
-chat_template.py runs its chat template, request.py holds the shared types. README.md describes the
-formats.
+reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; lengths.py
+estimates what they will need; choices.py collects the results of a row, writer.py writes them
+durably (files.py), written_rows.py reads them again, input_order.py puts them in order,
+fingerprint.py tells one run from another; gzip_files.py knows gzip; prompts.py says which prompts a
+model accepts, tokenizer.py wraps the model's tokenizer, chat_template.py runs its chat template,
+request.py holds the shared types. README.md describes the formats.
 """
 
 from dakrun.requests.choices import Choices
 from dakrun.requests.files import same_file
 from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
+from dakrun.requests.lengths import RowLengths, WorkloadLengths
 from dakrun.requests.prompts import BadRow, PromptRules, as_requests
 from dakrun.requests.reader import RequestReader
 from dakrun.requests.request import (
@@ -37,9 +38,11 @@ __all__ = [
     "RequestReader",
     "ResultWriter",
     "RowError",
+    "RowLengths",
     "StopStrings",
     "TokenLogprob",
     "Tokenizer",
+    "WorkloadLengths",
     "as_requests",
     "fingerprint_path",
     "make_fingerprint",

@@ -8,13 +8,22 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked, without_gz
+from dakrun.requests.lengths import (
+    NOTHING,
+    RowLengths,
+    WorkloadLengths,
+    json_lengths,
+    text_lengths,
+)
 from dakrun.requests.native_rows import (
     NATIVE,
     ParsedRow,
@@ -29,6 +38,7 @@ from dakrun.requests.request import IdSet, Request, RowError
 
 Format = Literal["text", "jsonl"]
 
+LOOK_AHEAD = 65_536  # rows
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl"}
 
 
@@ -100,6 +110,38 @@ class RequestReader:
         """
         row = self._first_row()
         return _kind_of(row).name if isinstance(row, dict) else row and NATIVE.name
+
+    def lengths(self, max_model_len: int) -> WorkloadLengths | None:
+        """Lengths of the file's requests for a model of `max_model_len` tokens; None for a pipe.
+
+        Looks at the first LOOK_AHEAD rows. A longer file is taken to go on like these: the number
+        of its requests follows from its bytes.
+        """
+        if self.bytes_total is None:
+            return None
+        ahead = RequestReader(
+            self._name,
+            defaults=self._defaults,
+            format=self._format,
+            max_line_bytes=self._max_line_bytes,
+        )
+        seen = []
+        with ahead, suppress(CannotRun):  # reading the rows meets it again
+            for line in islice(ahead._lines, LOOK_AHEAD):
+                seen.append(ahead._lengths(line, max_model_len))
+        share = ahead.bytes_read / max(1, self.bytes_total)
+        return WorkloadLengths.of(seen, share or 1.0)
+
+    def _lengths(self, line: _Line, max_model_len: int) -> RowLengths:
+        limits = self._defaults.max_tokens, max_model_len
+        if line.data is None:
+            return NOTHING
+        if self._row_format(line) == "text":
+            return text_lengths(line.data.decode(errors="replace"), *limits)
+        try:
+            return json_lengths(json_object(line.data), *limits)
+        except BadRow:
+            return NOTHING
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError]:
         """Every row as a Request, or as a RowError if it is malformed or breaks `rules`."""

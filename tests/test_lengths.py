@@ -1,0 +1,92 @@
+"""Lengths of a file's requests before it is run: every row format, long files, bad rows."""
+
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_files import open_reader
+
+from dakrun.requests import RowLengths, WorkloadLengths
+from dakrun.requests.lengths import NOTHING, json_lengths, text_lengths
+
+CHAT = [
+    {"role": "system", "content": "x" * 10},
+    {"role": "user", "content": [{"type": "text", "text": "y" * 31}]},
+]
+
+
+def batch(**body: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt_token_ids": [5] * 9}, RowLengths(9, 5)),
+        ({"prompt": "x" * 37, "prompt_token_ids": None}, RowLengths(10, 5)),
+        ({"prompt": "x", "max_tokens": 3}, RowLengths(1, 3)),
+        ({"prompt": "x", "max_tokens": None}, RowLengths(1, 5)),
+        ({"prompt_token_ids": [5] * 9, "max_tokens": 10**9}, RowLengths(9, 91)),
+        ({"prompt_token_ids": [5] * 999}, RowLengths(99, 1)),
+        ({"prompt": "x" * 999}, RowLengths(99, 1)),
+        (batch(prompt="x" * 37, max_tokens=2, n=3), RowLengths(10, 2, 3)),
+        (batch(prompt=[5] * 8), RowLengths(8, 5)),
+        (batch(prompt=["x" * 9, [5, 6], "x" * 40], n=2), RowLengths(10, 5, 6)),
+        (batch(messages=CHAT, max_completion_tokens=4), RowLengths(11, 4)),
+        (batch(messages="what"), NOTHING),
+        (batch(messages=[{"role": "user", "content": 5}]), NOTHING),
+        ({"prompt": None}, NOTHING),
+        ({"prompt": {}}, NOTHING),
+        ({"prompt_token_ids": []}, NOTHING),
+        ({"prompt": "x", "max_tokens": 0}, NOTHING),
+        ({"prompt": "x", "max_tokens": "9"}, NOTHING),
+        ({"prompt": "x", "max_tokens": True}, NOTHING),
+        (batch(prompt="x", n=0), NOTHING),
+        (batch(prompt="x", n="2"), NOTHING),
+        ({"body": 5}, NOTHING),
+    ],
+)
+def test_a_row(row: dict[str, Any], expected: RowLengths) -> None:
+    assert json_lengths(row, 5, 100) == expected
+
+
+def test_text() -> None:
+    assert text_lengths("é" * 5, 5, 100) == RowLengths(2, 5)
+
+
+def test_means_are_over_choices() -> None:
+    found = WorkloadLengths.of([RowLengths(10, 2, 3), NOTHING, RowLengths(2, 30)])
+    assert found == WorkloadLengths(
+        requests=4, mean_prompt=8, max_prompt=10, mean_new=9, max_new=30,
+        mean_total=17, max_total=32,
+    )  # fmt: skip
+    assert WorkloadLengths.of([NOTHING]).requests == WorkloadLengths.of([]).mean_total == 0
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_file(make: Callable[..., Path], pack: Callable[[bytes], bytes]) -> None:
+    lines = ['{"prompt_token_ids": [1, 2, 3, 4]}', "", "{bad", '{"prompt": "x", "max_tokens": 9}']
+    reader = open_reader(make(pack("\n".join(lines).encode())))
+    found = reader.lengths(20)
+    assert found == WorkloadLengths.of([RowLengths(4, 5), RowLengths(1, 9)])
+    text = open_reader(make(pack(b"abcde\n\xff\nab"), "p.txt")).lengths(20)
+    assert text == WorkloadLengths.of([RowLengths(2, 5), RowLengths(1, 5), RowLengths(1, 5)])
+    empty = open_reader(make(pack(b""))).lengths(20)
+    assert empty and empty.requests == 0
+
+
+def test_a_long_file_goes_on_like_its_start(make: Callable[..., Path]) -> None:
+    rows = 150_000
+    found = open_reader(make(b'{"prompt_token_ids": [1, 2, 3]}\n' * rows)).lengths(20)
+    assert found and found.requests == rows
+    assert (found.max_prompt, found.mean_new) == (3, 5)
+
+
+def test_a_pipe_has_no_lengths(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps({}).encode())))
+    assert open_reader("-").lengths(20) is None
