@@ -21,7 +21,7 @@ from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Row, Runner, gpu_errors
 from dakrun.engine.sampler import request_seed, sample, uniform
-from dakrun.engine.staging import Place, Staging, places, staged_bytes
+from dakrun.engine.staging import Place, Ring, Staging, places, staged_bytes
 
 __all__ = [
     "LOG_STEPS",
@@ -36,6 +36,7 @@ __all__ = [
     "Place",
     "Prefill",
     "ReferenceRunner",
+    "Ring",
     "Row",
     "Runner",
     "Staging",
