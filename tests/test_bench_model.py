@@ -5,6 +5,7 @@ the CPU and on a GPU.
 import csv
 import io
 import json
+import math
 import struct
 import sys
 from array import array
@@ -26,6 +27,7 @@ from dakrun.bench import (
     ModelSweep,
     Point,
     Record,
+    RivalStep,
     Run,
     as_text,
     draw,
@@ -217,11 +219,14 @@ def test_keys_carry_units() -> None:
         "eb_total_over_ceiling",
         "prediction_error",
         "speedup",
+        "best_speedup",
+        "rival",
+        "rival_ratio",
         "problem",
     }
     keys = row().figures.keys()
     assert all(key.endswith(("_s", "_bytes", "_per_s")) for key in keys - plain)
-    assert {column.key for column in model_columns(sweep(rival="transformers"))} <= keys
+    assert {column.key for column in model_columns(sweep(rival="prefetch"))} <= keys
 
 
 def test_forms() -> None:
@@ -402,27 +407,81 @@ def test_what_cannot_run_is_a_row(tiny: tuple[object, ...]) -> None:
     assert "batch 3, 0.00% remote, auto: not measured: 3 are too many" in result.stderr
 
 
-def test_the_rival(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(config: object, *, batch_size: int, **rest: object) -> float:
+def of_a_rival(
+    tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, *options: object
+) -> tuple[list[dict[str, Any]], list[tuple[int, float]], str]:
+    """The rows of two batch sizes, of which 1 does not fit the rival; its runs; stderr.
+
+    The rival has ten layers, and takes 3 s and 10 s for each offloaded one.
+    """
+    asked = []
+
+    def step(config: object, *, ratio: float, batch_size: int, **rest: object) -> RivalStep:
         assert rest["prompt_len"] == 4 and rest["new_tokens"] == 5
+        asked.append((batch_size, ratio))
         if batch_size == 1:
-            raise torch.OutOfMemoryError
-        return 3.0
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        whole = math.ceil(ratio * 10) / 10
+        return RivalStep(3.0 + 100 * whole, whole)
 
     # A rival runs on GPUs alone.
-    monkeypatch.setattr("dakrun.bench.rival.rival_step_s", seconds)
+    monkeypatch.setattr("dakrun.bench.rival.rival_step", step)
     monkeypatch.setattr("dakrun.bench.check_device", lambda _: None)
-    points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.5)
-    result = run(*tiny, *points, "--rival", "transformers", "--json")
+    points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.55)
+    result = run(*tiny, *points, *options, "--json")
     assert result.exit_code == 0, result.stderr
-    rows = json.loads(result.stdout)["rows"]
+    return json.loads(result.stdout)["rows"], asked, result.stderr
+
+
+def test_the_rival(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, asked, said = of_a_rival(tiny, monkeypatch, "--rival", "transformers")
+    assert asked == [(1, 0), (2, 0)]
+    assert "transformers, batch 1, 0.00% remote: not measured: the GPU's memory ran out" in said
+    assert "transformers, batch 2, 0.00% remote: TPOT 3.00 s" in said
     assert [row["rival_s"] for row in rows] == [None, None, 3, 3]
     assert [row["speedup"] for row in rows[:2]] == [None, None]
-    assert all(row["speedup"] == 3 / row["tpot_s"] for row in rows[2:])
+    for row in rows[2:]:
+        assert row["speedup"] == 3 / row["tpot_s"] and row["rival_ratio"] == 0
 
 
-def test_a_rival_needs_a_gpu(tiny: tuple[object, ...]) -> None:
-    refused(run(*tiny, "--rival", "transformers"), 3, "CUDA GPU", "dakrun doctor")
+def test_a_rival_that_prefetches(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has the rival at its own ratio, whole layers of it, and in HBM."""
+    rows, asked, said = of_a_rival(
+        tiny, monkeypatch, "--rival", "prefetch", "--transport", "direct", "--transport", "staged"
+    )
+    assert asked == [(1, 0), (1, 0.55), (2, 0), (2, 0.55)], "once each"
+    assert "prefetch, batch 2, 60.00% remote: TPOT 63.00 s" in said
+    assert {row["rival"] for row in rows} == {"prefetch"}
+    assert {row["rival_best_s"] for row in rows[:4]} == {None}
+    for row in rows[4:]:
+        rival_s, ratio = (63, 0.6) if row["asked_ratio"] else (3, 0)
+        assert (row["rival_s"], row["rival_ratio"], row["rival_best_s"]) == (rival_s, ratio, 3)
+        assert row["speedup"] == rival_s / row["tpot_s"]
+        assert row["best_speedup"] == 3 / row["tpot_s"]
+        assert row["rival_eb_bytes_per_s"] == row["weight_bytes"] / rival_s
+
+
+def test_a_rival_at_the_planned_ratio(
+    tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, asked, _ = of_a_rival(tiny, monkeypatch, "--rival", "prefetch", "--ratio", "auto")
+    planned = {row["ratio"] for row in rows if row["asked_ratio"] == "auto"}
+    assert {ratio for _, ratio in asked} == {0, 0.55} | planned
+
+
+def test_columns_of_a_rival() -> None:
+    plain = [column.title for column in model_columns(sweep())]
+    titles = [column.title for column in model_columns(sweep(rival="prefetch"))]
+    assert titles == [
+        *plain, "rival", "rival ms", "speedup", "rival remote", "rival EB GB/s", "rival in HBM ms",
+        "speedup in HBM",
+    ]  # fmt: skip
+    assert [column.title for column in model_columns(sweep(rival="transformers"))] == titles[:-4]
+
+
+@pytest.mark.parametrize("rival", ["transformers", "prefetch"])
+def test_a_rival_needs_a_gpu(tiny: tuple[object, ...], rival: str) -> None:
+    refused(run(*tiny, "--rival", rival), 3, "CUDA GPU", "dakrun doctor")
 
 
 def test_nothing_that_can_run(tiny: tuple[object, ...]) -> None:

@@ -1,4 +1,4 @@
-"""`dakrun bench --rival transformers`: its model has the same architecture, its steps follow."""
+"""`dakrun bench --rival`: its model has the same architecture, its steps follow."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 
-from dakrun.bench import Step, rival_step_s, transformers_config
+from dakrun.bench import RivalStep, Step, rival_step, transformers_config
 from dakrun.config import ModelConfig
 from dakrun.models import known_model, known_names, parse_model_config
 
@@ -46,16 +46,18 @@ def test_the_median_of_all_steps(new_tokens: int, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("dakrun.bench.rival.graph_seconds", seconds)  # needs a GPU
     config = replace(tiny("llama-gqa3-tied"), dtype="bfloat16")
-    found = rival_step_s(
-        config, batch_size=2, prompt_len=5, new_tokens=new_tokens, device=torch.device("cpu")
-    )
-    assert found == 0.2
+    device = torch.device("cpu")
+    sizes = {"batch_size": 2, "prompt_len": 5, "new_tokens": new_tokens}
+    assert rival_step(config, **sizes, device=device) == RivalStep(0.2, 0.0)
+    found = rival_step(config, ratio=0.5, **sizes, device=device)
+    assert found.seconds == 0.2 and 0.5 <= found.ratio < 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["opt-like-125m", "llama-gqa3-tied"])
-def test_a_time_on_a_gpu(name: str) -> None:
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_time_on_a_gpu(name: str, ratio: float) -> None:
     config = replace(tiny(name), dtype="float16")
     device = torch.device("cuda", 0)
-    found = rival_step_s(config, batch_size=2, prompt_len=8, new_tokens=9, device=device)
-    assert 0 < found < 1
+    found = rival_step(config, ratio=ratio, batch_size=2, prompt_len=8, new_tokens=9, device=device)
+    assert 0 < found.seconds < 1 and found.ratio >= ratio

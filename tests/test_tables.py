@@ -57,9 +57,11 @@ def model_bench() -> Record:
         "tokens_per_s": 113_777.8, "eb_bytes_per_s": 4.0632e12, "eb_total_bytes_per_s": 4.7123e12,
         "limit_s": 12.345678, "limit_over_time": 1.0, "predicted_s": 1.0555621,
         "prediction_error": -0.1234, "ttft_s": 123.45678, "predicted_ttft_s": 9.87654321,
-        "rival_s": 1.0555621, "speedup": 12.34, "gpu_bytes": 139 << 30, "gap_s": 1.2345e-4,
+        "rival": "prefetch", "rival_ratio": 0.98, "rival_s": 1.0555621, "speedup": 12.34,
+        "rival_eb_bytes_per_s": 4.7123e12, "rival_best_s": 1.0555621, "best_speedup": 12.34,
+        "gpu_bytes": 139 << 30, "gap_s": 1.2345e-4,
     }  # fmt: skip
-    columns = model_columns(model_sweep(rival="transformers"))
+    columns = model_columns(model_sweep(rival="prefetch"))
     first = model_record(model_row())
     rows = ({**first.rows[0], **slow}, {**first.rows[0], "prediction_error": 7.57, "rival_s": 0.02})
     return Record(first.head, columns, rows)

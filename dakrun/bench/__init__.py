@@ -2,6 +2,7 @@
 
 run.py goes from options to records. Cases to measure: gemm_sweep.py, attention_sweep.py,
 model_sweep.py. Measuring: gemm.py, attention.py, model.py, with memory and ceilings from tiers.py.
+Rivals of whole models: rival.py, prefetch.py.
 Results: rows.py, model_rows.py, output.py, model_plot.py. Importing this imports no torch.
 """
 
@@ -28,6 +29,7 @@ from dakrun.bench.gemm_sweep import (
 from dakrun.bench.model_plot import draw, ideal_s, lines
 from dakrun.bench.model_rows import (
     ModelRow,
+    RivalRun,
     Run,
     failed_row,
     limit_s,
@@ -52,27 +54,39 @@ if TYPE_CHECKING:
     from dakrun.bench.attention import ATTENTION_EFFORT, AttentionChains, measure_attention
     from dakrun.bench.gemm import GemmChains, measure_gemm
     from dakrun.bench.model import ROUNDS, measure_model, requests
-    from dakrun.bench.rival import Step, rival_step_s, transformers_config
+    from dakrun.bench.prefetch import (
+        Prefetch,
+        built,
+        decoder_layers,
+        offloaded,
+        spread,
+        tier_bytes,
+    )
+    from dakrun.bench.rival import RivalStep, Step, meta_model, rival_step, transformers_config
     from dakrun.bench.tiers import allocate, whole
 
 __all__ = [
     "ATTENTION_EFFORT", "DEFAULT_SHAPES", "DEFAULT_SLOTS", "FULL",
     "MAX_LAUNCHES", "MIB", "ROUNDS", "TURNING_POINT", "AttentionCase", "AttentionChains",
     "AttentionRow", "AttentionSweep", "Ceilings", "Effort", "Forecast", "GemmCase", "GemmChains",
-    "GemmRow", "GemmSweep", "ModelRow", "ModelSweep", "Point", "Record", "Run", "Shape", "Slots",
-    "Step", "allocate", "as_text", "attention_sweep", "buffer_bytes", "check_device",
-    "check_output", "columns", "commit", "draw", "failed_row", "forecast", "gemm_sweep", "ideal_s",
-    "limit_s", "lines", "link_ring", "measure", "measure_attention", "measure_gemm",
-    "measure_model", "measured_links", "measured_row", "model_columns", "model_sweep",
-    "parse_ratio", "parse_shape", "parse_slots", "parse_sweep", "remote_units", "render",
-    "requests", "rival_step_s", "slot_bytes", "transformers_config", "whole", "write",
+    "GemmRow", "GemmSweep", "ModelRow", "ModelSweep", "Point", "Prefetch", "Record", "RivalRun",
+    "RivalStep", "Run", "Shape", "Slots", "Step", "allocate", "as_text", "attention_sweep",
+    "buffer_bytes", "built", "check_device", "check_output", "columns", "commit", "decoder_layers",
+    "draw", "failed_row", "forecast", "gemm_sweep", "ideal_s", "limit_s", "lines", "link_ring",
+    "measure", "measure_attention", "measure_gemm", "measure_model", "measured_links",
+    "measured_row", "meta_model", "model_columns", "model_sweep", "offloaded", "parse_ratio",
+    "parse_shape", "parse_slots", "parse_sweep", "remote_units", "render", "requests", "rival_step",
+    "slot_bytes", "spread", "tier_bytes", "transformers_config", "whole", "write",
 ]  # fmt: skip
 
 _MODULES = {
     "ATTENTION_EFFORT": "attention", "AttentionChains": "attention",
     "measure_attention": "attention", "GemmChains": "gemm", "measure_gemm": "gemm",
-    "ROUNDS": "model", "measure_model": "model", "requests": "model", "Step": "rival",
-    "rival_step_s": "rival", "transformers_config": "rival", "allocate": "tiers", "whole": "tiers",
+    "ROUNDS": "model", "measure_model": "model", "requests": "model", "Prefetch": "prefetch",
+    "built": "prefetch", "decoder_layers": "prefetch", "offloaded": "prefetch",
+    "spread": "prefetch", "tier_bytes": "prefetch", "RivalStep": "rival", "Step": "rival",
+    "meta_model": "rival", "rival_step": "rival", "transformers_config": "rival",
+    "allocate": "tiers", "whole": "tiers",
 }  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker would accept any name of the package

@@ -4,30 +4,34 @@ The ceilings are measured first, in the same process: HBM and each remote tier a
 engine; on a CPU they are the profile's. For every point the model is loaded as `dakrun generate`
 loads it. It completes batches of requests of equal length, so that all slots are busy in every
 decode step: a short batch to warm up, then up to three timed ones. A time is the median of all
-steps. With --rival, the step of transformers (rival.py) is measured once for each batch size,
-before the first point of that size.
+steps. With --rival, the step of transformers (rival.py) is measured after the first point of each
+batch size: with everything in HBM, and for prefetch also once for each ratio.
 """
 
 import gc
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 
 from dakrun.bench import model_rows
 from dakrun.bench.ceilings import FULL, Ceilings
-from dakrun.bench.model_sweep import ModelSweep, Point
+from dakrun.bench.model_sweep import AUTO, ModelSweep, Point
 from dakrun.bench.output import Record, head
 from dakrun.bench.tiers import measure_ceilings
 from dakrun.config import SamplingParams
-from dakrun.engine import EngineStats
+from dakrun.engine import EngineStats, gpu_errors
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.llm import LLM
 from dakrun.plan import Links
 from dakrun.requests import Request, RowError
+from dakrun.units import format_seconds
+
+if TYPE_CHECKING:
+    from dakrun.bench.rival import RivalStep
 
 WARM_UP_TOKENS = 4
 ROUNDS = 3
@@ -49,7 +53,7 @@ def measure_model(
     device's profile, CannotRun if no point can run.
     """
     device = _device(profile)
-    bench = _Bench(sweep, profile, device)
+    bench = _Bench(sweep, profile, device, progress)
     points = list(sweep.points())
     progress(f"points to measure of {sweep.name}: {len(points)}")
     subject = {
@@ -88,21 +92,28 @@ def _device(profile: HardwareProfile) -> torch.device:
 class _Bench:
     """Measures the points of a sweep on a device, after its ceilings."""
 
-    def __init__(self, sweep: ModelSweep, profile: HardwareProfile, device: torch.device) -> None:
+    def __init__(
+        self,
+        sweep: ModelSweep,
+        profile: HardwareProfile,
+        device: torch.device,
+        progress: Callable[[str], None],
+    ) -> None:
         self.sweep, self.profile, self.device = sweep, profile, device
+        self._progress = progress
         self._free = self._free_bytes()  # before anything is allocated
         self.ceilings = self._measured()
-        self._rivals: dict[int, float | None] = {}  # by batch size
+        self._rivals: dict[tuple[int, float], RivalStep | None] = {}  # by batch size and ratio
 
     def row(self, point: Point) -> model_rows.ModelRow:
         """Measure a point; CannotRun if it does not fit."""
-        rival_s = self._rival_s(point.batch_size)
         self._release()
         try:
-            return model_rows.measured_row(point, self._run(point), rival_s)
+            run = self._run(point)
         except (torch.OutOfMemoryError, MemoryError) as problem:
             reason = str(problem).partition("\n")[0]
             raise CannotRun(f"memory ran out: {reason}", hint=HINT) from None
+        return model_rows.measured_row(point, run, self._rival(point, run.plan.ratio))
 
     def _run(self, point: Point) -> model_rows.Run:
         sweep = self.sweep
@@ -149,23 +160,44 @@ class _Bench:
             if not done or time.perf_counter() - start < MAX_SECONDS:
                 finish(sweep.new_tokens)
 
-    def _rival_s(self, batch_size: int) -> float | None:
-        """Seconds of the rival's step, measured once; None without a rival or enough memory."""
+    def _rival(self, point: Point, planned: float) -> model_rows.RivalRun | None:
+        """The rival's steps for a point whose plan has that ratio; None without a rival."""
         sweep = self.sweep
-        if sweep.rival and batch_size not in self._rivals:
-            from dakrun.bench.rival import rival_step_s  # transformers takes seconds to import
+        if sweep.rival is None:
+            return None
+        ratio = planned if point.ratio == AUTO else point.ratio
+        best = self._rival_step(point.batch_size, 0.0)
+        step = self._rival_step(point.batch_size, ratio) if sweep.rival == "prefetch" else best
+        return model_rows.RivalRun(
+            name=sweep.rival,
+            ratio=step.ratio if step else None,
+            step_s=step.seconds if step else None,
+            best_s=best.seconds if best else None,
+        )
+
+    def _rival_step(self, batch_size: int, ratio: float) -> "RivalStep | None":
+        """The rival's step, measured once; None, and a message, if it cannot run."""
+        sweep, key = self.sweep, (batch_size, ratio)
+        if key not in self._rivals:
+            from dakrun.bench.rival import rival_step  # transformers takes seconds to import
 
             self._release()
-            self._rivals[batch_size] = None
-            with suppress(torch.OutOfMemoryError):
-                self._rivals[batch_size] = rival_step_s(
-                    sweep.config,
-                    batch_size=batch_size,
-                    prompt_len=sweep.prompt_len,
-                    new_tokens=sweep.new_tokens,
-                    device=self.device,
-                )
-        return self._rivals.get(batch_size)
+            self._rivals[key] = None
+            try:
+                with gpu_errors():
+                    step = self._rivals[key] = rival_step(
+                        sweep.config,
+                        ratio=ratio,
+                        batch_size=batch_size,
+                        prompt_len=sweep.prompt_len,
+                        new_tokens=sweep.new_tokens,
+                        device=self.device,
+                    )
+                ratio, found = step.ratio, f"TPOT {format_seconds(step.seconds)}"
+            except CannotRun as problem:
+                found = f"not measured: {problem}"
+            self._progress(f"{sweep.rival}, batch {batch_size}, {ratio:.2%} remote: {found}")
+        return self._rivals[key]
 
     def _release(self) -> None:
         """Free the memory of the last model, or of the error that ended it."""

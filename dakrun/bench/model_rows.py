@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.model_sweep import ModelRatio, ModelSweep, Point, TransportChoice
+from dakrun.bench.model_sweep import ModelRatio, ModelSweep, Point, Rival, TransportChoice
 from dakrun.bench.output import Column, microseconds
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan import Links, OpPlan, Plan, Strategy, predict_prefill, time_of
@@ -41,14 +41,41 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RivalRun:
+    """Seconds of the decode step of the rival `name`; None is a time that was not measured.
+
+    `step_s` is with `ratio` of its weight bytes in host memory, `best_s` with everything in HBM.
+    """
+
+    name: Rival
+    ratio: float | None
+    step_s: float | None
+    best_s: float | None
+
+    def figures(self, time: float, weight_bytes: int) -> dict[str, Any]:
+        """Those of a row whose step takes `time` seconds for a model of `weight_bytes`."""
+        step_s, best_s = self.step_s, self.best_s
+        return {
+            "rival": self.name,
+            "rival_ratio": self.ratio,
+            "rival_s": step_s,
+            "rival_eb_bytes_per_s": weight_bytes / step_s if step_s else None,
+            "speedup": step_s / time if step_s else None,
+            "rival_best_s": best_s,
+            "best_speedup": best_s / time if best_s else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelRow:
     """A point and its figures; keys carry units, None is a figure that was not measured.
 
     `transports` are those that the plan chose for remote weights. EB (effective bandwidth) is the
     model's weight bytes over the step's time, EB total all weight and KV bytes read over that time.
     `limit_s` follows from the ceilings (see `limit_s` below), `bound_s` and `predicted_s` from the
-    profile. `rival_s` is the step of another program with everything in HBM. `problem` is the
-    reason why nothing was measured.
+    profile. `rival_s` is the step of another program with `rival_ratio` of its weight bytes in host
+    memory, `rival_best_s` that with everything in HBM; the speedups are relative to them. `problem`
+    is the reason why nothing was measured.
     """
 
     batch_size: int
@@ -73,8 +100,13 @@ class ModelRow:
     predicted_ttft_s: float | None = None
     prefill_s: float | None = None
     gap_s: float | None = None
+    rival: Rival | None = None
+    rival_ratio: float | None = None
     rival_s: float | None = None
+    rival_eb_bytes_per_s: float | None = None
     speedup: float | None = None
+    rival_best_s: float | None = None
+    best_speedup: float | None = None
     weight_bytes: int | None = None
     hbm_read_bytes: float | None = None
     remote_read_bytes: float | None = None
@@ -148,8 +180,8 @@ def failed_row(point: Point, problem: str) -> ModelRow:
     )
 
 
-def measured_row(point: Point, run: Run, rival_s: float | None = None) -> ModelRow:
-    """The row of a point that ran."""
+def measured_row(point: Point, run: Run, rival: RivalRun | None = None) -> ModelRow:
+    """The row of a point that ran, and of its rival."""
     plan, time = run.plan, statistics.median(run.step_s)
     tiers = range(len(plan.tiers))
     weights = sum(op.read_bytes(tier) for op in plan.weights() for tier in tiers)
@@ -178,8 +210,7 @@ def measured_row(point: Point, run: Run, rival_s: float | None = None) -> ModelR
         predicted_ttft_s=predict_prefill(plan).predicted_s,
         prefill_s=run.prefill_s,
         gap_s=run.gap_s,
-        rival_s=rival_s,
-        speedup=None if rival_s is None else rival_s / time,
+        **(rival.figures(time, plan.weight_bytes) if rival else {}),
         weight_bytes=plan.weight_bytes,
         hbm_read_bytes=plan.read_bytes(0),
         remote_read_bytes=sum(map(plan.read_bytes, tiers[1:])),
@@ -251,8 +282,17 @@ def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
         columns = (*columns[:1], Column("strategy", "strategy"), *columns[1:])
     if sweep.rival is None:
         return columns
-    rival = (
+    columns += (
+        Column("rival", "rival", rank=8),
         Column("rival_s", "rival ms", _milliseconds),
         Column("speedup", "speedup", "{:.2f}".format, rank=2),
     )
-    return columns + rival
+    if sweep.rival == "transformers":
+        return columns
+    return (
+        *columns,
+        Column("rival_ratio", "rival remote", "{:.2%}".format, rank=3),
+        Column("rival_eb_bytes_per_s", "rival EB GB/s", _gigabytes, rank=5),
+        Column("rival_best_s", "rival in HBM ms", _milliseconds, rank=7),
+        Column("best_speedup", "speedup in HBM", "{:.2f}".format, rank=6),
+    )

@@ -20,7 +20,7 @@ AUTO: Literal["auto"] = "auto"
 
 ModelRatio = float | Literal["auto"]
 TransportChoice = Literal["auto", "direct", "staged"]
-Rival = Literal["transformers"]
+Rival = Literal["transformers", "prefetch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class ModelSweep:
 
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
     random weights. `policy` has the remote tiers and the budgets. `rival` is another program to
-    measure, with the whole model in HBM.
+    measure: "transformers" with the whole model in HBM, "prefetch" also with layers in host memory.
     """
 
     name: str

@@ -1,35 +1,76 @@
-"""The time of transformers' decode step, with the same architecture and everything in HBM.
+"""The time of transformers' decode step, with the same architecture.
 
-Weights are random, the cache is static, and a step is one CUDA graph. Knows no plans.
+Weights are random, the cache is static and in HBM, and a step is one CUDA graph. Knows no plans.
 """
 
 import statistics
+from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 
+from dakrun.bench.prefetch import built
 from dakrun.config import ModelConfig
+from dakrun.errors import CannotRun
 from dakrun.probe.chain import graph_seconds
 from dakrun.units import ceil_div
 
 ALIGNMENT = 8  # positions: torch's attention needs mask rows aligned to 16 bytes
 
 
-def rival_step_s(
-    config: ModelConfig, *, batch_size: int, prompt_len: int, new_tokens: int, device: torch.device
-) -> float:
-    """Seconds of a decode step on `device`: the median of as many steps as `new_tokens` allow.
+@dataclass(frozen=True)
+class RivalStep:
+    """Seconds of a decode step with `ratio` of the weight bytes in host memory."""
 
-    Raises torch.OutOfMemoryError if the model does not fit the GPU.
+    seconds: float
+    ratio: float
+
+
+def rival_step(
+    config: ModelConfig,
+    *,
+    ratio: float = 0.0,
+    batch_size: int,
+    prompt_len: int,
+    new_tokens: int,
+    device: torch.device,
+) -> RivalStep:
+    """The median of as many decode steps on `device` as `new_tokens` allow.
+
+    As many whole layers as `ratio` of the weight bytes needs are in host memory (see prefetch.py).
+    Raises CannotRun if transformers has no such model or host memory is short, and
+    torch.OutOfMemoryError if the model does not fit the GPU.
     """
     runs = max(2, (new_tokens - 2) // 3)  # graph_seconds() runs up to 3 x runs + 2 steps
     room = prompt_len + max(new_tokens, 3 * runs + 2)
-    with torch.device(device), torch.inference_mode():
-        model = AutoModelForCausalLM.from_config(
-            transformers_config(config), dtype=getattr(torch, config.dtype)
-        ).eval()
+    with (
+        torch.device(device),
+        torch.inference_mode(),
+        built(meta_model(config), ratio, device) as (model, found),
+    ):
         prompt = torch.randint(config.vocab_size, (batch_size, prompt_len))
-        return statistics.median(graph_seconds(Step(model, prompt, room), runs))
+        times = graph_seconds(Step(model, prompt, room), runs)
+    return RivalStep(statistics.median(times), found)
+
+
+def meta_model(config: ModelConfig) -> PreTrainedModel:
+    """transformers' model of that architecture on the meta device; CannotRun if it has none."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                transformers_config(config), dtype=getattr(torch, config.dtype)
+            ).eval()
+    except Exception as problem:  # checks of several libraries, each with its own class
+        reason = str(problem).strip().rpartition("\n")[2].strip()
+        raise CannotRun(
+            f"transformers cannot build {config.name}: {reason}", hint="leave out --rival"
+        ) from None
 
 
 class Step:
@@ -38,7 +79,7 @@ class Step:
     The constructor prefills `prompt`, int64 [n, P]. The cache has `room` positions.
     """
 
-    def __init__(self, model: torch.nn.Module, prompt: torch.Tensor, room: int) -> None:
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, room: int) -> None:
         room = ceil_div(room, ALIGNMENT) * ALIGNMENT
         self._model = model
         self._cache = StaticCache(model.config, max_cache_len=room)

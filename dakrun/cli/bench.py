@@ -92,9 +92,10 @@ _bench_options = together(
     ),
     click.option(
         "--rival",
-        type=click.Choice(["transformers"]),
-        help="model: also measure this program on a GPU, with random weights all in HBM and a CUDA "
-        "graph for each step.",
+        type=click.Choice(["transformers", "prefetch"]),
+        help="model: also measure transformers' model on a GPU, with random weights and a CUDA "
+        "graph for each step. transformers: all in HBM; prefetch: also with whole layers in host "
+        "memory, as many as --ratio of the weights needs, copied to HBM ahead of their use.",
     ),
     count_option(
         "-n",

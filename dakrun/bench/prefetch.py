@@ -1,0 +1,137 @@
+"""Layers of a transformers model in host memory, brought to HBM by the copy engine ahead of use.
+
+The scheme of FlexGen and of vLLM's prefetch offloader: whole layers, evenly spread, two buffers of
+a layer in HBM (see `buffers`), and a stream that copies while other layers compute. Knows no plans.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from dakrun.engine import Ring
+from dakrun.hardware import LOCAL
+from dakrun.memory import HOST, Tier, aligned, allocate_tiers
+from dakrun.units import ceil_div
+
+
+class Prefetch:
+    """Keeps `count` decoder layers of a transformers `model` in host memory, at least one.
+
+    Every pass of the model then copies each of them to HBM ahead of its use. The model's parameters
+    may still be on the meta device; `take` moves the values of a layer once it has them, and
+    `ready` follows the last of them. The caller allocates and closes `tiers`, of `tier_bytes`.
+    """
+
+    def __init__(self, model: PreTrainedModel, count: int, tiers: Mapping[str, Tier]) -> None:
+        layers = decoder_layers(model)
+        nbytes = layer_bytes(model)
+        self._sources = [tiers[HOST].allocate((nbytes,), torch.uint8) for _ in range(count)]
+        room = tiers[LOCAL].allocate((buffers(count) * nbytes,), torch.uint8)
+        # A single layer is copied while those before it compute: its one buffer is free then.
+        self._ring = Ring([[source] for source in self._sources], room, ahead=min(1, count - 1))
+        self._numbers = {layers[at]: number for number, at in enumerate(spread(count, len(layers)))}
+        model.register_forward_pre_hook(lambda *_: self._ring.begin())
+        for layer, number in self._numbers.items():
+            layer.register_forward_pre_hook(lambda *_, number=number: self._ring.wait(number))
+            layer.register_forward_hook(lambda *_, number=number: self._ring.free(number))
+        model.register_forward_hook(lambda *_: self._ring.end())
+
+    def take(self, layer: torch.nn.Module) -> None:
+        """Move the values of `layer` to host memory if it is one of the `count`."""
+        if layer not in self._numbers:
+            return
+        number, at = self._numbers[layer], 0
+        (here,), there = self._ring.staged[number], self._sources[number]
+        for parameter in layer.parameters():
+            span = slice(at, at + parameter.nbytes)
+            place, source = (
+                room[span].view(parameter.dtype).view(parameter.shape) for room in (here, there)
+            )
+            source.copy_(parameter)
+            parameter.data = place
+            at += aligned(parameter.nbytes)
+
+    def ready(self) -> None:
+        """Copy what the first pass expects in HBM."""
+        self._ring.fill()
+
+
+@contextmanager
+def built(
+    model: PreTrainedModel, ratio: float, device: torch.device
+) -> Iterator[tuple[PreTrainedModel, float]]:
+    """Put `model`, of transformers on the meta device, on `device` with random weights.
+
+    As many layers as `ratio` of its weight bytes needs are in host memory meanwhile, at most all.
+    Yields the model and the ratio that they are. Raises CannotRun if host memory is short, and
+    torch.OutOfMemoryError.
+    """
+    count = offloaded(model, ratio)
+    if not count:
+        _materialise(model, model, device)
+        model.tie_weights()
+        yield model, 0.0
+        return
+    with allocate_tiers(tier_bytes(model, count), device) as tiers:
+        prefetch = Prefetch(model, count, tiers)
+        for layer in decoder_layers(model):  # one by one: HBM may not have room for all
+            _materialise(layer, model, device)
+            prefetch.take(layer)
+        _materialise(model, model, device)
+        model.tie_weights()
+        prefetch.ready()
+        yield model, count * layer_bytes(model) / _weight_bytes(model)
+
+
+def offloaded(model: PreTrainedModel, ratio: float) -> int:
+    """The number of layers that hold `ratio` of the weight bytes, or else all of them."""
+    wanted = math.ceil(ratio * _weight_bytes(model) / layer_bytes(model) - 1e-9)
+    return min(wanted, len(decoder_layers(model)))
+
+
+def spread(count: int, layers: int) -> list[int]:
+    """The numbers of `count` of `layers` layers, each the last one of a group; evenly spread."""
+    return [ceil_div(number * layers, count) - 1 for number in range(1, count + 1)]
+
+
+def buffers(count: int) -> int:
+    """Buffers in HBM for `count` layers used in turn, as few as the copies need: two if they can.
+
+    The first and the last layer of a step never share one, so that the copies of the next step
+    follow at once.
+    """
+    return next(n for n in itertools.count(2) if (count - 1) % n) if count > 1 else 1
+
+
+def tier_bytes(model: PreTrainedModel, count: int) -> dict[str, int]:
+    """Bytes of each tier for `count` layers of `model` in host memory."""
+    nbytes = layer_bytes(model)
+    return {LOCAL: buffers(count) * nbytes, HOST: count * nbytes}
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The layers of transformers' OPT or Llama `model`."""
+    layers: torch.nn.ModuleList = model.get_decoder().layers
+    return layers
+
+
+def layer_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a decoder layer with its parameters one after the other."""
+    return sum(aligned(parameter.nbytes) for parameter in decoder_layers(model)[0].parameters())
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _materialise(module: torch.nn.Module, model: PreTrainedModel, device: torch.device) -> None:
+    """Give what is on the meta device in `module`, a part of `model`, memory and random values."""
+    for part in module.modules():
+        own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own):
+            part.to_empty(device=device, recurse=False)
+            model._init_weights(part)
