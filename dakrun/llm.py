@@ -191,8 +191,10 @@ class LLM:
             results[int(result.id)] = result
         return [results[i] for i in range(len(requests))]
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion | RowError]:
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
         """Completions as they finish; requests are only taken when a slot is free.
+
+        None in place of a request says that none has arrived yet (see Engine.generate).
 
         A request for which the model's logits are NaN or infinite ends in a RowError.
         One stream or `generate` runs at a time: another raises UsageError until the first has
@@ -292,15 +294,16 @@ class LLM:
 class _Unfinished:
     """Requests, each taken once. A second iteration begins with those that have not finished."""
 
-    def __init__(self, requests: Iterable[Request]) -> None:
+    def __init__(self, requests: Iterable[Request | None]) -> None:
         self._new = iter(requests)
         # By row and choice; a caller of `stream` may use an id again.
         self._taken: dict[tuple[str, int], list[Request]] = {}
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[Request | None]:
         yield from [request for alike in self._taken.values() for request in alike]
         for request in self._new:
-            self._taken.setdefault((request.id, request.reply.choice), []).append(request)
+            if request is not None:
+                self._taken.setdefault((request.id, request.reply.choice), []).append(request)
             yield request
 
     def drop(self, result: Completion | RowError) -> None:

@@ -2,7 +2,7 @@
 
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +91,24 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
     assert found == alone and sum(groups) == 11 and groups[0] == 4
     least = min(together, chunk_tokens // 3)  # all prompts have 3 tokens
     assert groups[1:-1] == [least] * (len(groups) - 2) and groups[-1] <= least
+
+
+def test_requests_that_arrive_late(path: Path) -> None:
+    """None, for a request that has not arrived, ends nothing and delays no result."""
+    found: list[str] = []
+
+    def source() -> Iterator[Request | None]:
+        first, second, third = requests(3)
+        yield from (first, second)
+        while len(found) < 2:
+            yield None
+        yield third
+
+    with load(path, batch_size=4) as llm:
+        llm.engine._admitted_together = 4
+        for result in llm.stream(source()):
+            found.append(result.id)
+    assert sorted(found) == ["r0", "r1", "r2"]
 
 
 def test_an_id_may_be_used_again(path: Path) -> None:

@@ -104,12 +104,15 @@ class Engine:
         self._collected = 0.0  # time of the last collection
         self._steps: deque[tuple[float, list[_Running]]] = deque()  # launch time, requests
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion | RowError]:
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
         """Completions in the order in which they finish; requests are taken as there is room.
+
+        None in place of a request says that none has arrived: the others go on, and the next is
+        asked for after a step. When nothing runs, `requests` should wait for one instead.
 
         While others run, requests begin in groups (see requests_per_admission), since a pass of
         prefill reads all weights and delays the decode steps. They begin at once if none is
-        running, or none is left to wait for.
+        running, or none is there to wait for.
         A request ends in a RowError where the model's logits are NaN or infinite, or if the KV
         cache is too small for it.
         Raises UsageError, at the first completion, while another run is active.
@@ -128,10 +131,14 @@ class Engine:
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
-                while self._free and not (self._blocked or exhausted):
-                    request = self._returned.popleft() if self._returned else next(waiting, None)
+                none_now = exhausted
+                while self._free and not (self._blocked or none_now):
+                    try:
+                        request = self._returned.popleft() if self._returned else next(waiting)
+                    except StopIteration:
+                        request, exhausted = None, True
                     if request is None:
-                        exhausted = True
+                        none_now = True
                     elif not self._admit(request):
                         if self._running or self._new:
                             self._blocked = True
@@ -139,7 +146,7 @@ class Engine:
                         else:
                             yield self._too_long(request)
                 active = self._grown([r for r in self._running if r.remaining])
-                if self._new and (exhausted or not active or self._is_worth_a_pass(self._new)):
+                if self._new and (none_now or not active or self._is_worth_a_pass(self._new)):
                     self._prefill(self._new)
                     self._running += self._new
                     self._new = []
@@ -148,7 +155,7 @@ class Engine:
                     continue
                 elif self._steps:
                     self._collect()
-                elif not self._returned:
+                elif exhausted and not self._returned:
                     return
                 for r in list(self._running):
                     if reason := self._finish_reason(r):
