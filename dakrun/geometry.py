@@ -52,6 +52,12 @@ ATTENTION_WARPS_LARGE_GROUP = 3  # the same for more query heads, which need mor
 ATTENTION_MAX_SPLITS = 128  # splits of one KV head of a slot, each of one CTA
 ATTENTION_PARTIAL_EXTRA = 4  # floats behind a partial output: row_max, row_sum, two of padding
 
+# Prompt attention
+PROMPT_STAGES = 12  # of the ring: keys or values of a KV block each
+PROMPT_PRODUCER_WARPS = 4
+PROMPT_THREADS = 128 * WARPGROUPS + 32 * PROMPT_PRODUCER_WARPS  # per CTA
+PROMPT_PART_ROWS = 64  # rows, of a query and a head each, that a warpgroup attends from
+
 # Other kernels
 BANDWIDTH_MAX_SOURCES = 10  # readers of one launch
 BANDWIDTH_MAX_STAGES = 64
@@ -82,6 +88,9 @@ CUDA_CONSTANTS = {
     "ATTENTION_WARPS_LARGE_GROUP": ATTENTION_WARPS_LARGE_GROUP,
     "ATTENTION_MAX_SPLITS": ATTENTION_MAX_SPLITS,
     "ATTENTION_PARTIAL_EXTRA": ATTENTION_PARTIAL_EXTRA,
+    "PROMPT_STAGES": PROMPT_STAGES,
+    "PROMPT_PRODUCER_WARPS": PROMPT_PRODUCER_WARPS,
+    "PROMPT_PART_ROWS": PROMPT_PART_ROWS,
     "BANDWIDTH_MAX_SOURCES": BANDWIDTH_MAX_SOURCES,
     "BANDWIDTH_MAX_STAGES": BANDWIDTH_MAX_STAGES,
     "ELEMENTWISE_THREADS": ELEMENTWISE_THREADS,

@@ -11,6 +11,14 @@ __device__ __forceinline__ void copy_chunk(uint32_t destination, const void* sou
                : "memory");
 }
 
+// Copy 16 bytes, or write zeros where not `copies`; nothing is read then.
+__device__ __forceinline__ void copy_chunk_or_zeros(uint32_t destination, const void* source,
+                                                    bool copies) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(copies ? 16 : 0)
+               : "memory");
+}
+
 // Close the group of copies started since the last call; it may be empty.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -54,6 +54,11 @@ __device__ __forceinline__ Word opaque(Word value) {
   return value;
 }
 
+__device__ __forceinline__ const uint8_t* opaque(const uint8_t* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // 2 to the power of `value`; subnormal results are zero.
 __device__ __forceinline__ float exp2(float value) {
   float power;

@@ -14,6 +14,12 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   return kSwizzle128 | kEightRows | address >> 4;  // shared addresses are below 256 KiB: 14 bits
 }
 
+// The same for B of a product with A B, of rows of 64 columns: K of them, 128 bytes each, are a
+// panel, and panels for further columns are `panel` bytes apart.
+__device__ __forceinline__ uint64_t matrix_descriptor_trans(uint32_t address, uint32_t panel) {
+  return matrix_descriptor(address) | static_cast<uint64_t>(panel >> 4) << 16;
+}
+
 // Orders writes of the accumulators by other instructions before the products that follow.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -26,6 +32,38 @@ __device__ __forceinline__ void wgmma_commit() {
 // Waits until at most one committed group of products is in flight.
 __device__ __forceinline__ void wgmma_wait_but_one() {
   asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
+// Makes the compiler read `acc` after what comes before.
+template <int size>
+__device__ __forceinline__ void pin(float2 (&acc)[size]) {
+#pragma unroll
+  for (int i = 0; i < size; i++)
+    asm volatile("" : "+f"(acc[i].x), "+f"(acc[i].y)::"memory");
+}
+
+// Computes sums before the waits that follow; ptxas would begin with the wait. A store that never
+// happens depends on them: they are not negative.
+__device__ __forceinline__ void compute_now(float sum, float other, uint32_t address) {
+  asm volatile(
+      "{\n.reg .pred never;\n.reg .f32 least;\nmin.f32 least, %0, %1;\n"
+      "setp.lt.f32 never, least, 0f00000000;\n@never st.shared::cta.f32 [%2], least;\n}" ::"f"(sum),
+      "f"(other), "r"(address)
+      : "memory");
+}
+
+// Waits until at most one committed group of products is in flight; `acc` are not of that one.
+template <int size>
+__device__ __forceinline__ void wgmma_wait_but_one(float2 (&acc)[size]) {
+  wgmma_wait_but_one();
+  pin(acc);
+}
+
+// Waits until no product is in flight; `acc` are of the last.
+template <int size>
+__device__ __forceinline__ void wgmma_wait_for(float2 (&acc)[size]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  pin(acc);
 }
 
 // Waits until no product is in flight. Accumulators must not be read before.
@@ -117,5 +155,37 @@ __device__ __forceinline__ void wgmma_wait(float2 (&acc)[sets][size]) {
   }
 DEFINE_WGMMA("f16", __half)
 DEFINE_WGMMA("bf16", __nv_bfloat16)
+
+// The same with A in registers: of rows 16 w + g and 16 w + g + 8, columns 2t and 2t + 1, then of
+// both rows columns 2t + 8 and 2t + 9. They are read until the product is complete.
+#define WGMMA_REGISTERS_ASM(rows, type, registers, a_registers, b_register, flag, trans, ...) \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" flag                                      \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" rows "k16.f32." type "." type        \
+               " {" registers "}, {" a_registers "}, %" b_register ", p, 1, 1, " trans ";\n}" \
+               : __VA_ARGS__                                                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)))
+
+// wgmma: acc = A B^T, or with `adds` acc += A B^T, for 64 rows of B.
+// wgmma_trans: acc += A B for 64 or 128 columns of B, given by matrix_descriptor_trans().
+#define DEFINE_WGMMA_REGISTERS(type, Element)                                                 \
+  __device__ __forceinline__ void wgmma(float2(&acc)[16], const uint32_t (&a)[4], uint64_t b, \
+                                        bool adds, Element) {                                 \
+    WGMMA_REGISTERS_ASM("64", type, WGMMA_32, "%32, %33, %34, %35", "36", "37", "0",          \
+                        WGMMA_8_ACC(0));                                                      \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma_trans(float2(&acc)[16], const uint32_t (&a)[4],       \
+                                              uint64_t b, Element) {                          \
+    constexpr bool adds = true;                                                               \
+    WGMMA_REGISTERS_ASM("64", type, WGMMA_32, "%32, %33, %34, %35", "36", "37", "1",          \
+                        WGMMA_8_ACC(0));                                                      \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma_trans(float2(&acc)[32], const uint32_t (&a)[4],       \
+                                              uint64_t b, Element) {                          \
+    constexpr bool adds = true;                                                               \
+    WGMMA_REGISTERS_ASM("128", type, WGMMA_64, "%64, %65, %66, %67", "68", "69", "1",         \
+                        WGMMA_16_ACC(0));                                                     \
+  }
+DEFINE_WGMMA_REGISTERS("f16", __half)
+DEFINE_WGMMA_REGISTERS("bf16", __nv_bfloat16)
 
 }  // namespace ptx

@@ -1,6 +1,6 @@
 """Kernels over operands in several memory tiers. They know tensors and tiers, no models or plans.
 
-gemm/ multiplies by packed weights, attention/ decodes over the KV cache, runtime/ compiles and
+gemm/ multiplies by packed weights, attention/ attends to the KV cache, runtime/ compiles and
 launches; the small kernels have a file each. variants.py lists what a model needs; reference.py is
 the backend in plain torch. native/README.md describes the CUDA sources.
 """
@@ -12,7 +12,13 @@ from dakrun.kernels.normalize import normalize
 from dakrun.kernels.select_greedy import select_greedy
 from dakrun.kernels.store_kv import store_kv
 from dakrun.kernels.unpack import unpack
-from dakrun.kernels.variants import Variant, all_variants, attention_variant, variants
+from dakrun.kernels.variants import (
+    Variant,
+    all_variants,
+    attention_variant,
+    prompt_variant,
+    variants,
+)
 
 __all__ = [
     "Reader",
@@ -22,6 +28,7 @@ __all__ = [
     "attention_variant",
     "embed",
     "normalize",
+    "prompt_variant",
     "read_multicast",
     "read_once",
     "read_window",

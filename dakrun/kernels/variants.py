@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dakrun.geometry import FEW_ROWS, HEAD_DIMS, TILED_PORTABLE_X_TILES, TILED_X_TILES
+from dakrun.kernels.attention import prompt
 from dakrun.kernels.attention import splitk as attention
 from dakrun.kernels.bandwidth import SOURCE as BANDWIDTH
 from dakrun.kernels.embed import SOURCE as EMBED
@@ -50,6 +51,7 @@ def variants(
     return [
         *(many if tuple(x_tiles) == TILED_X_TILES else [(UNPACK, {})]),
         attention_variant(dtype, head_dim, group),
+        prompt_variant(dtype, head_dim),
         *skinny,
         *_small(dtype),
     ]
@@ -58,6 +60,11 @@ def variants(
 def attention_variant(dtype: torch.dtype, head_dim: int, group: int) -> Variant:
     """The variant of SplitK_FlashAttn for `group` query heads per KV head."""
     return attention.SOURCE, attention.defines(dtype, head_dim, group)
+
+
+def prompt_variant(dtype: torch.dtype, head_dim: int) -> Variant:
+    """The variant of prompt attention."""
+    return prompt.SOURCE, prompt.defines(dtype, head_dim)
 
 
 def all_variants(arch: str) -> list[Variant]:
@@ -72,6 +79,7 @@ def all_variants(arch: str) -> list[Variant]:
         found += (
             attention_variant(dtype, head_dim, group) for head_dim in HEAD_DIMS for group in (8, 16)
         )
+        found += (prompt_variant(dtype, head_dim) for head_dim in HEAD_DIMS)
         found += _small(dtype)
     return found
 

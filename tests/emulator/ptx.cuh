@@ -83,7 +83,7 @@ inline void wait_for_dependencies() {
   cta->running->waited_for_dependencies = true;
 }
 
-inline void copy_chunk(uint32_t destination, const void* source) {
+inline void copy_chunk_or_zeros(uint32_t destination, const void* source, bool copies) {
   if (!cta->running->waited_for_dependencies)
     emulator::fail("data of a predecessor kernel is read before the wait");
   if (destination % 16 || reinterpret_cast<uintptr_t>(source) % 16) {
@@ -91,7 +91,14 @@ inline void copy_chunk(uint32_t destination, const void* source) {
   }
   uint8_t* const to = emulator::at(destination, 16);
   std::memset(to, 0xff, 16);
-  emulator::later(cta->running->copies, [=] { std::memcpy(to, source, 16); });
+  emulator::later(cta->running->copies, [=] {
+    if (copies) std::memcpy(to, source, 16);
+    if (!copies) std::memset(to, 0, 16);
+  });
+}
+
+inline void copy_chunk(uint32_t destination, const void* source) {
+  copy_chunk_or_zeros(destination, source, true);
 }
 
 inline void commit_copies() {

@@ -10,6 +10,10 @@ inline uint64_t matrix_descriptor(uint32_t address) {
   return address >> 4;
 }
 
+inline uint64_t matrix_descriptor_trans(uint32_t address, uint32_t panel) {
+  return address >> 4 | static_cast<uint64_t>(panel) << 32;
+}
+
 inline void wgmma_fence() {
   __syncwarp();
 }
@@ -28,6 +32,7 @@ inline void wait_for_all_but(size_t groups) {
       product();
     pending.pop_front();
   }
+  __syncwarp();  // products read other lanes' registers
 }
 
 inline void wgmma_wait_but_one() {
@@ -39,13 +44,36 @@ void wgmma_wait(const Sums&) {
   wait_for_all_but(0);
 }
 
-// Element [row][k] of the swizzled matrix of a descriptor.
+template <class Sums>
+void wgmma_wait_but_one(const Sums&) {
+  wait_for_all_but(1);
+}
+template <class Sums>
+void wgmma_wait_for(const Sums&) {
+  wait_for_all_but(0);
+}
+inline void compute_now(float, float, uint32_t) {}
+
+// Element at an address before swizzling.
 template <class Element>
-float element(uint64_t descriptor, int row, int k, Element of) {
-  const uint32_t flat = static_cast<uint32_t>(descriptor << 4) + row * 128 + 2 * k;
+float element_at(uint32_t flat, Element of) {
   uint16_t bits;
   std::memcpy(&bits, emulator::at(flat ^ (flat >> 7 & 7) << 4, 2), 2);
   return to_float(bits, of);
+}
+
+// Element [row][k] of the swizzled matrix of a descriptor.
+template <class Element>
+float element(uint64_t descriptor, int row, int k, Element of) {
+  return element_at(static_cast<uint32_t>(descriptor << 4) + row * 128 + 2 * k, of);
+}
+
+// Element [k][col] of the swizzled panels of a transposed descriptor.
+template <class Element>
+float element_trans(uint64_t descriptor, int k, int col, Element of) {
+  const uint32_t panel = static_cast<uint32_t>(descriptor >> 32);
+  const uint32_t flat = static_cast<uint32_t>(descriptor << 4) + col / 64 * panel + k * 128;
+  return element_at(flat + 2 * (col % 64), of);
 }
 
 template <int size, class Element>
@@ -66,6 +94,53 @@ void wgmma(float2 (&sums)[size], uint64_t a, uint64_t b, Element of) {
       }
     }
   });
+}
+
+// With A in registers, which are read when the thread waits. `b_of(k, col)` is an element of B.
+template <int size, class Element, class Function>
+void multiply_registers(float2 (&sums)[size], const uint32_t (&a)[4], bool adds, Element of,
+                        Function b_of) {
+  struct Taken {
+    const uint32_t* of[4];  // the A of the lanes with the same rows
+  };
+  const Taken quad = emulator::together<const uint32_t*, Taken>(
+      a, [](const uint32_t* const* const* given, Taken* const* lanes) {
+        for (int lane = 0; lane < emulator::kWarp; lane++) {
+          for (int t = 0; t < 4; t++)
+            lanes[lane]->of[t] = *given[lane / 4 * 4 + t];
+        }
+      });
+  const int t = threadIdx.x % 4;
+  cta->running->products.push_back([&sums, quad, adds, of, b_of, t] {
+    float rows[2][16];
+    for (int k = 0; k < 16; k++) {
+      for (int i = 0; i < 2; i++) {
+        const uint32_t word = quad.of[k % 8 / 2][k / 8 * 2 + i];
+        rows[i][k] = to_float(static_cast<uint16_t>(word >> 16 * (k % 2)), of);
+      }
+    }
+    for (int i = 0; i < size; i += 2) {
+      for (int j = 0; j < 2 && !adds; j++)
+        sums[i + j] = {0.0f, 0.0f};
+      for (int k = 0; k < 16; k++) {
+        const int col = i / 2 * 8 + 2 * t;
+        const float x = b_of(k, col), y = b_of(k, col + 1);
+        for (int j = 0; j < 2; j++)
+          sums[i + j].x += rows[j][k] * x, sums[i + j].y += rows[j][k] * y;
+      }
+    }
+  });
+}
+
+template <int size, class Element>
+void wgmma(float2 (&sums)[size], const uint32_t (&a)[4], uint64_t b, bool adds, Element of) {
+  multiply_registers(sums, a, adds, of, [b, of](int k, int col) { return element(b, col, k, of); });
+}
+
+template <int size, class Element>
+void wgmma_trans(float2 (&sums)[size], const uint32_t (&a)[4], uint64_t b, Element of) {
+  multiply_registers(sums, a, true, of,
+                     [b, of](int k, int col) { return element_trans(b, k, col, of); });
 }
 
 }  // namespace ptx

@@ -1,7 +1,7 @@
-"""Decode attention over a KV cache in several tiers: SplitK_FlashAttn.
+"""Attention over a KV cache in several tiers: of a token per request, and of several.
 
-splitk.py launches the kernel, as config.py chooses. kv_blocks.py has the packed layout of a slot,
-kv_cache.py the slots of all tiers.
+splitk.py launches SplitK_FlashAttn, for decoding, as config.py chooses; prompt.py launches prompt
+attention. kv_blocks.py has the layout of KV blocks, kv_cache.py the blocks of all tiers.
 """
 
 from dakrun.kernels.attention import kv_blocks
@@ -13,6 +13,7 @@ from dakrun.kernels.attention.config import (
 )
 from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
 from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
+from dakrun.kernels.attention.prompt import PromptSegment, PromptWork, prompt_attn
 from dakrun.kernels.attention.splitk import AttentionWorkspace, cta_threads, splitk_flash_attn
 
 __all__ = [
@@ -21,10 +22,13 @@ __all__ = [
     "BlockTables",
     "KVCache",
     "KVShape",
+    "PromptSegment",
+    "PromptWork",
     "RowLayout",
     "attention_config",
     "cta_threads",
     "kv_blocks",
+    "prompt_attn",
     "split_sizes",
     "splitk_flash_attn",
     "stage_bytes",
