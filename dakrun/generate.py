@@ -75,6 +75,8 @@ class BatchJob:
         self._llm, self._reader, self._writer = llm, reader, writer
         self._progress = _progress(console) if console else None
         self._choices = Choices()
+        self._running: dict[str, int] = {}  # bytes of the rows that have begun, by id
+        self._bytes_done = 0
         self.counts = Counts(writer.failed_before)
 
     def __enter__(self) -> "BatchJob":
@@ -93,12 +95,23 @@ class BatchJob:
                 cause=error,
             ) from None
 
-    def requests(self) -> Iterator[Request]:
-        """The rows that are left to do; writes the errors of rows that cannot be run."""
+    def requests(self) -> Iterator[Request | None]:
+        """The rows that are left to do; writes the errors of rows that cannot be run.
+
+        None while others run and no more have arrived.
+        """
         for row in self._reader.rows(self._llm.rules):
-            self._writer.expect(row.id)
+            if row is None:
+                if self._running:
+                    yield None
+                else:
+                    self._reader.wait()
+                continue
+            self._writer.expect(row.id, row.line)
+            self._running[row.id] = row.nbytes
             if self._writer.is_done(row.id):
                 self.counts.skipped += 1
+                self._end(row.id)
             elif isinstance(row, RowError):
                 self._fail(row)
             else:
@@ -115,18 +128,24 @@ class BatchJob:
         else:
             self._writer.write(*row)
             self.counts.done += 1
-        if self._progress:
-            tokens = self._llm.engine.stats.new_tokens
-            self._progress.update(
-                self._progress.task_ids[0],
-                completed=self._reader.bytes_read,
-                description=f"{self.counts.done} done, {self.counts.failed} failed, "
-                f"{tokens} tokens",
-            )
+            self._end(result.id)
 
     def _fail(self, error: RowError) -> None:
         self._writer.write_error(error)
         self.counts.failed += 1
+        self._end(error.id)
+
+    def _end(self, row_id: str) -> None:
+        """Count a row as done, and show it."""
+        self._bytes_done += self._running.pop(row_id)
+        if self._progress:
+            tokens = self._llm.engine.stats.new_tokens
+            self._progress.update(
+                self._progress.task_ids[0],
+                completed=self._bytes_done,
+                description=f"{self.counts.done} done, {self.counts.failed} failed, "
+                f"{tokens} tokens",
+            )
 
 
 def expectations(lengths: WorkloadLengths | None, defaults: SamplingParams) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Prompt files read with a tokenizer of bytes and small limits."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,24 @@ RULES = PromptRules(
 def read(
     source: str | Path, rules: PromptRules = RULES, **changes: Any
 ) -> list[Request | RowError]:
-    return list(open_reader(source, **changes).rows(rules))
+    """All rows of a source, in the order of its lines."""
+    return in_order(open_reader(source, **changes), rules)
+
+
+def in_order(reader: RequestReader, rules: PromptRules = RULES) -> list[Request | RowError]:
+    """All rows of `reader`, in the order of their lines."""
+    return sorted(longest_first(reader, rules), key=lambda row: row.line)
+
+
+def longest_first(
+    reader: RequestReader, rules: PromptRules = RULES
+) -> Iterator[Request | RowError]:
+    """The rows of `reader` as they come, waiting for those that have not arrived."""
+    for row in reader.rows(rules):
+        if row is None:
+            reader.wait()
+        else:
+            yield row
 
 
 def open_reader(source: str | Path, **changes: Any) -> RequestReader:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prompt_files import MAX_LEN, RULES, open_reader, read
+from prompt_files import MAX_LEN, RULES, in_order, open_reader, read
 
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests import Request, RowError
+from dakrun.requests.look_ahead import LOOK_AHEAD
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NO_TOKENIZER = replace(RULES, tokenizer=None)
@@ -63,7 +64,7 @@ def test_lines_end_at_newlines_only(make: Callable[..., Path]) -> None:
 def test_no_rows(make: Callable[..., Path], content: bytes, name: str) -> None:
     reader = open_reader(make(content, name))
     assert not reader.needs_tokenizer()
-    assert list(reader.rows(RULES)) == []
+    assert in_order(reader) == []
 
 
 # --- reading: JSON Lines
@@ -200,7 +201,7 @@ def test_very_long_lines(make: Callable[..., Path]) -> None:
     lines = [b"ab", b"x" * 10_000_000, b"cd", b"y" * 1000, b"z" * 1001]
     for end in (b"\n", b""):
         reader = open_reader(make(b"\n".join(lines) + end, "p.txt"), max_line_bytes=1001)
-        rows = list(reader.rows(replace(RULES, max_model_len=10**9)))
+        rows = in_order(reader, replace(RULES, max_model_len=10**9))
         assert [(r.line, isinstance(r, Request)) for r in rows[:4]] == [
             (1, True),
             (2, False),
@@ -250,7 +251,7 @@ def test_needs_tokenizer(
     reader = open_reader(make(content, name))
     assert reader.needs_tokenizer() is needed
     assert reader.needs_tokenizer() is needed
-    assert len(list(reader.rows(RULES))) == sum(map(bool, content.splitlines()))
+    assert len(in_order(reader)) == sum(map(bool, content.splitlines()))
     assert reader.bytes_read == reader.bytes_total == len(content)
 
 
@@ -271,7 +272,7 @@ def test_standard_input(
     stdin(data)
     reader = open_reader("-", format=format)
     assert reader.bytes_total is None
-    assert summary(list(reader.rows(RULES))) == expected
+    assert summary(in_order(reader)) == expected
     assert reader.bytes_read == len(data) and not sys.stdin.closed
 
 
@@ -304,12 +305,12 @@ def test_a_source_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--resume" in raised.value.hint
 
 
-def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "p.txt"
-    path.write_bytes(b"some prompt\n" * 100_000)
-    reader = open_reader(path)
+def test_rows_are_read_when_they_are_asked_for(make: Callable[..., Path]) -> None:
+    reader = open_reader(make(b"some prompt\n" * 100_000, "p.txt"))
     rows = reader.rows(RULES)
     assert reader.bytes_read == 0
-    assert next(rows).line == 1 and reader.bytes_read == 12
-    assert next(rows).line == 2 and reader.bytes_read == 24
+    for line in (1, 2, 3):
+        row = next(rows)
+        assert row and row.line == line and row.nbytes == 12
+        assert reader.bytes_read == 12 * (LOOK_AHEAD + line - 1)
     reader.close()

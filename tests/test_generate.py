@@ -16,6 +16,7 @@ from dakrun.config import SamplingParams
 from dakrun.demo import MODEL, task
 from dakrun.generate import expectations
 from dakrun.llm import LLM
+from dakrun.plan import MAX_BATCH_SIZE
 from dakrun.requests import RowLengths, WorkloadLengths
 from dakrun.resources import resource_dir
 
@@ -302,7 +303,9 @@ def test_what_is_planned_for() -> None:
     }  # fmt: skip
     found = {"max_batch_size": 4, "expected_tokens": 3, "expected_prompt": 5}
     assert expectations(WorkloadLengths.of(rows), defaults) == found
-    assert expectations(WorkloadLengths.of(rows, 1e-6), defaults)["max_batch_size"] == 1024
+    assert (
+        expectations(WorkloadLengths.of(rows, 1e-6), defaults)["max_batch_size"] == MAX_BATCH_SIZE
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from prompt_files import RULES, open_reader, read
+from prompt_files import in_order, longest_first, open_reader, read
 from result_rows import COMPLETION_LINE, ERROR, ERROR_LINE, completion
 
 from dakrun.errors import CannotRun, UsageError
@@ -32,7 +32,7 @@ def test_gzip_prompts_are_known_by_their_bytes(make: Callable[..., Path], name: 
     path = make(packed, name)
     reader = open_reader(path)
     assert reader.needs_tokenizer()
-    rows = list(reader.rows(RULES))
+    rows = in_order(reader)
     assert rows == read(make(ROWS, "plain.jsonl"))
     assert len(rows) == 5 and all(isinstance(row, Request) for row in rows)
     assert reader.bytes_read == reader.bytes_total == len(packed)
@@ -65,7 +65,7 @@ def test_rows_before_the_damage_are_read(
     path = make(spoil(first + gzip.compress(os.urandom(20) + ROWS.encode())))
     rows = []
     with pytest.raises(CannotRun, match="a damaged gzip file") as raised:
-        for row in open_reader(path).rows(RULES):
+        for row in longest_first(open_reader(path)):
             rows.append(row.id)
     assert rows[:5] == list("01234") and "--resume" in raised.value.hint
     lengths = open_reader(path).lengths(20)

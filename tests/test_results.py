@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompt_files import RULES, open_reader, read
+from prompt_files import longest_first, open_reader, read
 from result_rows import COMPLETION_LINE, ERROR, ERROR_LINE, completion
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.requests import IdSet, Request, ResultWriter
+from dakrun.requests import IdSet, Request, ResultWriter, look_ahead
 
 
 def test_native_rows(tmp_path: Path) -> None:
@@ -379,6 +379,7 @@ def test_many_rows_are_never_held(
 ) -> None:
     """Rows stream through reader and writer; what stays are a few bytes for each id."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr(look_ahead, "LOOK_AHEAD", 100)
     rows = 40_000
     row = '{{"id":"request number {}","prompt_token_ids":[3,4,5,6],"max_tokens":2}}\n'
     source = make("".join(map(row.format, range(rows))))
@@ -388,7 +389,7 @@ def test_many_rows_are_never_held(
         reader = open_reader(source)
         with ResultWriter(out, source=source, resume=True) as writer:
             before, most = sys.getallocatedblocks(), 0
-            for row in reader.rows(RULES):
+            for row in longest_first(reader):
                 if not writer.is_done(row.id):
                     writer.write(completion(id=row.id))
                 if row.line % 1000 == 0:

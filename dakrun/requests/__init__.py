@@ -1,7 +1,8 @@
 """Prompt files in, result files out.
 
-reader.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py; lengths.py
-estimates what they will need; choices.py collects the results of a row, writer.py writes them
+lines.py reads lines, look_ahead.py puts the longest rows first, by the estimates of lengths.py, and
+keeps the lines of pipes on disk (spool.py); reader.py turns rows into Requests, in the formats of
+native_rows.py and openai_rows.py; choices.py collects the results of a row, writer.py writes them
 durably (files.py), written_rows.py reads them again, input_order.py puts them in order,
 fingerprint.py tells one run from another; gzip_files.py knows gzip; prompts.py says which prompts a
 model accepts, tokenizer.py wraps the model's tokenizer, chat_template.py runs its chat template,

@@ -33,8 +33,15 @@ def without_gz(name: str) -> str:
 def unpacked(file: BinaryIO) -> BinaryIO:
     """`file`, or its content if it is gzip. Reading the content may raise GZIP_ERRORS."""
     if isinstance(file, io.BufferedReader) and is_gzip(file.peek(len(_MAGIC))):
-        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
+        return gzip.GzipFile(fileobj=_Arriving(file))  # type: ignore[call-overload, no-any-return]
     return file
+
+
+class _Arriving:
+    """A file whose reads return what has arrived; of a pipe, others wait until they are full."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self.read = file.read1
 
 
 def pack(data: bytes) -> bytes:

@@ -86,7 +86,7 @@ def json_lengths(row: Mapping[str, Any], max_tokens: int, max_model_len: int) ->
     prompts = [prompt]
     if (messages := fields.get("messages")) is not None:
         prompts = [_chat_text(messages)]
-    elif isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt):
+    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompts = prompt
     own = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
     new = next((value for value in own if value is not None), max_tokens)

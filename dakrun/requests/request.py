@@ -5,7 +5,7 @@ Knows neither files nor models.
 
 import hashlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from dakrun.config import SamplingParams
@@ -31,7 +31,8 @@ class Reply:
 class Request:
     """A tokenized prompt and how to continue it; `line` is its 1-based line in the input.
 
-    `further` are the requests for the other choices of its row, which have the same id.
+    `further` are the requests for the other choices of its row, which have the same id. `nbytes`
+    is the row's share of the input file.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Request:
     params: SamplingParams
     reply: Reply = Reply()
     further: tuple["Request", ...] = ()
+    nbytes: int = field(default=0, compare=False)
 
 
 class TokenLogprob(NamedTuple):
@@ -79,13 +81,17 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class RowError:
-    """An input row that cannot be run: `code` is for programs, `message` for people."""
+    """An input row that cannot be run: `code` is for programs, `message` for people.
+
+    `nbytes` is as in Request.
+    """
 
     id: str
     line: int
     code: str
     message: str
     reply: Reply = Reply()
+    nbytes: int = field(default=0, compare=False)
 
 
 class IdSet:

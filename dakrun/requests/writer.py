@@ -46,7 +46,7 @@ class ResultWriter:
 
     A write that fails raises CannotRun and leaves whole rows only.
 
-    With `ordered`, `put_in_order` writes the rows anew in the order of the `expect` calls.
+    With `ordered`, `put_in_order` writes the rows anew in the order of the lines in `expect` calls.
 
     The run's fingerprint, if `identify` gives one, is kept beside the output (fingerprint.py).
     """
@@ -126,10 +126,10 @@ class ResultWriter:
         instead = " instead of --overwrite" if self._overwrite else ""
         return f"to go on, run again with --resume{instead}"
 
-    def expect(self, request_id: str) -> None:
-        """Note the id of the input's next row, for --ordered."""
+    def expect(self, request_id: str, line: int) -> None:
+        """Note the line of a row in the input, for --ordered."""
         if self._order is not None:
-            self._order.add(request_id)
+            self._order.add(request_id, line)
 
     def put_in_order(self) -> None:
         """The last step of --ordered, after which nothing can be written; else does nothing.

@@ -1,0 +1,144 @@
+"""The lines of a prompt file, a pipe or standard input, plain or gzip, read once and in order.
+
+Knows bytes and where they lie, no rows. Holds one line at a time.
+"""
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from typing import IO, Any, BinaryIO, NamedTuple
+
+from dakrun.errors import CannotRun, UsageError
+from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked
+
+
+class Line(NamedTuple):
+    """A line that is not blank, without its line end; `data` is None if it is too long to keep.
+
+    `start` is the offset of its data in the unpacked file. `nbytes` counts what was read of the
+    file since the line before: with gzip packed bytes, often 0.
+    """
+
+    number: int
+    data: bytes | None
+    start: int
+    nbytes: int
+
+
+class Lines:
+    """Iterates over the lines of `name`, a path or "-"; `close` closes the file.
+
+    A byte order mark is left out; blank lines are skipped, but counted. `bytes_read` of the file's
+    `bytes_total` (None for a pipe) have been read. Raises UsageError if the file cannot be opened,
+    CannotRun if reading fails later. With `may_wait`, reading waits for a program at the other end.
+    """
+
+    def __init__(self, name: str, max_line_bytes: int) -> None:
+        self.name, self.max_line_bytes = name, max_line_bytes
+        self._file = _open(name)
+        info = _stat(self._file)
+        is_regular = info is not None and stat.S_ISREG(info.st_mode)
+        self.may_wait = info is not None and not is_regular
+        self.bytes_total = info.st_size if info and is_regular and name != "-" else None
+        self.bytes_read = 0
+        self._unpacked: BinaryIO | None = None
+        self._position = 0  # in the unpacked file
+        self._first: Line | None = None
+        self._rest = self._read_lines()
+
+    @property
+    def can_seek(self) -> bool:
+        """Whether `again` can be used: a plain file on disk, of which a line has been read."""
+        return self.bytes_total is not None and self._unpacked is self._file
+
+    def __iter__(self) -> Iterator[Line]:
+        while line := self.peek():
+            self._first = None
+            yield line
+
+    def peek(self) -> Line | None:
+        """The next line, which stays the next one; None at the end."""
+        self._first = self._first or next(self._rest, None)
+        return self._first
+
+    def again(self, start: int, length: int) -> bytes:
+        """The bytes of a line that was read before; needs `can_seek`. Raises CannotRun."""
+        try:
+            data = os.pread(self._file.fileno(), length, start)
+        except OSError as problem:
+            raise self._failure(problem) from problem
+        if len(data) < length:
+            raise CannotRun(
+                f"{self.name}: became shorter while it was read",
+                hint="let no other program change it, then run again with --resume",
+            )
+        return data
+
+    def close(self) -> None:
+        """Close the file; standard input stays open. No other thread may be reading."""
+        if _stat(self._file) is not None:
+            self._file.close()
+
+    def _read_lines(self) -> Iterator[Line]:
+        number = before = 0
+        while data := self._read():
+            number += 1
+            start = self._position - len(data)
+            if is_long := len(data) > self.max_line_bytes:
+                while data and not data.endswith(b"\n"):
+                    data = self._read()
+            elif number == 1 and data.startswith(b"\xef\xbb\xbf"):  # byte order mark
+                data, start = data[3:], start + 3
+            if is_long or data.strip():
+                kept = None if is_long else data.removesuffix(b"\n").removesuffix(b"\r")
+                yield Line(number, kept, start, self.bytes_read - before)
+                before = self.bytes_read
+
+    def _read(self) -> bytes:
+        """The next line, or the start of one that is too long."""
+        try:
+            self._unpacked = self._unpacked or unpacked(self._file)
+            data = self._unpacked.readline(self.max_line_bytes + 1)
+        except GZIP_ERRORS as problem:
+            raise CannotRun(
+                f"{self.name}: a damaged gzip file ({problem})",
+                hint="copy or pack the file again, then run again with --resume",
+            ) from problem
+        except OSError as problem:
+            raise self._failure(problem) from problem
+        self._position += len(data)
+        is_packed = self.bytes_total is not None and self._unpacked is not self._file
+        self.bytes_read = self._file.tell() if is_packed else self._position
+        return data
+
+    def _failure(self, problem: OSError) -> CannotRun:
+        return CannotRun(
+            f"{self.name}: reading failed ({problem.strerror})",
+            hint="copy the file to another disk, then run again with --resume",
+        )
+
+
+def _open(name: str) -> BinaryIO:
+    if name == "-":
+        if sys.stdin is None:
+            raise UsageError("standard input is closed", hint="give -i a file, or pipe prompts in")
+        if _stat(sys.stdin) is None:
+            return sys.stdin.buffer
+        # Not sys.stdin.buffer, which must not be in use by a thread when Python ends.
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    try:
+        return open(name, "rb")
+    except OSError as problem:
+        raise UsageError(
+            f"{name}: cannot be read ({problem.strerror})",
+            hint="give a .txt or .jsonl file of prompts, or - for standard input",
+        ) from None
+
+
+def _stat(file: IO[Any]) -> os.stat_result | None:
+    """What the file is; None for a stream in memory."""
+    try:
+        return os.fstat(file.fileno())
+    except (OSError, ValueError):
+        return None
