@@ -29,6 +29,7 @@ from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.kernels.gemm import Limits
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.runtime import CopyStream, copy
 from dakrun.memory import allocate_tiers
 from dakrun.models import architecture, read_model_config
 from dakrun.plan import Policy, Segment, kv_positions, make_plan
@@ -208,6 +209,43 @@ def test_prompts_and_steps(
         )
     ]  # fmt: skip
     assert launched and all(variant in ahead for variant in launched)
+
+
+@pytest.mark.parametrize("model", ["llama-gqa"], indirect=True)
+@pytest.mark.parametrize("room", [0, ROOM])
+def test_prompts_go_on_alike_in_any_tier(
+    model: tuple[Path, PreTrainedModel], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompt in a local and a remote slot, at and within the end of a block.
+
+    Copies to the remote slot are late: nobody has waited for them when the pass attends.
+    """
+    path, reference = model
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def join(_: CopyStream) -> None:
+        while late:
+            copy(*late.pop())
+
+    monkeypatch.setattr(CopyStream, "copy", lambda _, *pairs: late.extend(pairs))
+    monkeypatch.setattr(CopyStream, "join", join)
+    monkeypatch.setattr(products.Products, "by", lambda *_: "torch")
+    backend, cache, _ = model_of(path, 2)
+    assert cache.counts == (1, 1)
+    shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
+    prefill = Prefill(
+        backend.variant(None, 128, logits=False), cache, shape,
+        torch.empty(room, dtype=torch.uint8), 128,
+    )  # fmt: skip
+    prompt = torch.randint(3, 203, (110,), generator=torch.Generator().manual_seed(2)).tolist()
+    for slot in range(2):
+        assert cache.reserve(slot, len(prompt))
+    cache.flush()
+    for start, end in ((0, 60), (60, 64), (64, 100), (100, 110)):
+        segments = [Segment(slot, start, end - start) for slot in range(2)]
+        local, remote = prefill.logits(2 * prompt[start:end], segments)
+        assert close(local, logits(reference, prompt[:end])), end
+        assert torch.equal(local, remote), end
 
 
 @pytest.mark.parametrize(

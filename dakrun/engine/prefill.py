@@ -1,7 +1,8 @@
 """Prefill on the GPU: prompts through the layers, their keys and values into packed slots.
 
 Knows passes of segments, each some tokens of one slot. Products are the backend's; attention is
-torch's fused kernel; a kernel rotates and packs keys and values, which copies take to remote slots.
+torch's fused kernel, or where a prompt goes on, a kernel that reads KV blocks; another one rotates
+and packs keys and values, which copies take to remote slots.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,11 @@ from itertools import accumulate, groupby
 import torch
 import torch.nn.functional as F
 
+from dakrun.engine.cached_attention import BlockPlaces, CachedAttention
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import store_kv
-from dakrun.kernels.attention import KVCache, KVShape, kv_blocks
+from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Decoder
@@ -52,7 +54,6 @@ class Prefill:
         attention = _PassAttention(
             backend, self._cache, self._shape, self._writer, segments, positions, self._heads
         )
-        self._writer.begin(segments)
         logits = Decoder(backend.model, backend).forward(ids, positions, attention, rows=ends)
         self._writer.end()
         return logits
@@ -72,10 +73,11 @@ class _PassAttention:
         heads: torch.Tensor,
     ) -> None:
         """`heads` [rows, Hq * D] is overwritten by each layer's output."""
-        self._backend, self._cache, self._shape, self._writer = backend, cache, shape, writer
-        self._positions = positions
+        self._backend, self._writer, self._positions = backend, writer, positions
         self._runs = list(_runs(segments, backend.like.device))
         self._heads = heads[: len(positions)]
+        written = writer.begin(segments)
+        self._cached = CachedAttention(backend.model.config, cache, shape, segments, written)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D]; rotates q and k in it."""
@@ -83,46 +85,23 @@ class _PassAttention:
         q, k, v = split_heads(config, qkv)
         joined = qkv.view(len(qkv), -1, config.head_dim)
         self._writer.store(layer, joined, self._positions, self._backend.rotations)
-        for run in self._runs:
-            keys, values = k[run.rows], v[run.rows]
-            if run.cached:
-                packed = self._cache.gather(layer, run.slot, run.cached)
-                before = kv_blocks.read_blocks(packed, run.cached, qkv.dtype, self._shape)
-                keys, values = (
-                    torch.cat((first.transpose(0, 1), rest))
-                    for first, rest in zip(before, (keys, values), strict=True)
-                )
+        for rows, lengths in self._runs:
             found = causal_attention(
-                q[run.rows], keys, values, run.queries, run.keys, scale=config.head_dim**-0.5
+                q[rows], k[rows], v[rows], lengths, lengths, scale=config.head_dim**-0.5
             )
-            self._heads[run.rows] = found.flatten(1)
+            self._heads[rows] = found.flatten(1)
+        self._cached(layer, q, self._heads)
         return self._heads
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Segments that one call of attention computes, the tokens `rows` of the pass.
-
-    They are several that begin a prompt, or one that continues in `slot` after `cached` positions.
-    """
-
-    rows: slice
-    queries: "Lengths"
-    keys: "Lengths"
-    slot: int
-    cached: int
-
-
-def _runs(segments: Sequence[Segment], device: torch.device) -> Iterator[_Run]:
-    """The runs of a pass in order; consecutive segments that begin a prompt are one run."""
+def _runs(segments: Sequence[Segment], device: torch.device) -> Iterator[tuple[slice, "Lengths"]]:
+    """Runs of consecutive segments that begin a prompt: tokens of the pass, and their lengths."""
     first = 0
-    for key, group in groupby(enumerate(segments), lambda s: s[0] if s[1].start else -1):
-        some = [s for _, s in group]
-        lengths = [s.length for s in some]
-        queries, cached = Lengths.of(lengths, device), some[0].start if key >= 0 else 0
-        keys = Lengths.of([cached + lengths[0]], device) if cached else queries
+    for begins, group in groupby(segments, lambda s: s.start == 0):
+        lengths = [s.length for s in group]
         rows = slice(first, first + sum(lengths))
-        yield _Run(rows, queries, keys, some[0].slot, cached)
+        if begins:
+            yield rows, Lengths.of(lengths, device)
         first = rows.stop
 
 
@@ -148,10 +127,13 @@ class KVWriter:
         self._copies: list[_Copy] = []
         self._places = torch.empty(0, 3, dtype=torch.int64)
 
-    def begin(self, segments: Sequence[Segment]) -> None:
-        """Start a pass over `segments`: choose where each of its tokens goes."""
+    def begin(self, segments: Sequence[Segment]) -> list[BlockPlaces]:
+        """Start a pass over `segments`: choose where each of its tokens goes.
+
+        Returns the places of each segment's blocks, in the cache or in `room`.
+        """
         cache, size = self._cache, self._shape.layer_bytes
-        blocks = []  # of each segment: address and bytes per layer, in the cache or in `room`
+        blocks: list[BlockPlaces] = []
         used = 0
         self._copies = []
         for s in segments:
@@ -169,6 +151,7 @@ class KVWriter:
                     used += packed.numel()
             blocks.append(places)
         self._places = upload(self._rows(segments, blocks), self._room.device)
+        return blocks
 
     def store(
         self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, rotations: torch.Tensor | None
@@ -186,9 +169,7 @@ class KVWriter:
         """Make later launches wait until all keys and values are stored."""
         self._stream.join()
 
-    def _rows(
-        self, segments: Sequence[Segment], blocks: Sequence[list[tuple[int, int]]]
-    ) -> torch.Tensor:
+    def _rows(self, segments: Sequence[Segment], blocks: Sequence[BlockPlaces]) -> torch.Tensor:
         """Places for store_kv, int64 [n, 3]: address, bytes per layer, bytes per head."""
         rows = []
         for s, places in zip(segments, blocks, strict=True):
