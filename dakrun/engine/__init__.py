@@ -1,8 +1,8 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
 engine.py schedules requests; a runner computes their steps: graph_runner.py on the GPU's kernels
-(decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
-build.py makes the runner that a plan asks for.
+(decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
+reference_runner.py in plain torch. build.py makes the runner that a plan asks for.
 """
 
 from dakrun.engine.admission import peak_blocks
