@@ -134,6 +134,16 @@ def test_launches_share_their_work() -> None:
     assert torch.equal(case.run(work).view(torch.int16), first.view(torch.int16))
 
 
+def test_tiles_and_their_number_are_read_from_the_device() -> None:
+    """So that the same launch, in a graph, can do other work."""
+    case = PromptCase([(100, 40), (0, 3), (70, 70)], 2, 4, 64)
+    work, other = case.work(), case.work([0, 1])
+    wanted = case.run(other)
+    work.tiles[: len(other.tiles)] = other.tiles
+    work.count.copy_(other.count)
+    assert torch.equal(case.run(work).view(torch.int16), wanted.view(torch.int16))
+
+
 @settings(deadline=None, max_examples=15)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 140)), min_size=1, max_size=5),
