@@ -64,6 +64,7 @@ def make_report(
             "load_s": load_s,
             "wall_s": wall_s,
             "prefill_s": stats.prefill_s,
+            "mixed_steps": stats.mixed_steps,
             "decode_s": decode_s,
             "decode_steps": steps,
             "mean_batch": stats.step_rows / steps if steps else None,

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 
 from dakrun.config import SamplingParams
-from dakrun.engine import Row
+from dakrun.engine import PromptPart, Row
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
@@ -85,10 +86,17 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
         alone = [llm.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
         engine = llm.engine
         engine._admitted_together, engine.runner.chunk_tokens = together, chunk_tokens
-        prefill = engine._prefill
-        engine._prefill = lambda new: groups.append(len(new)) or prefill(new)  # type: ignore
+        launch = engine.runner.launch
+
+        def counted(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+            assert sum(len(part.tokens) for part in parts) <= chunk_tokens
+            if parts:
+                groups.append(len(parts))
+            launch(rows, parts)
+
+        engine.runner.launch = counted  # type: ignore[method-assign]
         found = [one.token_ids for one in llm.generate(prompts, params)]
-    assert found == alone and sum(groups) == 11 and groups[0] == 4
+    assert found == alone and sum(groups) == 11 and groups[0] == min(4, chunk_tokens // 3)
     least = min(together, chunk_tokens // 3)  # all prompts have 3 tokens
     assert groups[1:-1] == [least] * (len(groups) - 2) and groups[-1] <= least
 
@@ -267,8 +275,8 @@ def test_a_run_after_an_interrupted_one_gets_its_own_tokens(
     alone = by_id(list(llm.stream(requests(4))))
     launch = llm.engine.runner.launch
 
-    def interrupted(rows: Sequence[Row]) -> None:
-        launch(rows)
+    def interrupted(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+        launch(rows, parts)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -340,10 +348,10 @@ def test_a_failing_gpu_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     runner = llm.engine.runner
     launches = runner.launch
 
-    def failing(rows: object) -> None:
+    def failing(*step: Any) -> None:
         if runner._steps == 3:
             raise RuntimeError("CUDA error: an illegal memory access\nand much more")
-        launches(rows)
+        launches(*step)
 
     monkeypatch.setattr(runner, "launch", failing)
     rows = [*requests(1, max_tokens=2), *requests(3)[1:]]
@@ -357,7 +365,7 @@ def test_a_failing_gpu_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_errors_stay_what_they_are(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(path)
 
-    def failing(rows: object) -> None:
+    def failing(*step: Any) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(llm.engine.runner, "launch", failing)

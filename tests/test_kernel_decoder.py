@@ -149,7 +149,7 @@ def test_prompts_and_steps(
     launched: list[tuple[str, dict[str, int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in two passes, one of which goes on where the other one ended, then two steps.
+    """Prompts in two passes, a step that ends the second beside a row of the first, two more steps.
 
     The products of prompts are SplitK_GEMM's, or, in some models, the tiled GEMM's or torch's. All
     kernels are among those that are compiled ahead.
@@ -168,26 +168,36 @@ def test_prompts_and_steps(
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
     shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
     prefill = Prefill(
-        backend.variant(staging(backend), 128, logits=False),
+        backend.variant(staging(backend), 128 + 2, logits=False),
         cache,
         shape,
         torch.empty(ROOM, dtype=torch.uint8),
         128,
     )
     for slot, prompt in enumerate(prompts):
-        assert cache.reserve(slot, len(prompt) + 2)
+        assert cache.reserve(slot, len(prompt) + 3)
     cache.flush()
-    prefill.logits(prompts[0][:66], [Segment(0, 0, 66)])
-    segments = [Segment(0, 66, 4), Segment(1, 0, 9)]
-    found = prefill.logits([*prompts[0][66:], *prompts[1]], segments)
-    assert all(close(f, logits(reference, p)) for f, p in zip(found, prompts, strict=True))
+    assert len(prefill.logits(prompts[0][:66], [Segment(0, 0, 66)], [False])) == 0
+    segments = [Segment(0, 66, 4), Segment(1, 0, 5)]
+    (found,) = prefill.logits([*prompts[0][66:], *prompts[1][:5]], segments, [True, False])
+    assert close(found, logits(reference, prompts[0]))
 
-    by = "splitk"
     bucket = cache.counts
     rows.prepare([bucket])
     rows.slots.copy_(torch.arange(2))
-    rows.lengths.copy_(torch.tensor([70, 9]))
-    rows.tokens.copy_(found.argmax(1))
+    rows.lengths.copy_(torch.tensor([70, decode_step.IDLE]))
+    rows.tokens.copy_(torch.tensor([int(found.argmax()), 0]))
+    prompts[0].append(int(found.argmax()))
+    found = prefill.logits(prompts[1][5:], [Segment(1, 5, 4)], [True], rows, bucket)
+    assert close(found[0], logits(reference, prompts[0]))
+    assert close(found[2], logits(reference, prompts[1]))
+    rows.select(2, found[:2])
+    assert rows.lengths.tolist() == [71, decode_step.IDLE]
+    assert rows.tokens[0] == found[0].argmax() == rows.log[0, 70 % decode_step.LOG_STEPS]
+
+    by = "splitk"
+    rows.lengths[1] = 9
+    rows.tokens[1] = found[2].argmax()
     for step in range(2):
         for prompt, token in zip(prompts, rows.tokens.tolist(), strict=True):
             prompt.append(token)
@@ -195,8 +205,8 @@ def test_prompts_and_steps(
         for number, prompt in enumerate(prompts):
             assert close(rows.backend.logits[number], logits(reference, prompt))
         assert rows.tokens.tolist() == rows.backend.logits.argmax(1).tolist()
-        assert rows.lengths.tolist() == [71 + step, 10 + step]
-        position = torch.tensor([70, 9]) + step
+        assert rows.lengths.tolist() == [72 + step, 10 + step]
+        position = torch.tensor([71, 9]) + step
         logged = rows.log[torch.arange(2), position % decode_step.LOG_STEPS]
         assert logged.tolist() == rows.tokens.tolist()
     config, mixes = backend.model.config, path.name.startswith(MIXED)

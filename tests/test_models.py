@@ -1,5 +1,6 @@
 """OPT and Llama over partitioned operands against transformers on the same weights."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -110,13 +111,18 @@ def our_logits(llm: LLM, sequences: list[list[int]]) -> torch.Tensor:
     """Logits [B, NEW_TOKENS, V] along given sequences: the prompt prefilled, the rest decoded."""
     runner = llm.engine.runner
     assert isinstance(runner, ReferenceRunner)
+    count = len(sequences)
+    assert all(runner.cache.reserve(slot, len(s)) for slot, s in enumerate(sequences))
     segments = [Segment(slot, 0, n) for slot, n in enumerate(PROMPT_LENGTHS)]
     flat = [t for s, n in zip(sequences, PROMPT_LENGTHS, strict=True) for t in s[:n]]
-    steps = [runner.prefill(flat, segments)]
+    ends = [end - 1 for end in itertools.accumulate(PROMPT_LENGTHS)]
+    steps = [runner.logits(flat, segments, 0, ends)]
     for step in range(NEW_TOKENS - 1):
         positions = [n + step for n in PROMPT_LENGTHS]
         tokens = [s[p] for s, p in zip(sequences, positions, strict=True)]
-        steps.append(runner.decode(tokens, positions, range(len(sequences))))
+        rows = [Segment(slot, position, 1) for slot, position in enumerate(positions)]
+        steps.append(runner.logits(tokens, rows, count, range(count)))
+    runner.cache.release_all()
     return torch.stack(steps, dim=1)
 
 

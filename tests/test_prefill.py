@@ -220,19 +220,25 @@ def seconds_of_a_file(plan: Plan, together: int, pass_s: float, requests: int) -
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "ratio"),
-    [("llama-3-8b", 256, 0.0), ("llama-3-8b", 64, 0.0), ("opt-6.7b", 64, 0.3), ("opt-30b", 8, 0.5)],
+    ("name", "batch", "ratio", "least"),
+    [
+        ("llama-3-8b", 256, 0.0, 2),
+        ("llama-3-8b", 64, 0.0, 3),
+        ("opt-6.7b", 64, 0.3, 1),
+        ("opt-30b", 8, 0.5, 1),
+    ],
 )
-def test_requests_begin_in_groups_that_cost_least(name: str, batch: int, ratio: float) -> None:
+def test_requests_begin_in_groups_that_cost_least(
+    name: str, batch: int, ratio: float, least: int
+) -> None:
+    """Where a step takes as long as it takes to launch one with prompts, they begin at once."""
     policy = Policy(offload_ratio=ratio, kv_offload_ratio=0.0)
     plan = a_plan(name, batch=batch, new=180, profile="h200-pcie5", policy=policy)
-    link = plan.profile.tier("host").direct_bytes_per_s
-    pass_s = max(0.02, ratio * plan.weight_bytes / link)
+    pass_s = max(0.002, 0.02 - plan.predicted_s)
     chosen = requests_per_admission(plan)
     times = {
         k: seconds_of_a_file(plan, k, pass_s, 40 * batch)
         for k in {1, 2, 3, 4, *range(4, batch // 2 + 1, max(1, batch // 32)), chosen}
     }
     assert times[chosen] <= 1.03 * min(times.values())
-    if batch > 8:
-        assert times[chosen] < 0.85 * times[1], "a pass for each request costs more"
+    assert chosen >= least and (chosen == 1) == (least == 1)

@@ -19,7 +19,7 @@ from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
 from dakrun.engine.reference_runner import ReferenceRunner
-from dakrun.engine.runner import Row, Runner, gpu_errors
+from dakrun.engine.runner import PromptPart, Row, Runner, gpu_errors
 from dakrun.engine.sampler import request_seed, sample, uniform
 from dakrun.engine.staging import Place, Ring, Staging, places, staged_bytes
 
@@ -35,6 +35,7 @@ __all__ = [
     "Lengths",
     "Place",
     "Prefill",
+    "PromptPart",
     "ReferenceRunner",
     "Ring",
     "Row",

@@ -74,8 +74,9 @@ def build_runner(
     chunk_tokens = plan.prefill.chunk_tokens
     staged = kv_staging_bytes(model, plan.workload, chunk_tokens)
     room = torch.empty(staged if any(cache.counts[1:]) else 0, dtype=torch.uint8, device=device)
+    tokens = pass_tokens(plan.workload, chunk_tokens)
     prompts = Prefill(
-        backend.variant(prefill, pass_tokens(plan.workload, chunk_tokens), logits=False),
+        backend.variant(prefill, tokens + cache.slots, logits=False),
         cache, shape, room, chunk_tokens,
     )  # fmt: skip
     return GraphRunner(step, prompts, cache, shape)

@@ -59,30 +59,33 @@ class DecodeStep:
         self.lengths = torch.full_like(self.tokens, IDLE)
         self.log = torch.zeros(batch, LOG_STEPS, dtype=torch.int32, pin_memory=like.is_cuda)
         self._heads = like.new_empty(batch, backend.model.config.q_size)
-        self._attention: dict[Bucket, Attention] = {}
+        self._configs: dict[Bucket, AttentionConfig] = {}
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Choose the attention kernel's configurations for `buckets`; allocate their workspace."""
         device, model = self.backend.like.device, self.backend.model.config
-        configs = [
-            attention_config(
+        self._configs = {
+            bucket: attention_config(
                 self._shape, bucket, self._accesses, sms=sm_count(device),
                 capacity=self._cache.slots, alone=self.backend.fills_sms(sum(bucket)),
             )
             for bucket in buckets
-        ]  # fmt: skip
+        }  # fmt: skip
         group = model.num_heads // model.num_kv_heads
-        workspace = AttentionWorkspace.empty(configs, group, device)
-        for bucket, config in zip(buckets, configs, strict=True):
-            self._attention[bucket] = partial(self._attend, config, workspace)
+        self._workspace = AttentionWorkspace.empty(self._configs.values(), group, device)
 
     def run(self, bucket: Bucket) -> None:
         """Launch a step of a prepared bucket."""
         n = sum(bucket)
         Decoder(self.backend.model, self.backend).forward(
-            self.tokens[:n], self.lengths[:n], self._attention[bucket]
+            self.tokens[:n], self.lengths[:n], self.attention(bucket)
         )
-        self._select(n)
+        self.select(n, self.backend.logits[:n])
+
+    def attention(self, bucket: Bucket, heads: torch.Tensor | None = None) -> Attention:
+        """Attention of the rows of a prepared bucket; `heads` [rows, Hq * D] takes the output."""
+        out = self._heads[: sum(bucket)] if heads is None else heads
+        return partial(self._attend, self._configs[bucket], out)
 
     def chains(self, bucket: Bucket) -> dict[str, list[Callable[[], object]]]:
         """Launch a step of a prepared bucket; return its launches of all layers, by op.
@@ -91,28 +94,29 @@ class DecodeStep:
         """
         n, backend = sum(bucket), self.backend.unstaged()
         recorder = _Recorder(backend)
-        attention = recorder.recorded(self._attention[bucket])
+        attention = recorder.recorded(self.attention(bucket))
         Decoder(backend.model, recorder).forward(self.tokens[:n], self.lengths[:n], attention)
-        self._select(n)
-        recorder.launches["sampling"].append(partial(self._select, n))
+        logits = self.backend.logits[:n]
+        self.select(n, logits)
+        recorder.launches["sampling"].append(partial(self.select, n, logits))
         backend.begin(n)  # buffers for repeated launches: forward's end() has dropped them
         return recorder.launches
 
     def _attend(
-        self, config: AttentionConfig, workspace: AttentionWorkspace, layer: int, qkv: torch.Tensor
+        self, config: AttentionConfig, out: torch.Tensor, layer: int, qkv: torch.Tensor
     ) -> torch.Tensor:
         n, model = len(qkv), self.backend.model.config
         q, k, v = split_heads(model, qkv)
         return splitk_flash_attn(
-            q, k, v, self._cache.tables, self.lengths[:n], config, workspace, self._heads[:n],
+            q, k, v, self._cache.tables, self.lengths[:n], config, self._workspace, out,
             scale=model.head_dim**-0.5, layer=layer, table_of=self.slots[:n],
             rotations=self.backend.rotations, pdl=True,
         )  # fmt: skip
 
-    def _select(self, n: int) -> None:
-        """Choose each row's most likely token, log it, and advance the row's length."""
+    def select(self, n: int, logits: torch.Tensor) -> None:
+        """Choose the most likely token of the first n rows, log it, and advance their lengths."""
         select_greedy(
-            self.backend.logits[:n], self.tokens[:n], self.lengths[:n], self.slots[:n], self.log,
+            logits, self.tokens[:n], self.lengths[:n], self.slots[:n], self.log,
             pdl=True,
         )  # fmt: skip
 

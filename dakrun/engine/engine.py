@@ -1,8 +1,9 @@
-"""The scheduler: fills slots with requests, alternates prefill and decode steps, collects tokens.
+"""The scheduler: fills slots with requests, launches steps, collects their tokens.
 
 A request begins when a slot is free and the KV blocks of its tier suffice for all that run there,
-to their ends. A step may be launched before the tokens of the previous step are known. Knows
-neither files nor checkpoints, nor how the runner computes.
+to their ends. A step carries a row of every running request and parts of the prompts of new ones.
+It may be launched before the tokens of the previous step are known. Knows neither files nor
+checkpoints, nor how the runner computes.
 """
 
 import bisect
@@ -17,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dakrun.engine.admission import peak_blocks
-from dakrun.engine.runner import Chosen, NextTokens, Row, Runner
+from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK, NO_TOKEN
-from dakrun.plan import Plan, passes, requests_per_admission
+from dakrun.plan import Plan, requests_per_admission
 from dakrun.requests import (
     Completion,
     Logprobs,
@@ -40,7 +41,9 @@ class EngineStats:
 
     `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
     `restarted` those that gave up their KV blocks to others and began again.
-    `step_rows` sums the requests of all decode steps, `kv_bytes_read` the KV bytes they read.
+    `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
+    decode rows, too. `step_s` has the other steps; `step_rows` sums their requests and
+    `kv_bytes_read` the KV bytes they read.
     """
 
     requests: int = 0
@@ -49,6 +52,7 @@ class EngineStats:
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_s: float = 0.0
+    mixed_steps: int = 0
     ttft_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
     tpot_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
     step_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
@@ -61,6 +65,7 @@ class _Running:
     """A request in its slot, of whose tokens `cached` are in the KV cache, or about to be.
 
     `launched` counts the new tokens, those being computed included; `limit` is their maximum.
+    `launched_prompt` counts the tokens of the prompt that are computed, or being computed.
     """
 
     request: Request
@@ -72,6 +77,7 @@ class _Running:
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in NextTokens
     cached: int = 0
     launched: int = 1
+    launched_prompt: int = 0
     started: float = 0.0
     first_token: float = 0.0
     ended: bool = False
@@ -80,6 +86,21 @@ class _Running:
     def remaining(self) -> int:
         """Positions that it still adds to the KV cache, at most."""
         return self.limit - self.launched
+
+    @property
+    def blocks_at_end(self) -> int:
+        """KV blocks that it takes at the end, at most."""
+        return ceil_div(len(self.request.prompt_ids) + self.limit - 1, KV_BLOCK)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A launched step. Its tokens are those of `requests`, of which the first are decode rows."""
+
+    start: float
+    requests: Sequence[_Running]
+    decode_rows: int
+    prefills: bool
 
 
 class Engine:
@@ -98,11 +119,12 @@ class Engine:
         self._running: list[_Running] = []  # in the order of their admission
         self._new: list[_Running] = []  # in their slots, before prefill
         self._returned: deque[Request] = deque()  # to begin before the waiting ones
+        self._at_ends: list[int] = []  # blocks by tier, if all requests there ended at once
         self._blocked = False  # until a request ends: no KV blocks for the next one
         self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = False
         self._collected = 0.0  # time of the last collection
-        self._steps: deque[tuple[float, list[_Running]]] = deque()  # launch time, requests
+        self._steps: deque[_Step] = deque()  # launched
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
         """Completions in the order in which they finish; requests are taken as there is room.
@@ -110,9 +132,9 @@ class Engine:
         None in place of a request says that none has arrived: the others go on, and the next is
         asked for after a step. When nothing runs, `requests` should wait for one instead.
 
-        While others run, requests begin in groups (see requests_per_admission), since a pass of
-        prefill reads all weights and delays the decode steps. They begin at once if none is
-        running, or none is there to wait for.
+        While others run, requests begin in groups (see requests_per_admission), since a step with
+        prompts takes longer to launch. They begin at once if none is running, or none is there to
+        wait for.
         A request ends in a RowError where the model's logits are NaN or infinite, or if the KV
         cache is too small for it.
         Raises UsageError, at the first completion, while another run is active.
@@ -125,6 +147,7 @@ class Engine:
         try:
             waiting = iter(requests)
             self._free = list(self.runner.order)
+            self._at_ends = [0] * len(self.runner.cache.counts)
             self._blocked = exhausted = False
             while True:
                 if self._closed:
@@ -146,14 +169,11 @@ class Engine:
                         else:
                             yield self._too_long(request)
                 active = self._grown([r for r in self._running if r.remaining])
-                if self._new and (none_now or not active or self._is_worth_a_pass(self._new)):
-                    self._prefill(self._new)
-                    self._running += self._new
-                    self._new = []
-                elif active and len(self._steps) < self.runner.ahead:
-                    self._launch(active)
+                begins = self._new and (none_now or not active or self._is_worth_a_pass())
+                if (active or begins) and len(self._steps) < self.runner.ahead:
+                    self._launch(active, self._parts() if begins else [])
                     continue
-                elif self._steps:
+                if self._steps:
                     self._collect()
                 elif exhausted and not self._returned:
                     return
@@ -214,6 +234,7 @@ class Engine:
             if self._has_room(r) and cache.reserve(slot, length):
                 self._free.remove(slot)
                 self._new.append(r)
+                self._at_ends[cache.tier(slot)] += r.blocks_at_end
                 return True
         return False
 
@@ -221,11 +242,10 @@ class Engine:
         """Whether the blocks of the tier suffice for its requests and `new`, to their ends."""
         cache = self.runner.cache
         tier = cache.tier(new.slot)
+        if self._at_ends[tier] + new.blocks_at_end <= cache.blocks[tier]:
+            return True
         others = itertools.chain(self._running, self._new)
         here = [new, *(r for r in others if cache.tier(r.slot) == tier)]
-        ends = sum(ceil_div(r.cached + r.remaining, KV_BLOCK) for r in here)
-        if ends <= cache.blocks[tier]:
-            return True
         needed = peak_blocks([r.cached for r in here], [r.remaining for r in here])
         return needed <= cache.blocks[tier]
 
@@ -249,9 +269,11 @@ class Engine:
 
     def _release(self, r: _Running) -> None:
         """Take `r` out of its slot; steps already launched for it have no effect."""
+        cache = self.runner.cache
         r.ended = True
         self._running.remove(r)
-        self.runner.cache.release(r.slot)
+        cache.release(r.slot)
+        self._at_ends[cache.tier(r.slot)] -= r.blocks_at_end
         bisect.insort(self._free, r.slot, key=self._order.__getitem__)
 
     def _too_long(self, request: Request) -> RowError:
@@ -268,64 +290,59 @@ class Engine:
             reply=request.reply,
         )
 
-    def _is_worth_a_pass(self, new: Sequence[_Running]) -> bool:
-        """Whether the `new` requests are enough to begin while others run."""
-        tokens = sum(len(r.request.prompt_ids) for r in new)
-        return len(new) >= self._admitted_together or tokens >= self.runner.chunk_tokens
+    def _is_worth_a_pass(self) -> bool:
+        """Whether the new requests are enough to begin, or to go on with, while others run."""
+        tokens = sum(len(r.request.prompt_ids) for r in self._new)
+        return (
+            self._new[0].launched_prompt > 0
+            or len(self._new) >= self._admitted_together
+            or tokens >= self.runner.chunk_tokens
+        )
 
-    def _prefill(self, new: Sequence[_Running]) -> None:
-        """Cache the prompts of `new`, pass by pass, and sample their first tokens."""
-        start = time.perf_counter()
-        for r in new:
-            r.started = start
-        before: tuple[list[_Running], Chosen] | None = None  # first tokens of the previous pass
-        by_slot = {r.slot: r for r in new}
-        prompts = {r.slot: r.request.prompt_ids for r in new}
-        lengths = {slot: len(prompt) for slot, prompt in prompts.items()}
-        for segments in passes(lengths, self.runner.chunk_tokens):
-            parts = (prompts[s.slot][s.start : s.start + s.length] for s in segments)
-            logits = self.runner.prefill([t for part in parts for t in part], segments)
-            ends = []
-            for number, s in enumerate(segments):
-                if s.start + s.length == lengths[s.slot]:
-                    ends.append(number)
-            done = [by_slot[segments[number].slot] for number in ends]
-            rows = [Row(r.slot, r.cached, 0, r.request.params, r.seed) for r in done]
-            chosen = Chosen(logits[ends[0] : ends[-1] + 1], rows) if ends else None
-            self._begin(before)  # while the pass is computed
-            before = (done, chosen) if chosen else None
-        self._begin(before)
-        self.stats.prefill_s += time.perf_counter() - start
+    def _parts(self) -> list[PromptPart]:
+        """The parts of new requests' prompts that the next step computes."""
+        parts, room, now = [], self.runner.chunk_tokens, time.perf_counter()
+        for r in self._new:
+            if not room:
+                break
+            prompt, start = r.request.prompt_ids, r.launched_prompt
+            tokens = prompt[start : start + room]
+            r.started = r.started or now
+            r.launched_prompt += len(tokens)
+            room -= len(tokens)
+            row = Row(r.slot, len(prompt), 0, r.request.params, r.seed)
+            parts.append(PromptPart(row, start, tokens, r.launched_prompt == len(prompt)))
+        return parts
 
-    def _begin(self, ready: "tuple[list[_Running], Chosen] | None") -> None:
-        """Record the first tokens of requests and hand them to the runner."""
-        if ready is not None:
-            done, chosen = ready
-            found = chosen.collect()
-            tokens = [max(token, 0) for token in found.tokens]  # NO_TOKEN has no embedding
-            self.runner.begin([r.slot for r in done], tokens)
-            self._record(done, found)
-
-    def _launch(self, active: Sequence[_Running]) -> None:
-        """Start a decode step of the requests `active`."""
+    def _launch(self, active: Sequence[_Running], parts: Sequence[PromptPart]) -> None:
+        """Start a step of the requests `active` and of `parts` of new requests' prompts."""
         rows = [Row(r.slot, r.cached, r.launched, r.request.params, r.seed) for r in active]
         start = time.perf_counter()
-        self.runner.launch(rows)
-        self._steps.append((start, list(active)))
-        self.stats.step_rows += len(rows)
-        self.stats.kv_bytes_read += sum(r.cached for r in active) * self._kv_bytes
+        self.runner.launch(rows, parts)
+        ended = sum(part.ends for part in parts)
+        begun, self._new = self._new[:ended], self._new[ended:]
+        self._running += begun
+        self._steps.append(_Step(start, [*active, *begun], len(rows), bool(parts)))
+        if not parts:
+            self.stats.step_rows += len(rows)
+            self.stats.kv_bytes_read += sum(r.cached for r in active) * self._kv_bytes
         for r in active:
             r.cached += 1
             r.launched += 1
 
     def _collect(self) -> None:
         """Record the tokens of the oldest step, except those of ended requests."""
-        start, rows = self._steps.popleft()
+        step, stats = self._steps.popleft(), self.stats
         found = self.runner.collect()
         now = time.perf_counter()
-        self.stats.step_s.append(now - max(start, self._collected))
+        seconds = now - max(step.start, self._collected)
         self._collected = now
-        self._record(rows, found)
+        if step.prefills:
+            stats.prefill_s += seconds
+            stats.mixed_steps += step.decode_rows > 0
+        else:
+            stats.step_s.append(seconds)
+        self._record(step.requests, found)
 
     def _record(self, rows: Sequence[_Running], found: NextTokens) -> None:
         now = time.perf_counter()
@@ -339,6 +356,8 @@ class Engine:
 
     def _finish_reason(self, r: _Running) -> Literal["stop", "length", "error"] | None:
         params = r.request.params
+        if not r.tokens:  # the step of its prompt is still running
+            return None
         if r.tokens[-1] == NO_TOKEN:
             return "error"
         if r.tokens[-1] in self._eos and not params.ignore_eos:

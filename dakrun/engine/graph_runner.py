@@ -1,11 +1,12 @@
-"""Decode steps as CUDA graphs of the project's kernels, one graph for each batch bucket.
+"""Steps on the project's kernels: of decode rows as CUDA graphs, one graph for each batch bucket.
 
-Knows rows and slots. decode_step.py has the launches of a step, prefill.py those of prompts.
+A step that also has parts of prompts is launched op by op: it takes long enough to hide that.
+Knows rows and slots. decode_step.py has the launches of a decode step, prefill.py those of prompts.
 """
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from dakrun.engine.decode_step import (
     fitting,
 )
 from dakrun.engine.prefill import Prefill
-from dakrun.engine.runner import Chosen, NextTokens, Row
+from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row, joined
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.kernels.runtime import capture, edge_kinds, replay_seconds
@@ -41,12 +42,16 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Step:
-    """A launched step; `chosen` has its tokens if any row needs the logits, else None."""
+    """A launched step; `chosen` has its tokens if any row needs the logits, else None.
+
+    `first` has the first tokens of the prompts that end in it, if there are any.
+    """
 
     rows: Sequence[Row]
     start: torch.cuda.Event
     end: torch.cuda.Event
     chosen: Chosen | None
+    first: Chosen | None
 
 
 class GraphRunner:
@@ -84,39 +89,33 @@ class GraphRunner:
         return {"buckets": buckets, "replay_gap_s": gaps}
 
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
-        """Logits [S, V] after the last token of each segment."""
-        self._filled = False
+    def launch(self, rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+        """Start a step in the smallest bucket that holds all rows."""
         self.cache.flush()
-        return self._prefill.logits(tokens, segments)
-
-    @torch.inference_mode()
-    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Store the first tokens of slots for the next step."""
-        self._unmap()
-        self._newest[self._on_gpu(slots)] = self._on_gpu(tokens)
-
-    @torch.inference_mode()
-    def launch(self, rows: Sequence[Row]) -> None:
-        """Replay the smallest bucket that holds all rows."""
-        counts = [0] * len(self.cache.counts)
-        for row in rows:
-            counts[self.cache.tier(row.slot)] += 1
-        bucket = fitting(self._buckets, counts)
-        mapped = self._arrange(rows, bucket)
-        if mapped != self._mapped:
-            self._map(mapped, rows)
-        self.cache.flush()
-        if not self._filled:
-            self._fill()
+        bucket = self._assign(rows) if rows else ()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.graphs[bucket].replay()
-        chosen = self._choose(rows, mapped) if any(row.needs_logits for row in rows) else None
+        first = None
+        if parts:
+            start.record()
+            if not rows:
+                self._unmap()
+            logits = self._pass(bucket, parts)
+            ended = [part.row for part in parts if part.ends]
+            if ended:
+                first = Chosen(logits[sum(bucket) :], ended)
+                slots = self._on_gpu([row.slot for row in ended])
+                self._newest[slots] = first.tokens.clamp(min=0).int()  # NO_TOKEN has no embedding
+        else:
+            if not self._filled:
+                self._fill()
+            start.record()
+            self.graphs[bucket].replay()
+            logits = self._backend.logits
+            self.replays.count[sum(bucket)] += 1
+            self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
+        chosen = self._choose(rows, logits) if any(row.needs_logits for row in rows) else None
         end.record()
-        self._steps.append(_Step(rows, start, end, chosen))
-        self.replays.count[sum(bucket)] += 1
-        self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
+        self._steps.append(_Step(rows, start, end, chosen, first))
 
     def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
@@ -126,19 +125,34 @@ class GraphRunner:
             self._gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
         self._last = step
         if step.chosen is not None:
-            return step.chosen.collect()
-        places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
-        return NextTokens(self._rows.log.take(torch.tensor(places)).tolist())
+            found = step.chosen.collect()
+        else:
+            places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
+            at = torch.tensor(places, dtype=torch.int64)
+            found = NextTokens(self._rows.log.take(at).tolist())
+        return found if step.first is None else joined(found, step.first.collect())
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""
         while self._steps:
             self.collect()
 
-    def _choose(self, rows: Sequence[Row], mapped: Sequence[int]) -> Chosen:
-        """Choose the rows' tokens from the logits; they replace the greedy choices of the graph."""
-        places = self._on_gpu([mapped.index(row.slot) for row in rows]).long()
-        chosen = Chosen(self._backend.logits[places], rows)
+    def _pass(self, bucket: Bucket, parts: Sequence[PromptPart]) -> torch.Tensor:
+        """Compute a step with parts of prompts; the logits of its rows, then of ended prompts."""
+        self._filled = False
+        segments = [Segment(part.row.slot, part.start, len(part.tokens)) for part in parts]
+        tokens = [token for part in parts for token in part.tokens]
+        wanted = [part.ends for part in parts]
+        logits = self._prefill.logits(tokens, segments, wanted, self._rows, bucket)
+        if bucket:
+            self._rows.select(sum(bucket), logits[: sum(bucket)])
+        return logits
+
+    def _choose(self, rows: Sequence[Row], logits: torch.Tensor) -> Chosen:
+        """Choose the rows' tokens from the logits; they replace the greedy choices of the step."""
+        assert self._mapped is not None
+        places = self._on_gpu([self._mapped.index(row.slot) for row in rows]).long()
+        chosen = Chosen(logits[places], rows)
         self._rows.tokens[places] = chosen.tokens.clamp(min=0).int()  # NO_TOKEN has no embedding
         return chosen
 
@@ -185,21 +199,34 @@ class GraphRunner:
         rows.lengths.fill_(IDLE)
         return found
 
-    def _arrange(self, rows: Sequence[Row], bucket: Bucket) -> list[int]:
-        """The slot, or IDLE, of every row of `bucket`; the present mapping if it still fits."""
-        wanted, before = {row.slot for row in rows}, self._mapped or []
-        if len(before) == sum(bucket) and {slot for slot in before if slot != IDLE} == wanted:
-            return before
+    def _assign(self, rows: Sequence[Row]) -> Bucket:
+        """Give every row a place in the smallest bucket that holds them all.
+
+        Rows keep their places where all of them have one in it; the other places become idle.
+        """
+        positions = {row.slot: row.position for row in rows}
+        counts = [0] * len(self.cache.counts)
+        for slot in positions:
+            counts[self.cache.tier(slot)] += 1
+        bucket = fitting(self._buckets, counts)
+        before = self._mapped or []
+        if len(before) == sum(bucket) and positions.keys() <= set(before):
+            ended = [i for i, slot in enumerate(before) if slot not in positions and slot != IDLE]
+            if ended:
+                self._rows.lengths[self._on_gpu(ended)] = IDLE
+                for i in ended:
+                    before[i] = IDLE
+            return bucket
         mapped: list[int] = []
         for tier, room in enumerate(bucket):
-            here = sorted(slot for slot in wanted if self.cache.tier(slot) == tier)
+            here = sorted(slot for slot in positions if self.cache.tier(slot) == tier)
             mapped += here + [IDLE] * (room - len(here))
-        return mapped
+        self._map(mapped, positions)
+        return bucket
 
-    def _map(self, mapped: list[int], rows: Sequence[Row]) -> None:
-        """Assign the slots `mapped` to the rows of the next replays."""
+    def _map(self, mapped: list[int], positions: Mapping[int, int]) -> None:
+        """Assign the slots `mapped` to the rows of the next steps, at their `positions`."""
         self._unmap()
-        positions = {row.slot: row.position for row in rows}
         n = len(mapped)
         slots = self._on_gpu([max(slot, 0) for slot in mapped])
         self._rows.slots[:n] = slots
@@ -211,8 +238,9 @@ class GraphRunner:
         """Save the newest tokens of the slots that are assigned to rows."""
         if self._mapped is not None:
             places = [(i, slot) for i, slot in enumerate(self._mapped) if slot != IDLE]
-            rows, slots = (self._on_gpu(numbers) for numbers in zip(*places, strict=True))
-            self._newest[slots] = self._rows.tokens[rows]
+            if places:
+                rows, slots = (self._on_gpu(numbers) for numbers in zip(*places, strict=True))
+                self._newest[slots] = self._rows.tokens[rows]
         self._mapped = None
 
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Prefill on the GPU: prompts through the layers, their keys and values into packed slots.
+"""Prefill on the GPU: prompts through the layers, their keys and values into KV blocks.
 
-Knows passes of segments, each some tokens of one slot. Products are the backend's; attention is
-torch's fused kernel, or where a prompt goes on, a kernel that reads KV blocks; another one rotates
-and packs keys and values, which copies take to remote slots.
+Knows passes of segments, each some tokens of one slot, behind the rows of a decode step. Products
+are the backend's; attention among new tokens is torch's fused kernel, that to cached blocks the
+project's. A kernel rotates and packs keys and values, which copies take to remote slots.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from dakrun.engine.cached_attention import BlockPlaces, CachedAttention
+from dakrun.engine.decode_step import Bucket, DecodeStep
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import store_kv
 from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.device import upload
-from dakrun.models.decoder import Decoder
+from dakrun.models.decoder import Attention, Decoder
 from dakrun.models.layers import split_heads
 from dakrun.plan import Segment
 from dakrun.units import ceil_div
@@ -44,19 +45,49 @@ class Prefill:
         self._heads = backend.like.new_empty(backend.rows, backend.model.config.q_size)
         self._writer = KVWriter(cache, shape, room)
 
-    def logits(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
-        """Logits [S, V] after each segment; `tokens` are the segments', one after the other."""
-        backend, device = self._backend, self._backend.like.device
+    def logits(
+        self,
+        tokens: Sequence[int],
+        segments: Sequence[Segment],
+        wanted: Sequence[bool],
+        step: DecodeStep | None = None,
+        bucket: Bucket = (),
+    ) -> torch.Tensor:
+        """Logits [S, V] after each segment that is `wanted`; `tokens` are those of all segments.
+
+        The rows of `bucket` of a decode `step` go through the layers with them; their logits come
+        first.
+        """
+        backend, device, n = self._backend, self._backend.like.device, sum(bucket)
         spans = [torch.arange(s.start, s.start + s.length) for s in segments]
         positions = upload(torch.cat(spans).int(), device)
         ids = upload(torch.tensor(tokens, dtype=torch.int32), device)
-        ends = upload(torch.tensor([s.length for s in segments]).cumsum(0) - 1, device)
-        attention = _PassAttention(
-            backend, self._cache, self._shape, self._writer, segments, positions, self._heads
+        ends = torch.tensor([s.length for s in segments]).cumsum(0) - 1
+        ends = torch.cat((torch.arange(n), n + ends[torch.tensor(wanted)]))
+        heads = self._heads[: n + len(positions)]
+        attention: Attention = _PassAttention(
+            backend, self._cache, self._shape, self._writer, segments, positions, heads[n:]
         )
-        logits = Decoder(backend.model, backend).forward(ids, positions, attention, rows=ends)
+        if step is not None and n:
+            attention = _both(n, step.attention(bucket, heads[:n]), attention, heads)
+            ids = torch.cat((step.tokens[:n], ids))
+            positions = torch.cat((step.lengths[:n], positions))
+        logits = Decoder(backend.model, backend).forward(
+            ids, positions, attention, rows=upload(ends, device)
+        )
         self._writer.end()
         return logits
+
+
+def _both(n: int, rows: Attention, prompts: Attention, heads: torch.Tensor) -> Attention:
+    """Attention of n decode `rows`, then of `prompts`; both write their part of `heads`."""
+
+    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        rows(layer, qkv[:n])
+        prompts(layer, qkv[n:])
+        return heads
+
+    return attend
 
 
 class _PassAttention:
@@ -72,10 +103,10 @@ class _PassAttention:
         positions: torch.Tensor,
         heads: torch.Tensor,
     ) -> None:
-        """`heads` [rows, Hq * D] is overwritten by each layer's output."""
+        """`heads` [tokens, Hq * D] is overwritten by each layer's output."""
         self._backend, self._writer, self._positions = backend, writer, positions
         self._runs = list(_runs(segments, backend.like.device))
-        self._heads = heads[: len(positions)]
+        self._heads = heads
         written = writer.begin(segments)
         self._cached = CachedAttention(backend.model.config, cache, shape, segments, written)
 

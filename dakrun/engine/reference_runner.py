@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dakrun.config import ModelConfig
-from dakrun.engine.runner import Chosen, NextTokens, Row
+from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import reference
 from dakrun.kernels.attention import KVCache, RowLayout
@@ -114,8 +114,8 @@ class TimedBackend:
 class ReferenceAttention:
     """Attention of a pass over `segments`, each of one slot of `cache`.
 
-    `rope` are the rotations of the pass's positions, or None for learned positions. With `decode`
-    all segments are a single token long.
+    `rope` are the rotations of the pass's positions, or None for learned positions. The first
+    `decode` segments are decode rows, of a single token.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ReferenceAttention:
         segments: Sequence[Segment],
         rope: Rotations | None,
         *,
-        decode: bool,
+        decode: int,
     ) -> None:
         self._config, self._cache, self._layout = config, cache, layout
         self._segments, self._rope, self._decode = segments, rope, decode
@@ -143,15 +143,13 @@ class ReferenceAttention:
             self._store(layer, s, *(x[first : first + s.length] for x in (k, v)))
             first += s.length
         caches = [self._cached(layer, s) for s in self._segments]
-        if self._decode:
-            return reference.decode_attention(q, caches, self._scale)
-        parts = q.split([s.length for s in self._segments])
-        return torch.cat(
-            [
-                reference.prefill_attention(part, cache, self._scale)
-                for part, cache in zip(parts, caches, strict=True)
-            ]
-        )
+        n, found = self._decode, []
+        if n:
+            found.append(reference.decode_attention(q[:n], caches[:n], self._scale))
+        parts = q[n:].split([s.length for s in self._segments[n:]])
+        for part, cache in zip(parts, caches[n:], strict=True):
+            found.append(reference.prefill_attention(part, cache, self._scale))
+        return torch.cat(found)
 
     def _store(self, layer: int, s: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [T, Hkv, D] of a segment to its slot's blocks."""
@@ -214,35 +212,25 @@ class ReferenceRunner:
         return {}
 
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
-        """Logits [S, V] after the last token of each segment."""
-        ends = torch.tensor([s.length for s in segments], device=self._device).cumsum(0) - 1
-        positions = [p for s in segments for p in range(s.start, s.start + s.length)]
-        return self._forward(self._prefill, tokens, positions, segments, rows=ends)
-
-    @torch.inference_mode()
-    def decode(
-        self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits [B, V] of a step: token b enters slots[b] at positions[b]."""
-        segments = [
-            Segment(slot, position, 1) for slot, position in zip(slots, positions, strict=True)
-        ]
-        return self._forward(self._decode, tokens, positions, segments)
-
-    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Remember the newest tokens."""
-        self._newest.update(zip(slots, tokens, strict=True))
-
-    def launch(self, rows: Sequence[Row]) -> None:
+    def launch(self, rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
         """Compute a step."""
-        slots = [row.slot for row in rows]
-        tokens = [self._newest[slot] for slot in slots]
-        logits = self.decode(tokens, [row.position for row in rows], slots)
-        self._steps += 1
-        with self._timed.timer("sampling") if self._timed else nullcontext():
-            self._chosen.append(Chosen(logits, rows).collect())
-        self.begin(slots, self._chosen[-1].tokens)
+        tokens = [self._newest[row.slot] for row in rows]
+        segments = [Segment(row.slot, row.position, 1) for row in rows]
+        wanted, chosen = list(range(len(rows))), list(rows)
+        for part in parts:
+            tokens += part.tokens
+            segments.append(Segment(part.row.slot, part.start, len(part.tokens)))
+            if part.ends:
+                wanted.append(len(tokens) - 1)
+                chosen.append(part.row)
+        logits = self.logits(tokens, segments, len(rows), wanted)
+        timed = self._timed if not parts else None
+        self._steps += not parts
+        with timed.timer("sampling") if timed else nullcontext():
+            found = Chosen(logits, chosen).collect() if chosen else NextTokens([])
+        self._chosen.append(found)
+        for row, token in zip(chosen, found.tokens, strict=True):
+            self._newest[row.slot] = max(token, 0)  # NO_TOKEN has no embedding
 
     def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
@@ -252,21 +240,23 @@ class ReferenceRunner:
         """Forget the tokens of all steps."""
         self._chosen.clear()
 
-    def _forward(
-        self,
-        decoder: Decoder,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        segments: Sequence[Segment],
-        rows: torch.Tensor | None = None,
+    @torch.inference_mode()
+    def logits(
+        self, tokens: Sequence[int], segments: Sequence[Segment], decode: int, wanted: Sequence[int]
     ) -> torch.Tensor:
-        """Logits of a pass after the tokens numbered `rows`; of a decode step (None) after all."""
+        """Logits [S, V] after the tokens numbered `wanted` of a pass over `segments`.
+
+        The first `decode` segments are decode rows.
+        """
+        positions = [p for s in segments for p in range(s.start, s.start + s.length)]
         at, ids = (torch.tensor(numbers, device=self._device) for numbers in (positions, tokens))
         rope = None if self._rope is None else (self._rope[0][at, None], self._rope[1][at, None])
-        decode = rows is None
         attention: Attention = ReferenceAttention(
             self._model.config, self.cache, self._layout, segments, rope, decode=decode
         )
-        if decode and self._timed:
-            attention = self._timed.timed(attention)
-        return decoder.forward(ids, at, attention, rows)
+        if len(wanted) == len(tokens) == decode:  # a decode step without prompts
+            if self._timed:
+                attention = self._timed.timed(attention)
+            return self._decode.forward(ids, at, attention)
+        rows = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        return self._prefill.forward(ids, at, attention, rows)

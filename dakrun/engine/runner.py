@@ -1,4 +1,4 @@
-"""The interface between engine and runners: prefill, decode steps, and their tokens.
+"""The interface between engine and runners: steps of decode rows and prompts, and their tokens.
 
 graph_runner.py has the runner of the GPU's kernels, reference_runner.py that of plain torch.
 """
@@ -17,14 +17,14 @@ from dakrun.errors import GpuFailed
 from dakrun.kernels.attention import KVCache
 from dakrun.memory.device import download, is_out_of_memory, out_of_memory, upload
 from dakrun.memory.tiers import LOCAL_HINT
-from dakrun.plan import Segment
 
 
 class Row(NamedTuple):
-    """A request's row in a decode step.
+    """A request's row in a step.
 
     Its newest token, number `step` of the generated ones, enters `slot` at `position`. The next
-    token is drawn with `params` and `seed`.
+    token is drawn with `params` and `seed`. For a prompt, `position` is that of its first new token
+    and `step` is 0.
     """
 
     slot: int
@@ -37,6 +37,18 @@ class Row(NamedTuple):
     def needs_logits(self) -> bool:
         """Whether the row needs more of the logits than the likeliest token."""
         return self.params.temperature > 0 or self.params.logprobs is not None
+
+
+class PromptPart(NamedTuple):
+    """Tokens of the prompt of `row`, which enter its slot from position `start` on.
+
+    If the prompt `ends` with them, the row's first token is chosen.
+    """
+
+    row: Row
+    start: int
+    tokens: Sequence[int]
+    ends: bool
 
 
 class NextTokens(NamedTuple):
@@ -54,8 +66,8 @@ class Runner(Protocol):
     """A model in its tiers, with slots for requests and blocks for their keys and values.
 
     A slot needs blocks of `cache` for all positions that a pass or step reads and writes. `order`
-    lists the slots in the order in which to fill them. Up to `ahead` steps may be launched
-    before the tokens of the oldest are collected. A pass of prefill takes up to `chunk_tokens`.
+    lists the slots in the order in which to fill them. Up to `ahead` steps may be launched before
+    the tokens of the oldest are collected. A step takes up to `chunk_tokens` tokens of prompts.
     """
 
     cache: KVCache
@@ -74,20 +86,16 @@ class Runner(Protocol):
         """Further facts for the report, JSON-ready."""
         ...
 
-    def prefill(self, tokens: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
-        """Cache the concatenated tokens of all segments; logits [S, V] after each segment."""
-        ...
+    def launch(self, rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+        """Start a step: one pass over the weights for decode rows and parts of prompts.
 
-    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Give slots their first generated tokens, which the next decode step starts from."""
-        ...
-
-    def launch(self, rows: Sequence[Row]) -> None:
-        """Start a decode step: the newest token of every row goes in, its next one comes out."""
+        The newest token of every row goes in, its next one comes out. Keys and values of the parts
+        are cached; a prompt that ends gives its row's first token, from which the next step starts.
+        """
         ...
 
     def collect(self) -> NextTokens:
-        """The tokens of the oldest step that was launched; waits."""
+        """The tokens of the oldest step, of its rows, then of the prompts that ended; waits."""
         ...
 
     def drop(self) -> None:
@@ -128,6 +136,12 @@ class Chosen:
             else {}
         )
         return NextTokens(tokens, found)
+
+
+def joined(first: NextTokens, second: NextTokens) -> NextTokens:
+    """The tokens of `first`, then those of `second`."""
+    more = {len(first.tokens) + number: likeliest for number, likeliest in second.logprobs.items()}
+    return NextTokens(first.tokens + second.tokens, {**first.logprobs, **more})
 
 
 @contextmanager

@@ -220,7 +220,8 @@ def activation_bytes(
     hidden = max(model.hidden_size, model.q_size)  # normalized rows, or attention's output
     width = model.hidden_size + qkv + model.q_size + model.ffn_size + hidden
     cached = 3 * 2 * model.kv_size * workload.max_model_len  # KV of a prompt's earlier passes
-    in_kernels = (pass_tokens(workload, chunk_tokens) * width + cached) * size
+    rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
+    in_kernels = (rows * width + cached) * size
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
     logits = workload.batch_size * model.vocab_size
     sampling = min(logits, SAMPLING_LOGITS) * SAMPLING_BYTES

@@ -20,6 +20,7 @@ from dakrun.units import ceil_div
 
 PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
 PASS_LAUNCH_SECONDS = 0.02  # for the CPU to launch a pass: 25 ms less the GPU's, beside an H200
+MIXED_STEP_SECONDS = 0.002  # of the GPU between the launches of a step that is no graph
 PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
 
 
@@ -158,19 +159,20 @@ def predict_prefill(plan: Plan) -> Prefill:
 def requests_per_admission(plan: Plan) -> int:
     """Requests whose prompts are computed together once the batch is full: the cheapest number.
 
-    A pass of prefill costs F seconds besides its tokens' own work: it reads all weights, over the
-    link too, while decode waits. Waiting for further slots to become free shares F among more
-    requests, but leaves slots idle. With B slots, L new tokens a request and steps of T seconds, a
-    slot becomes free every L / B steps, so that k of them have been idle for k^2 L / (2 B) steps
-    in all, each of which costs T / B. The cost per request, F / k + k L T / (2 B^2), is least at
+    A step with prompts costs F seconds besides its tokens' own work: it is no graph, so the CPU may
+    take longer to launch it than the GPU to compute it. Waiting for further slots to become free
+    shares F among more requests, but leaves slots idle. With B slots, L new tokens a request and
+    steps of T seconds, a slot becomes free every L / B steps, so that k of them have been idle for
+    k^2 L / (2 B) steps in all, each of which costs T / B. The cost per request,
+    F / k + k L T / (2 B^2), is least at
 
         k = B sqrt(2 F / (L T)).
     """
-    one = _Pass(plan)
-    one.add((1, 1, (((0, 0, 1), 1),)))
-    launches = PASS_LAUNCH_SECONDS if plan.profile.device == "cuda" else 0.0
+    if plan.profile.device != "cuda":
+        return 1
+    extra = max(MIXED_STEP_SECONDS, PASS_LAUNCH_SECONDS - plan.predicted_s)
     slots, steps = plan.workload.batch_size, plan.workload.new_tokens * plan.predicted_s
-    best = slots * math.sqrt(2 * max(one.predicted_s, launches) / steps)
+    best = slots * math.sqrt(2 * extra / steps)
     return max(1, min(round(best), ceil_div(slots, 2)))
 
 
