@@ -253,7 +253,7 @@ def test_prompts_go_on_alike_in_any_tier(
     cache.flush()
     for start, end in ((0, 60), (60, 64), (64, 100), (100, 110)):
         segments = [Segment(slot, start, end - start) for slot in range(2)]
-        local, remote = prefill.logits(2 * prompt[start:end], segments)
+        local, remote = prefill.logits(2 * prompt[start:end], segments, [True, True])
         assert close(local, logits(reference, prompt[:end])), end
         assert torch.equal(local, remote), end
 
