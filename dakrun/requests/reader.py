@@ -112,7 +112,7 @@ class RequestReader:
         if self.bytes_total is None:
             return None
         ahead.fill()
-        share = 1.0 if ahead.ended else self.bytes_read / self.bytes_total
+        share = 1.0 if ahead.ended else self.bytes_read / max(self.bytes_read, self.bytes_total)
         return WorkloadLengths.of(ahead.lengths(), share)
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError | None]:
@@ -180,6 +180,16 @@ class RequestReader:
         return new
 
     def _parse(self, ahead: AheadRow, data: bytes | None, rules: PromptRules) -> Request | RowError:
+        row = self._parse_alone(ahead, data, rules)
+        if ahead.new_id is None:
+            return row
+        message = f"an earlier row has the id {row.id!r}"
+        return _error(ahead, ahead.new_id, "duplicate_id", message)
+
+    def _parse_alone(
+        self, ahead: AheadRow, data: bytes | None, rules: PromptRules
+    ) -> Request | RowError:
+        """The row, whether or not its id is an earlier row's."""
         row_id = f"line-{ahead.number}"
         try:
             if data is None:
@@ -191,8 +201,6 @@ class RequestReader:
                 row = json_object(data)
                 kind = _kind_of(row)
                 row_id = id_of(row, kind.id_field) or row_id
-                if ahead.new_id is not None:
-                    raise BadRow("duplicate_id", f"an earlier row has the id {row_id!r}")
                 if ahead.kind is not None and kind is not ahead.kind:
                     raise BadRow(
                         "mixed_formats",
@@ -212,10 +220,8 @@ class RequestReader:
 
 
 def _error(ahead: AheadRow, row_id: str, code: str, message: str) -> RowError:
-    if ahead.new_id is not None and code != "duplicate_id":
-        code, message = "duplicate_id", f"an earlier row has the id {row_id!r}"
     return RowError(
-        id=ahead.new_id or row_id,
+        id=row_id,
         line=ahead.number,
         code=code,
         message=message,
