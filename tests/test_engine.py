@@ -97,8 +97,8 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
         engine.runner.launch = counted  # type: ignore[method-assign]
         found = [one.token_ids for one in llm.generate(prompts, params)]
     assert found == alone and sum(groups) == 11 and groups[0] == min(4, chunk_tokens // 3)
-    least = min(together, chunk_tokens // 3)  # all prompts have 3 tokens
-    assert groups[1:-1] == [least] * (len(groups) - 2) and groups[-1] <= least
+    least = min(together, chunk_tokens // 6)  # prompts have 3 tokens, and half is for rows
+    assert groups[2:-1] == [least] * (len(groups) - 3) and groups[-1] <= least
 
 
 def test_requests_that_arrive_late(path: Path) -> None:

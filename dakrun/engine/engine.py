@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dakrun.engine.admission import peak_blocks
+from dakrun.engine.decode_step import BUCKET_STEP
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
@@ -60,7 +61,7 @@ class EngineStats:
     kv_bytes_read: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A request in its slot, of whose tokens `cached` are in the KV cache, or about to be.
 
@@ -118,6 +119,7 @@ class Engine:
         self._free: list[int] = []  # slots, in the order in which to fill them
         self._running: list[_Running] = []  # in the order of their admission
         self._new: list[_Running] = []  # in their slots, before prefill
+        self._beginning = 0  # requests in `_new` of a group that has begun
         self._returned: deque[Request] = deque()  # to begin before the waiting ones
         self._at_ends: list[int] = []  # blocks by tier, if all requests there ended at once
         self._blocked = False  # until a request ends: no KV blocks for the next one
@@ -171,7 +173,7 @@ class Engine:
                 active = self._grown([r for r in self._running if r.remaining])
                 begins = self._new and (none_now or not active or self._is_worth_a_pass())
                 if (active or begins) and len(self._steps) < self.runner.ahead:
-                    self._launch(active, self._parts() if begins else [])
+                    self._launch(active, self._parts(len(active)) if begins else [])
                     continue
                 if self._steps:
                     self._collect()
@@ -185,7 +187,7 @@ class Engine:
                 exhausted = exhausted and not self._returned
         finally:
             self._steps.clear()
-            self._running, self._new = [], []
+            self._running, self._new, self._beginning = [], [], 0
             self._returned.clear()
             with suppress(RuntimeError):  # of a GPU that has failed
                 self.runner.drop()
@@ -228,14 +230,19 @@ class Engine:
         seed = request_seed(params.seed, request.id)
         limit = min(params.max_tokens, self._max_len - length)
         cache = self.runner.cache
-        first = {cache.tier(slot): slot for slot in reversed(self._free)}
-        for slot in sorted(first.values(), key=self._order.__getitem__):
+        tried: set[int] = set()  # tiers
+        for slot in self._free:
+            if cache.tier(slot) in tried:
+                continue
+            tried.add(cache.tier(slot))
             r = _Running(request, slot, stop, seed, limit, cached=length)
             if self._has_room(r) and cache.reserve(slot, length):
                 self._free.remove(slot)
                 self._new.append(r)
                 self._at_ends[cache.tier(slot)] += r.blocks_at_end
                 return True
+            if len(tried) == len(cache.counts):
+                break
         return False
 
     def _has_room(self, new: _Running) -> bool:
@@ -294,14 +301,18 @@ class Engine:
         """Whether the new requests are enough to begin, or to go on with, while others run."""
         tokens = sum(len(r.request.prompt_ids) for r in self._new)
         return (
-            self._new[0].launched_prompt > 0
+            self._beginning > 0
             or len(self._new) >= self._admitted_together
             or tokens >= self.runner.chunk_tokens
         )
 
-    def _parts(self) -> list[PromptPart]:
-        """The parts of new requests' prompts that the next step computes."""
-        parts, room, now = [], self.runner.chunk_tokens, time.perf_counter()
+    def _parts(self, rows: int) -> list[PromptPart]:
+        """The parts of new requests' prompts that the next step computes beside `rows` rows.
+
+        Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
+        """
+        most, now, parts = self.runner.chunk_tokens, time.perf_counter(), []
+        room = max(most // 2, most - ceil_div(rows, BUCKET_STEP) * BUCKET_STEP)
         for r in self._new:
             if not room:
                 break
@@ -320,6 +331,8 @@ class Engine:
         start = time.perf_counter()
         self.runner.launch(rows, parts)
         ended = sum(part.ends for part in parts)
+        if parts:
+            self._beginning = len(self._new) - ended
         begun, self._new = self._new[:ended], self._new[ended:]
         self._running += begun
         self._steps.append(_Step(start, [*active, *begun], len(rows), bool(parts)))

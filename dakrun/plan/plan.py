@@ -3,13 +3,13 @@
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, weight_bytes
+from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, kv_positions, weight_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import Regime
 
@@ -110,6 +110,8 @@ class Plan:
     extent of offloading: 1 up to the ops' a, 2 up to their b, 3 beyond. `sampling_s` is the time
     of choosing a step's tokens, `waits_s` the time in which direct and staged reads of matrices
     wait for each other. `forgone` is an offloading plan whose gain is below MIN_OFFLOAD_GAIN.
+    `spare_kv_blocks` are KV blocks of the local tier beyond those of expected lengths: they use
+    memory that is left.
     `strategy` is greedy or uniform, also where the policy's is auto; `tried_s` has a step's
     predicted seconds with every strategy that was tried, infinite where it does not fit. All
     figures but those of `prefill` are of decode steps.
@@ -128,6 +130,7 @@ class Plan:
     sampling_s: float = 0.0
     waits_s: float = 0.0
     prefill: PrefillPlan = PrefillPlan()
+    spare_kv_blocks: int = 0
     strategy: Strategy
     tried_s: Mapping[Strategy, float]
     forgone: "Plan | None" = None
@@ -143,13 +146,37 @@ class Plan:
     def kv_placement(self) -> tuple[tuple[str, int, int], ...]:
         """(tier, slots, KV blocks) of the cache, the local tier first."""
         blocks = kept_positions(self.workload) // KV_BLOCK
-        return tuple((tier, n, n * blocks) for tier, n in self.placement("attention"))
+        spare = [self.spare_kv_blocks, *[0] * len(self.tiers)]
+        return tuple(
+            (tier, n, n * blocks + more)
+            for (tier, n), more in zip(self.placement("attention"), spare, strict=False)
+        )
 
     def memory(self, tier: int) -> dict[str, int]:
         """Bytes in the plan's tier number `tier` by purpose."""
         kv = self.op("attention").resident_bytes(tier)
+        if tier == 0:
+            kv += self.spare_kv_blocks * self.kv_block_bytes
         weights = sum(op.resident_bytes(tier) for op in self.weights())
         return {"weights": weights, "kv": kv, **(self.fixed_bytes if tier == 0 else {})}
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of a KV block in all layers."""
+        return KV_BLOCK * self.model.kv_bytes_per_token
+
+    def with_spare_kv_blocks(self) -> "Plan":
+        """This plan with memory of the local tier that is left used for further KV blocks.
+
+        There are at most as many as the tier's slots may take. On a CPU, whose memory other
+        programs use, there are none.
+        """
+        slots = self.placement("attention")[0][1]
+        most = slots * (kv_positions(self.workload) - kept_positions(self.workload)) // KV_BLOCK
+        left = self.budgets[0] - sum(self.memory(0).values())
+        if self.profile.device != "cuda" or left <= 0:
+            return self
+        return replace(self, spare_kv_blocks=min(most, left // self.kv_block_bytes))
 
     def weights(self) -> Iterator[OpPlan]:
         """The ops with a matrix."""

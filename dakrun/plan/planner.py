@@ -54,7 +54,7 @@ def make_plan(
     costs = StepCosts(model, workload, profile, policy.remote_tiers(profile))
     problem = Problem.of(costs, policy)
     plan = assemble(problem, *_fastest(problem, thorough))
-    return with_prefill(_local_if_as_fast(problem, plan))
+    return with_prefill(_local_if_as_fast(problem, plan)).with_spare_kv_blocks()
 
 
 def _fastest(problem: Problem, thorough: bool) -> tuple[Candidate, dict[Strategy, float]]:

@@ -62,8 +62,7 @@ def can_pack(plan: Plan) -> bool:
 
 def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
     """Bytes to allocate in each tier for the plan's matrices and KV slots, alignment included."""
-    attention = plan.op("attention")
-    sizes = [aligned(attention.resident_bytes(number)) for number in range(len(plan.tiers))]
+    sizes = [aligned(plan.memory(number)["kv"]) for number in range(len(plan.tiers))]
     for op in plan.weights():
         for counts in op.placement:
             row_blocks = [count * row_block_bytes(op.op.shape[1]) for count in counts]
