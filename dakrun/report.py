@@ -15,7 +15,7 @@ from rich.console import Console
 
 import dakrun
 from dakrun.engine.engine import EngineStats
-from dakrun.plan import Plan
+from dakrun.plan import Plan, run_bound
 from dakrun.plan.show import plan_dict
 from dakrun.tables import Column, print_table
 from dakrun.units import ceil_div, format_bytes, format_seconds
@@ -41,6 +41,8 @@ def make_report(
     `op_seconds` are the measured seconds of a decode step by op; `details` are entries that the
     runner adds; `device` is the name of the GPU or CPU.
 
+    time.bound_s is the least time of the run's work (see plan.run_bound).
+
     EB is the model's weight bytes over the mean decode step time (arXiv 2604.26074). EB total is
     the rate of the weight and KV bytes that the steps read. Entries that need a decode step are
     None without one.
@@ -50,6 +52,14 @@ def make_report(
     step_s = decode_s / steps if steps else None
     weights_read = sum(op.read_bytes(t) for op in plan.weights() for t in range(len(plan.tiers)))
     planned = plan_dict(plan)
+    bound_s = run_bound(
+        plan,
+        requests=stats.requests,
+        prompt_tokens=stats.prompt_tokens,
+        new_tokens=stats.new_tokens,
+        steps=steps + stats.prefill_steps,
+        kv_bytes=stats.kv_bytes_read + stats.mixed_kv_bytes,
+    )
     return {
         "schema": SCHEMA,
         "model": {key: planned["model"][key] for key in _MODEL_KEYS},
@@ -64,7 +74,9 @@ def make_report(
             "load_s": load_s,
             "wall_s": wall_s,
             "prefill_s": stats.prefill_s,
+            "prefill_steps": stats.prefill_steps,
             "mixed_steps": stats.mixed_steps,
+            "bound_s": bound_s,
             "decode_s": decode_s,
             "decode_steps": steps,
             "mean_batch": stats.step_rows / steps if steps else None,
@@ -178,7 +190,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         "TTFT": _spread_text(report["ttft_s"]),
         "TPOT": _spread_text(report["tpot_s"]),
         "decode step": _spread_text(report["decode_step_s"]) + _predicted(report),
-        "throughput": f"{report['tokens_per_s'] or 0:.1f} tokens/s",
+        "throughput": f"{report['tokens_per_s'] or 0:.1f} tokens/s" + _share(report),
         "EB": f"{_rate(report['eb_bytes_per_s'])}; all weight and KV bytes read "
         f"{_rate(report['eb_total_bytes_per_s'])}",
     }
@@ -194,6 +206,15 @@ def _predicted(report: Mapping[str, Any]) -> str:
     if not report["predictions_comparable"]:
         return ""
     return f"; predicted {_seconds(report['predicted_step_s'])} with a full batch"
+
+
+def _share(report: Mapping[str, Any]) -> str:
+    """The share of the run's bound; empty where the profile's rates are not those of the device."""
+    times = report["time"]
+    if not report["predictions_comparable"] or not times["wall_s"]:
+        return ""
+    share = times["bound_s"] / times["wall_s"]
+    return f", {share:.0%} of what arithmetic, memory and link allow ({times['bound_s']:.1f} s)"
 
 
 def _restarted(count: int) -> str:

@@ -25,6 +25,7 @@ from dakrun.plan import (
     compute_time,
     decode_ops,
     make_plan,
+    run_bound,
 )
 from dakrun.plan.show import plan_dict
 
@@ -316,3 +317,25 @@ def test_what_a_cpu_reads_takes_as_long_wherever_it_is_said_to_lie() -> None:
         for ratio in (0.0, 1.0)
     )
     assert local.predicted_s == pytest.approx(remote.predicted_s)
+
+
+def test_a_run_takes_at_least_its_arithmetic_memory_and_links() -> None:
+    h200 = load_profile("h200-pcie5")
+    model = known("llama-3-8b")
+    plan = make_plan(model, work(512, 186, 180), h200, Policy(offload_ratio=0.0))
+    counts = {"requests": 2000, "prompt_tokens": 372_568, "new_tokens": 360_402}
+    parameters = plan.weight_bytes / 2 - 2 * model.vocab_size * model.hidden_size
+    head = model.vocab_size * model.hidden_size
+    flops = 2 * (parameters * (372_568 + 360_402 - 2000) + head * 360_402)
+    seconds = flops / h200.compute["bfloat16"].at(4096)
+    kv = 1.5e13 / h200.hbm_bytes_per_s
+    found = run_bound(plan, **counts, steps=600, kv_bytes=1.5e13)
+    assert found == pytest.approx(seconds + kv) and 15 < found < 22
+    assert run_bound(plan, **counts, steps=10**5, kv_bytes=0) == pytest.approx(
+        10**5 * sum(op.read_bytes(0) for op in plan.weights()) / h200.hbm_bytes_per_s
+    )
+    half = make_plan(model, work(8), h200, Policy(offload_ratio=0.5, kv_offload_ratio=0.0))
+    host = h200.tier("host")
+    assert run_bound(half, **counts, steps=10**4, kv_bytes=0) == pytest.approx(
+        10**4 * sum(op.read_bytes(1) for op in half.weights()) / host.staged_bytes_per_s
+    )

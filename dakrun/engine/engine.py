@@ -43,8 +43,9 @@ class EngineStats:
     `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
     `restarted` those that gave up their KV blocks to others and began again.
     `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
-    decode rows, too. `step_s` has the other steps; `step_rows` sums their requests and
-    `kv_bytes_read` the KV bytes they read.
+    decode rows, too, and `prefill_steps` all of them. `step_s` has the other steps; `step_rows`
+    sums their requests and `kv_bytes_read` the KV bytes they read, `mixed_kv_bytes` those of mixed
+    steps' decode rows.
     """
 
     requests: int = 0
@@ -53,7 +54,9 @@ class EngineStats:
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_s: float = 0.0
+    prefill_steps: int = 0
     mixed_steps: int = 0
+    mixed_kv_bytes: int = 0
     ttft_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
     tpot_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
     step_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
@@ -336,9 +339,12 @@ class Engine:
         begun, self._new = self._new[:ended], self._new[ended:]
         self._running += begun
         self._steps.append(_Step(start, [*active, *begun], len(rows), bool(parts)))
-        if not parts:
+        kv_bytes = sum(r.cached for r in active) * self._kv_bytes
+        if parts:
+            self.stats.mixed_kv_bytes += kv_bytes
+        else:
             self.stats.step_rows += len(rows)
-            self.stats.kv_bytes_read += sum(r.cached for r in active) * self._kv_bytes
+            self.stats.kv_bytes_read += kv_bytes
         for r in active:
             r.cached += 1
             r.launched += 1
@@ -352,6 +358,7 @@ class Engine:
         self._collected = now
         if step.prefills:
             stats.prefill_s += seconds
+            stats.prefill_steps += 1
             stats.mixed_steps += step.decode_rows > 0
         else:
             stats.step_s.append(seconds)

@@ -60,6 +60,7 @@ from dakrun.plan.roofline import (
     times_of,
 )
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios
+from dakrun.plan.run_bound import run_bound
 
 __all__ = [
     "MAX_BATCH_SIZE",
@@ -124,6 +125,7 @@ __all__ = [
     "resource_text",
     "ring_stages",
     "round_ratios",
+    "run_bound",
     "sampling_time",
     "slot_candidates",
     "sms_by_tier",

@@ -1,0 +1,37 @@
+"""The least seconds of a whole run, by arithmetic, memory and links alone.
+
+Takes counts of what was done, or will be; knows neither files nor the engine.
+"""
+
+from dakrun.geometry import TILED_MAX_ROWS
+from dakrun.hardware import LOCAL
+from dakrun.plan.plan import Plan
+from dakrun.plan.roofline import Links
+
+
+def run_bound(
+    plan: Plan, *, requests: int, prompt_tokens: int, new_tokens: int, steps: int, kv_bytes: float
+) -> float:
+    """Seconds that a run of `steps` steps takes at least.
+
+        max(FLOPs of products / P + KV bytes / B_l,   P: the rate with many rows, B_l: HBM's
+            steps * local weight bytes / B_l + KV bytes / B_l,
+            steps * weight bytes behind a link / its rate, for each link)
+
+    Products multiply every token but the last of each request; the head only rows that choose a
+    token. `kv_bytes` are those that decode rows read; prompts' own attention is left out.
+    """
+    links = Links.of(plan.profile, plan.tiers[1:])
+    rate = plan.profile.compute[plan.model.dtype].at(TILED_MAX_ROWS)
+    flops = 0.0
+    for op in plan.weights():
+        inside = op.op.in_layer or op.op.name == "project_in"
+        rows = prompt_tokens + new_tokens - requests if inside else new_tokens
+        flops += op.op.layers * op.op.flops / op.op.batch_size * rows
+    read = [sum(op.read_bytes(tier) for op in plan.weights()) for tier in range(len(plan.tiers))]
+    local = links.direct[LOCAL]
+    behind = [
+        steps * size / max(links.direct[tier], links.staged[tier])
+        for tier, size in zip(plan.tiers[1:], read[1:], strict=True)
+    ]
+    return max(max(flops / rate, steps * read[0] / local) + kv_bytes / local, *behind, 0.0)
