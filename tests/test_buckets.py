@@ -11,8 +11,9 @@ COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any)
 def test_sizes() -> None:
     assert [sum(b) for b in buckets((8,))] == [1, 2, 4, 8]
     assert [sum(b) for b in buckets((5,))] == [1, 2, 4, 5]
-    assert [sum(b) for b in buckets((200,))] == [1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 192, 200]
-    assert [sum(b) for b in buckets((512,))][-3:] == [384, 448, 512]
+    assert [sum(b) for b in buckets((200,))][-6:] == [64, 96, 128, 160, 192, 200]
+    assert [sum(b) for b in buckets((512,))][-3:] == [448, 480, 512]
+    assert [sum(b) for b in buckets((700,))][-5:] == [480, 512, 576, 640, 700]
     assert buckets((6, 2)) == [(1, 0), (2, 0), (3, 1), (6, 2)]
 
 

@@ -28,7 +28,8 @@ from dakrun.models.layers import split_heads
 LOG_STEPS = 8  # newest tokens of a slot in the log for the CPU; more than the steps that run ahead
 IDLE = -1  # the length of a row without a request
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-BUCKET_STEP = 64  # rows between larger buckets
+BUCKET_STEP = 32  # rows between larger buckets
+LARGE_BUCKET, LARGE_BUCKET_STEP = 512, 64  # from here on
 
 Bucket = tuple[int, ...]  # number of rows by the tier of their slots
 
@@ -175,7 +176,8 @@ def fitting(options: Sequence[Bucket], used: Sequence[int]) -> Bucket:
 
 def _sizes(slots: int) -> Iterator[int]:
     yield from (size for size in SMALL_BUCKETS if size < slots)
-    yield from range(SMALL_BUCKETS[-1] + BUCKET_STEP, slots, BUCKET_STEP)
+    yield from range(SMALL_BUCKETS[-1] + BUCKET_STEP, min(slots, LARGE_BUCKET), BUCKET_STEP)
+    yield from range(LARGE_BUCKET, slots, LARGE_BUCKET_STEP)
     yield slots
 
 

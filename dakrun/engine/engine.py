@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dakrun.engine.admission import peak_blocks
-from dakrun.engine.decode_step import BUCKET_STEP
+from dakrun.engine.decode_step import LARGE_BUCKET_STEP
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
@@ -315,7 +315,7 @@ class Engine:
         Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
         """
         most, now, parts = self.runner.chunk_tokens, time.perf_counter(), []
-        room = max(most // 2, most - ceil_div(rows, BUCKET_STEP) * BUCKET_STEP)
+        room = max(most // 2, most - ceil_div(rows, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)
         for r in self._new:
             if not room:
                 break
