@@ -93,7 +93,7 @@ class Launches:
         assert x.data_ptr() == out.data_ptr() and (norm, eps, pdl) == ("layer", 1e-5, True)
         self.norms += 1
 
-    def select_greedy(self, logits: torch.Tensor, *of_rows: torch.Tensor, pdl: bool) -> None:
+    def select_token(self, logits: torch.Tensor, *of_rows: torch.Tensor, pdl: bool) -> None:
         assert pdl and all(len(values) == len(logits) for values in of_rows)
         self.selections += 1
 
@@ -150,7 +150,7 @@ def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(f"{gemm}.tiles", lambda _: H200)
     monkeypatch.setattr(f"{gemm}.Products", lambda _: found)
     monkeypatch.setattr(f"{attention}.splitk_flash_attn", found.splitk_flash_attn)
-    monkeypatch.setattr(f"{attention}.select_greedy", found.select_greedy)
+    monkeypatch.setattr(f"{attention}.select_token", found.select_token)
     monkeypatch.setattr("dakrun.probe.chain.graph_seconds", found.seconds)
     monkeypatch.setattr("dakrun.probe.chain.recorded", lambda launch: launch)
     monkeypatch.setattr("dakrun.probe.chain._replayed", found.launched)

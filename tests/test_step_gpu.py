@@ -8,7 +8,7 @@ import pytest
 import torch
 from packed_matrices import normal, packed
 
-from dakrun.kernels import embed, normalize, select_greedy, unpack
+from dakrun.kernels import embed, normalize, select_token, unpack
 from dakrun.kernels.gemm import Split
 from dakrun.kernels.gemm.packing import DTYPES
 
@@ -52,7 +52,7 @@ class Chain:
             unpack(self.table, self.piece, first_row=PIECE * step, pdl=pdl)
             normalize(self.piece, self.normed, "layer", eps=1e-5, pdl=pdl)
             normalize(self.x, self.logits, "rms", eps=1e-5, weight=self.weight, pdl=pdl)
-            select_greedy(self.logits, self.tokens, self.lengths, self.slots, self.log, pdl=pdl)
+            select_token(self.logits, self.tokens, self.lengths, self.slots, self.log, pdl=pdl)
 
     def written(self) -> list[torch.Tensor]:
         """All of it, as it is now."""

@@ -20,7 +20,7 @@ from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import PromptPart, Row, Runner, gpu_errors
-from dakrun.engine.sampler import request_seed, sample, uniform
+from dakrun.engine.sampler import noise, request_seed, sample
 from dakrun.engine.staging import Place, Ring, Staging, places, staged_bytes
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "fill_order",
     "fitting",
     "gpu_errors",
+    "noise",
     "peak_blocks",
     "places",
     "request_seed",
@@ -55,5 +56,4 @@ __all__ = [
     "sample",
     "staged_bytes",
     "tier_accesses",
-    "uniform",
 ]

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from dakrun.engine.kernel_backend import KernelBackend
-from dakrun.kernels import select_greedy
+from dakrun.kernels import SAMPLING_WORDS, select_token
 from dakrun.kernels.attention import (
     AttentionConfig,
     AttentionWorkspace,
@@ -42,7 +42,7 @@ class DecodeStep:
     slot; and after a step `backend.logits` [rows, V]. A slot's block table has a block for the new
     position, too. A step that attends from position p of a slot also writes the token
     that it chooses to log[slot, p % LOG_STEPS]; `log` is int32 [slots, LOG_STEPS] in page-locked
-    memory.
+    memory. `sampling` (int32 [slots, words]) says how tokens of each slot are chosen.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class DecodeStep:
         self.tokens, self.slots = torch.zeros(2, batch, dtype=torch.int32, device=like.device)
         self.lengths = torch.full_like(self.tokens, IDLE)
         self.log = torch.zeros(batch, LOG_STEPS, dtype=torch.int32, pin_memory=like.is_cuda)
+        self.sampling = torch.zeros(batch, SAMPLING_WORDS, dtype=torch.int32, device=like.device)
         self._heads = like.new_empty(batch, backend.model.config.q_size)
         self._configs: dict[Bucket, AttentionConfig] = {}
 
@@ -115,11 +116,23 @@ class DecodeStep:
         )  # fmt: skip
 
     def select(self, n: int, logits: torch.Tensor) -> None:
-        """Choose the most likely token of the first n rows, log it, and advance their lengths."""
-        select_greedy(
-            logits, self.tokens[:n], self.lengths[:n], self.slots[:n], self.log,
+        """Choose the token of the first n rows, log it, and advance their lengths."""
+        select_token(
+            logits, self.tokens[:n], self.lengths[:n], self.slots[:n], self.log, self.sampling,
             pdl=True,
         )  # fmt: skip
+
+    def first_tokens(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Choose and log the tokens, int32 [n], after prompts that end at `positions` of `slots`.
+
+        Both are int32 [n]; positions are advanced.
+        """
+        tokens = torch.empty_like(slots)
+        if logits.data_ptr() % 16:  # rows of an odd vocabulary behind others
+            logits = logits.clone()
+        return select_token(logits, tokens, positions, slots, self.log, self.sampling)
 
 
 class _Recorder:

@@ -324,13 +324,13 @@ class Engine:
             r.started = r.started or now
             r.launched_prompt += len(tokens)
             room -= len(tokens)
-            row = Row(r.slot, len(prompt), 0, r.request.params, r.seed)
+            row = Row(r.slot, len(prompt) - 1, r.request.params, r.seed)
             parts.append(PromptPart(row, start, tokens, r.launched_prompt == len(prompt)))
         return parts
 
     def _launch(self, active: Sequence[_Running], parts: Sequence[PromptPart]) -> None:
         """Start a step of the requests `active` and of `parts` of new requests' prompts."""
-        rows = [Row(r.slot, r.cached, r.launched, r.request.params, r.seed) for r in active]
+        rows = [Row(r.slot, r.cached, r.request.params, r.seed) for r in active]
         start = time.perf_counter()
         self.runner.launch(rows, parts)
         ended = sum(part.ends for part in parts)

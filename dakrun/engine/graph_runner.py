@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dakrun.config import SamplingParams
 from dakrun.engine.decode_step import (
     IDLE,
     LOG_STEPS,
@@ -22,8 +23,9 @@ from dakrun.engine.decode_step import (
     fitting,
 )
 from dakrun.engine.prefill import Prefill
-from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row, joined
+from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
 from dakrun.geometry import KV_BLOCK
+from dakrun.kernels import sampling_words
 from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.kernels.runtime import capture, edge_kinds, replay_seconds
 from dakrun.memory.device import upload
@@ -42,16 +44,15 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Step:
-    """A launched step; `chosen` has its tokens if any row needs the logits, else None.
+    """A launched step; `rows` include those of prompts that end in it.
 
-    `first` has the first tokens of the prompts that end in it, if there are any.
+    `chosen` has log-probabilities if any row asks for them, else it is None.
     """
 
     rows: Sequence[Row]
     start: torch.cuda.Event
     end: torch.cuda.Event
     chosen: Chosen | None
-    first: Chosen | None
 
 
 class GraphRunner:
@@ -77,6 +78,7 @@ class GraphRunner:
         self._steps: deque[_Step] = deque()
         self._last: _Step | None = None  # the step collected last
         self._newest = torch.zeros_like(step.tokens)  # newest token by slot
+        self._sampling = dict.fromkeys(range(cache.slots), sampling_words(SamplingParams(), 0))
         self._capture()
 
     def details(self) -> dict[str, Any]:
@@ -94,28 +96,29 @@ class GraphRunner:
         self.cache.flush()
         bucket = self._assign(rows) if rows else ()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first = None
+        ended = [part.row for part in parts if part.ends]
         if parts:
+            self._set_sampling(ended)
             start.record()
             if not rows:
                 self._unmap()
-            logits = self._pass(bucket, parts)
-            ended = [part.row for part in parts if part.ends]
-            if ended:
-                first = Chosen(logits[sum(bucket) :], ended)
-                slots = self._on_gpu([row.slot for row in ended])
-                self._newest[slots] = first.tokens.clamp(min=0).int()  # NO_TOKEN has no embedding
+            logits, tokens = self._pass(bucket, parts, ended)
         else:
             if not self._filled:
                 self._fill()
             start.record()
             self.graphs[bucket].replay()
-            logits = self._backend.logits
+            logits, tokens = self._backend.logits, self._rows.tokens
             self.replays.count[sum(bucket)] += 1
             self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
-        chosen = self._choose(rows, logits) if any(row.needs_logits for row in rows) else None
+        chosen = None
+        if any(row.params.logprobs is not None for row in (*rows, *ended)):
+            mapped = self._mapped or []
+            places = [mapped.index(row.slot) for row in rows]
+            at = self._on_gpu([*places, *range(sum(bucket), sum(bucket) + len(ended))])
+            chosen = Chosen(logits[at], (*rows, *ended), tokens[at])
         end.record()
-        self._steps.append(_Step(rows, start, end, chosen, first))
+        self._steps.append(_Step((*rows, *ended), start, end, chosen))
 
     def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
@@ -124,37 +127,48 @@ class GraphRunner:
         if self._last is not None:
             self._gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
         self._last = step
-        if step.chosen is not None:
-            found = step.chosen.collect()
-        else:
-            places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
-            at = torch.tensor(places, dtype=torch.int64)
-            found = NextTokens(self._rows.log.take(at).tolist())
-        return found if step.first is None else joined(found, step.first.collect())
+        places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
+        tokens = self._rows.log.take(torch.tensor(places, dtype=torch.int64)).tolist()
+        return NextTokens(tokens, step.chosen.collect().logprobs if step.chosen else {})
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""
         while self._steps:
             self.collect()
 
-    def _pass(self, bucket: Bucket, parts: Sequence[PromptPart]) -> torch.Tensor:
-        """Compute a step with parts of prompts; the logits of its rows, then of ended prompts."""
+    def _pass(
+        self, bucket: Bucket, parts: Sequence[PromptPart], ended: Sequence[Row]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a step with parts of prompts, of which `ended` end.
+
+        Returns the logits and next tokens of its rows, then of these.
+        """
         self._filled = False
         segments = [Segment(part.row.slot, part.start, len(part.tokens)) for part in parts]
-        tokens = [token for part in parts for token in part.tokens]
+        ids = [token for part in parts for token in part.tokens]
         wanted = [part.ends for part in parts]
-        logits = self._prefill.logits(tokens, segments, wanted, self._rows, bucket)
-        if bucket:
-            self._rows.select(sum(bucket), logits[: sum(bucket)])
-        return logits
+        n, step = sum(bucket), self._rows
+        logits = self._prefill.logits(ids, segments, wanted, step, bucket)
+        if n:
+            step.select(n, logits[:n])
+        tokens = step.tokens[:n]
+        if ended:
+            slots = self._on_gpu([row.slot for row in ended])
+            positions = self._on_gpu([row.position for row in ended])
+            first = step.first_tokens(logits[n:], slots, positions)
+            self._newest[slots] = first
+            tokens = torch.cat((tokens, first))
+        return logits, tokens
 
-    def _choose(self, rows: Sequence[Row], logits: torch.Tensor) -> Chosen:
-        """Choose the rows' tokens from the logits; they replace the greedy choices of the step."""
-        assert self._mapped is not None
-        places = self._on_gpu([self._mapped.index(row.slot) for row in rows]).long()
-        chosen = Chosen(logits[places], rows)
-        self._rows.tokens[places] = chosen.tokens.clamp(min=0).int()  # NO_TOKEN has no embedding
-        return chosen
+    def _set_sampling(self, rows: Sequence[Row]) -> None:
+        """Say how the tokens of the rows' slots are chosen, where this has changed."""
+        words = {row.slot: sampling_words(row.params, row.seed) for row in rows}
+        changed = {slot: new for slot, new in words.items() if self._sampling[slot] != new}
+        if changed:
+            slots = self._on_gpu(list(changed))
+            new = upload(torch.tensor(list(changed.values()), dtype=torch.int32), slots.device)
+            self._rows.sampling[slots] = new
+            self._sampling |= changed
 
     def _capture(self) -> None:
         """Capture all buckets, the largest first, in one pool of memory."""

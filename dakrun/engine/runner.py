@@ -22,21 +22,14 @@ from dakrun.memory.tiers import LOCAL_HINT
 class Row(NamedTuple):
     """A request's row in a step.
 
-    Its newest token, number `step` of the generated ones, enters `slot` at `position`. The next
-    token is drawn with `params` and `seed`. For a prompt, `position` is that of its first new token
-    and `step` is 0.
+    Its newest token enters `slot` at `position`, which for a prompt is that of its last token. The
+    token of the next position is chosen with `params` and `seed`.
     """
 
     slot: int
     position: int
-    step: int
     params: SamplingParams
     seed: int
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the row needs more of the logits than the likeliest token."""
-        return self.params.temperature > 0 or self.params.logprobs is not None
 
 
 class PromptPart(NamedTuple):
@@ -104,21 +97,25 @@ class Runner(Protocol):
 
 
 class Chosen:
-    """The next tokens of some rows, on their way from the device.
+    """The next tokens of some rows and their log-probabilities, on their way from the device."""
 
-    `tokens`, int64 [n], stay on the device; its later work may use them at once.
-    """
+    def __init__(
+        self, logits: torch.Tensor, rows: Sequence[Row], tokens: torch.Tensor | None = None
+    ) -> None:
+        """Start to choose from logits [n, V], without waiting for the result.
 
-    def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Start to choose from logits [n, V], without waiting for the result."""
+        `tokens`, integers [n] on the device, are those that were chosen already.
+        """
         params = [row.params for row in rows]
-        self.tokens = sample(logits, params, [r.seed for r in rows], [r.step for r in rows])
+        if tokens is None:
+            positions = [row.position + 1 for row in rows]
+            tokens = sample(logits, params, [row.seed for row in rows], positions)
         self._asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-        parts = [self.tokens]
+        parts = [tokens]
         if self._asked:
             numbers = upload(torch.tensor(list(self._asked)), logits.device)
-            tokens = self.tokens[numbers].clamp(min=0)
-            parts += log_probabilities(logits[numbers], tokens, max(self._asked.values()))
+            chosen = tokens[numbers].long().clamp(min=0)
+            parts += log_probabilities(logits[numbers], chosen, max(self._asked.values()))
         self._parts = [download(part) for part in parts]
         self._ready = torch.cuda.current_stream().record_event() if logits.is_cuda else None
 
@@ -136,12 +133,6 @@ class Chosen:
             else {}
         )
         return NextTokens(tokens, found)
-
-
-def joined(first: NextTokens, second: NextTokens) -> NextTokens:
-    """The tokens of `first`, then those of `second`."""
-    more = {len(first.tokens) + number: likeliest for number, likeliest in second.logprobs.items()}
-    return NextTokens(first.tokens + second.tokens, {**first.logprobs, **more})
 
 
 @contextmanager

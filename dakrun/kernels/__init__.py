@@ -9,7 +9,7 @@ from dakrun.kernels import reference
 from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_once, read_window
 from dakrun.kernels.embed import embed
 from dakrun.kernels.normalize import normalize
-from dakrun.kernels.select_greedy import select_greedy
+from dakrun.kernels.select_token import SAMPLING_WORDS, sampling_words, select_token
 from dakrun.kernels.store_kv import store_kv
 from dakrun.kernels.unpack import unpack
 from dakrun.kernels.variants import (
@@ -21,6 +21,7 @@ from dakrun.kernels.variants import (
 )
 
 __all__ = [
+    "SAMPLING_WORDS",
     "Reader",
     "Variant",
     "Window",
@@ -33,7 +34,8 @@ __all__ = [
     "read_once",
     "read_window",
     "reference",
-    "select_greedy",
+    "sampling_words",
+    "select_token",
     "store_kv",
     "unpack",
     "variants",

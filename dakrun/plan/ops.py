@@ -17,8 +17,6 @@ RESERVE_BYTES = 320 << 20  # of GPU memory: see reserve_bytes
 # The driver maps page-locked memory in pages of 4 KiB, with 8 bytes for each, which makes 512;
 # measured on an H200 for 19 and 49 GiB, 480 to 510 and some 20 MiB beside, which 400 covers.
 HOST_BYTES_PER_PAGE_TABLE_BYTE = 400
-SAMPLING_BYTES = 56  # temporary bytes per logit of the rows that are sampled together
-SAMPLING_LOGITS = 1 << 22  # number of those logits: the sampler's groups of rows
 PREFILL_CHUNK_TOKENS = 2048  # tokens of a pass in plain torch
 
 
@@ -207,7 +205,7 @@ def vector_bytes(model: ModelConfig) -> int:
 def activation_bytes(
     model: ModelConfig, workload: Workload, chunk_tokens: int = PREFILL_CHUNK_TOKENS
 ) -> int:
-    """Upper estimate of activations: the largest pass, or sampling, and the batch's logits.
+    """Upper estimate of activations: the largest pass and the batch's logits.
 
     It covers a pass of `chunk_tokens` on the kernels, and one of PREFILL_CHUNK_TOKENS in plain
     torch, which needs more memory per token.
@@ -224,8 +222,7 @@ def activation_bytes(
     in_kernels = (rows * width + cached) * size
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
     logits = workload.batch_size * model.vocab_size
-    sampling = min(logits, SAMPLING_LOGITS) * SAMPLING_BYTES
-    return max(in_torch, in_kernels, sampling) + 3 * logits * 4
+    return max(in_torch, in_kernels) + 3 * logits * 4
 
 
 def reserve_bytes(host_bytes: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from dakrun.geometry import FEW_ROWS, KV_BLOCK
 from dakrun.hardware import Sweep
-from dakrun.kernels import select_greedy
+from dakrun.kernels import select_token
 from dakrun.kernels.attention import (
     AttentionWorkspace,
     BlockTables,
@@ -85,7 +85,7 @@ def _selecting(logits: Sequence[torch.Tensor]) -> Launch:
     log = torch.zeros(n, 8, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def launch(number: int) -> None:
-        select_greedy(logits[number], tokens, lengths, slots, log, pdl=True)
+        select_token(logits[number], tokens, lengths, slots, log, pdl=True)
 
     return launch
 

@@ -1,33 +1,53 @@
-"""Greedy sampling of each row's next token, with its bookkeeping; wraps native/select_greedy.cu."""
+"""The choice of each row's next token, with its bookkeeping; wraps native/select_token.cu."""
 
 import ctypes
+import struct
 
 import torch
 
+from dakrun.config import SamplingParams
 from dakrun.geometry import ROW_THREADS
 from dakrun.kernels.runtime import jit, operands
 
-SOURCE = "select_greedy.cu"
+SOURCE = "select_token.cu"
 
 
 class _Args(ctypes.Structure):
     _fields_ = (
-        *operands.pointers("logits", "tokens", "lengths", "slots", "log"),
+        *operands.pointers("logits", "tokens", "lengths", "slots", "log", "sampling"),
         *operands.ints("vocabulary", "depth"),
     )
 
 
-def select_greedy(
+SAMPLING_WORDS = 6  # int32 words of a slot's sampling parameters
+
+
+def sampling_words(params: SamplingParams, seed: int) -> tuple[int, ...]:
+    """Sampling of native/sampling.cuh: how tokens of a request with a 64-bit `seed` are chosen.
+
+    They are int32, all 0 for a greedy one.
+    """
+    if params.temperature == 0:
+        return (0,) * SAMPLING_WORDS
+    top_k = min(params.top_k, 2**31 - 1)
+    packed = struct.pack("<fifiQ", params.temperature, top_k, params.top_p, 0, seed)
+    return struct.unpack(f"<{SAMPLING_WORDS}i", packed)
+
+
+def select_token(
     logits: torch.Tensor,
     tokens: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor,
     log: torch.Tensor,
+    sampling: torch.Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
     """tokens [N] = argmax(logits [N, V]): the first of equal maxima; NaN is the largest.
 
+    A slot s whose sampling[s] has a temperature gets a token drawn for position length + 1 instead,
+    as by engine.sampler.sample; `sampling` is int32 [slots, SAMPLING_WORDS] (sampling_words).
     Logits have a 16-bit dtype; `tokens`, `lengths` and `slots` are int32 [N] on the GPU, `log` is
     int32 [slots, depth] on the GPU or in page-locked memory. A row's token is also written to
     log[slot, length % depth], or NO_TOKEN if its largest logit is NaN or infinite; its length grows
@@ -55,6 +75,9 @@ def select_greedy(
             "slots": (slots, (n,), torch.int32),
         },
     )
+    if sampling is not None:
+        words: operands.Wanted = (sampling, (len(log), SAMPLING_WORDS), torch.int32)
+        operands.check_operands(logits.device, {"sampling": words})
     operands.check_gpu(logits.device)
     args = _Args(
         logits=logits.data_ptr(),
@@ -62,9 +85,10 @@ def select_greedy(
         lengths=lengths.data_ptr(),
         slots=slots.data_ptr(),
         log=log.data_ptr(),
+        sampling=operands.address(sampling),
         vocabulary=vocabulary,
         depth=log.shape[1],
     )
-    kernel = jit.kernel(SOURCE, "select_greedy", operands.defines(logits.dtype))
+    kernel = jit.kernel(SOURCE, "select_token", operands.defines(logits.dtype))
     kernel.launch(n, ROW_THREADS, args, pdl=pdl)
     return tokens

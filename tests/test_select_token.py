@@ -1,4 +1,4 @@
-"""Greedy tokens are torch.argmax's, and move their rows on; rows without a request stay."""
+"""Tokens are torch.argmax's or the sampler's, and move their rows on; idle rows stay."""
 
 import math
 from typing import Any
@@ -7,8 +7,10 @@ import pytest
 import torch
 from packed_matrices import normal
 
+from dakrun.config import SamplingParams
+from dakrun.engine import sample
 from dakrun.geometry import NO_TOKEN
-from dakrun.kernels import select_greedy
+from dakrun.kernels import SAMPLING_WORDS, sampling_words, select_token
 from dakrun.kernels.gemm.packing import DTYPES
 
 UNTOUCHED = -9
@@ -21,7 +23,7 @@ def select(logits: torch.Tensor, *, finite: bool = True) -> list[int]:
     lengths = torch.zeros(n, dtype=torch.int32, device=device)
     slots = torch.arange(n, dtype=torch.int32, device=device)
     log = torch.full((n, 1), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)
-    assert select_greedy(logits, tokens, lengths, slots, log) is tokens
+    assert select_token(logits, tokens, lengths, slots, log) is tokens
     assert lengths.tolist() == [1] * n  # which also waits for a GPU
     assert log[:, 0].tolist() == (tokens.tolist() if finite else [NO_TOKEN] * n)
     return tokens.tolist()
@@ -83,10 +85,55 @@ def test_rows_without_a_finite_maximum_are_logged_as_such(
     integers = [[UNTOUCHED] * n, [5] * n, list(range(n))]
     tokens, lengths, slots = torch.tensor(integers, dtype=torch.int32, device=kernel_device)
     log = torch.full((n, 3), UNTOUCHED, dtype=torch.int32, pin_memory=kernel_device == "cuda")
-    select_greedy(torch.stack(list(rows.values())).to(kernel_device), tokens, lengths, slots, log)
+    select_token(torch.stack(list(rows.values())).to(kernel_device), tokens, lengths, slots, log)
     assert lengths.tolist() == [6] * n
     assert tokens.tolist() == [8191, 0, 77, 0, 0, 4711, 4711, 9000, 9000], "of the vocabulary"
     assert log[:, 2].tolist() == [8191, NO_TOKEN, 77] + [NO_TOKEN] * 6
+
+
+SAMPLED = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=1e-40),
+    SamplingParams(temperature=1.3, top_k=1),
+    SamplingParams(temperature=0.7, top_k=50),
+    SamplingParams(),
+    SamplingParams(temperature=3.0, top_k=40, top_p=0.5),
+    SamplingParams(temperature=0.3, top_p=1e-6),
+    SamplingParams(temperature=2.0, top_k=10**9, top_p=0.999),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 7, 1001, 33000])
+def test_sampled_rows_are_the_sampler_s(
+    vocabulary: int, dtype: torch.dtype, kernel_device: str
+) -> None:
+    """Beside greedy rows and ones without a request; slots are in any order."""
+    n = len(SAMPLED)
+    logits = 2 * normal(n, vocabulary, dtype=dtype, device=kernel_device)
+    slots = torch.randperm(n, generator=torch.Generator().manual_seed(vocabulary))
+    seeds = [2**63 - 1 - 7 * i for i in range(n)]
+    words = torch.zeros(n, SAMPLING_WORDS, dtype=torch.int32)
+    for row, slot in enumerate(slots.tolist()):
+        words[slot] = torch.tensor(sampling_words(SAMPLED[row], seeds[row]), dtype=torch.int32)
+    device = torch.device(kernel_device)
+    tokens, lengths = torch.zeros(2, n, dtype=torch.int32, device=device)
+    lengths += torch.arange(10, 10 + n, device=device)
+    lengths[2] = -1
+    positions = [11 + i for i in range(n)]
+    log = torch.full((n, 2), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)
+    found = []
+    for step in range(3):
+        select_token(logits, tokens, lengths, slots.int().to(device), log, words.to(device))
+        wanted = sample(logits.cpu(), SAMPLED, seeds, [p + step for p in positions]).tolist()
+        wanted[2] = 0
+        assert tokens.tolist() == wanted
+        assert [int(log[slots[i], (10 + i + step) % 2]) for i in (0, 1, 3)] == [
+            wanted[i] for i in (0, 1, 3)
+        ]
+        found.append(wanted[0])
+    assert vocabulary < 1000 or len(set(found)) > 1
 
 
 def test_rows_move_on(kernel_device: str) -> None:
@@ -98,7 +145,7 @@ def test_rows_move_on(kernel_device: str) -> None:
     log = torch.full((5, 3), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)
     wanted = log.clone()
     for step in range(4):
-        select_greedy(logits, tokens, lengths, slots, log)
+        select_token(logits, tokens, lengths, slots, log)
         for row, slot, start in ((0, 2, 5), (2, 4, 0), (3, 1, 11)):
             wanted[slot, (start + step) % 3] = chosen[row]
         assert lengths.tolist() == [6 + step, -1, 1 + step, 12 + step]
@@ -118,6 +165,7 @@ def test_rows_move_on(kernel_device: str) -> None:
         ({"log": torch.zeros(3).int()}, r"log as \[slots, depth\] of torch.int32, got \[3\]"),
         ({"log": torch.zeros(3, 0).int()}, r"log as \[slots, depth\] of torch.int32, got \[3, 0\]"),
         ({"log": torch.zeros(3, 2).long()}, r"log as .* of torch.int32, got \[3, 2\] of torch.int"),
+        ({"sampling": torch.zeros(3, 5).int()}, r"sampling as \[3, 6\] of torch.int32 .* \[3, 5\]"),
         ({}, "current GPU"),
     ],
 )
@@ -125,4 +173,4 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     integers = {name: torch.zeros(3).int() for name in ("tokens", "lengths", "slots")}
     operands = {"logits": torch.zeros(3, 8).half(), "log": torch.zeros(3, 2).int(), **integers}
     with pytest.raises(ValueError, match=message):
-        select_greedy(**{**operands, **change})
+        select_token(**{**operands, **change})
