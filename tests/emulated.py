@@ -72,6 +72,7 @@ class EmulatedKernel:
     ) -> None:
         """Launch as runtime.Kernel does. AssertionError for an error in some interleaving."""
         del pdl  # launches never overlap here
+        assert grid > 0 and grid % cluster == 0, f"{grid} CTAs in clusters of {cluster}"
         complete = getattr(args, "order", 0) == AFTER_REMOTE
         problem = ctypes.create_string_buffer(256)
         self._launch(

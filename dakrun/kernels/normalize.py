@@ -34,7 +34,7 @@ def normalize(
     pdl: bool = False,
     fills_sms: bool = False,
 ) -> torch.Tensor:
-    """out [N, K] = norm(x [N, K]) * weight [K] + bias [K], row by row.
+    """out [N, K] = norm(x [N, K]) * weight [K] + bias [K], row by row; N may be 0.
 
     All operands have one 16-bit dtype and are on one GPU; statistics are float32; `out` may be x.
     "rms" rounds the normalized row before it multiplies the weight, as Llama does, and takes no
@@ -73,5 +73,6 @@ def normalize(
     threads = min(ROW_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
     kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))
     sms = jit.sm_count(x.device) if fills_sms else 1
-    kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)
+    if n:
+        kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)
     return out
