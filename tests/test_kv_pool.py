@@ -1,6 +1,8 @@
 """KV blocks of running requests: taken as they grow, given back, and too few of them."""
 
 import random
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
-from dakrun.engine import Engine, peak_blocks
+from dakrun.engine import Engine, NextTokens, PromptPart, Row, peak_blocks
+from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.llm import LLM
@@ -123,6 +126,38 @@ def test_few_blocks_change_no_token(
         assert all_back(llm)
 
 
+def without_computing(llm: LLM, ahead: int) -> list[int]:
+    """Let `llm` have token 7 after every step; returns the rows of the steps launched so far."""
+    runner, launched = llm.engine.runner, list[int]()
+    counts: deque[int] = deque()
+
+    def launch(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+        launched.append(len(rows))
+        counts.append(len(rows) + sum(part.ends for part in parts))
+
+    runner.ahead, runner.launch, runner.drop = ahead, launch, counts.clear  # type: ignore[method-assign]
+    runner.collect = lambda: NextTokens([7] * counts.popleft())  # type: ignore[method-assign]
+    return launched
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_a_request_restarts_only_if_no_step_in_flight_ends_another(path: Path, ahead: int) -> None:
+    """The blocks of requests that end there are waited for."""
+    with load(path, batch_size=20) as llm:
+        without_computing(llm, ahead)
+        assert len(list(llm.stream(ragged(500, 60)))) == 500
+        assert llm.engine.stats.restarted < 6
+
+
+def test_requests_begin_in_small_groups_where_blocks_are_few(path: Path) -> None:
+    """A group is a share of those that run: with blocks for few, slots stay free all the time."""
+    with load(path, batch_size=40) as llm:
+        launched = without_computing(llm, 2)
+        llm.engine._admitted_together = 20
+        list(llm.stream(ragged(200, 100)))
+    assert sum(launched) / len(launched) > 17, "15 if a group had half of the slots"
+
+
 def test_a_request_that_no_tier_holds_is_an_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +173,21 @@ def test_a_request_that_no_tier_holds_is_an_error(
     assert {one.id for one in results} == sizes.keys()
     assert {one.code for one in errors} == {"kv_cache_too_small"}
     assert "do not fit in the KV cache: the largest tier has room for 128 tokens" in str(errors[0])
+
+
+def test_a_stream_closed_at_a_row_that_does_not_fit_begins_no_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 3, 2), ("host", 3, 1)))
+    rows = sorted(ragged(30, 150), key=lambda r: -len(r.prompt_ids) - r.params.max_tokens)
+    with load(path) as llm:
+        launched = without_computing(llm, 2)
+        stream = llm.stream(iter(rows))
+        assert isinstance(next(stream), RowError)
+        llm.close()
+        with pytest.raises(UsageError, match="closed while it generated"):
+            list(stream)
+    assert not launched
 
 
 def test_a_stream_that_ends_early_gives_blocks_back(path: Path) -> None:

@@ -19,7 +19,7 @@ from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
 from dakrun.engine.reference_runner import ReferenceRunner
-from dakrun.engine.runner import PromptPart, Row, Runner, gpu_errors
+from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner, gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
 from dakrun.engine.staging import Place, Ring, Staging, places, staged_bytes
 
@@ -33,6 +33,7 @@ __all__ = [
     "KVWriter",
     "KernelBackend",
     "Lengths",
+    "NextTokens",
     "Place",
     "Prefill",
     "PromptPart",

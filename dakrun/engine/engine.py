@@ -155,12 +155,8 @@ class Engine:
             self._at_ends = [0] * len(self.runner.cache.counts)
             self._blocked = exhausted = False
             while True:
-                if self._closed:
-                    raise UsageError(
-                        "this LLM was closed while it generated", hint="finish the stream first"
-                    )
                 none_now = exhausted
-                while self._free and not (self._blocked or none_now):
+                while self._free and not (self._blocked or none_now or self._closed):
                     try:
                         request = self._returned.popleft() if self._returned else next(waiting)
                     except StopIteration:
@@ -173,9 +169,14 @@ class Engine:
                             self._returned.appendleft(request)
                         else:
                             yield self._too_long(request)
+                if self._closed:
+                    raise UsageError(
+                        "this LLM was closed while it generated", hint="finish the stream first"
+                    )
                 active = self._grown([r for r in self._running if r.remaining])
                 begins = self._new and (none_now or not active or self._is_worth_a_pass())
-                if (active or begins) and len(self._steps) < self.runner.ahead:
+                room = len(self._steps) < self.runner.ahead
+                if room and active is not None and (active or begins):
                     self._launch(active, self._parts(len(active)) if begins else [])
                     continue
                 if self._steps:
@@ -259,16 +260,18 @@ class Engine:
         needed = peak_blocks([r.cached for r in here], [r.remaining for r in here])
         return needed <= cache.blocks[tier]
 
-    def _grown(self, active: list[_Running]) -> list[_Running]:
+    def _grown(self, active: list[_Running]) -> list[_Running] | None:
         """Those of `active` that have a block for their next position, now or before.
 
-        If none is free, the requests of the tier that began last give theirs up and begin again
-        later. That is rare: requests of prompts that were computed later end later than _has_room
-        expects.
+        If one has none, None while steps are in flight: requests that end there give theirs back.
+        Else the requests of the tier that began last give theirs up and begin again later. That is
+        rare: requests of prompts that were computed later end later than _has_room expects.
         """
         cache = self.runner.cache
         for r in active:
             while not r.ended and not cache.reserve(r.slot, r.cached + 1):
+                if self._steps:
+                    return None
                 tier = cache.tier(r.slot)
                 last = next(v for v in reversed(self._running) if cache.tier(v.slot) == tier)
                 self._release(last)
@@ -301,11 +304,15 @@ class Engine:
         )
 
     def _is_worth_a_pass(self) -> bool:
-        """Whether the new requests are enough to begin, or to go on with, while others run."""
+        """Whether the new requests are enough to begin, or to go on with, while others run.
+
+        Where KV blocks are fewer than slots need, a group is the same share of those that run.
+        """
+        there = len(self._running) + len(self._new)
         tokens = sum(len(r.request.prompt_ids) for r in self._new)
         return (
             self._beginning > 0
-            or len(self._new) >= self._admitted_together
+            or len(self._new) * self.runner.cache.slots >= self._admitted_together * there
             or tokens >= self.runner.chunk_tokens
         )
 
