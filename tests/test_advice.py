@@ -119,7 +119,7 @@ def test_another_tier_of_the_machine() -> None:
 def test_the_users_own_limits_come_first() -> None:
     """Then what the machine has, then what it lacks, however much more that would gain."""
     both = "--hbm-budget 139.80GiB --peer-budget 139.80GiB"
-    shown = advised(COMMANDS[-1].replace("--batch-size 1024 ", ""))
+    shown = advised(COMMANDS[-1])
     first = shown["advice"]["alternatives"][0]
     assert (first["change"], first["origin"]) == (both, "user")
     assert first["predicted_tokens_per_s"] > 8 * shown["predicted"]["tokens_per_s"]
