@@ -8,8 +8,8 @@
 //       find the threshold of top-k, then that of top-p, by counts and sums over the row
 //       each thread: the largest logit / temperature + noise of its kept tokens
 //       reduce over the CTA
-//     winning thread: write the row's next token and the log entry of its slot; add 1 to its
-//                     length. Rows without a request (length < 0) write nothing. If the maximum is
+//     winning thread: write the row's next token, and that and the log entry of its slot; add 1
+//                     to its length. Rows without a request (length < 0) write nothing. If the maximum is
 //                     NaN or infinite, the log entry is NO_TOKEN.
 
 #include "geometry.cuh"
@@ -25,6 +25,7 @@ struct SelectTokenArgs {
   int* lengths;            // [n], negative in rows without a request
   const int* slots;        // [n]
   int* log;                // [slots, depth], in host memory
+  int* newest;             // [slots], or null: newest tokens
   const Sampling* sampling;  // [slots], or null: temperature 0
   int vocabulary, depth;
 };
@@ -221,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     token = row.nearest(found.chunk * kLogits - row.before + first_of(found.logits, found.value));
   }
   args.tokens[number] = token;
+  if (args.newest != nullptr) args.newest[slot] = token;
   // The next step gets a token of the vocabulary all the same, as it may have been launched already.
   args.log[static_cast<int64_t>(slot) * args.depth + length % args.depth] =
       finite ? token : NO_TOKEN;

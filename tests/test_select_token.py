@@ -143,13 +143,16 @@ def test_rows_move_on(kernel_device: str) -> None:
     integers = [[70, 71, 72, 73], [5, -1, 0, 11], [2, 0, 4, 1]]
     tokens, lengths, slots = torch.tensor(integers, dtype=torch.int32, device=kernel_device)
     log = torch.full((5, 3), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)
+    newest = torch.full((5,), UNTOUCHED, dtype=torch.int32, device=kernel_device)
     wanted = log.clone()
     for step in range(4):
-        select_token(logits, tokens, lengths, slots, log)
+        newest.fill_(UNTOUCHED)
+        select_token(logits, tokens, lengths, slots, log, newest=newest)
         for row, slot, start in ((0, 2, 5), (2, 4, 0), (3, 1, 11)):
             wanted[slot, (start + step) % 3] = chosen[row]
         assert lengths.tolist() == [6 + step, -1, 1 + step, 12 + step]
         assert tokens.tolist() == [chosen[0], 71, chosen[2], chosen[3]]
+        assert newest.tolist() == [UNTOUCHED, chosen[3], chosen[0], UNTOUCHED, chosen[2]]
         assert torch.equal(log, wanted)
 
 
@@ -166,6 +169,7 @@ def test_rows_move_on(kernel_device: str) -> None:
         ({"log": torch.zeros(3, 0).int()}, r"log as \[slots, depth\] of torch.int32, got \[3, 0\]"),
         ({"log": torch.zeros(3, 2).long()}, r"log as .* of torch.int32, got \[3, 2\] of torch.int"),
         ({"sampling": torch.zeros(3, 5).int()}, r"sampling as \[3, 6\] of torch.int32 .* \[3, 5\]"),
+        ({"newest": torch.zeros(2).int()}, r"newest as \[3\] of torch.int32 on cpu, got \[2\]"),
         ({}, "current GPU"),
     ],
 )

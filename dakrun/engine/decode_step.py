@@ -22,6 +22,7 @@ from dakrun.kernels.attention import (
 )
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.runtime import sm_count
+from dakrun.memory.device import upload
 from dakrun.models.decoder import Attention, Decoder
 from dakrun.models.layers import split_heads
 
@@ -41,8 +42,9 @@ class DecodeStep:
     for each row: `tokens` and `slots` (int32); `lengths` (int32), the cached positions of the
     slot; and after a step `backend.logits` [rows, V]. A slot's block table has a block for the new
     position, too. A step that attends from position p of a slot also writes the token
-    that it chooses to log[slot, p % LOG_STEPS]; `log` is int32 [slots, LOG_STEPS] in page-locked
-    memory. `sampling` (int32 [slots, words]) says how tokens of each slot are chosen.
+    that it chooses to log[slot, p % LOG_STEPS] and newest[slot]; `log` is int32 [slots, LOG_STEPS]
+    in page-locked memory, `newest` int32 [slots] on the device. `sampling` (int32 [slots, words])
+    says how tokens of each slot are chosen.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class DecodeStep:
         self.backend, self._cache, self._shape = backend, cache, shape
         self._accesses = tuple(accesses)
         batch, like = cache.slots, backend.like
-        self.tokens, self.slots = torch.zeros(2, batch, dtype=torch.int32, device=like.device)
-        self.lengths = torch.full_like(self.tokens, IDLE)
+        integers = torch.zeros(4, batch, dtype=torch.int32, device=like.device)
+        self.tokens, self.newest, self.slots, self.lengths = integers
+        self._mapped = integers[2:]
+        self.lengths.fill_(IDLE)
         self.log = torch.zeros(batch, LOG_STEPS, dtype=torch.int32, pin_memory=like.is_cuda)
         self.sampling = torch.zeros(batch, SAMPLING_WORDS, dtype=torch.int32, device=like.device)
         self._heads = like.new_empty(batch, backend.model.config.q_size)
@@ -75,6 +79,16 @@ class DecodeStep:
         }  # fmt: skip
         group = model.num_heads // model.num_kv_heads
         self._workspace = AttentionWorkspace.empty(self._configs.values(), group, device)
+
+    def assign(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Let the first rows be of `slots` with `lengths` cached positions, or IDLE.
+
+        Their tokens become the newest of these slots.
+        """
+        n = len(slots)
+        mapped = upload(torch.tensor([slots, lengths], dtype=torch.int32), self.tokens.device)
+        self._mapped[:, :n].copy_(mapped)
+        torch.index_select(self.newest, 0, self.slots[:n], out=self.tokens[:n])
 
     def run(self, bucket: Bucket) -> None:
         """Launch a step of a prepared bucket."""
@@ -119,7 +133,7 @@ class DecodeStep:
         """Choose the token of the first n rows, log it, and advance their lengths."""
         select_token(
             logits, self.tokens[:n], self.lengths[:n], self.slots[:n], self.log, self.sampling,
-            pdl=True,
+            self.newest, pdl=True,
         )  # fmt: skip
 
     def first_tokens(
@@ -132,7 +146,7 @@ class DecodeStep:
         tokens = torch.empty_like(slots)
         if logits.data_ptr() % 16:  # rows of an odd vocabulary behind others
             logits = logits.clone()
-        return select_token(logits, tokens, positions, slots, self.log, self.sampling)
+        return select_token(logits, tokens, positions, slots, self.log, self.sampling, self.newest)
 
 
 class _Recorder:

@@ -6,7 +6,7 @@ Knows rows and slots. decode_step.py has the launches of a decode step, prefill.
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,10 +74,9 @@ class GraphRunner:
         self.cache, self._positions = cache, shape.blocks * KV_BLOCK
         self._filled = False  # whether the staging ring holds the next step's first matrices
         self._buckets = buckets(cache.counts)
-        self._mapped: list[int] | None = None  # the slot, or IDLE, of each row of the last bucket
+        self._mapped: list[int] = []  # the slot, or IDLE, of each row of the last bucket
         self._steps: deque[_Step] = deque()
         self._last: _Step | None = None  # the step collected last
-        self._newest = torch.zeros_like(step.tokens)  # newest token by slot
         self._sampling = dict.fromkeys(range(cache.slots), sampling_words(SamplingParams(), 0))
         self._capture()
 
@@ -101,7 +100,7 @@ class GraphRunner:
             self._set_sampling(ended)
             start.record()
             if not rows:
-                self._unmap()
+                self._mapped = []  # slots may get other requests before they have rows again
             logits, tokens = self._pass(bucket, parts, ended)
         else:
             if not self._filled:
@@ -113,8 +112,7 @@ class GraphRunner:
             self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
         chosen = None
         if any(row.params.logprobs is not None for row in (*rows, *ended)):
-            mapped = self._mapped or []
-            places = [mapped.index(row.slot) for row in rows]
+            places = [self._mapped.index(row.slot) for row in rows]
             at = self._on_gpu([*places, *range(sum(bucket), sum(bucket) + len(ended))])
             chosen = Chosen(logits[at], (*rows, *ended), tokens[at])
         end.record()
@@ -156,7 +154,6 @@ class GraphRunner:
             slots = self._on_gpu([row.slot for row in ended])
             positions = self._on_gpu([row.position for row in ended])
             first = step.first_tokens(logits[n:], slots, positions)
-            self._newest[slots] = first
             tokens = torch.cat((tokens, first))
         return logits, tokens
 
@@ -202,7 +199,7 @@ class GraphRunner:
         """
         length = min(length, self._positions - 1)
         rows, bucket = self._rows, self._buckets[-1]
-        self._mapped = None
+        self._mapped = []
         rows.slots.copy_(self._on_gpu(range(sum(bucket))))
         self.cache.pretend(length + 1)
         rows.lengths.fill_(length)
@@ -223,39 +220,18 @@ class GraphRunner:
         for slot in positions:
             counts[self.cache.tier(slot)] += 1
         bucket = fitting(self._buckets, counts)
-        before = self._mapped or []
-        if len(before) == sum(bucket) and positions.keys() <= set(before):
-            ended = [i for i, slot in enumerate(before) if slot not in positions and slot != IDLE]
-            if ended:
-                self._rows.lengths[self._on_gpu(ended)] = IDLE
-                for i in ended:
-                    before[i] = IDLE
-            return bucket
-        mapped: list[int] = []
-        for tier, room in enumerate(bucket):
-            here = sorted(slot for slot in positions if self.cache.tier(slot) == tier)
-            mapped += here + [IDLE] * (room - len(here))
-        self._map(mapped, positions)
+        if len(self._mapped) == sum(bucket) and positions.keys() <= set(self._mapped):
+            mapped = [slot if slot in positions else IDLE for slot in self._mapped]
+        else:
+            mapped = []
+            for tier, room in enumerate(bucket):
+                here = sorted(slot for slot in positions if self.cache.tier(slot) == tier)
+                mapped += here + [IDLE] * (room - len(here))
+        if mapped != self._mapped:
+            lengths = [positions.get(slot, IDLE) for slot in mapped]
+            self._rows.assign([max(slot, 0) for slot in mapped], lengths)
+            self._mapped = mapped
         return bucket
-
-    def _map(self, mapped: list[int], positions: Mapping[int, int]) -> None:
-        """Assign the slots `mapped` to the rows of the next steps, at their `positions`."""
-        self._unmap()
-        n = len(mapped)
-        slots = self._on_gpu([max(slot, 0) for slot in mapped])
-        self._rows.slots[:n] = slots
-        self._rows.lengths[:n] = self._on_gpu([positions.get(slot, IDLE) for slot in mapped])
-        self._rows.tokens[:n] = self._newest[slots]
-        self._mapped = mapped
-
-    def _unmap(self) -> None:
-        """Save the newest tokens of the slots that are assigned to rows."""
-        if self._mapped is not None:
-            places = [(i, slot) for i, slot in enumerate(self._mapped) if slot != IDLE]
-            if places:
-                rows, slots = (self._on_gpu(numbers) for numbers in zip(*places, strict=True))
-                self._newest[slots] = self._rows.tokens[rows]
-        self._mapped = None
 
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:
         """int32 on the GPU, without waiting for it."""

@@ -14,7 +14,7 @@ SOURCE = "select_token.cu"
 
 class _Args(ctypes.Structure):
     _fields_ = (
-        *operands.pointers("logits", "tokens", "lengths", "slots", "log", "sampling"),
+        *operands.pointers("logits", "tokens", "lengths", "slots", "log", "newest", "sampling"),
         *operands.ints("vocabulary", "depth"),
     )
 
@@ -41,6 +41,7 @@ def select_token(
     slots: torch.Tensor,
     log: torch.Tensor,
     sampling: torch.Tensor | None = None,
+    newest: torch.Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -51,9 +52,10 @@ def select_token(
     Logits have a 16-bit dtype; `tokens`, `lengths` and `slots` are int32 [N] on the GPU, `log` is
     int32 [slots, depth] on the GPU or in page-locked memory. A row's token is also written to
     log[slot, length % depth], or NO_TOKEN if its largest logit is NaN or infinite; its length grows
-    by 1. Rows with a negative length, without a request, are left as they are. `slots` must be
-    valid and distinct; they are not checked, as they are on the device. With `pdl` the launch may
-    start before its predecessor ends.
+    by 1. `newest`, int32 [slots] on the GPU, also gets the slots' tokens. Rows with a negative
+    length, without a request, are left as they are. `slots` must be valid and distinct; they are
+    not checked, as they are on the device. With `pdl` the launch may start before its predecessor
+    ends.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     if logits.dtype not in operands.DTYPES or logits.dim() != 2 or not logits.numel():
@@ -78,6 +80,9 @@ def select_token(
     if sampling is not None:
         words: operands.Wanted = (sampling, (len(log), SAMPLING_WORDS), torch.int32)
         operands.check_operands(logits.device, {"sampling": words})
+    if newest is not None:
+        by_slot: operands.Wanted = (newest, (len(log),), torch.int32)
+        operands.check_operands(logits.device, {"newest": by_slot})
     operands.check_gpu(logits.device)
     args = _Args(
         logits=logits.data_ptr(),
@@ -85,6 +90,7 @@ def select_token(
         lengths=lengths.data_ptr(),
         slots=slots.data_ptr(),
         log=log.data_ptr(),
+        newest=operands.address(newest),
         sampling=operands.address(sampling),
         vocabulary=vocabulary,
         depth=log.shape[1],
