@@ -130,8 +130,8 @@ class ModelConfig:
 class Workload:
     """The requests to plan for. Lengths are in tokens.
 
-    `batch_size` requests decode together, each in a slot of up to `max_model_len` positions of the
-    KV cache. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion.
+    Up to `batch_size` requests decode together, each of up to `max_model_len` positions of the KV
+    cache. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion.
     """
 
     batch_size: int

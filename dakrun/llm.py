@@ -52,9 +52,9 @@ from dakrun.weights.manifest import manifest_of
 class LLM:
     """A model loaded into its tiers, ready to generate; a context manager that closes it.
 
-    - `batch_size`: requests decoded together. "auto" takes the size up to `max_batch_size` with
-      the most predicted tokens per second, among those that take at most `max_tpot` seconds per
-      output token.
+    - `batch_size`: requests decoded together at most. "auto" takes the size up to `max_batch_size`
+      with the most predicted tokens per second, among those that take at most `max_tpot` seconds
+      per output token.
     - `max_model_len`: tokens of prompt and completion together; by default the model's positions,
       at most 4,096.
     - `expected_tokens`, `expected_prompt`: lengths of completions and prompts to plan for, in
@@ -178,7 +178,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete texts or token id sequences; results are in the order of `prompts`.
 
-        Raises CannotRun if the model's logits are NaN or infinite for one of them.
+        Raises CannotRun if one of them does not fit in the KV cache, or its logits are NaN or
+        infinite.
         """
         requests = as_requests(prompts, params, self.rules)
         results = {}
@@ -192,11 +193,12 @@ class LLM:
         return [results[i] for i in range(len(requests))]
 
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
-        """Completions as they finish; requests are only taken when a slot is free.
+        """Completions as they finish; requests are only taken when there is room.
 
         None in place of a request says that none has arrived yet (see Engine.generate).
 
-        A request for which the model's logits are NaN or infinite ends in a RowError.
+        A request ends in a RowError if it does not fit in the KV cache, or if the model's logits
+        for it are NaN or infinite.
         One stream or `generate` runs at a time: another raises UsageError until the first has
         ended, is closed, or is garbage-collected.
         """
@@ -217,7 +219,7 @@ class LLM:
     def report(self, wall_s: float | None = None) -> dict[str, Any]:
         """The report of everything generated so far (see report.make_report).
 
-        `wall_s` is the elapsed time in seconds, by default that of prefill and decode steps alone.
+        `wall_s` is the elapsed time in seconds, by default that of all steps alone.
         While a stream runs, the report has no times by op.
         """
         stats = self.engine.stats

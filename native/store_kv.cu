@@ -1,4 +1,4 @@
-// Stores the keys and values of prompts in packed slots (dakrun/kernels/attention/kv_blocks.py),
+// Stores the keys and values of prompts in KV blocks (dakrun/kernels/attention/kv_blocks.py),
 // and applies RoPE to queries and keys.
 //
 //   for each (token, head, pair of chunks half a head apart, which RoPE rotates together), one

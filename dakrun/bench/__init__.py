@@ -1,9 +1,9 @@
 """`dakrun bench`: kernels and models measured against this machine's memory bandwidth.
 
 run.py goes from options to records. Cases to measure: gemm_sweep.py, attention_sweep.py,
-model_sweep.py. Measuring: gemm.py, attention.py, model.py, with memory and ceilings from tiers.py.
-Rivals of whole models: rival.py, prefetch.py.
-Results: rows.py, model_rows.py, output.py, model_plot.py. Importing this imports no torch.
+model_sweep.py. Measuring: gemm.py, attention.py, model.py, with memory from tiers.py and ceilings
+from ceilings.py. Rivals of whole models: rival.py, prefetch.py. Results: rows.py, model_rows.py,
+output.py, model_plot.py. Importing this imports no torch.
 """
 
 from typing import TYPE_CHECKING

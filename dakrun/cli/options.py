@@ -163,7 +163,8 @@ workload_options = together(
         "--batch-size",
         COUNT,
         "auto|N",
-        "Requests decoded together; auto: the size with the most predicted tokens per second.",
+        "Requests decoded together at most; auto: the number with the most predicted tokens per "
+        "second.",
         is_eager=True,  # the callback of --max-tpot reads it
     ),
     option(
@@ -212,7 +213,7 @@ _policy_options = together(
         "--kv-offload-ratio",
         RATIO,
         "auto|0..1",
-        "Ratio of KV slots outside HBM; --offload-ratio is then that of the weights alone.",
+        "Ratio of the KV cache outside HBM; --offload-ratio is then that of the weights alone.",
     ),
     choice_option(
         "--strategy",

@@ -1,8 +1,10 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
-engine.py schedules requests; a runner computes their steps: graph_runner.py on the GPU's kernels
-(decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
-reference_runner.py in plain torch. build.py makes the runner that a plan asks for.
+engine.py schedules requests, as far as admission.py finds KV blocks for them; a runner (runner.py)
+computes their steps: graph_runner.py on the GPU's kernels (decode_step.py, prefill.py,
+cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch. sampler.py
+chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py plans for this
+machine's free memory, build.py makes the runner that a plan asks for.
 """
 
 from dakrun.engine.admission import peak_blocks

@@ -53,7 +53,7 @@ def build_runner(
     device: torch.device,
     on_load: OnLoad = lambda done, total: None,
 ) -> Runner:
-    """Allocate weights and KV slots in `tiers`, and load the weights from `source`.
+    """Allocate weights and KV blocks in `tiers`, and load the weights from `source`.
 
     The runner uses the project's kernels if they support the model on `device`, else plain torch.
     """

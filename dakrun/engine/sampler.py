@@ -2,7 +2,7 @@
 
 Knows temperature, top-k, top-p and noise by (seed, position, token); keeps no state, so a row's
 token depends on its own logits, parameters, seed and position alone. native/select_token.cu is the
-same for a GPU's decode steps.
+same for a GPU's steps.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Stores keys and values of prompts in packed slots, with RoPE; wraps native/store_kv.cu.
+"""Stores keys and values of prompts in KV blocks, with RoPE; wraps native/store_kv.cu.
 
 Knows tokens and the address of each one's keys and values, no slots and no requests.
 """

@@ -91,7 +91,7 @@ class OpPlan(PlacedOp):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """Prefill in passes of `chunk_tokens` tokens; the last pass may be shorter.
+    """Prompts in passes of up to `chunk_tokens` tokens, each of them a step of the engine.
 
     A pass reads the remote parts of matrices in place, once per PREFILL_LAUNCH_ROWS tokens
     (direct), or from HBM after the copy engine has copied them once (staged).

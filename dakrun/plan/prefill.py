@@ -121,7 +121,7 @@ class Prefill:
 
 
 def predict_prefill(plan: Plan) -> Prefill:
-    """TTFT of a batch: seconds until all of its slots have their first token.
+    """TTFT of a batch: seconds until all of its slots have their first token, from empty ones.
 
     All slots begin empty, with a prompt of `workload.prompt_len` tokens each, and are prefilled
     together, in the passes of `plan.prefill`. Slots of early passes have their token sooner. A pass

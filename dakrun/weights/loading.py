@@ -61,7 +61,7 @@ def can_pack(plan: Plan) -> bool:
 
 
 def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
-    """Bytes to allocate in each tier for the plan's matrices and KV slots, alignment included."""
+    """Bytes to allocate in each tier for the plan's matrices and KV blocks, alignment included."""
     sizes = [aligned(plan.memory(number)["kv"]) for number in range(len(plan.tiers))]
     for op in plan.weights():
         for counts in op.placement:

@@ -1,4 +1,4 @@
-"""KV blocks: the packed form of keys and values, which SplitK_FlashAttn reads.
+"""KV blocks: the packed form of keys and values, which the attention kernels read.
 
 A block has 64 positions of one layer. The part of a KV head is [keys, values][64 positions]
 [head_dim] of 16-bit elements; its filled keys or values are contiguous. Within a position, chunks
