@@ -178,7 +178,8 @@ def test_steps_in_a_graph_equal_those_of_the_resident_model(name: str, count: in
                 found.copy_(output.logits[:, -1])
 
             each.register_forward_hook(keep)
-            graph = captured(Step(each, prompt, 40))
+            step = Step(each, prompt, 40)  # whose tensors the graph uses
+            graph = captured(step)
             logits.append([])
             for _ in range(20):
                 graph.replay()
