@@ -149,6 +149,18 @@ def test_a_request_restarts_only_if_no_step_in_flight_ends_another(path: Path, a
         assert llm.engine.stats.restarted < 6
 
 
+def test_blocks_are_asked_for_only_where_a_step_can_be_launched(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going through hundreds of requests takes long: once a step, not again before its tokens."""
+    asked, grown = list[int](), Engine._grown
+    monkeypatch.setattr(Engine, "_grown", lambda *args: asked.append(1) or grown(*args))
+    with load(path) as llm:
+        launched = without_computing(llm, 2)
+        assert len(list(llm.stream(ragged(200, 60)))) == 200
+    assert len(asked) < 1.2 * len(launched)
+
+
 def test_requests_begin_in_small_groups_where_blocks_are_few(path: Path) -> None:
     """A group is a share of those that run: with blocks for few, slots stay free all the time."""
     with load(path, batch_size=40) as llm:

@@ -173,12 +173,12 @@ class Engine:
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
-                active = self._grown([r for r in self._running if r.remaining])
-                begins = self._new and (none_now or not active or self._is_worth_a_pass())
-                room = len(self._steps) < self.runner.ahead
-                if room and active is not None and (active or begins):
-                    self._launch(active, self._parts(len(active)) if begins else [])
-                    continue
+                if len(self._steps) < self.runner.ahead:
+                    active = self._grown([r for r in self._running if r.remaining])
+                    begins = self._new and (none_now or not active or self._is_worth_a_pass())
+                    if active is not None and (active or begins):
+                        self._launch(active, self._parts(len(active)) if begins else [])
+                        continue
                 if self._steps:
                     self._collect()
                 elif exhausted and not self._returned:
