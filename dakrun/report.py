@@ -55,7 +55,7 @@ def make_report(
     bound_s = run_bound(
         plan,
         requests=stats.requests,
-        prompt_tokens=stats.prompt_tokens,
+        prompt_tokens=stats.prompt_tokens - stats.shared_tokens,
         new_tokens=stats.new_tokens,
         steps=steps + stats.prefill_steps,
         kv_bytes=stats.kv_bytes_read + stats.mixed_kv_bytes,
@@ -68,6 +68,7 @@ def make_report(
             "capped": stats.capped,
             "restarted": stats.restarted,
             "prompt_tokens": stats.prompt_tokens,
+            "shared_prompt_tokens": stats.shared_tokens,
             "new_tokens": stats.new_tokens,
         },
         "time": {
@@ -183,6 +184,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"{report['machine']['threads']} CPU threads",
         "requests": f"{requests['finished']} finished, {requests['prompt_tokens']} prompt and "
         f"{requests['new_tokens']} new tokens"
+        + _shared(requests["shared_prompt_tokens"])
         + _capped(requests["capped"], plan)
         + _restarted(requests["restarted"]),
         "time": f"load {_seconds(times['load_s'])}, prefill {_seconds(times['prefill_s'])}, "
@@ -215,6 +217,10 @@ def _share(report: Mapping[str, Any]) -> str:
         return ""
     share = times["bound_s"] / times["wall_s"]
     return f", {share:.0%} of what arithmetic, memory and link allow ({times['bound_s']:.1f} s)"
+
+
+def _shared(count: int) -> str:
+    return f"; {count} prompt tokens shared with earlier requests" if count else ""
 
 
 def _restarted(count: int) -> str:

@@ -287,3 +287,15 @@ def test_prefill_keeps_to_the_memory_that_is_planned(model: tuple[Path, PreTrain
             greedy(llm, given, 2)
             used = torch.cuda.max_memory_allocated() - before
             assert used <= llm.plan.memory(0)["activations"]
+
+
+def test_shared_prefixes_are_computed_once(model: tuple[Path, PreTrainedModel]) -> None:
+    """In each of two tiers; the tokens stay those of the reference."""
+    path, reference = model
+    common = prompts(1)[0] * 200
+    given = [common[:130] + own[:120] for own in prompts(40)]
+    with load(path, 16, offload_ratio=0.2, kv_offload_ratio=0.25) as llm:
+        found = greedy(llm, given)
+        assert llm.engine.stats.shared_tokens >= 38 * 128
+    ours, theirs = shortfalls(path, reference, given, found)
+    assert ours <= 2 * theirs + 0.01, "beyond what float16 rounds"

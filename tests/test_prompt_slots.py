@@ -7,6 +7,7 @@ from dakrun.engine import KVWriter
 from dakrun.kernels.attention import KVCache, kv_blocks
 from dakrun.memory import allocate_tiers
 from dakrun.plan import Segment
+from dakrun.units import ceil_div
 
 BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads
 
@@ -51,7 +52,9 @@ def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
                 writer.store(layer, other, positions.to(device), None)
             writer.end()
         for slot, end in enumerate((80, 105, 129, 230)):
-            found = kv_blocks.read_blocks(cache.gather(5, slot, end), end, torch.float16, shape)
+            found = kv_blocks.read_blocks(
+                cache.gather(5, slot, ceil_div(end, 64)), end, torch.float16, shape
+            )
             for x, wanted in zip(found, kept[:, slot, :, :end], strict=True):
                 assert torch.equal(x, wanted), (slot, end)
 

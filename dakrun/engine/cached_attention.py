@@ -27,7 +27,8 @@ class CachedAttention:
     """Attention of the segments that go on where earlier passes ended, over all their KV blocks.
 
     Blocks are read where they lie. Those of remote slots are read many times, so that full ones are
-    first copied to HBM, and new ones are read where they wait to be copied out.
+    first copied to HBM, each once and up to as many as a slot may have, and new ones are read where
+    they wait to be copied out.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class CachedAttention:
     ) -> None:
         """`written` are the blocks of each segment's own tokens, as KVWriter.begin() gives them."""
         self._cache, self._scale, device = cache, config.head_dim**-0.5, cache.device
-        self._gathers: list[tuple[int, torch.Tensor]] = []  # slots, and room for their full blocks
+        # Slots, the number of a full block, and room for this one and those after it.
+        self._gathers: list[tuple[int, int, torch.Tensor]] = []
+        copies: dict[int, int] = {}  # addresses in room, by those of full blocks
         parts: list[tuple[PromptSegment, int]] = []  # and their slots
         moved: list[tuple[int, int, int]] = []  # segment, block and address, of blocks elsewhere
         first = 0
@@ -48,9 +51,18 @@ class CachedAttention:
             if s.start:
                 full, number = s.start // KV_BLOCK, len(parts)
                 if cache.tier(s.slot) and full:
-                    room = torch.empty(full, shape.layer_bytes, dtype=torch.uint8, device=device)
-                    self._gathers.append((s.slot, room))
-                    moved += [(number, block, row.data_ptr()) for block, row in enumerate(room)]
+                    lie = [cache.address(s.slot, block) for block in range(full)]
+                    known = next((i for i, at in enumerate(lie) if at not in copies), full)
+                    if known < full and len(copies) + full - known <= shape.blocks:
+                        size = (full - known, shape.layer_bytes)
+                        room = torch.empty(size, dtype=torch.uint8, device=device)
+                        self._gathers.append((s.slot, known, room))
+                        copies |= {
+                            at: row.data_ptr() for at, row in zip(lie[known:], room, strict=True)
+                        }
+                    moved += [
+                        (number, block, copies[at]) for block, at in enumerate(lie) if at in copies
+                    ]
                 moved += [
                     (number, block, address)
                     for block, (address, layer_bytes) in enumerate(places, full)
@@ -77,7 +89,7 @@ class CachedAttention:
         """Write the heads [n, Hq * D] of these segments' queries, rows of q [n, Hq, D]."""
         if self._work is None:
             return
-        for slot, room in self._gathers:
-            room.copy_(self._cache.gather(layer, slot, len(room) * KV_BLOCK))
+        for slot, first, room in self._gathers:
+            room.copy_(self._cache.gather(layer, slot, first + len(room), first))
         tables = BlockTables(self._tables[layer], self._head_bytes)
         prompt_attn(q, tables, self._work, heads, scale=self._scale)

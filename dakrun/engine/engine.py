@@ -19,6 +19,7 @@ from typing import Literal
 
 from dakrun.engine.admission import peak_blocks
 from dakrun.engine.decode_step import LARGE_BUCKET_STEP
+from dakrun.engine.prefixes import block_names
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
@@ -41,7 +42,8 @@ class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
     `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
-    `restarted` those that gave up their KV blocks to others and began again.
+    `restarted` those that gave up their KV blocks to others and began again. `shared_tokens` are
+    those tokens of prompts that were not computed, since other requests' KV blocks have them.
     `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
     decode rows, too, and `prefill_steps` all of them. `step_s` has the other steps; `step_rows`
     sums their requests and `kv_bytes_read` the KV bytes they read, `mixed_kv_bytes` those of mixed
@@ -52,6 +54,7 @@ class EngineStats:
     capped: int = 0
     restarted: int = 0
     prompt_tokens: int = 0
+    shared_tokens: int = 0
     new_tokens: int = 0
     prefill_s: float = 0.0
     prefill_steps: int = 0
@@ -69,7 +72,8 @@ class _Running:
     """A request in its slot, of whose tokens `cached` are in the KV cache, or about to be.
 
     `launched` counts the new tokens, those being computed included; `limit` is their maximum.
-    `launched_prompt` counts the tokens of the prompt that are computed, or being computed.
+    `launched_prompt` counts the tokens of the prompt that are computed, or being computed; of them
+    the first `shared` are by other requests. `names` are those of the prompt's full KV blocks.
     """
 
     request: Request
@@ -81,6 +85,8 @@ class _Running:
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in NextTokens
     cached: int = 0
     launched: int = 1
+    names: Sequence[bytes] = ()
+    shared: int = 0
     launched_prompt: int = 0
     started: float = 0.0
     first_token: float = 0.0
@@ -93,8 +99,9 @@ class _Running:
 
     @property
     def blocks_at_end(self) -> int:
-        """KV blocks that it takes at the end, at most."""
-        return ceil_div(len(self.request.prompt_ids) + self.limit - 1, KV_BLOCK)
+        """KV blocks that it takes at the end, at most, besides those that it shares."""
+        length = len(self.request.prompt_ids) + self.limit - 1
+        return ceil_div(length - self.shared, KV_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -177,7 +184,7 @@ class Engine:
                     active = self._grown([r for r in self._running if r.remaining])
                     begins = self._new and (none_now or not active or self._is_worth_a_pass())
                     if active is not None and (active or begins):
-                        self._launch(active, self._parts(len(active)) if begins else [])
+                        self._launch(active, self._begin(len(active)) if begins else [])
                         continue
                 if self._steps:
                     self._collect()
@@ -234,17 +241,20 @@ class Engine:
         seed = request_seed(params.seed, request.id)
         limit = min(params.max_tokens, self._max_len - length)
         cache = self.runner.cache
+        names = block_names(request.prompt_ids)
         tried: set[int] = set()  # tiers
         for slot in self._free:
             if cache.tier(slot) in tried:
                 continue
             tried.add(cache.tier(slot))
-            r = _Running(request, slot, stop, seed, limit, cached=length)
+            r = _Running(request, slot, stop, seed, limit, cached=length, names=names)
+            self._share(r)
             if self._has_room(r) and cache.reserve(slot, length):
                 self._free.remove(slot)
                 self._new.append(r)
                 self._at_ends[cache.tier(slot)] += r.blocks_at_end
                 return True
+            cache.release(slot)
             if len(tried) == len(cache.counts):
                 break
         return False
@@ -253,12 +263,21 @@ class Engine:
         """Whether the blocks of the tier suffice for its requests and `new`, to their ends."""
         cache = self.runner.cache
         tier = cache.tier(new.slot)
-        if self._at_ends[tier] + new.blocks_at_end <= cache.blocks[tier]:
+        room = cache.blocks[tier] - cache.borrowed(tier)
+        if self._at_ends[tier] + new.blocks_at_end <= room:
             return True
         others = itertools.chain(self._running, self._new)
         here = [new, *(r for r in others if cache.tier(r.slot) == tier)]
-        needed = peak_blocks([r.cached for r in here], [r.remaining for r in here])
-        return needed <= cache.blocks[tier]
+        needed = peak_blocks([r.cached - r.shared for r in here], [r.remaining for r in here])
+        return needed <= room
+
+    def _share(self, r: _Running) -> None:
+        """Let `r`, of whose prompt nothing is computed, have the blocks that others computed.
+
+        Its last token is computed in any case: the first new one follows from it.
+        """
+        usable = r.names[: (len(r.request.prompt_ids) - 1) // KV_BLOCK]
+        r.shared = r.launched_prompt = self.runner.cache.share(r.slot, usable) * KV_BLOCK
 
     def _grown(self, active: list[_Running]) -> list[_Running] | None:
         """Those of `active` that have a block for their next position, now or before.
@@ -309,41 +328,61 @@ class Engine:
         Where KV blocks are fewer than slots need, a group is the same share of those that run.
         """
         there = len(self._running) + len(self._new)
-        tokens = sum(len(r.request.prompt_ids) for r in self._new)
+        tokens = sum(len(r.request.prompt_ids) - r.launched_prompt for r in self._new)
         return (
             self._beginning > 0
             or len(self._new) * self.runner.cache.slots >= self._admitted_together * there
             or tokens >= self.runner.chunk_tokens
         )
 
-    def _parts(self, rows: int) -> list[PromptPart]:
+    def _begin(self, rows: int) -> list[tuple[_Running, PromptPart]]:
         """The parts of new requests' prompts that the next step computes beside `rows` rows.
 
         Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
+        A request waits for the next step if its next block is one that an earlier part computes.
         """
         most, now, parts = self.runner.chunk_tokens, time.perf_counter(), []
         room = max(most // 2, most - ceil_div(rows, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)
+        computed: set[bytes] = set()  # names of blocks, in this step
         for r in self._new:
             if not room:
                 break
-            prompt, start = r.request.prompt_ids, r.launched_prompt
+            prompt = r.request.prompt_ids
+            if r.launched_prompt == r.shared:
+                before = r.blocks_at_end
+                self._share(r)
+                if r.blocks_at_end < before:
+                    self._at_ends[self.runner.cache.tier(r.slot)] += r.blocks_at_end - before
+                    self._blocked = False
+                number = r.shared // KV_BLOCK
+                if number < (len(prompt) - 1) // KV_BLOCK and r.names[number] in computed:
+                    continue
+                self.stats.shared_tokens += r.shared
+            start = r.launched_prompt
             tokens = prompt[start : start + room]
             r.started = r.started or now
             r.launched_prompt += len(tokens)
             room -= len(tokens)
+            computed.update(r.names[start // KV_BLOCK : ceil_div(r.launched_prompt, KV_BLOCK)])
             row = Row(r.slot, len(prompt) - 1, r.request.params, r.seed)
-            parts.append(PromptPart(row, start, tokens, r.launched_prompt == len(prompt)))
+            ends = r.launched_prompt == len(prompt)
+            parts.append((r, PromptPart(row, start, tokens, ends)))
         return parts
 
-    def _launch(self, active: Sequence[_Running], parts: Sequence[PromptPart]) -> None:
+    def _launch(
+        self, active: Sequence[_Running], parts: Sequence[tuple[_Running, PromptPart]]
+    ) -> None:
         """Start a step of the requests `active` and of `parts` of new requests' prompts."""
         rows = [Row(r.slot, r.cached, r.request.params, r.seed) for r in active]
         start = time.perf_counter()
-        self.runner.launch(rows, parts)
-        ended = sum(part.ends for part in parts)
+        self.runner.launch(rows, [part for _, part in parts])
+        for r, _ in parts:
+            self.runner.cache.publish(r.slot, r.names[: r.launched_prompt // KV_BLOCK])
+        begun = [r for r, part in parts if part.ends]
         if parts:
-            self._beginning = len(self._new) - ended
-        begun, self._new = self._new[:ended], self._new[ended:]
+            self._beginning = len(self._new) - len(begun)
+            ended = set(map(id, begun))
+            self._new = [r for r in self._new if id(r) not in ended]
         self._running += begun
         self._steps.append(_Step(start, [*active, *begun], len(rows), bool(parts)))
         kv_bytes = sum(r.cached for r in active) * self._kv_bytes

@@ -22,6 +22,7 @@ from dakrun.models.architectures import Architecture, Norm
 from dakrun.models.decoder import Attention, Decoder
 from dakrun.models.layers import layer_norm, rms_norm, rope_table, rotate, split_heads
 from dakrun.plan import PREFILL_CHUNK_TOKENS, Segment
+from dakrun.units import ceil_div
 from dakrun.weights.manifest import Weights
 
 Rotations = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [N, 1, D / 2]
@@ -165,7 +166,8 @@ class ReferenceAttention:
     def _cached(self, layer: int, s: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of the keys and values [Hkv, P, D] of a slot's positions up to the segment's."""
         count = s.start + s.length
-        blocks = self._layout.view(self._cache.gather(layer, s.slot, count))
+        found = self._cache.gather(layer, s.slot, ceil_div(count, KV_BLOCK))
+        blocks = self._layout.view(found)
         keys, values = blocks.transpose(0, 1).flatten(1, 2)[:, :count].transpose(1, 2)
         return keys, values
 

@@ -1,12 +1,14 @@
 """The KV cache of running requests: blocks of 64 positions in the pools of several memory tiers.
 
 A slot is a running request's place. It is in one tier, whose blocks it takes one by one as it grows
-and gives back at its end. Knows slots, blocks, layers and bytes; how keys and values lie in a block
-is the layout's: KVShape's for the GPU's kernels, RowLayout's for plain torch. Knows neither
-requests nor plans.
+and gives back at its end. Slots share full blocks of equal prompts, which are found by name; those
+that no slot has are kept until their room is needed. Knows slots, blocks, layers and bytes; how
+keys and values lie in a block is the layout's: KVShape's for the GPU's kernels, RowLayout's for
+plain torch. Knows neither requests nor plans.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +48,60 @@ class RowLayout:
         return blocks.view(self.dtype).unflatten(-1, (2, KV_BLOCK, self.kv_heads, self.head_dim))
 
 
+class _PrefixCache:
+    """The named blocks of a tier: `references` counts the slots that have a block, by its number.
+
+    `borrowers` counts those of them that did not fill it. `cached` are the named blocks that no
+    slot has, the one to be evicted first in front.
+    """
+
+    def __init__(self) -> None:
+        self.references: Counter[int] = Counter()
+        self.borrowers: Counter[int] = Counter()
+        self.cached: dict[int, None] = {}
+        self._blocks: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+
+    def find(self, name: bytes) -> int | None:
+        """The block of that name."""
+        return self._blocks.get(name)
+
+    def name(self, block: int, name: bytes) -> None:
+        """Name `block`, unless another one has the name."""
+        if self._blocks.setdefault(name, block) == block:
+            self._names[block] = name
+
+    def lend(self, block: int) -> None:
+        """One more slot has a named block."""
+        self.cached.pop(block, None)
+        self.references[block] += 1
+        self.borrowers[block] += 1
+
+    def end_loan(self, block: int) -> None:
+        """One slot fewer has the block by a loan; its use ends with is_unused_after_end()."""
+        self.borrowers[block] -= 1
+        if not self.borrowers[block]:
+            del self.borrowers[block]
+
+    def is_unused_after_end(self, block: int) -> bool:
+        """Whether `block` is free once one slot fewer has it; False while it is cached or used."""
+        self.references[block] -= 1
+        if self.references[block]:
+            return False
+        del self.references[block]
+        if block in self._names:
+            self.cached[block] = None
+            return False
+        return True
+
+    def evict(self) -> int:
+        """The oldest cached block, which has no name any more."""
+        block = next(iter(self.cached))
+        del self.cached[block]
+        del self._blocks[self._names.pop(block)]
+        return block
+
+
 class KVCache:
     """Blocks for requests in slots, which are numbered tier after tier.
 
@@ -73,6 +129,8 @@ class KVCache:
         self._tier = [t for t, count in enumerate(self.counts) for _ in range(count)]
         self._free = [list(reversed(range(count))) for count in self.blocks]
         self._blocks: list[list[int]] = [[] for _ in self._tier]
+        self._shared = [0] * len(self._tier)  # leading blocks of each slot that `share` gave it
+        self._prefixes = [_PrefixCache() for _ in self.counts]
         self._has_tables = isinstance(layout, KVShape)
         shape = (self.slots, layout.blocks if self._has_tables else 0)
         self._addresses = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -93,20 +151,50 @@ class KVCache:
         return self._tier[slot]
 
     def free(self, tier: int) -> int:
-        """Blocks of a tier that no slot has."""
-        return len(self._free[tier])
+        """Blocks of a tier that no slot has, those that are kept under a name included."""
+        return len(self._free[tier]) + len(self._prefixes[tier].cached)
+
+    def borrowed(self, tier: int) -> int:
+        """Blocks of a tier that slots have by `share`, each counted once."""
+        return len(self._prefixes[tier].borrowers)
+
+    def share(self, slot: int, names: Sequence[bytes]) -> int:
+        """Let the first blocks of `slot` be those that are named `names`, as far as they exist.
+
+        They replace blocks that the slot has, in which nothing is stored yet. Returns how many
+        leading blocks of the slot are shared by now.
+        """
+        tier, held = self._tier[slot], self._blocks[slot]
+        pool, number = self._prefixes[tier], self._shared[slot]
+        while number < len(names) and (block := pool.find(names[number])) is not None:
+            pool.lend(block)
+            if number < len(held):
+                self._give_back(tier, held[number])
+                held[number] = block
+            else:
+                held.append(block)
+            self._note(slot, number)
+            number += 1
+        self._shared[slot] = number
+        return number
+
+    def publish(self, slot: int, names: Sequence[bytes]) -> None:
+        """Name the first blocks of `slot`, which launches so far fill, to be shared from now on."""
+        for block, name in zip(self._blocks[slot], names, strict=False):
+            self._prefixes[self._tier[slot]].name(block, name)
 
     def reserve(self, slot: int, positions: int) -> bool:
         """Give `slot` blocks for `positions` positions; False, and none, if they are not free."""
         held, tier = self._blocks[slot], self._tier[slot]
-        free, more = self._free[tier], ceil_div(positions, KV_BLOCK) - len(held)
-        if more > len(free):
+        more = ceil_div(positions, KV_BLOCK) - len(held)
+        if more > self.free(tier):
             return False
+        pool = self._prefixes[tier]
         for _ in range(more):
-            block = free.pop()
-            if self._has_tables:
-                self._changes[slot * self.slot_blocks + len(held)] = self._address(tier, block)
+            block = self._free[tier].pop() if self._free[tier] else pool.evict()
+            pool.references[block] += 1
             held.append(block)
+            self._note(slot, len(held) - 1)
         return True
 
     def release(self, slot: int) -> None:
@@ -115,13 +203,20 @@ class KVCache:
         Steps that were launched for it may still read and write them: later steps, which are
         ordered after these, write a block's positions before they read them.
         """
-        self._free[self._tier[slot]] += reversed(self._blocks[slot])
-        self._blocks[slot] = []
+        tier, held = self._tier[slot], self._blocks[slot]
+        for block in held[: self._shared[slot]]:
+            self._prefixes[tier].end_loan(block)
+        for block in reversed(held):
+            self._give_back(tier, block)
+        self._blocks[slot], self._shared[slot] = [], 0
 
     def release_all(self) -> None:
-        """Take back all blocks of all slots."""
+        """Take back all blocks of all slots, and forget all names."""
         for slot in range(self.slots):
             self.release(slot)
+        for free, pool in zip(self._free, self._prefixes, strict=True):
+            while pool.cached:
+                free.append(pool.evict())
 
     def block(self, slot: int, number: int) -> torch.Tensor:
         """Block `number` of a slot, uint8 [layers, layer_bytes], in its tier."""
@@ -144,13 +239,13 @@ class KVCache:
             found.append((numbers[0], part[blocks[0] : blocks[-1] + 1]))
         return found
 
-    def gather(self, layer: int, slot: int, positions: int) -> torch.Tensor:
-        """The blocks of a slot's first `positions` in one layer, uint8 [blocks, layer_bytes].
+    def gather(self, layer: int, slot: int, stop: int, start: int = 0) -> torch.Tensor:
+        """The slot's blocks numbered `start` to `stop` - 1 in one layer, uint8 [n, layer_bytes].
 
         They are a copy on `device`.
         """
-        part, count = self._on_device[self._tier[slot]], ceil_div(positions, KV_BLOCK)
-        numbers = upload(torch.tensor(self._blocks[slot][:count]), part.device)
+        part = self._on_device[self._tier[slot]]
+        numbers = upload(torch.tensor(self._blocks[slot][start:stop]), part.device)
         return part[:, layer].index_select(0, numbers).to(self.device)
 
     @property
@@ -182,6 +277,16 @@ class KVCache:
                 address = self._address(tier, (slot * count + number) % self.blocks[tier])
                 self._changes[slot * self.slot_blocks + number] = address
         self.flush()
+
+    def _give_back(self, tier: int, block: int) -> None:
+        """One slot fewer has `block`."""
+        if self._prefixes[tier].is_unused_after_end(block):
+            self._free[tier].append(block)
+
+    def _note(self, slot: int, number: int) -> None:
+        """Block `number` of `slot` has changed."""
+        if self._has_tables:
+            self._changes[slot * self.slot_blocks + number] = self.address(slot, number)
 
     def _address(self, tier: int, block: int) -> int:
         part = self.parts[tier]
