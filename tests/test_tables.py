@@ -177,6 +177,7 @@ def test_a_runs_report(columns: int) -> None:
         "plan": {"profile": {"name": "h200-nvlink-peer"},
                  "workload": {"max_model_len_tokens": 4096}},
         "requests": {"finished": 123456, "prompt_tokens": 1234567, "new_tokens": 12345678,
+                     "shared_prompt_tokens": 123456,
                      "capped": 12, "restarted": 3},
         "time": {"load_s": 123.4, "prefill_s": 1234.5, "decode_s": 123456.7,
                  "decode_steps": 12345, "wall_s": 123567.8, "bound_s": 98765.4},
