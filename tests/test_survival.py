@@ -230,8 +230,13 @@ def test_a_signal_stops_between_rows(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_a_write_waits_for_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    number: signal.Signals,
 ) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs lack it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     out, went_on = tmp_path / "out.jsonl", []
     error = RowError(id="a", line=1, code="c", message="m")
 
