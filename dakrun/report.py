@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 import dakrun
-from dakrun.engine.engine import EngineStats
+from dakrun.engine.progress import EngineStats
 from dakrun.plan import Plan, run_bound
 from dakrun.plan.show import plan_dict
 from dakrun.tables import Column, print_table

@@ -117,7 +117,7 @@ def test_without_sharing_nothing_changes(path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_with_few_blocks_prefixes_are_evicted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks for two or three requests in each tier, which is a tenth of what is wanted."""
+    """Blocks for two or three requests in each tier, of the six that its slots would hold."""
     given = prompts()
     alone, _, _ = run(path, 1, given)
     monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 6, 7), ("host", 6, 8)))

@@ -1,6 +1,7 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
-engine.py schedules requests, as far as admission.py finds KV blocks for them; a runner (runner.py)
+engine.py schedules requests, as far as admission.py finds KV blocks for them, and keeps their state
+in progress.py; prefixes.py names the blocks that prompts may share. A runner (runner.py)
 computes their steps: graph_runner.py on the GPU's kernels (decode_step.py, prefill.py,
 cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch. sampler.py
 chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py plans for this
@@ -16,10 +17,11 @@ from dakrun.engine.build import (
     tier_accesses,
 )
 from dakrun.engine.decode_step import LOG_STEPS, DecodeStep, buckets, fill_order, fitting
-from dakrun.engine.engine import Engine, EngineStats
+from dakrun.engine.engine import Engine
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
+from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner, gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample

@@ -10,16 +10,16 @@ import bisect
 import itertools
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.engine.admission import peak_blocks
 from dakrun.engine.decode_step import LARGE_BUCKET_STEP
 from dakrun.engine.prefixes import block_names
+from dakrun.engine.progress import EngineStats, Running
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
@@ -37,79 +37,12 @@ from dakrun.requests import (
 from dakrun.units import ceil_div
 
 
-@dataclass
-class EngineStats:
-    """Totals of all runs so far; times are in seconds, by request or by decode step.
-
-    `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
-    `restarted` those that gave up their KV blocks to others and began again. `shared_tokens` are
-    those tokens of prompts that were not computed, since other requests' KV blocks have them.
-    `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
-    decode rows, too, and `prefill_steps` all of them. `step_s` has the other steps; `step_rows`
-    sums their requests and `kv_bytes_read` the KV bytes they read, `mixed_kv_bytes` those of mixed
-    steps' decode rows.
-    """
-
-    requests: int = 0
-    capped: int = 0
-    restarted: int = 0
-    prompt_tokens: int = 0
-    shared_tokens: int = 0
-    new_tokens: int = 0
-    prefill_s: float = 0.0
-    prefill_steps: int = 0
-    mixed_steps: int = 0
-    mixed_kv_bytes: int = 0
-    ttft_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
-    tpot_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
-    step_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
-    step_rows: int = 0
-    kv_bytes_read: int = 0
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request in its slot, of whose tokens `cached` are in the KV cache, or about to be.
-
-    `launched` counts the new tokens, those being computed included; `limit` is their maximum.
-    `launched_prompt` counts the tokens of the prompt that are computed, or being computed; of them
-    the first `shared` are by other requests. `names` are those of the prompt's full KV blocks.
-    """
-
-    request: Request
-    slot: int
-    stop: StopStrings | None
-    seed: int
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in NextTokens
-    cached: int = 0
-    launched: int = 1
-    names: Sequence[bytes] = ()
-    shared: int = 0
-    launched_prompt: int = 0
-    started: float = 0.0
-    first_token: float = 0.0
-    ended: bool = False
-
-    @property
-    def remaining(self) -> int:
-        """Positions that it still adds to the KV cache, at most."""
-        return self.limit - self.launched
-
-    @property
-    def blocks_at_end(self) -> int:
-        """KV blocks that it takes at the end, at most, besides those that it shares."""
-        length = len(self.request.prompt_ids) + self.limit - 1
-        return ceil_div(length - self.shared, KV_BLOCK)
-
-
 @dataclass(frozen=True)
 class _Step:
     """A launched step. Its tokens are those of `requests`, of which the first are decode rows."""
 
     start: float
-    requests: Sequence[_Running]
+    requests: Sequence[Running]
     decode_rows: int
     prefills: bool
 
@@ -127,8 +60,8 @@ class Engine:
         self._admitted_together = requests_per_admission(plan)
         self._order = {slot: number for number, slot in enumerate(runner.order)}
         self._free: list[int] = []  # slots, in the order in which to fill them
-        self._running: list[_Running] = []  # in the order of their admission
-        self._new: list[_Running] = []  # in their slots, before prefill
+        self._running: list[Running] = []  # in the order of their admission
+        self._new: list[Running] = []  # in their slots, before prefill
         self._beginning = 0  # requests in `_new` of a group that has begun
         self._returned: deque[Request] = deque()  # to begin before the waiting ones
         self._at_ends: list[int] = []  # blocks by tier, if all requests there ended at once
@@ -247,7 +180,7 @@ class Engine:
             if cache.tier(slot) in tried:
                 continue
             tried.add(cache.tier(slot))
-            r = _Running(request, slot, stop, seed, limit, cached=length, names=names)
+            r = Running(request, slot, stop, seed, limit, cached=length, names=names)
             self._share(r)
             if self._has_room(r) and cache.reserve(slot, length):
                 self._free.remove(slot)
@@ -259,7 +192,7 @@ class Engine:
                 break
         return False
 
-    def _has_room(self, new: _Running) -> bool:
+    def _has_room(self, new: Running) -> bool:
         """Whether the blocks of the tier suffice for its requests and `new`, to their ends."""
         cache = self.runner.cache
         tier = cache.tier(new.slot)
@@ -271,7 +204,7 @@ class Engine:
         needed = peak_blocks([r.cached - r.shared for r in here], [r.remaining for r in here])
         return needed <= room
 
-    def _share(self, r: _Running) -> None:
+    def _share(self, r: Running) -> None:
         """Let `r`, of whose prompt nothing is computed, have the blocks that others computed.
 
         Its last token is computed in any case: the first new one follows from it.
@@ -279,7 +212,7 @@ class Engine:
         usable = r.names[: (len(r.request.prompt_ids) - 1) // KV_BLOCK]
         r.shared = r.launched_prompt = self.runner.cache.share(r.slot, usable) * KV_BLOCK
 
-    def _grown(self, active: list[_Running]) -> list[_Running] | None:
+    def _grown(self, active: list[Running]) -> list[Running] | None:
         """Those of `active` that have a block for their next position, now or before.
 
         If one has none, None while steps are in flight: requests that end there give theirs back.
@@ -299,7 +232,7 @@ class Engine:
                 self.stats.restarted += 1
         return [r for r in active if not r.ended]
 
-    def _release(self, r: _Running) -> None:
+    def _release(self, r: Running) -> None:
         """Take `r` out of its slot; steps already launched for it have no effect."""
         cache = self.runner.cache
         r.ended = True
@@ -335,7 +268,7 @@ class Engine:
             or tokens >= self.runner.chunk_tokens
         )
 
-    def _begin(self, rows: int) -> list[tuple[_Running, PromptPart]]:
+    def _begin(self, rows: int) -> list[tuple[Running, PromptPart]]:
         """The parts of new requests' prompts that the next step computes beside `rows` rows.
 
         Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
@@ -357,7 +290,6 @@ class Engine:
                 number = r.shared // KV_BLOCK
                 if number < (len(prompt) - 1) // KV_BLOCK and r.names[number] in computed:
                     continue
-                self.stats.shared_tokens += r.shared
             start = r.launched_prompt
             tokens = prompt[start : start + room]
             r.started = r.started or now
@@ -370,7 +302,7 @@ class Engine:
         return parts
 
     def _launch(
-        self, active: Sequence[_Running], parts: Sequence[tuple[_Running, PromptPart]]
+        self, active: Sequence[Running], parts: Sequence[tuple[Running, PromptPart]]
     ) -> None:
         """Start a step of the requests `active` and of `parts` of new requests' prompts."""
         rows = [Row(r.slot, r.cached, r.request.params, r.seed) for r in active]
@@ -410,7 +342,7 @@ class Engine:
             stats.step_s.append(seconds)
         self._record(step.requests, found)
 
-    def _record(self, rows: Sequence[_Running], found: NextTokens) -> None:
+    def _record(self, rows: Sequence[Running], found: NextTokens) -> None:
         now = time.perf_counter()
         for r, token in zip(rows, found.tokens, strict=True):
             if not r.ended:
@@ -420,7 +352,7 @@ class Engine:
             if not rows[number].ended:
                 rows[number].logprobs.append(likeliest)
 
-    def _finish_reason(self, r: _Running) -> Literal["stop", "length", "error"] | None:
+    def _finish_reason(self, r: Running) -> Literal["stop", "length", "error"] | None:
         params = r.request.params
         if not r.tokens:  # the step of its prompt is still running
             return None
@@ -432,7 +364,7 @@ class Engine:
             return "stop"
         return "length" if len(r.tokens) == r.limit else None
 
-    def _fail(self, r: _Running) -> RowError:
+    def _fail(self, r: Running) -> RowError:
         """The error of a request whose newest token could not be chosen."""
         position = len(r.request.prompt_ids) + len(r.tokens) - 1
         cause = "the weights may be damaged"
@@ -447,13 +379,14 @@ class Engine:
             reply=r.request.reply,
         )
 
-    def _complete(self, r: _Running, reason: Literal["stop", "length"]) -> Completion:
+    def _complete(self, r: Running, reason: Literal["stop", "length"]) -> Completion:
         further = len(r.tokens) - 1
         tpot = (time.perf_counter() - r.first_token) / further if further else 0.0
         stats = self.stats
         stats.requests += 1
         stats.capped += reason == "length" and len(r.tokens) < r.request.params.max_tokens
         stats.prompt_tokens += len(r.request.prompt_ids)
+        stats.shared_tokens += r.shared
         stats.new_tokens += len(r.tokens)
         stats.ttft_s.append(r.first_token - r.started)
         if further:
@@ -473,7 +406,7 @@ class Engine:
             logprobs=self._logprobs(r),
         )
 
-    def _logprobs(self, r: _Running) -> tuple[Logprobs, ...] | None:
+    def _logprobs(self, r: Running) -> tuple[Logprobs, ...] | None:
         if r.request.params.logprobs is None:
             return None
         text = self._tokenizer.token_text if self._tokenizer else lambda _: None

@@ -8,7 +8,6 @@ plain torch. Knows neither requests nor plans.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import torch
 
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
+from dakrun.kernels.attention.prefix_cache import PrefixCache
 from dakrun.memory.device import device_view, upload
 from dakrun.memory.tiers import Tier
 from dakrun.units import ceil_div
@@ -48,60 +48,6 @@ class RowLayout:
         return blocks.view(self.dtype).unflatten(-1, (2, KV_BLOCK, self.kv_heads, self.head_dim))
 
 
-class _PrefixCache:
-    """The named blocks of a tier: `references` counts the slots that have a block, by its number.
-
-    `borrowers` counts those of them that did not fill it. `cached` are the named blocks that no
-    slot has, the one to be evicted first in front.
-    """
-
-    def __init__(self) -> None:
-        self.references: Counter[int] = Counter()
-        self.borrowers: Counter[int] = Counter()
-        self.cached: dict[int, None] = {}
-        self._blocks: dict[bytes, int] = {}
-        self._names: dict[int, bytes] = {}
-
-    def find(self, name: bytes) -> int | None:
-        """The block of that name."""
-        return self._blocks.get(name)
-
-    def name(self, block: int, name: bytes) -> None:
-        """Name `block`, unless another one has the name."""
-        if self._blocks.setdefault(name, block) == block:
-            self._names[block] = name
-
-    def lend(self, block: int) -> None:
-        """One more slot has a named block."""
-        self.cached.pop(block, None)
-        self.references[block] += 1
-        self.borrowers[block] += 1
-
-    def end_loan(self, block: int) -> None:
-        """One slot fewer has the block by a loan; its use ends with is_unused_after_end()."""
-        self.borrowers[block] -= 1
-        if not self.borrowers[block]:
-            del self.borrowers[block]
-
-    def is_unused_after_end(self, block: int) -> bool:
-        """Whether `block` is free once one slot fewer has it; False while it is cached or used."""
-        self.references[block] -= 1
-        if self.references[block]:
-            return False
-        del self.references[block]
-        if block in self._names:
-            self.cached[block] = None
-            return False
-        return True
-
-    def evict(self) -> int:
-        """The oldest cached block, which has no name any more."""
-        block = next(iter(self.cached))
-        del self.cached[block]
-        del self._blocks[self._names.pop(block)]
-        return block
-
-
 class KVCache:
     """Blocks for requests in slots, which are numbered tier after tier.
 
@@ -130,7 +76,7 @@ class KVCache:
         self._free = [list(reversed(range(count))) for count in self.blocks]
         self._blocks: list[list[int]] = [[] for _ in self._tier]
         self._shared = [0] * len(self._tier)  # leading blocks of each slot that `share` gave it
-        self._prefixes = [_PrefixCache() for _ in self.counts]
+        self._prefixes = [PrefixCache() for _ in self.counts]
         self._has_tables = isinstance(layout, KVShape)
         shape = (self.slots, layout.blocks if self._has_tables else 0)
         self._addresses = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -280,7 +226,7 @@ class KVCache:
 
     def _give_back(self, tier: int, block: int) -> None:
         """One slot fewer has `block`."""
-        if self._prefixes[tier].is_unused_after_end(block):
+        if self._prefixes[tier].drop(block):
             self._free[tier].append(block)
 
     def _note(self, slot: int, number: int) -> None:

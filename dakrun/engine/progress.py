@@ -1,0 +1,79 @@
+"""What the scheduler remembers: each running request's progress, and totals of all runs.
+
+Plain records; engine.py changes them.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dakrun.geometry import KV_BLOCK
+from dakrun.requests import Request, StopStrings
+from dakrun.units import ceil_div
+
+
+@dataclass
+class EngineStats:
+    """Totals of all runs so far; times are in seconds, by request or by decode step.
+
+    `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
+    `restarted` those that gave up their KV blocks to others and began again. `shared_tokens` are
+    those tokens of prompts that were not computed, since other requests' KV blocks have them.
+    `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
+    decode rows, too, and `prefill_steps` all of them. `step_s` has the other steps; `step_rows`
+    sums their requests and `kv_bytes_read` the KV bytes they read, `mixed_kv_bytes` those of mixed
+    steps' decode rows.
+    """
+
+    requests: int = 0
+    capped: int = 0
+    restarted: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    prefill_steps: int = 0
+    mixed_steps: int = 0
+    mixed_kv_bytes: int = 0
+    ttft_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
+    tpot_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
+    step_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
+    step_rows: int = 0
+    kv_bytes_read: int = 0
+
+
+@dataclass(eq=False)
+class Running:
+    """A request in its slot, of whose tokens `cached` are in the KV cache, or about to be.
+
+    `launched` counts the new tokens, those being computed included; `limit` is their maximum.
+    `launched_prompt` counts the tokens of the prompt that are computed, or being computed; of them
+    the first `shared` are by other requests. `names` are those of the prompt's full KV blocks.
+    """
+
+    request: Request
+    slot: int
+    stop: StopStrings | None
+    seed: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in NextTokens
+    cached: int = 0
+    launched: int = 1
+    names: Sequence[bytes] = ()
+    shared: int = 0
+    launched_prompt: int = 0
+    started: float = 0.0
+    first_token: float = 0.0
+    ended: bool = False
+
+    @property
+    def remaining(self) -> int:
+        """Positions that it still adds to the KV cache, at most."""
+        return self.limit - self.launched
+
+    @property
+    def blocks_at_end(self) -> int:
+        """KV blocks that it takes at the end, at most, besides those that it shares."""
+        length = len(self.request.prompt_ids) + self.limit - 1
+        return ceil_div(length - self.shared, KV_BLOCK)
