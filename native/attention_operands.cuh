@@ -2,16 +2,7 @@
 #pragma once
 
 #include "attention_producer.cuh"
-
-// Rotate dimension `dim` < HEAD_DIM / 2 of a head (`first`) and its partner dim + HEAD_DIM / 2
-// (`second`) to a position (RoPE, arXiv 2104.09864, half-split as in Llama).
-__device__ __forceinline__ void rotate(const float2* rotations, int dim, float& first,
-                                       float& second) {
-  const float2 apply_rope = rotations[dim];
-  const float before = first;
-  first = before * apply_rope.x - second * apply_rope.y;
-  second = second * apply_rope.x + before * apply_rope.y;
-}
+#include "rope.cuh"
 
 // Cosines and sines of a position, [HEAD_DIM / 2]; null without RoPE.
 __device__ __forceinline__ const float2* rotations_of(const SplitKFlashAttnArgs& args,

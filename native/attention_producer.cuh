@@ -90,6 +90,7 @@ struct Producer {
   // The lane's item
   int slot, head, split, splits, chunk, chunks;
   int blocks, splits_left;        // blocks of the head; splits of the item still to be copied
+  int before = 0;                 // blocks of the slot before them
   int first, number, count = 0;   // current part: first block, next block, blocks
   int rows;                       // cached positions from the next block on
   const uint64_t* entry;          // of the next block in the slot's block table
@@ -117,7 +118,7 @@ struct Producer {
             slot = items.slot, head = items.head, split = items.split, chunk = items.chunk;
             splits = items.layout.splits, chunks = items.chunks, blocks = items.layout.blocks;
             splits_left = items.item_splits;
-            first = items.first_block(), number = 0;
+            before = items.before, first = before + items.first_block(), number = 0;
             count = splits_left > 1 ? split_end() - first : items.block_count();
             rows = items.length - first * kBlock;
             entry = items.table + first, block = *entry;
@@ -175,7 +176,7 @@ struct Producer {
     }
     if (count > 0) block = *++entry;
   }
-  __device__ __forceinline__ int split_end() const { return (split + 1) * blocks / splits; }
+  __device__ __forceinline__ int split_end() const { return before + (split + 1) * blocks / splits; }
 
   // Issue copy number `copy` within the congestion window. A block with only the new token has no
   // bytes to copy.

@@ -21,6 +21,25 @@ struct Accumulators {
         top[tile][s] = bottom[tile][s] = {0.0f, 0.0f};
     }
   }
+  // Go on from a partial result [group][kPartial].
+  __device__ __forceinline__ void load(const float* from, int group) {
+    const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int tile = 0; tile < GROUP_TILES; tile++) {
+      const float* const x = from + min(8 * tile + 2 * t, group - 1) * kPartial;
+      const float* const y = from + min(8 * tile + 2 * t + 1, group - 1) * kPartial;
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        top[tile][s] = {ptx::load_from_l2(x + 16 * s + g), ptx::load_from_l2(y + 16 * s + g)};
+        bottom[tile][s] = {ptx::load_from_l2(x + 16 * s + g + 8),
+                           ptx::load_from_l2(y + 16 * s + g + 8)};
+      }
+      const float2 first = ptx::load_from_l2(reinterpret_cast<const float2*>(x + HEAD_DIM));
+      const float2 second = ptx::load_from_l2(reinterpret_cast<const float2*>(y + HEAD_DIM));
+      row_max[tile] = {first.x, second.x};
+      row_sum[tile] = g == 0 ? float2{first.y, second.y} : float2{0.0f, 0.0f};
+    }
+  }
 };
 
 // Maximum or sum over the lanes with the same query heads, those of equal t.

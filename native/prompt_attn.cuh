@@ -1,12 +1,14 @@
 // Prompt attention: sizes, kernel arguments, tiles of queries, and the ring of stages.
 //
-// Compiled once per dtype (BFLOAT16) and head size (HEAD_DIM).
+// Compiled once per dtype (BFLOAT16) and head size (HEAD_DIM), and, with PREFIXES=1, for decode rows:
+// queries of several requests that attend to a prefix they share, before SplitK_FlashAttn goes on.
 #pragma once
 
 #include "common.cuh"
 #include "element.cuh"
 #include "geometry.cuh"
 
+constexpr bool kPrefixes = PREFIXES;
 constexpr int kStages = PROMPT_STAGES;
 constexpr int kWarpgroup = 128;                  // threads
 constexpr int kParts = WARPGROUPS;               // of a tile, each of one consumer warpgroup
@@ -55,7 +57,8 @@ struct PromptAttnArgs {
   const PromptTile* tiles;  // [count], long ones first
   const int* count;
   const Element* q;        // [T][kv_heads * group][HEAD_DIM], rows `stride` apart
-  const uint64_t* tables;  // [slots][table_blocks]: addresses of KV blocks
+  const uint64_t* tables;  // [slots][table_blocks]: addresses of KV blocks; with kPrefixes, bit 0
+                           // says that the block has the keys and values of this layer only
   Element* out;            // [T][kv_heads * group][HEAD_DIM]
   float* partials;         // [rows of all splits][kv_heads][kPartial]
   int* arrivals;           // zero between launches
@@ -66,6 +69,10 @@ struct PromptAttnArgs {
   int part_queries;  // of a part: kPartRows / group
   int ctas;
   float scale;  // of the scores, times log2(e), for exp2
+  // With kPrefixes, in place of `out`
+  const int* lengths;       // [T]: position of each query, which is not rotated yet; may be negative
+  const float2* rotations;  // [positions][HEAD_DIM / 2] (cos, sin), or null
+  float* results;           // [T][kv_heads * group][kPartial]
 };
 
 // Iterator over the tiles and KV heads of a CTA. Rounds deal them out in alternating direction:

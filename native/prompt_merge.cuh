@@ -3,6 +3,22 @@
 
 #include "prompt_softmax.cuh"
 
+// Store a thread's row `i` as a partial result: unnormalized outputs, row_max, row_sum.
+__device__ __forceinline__ void store_row(const Accumulators& acc, int i, float* to) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int j = i; j < kStored; j += 2)
+    *reinterpret_cast<float2*>(to + j / 2 * 8 + 2 * t) = acc.outputs[j];
+  if (t == 0) *reinterpret_cast<float2*>(to + HEAD_DIM) = {acc.row_max[i], acc.row_sum[i]};
+}
+
+// Number of a query head of the item's KV head, of token `query` of the tile, among all heads.
+__device__ __forceinline__ int64_t head_number(const PromptAttnArgs& args, const WorkItems& items,
+                                               int query, int head) {
+  const int64_t token = items.tile.row + query;
+  return (token * args.kv_heads + items.head) * args.group + head;
+}
+
 // Store the outputs of an item that covers all positions of its queries.
 __device__ __forceinline__ void store(const PromptAttnArgs& args, const WorkItems& items,
                                       const Part& part, const Accumulators& acc) {
@@ -10,6 +26,11 @@ __device__ __forceinline__ void store(const PromptAttnArgs& args, const WorkItem
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (part.row[i] >= part.rows) continue;
+    if (kPrefixes) {
+      const int64_t number = head_number(args, items, part.query[i], part.head[i]);
+      store_row(acc, i, args.results + number * kPartial);
+      continue;
+    }
     const float scale = 1.0f / acc.row_sum[i];
     Element* const out = args.out + part.offset(args, items, i, stride) + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -30,15 +51,10 @@ __device__ __forceinline__ float* partial(const PromptAttnArgs& args, const Work
 
 __device__ __forceinline__ void store_partial(const PromptAttnArgs& args, const WorkItems& items,
                                               const Part& part, const Accumulators& acc) {
-  const int t = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (part.row[i] >= part.rows) continue;
-    float* const to = partial(args, items, part, items.tile.split, part.row[i]);
-#pragma unroll
-    for (int j = i; j < kStored; j += 2)
-      *reinterpret_cast<float2*>(to + j / 2 * 8 + 2 * t) = acc.outputs[j];
-    if (t == 0) *reinterpret_cast<float2*>(to + HEAD_DIM) = {acc.row_max[i], acc.row_sum[i]};
+    store_row(acc, i, partial(args, items, part, items.tile.split, part.row[i]));
   }
 }
 
@@ -99,12 +115,19 @@ __device__ __forceinline__ void combine(const PromptAttnArgs& args, const WorkIt
     }
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; i++) {
-      const float scale = 1.0f / __shfl_sync(0xffffffff, row_sum, i * kSplitsAtOnce);
+      const float sum = __shfl_sync(0xffffffff, row_sum, i * kSplitsAtOnce);
+      const float largest = __shfl_sync(0xffffffff, row_max, i * kSplitsAtOnce);
       if (row + i >= part.rows || 4 * lane >= HEAD_DIM) continue;
-      const int query = part.first_query + (row + i) / args.group, head = (row + i) % args.group;
-      const int64_t kv_head =
-          static_cast<int64_t>(items.tile.row + query) * args.kv_heads + items.head;
-      Element* const to = args.out + (kv_head * args.group + head) * HEAD_DIM + dimension;
+      const int64_t number =
+          head_number(args, items, part.first_query + (row + i) / args.group, (row + i) % args.group);
+      if (kPrefixes) {
+        float* const to = args.results + number * kPartial;
+        *reinterpret_cast<float4*>(to + dimension) = values[i];
+        if (lane == 0) *reinterpret_cast<float2*>(to + HEAD_DIM) = {largest, sum};
+        continue;
+      }
+      const float scale = 1.0f / sum;
+      Element* const to = args.out + number * HEAD_DIM + dimension;
       uint32_t* const out = reinterpret_cast<uint32_t*>(to);
       out[0] = packed(scale * values[i].x, scale * values[i].y);
       out[1] = packed(scale * values[i].z, scale * values[i].w);

@@ -38,7 +38,8 @@ struct Producer {
           addresses = from + lane < tile.blocks ? table[from + lane] : 0;
         }
         const uint64_t address = __shfl_sync(0xffffffff, addresses, block - from);
-        copy(reinterpret_cast<const uint8_t*>(address) + offset,
+        const int64_t without = kPrefixes && address % 2 ? args.layer_offset + 1 : 0;
+        copy(reinterpret_cast<const uint8_t*>(address) + offset - without,
              tile.length - (tile.first_block + block) * kBlock);
       }
       number += tile.blocks;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "prompt_multiply.cuh"
+#include "rope.cuh"
 
 // Part of a tile: up to kPartRows rows, row r = (query r / group, query head r % group of the KV
 // head). A thread has two of them, kept as numbers 0 and 1.
@@ -34,6 +35,20 @@ struct Part {
   }
 };
 
+// Rotate a thread's row `i` of the queries to a position.
+__device__ __forceinline__ void rotate_queries(const float2* rotations, int i, Queries& queries) {
+#pragma unroll
+  for (int vector = 0; vector < kVectors / 2; vector++) {
+    const int dim = 8 * vector + threadIdx.x % 4 * 2, partner = vector + kVectors / 2;
+    uint32_t& low = queries.step[vector / 2][vector % 2 * 2 + i];
+    uint32_t& high = queries.step[partner / 2][partner % 2 * 2 + i];
+    float2 first = unpacked(low), second = unpacked(high);
+    rotate(rotations, dim, first.x, second.x);
+    rotate(rotations, dim + 1, first.y, second.y);
+    low = packed(first.x, first.y), high = packed(second.x, second.y);
+  }
+}
+
 __device__ __forceinline__ void load_queries(const PromptAttnArgs& args, const WorkItems& items,
                                              const Part& part, Queries& queries) {
 #pragma unroll
@@ -44,6 +59,10 @@ __device__ __forceinline__ void load_queries(const PromptAttnArgs& args, const W
     for (int vector = 0; vector < kVectors; vector++)
       queries.step[vector / 2][vector % 2 * 2 + i] =
           *reinterpret_cast<const uint32_t*>(q + 8 * vector);
+    if (kPrefixes && args.rotations) {
+      const int position = max(0, args.lengths[items.tile.row + part.query[i]]);
+      rotate_queries(args.rotations + static_cast<int64_t>(position) * (HEAD_DIM / 2), i, queries);
+    }
   }
 }
 

@@ -57,6 +57,12 @@ __device__ __forceinline__ void fetch_parameter(int value) {
       : "memory");
 }
 
+__device__ __forceinline__ float load_from_l2(const float* from) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ float2 load_from_l2(const float2* from) {
   float2 value;
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"

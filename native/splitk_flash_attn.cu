@@ -64,6 +64,10 @@ struct WarpAttention {
     NewToken token;
     // 1. Queries and the new token: issue all loads before the first use.
     if (begins) queries.load(args, task.slot, task.head);
+    if (kPrefixes && begins && task.first > 0 && task.first == args.prefix_blocks[task.slot]) {
+      const int64_t head = static_cast<int64_t>(task.slot) * args.kv_heads + task.head;
+      acc.load(args.prefixes + head * args.group * kPartial, args.group);
+    }
     if (has_new) token.load(args, task, length - 1);
     if (args.rotations) {
       const float2* const rotations = rotations_of(args, length - 1);

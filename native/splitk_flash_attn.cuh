@@ -1,13 +1,14 @@
 // SplitK_FlashAttn: sizes, kernel arguments, and the work items of a CTA.
 //
 // Compiled once per dtype (BFLOAT16), head size (HEAD_DIM) and tiles of 8 query heads a KV head
-// (GROUP_TILES).
+// (GROUP_TILES), each also with PREFIXES=1: attention to leading blocks of slots is computed before.
 #pragma once
 
 #include "common.cuh"
 #include "element.cuh"
 #include "geometry.cuh"
 
+constexpr bool kPrefixes = PREFIXES;
 constexpr int kMaxStages = ATTENTION_MAX_STAGES;
 constexpr int kWarps = GROUP_TILES == 1 ? ATTENTION_WARPS : ATTENTION_WARPS_LARGE_GROUP;
 constexpr int kThreads = 32 * (kWarps + 1);  // attention warps and the producer warp
@@ -61,6 +62,9 @@ struct SplitKFlashAttnArgs {
   int max_splits, max_chunks;
   int stages;
   float scale;  // of the scores, times log2(e), for exp2
+  // With kPrefixes
+  const int* prefix_blocks;  // [slots]: leading blocks that `prefixes` covers; fewer than all
+  const float* prefixes;     // [slots][kv_heads * group][kPartial]: partial results of prompt_attn
 };
 
 // XOR mask of the 16-byte vectors of a row: vector v lies at v ^ swizzle_of(row). Equal vectors of
@@ -69,10 +73,15 @@ __device__ __forceinline__ int swizzle_of(int row) {
   return row % 8 * kSwizzle / 8;
 }
 
-// KV blocks of a slot, with the new token; 0 for an empty slot.
+// Leading KV blocks of a slot, not empty, to which attention is computed before.
+__device__ __forceinline__ int prefix_blocks_of(const SplitKFlashAttnArgs& args, int slot) {
+  return kPrefixes ? args.prefix_blocks[slot] : 0;
+}
+
+// KV blocks of a slot behind those, with the new token; 0 for an empty slot.
 __device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int slot) {
   const int length = args.lengths[slot];
-  return length < 0 ? 0 : length / kBlock + 1;
+  return length < 0 ? 0 : length / kBlock + 1 - prefix_blocks_of(args, slot);
 }
 
 // The block table of a slot.
@@ -130,9 +139,10 @@ struct WorkItems {
   int first_head = 0;  // the first of the `heads` KV heads of this pass over the slots
   int slot = 0, head = 0, split = 0, chunk = 0;
   int length = 0;           // cached positions of the slot
+  int before = 0;           // its blocks before those of the layout
   SplitLayout layout = {};  // of each head of the slot
   int item_splits = 1;
-  int first = 0, count = 0;          // blocks of the item's splits
+  int first = 0, count = 0;          // blocks of the item's splits, counted from `before` on
   int chunks = 1, whole_chunks = 1;  // of the split; of a head, if layout.splits is 1
   const uint64_t* table = nullptr;   // of the slot
   int blocks_left;                   // blocks up to the items of the next CTA
@@ -245,6 +255,7 @@ struct WorkItems {
   __device__ __forceinline__ void enter_slot() {
     slot = slot_of(slot_index);
     length = args.lengths[slot];
+    before = length < 0 ? 0 : prefix_blocks_of(args, slot);
     layout = SplitLayout(args, blocks_of(args, slot));
     if (layout.splits == 1) whole_chunks = layout.chunks(args, 0);
     table = table_of(args, slot);

@@ -12,6 +12,7 @@ from dakrun.kernels.attention import (
     AttentionWorkspace,
     BlockTables,
     KVShape,
+    PrefixAttention,
     attention_config,
     kv_blocks,
     splitk_flash_attn,
@@ -88,7 +89,12 @@ class Case:
             packed.append(kv_blocks.pack(full[0], full[1], self.shape).to(self.device))
         return packed
 
-    def run(self, config: AttentionConfig, slots: Sequence[torch.Tensor]) -> torch.Tensor:
+    def run(
+        self,
+        config: AttentionConfig,
+        slots: Sequence[torch.Tensor],
+        prefixes: PrefixAttention | None = None,
+    ) -> torch.Tensor:
         """The output [B, Hq * D]; rows of empty slots stay NaN."""
         batch, heads, dim = self.q.shape
         out = torch.full((batch, heads * dim), torch.nan, dtype=self.dtype, device=self.device)
@@ -99,7 +105,7 @@ class Case:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
         splitk_flash_attn(
             self.q, self.k, self.v, tables, lengths, config, workspace, out,
-            scale=dim**-0.5, rotations=self.turns,
+            scale=dim**-0.5, rotations=self.turns, prefixes=prefixes,
         )  # fmt: skip
         assert not workspace.arrivals.any()
         return out

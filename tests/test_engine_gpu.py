@@ -289,13 +289,21 @@ def test_prefill_keeps_to_the_memory_that_is_planned(model: tuple[Path, PreTrain
             assert used <= llm.plan.memory(0)["activations"]
 
 
-def test_shared_prefixes_are_computed_once(model: tuple[Path, PreTrainedModel]) -> None:
-    """In each of two tiers; the tokens stay those of the reference."""
+@pytest.mark.parametrize("cascades", [False, True])
+def test_shared_prefixes_are_computed_once(
+    model: tuple[Path, PreTrainedModel], cascades: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each of two tiers, and read once for all or not; the tokens stay the reference's."""
+    if cascades:
+        monkeypatch.setattr("dakrun.engine.graph_runner.MIN_SAVED_BYTES", 0)
+    else:
+        monkeypatch.setattr("dakrun.engine.graph_runner.MIN_REMOTE_SAVED_BYTES", 1 << 40)
     path, reference = model
     common = prompts(1)[0] * 200
     given = [common[:130] + own[:120] for own in prompts(40)]
     with load(path, 16, offload_ratio=0.2, kv_offload_ratio=0.25) as llm:
         found = greedy(llm, given)
         assert llm.engine.stats.shared_tokens >= 38 * 128
+        assert bool(llm.engine.runner._cascades) == cascades
     ours, theirs = shortfalls(path, reference, given, found)
     assert ours <= 2 * theirs + 0.01, "beyond what float16 rounds"

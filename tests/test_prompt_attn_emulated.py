@@ -180,7 +180,7 @@ def test_tiles_cover_each_query_once(
     work = PromptWork.of(
         queries, kv_heads=kv_heads, group=group, head_dim=64, device=torch.device("cpu")
     )
-    tiles = [prompt._Tile(*tile) for tile in work.tiles.tolist()]
+    tiles = [prompt.PromptTile(*tile) for tile in work.tiles.tolist()]
     assert [tile.blocks for tile in tiles] == sorted((t.blocks for t in tiles), reverse=True)
     assert work.count.tolist() == [len(tiles)]
     ends = {}

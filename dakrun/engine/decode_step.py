@@ -6,6 +6,7 @@ neither graphs nor requests.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,8 @@ from dakrun.kernels.attention import (
     AttentionWorkspace,
     KVCache,
     KVShape,
+    PrefixAttention,
+    RowGroup,
     attention_config,
     splitk_flash_attn,
 )
@@ -44,7 +47,8 @@ class DecodeStep:
     position, too. A step that attends from position p of a slot also writes the token
     that it chooses to log[slot, p % LOG_STEPS] and newest[slot]; `log` is int32 [slots, LOG_STEPS]
     in page-locked memory, `newest` int32 [slots] on the device. `sampling` (int32 [slots, words])
-    says how tokens of each slot are chosen.
+    says how tokens of each slot are chosen. If rows share prefixes (`cascades`), attention reads
+    these once for all of them.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class DecodeStep:
         self.sampling = torch.zeros(batch, SAMPLING_WORDS, dtype=torch.int32, device=like.device)
         self._heads = like.new_empty(batch, backend.model.config.q_size)
         self._configs: dict[Bucket, AttentionConfig] = {}
+        self.cascades = False
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Choose the attention kernel's configurations for `buckets`; allocate their workspace."""
@@ -79,12 +84,25 @@ class DecodeStep:
         }  # fmt: skip
         group = model.num_heads // model.num_kv_heads
         self._workspace = AttentionWorkspace.empty(self._configs.values(), group, device)
+        self._prefixes = PrefixAttention(
+            self._cache.slots, self._shape, group, device, remote=any(self._cache.counts[1:])
+        )
 
-    def assign(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def assign(
+        self,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        groups: Sequence[RowGroup] | None = None,
+    ) -> None:
         """Let the first rows be of `slots` with `lengths` cached positions, or IDLE.
 
-        Their tokens become the newest of these slots.
+        Their tokens become the newest of these slots. `groups` of them share prefixes; None: the
+        same as before.
         """
+        if groups is not None:
+            self.cascades = bool(groups)
+            if groups:
+                self._prefixes.assign(groups)
         n = len(slots)
         mapped = upload(torch.tensor([slots, lengths], dtype=torch.int32), self.tokens.device)
         self._mapped[:, :n].copy_(mapped)
@@ -109,6 +127,7 @@ class DecodeStep:
         Matrices are not staged. An op's launches may be repeated, to time them alone.
         """
         n, backend = sum(bucket), self.backend.unstaged()
+        self.cascades = False
         recorder = _Recorder(backend)
         attention = recorder.recorded(self.attention(bucket))
         Decoder(backend.model, recorder).forward(self.tokens[:n], self.lengths[:n], attention)
@@ -123,10 +142,15 @@ class DecodeStep:
     ) -> torch.Tensor:
         n, model = len(qkv), self.backend.model.config
         q, k, v = split_heads(model, qkv)
+        scale, lengths, rotations = model.head_dim**-0.5, self.lengths[:n], self.backend.rotations
+        prefixes = None
+        if self.cascades:
+            prefixes = self._prefixes
+            prefixes.launch(q, lengths, scale=scale, layer=layer, rotations=rotations, pdl=True)
+            config = replace(config, alone=True)  # the launch before fills SMs
         return splitk_flash_attn(
-            q, k, v, self._cache.tables, self.lengths[:n], config, self._workspace, out,
-            scale=model.head_dim**-0.5, layer=layer, table_of=self.slots[:n],
-            rotations=self.backend.rotations, pdl=True,
+            q, k, v, self._cache.tables, lengths, config, self._workspace, out, scale=scale,
+            layer=layer, table_of=self.slots[:n], rotations=rotations, prefixes=prefixes, pdl=True,
         )  # fmt: skip
 
     def select(self, n: int, logits: torch.Tensor) -> None:

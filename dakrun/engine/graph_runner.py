@@ -6,7 +6,7 @@ Knows rows and slots. decode_step.py has the launches of a decode step, prefill.
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,14 @@ from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import sampling_words
-from dakrun.kernels.attention import KVCache, KVShape
+from dakrun.kernels.attention import KVCache, KVShape, RowGroup, SharedPrefix, shared_prefixes
 from dakrun.kernels.runtime import capture, edge_kinds, replay_seconds
 from dakrun.memory.device import upload
 from dakrun.plan import Segment
 
+# KV bytes of a layer that reading prefixes once has to save, in HBM and in remote tiers: about
+# what memory reads while the further kernel is launched.
+MIN_SAVED_BYTES, MIN_REMOTE_SAVED_BYTES = 16 << 20, 256 << 10
 MIN_PDL_EDGES = 2  # per layer: launches that may start before their predecessor kernel ends
 
 
@@ -72,6 +75,7 @@ class GraphRunner:
         self._gaps_s: list[float] = []  # between replays, on the GPU
         self._rows, self._backend, self._prefill = step, step.backend, prefill
         self.cache, self._positions = cache, shape.blocks * KV_BLOCK
+        self._layer_bytes = shape.layer_bytes  # of a KV block
         self._filled = False  # whether the staging ring holds the next step's first matrices
         self._buckets = buckets(cache.counts)
         self._mapped: list[int] = []  # the slot, or IDLE, of each row of the last bucket
@@ -106,7 +110,7 @@ class GraphRunner:
             if not self._filled:
                 self._fill()
             start.record()
-            self.graphs[bucket].replay()
+            self._graph(bucket).replay()
             logits, tokens = self._backend.logits, self._rows.tokens
             self.replays.count[sum(bucket)] += 1
             self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
@@ -168,14 +172,21 @@ class GraphRunner:
             self._sampling |= changed
 
     def _capture(self) -> None:
-        """Capture all buckets, the largest first, in one pool of memory."""
+        """Capture all buckets, the largest first, in one pool of memory.
+
+        Steps with shared prefixes are captured when they first occur.
+        """
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
-        pool = torch.cuda.graph_pool_handle()
+        self._cascades: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
         self._fill()
         self._rows.prepare(self._buckets)
+        self._rows.cascades = True
+        self._rows.run(self._buckets[-1])
+        self._rows.cascades = False
         for bucket in reversed(self._buckets):
             self._rows.run(bucket)  # compiles its kernels; all rows are idle
-            graph = capture(lambda bucket=bucket: self._rows.run(bucket), pool)  # type: ignore[misc]
+            graph = capture(lambda bucket=bucket: self._rows.run(bucket), self._pool)  # type: ignore[misc]
             # Edges to and from copies of staged matrices and torch's kernels are not programmatic.
             if not self._backend.staging and self._backend.by(sum(bucket)) != "torch":
                 pdl, others = edge_kinds(graph)
@@ -183,6 +194,16 @@ class GraphRunner:
                 assert pdl >= minimum, f"expected {minimum} PDL edges, got {pdl}, {others} others"
             self.graphs[bucket] = graph
         self._filled = False
+
+    def _graph(self, bucket: Bucket) -> torch.cuda.CUDAGraph:
+        """The graph of a step of `bucket`, with prefixes if its rows share some."""
+        if not self._rows.cascades:
+            return self.graphs[bucket]
+        if bucket not in self._cascades:
+            self._cascades[bucket] = capture(
+                lambda: self._rows.run(bucket), self._pool, quickly=True
+            )
+        return self._cascades[bucket]
 
     def _fill(self) -> None:
         """Stage the first matrices of the next step, as the previous step usually does."""
@@ -220,18 +241,43 @@ class GraphRunner:
         for slot in positions:
             counts[self.cache.tier(slot)] += 1
         bucket = fitting(self._buckets, counts)
+        groups: list[RowGroup] | None
         if len(self._mapped) == sum(bucket) and positions.keys() <= set(self._mapped):
             mapped = [slot if slot in positions else IDLE for slot in self._mapped]
+            groups = None
         else:
-            mapped = []
+            mapped, groups = [], []
+            prefixes = self._prefixes(positions)
+            grouped = {slot for prefix in prefixes for slot in prefix.slots}
             for tier, room in enumerate(bucket):
-                here = sorted(slot for slot in positions if self.cache.tier(slot) == tier)
-                mapped += here + [IDLE] * (room - len(here))
+                first = len(mapped)
+                for slots, blocks in prefixes:
+                    if self.cache.tier(slots[0]) == tier:
+                        shared = [self.cache.address(slots[0], block) for block in range(blocks)]
+                        groups.append(RowGroup(len(mapped), len(slots), shared, remote=tier > 0))
+                        mapped += slots
+                here = (slot for slot in positions if self.cache.tier(slot) == tier)
+                mapped += sorted(slot for slot in here if slot not in grouped)
+                mapped += [IDLE] * (first + room - len(mapped))
         if mapped != self._mapped:
             lengths = [positions.get(slot, IDLE) for slot in mapped]
-            self._rows.assign([max(slot, 0) for slot in mapped], lengths)
+            self._rows.assign([max(slot, 0) for slot in mapped], lengths, groups)
             self._mapped = mapped
         return bucket
+
+    def _prefixes(self, slots: Iterable[int]) -> list[SharedPrefix]:
+        """Prefixes that `slots` share, those that save most first; none if that is too little."""
+        found, saved = [], [0, 0]  # blocks, in HBM and in remote tiers
+        for number in range(len(self.cache.counts)):
+            here = (slot for slot in slots if self.cache.tier(slot) == number)
+            held = {slot: common for slot in here if (common := self.cache.common(slot))}
+            prefixes = shared_prefixes(held)
+            saved[number > 0] += sum(prefix.saved for prefix in prefixes)
+            found += prefixes
+        least = (MIN_SAVED_BYTES, MIN_REMOTE_SAVED_BYTES)
+        if all(n * self._layer_bytes < wanted for n, wanted in zip(saved, least, strict=True)):
+            return []
+        return sorted(found, key=lambda prefix: -prefix.saved)
 
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:
         """int32 on the GPU, without waiting for it."""

@@ -3,13 +3,14 @@
 Needs no GPU.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from dakrun.geometry import FEW_ROWS, HEAD_DIMS, TILED_PORTABLE_X_TILES, TILED_X_TILES
 from dakrun.kernels.attention import prompt
 from dakrun.kernels.attention import splitk as attention
+from dakrun.kernels.attention.copy_blocks import SOURCE as COPY_BLOCKS
 from dakrun.kernels.bandwidth import SOURCE as BANDWIDTH
 from dakrun.kernels.embed import SOURCE as EMBED
 from dakrun.kernels.gemm import splitk as gemm
@@ -50,36 +51,44 @@ def variants(
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
     return [
         *(many if tuple(x_tiles) == TILED_X_TILES else [(UNPACK, {})]),
-        attention_variant(dtype, head_dim, group),
-        prompt_variant(dtype, head_dim),
+        *_attention(dtype, head_dim, group),
         *skinny,
+        (COPY_BLOCKS, {}),
         *_small(dtype),
     ]
 
 
-def attention_variant(dtype: torch.dtype, head_dim: int, group: int) -> Variant:
+def attention_variant(
+    dtype: torch.dtype, head_dim: int, group: int, *, prefixes: bool = False
+) -> Variant:
     """The variant of SplitK_FlashAttn for `group` query heads per KV head."""
-    return attention.SOURCE, attention.defines(dtype, head_dim, group)
+    return attention.SOURCE, attention.defines(dtype, head_dim, group, prefixes=prefixes)
 
 
-def prompt_variant(dtype: torch.dtype, head_dim: int) -> Variant:
+def prompt_variant(dtype: torch.dtype, head_dim: int, *, prefixes: bool = False) -> Variant:
     """The variant of prompt attention."""
-    return prompt.SOURCE, prompt.defines(dtype, head_dim)
+    return prompt.SOURCE, prompt.defines(dtype, head_dim, prefixes=prefixes)
+
+
+def _attention(dtype: torch.dtype, head_dim: int, *groups: int) -> Iterator[Variant]:
+    """The variants of both attention kernels, with and without shared prefixes."""
+    for prefixes in (False, True):
+        yield prompt_variant(dtype, head_dim, prefixes=prefixes)
+        for group in groups:
+            yield attention_variant(dtype, head_dim, group, prefixes=prefixes)
 
 
 def all_variants(arch: str) -> list[Variant]:
     """Every variant of every kernel for `arch`, one of runtime.ARCHITECTURES."""
-    found: list[Variant] = [(BANDWIDTH, {}), (UNPACK, {})]
+    found: list[Variant] = [(BANDWIDTH, {}), (UNPACK, {}), (COPY_BLOCKS, {})]
     for dtype in operands.DTYPES:
         tiled = [tiled_gemm.defines(dtype, tiles) for tiles in TILED_PORTABLE_X_TILES]
         if arch == "sm_90a":  # the only one with wgmma
             tiled = tiled_gemm.all_defines(dtype)
         found += ((tiled_gemm.SOURCE, macros) for macros in tiled)
         found += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
-        found += (
-            attention_variant(dtype, head_dim, group) for head_dim in HEAD_DIMS for group in (8, 16)
-        )
-        found += (prompt_variant(dtype, head_dim) for head_dim in HEAD_DIMS)
+        for head_dim in HEAD_DIMS:
+            found += _attention(dtype, head_dim, 8, 16)
         found += _small(dtype)
     return found
 

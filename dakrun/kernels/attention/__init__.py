@@ -1,10 +1,12 @@
 """Attention over a KV cache in several tiers: of a token per request, and of several.
 
 splitk.py launches SplitK_FlashAttn, for decoding, as config.py chooses; prompt.py launches prompt
-attention. kv_blocks.py has the layout of KV blocks, kv_cache.py the blocks of all tiers.
+attention, and cascade.py that of decode rows to the prefixes that they share. kv_blocks.py has the
+layout of KV blocks, kv_cache.py the blocks of all tiers.
 """
 
 from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention.cascade import PrefixAttention, RowGroup
 from dakrun.kernels.attention.config import (
     AttentionConfig,
     attention_config,
@@ -14,6 +16,7 @@ from dakrun.kernels.attention.config import (
 from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
 from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
 from dakrun.kernels.attention.prompt import PromptSegment, PromptWork, prompt_attn
+from dakrun.kernels.attention.shared_prefixes import SharedPrefix, shared_prefixes
 from dakrun.kernels.attention.splitk import AttentionWorkspace, cta_threads, splitk_flash_attn
 
 __all__ = [
@@ -22,13 +25,17 @@ __all__ = [
     "BlockTables",
     "KVCache",
     "KVShape",
+    "PrefixAttention",
     "PromptSegment",
     "PromptWork",
+    "RowGroup",
     "RowLayout",
+    "SharedPrefix",
     "attention_config",
     "cta_threads",
     "kv_blocks",
     "prompt_attn",
+    "shared_prefixes",
     "split_sizes",
     "splitk_flash_attn",
     "stage_bytes",

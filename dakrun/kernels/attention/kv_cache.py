@@ -104,6 +104,11 @@ class KVCache:
         """Blocks of a tier that slots have by `share`, each counted once."""
         return len(self._prefixes[tier].borrowers)
 
+    def common(self, slot: int) -> list[int]:
+        """Numbers, in the tier, of the first blocks of `slot` that other slots have, too."""
+        references = self._prefixes[self._tier[slot]].references
+        return list(itertools.takewhile(lambda block: references[block] > 1, self._blocks[slot]))
+
     def share(self, slot: int, names: Sequence[bytes]) -> int:
         """Let the first blocks of `slot` be those that are named `names`, as far as they exist.
 

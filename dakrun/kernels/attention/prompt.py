@@ -44,7 +44,7 @@ class PromptSegment(NamedTuple):
     length: int
 
 
-class _Tile(NamedTuple):
+class PromptTile(NamedTuple):
     """PromptTile of native/prompt_attn.cuh."""
 
     row: int
@@ -61,7 +61,7 @@ class _Tile(NamedTuple):
     unused: int = 0
 
 
-class _Args(ctypes.Structure):
+class PromptArgs(ctypes.Structure):
     """PromptAttnArgs of native/prompt_attn.cuh."""
 
     _fields_ = (
@@ -69,6 +69,7 @@ class _Args(ctypes.Structure):
         *operands.fields(ctypes.c_int64, "stride", "layer_offset", "head_bytes"),
         *operands.ints("table_blocks", "kv_heads", "group", "part_queries", "ctas"),
         ("scale", ctypes.c_float),
+        *operands.pointers("lengths", "rotations", "results"),
     )
 
 
@@ -112,7 +113,7 @@ class PromptWork:
                 f"expected 1 to {MAX_GROUP_HEADS} query heads per KV head and head_dim in "
                 f"{HEAD_DIMS}, got {group} and {head_dim}"
             )
-        tiles: list[_Tile] = []
+        tiles: list[PromptTile] = []
         partials = arrivals = 0
         for s in segments:
             for tile in _tiles(s, kv_heads, group):
@@ -145,7 +146,7 @@ class PromptWork:
         )
 
 
-def _tiles(segment: PromptSegment, kv_heads: int, group: int) -> Iterator[_Tile]:
+def _tiles(segment: PromptSegment, kv_heads: int, group: int) -> Iterator[PromptTile]:
     """Tiles of a segment, not yet divided into splits.
 
     Where its tiles are fewer than SMs, KV blocks are divided into splits. Their number depends on
@@ -156,7 +157,7 @@ def _tiles(segment: PromptSegment, kv_heads: int, group: int) -> Iterator[_Tile]
     for first in range(0, segment.length, step):
         queries = min(step, segment.length - first)
         blocks = ceil_div(segment.start + first + queries, KV_BLOCK)
-        yield _Tile(
+        yield PromptTile(
             segment.row + first,
             queries,
             segment.start + first,
@@ -192,8 +193,7 @@ def prompt_attn(
     """
     _check_operands(q, tables, work, out)
     operands.check_gpu(q.device)
-    dim, ctas = q.shape[2], jit.sm_count(q.device)
-    args = _Args(
+    args = PromptArgs(
         tiles=work.tiles.data_ptr(),
         count=work.count.data_ptr(),
         q=q.data_ptr(),
@@ -207,13 +207,23 @@ def prompt_attn(
         table_blocks=tables.addresses.shape[1],
         kv_heads=work.kv_heads,
         group=work.group,
-        part_queries=part_queries(work.group),
-        ctas=ctas,
-        scale=scale * math.log2(math.e),
     )
-    kernel = jit.kernel(SOURCE, "prompt_attn", defines(q.dtype, dim))
-    kernel.launch(ctas, PROMPT_THREADS, args, shared_bytes=shared_bytes(dim), pdl=pdl)
+    launch_prompt_attn(args, q, scale, pdl=pdl)
     return out
+
+
+def launch_prompt_attn(
+    args: PromptArgs, q: torch.Tensor, scale: float, *, prefixes: bool = False, pdl: bool = False
+) -> None:
+    """Launch the kernel, or its variant for `prefixes`, with checked operands.
+
+    Fills in what `args` lacks, and what follows from q [T, Hq, D] and `scale`.
+    """
+    dim, ctas = q.shape[2], jit.sm_count(q.device)
+    args.part_queries, args.ctas = part_queries(args.group), ctas
+    args.scale = scale * math.log2(math.e)
+    kernel = jit.kernel(SOURCE, "prompt_attn", defines(q.dtype, dim, prefixes=prefixes))
+    kernel.launch(ctas, PROMPT_THREADS, args, shared_bytes=shared_bytes(dim), pdl=pdl)
 
 
 def _check_operands(
@@ -252,6 +262,6 @@ def shared_bytes(head_dim: int) -> int:
     return PROMPT_STAGES * ceil_div(head_dim, PANEL_COLS) * KV_BLOCK * 2 * PANEL_COLS
 
 
-def defines(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    """Macros of the kernel's variant."""
-    return {**operands.defines(dtype), "HEAD_DIM": head_dim}
+def defines(dtype: torch.dtype, head_dim: int, *, prefixes: bool = False) -> dict[str, int]:
+    """Macros of the kernel's variant; with `prefixes`, of that for decode rows (cascade.py)."""
+    return {**operands.defines(dtype), "HEAD_DIM": head_dim, "PREFIXES": int(prefixes)}

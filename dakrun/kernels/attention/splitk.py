@@ -19,6 +19,7 @@ from dakrun.geometry import (
     MAX_GROUP_HEADS,
     MAX_TIERS,
 )
+from dakrun.kernels.attention.cascade import PrefixAttention
 from dakrun.kernels.attention.config import AttentionConfig
 from dakrun.kernels.attention.kv_blocks import DTYPES, BlockTables
 from dakrun.kernels.runtime import jit, operands
@@ -49,6 +50,7 @@ class _Args(ctypes.Structure):
         *operands.ints("split_blocks", "chunk_blocks", "item_splits"),
         *operands.ints("max_splits", "max_chunks", "stages"),
         ("scale", ctypes.c_float),
+        *operands.pointers("prefix_blocks", "prefixes"),
     )
 
 
@@ -99,6 +101,7 @@ def splitk_flash_attn(
     layer: int = 0,
     table_of: torch.Tensor | None = None,
     rotations: torch.Tensor | None = None,
+    prefixes: PrefixAttention | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """out [B, Hq * D] = attention of each slot's new token to its cached positions and itself.
@@ -110,9 +113,10 @@ def splitk_flash_attn(
     for the new one, the table has blocks, fewer than the shape's; this is not checked, as they are
     on the device. A negative length marks a slot without a request, whose output stays as it is.
     Scores are q k^T times `scale`. With `rotations`, float32 [positions, D / 2, 2] of cosines and
-    sines, q and k are rotated first (RoPE, half-split as in Llama). With `pdl` the launch may start
-    before its predecessor ends; it then reads tables, lengths and cached positions, which no kernel
-    still running may write.
+    sines, q and k are rotated first (RoPE, half-split as in Llama). With `prefixes`, whose launch
+    for the same rows came before, the leading KV blocks that rows share are not read again.
+    With `pdl` the launch may start before its predecessor ends; it then reads tables, lengths and
+    cached positions, which no kernel still running may write.
     Raises ValueError if an operand has the wrong shape, dtype, device or strides.
     """
     _check_operands((q, k, v), (tables, table_of), lengths, config, workspace, out, rotations)
@@ -145,6 +149,8 @@ def splitk_flash_attn(
         max_chunks=config.max_chunks,
         stages=config.stages,
         scale=scale * math.log2(math.e),
+        prefix_blocks=0 if prefixes is None else prefixes.blocks.data_ptr(),
+        prefixes=0 if prefixes is None else prefixes.results.data_ptr(),
     )
     slot = cta = 0
     for number, count in enumerate(config.slots):
@@ -159,7 +165,8 @@ def splitk_flash_attn(
         slot += count
         cta += config.ctas[number]
     args.tiers[len(config.slots)] = _Tier(first_slot=slot, first_cta=cta)  # the end of the last
-    kernel = jit.kernel(SOURCE, "splitk_flash_attn", defines(q.dtype, dim, group))
+    macros = defines(q.dtype, dim, group, prefixes=prefixes is not None)
+    kernel = jit.kernel(SOURCE, "splitk_flash_attn", macros)
     kernel.launch(
         cta + config.idle, cta_threads(group), args, shared_bytes=config.shared_bytes, pdl=pdl
     )
@@ -234,6 +241,9 @@ def cta_threads(group: int) -> int:
     return 32 * (1 + (ATTENTION_WARPS if group <= 8 else ATTENTION_WARPS_LARGE_GROUP))
 
 
-def defines(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:
+def defines(
+    dtype: torch.dtype, head_dim: int, group: int, *, prefixes: bool = False
+) -> dict[str, int]:
     """Macros of the kernel's variant for `group` query heads per KV head."""
-    return {**operands.defines(dtype), "HEAD_DIM": head_dim, "GROUP_TILES": ceil_div(group, 8)}
+    tiles = {"GROUP_TILES": ceil_div(group, 8), "PREFIXES": int(prefixes)}
+    return {**operands.defines(dtype), "HEAD_DIM": head_dim, **tiles}

@@ -10,11 +10,25 @@ from typing import Any
 import torch
 
 
-def capture(launches: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture what `launches` launches as a graph, with its memory from `pool`."""
+def capture(
+    launches: Callable[[], object], pool: Any, *, quickly: bool = False
+) -> torch.cuda.CUDAGraph:
+    """Capture what `launches` launches as a graph, with its memory from `pool`.
+
+    `quickly`: neither wait for the GPU nor return unused memory to it before.
+    """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, pool=pool):
-        launches()
+    if quickly:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            launches()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+    else:
+        with torch.cuda.graph(graph, pool=pool):
+            launches()
     graph.instantiate()
     return graph
 
