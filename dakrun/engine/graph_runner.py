@@ -110,7 +110,9 @@ class GraphRunner:
             if not self._filled:
                 self._fill()
             start.record()
-            self._graph(bucket).replay()
+            if self._rows.cascades and bucket not in self._cascades:
+                self._capture_cascade(bucket)
+            (self._cascades if self._rows.cascades else self.graphs)[bucket].replay()
             logits, tokens = self._backend.logits, self._rows.tokens
             self.replays.count[sum(bucket)] += 1
             self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
@@ -122,9 +124,14 @@ class GraphRunner:
         end.record()
         self._steps.append(_Step((*rows, *ended), start, end, chosen))
 
+    @torch.inference_mode()
     def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
         step = self._steps.popleft()
+        if self._rows.cascades and not step.end.query():
+            later = (b for b in reversed(self._buckets) if sum(b) <= len(self._mapped))
+            if bucket := next((b for b in later if b not in self._cascades), None):
+                self._capture_cascade(bucket)  # while the CPU would wait
         step.end.synchronize()
         if self._last is not None:
             self._gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
@@ -174,7 +181,7 @@ class GraphRunner:
     def _capture(self) -> None:
         """Capture all buckets, the largest first, in one pool of memory.
 
-        Steps with shared prefixes are captured when they first occur.
+        Steps whose rows share prefixes are captured once there are such rows.
         """
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         self._cascades: dict[Bucket, torch.cuda.CUDAGraph] = {}
@@ -195,15 +202,9 @@ class GraphRunner:
             self.graphs[bucket] = graph
         self._filled = False
 
-    def _graph(self, bucket: Bucket) -> torch.cuda.CUDAGraph:
-        """The graph of a step of `bucket`, with prefixes if its rows share some."""
-        if not self._rows.cascades:
-            return self.graphs[bucket]
-        if bucket not in self._cascades:
-            self._cascades[bucket] = capture(
-                lambda: self._rows.run(bucket), self._pool, quickly=True
-            )
-        return self._cascades[bucket]
+    def _capture_cascade(self, bucket: Bucket) -> None:
+        """Capture the graph of a step of `bucket` whose rows share prefixes."""
+        self._cascades[bucket] = capture(lambda: self._rows.run(bucket), self._pool, quickly=True)
 
     def _fill(self) -> None:
         """Stage the first matrices of the next step, as the previous step usually does."""

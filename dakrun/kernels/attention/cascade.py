@@ -49,7 +49,7 @@ class PrefixAttention:
     `results`, float32 [rows, Hq, D + 4], has the attention to them after a launch: unnormalized
     outputs, the maximum score (times log2(e)), the sum of exponentials, and padding. Rows of
     results without a prefix are meaningless. `copies` is the number of blocks, of one layer, that
-    there is room for to copy them from remote tiers.
+    there is room for to copy them from remote tiers, `capacity` that of addresses.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class PrefixAttention:
         self.results = torch.zeros(
             rows, group * shape.kv_heads, width, dtype=torch.float32, device=device
         )
-        self.copies = min(shape.blocks, COPY_BYTES // shape.layer_bytes) if remote else 0
+        self.capacity = 4 * max(shape.blocks, rows)
+        self.copies = min(self.capacity, COPY_BYTES // shape.layer_bytes) if remote else 0
         self._copied = torch.empty(self.copies, shape.layer_bytes, dtype=torch.uint8, device=device)
         # The number of blocks to copy, their addresses, then those of the groups' blocks.
-        self.capacity = max(4 * shape.blocks, 4 * rows)
         self._addresses = torch.zeros(
             1 + self.copies + self.capacity, dtype=torch.int64, device=device
         )

@@ -23,10 +23,10 @@ class SharedPrefix(NamedTuple):
 def shared_prefixes(held: Mapping[int, Sequence[int]]) -> list[SharedPrefix]:
     """Divide slots into those that share a prefix, so that most blocks are saved.
 
-    A slot is in one of the results at most. `held` has the numbers of each slot's first blocks; only
-    those that other slots have, too, need be there. Prefixes form a tree: results are the prefix of
-    all slots with the first block, or the longer ones of some of them, whichever saves more. Slots
-    and results are in the order of `held`.
+    A slot is in one of the results at most. `held` has the numbers of each slot's first blocks;
+    only those that other slots have, too, need be there. Prefixes form a tree: results are the
+    prefix of all slots with the first block, or the longer ones of some of them, whichever saves
+    more. Slots and results are in the order of `held`.
     """
     together: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for slot, blocks in held.items():

@@ -3,6 +3,7 @@
 Knows nothing of the kernels launched.
 """
 
+import gc
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,16 @@ def capture(
     if quickly:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            launches()
-            graph.capture_end()
+        gc.disable()  # what it frees could call the driver, which ends the capture
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    launches()
+                finally:
+                    graph.capture_end()
+        finally:
+            gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
     else:
         with torch.cuda.graph(graph, pool=pool):
