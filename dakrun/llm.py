@@ -53,8 +53,8 @@ class LLM:
     """A model loaded into its tiers, ready to generate; a context manager that closes it.
 
     - `batch_size`: requests decoded together at most. "auto" takes the size up to `max_batch_size`
-      with the most predicted tokens per second, among those that take at most `max_tpot` seconds
-      per output token.
+      with the most predicted tokens per second, among those whose decode step is predicted to take
+      at most `max_decode_step` seconds.
     - `max_model_len`: tokens of prompt and completion together; by default the model's positions,
       at most 4,096.
     - `expected_tokens`, `expected_prompt`: lengths of completions and prompts to plan for, in
@@ -87,7 +87,7 @@ class LLM:
         profile: str | Path | HardwareProfile = "auto",
         batch_size: int | Literal["auto"] = "auto",
         max_batch_size: int = MAX_BATCH_SIZE,
-        max_tpot: float | None = None,
+        max_decode_step: float | None = None,
         max_model_len: int | None = None,
         expected_tokens: int = 128,
         expected_prompt: int | None = None,
@@ -103,10 +103,12 @@ class LLM:
         threads = check_count("threads", threads, or_one_of=(None,))
         batch_size = check_count("batch_size", batch_size, or_one_of=("auto",))
         max_batch_size = check_count("max_batch_size", max_batch_size)
-        max_tpot = check_number("max_tpot", max_tpot, 0, or_one_of=(None,))
-        if max_tpot is not None and batch_size != "auto":
+        max_decode_step = check_number("max_decode_step", max_decode_step, 0, or_one_of=(None,))
+        if max_decode_step is not None and batch_size != "auto":
             raise invalid_value(
-                "max_tpot", max_tpot, f"None unless batch_size is 'auto', not {batch_size}"
+                "max_decode_step",
+                max_decode_step,
+                f"None unless batch_size is 'auto', not {batch_size}",
             )
         max_model_len = check_count("max_model_len", max_model_len, or_one_of=(None,))
         expected_tokens = check_count("expected_tokens", expected_tokens)
@@ -123,7 +125,7 @@ class LLM:
             self.device,
             batch_size=batch_size,
             max_batch_size=max_batch_size,
-            max_tpot=max_tpot,
+            max_decode_step=max_decode_step,
             max_model_len=max_model_len,
             expected_tokens=expected_tokens,
             expected_prompt=expected_prompt,

@@ -65,8 +65,8 @@ def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are shown without alternatives to them, which are ten times the work."""
     from dakrun.plan import Advice, busy_shares
 
-    def advise(plan: Any, max_tpot: float | None) -> Any:
-        del max_tpot
+    def advise(plan: Any, max_decode_step: float | None) -> Any:
+        del max_decode_step
         return Advice(plan=plan, busy=busy_shares(plan), alternatives=())
 
     monkeypatch.setattr("dakrun.plan.show.overview.advise", advise)

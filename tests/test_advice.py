@@ -83,7 +83,7 @@ def test_following_the_advice_gives_what_it_says(
     for other in alternatives:
         then = plan_json(*command.split(), *other["change"].split())["predicted"]
         assert then["tokens_per_s"] == pytest.approx(other["predicted_tokens_per_s"])
-        assert then["tpot_s"] == pytest.approx(other["predicted_tpot_s"])
+        assert then["decode_step_s"] == pytest.approx(other["predicted_decode_step_s"])
         assert then["tokens_per_s"] / now - 1 == pytest.approx(other["gain"], abs=1e-9)
     sentence = shown["advice"]["sentence"]
     helping = [other for other in alternatives if other["gain"] > MIN_GAIN]
@@ -223,13 +223,14 @@ def test_ties_name_one_change_of_a_kind() -> None:
     ("name", "hardware"), [("llama-2-7b", "gh200"), ("opt-6.7b", "h200-pcie5"), ("opt-125m", "cpu")]
 )
 def test_a_limit_that_is_raised_as_hinted_is_kept(name: str, hardware: str) -> None:
-    command = ["plan", "--model", name, "--profile", hardware, "--max-tpot"]
+    command = ["plan", "--model", name, "--profile", hardware, "--max-decode-step"]
     refused = CliRunner().invoke(main, [*command, "0.001"])
-    (limit,) = re.findall(r"raise --max-tpot to (\S+) or more", refused.stderr)
+    (limit,) = re.findall(r"raise --max-decode-step to (\S+) or more", refused.stderr)
     done = CliRunner().invoke(main, [*command, limit, "--json"])
     assert done.exit_code == 0, done.stderr
     shown = json.loads(done.stdout)
-    assert shown["predicted"]["tpot_s"] * 1e3 <= float(limit)
+    assert shown["predicted"]["decode_step_s"] * 1e3 <= float(limit)
     assert all(
-        other["predicted_tpot_s"] * 1e3 <= float(limit) for other in shown["advice"]["alternatives"]
+        other["predicted_decode_step_s"] * 1e3 <= float(limit)
+        for other in shown["advice"]["alternatives"]
     )

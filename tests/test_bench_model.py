@@ -186,7 +186,7 @@ def test_the_limit_of_a_cpu_is_its_memory(ratio: float) -> None:
 
 def test_a_row() -> None:
     found, plan = row(offload_ratio=0.25), a_plan(offload_ratio=0.25)
-    assert found.tpot_s == 0.03 and found.steps == 3 and found.ttft_s == 0.2
+    assert found.step_s == 0.03 and found.steps == 3 and found.ttft_s == 0.2
     assert found.predicted_ttft_s == predict_prefill(plan).predicted_s
     assert found.tokens_per_s == pytest.approx(8 / 0.03)
     assert found.eb_bytes_per_s == plan.weight_bytes / 0.03
@@ -199,7 +199,7 @@ def test_a_row() -> None:
     planned = plan.memory(0)
     assert found.planned_gpu_bytes == sum(planned.values()) - planned["context"]
     assert row(offload_ratio=0.0).transports is None
-    assert found.summary == "TPOT 30.00 ms, EB 443.2 GB/s, 50.0% of the limit"
+    assert found.summary == "step 30.00 ms, EB 443.2 GB/s, 50.0% of the limit"
 
 
 def test_a_failed_row() -> None:
@@ -235,8 +235,8 @@ def test_forms() -> None:
     assert head.startswith("# opt-6.7b, 32 + 16 tokens, random weights; NVIDIA H200, 2026-11-21")
     assert "host 51.0 GB/s, copy engine from host 55.0 GB/s (turning point 1.08%)" in head
     first, second = csv.DictReader(io.StringIO(table))
-    assert float(first["tpot_s"]) == 0.03 and first["problem"] == ""
-    assert second["tpot_s"] == "" and second["problem"] == "too large"
+    assert float(first["step_s"]) == 0.03 and first["problem"] == ""
+    assert second["step_s"] == "" and second["problem"] == "too large"
     shown = json.loads(as_text(found, "json"))
     assert shown["prompt_tokens"] == 32 and shown["rows"][1]["problem"] == "too large"
     last = as_text(found, "md").splitlines()[-1]
@@ -251,7 +251,7 @@ def test_the_table_fits() -> None:
 
 
 def test_a_row_of_slow_steps_is_one_line() -> None:
-    seconds = ("tpot_s", "limit_s", "predicted_s", "ttft_s", "predicted_ttft_s")
+    seconds = ("step_s", "limit_s", "predicted_s", "ttft_s", "predicted_ttft_s")
     shown = record(row(offload_ratio=1.0))
     slow = {**shown.rows[0], **dict.fromkeys(seconds, 1.0555621)}
     out = io.StringIO()
@@ -385,7 +385,7 @@ def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
     for found in shown["rows"]:
         assert found["steps"] == 2 * 4 and found["problem"] is None
         assert found["ratio"] == pytest.approx(found["asked_ratio"], abs=0.02)
-        assert found["eb_bytes_per_s"] * found["tpot_s"] == pytest.approx(found["weight_bytes"])
+        assert found["eb_bytes_per_s"] * found["step_s"] == pytest.approx(found["weight_bytes"])
         assert found["eb_total_bytes_per_s"] > found["eb_bytes_per_s"]
         assert 0 < found["limit_s"] < found["predicted_s"]
         assert found["prefill_s"] > 0 and found["ttft_s"] > 0
@@ -393,7 +393,7 @@ def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
         positions = 2 * 162 * 320  # which are no matrix of the plan
         assert found["weight_bytes"] == weights - positions
     rows = list(csv.DictReader(io.StringIO(table.read_text().partition("\n")[2])))
-    assert [float(r["tpot_s"]) for r in rows] == [r["tpot_s"] for r in shown["rows"]]
+    assert [float(r["step_s"]) for r in rows] == [r["step_s"] for r in shown["rows"]]
     assert png_width(picture) == 1950
 
 
@@ -402,8 +402,8 @@ def test_what_cannot_run_is_a_row(tiny: tuple[object, ...]) -> None:
     result = run(*tiny, "--batch-size", 3, "--batch-size", 2, *dummy, "--json")
     assert result.exit_code == 0, result.stderr
     failed, measured = json.loads(result.stdout)["rows"]
-    assert failed["problem"] == "3 are too many" and failed["tpot_s"] is None
-    assert measured["problem"] is None and measured["tpot_s"] > 0
+    assert failed["problem"] == "3 are too many" and failed["step_s"] is None
+    assert measured["problem"] is None and measured["step_s"] > 0
     assert "batch 3, 0.00% remote, auto: not measured: 3 are too many" in result.stderr
 
 
@@ -437,11 +437,11 @@ def test_the_rival(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) ->
     rows, asked, said = of_a_rival(tiny, monkeypatch, "--rival", "transformers")
     assert asked == [(1, 0), (2, 0)]
     assert "transformers, batch 1, 0.00% remote: not measured: the GPU's memory ran out" in said
-    assert "transformers, batch 2, 0.00% remote: TPOT 3.00 s" in said
+    assert "transformers, batch 2, 0.00% remote: step 3.00 s" in said
     assert [row["rival_s"] for row in rows] == [None, None, 3, 3]
     assert [row["speedup"] for row in rows[:2]] == [None, None]
     for row in rows[2:]:
-        assert row["speedup"] == 3 / row["tpot_s"] and row["rival_ratio"] == 0
+        assert row["speedup"] == 3 / row["step_s"] and row["rival_ratio"] == 0
 
 
 def test_a_rival_that_prefetches(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,14 +450,14 @@ def test_a_rival_that_prefetches(tiny: tuple[object, ...], monkeypatch: pytest.M
         tiny, monkeypatch, "--rival", "prefetch", "--transport", "direct", "--transport", "staged"
     )
     assert asked == [(1, 0), (1, 0.55), (2, 0), (2, 0.55)], "once each"
-    assert "prefetch, batch 2, 60.00% remote: TPOT 63.00 s" in said
+    assert "prefetch, batch 2, 60.00% remote: step 63.00 s" in said
     assert {row["rival"] for row in rows} == {"prefetch"}
     assert {row["rival_best_s"] for row in rows[:4]} == {None}
     for row in rows[4:]:
         rival_s, ratio = (63, 0.6) if row["asked_ratio"] else (3, 0)
         assert (row["rival_s"], row["rival_ratio"], row["rival_best_s"]) == (rival_s, ratio, 3)
-        assert row["speedup"] == rival_s / row["tpot_s"]
-        assert row["best_speedup"] == 3 / row["tpot_s"]
+        assert row["speedup"] == rival_s / row["step_s"]
+        assert row["best_speedup"] == 3 / row["step_s"]
         assert row["rival_eb_bytes_per_s"] == row["weight_bytes"] / rival_s
 
 
@@ -493,7 +493,7 @@ def test_what_was_measured_is_kept(tiny: tuple[object, ...], tmp_path: Path) -> 
     result = run(*tiny, "--batch-size", 2, "--batch-size", 4, "-o", path)
     assert result.exit_code == 130
     (kept,) = json.loads(path.read_text())["rows"]
-    assert kept["batch_size"] == 2 and kept["tpot_s"] > 0
+    assert kept["batch_size"] == 2 and kept["step_s"] > 0
 
 
 @pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("no more\nat")])

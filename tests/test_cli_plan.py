@@ -19,6 +19,7 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 
 ROOT = Path(__file__).resolve().parent.parent
+LIMIT = "--max-decode-step"
 PLAN = ("plan", "--model", "opt-30b", "--profile", "gh200", "--batch-size", "8")
 TWO_GPUS = (*PLAN, "--profile", "h200-nvlink-peer", "--remote", "peer")
 
@@ -68,7 +69,7 @@ def test_table() -> None:
     assert [line.split()[0] for line in lines[second + 2 : second + 8]] == names
     choice = lines[second + 2].split()
     assert choice[:6] == ["qkv", "9.8%", "116400/12624", "132/0", "-", "direct"]
-    for text in ("hbm memory", "host memory", "TTFT", "TPOT", "tokens/s", "EB total"):
+    for text in ("hbm memory", "host memory", "TTFT", "decode step", "tokens/s", "EB total"):
         assert text in result.stdout
     titles = [line[:15].strip() for line in lines]
     for title in ("offload ratio", "phase", "KV per step", "prefill", "uniform bound", "advice"):
@@ -118,7 +119,7 @@ def test_json() -> None:
     assert shown["profile"]["provenance"]["kind"] == "spec-sheet"
     assert [tier["name"] for tier in shown["tiers"]] == ["hbm", "host"]
     assert shown["asked_strategy"] == "auto" and shown["required_ratio"] == 0
-    for kind in ("tpot_s", "ttft_s"):
+    for kind in ("decode_step_s", "ttft_s"):
         assert 0 < shown["bound"][kind] < shown["predicted"][kind]
     assert shown["prefill"]["tokens"] == 8 * 1024 and shown["prefill"]["chunks"] == 2
     assert shown["phase"] == 1
@@ -220,10 +221,10 @@ def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
         ((*PLAN, "--batch-size", "0"), 2, "'0' is not auto or an integer from 1 to 1,0", "--help"),
         ((*PLAN, "--batch-size", "x"), 2, "'--batch-size': 'x' is not auto", "--help"),
         ((*PLAN, "--batch-size", "9" * 400), 2, "999' is not auto or an integer", "--help"),
-        ((PLAN[0], "--max-tpot", "20", *PLAN[1:]), 2, "needs --batch-size auto", "--help"),
-        ((*PLAN, "--max-tpot", "20"), 2, "--batch-size auto, not 8", "--help"),
-        ((*PLAN[:-1], "auto", "--max-tpot", "inf"), 2, "it is not a finite number", "--help"),
-        ((*PLAN[:-1], "auto", "--max-tpot", "0.5"), 3, "the fastest takes", "raise --max-tpot to"),
+        ((PLAN[0], LIMIT, "20", *PLAN[1:]), 2, "needs --batch-size auto", "--help"),
+        ((*PLAN, LIMIT, "20"), 2, "--batch-size auto, not 8", "--help"),
+        ((*PLAN[:-1], "auto", LIMIT, "inf"), 2, "it is not a finite number", "--help"),
+        ((*PLAN[:-1], "auto", LIMIT, "0.5"), 3, "the fastest takes", f"raise {LIMIT} to"),
         ((*PLAN, "--offload-ratio", "1.5"), 2, "'1.5' is not auto or a number", "--help"),
         ((*PLAN, "--kv-offload-ratio", "nan"), 2, "'nan' is not auto or a number", "--help"),
         ((*PLAN, "--hbm-budget", "20GX"), 2, "'20GX' is not a size", "--help"),

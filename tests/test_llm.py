@@ -136,8 +136,8 @@ def test_a_failed_load_gives_the_memory_back(
         ("max_model_len", "20"),
         ("expected_tokens", 0),
         ("expected_prompt", 0),
-        ("max_tpot", math.nan),
-        ("max_tpot", "5ms"),
+        ("max_decode_step", math.nan),
+        ("max_decode_step", "5ms"),
     ],
 )
 def test_options_that_cannot_be_meant(path: Path, option: str, value: object) -> None:
@@ -148,8 +148,8 @@ def test_options_that_cannot_be_meant(path: Path, option: str, value: object) ->
 
 
 def test_a_time_per_token_is_no_use_beside_a_batch_size(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"max_tpot is 0\.1") as caught:
-        LLM(path, device="cpu", batch_size=4, max_tpot=0.1)
+    with pytest.raises(UsageError, match=r"max_decode_step is 0\.1") as caught:
+        LLM(path, device="cpu", batch_size=4, max_decode_step=0.1)
     assert "unless batch_size is 'auto'" in caught.value.hint
 
 

@@ -421,7 +421,7 @@ def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Pol
     figures = ("bound", plan.bound_s, 0.0), ("predicted", plan.predicted_s, others)
     for kind, seconds, others in figures:
         assert (
-            shown[kind]["tpot_s"]
+            shown[kind]["decode_step_s"]
             == seconds
             == pytest.approx(sum(op[f"{kind}_s"] for op in shown["ops"]) + others)
         )

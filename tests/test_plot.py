@@ -94,7 +94,7 @@ def test_the_option(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     result = run("--plot", str(path))
     assert result.exit_code == 0, result.stderr
-    assert "TPOT" in result.stdout
+    assert "ecode step" in result.stdout
     assert png_size(path)[0] == 1950
 
 

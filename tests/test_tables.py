@@ -53,7 +53,7 @@ def check_numbers(show: Callable[[Console], None], columns: int) -> list[str]:
 def model_bench() -> Record:
     """Rows of a slow and of a fast model, each figure as wide as it gets."""
     slow = {
-        "batch_size": 8192, "transports": "direct+staged", "ratio": 1.0, "tpot_s": 1.0555621,
+        "batch_size": 8192, "transports": "direct+staged", "ratio": 1.0, "step_s": 1.0555621,
         "tokens_per_s": 113_777.8, "eb_bytes_per_s": 4.0632e12, "eb_total_bytes_per_s": 4.7123e12,
         "limit_s": 12.345678, "limit_over_time": 1.0, "predicted_s": 1.0555621,
         "prediction_error": -0.1234, "ttft_s": 123.45678, "predicted_ttft_s": 9.87654321,
@@ -75,7 +75,7 @@ def test_a_models_bench(columns: int) -> None:
     wanted = ("100.00%", "1,055.6", "113,778", "4,063.2", "100.0%", "-12.3%", "1,055.6")
     assert set(wanted) <= set(row.split()) and "both" in row
     head = " ".join(lines[lines.index("") :])
-    titles = ("batch", "remote", "TPOT", "tokens/s", "EB", "share", "prediction", "error", "rival")
+    titles = ("batch", "remote", "step", "tokens/s", "EB", "share", "prediction", "error", "rival")
     assert all(word in head.split() for word in titles)
     assert "--wide shows them" in " ".join(head.split())
 

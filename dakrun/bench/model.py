@@ -193,7 +193,7 @@ class _Bench:
                         new_tokens=sweep.new_tokens,
                         device=self.device,
                     )
-                ratio, found = step.ratio, f"TPOT {format_seconds(step.seconds)}"
+                ratio, found = step.ratio, f"step {format_seconds(step.seconds)}"
             except CannotRun as problem:
                 found = f"not measured: {problem}"
             self._progress(f"{sweep.rival}, batch {batch_size}, {ratio:.2%} remote: {found}")

@@ -1,4 +1,4 @@
-"""A model's benchmark as a picture: effective bandwidth and TPOT over the offload ratio.
+"""A model's benchmark as a picture: effective bandwidth and decode step over the offload ratio.
 
 Knows a record's keys; matplotlib is imported when drawing starts.
 """
@@ -49,7 +49,7 @@ def draw(record: Record, path: Path) -> None:
     panels = (
         (left, "eb_bytes_per_s", 1e-9, "Effective bandwidth",
          "EB: weight bytes per step time (GB/s)"),
-        (right, "tpot_s", 1e3, "Time per output token", "TPOT (ms)"),
+        (right, "step_s", 1e3, "Decode step", "decode step (ms)"),
     )  # fmt: skip
     for axes, key, factor, title, unit in panels:
         _draw_ideals(axes, rows, rates, key, factor)
@@ -94,7 +94,7 @@ def _draw_ideals(
         ratios = [last * step / STEPS for step in range(STEPS + 1)]
         nbytes = row["hbm_read_bytes"] + row["remote_read_bytes"]
         times = [ideal_s(nbytes, ratio, rates) for ratio in ratios]
-        values = times if key == "tpot_s" else [row["weight_bytes"] / s for s in times]
+        values = times if key == "step_s" else [row["weight_bytes"] / s for s in times]
         axes.plot(
             [100 * ratio for ratio in ratios], [factor * value for value in values], "--",
             color=GREY, lw=1.0, zorder=1, label=None if number else "ideal: all tiers at full rate",

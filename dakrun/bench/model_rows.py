@@ -85,7 +85,7 @@ class ModelRow:
     transports: str | None = None
     ratio: float | None = None
     steps: int | None = None
-    tpot_s: float | None = None
+    step_s: float | None = None
     spread: float | None = None
     tokens_per_s: float | None = None
     eb_bytes_per_s: float | None = None
@@ -121,11 +121,11 @@ class ModelRow:
 
     @property
     def summary(self) -> str:
-        """TPOT, EB and percentage of the limit, for a progress message."""
-        if self.tpot_s is None or self.eb_bytes_per_s is None:
+        """Decode step, EB and percentage of the limit, for a progress message."""
+        if self.step_s is None or self.eb_bytes_per_s is None:
             return f"not measured: {self.problem}"
         return (
-            f"TPOT {format_seconds(self.tpot_s)}, EB {format_decimal(self.eb_bytes_per_s, 'B/s')}, "
+            f"step {format_seconds(self.step_s)}, EB {format_decimal(self.eb_bytes_per_s, 'B/s')}, "
             f"{self.limit_over_time:.1%} of the limit"
         )
 
@@ -195,7 +195,7 @@ def measured_row(point: Point, run: Run, rival: RivalRun | None = None) -> Model
         transports="+".join(sorted(remote)) or None,
         ratio=plan.ratio,
         steps=len(run.step_s),
-        tpot_s=time,
+        step_s=time,
         spread=spread(run.step_s),
         tokens_per_s=point.batch_size / time,
         eb_bytes_per_s=plan.weight_bytes / time,
@@ -258,7 +258,7 @@ _COLUMNS = (
     Column("asked_transport", "transport asked", rank=11),
     Column("transports", "remote read", _transports, rank=1),
     Column("ratio", "remote bytes", "{:.2%}".format),
-    Column("tpot_s", "TPOT ms", _milliseconds),
+    Column("step_s", "step ms", _milliseconds),
     Column("tokens_per_s", "tokens/s", _rounded),
     Column("eb_bytes_per_s", "EB GB/s", _gigabytes),
     Column("eb_total_bytes_per_s", "EB total GB/s", _gigabytes, rank=6),

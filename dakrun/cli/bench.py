@@ -160,7 +160,7 @@ _bench_options = together(
         "--plot",
         type=click.Path(path_type=Path),
         metavar="FILE.png",
-        help="model: draw EB and TPOT against the offload ratio.",
+        help="model: draw EB and the decode step against the offload ratio.",
     ),
 )
 

@@ -74,7 +74,7 @@ def generate(
     source: str,
     output: str,
     batch_size: int | None,
-    max_tpot: float | None,
+    max_decode_step: float | None,
     max_model_len: int | None,
     dtype: Any,
     device: Any,
@@ -128,7 +128,7 @@ def generate(
                 device=device,
                 profile=hardware,
                 batch_size=batch_size or "auto",
-                max_tpot=max_tpot,
+                max_decode_step=max_decode_step,
                 max_model_len=max_model_len,
                 **expectations(lengths, params),
                 policy=policy,
@@ -171,7 +171,7 @@ def plan(
     model: str,
     dtype: str,
     batch_size: int | None,
-    max_tpot: float | None,
+    max_decode_step: float | None,
     max_model_len: int | None,
     prompt_len: int,
     max_tokens: int,
@@ -184,8 +184,8 @@ def plan(
     """Plan a model's memory and speed; needs no GPU or weights.
 
     Shows the tiers of each op's bytes, the memory map, the bound and predicted time to first token
-    (TTFT), time per output token (TPOT) and effective bandwidth (EB), the same with one offload
-    ratio for all ops, the limit of the speed, and the changes that would raise it most.
+    (TTFT), decode step and effective bandwidth (EB), the same with one offload ratio for all ops,
+    the limit of the speed, and the changes that would raise it most.
     """
     from dakrun.config import Workload
     from dakrun.plan import choose_batch_size, make_plan
@@ -201,11 +201,13 @@ def plan(
         max_model_len=max_model_len,
     )
     if batch_size is None:
-        workload = choose_batch_size(config, workload, hardware, policy, max_tpot=max_tpot)
+        workload = choose_batch_size(
+            config, workload, hardware, policy, max_decode_step=max_decode_step
+        )
     decision = make_plan(config, workload, hardware, policy)
     if plot:
         plot_plan(decision, Path(plot))
-    shown = Overview.of(decision, max_tpot)
+    shown = Overview.of(decision, max_decode_step)
     if profile == "auto":
         eprint(describe_profile(hardware))
     if as_json:

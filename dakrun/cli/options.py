@@ -136,16 +136,16 @@ def load_format_option(prefix: str = "") -> Decorator:
     )
 
 
-def _seconds_per_token(
+def _seconds(
     ctx: click.Context, param: click.Parameter, milliseconds: float | None
 ) -> float | None:
-    """--max-tpot in seconds; click.UsageError unless --batch-size is auto."""
+    """--max-decode-step in seconds; click.UsageError unless --batch-size is auto."""
     if milliseconds is None:
         return None
     if not math.isfinite(milliseconds):
         raise click.BadParameter("it is not a finite number", ctx=ctx, param=param)
     if (given := ctx.params.get("batch_size")) is not None:
-        raise click.UsageError(f"--max-tpot needs --batch-size auto, not {given}", ctx=ctx)
+        raise click.UsageError(f"--max-decode-step needs --batch-size auto, not {given}", ctx=ctx)
     return milliseconds / 1e3
 
 
@@ -165,14 +165,14 @@ workload_options = together(
         "auto|N",
         "Requests decoded together at most; auto: the number with the most predicted tokens per "
         "second.",
-        is_eager=True,  # the callback of --max-tpot reads it
+        is_eager=True,  # the callback of --max-decode-step reads it
     ),
     option(
-        "--max-tpot",
+        "--max-decode-step",
         type=click.FloatRange(min=0, min_open=True),
         metavar="MS",
-        callback=_seconds_per_token,
-        help="Limit of the predicted time per output token, for --batch-size auto.",
+        callback=_seconds,
+        help="Limit of the predicted time of a decode step, for --batch-size auto.",
     ),
     count_option("--max-model-len", help="Maximum tokens of a prompt and its completion together."),
 )

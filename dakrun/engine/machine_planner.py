@@ -30,7 +30,7 @@ class MachinePlanner:
     device: torch.device
     batch_size: int | Literal["auto"]
     max_batch_size: int
-    max_tpot: float | None
+    max_decode_step: float | None
     max_model_len: int | None
     expected_tokens: int
     expected_prompt: int | None
@@ -64,7 +64,7 @@ class MachinePlanner:
                 self.profile,
                 room,
                 limit=self.max_batch_size,
-                max_tpot=self.max_tpot,
+                max_decode_step=self.max_decode_step,
             )
         return make_plan(self.config, workload, self.profile, policy)
 

@@ -90,10 +90,10 @@ class Advice:
         return f"{limit}; {first} would help{most}" + "".join(f", then {text}" for text in others)
 
 
-def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
+def advise(plan: Plan, max_decode_step: float | None = None) -> Advice:
     """Plan again with other budgets, batch sizes, transports and remote tiers, and compare.
 
-    Plans that take more than `max_tpot` seconds per output token are left out.
+    Plans that take more than `max_decode_step` seconds per decode step are left out.
     """
     rate = plan.workload.batch_size / plan.predicted_s
     found = []
@@ -102,7 +102,7 @@ def advise(plan: Plan, max_tpot: float | None = None) -> Advice:
             other = make_plan(plan.model, workload, plan.profile, policy)
         except DakrunError:
             continue
-        if max_tpot is not None and other.predicted_s > max_tpot:
+        if max_decode_step is not None and other.predicted_s > max_decode_step:
             continue
         gain = workload.batch_size / other.predicted_s / rate - 1
         origin = _origin(kind, plan, policy)
@@ -205,14 +205,14 @@ def _more_tiers(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _text(other: Alternative) -> str:
-    """The change, its gain and its TPOT."""
+    """The change, its gain and its decode step."""
     change = other.change
     if not other.available:
         size = format_bytes(other.plan.budgets[0])
         has = format_bytes(other.plan.profile.hbm_capacity_bytes)
         change = f"{size} of HBM ({other.plan.profile.name} has {has})"
     gain = f"{1 + other.gain:.1f} times the" if other.gain >= 1 else f"{other.gain:+.0%}"
-    return f"{change} ({gain} tokens/s, TPOT {format_seconds(other.plan.predicted_s)})"
+    return f"{change} ({gain} tokens/s, decode step {format_seconds(other.plan.predicted_s)})"
 
 
 def busy_shares(plan: Plan) -> dict[str, float]:

@@ -24,28 +24,28 @@ def choose_batch_size(
     policy: Policy,
     *,
     limit: int = MAX_BATCH_SIZE,
-    max_tpot: float | None = None,
+    max_decode_step: float | None = None,
 ) -> Workload:
     """`workload` with the best batch size up to `limit`.
 
     Tries the powers of two and `limit`, then sizes around the best of them by halving steps. Skips
-    sizes with a predicted time per output token above `max_tpot` seconds. Raises CannotRun where no
+    sizes with a predicted decode step above `max_decode_step` seconds. Raises CannotRun where no
     size fits the budgets, or none is fast enough.
     """
     refusals: list[CannotRun] = []
-    tpots: dict[int, float] = {}
+    steps_s: dict[int, float] = {}
 
     def rate(n: int) -> float:
         """Tokens per second of a batch of `n`; 0 where it is skipped."""
-        if n not in tpots:
-            tpots[n] = math.inf
+        if n not in steps_s:
+            steps_s[n] = math.inf
             try:
                 candidate = replace(workload, batch_size=n)
                 plan = make_plan(model, candidate, profile, policy, thorough=False)
-                tpots[n] = plan.predicted_s
+                steps_s[n] = plan.predicted_s
             except CannotRun as refusal:
                 refusals.append(refusal)
-        return n / tpots[n] if max_tpot is None or tpots[n] <= max_tpot else 0.0
+        return n / steps_s[n] if max_decode_step is None or steps_s[n] <= max_decode_step else 0.0
 
     best = max(batch_candidates(limit), key=rate)
     step, least = best // 2, best // FINENESS
@@ -54,15 +54,15 @@ def choose_batch_size(
         best, step = max(best, *around, key=rate), step // 2
     if rate(best) > 0:
         return replace(workload, batch_size=best)
-    fastest = min(tpots.values())
-    if max_tpot is None or math.isinf(fastest):
+    fastest = min(steps_s.values())
+    if max_decode_step is None or math.isinf(fastest):
         raise refusals[0]
     enough = fastest * 1.0005e3  # ms, with a margin for rounding
     raise CannotRun(
-        f"no batch size is predicted to take {format_seconds(max_tpot)} per output token or less: "
-        f"the fastest takes {format_seconds(fastest)}",
-        hint=f"raise --max-tpot to {enough:.4g} or more, or raise --hbm-budget; dakrun plan shows "
-        "what limits the speed",
+        "no batch size is predicted to have a decode step of "
+        f"{format_seconds(max_decode_step)} or less: the fastest takes {format_seconds(fastest)}",
+        hint=f"raise --max-decode-step to {enough:.4g} or more, or raise --hbm-budget; "
+        "dakrun plan shows what limits the speed",
     )
 
 

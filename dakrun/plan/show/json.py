@@ -126,7 +126,7 @@ def _figures(plan: Plan, step_s: float, ttft_s: float) -> dict[str, float]:
     read = sum(plan.read_bytes(tier) for tier in range(len(plan.tiers)))
     return {
         "ttft_s": ttft_s,
-        "tpot_s": step_s,
+        "decode_step_s": step_s,
         "tokens_per_s": plan.workload.batch_size / step_s,
         "eb_bytes_per_s": plan.weight_bytes / step_s,
         "eb_total_bytes_per_s": read / step_s,
@@ -270,7 +270,7 @@ def _alternative_dict(other: Alternative) -> dict[str, Any]:
         "change": other.change,
         "available": other.available,
         "origin": other.origin,
-        "predicted_tpot_s": other.plan.predicted_s,
+        "predicted_decode_step_s": other.plan.predicted_s,
         "predicted_tokens_per_s": other.plan.workload.batch_size / other.plan.predicted_s,
         "gain": other.gain,
     }

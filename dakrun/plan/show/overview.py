@@ -73,10 +73,10 @@ class Overview:
     published: tuple[Comparison, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan, max_tpot: float | None = None) -> "Overview":
+    def of(cls, plan: Plan, max_decode_step: float | None = None) -> "Overview":
         """Plan again with the uniform strategy, at published ratios, and for advice.
 
-        Advice is limited to `max_tpot` seconds per output token, if given.
+        Advice is limited to `max_decode_step` seconds per decode step, if given.
         """
         policy = replace(plan.policy, strategy="uniform")
         uniform: Forecast | CannotRun
@@ -87,7 +87,7 @@ class Overview:
         return cls(
             chosen=Forecast.of(plan),
             uniform=uniform,
-            advice=advise(plan, max_tpot),
+            advice=advise(plan, max_decode_step),
             published=tuple(_published(plan)),
         )
 

@@ -206,7 +206,8 @@ def _memory_text(plan: Plan, tier: int) -> str:
 
 def _speed_text(speed: dict[str, float]) -> str:
     return (
-        f"TTFT {format_seconds(speed['ttft_s'])}, TPOT {format_seconds(speed['tpot_s'])}, "
+        f"TTFT {format_seconds(speed['ttft_s'])}, "
+        f"decode step {format_seconds(speed['decode_step_s'])}, "
         f"{speed['tokens_per_s']:,.1f} tokens/s, EB {format_rate(speed['eb_bytes_per_s'])}, "
         f"EB total {format_rate(speed['eb_total_bytes_per_s'])}"
     )
