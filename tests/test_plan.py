@@ -189,11 +189,11 @@ def test_batch_size() -> None:
 
     assert choose_batch_size(model, workload, GH200, policy, limit=1).batch_size == 1
     limited = replace(workload, batch_size=best // 2)
-    tpot = make_plan(model, limited, GH200, policy).predicted_s
-    for max_decode_step, size in ((tpot, best // 2), (math.inf, best)):
+    step_s = make_plan(model, limited, GH200, policy).predicted_s
+    for max_decode_step, size in ((step_s, best // 2), (math.inf, best)):
         chosen = choose_batch_size(model, workload, GH200, policy, max_decode_step=max_decode_step)
         assert chosen.batch_size == size
-    with pytest.raises(CannotRun, match=r"^no batch size is predicted to take 1.0 us"):
+    with pytest.raises(CannotRun, match=r"decode step of 1.0 us or less: the fastest"):
         choose_batch_size(model, workload, GH200, policy, max_decode_step=1e-6)
     with pytest.raises(CannotRun, match="the budgets are"):
         choose_batch_size(
@@ -204,8 +204,9 @@ def test_batch_size() -> None:
 def test_the_largest_batch_where_there_is_room() -> None:
     model, h200 = known("opt-6.7b"), load_profile("h200-pcie5")
     assert choose_batch_size(model, work(1), h200, Policy()).batch_size == MAX_BATCH_SIZE == 2048
-    tpot = make_plan(model, work(512), h200, Policy()).predicted_s
-    assert choose_batch_size(model, work(1), h200, Policy(), max_decode_step=tpot).batch_size == 512
+    step_s = make_plan(model, work(512), h200, Policy()).predicted_s
+    limited = choose_batch_size(model, work(1), h200, Policy(), max_decode_step=step_s)
+    assert limited.batch_size == 512
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-7b", "opt-6.7b"])
