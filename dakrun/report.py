@@ -216,7 +216,10 @@ def _share(report: Mapping[str, Any]) -> str:
     if not report["predictions_comparable"] or not times["wall_s"]:
         return ""
     share = times["bound_s"] / times["wall_s"]
-    return f", {share:.0%} of what arithmetic, memory and link allow ({times['bound_s']:.1f} s)"
+    predicted = times.get("predicted_s")
+    before = f" (predicted {predicted:.1f} s)" if predicted else ""
+    bound = f"{share:.0%} of what arithmetic, memory and link allow ({times['bound_s']:.1f} s)"
+    return f" in {times['wall_s']:.1f} s{before}, {bound}"
 
 
 def _shared(count: int) -> str:

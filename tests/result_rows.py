@@ -11,7 +11,7 @@ def completion(id: str = "a", text: str | None = "so", ids: tuple[int, ...] = (5
         finish_reason="stop",
         prompt_tokens=3,
         ttft_s=0.1,
-        step_s=0.01,
+        tpot_s=0.01,
     )
 
 

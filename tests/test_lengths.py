@@ -12,7 +12,7 @@ import pytest
 from prompt_files import open_reader
 
 from dakrun.requests import RowLengths, WorkloadLengths
-from dakrun.requests.lengths import NOTHING, json_lengths, text_lengths
+from dakrun.requests.lengths import NOTHING, PromptStarts, json_lengths, text_lengths
 
 CHAT = [
     {"role": "system", "content": "x" * 10},
@@ -52,11 +52,11 @@ def batch(**body: Any) -> dict[str, Any]:
     ],
 )
 def test_a_row(row: dict[str, Any], expected: RowLengths) -> None:
-    assert json_lengths(row, 5, 100) == expected
+    assert json_lengths(row, 5, 100, PromptStarts()) == expected
 
 
 def test_text() -> None:
-    assert text_lengths("é" * 5, 5, 100) == RowLengths(2, 5)
+    assert text_lengths("é" * 5, 5, 100, PromptStarts()) == RowLengths(2, 5)
 
 
 def test_means_are_over_choices() -> None:
@@ -90,3 +90,16 @@ def test_a_long_file_goes_on_like_its_start(make: Callable[..., Path]) -> None:
 def test_a_pipe_has_no_lengths(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps({}).encode())))
     assert open_reader("-").lengths(20) is None
+
+
+def test_prompts_that_begin_alike_share_blocks() -> None:
+    """Of 64 tokens, or 256 characters; never the last token, and only from the start on."""
+    starts, common = PromptStarts(), list(range(200))
+    assert starts.shared(common) == 0
+    assert starts.shared(common[:129]) == 128 and starts.shared(common[:128]) == 64
+    assert starts.shared([7, *common[1:]]) == 0 and starts.shared(common[:64]) == 0
+    other = [*common[:64], *range(500, 564), *common[128:]]
+    assert starts.shared(other) == 64 and starts.shared(other) == 192
+    assert starts.shared("a" * 600) == 0 and starts.shared("a" * 512 + "b" * 100) == 128
+    row = {"prompt_token_ids": common}
+    assert json_lengths(row, 5, 1000, starts) == RowLengths(200, 5, 1, 192)

@@ -35,7 +35,8 @@ from dakrun.cli.options import (
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 
 if TYPE_CHECKING:
-    from dakrun.config import ModelConfig
+    from dakrun.config import ModelConfig, SamplingParams
+    from dakrun.requests import RowLengths
 
 
 @click.group("dakrun", cls=ErrorLines, context_settings={"help_option_names": ["-h", "--help"]})
@@ -99,7 +100,14 @@ def generate(
     params = SamplingParams(**sampling)
 
     from dakrun.engine.machine_planner import model_len
-    from dakrun.generate import BatchJob, check_report, expectations, load_bar, write_report
+    from dakrun.generate import (
+        BatchJob,
+        check_report,
+        expectations,
+        forecast,
+        load_bar,
+        write_report,
+    )
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
     from dakrun.probe import describe_profile
@@ -137,6 +145,11 @@ def generate(
                 threads=threads,
                 on_load=on_load,
             )
+        foretold = None
+        if llm.profile.comparable:
+            rows = reader.row_lengths(llm.plan.workload.max_model_len)
+            if foretold := forecast(llm.plan, rows, params):
+                eprint(f"{foretold} (with as many tokens as rows may take)")
         with llm:
             start = time.perf_counter()
             with writer, BatchJob(llm, reader, writer, progress) as job:
@@ -145,6 +158,7 @@ def generate(
                 writer.put_in_order()
             report = llm.report(time.perf_counter() - start)
     report["rows"] = vars(job.counts)
+    report["time"]["predicted_s"] = foretold and foretold.seconds
     if report_path is not None:
         write_report(report, Path(report_path))
     with quiet_stderr():
@@ -161,6 +175,9 @@ def generate(
 @model_options
 @workload_options
 @length_options
+@click.option(
+    "-i", "--input", "source", metavar="FILE", help="Plan for this file's prompts; predict its run."
+)
 @profile_option
 @policy_options
 @wide_option
@@ -175,6 +192,7 @@ def plan(
     max_model_len: int | None,
     prompt_len: int,
     max_tokens: int,
+    source: str | None,
     profile: str,
     policy: Any,
     wide: bool,
@@ -185,15 +203,28 @@ def plan(
 
     Shows the tiers of each op's bytes, the memory map, the bound and predicted time to first token
     (TTFT), decode step and effective bandwidth (EB), the same with one offload ratio for all ops,
-    the limit of the speed, and the changes that would raise it most.
+    the limit of the speed, and the changes that would raise it most. With -i, lengths are those of
+    the file's rows (4 characters of text count as a token; --max-tokens is for rows without their
+    own), and the time of its run is predicted.
     """
-    from dakrun.config import Workload
-    from dakrun.plan import choose_batch_size, make_plan
+    from dakrun.config import SamplingParams, Workload
+    from dakrun.engine.machine_planner import model_len
+    from dakrun.generate import forecast
+    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
     from dakrun.plan.show import Overview, overview_dict, plot_plan
     from dakrun.probe import describe_profile
+    from dakrun.requests import WorkloadLengths
 
     config, hardware = resolve_model(model, dtype), resolve_profile(profile)
-    max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
+    params, rows, limit = SamplingParams(max_tokens=max_tokens), None, MAX_BATCH_SIZE
+    if source is None:
+        max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
+    else:
+        max_model_len = model_len(config, max_model_len)
+        rows = _rows_of(source, params, max_model_len)
+        lengths = WorkloadLengths.of(*rows)
+        prompt_len, max_tokens = round(lengths.mean_prompt), round(lengths.mean_new)
+        limit = min(lengths.requests, limit)
     workload = Workload(
         batch_size=batch_size or 1,
         prompt_len=prompt_len,
@@ -202,7 +233,7 @@ def plan(
     )
     if batch_size is None:
         workload = choose_batch_size(
-            config, workload, hardware, policy, max_decode_step=max_decode_step
+            config, workload, hardware, policy, limit=limit, max_decode_step=max_decode_step
         )
     decision = make_plan(config, workload, hardware, policy)
     if plot:
@@ -210,12 +241,36 @@ def plan(
     shown = Overview.of(decision, max_decode_step)
     if profile == "auto":
         eprint(describe_profile(hardware))
+    foretold = forecast(decision, rows, params)
     if as_json:
-        click.echo(json.dumps(overview_dict(shown)))
+        run = {} if foretold is None else {"run": vars(foretold)}
+        click.echo(json.dumps(overview_dict(shown) | run))
         return
     from dakrun.plan.show import render
 
     render(shown, stdout_console(), wide=wide)
+    if foretold is not None:
+        click.echo(f"{source}: {foretold}")
+
+
+def _rows_of(
+    source: str, params: "SamplingParams", max_model_len: int
+) -> "tuple[list[RowLengths], float]":
+    """Lengths of the rows of a file, and their share of it. Raises UsageError if there are none."""
+    from dakrun.requests import RequestReader
+
+    with RequestReader(source, defaults=params) as reader:
+        found = reader.row_lengths(max_model_len)
+    if found is None:
+        raise UsageError(
+            f"{source}: a plan needs a file that it can read to its end",
+            hint="write the prompts to a file, and give that to -i",
+        )
+    if not any(row.choices for row in found[0]):
+        raise UsageError(
+            f"{source}: no row can be run", hint="dakrun generate says what is wrong with each row"
+        )
+    return found
 
 
 def _plan_model_len(

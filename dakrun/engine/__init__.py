@@ -8,7 +8,6 @@ chooses tokens in torch, logprobs.py has their log-probabilities. machine_planne
 machine's free memory, build.py makes the runner that a plan asks for.
 """
 
-from dakrun.engine.admission import peak_blocks
 from dakrun.engine.build import (
     SPLITK_ROWS,
     build_runner,
@@ -26,6 +25,7 @@ from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner, gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
 from dakrun.engine.staging import Place, Ring, Staging, places, staged_bytes
+from dakrun.plan.admission import peak_blocks
 
 __all__ = [
     "LOG_STEPS",

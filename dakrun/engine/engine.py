@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from dakrun.engine.admission import peak_blocks
 from dakrun.engine.decode_step import LARGE_BUCKET_STEP
 from dakrun.engine.prefixes import block_names
 from dakrun.engine.progress import EngineStats, Running
@@ -25,6 +24,7 @@ from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK, NO_TOKEN
 from dakrun.plan import Plan, requests_per_admission
+from dakrun.plan.admission import peak_blocks
 from dakrun.requests import (
     Completion,
     Logprobs,

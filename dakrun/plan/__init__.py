@@ -61,6 +61,7 @@ from dakrun.plan.roofline import (
 )
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios
 from dakrun.plan.run_bound import run_bound
+from dakrun.plan.run_time import RequestLengths, RunForecast, foretell
 
 __all__ = [
     "MAX_BATCH_SIZE",
@@ -85,6 +86,8 @@ __all__ = [
     "PrefillPlan",
     "Problem",
     "RemoteGoal",
+    "RequestLengths",
+    "RunForecast",
     "Segment",
     "StepCosts",
     "Strategy",
@@ -100,6 +103,7 @@ __all__ = [
     "compute_time",
     "cost_placement",
     "decode_ops",
+    "foretell",
     "greedy_ratios",
     "ideal_ratios",
     "is_windowed",

@@ -156,6 +156,26 @@ def predict_prefill(plan: Plan) -> Prefill:
     )
 
 
+def pass_seconds(
+    plan: Plan,
+    rows: int,
+    ends: int,
+    spans: Sequence[tuple[tuple[int, int], int]],
+    attention_s: float,
+) -> float:
+    """Predicted seconds of a step of `rows` decode rows and parts of prompts, `ends` of which end.
+
+    `spans` counts the parts by (start, length); `attention_s` is the attention of the rows.
+    """
+    tokens = sum(length * count for (_, length), count in spans)
+    one = _Pass(plan)
+    one.add((rows + tokens, rows + ends, tuple(((0, *span), count) for span, count in spans)))
+    found = one.predicted_s + attention_s
+    if plan.profile.device != "cuda":
+        return found
+    return max(found + MIXED_STEP_SECONDS, PASS_LAUNCH_SECONDS)
+
+
 def requests_per_admission(plan: Plan) -> int:
     """Requests whose prompts are computed together once the batch is full: the cheapest number.
 

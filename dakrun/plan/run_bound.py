@@ -12,7 +12,20 @@ from dakrun.plan.roofline import Links
 def run_bound(
     plan: Plan, *, requests: int, prompt_tokens: int, new_tokens: int, steps: int, kv_bytes: float
 ) -> float:
-    """Seconds that a run of `steps` steps takes at least.
+    """Seconds that a run of `steps` steps takes at least: the longest of run_limits()."""
+    limits = run_limits(
+        plan, requests=requests, prompt_tokens=prompt_tokens, new_tokens=new_tokens, steps=steps,
+        kv_bytes=kv_bytes,
+    )  # fmt: skip
+    return max(limits.values())
+
+
+def run_limits(
+    plan: Plan, *, requests: int, prompt_tokens: int, new_tokens: int, steps: int, kv_bytes: float
+) -> dict[str, float]:
+    """Seconds that a run of `steps` steps takes at least, by what it waits for.
+
+    That is "arithmetic", or the name of a tier:
 
         max(FLOPs of products / P + KV bytes / B_l,   P: the rate with many rows, B_l: HBM's
             steps * local weight bytes / B_l + KV bytes / B_l,
@@ -30,8 +43,11 @@ def run_bound(
         flops += op.op.layers * op.op.flops / op.op.batch_size * rows
     read = [sum(op.read_bytes(tier) for op in plan.weights()) for tier in range(len(plan.tiers))]
     local = links.direct[LOCAL]
-    behind = [
-        steps * size / max(links.direct[tier], links.staged[tier])
-        for tier, size in zip(plan.tiers[1:], read[1:], strict=True)
-    ]
-    return max(max(flops / rate, steps * read[0] / local) + kv_bytes / local, *behind, 0.0)
+    return {
+        "arithmetic": flops / rate + kv_bytes / local,
+        plan.tiers[0]: (steps * read[0] + kv_bytes) / local,
+        **{
+            tier: steps * size / max(links.direct[tier], links.staged[tier])
+            for tier, size in zip(plan.tiers[1:], read[1:], strict=True)
+        },
+    }

@@ -8,19 +8,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
+from dakrun.geometry import KV_BLOCK
+
 CHARACTERS_PER_TOKEN = 4  # of English text in the vocabularies of OPT and Llama
+MOST_BLOCKS = 1 << 18  # whose hashes are kept: some 20 MB
 
 
 class RowLengths(NamedTuple):
     """Lengths of a row's choices in tokens; a row that cannot be run has 0 `choices`.
 
     `prompt` is that of its longest prompt, estimated unless there are token ids. `new` is the
-    maximum of new tokens.
+    maximum of new tokens. `shared` are tokens at the prompt's start in full KV blocks that an
+    earlier row's prompt begins with, too.
     """
 
     prompt: int
     new: int
     choices: int = 1
+    shared: int = 0
 
 
 NOTHING = RowLengths(0, 0, 0)
@@ -66,12 +71,44 @@ class WorkloadLengths:
         )
 
 
-def text_lengths(text: str, max_tokens: int, max_model_len: int) -> RowLengths:
-    """Lengths of a text prompt."""
-    return _limited(_tokens(text), max_tokens, max_model_len)
+class PromptStarts:
+    """The KV blocks that the prompts of a file begin with, by hash: the first MOST_BLOCKS of them.
+
+    Blocks of text have as many characters as a block of tokens has on average.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def shared(self, prompt: str | list[int]) -> int:
+        """Tokens of the leading blocks of `prompt` that an earlier prompt has; remembers its own.
+
+        The last token is not counted: it is computed in any case.
+        """
+        size = KV_BLOCK * (CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 1)
+        number = found = 0
+        for start in range(0, len(prompt) - size, size):
+            block = prompt[start : start + size]
+            number = hash((number, block if isinstance(block, str) else tuple(block)))
+            if number in self._seen:
+                found += KV_BLOCK * (found == start // size * KV_BLOCK)
+            elif len(self._seen) < MOST_BLOCKS:
+                self._seen.add(number)
+            else:
+                break
+        return found
 
 
-def json_lengths(row: Mapping[str, Any], max_tokens: int, max_model_len: int) -> RowLengths:
+def text_lengths(
+    text: str, max_tokens: int, max_model_len: int, starts: PromptStarts
+) -> RowLengths:
+    """Lengths of a text prompt; `starts` are those of earlier rows."""
+    return _limited(text, max_tokens, max_model_len, starts)
+
+
+def json_lengths(
+    row: Mapping[str, Any], max_tokens: int, max_model_len: int, starts: PromptStarts
+) -> RowLengths:
     """Lengths of a native or OpenAI Batch row; `max_tokens` is for rows without their own.
 
     NOTHING for most rows that are errors; the row formats tell which are.
@@ -92,15 +129,24 @@ def json_lengths(row: Mapping[str, Any], max_tokens: int, max_model_len: int) ->
     new = next((value for value in own if value is not None), max_tokens)
     if type(new) is not int or new < 1 or not (n is None or (type(n) is int and n > 0)):
         return NOTHING
-    longest = max(map(_tokens, prompts))
-    return _limited(longest, new, max_model_len, len(prompts) * (n or 1))
+    longest = max(prompts, key=_tokens)
+    return _limited(longest, new, max_model_len, starts, len(prompts) * (n or 1))
 
 
-def _limited(prompt: int, new: int, max_model_len: int, choices: int = 1) -> RowLengths:
-    if not prompt:
+def _limited(
+    prompt: object, new: int, max_model_len: int, starts: PromptStarts, choices: int = 1
+) -> RowLengths:
+    if not (length := _tokens(prompt)):
         return NOTHING
-    prompt = max(1, min(prompt, max_model_len - 1))
-    return RowLengths(prompt, max(1, min(new, max_model_len - prompt)), choices)
+    length = max(1, min(length, max_model_len - 1))
+    shared = 0
+    if isinstance(prompt, str) or (isinstance(prompt, list) and _are_numbers(prompt)):
+        shared = min(starts.shared(prompt), (length - 1) // KV_BLOCK * KV_BLOCK)
+    return RowLengths(length, max(1, min(new, max_model_len - length)), choices, shared)
+
+
+def _are_numbers(prompt: list[Any]) -> bool:
+    return all(type(token) is int for token in prompt)
 
 
 def _tokens(prompt: object) -> int:

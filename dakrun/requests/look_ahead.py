@@ -46,6 +46,7 @@ class AheadRow(NamedTuple):
     nbytes: int
     kind: RowFormat | None
     new_id: str | None
+    shared: int
 
 
 class LookAhead:
@@ -105,7 +106,10 @@ class LookAhead:
 
     def lengths(self) -> Iterator[RowLengths]:
         """Lengths of the rows that were not taken yet."""
-        return (RowLengths(-row.minus_prompt, -row.minus_new, row.choices) for row in self._rows)
+        return (
+            RowLengths(-row.minus_prompt, -row.minus_new, row.choices, row.shared)
+            for row in self._rows
+        )
 
     def close(self) -> None:
         """Free the disk space; close the input, unless the thread waits for it."""
@@ -165,6 +169,7 @@ class LookAhead:
                 line.nbytes,
                 look.kind,
                 look.new_id,
+                look.lengths.shared,
             )
             heappush(self._rows, row)
             self._count += 1

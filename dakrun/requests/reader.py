@@ -14,7 +14,14 @@ from typing import Any, Literal
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.requests.gzip_files import without_gz
-from dakrun.requests.lengths import NOTHING, WorkloadLengths, json_lengths, text_lengths
+from dakrun.requests.lengths import (
+    NOTHING,
+    PromptStarts,
+    RowLengths,
+    WorkloadLengths,
+    json_lengths,
+    text_lengths,
+)
 from dakrun.requests.lines import Line, Lines
 from dakrun.requests.look_ahead import AheadRow, Look, LookAhead
 from dakrun.requests.native_rows import (
@@ -63,6 +70,7 @@ class RequestReader:
         self._lines = Lines(str(source), max_line_bytes)
         self._row_kind: RowFormat | None = None
         self._ids = IdSet()
+        self._starts = PromptStarts()
         self._max_model_len = 0
         self._ahead: LookAhead | None = None
 
@@ -108,12 +116,23 @@ class RequestReader:
         Looks at the first LOOK_AHEAD rows. A longer file is taken to go on like these: the number
         of its requests follows from its bytes. Of a pipe it only begins to read.
         """
+        if (share := self._share(max_model_len)) is None:
+            return None
+        return WorkloadLengths.of(self._look_ahead(max_model_len).lengths(), share)
+
+    def row_lengths(self, max_model_len: int) -> tuple[list[RowLengths], float] | None:
+        """The lengths of these rows, and their share of the file; None for a pipe."""
+        if (share := self._share(max_model_len)) is None:
+            return None
+        return list(self._look_ahead(max_model_len).lengths()), share
+
+    def _share(self, max_model_len: int) -> float | None:
+        """Look at the first rows; the share of the file that they are, None for a pipe."""
         ahead = self._look_ahead(max_model_len)
         if self.bytes_total is None:
             return None
         ahead.fill()
-        share = 1.0 if ahead.ended else self.bytes_read / max(self.bytes_read, self.bytes_total)
-        return WorkloadLengths.of(ahead.lengths(), share)
+        return 1.0 if ahead.ended else self.bytes_read / max(self.bytes_read, self.bytes_total)
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError | None]:
         """Every row as a Request, or as a RowError if it is malformed or breaks `rules`.
@@ -159,7 +178,7 @@ class RequestReader:
         limits = self._defaults.max_tokens, self._max_model_len
         if self._format == "text":  # whose ids are unique
             text = line.data and line.data.decode(errors="replace")
-            return Look(text_lengths(text, *limits) if text else lengths)
+            return Look(text_lengths(text, *limits, self._starts) if text else lengths)
         with suppress(BadRow):
             if line.data is not None:
                 row = json_object(line.data)
@@ -167,7 +186,7 @@ class RequestReader:
                 self._row_kind = self._row_kind or kind
                 row_id = id_of(row, kind.id_field) or row_id
                 if kind is self._row_kind:
-                    lengths = json_lengths(row, *limits)
+                    lengths = json_lengths(row, *limits, self._starts)
         return Look(lengths, self._row_kind, self._new_id(row_id, line.number))
 
     def _new_id(self, row_id: str, number: int) -> str | None:

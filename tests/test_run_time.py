@@ -1,0 +1,74 @@
+"""Runs foretold: against measured ones, laws of their schedule, and what the commands print."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dakrun.cli import main
+from dakrun.config import Workload
+from dakrun.hardware import load_profile
+from dakrun.models.hub import find_model
+from dakrun.plan import Plan, Policy, RequestLengths, foretell, make_plan
+
+
+def plan_of(batch: int, prompt: int, new: int, model: str = "llama-3-8b") -> Plan:
+    config, _ = find_model(model, "auto", "dummy")
+    workload = Workload(batch_size=batch, prompt_len=prompt, new_tokens=new, max_model_len=2048)
+    policy = Policy(hbm_budget=139 << 30, host_budget=100 << 30)
+    return make_plan(config, workload, load_profile("h200-pcie5"), policy)
+
+
+def test_one_batch_takes_its_steps() -> None:
+    """Those of its prompts, then a decode step for each further token."""
+    plan = plan_of(32, 512, 64)
+    found = foretell(plan, [RequestLengths(512, 64)] * 32)
+    assert found.new_tokens == 32 * 64 and found.prompt_tokens == 32 * 512
+    assert found.waits_for == "hbm"
+    assert found.seconds - found.mixed_s == pytest.approx(63 * plan.predicted_s, rel=0.1)
+    assert found.tokens_per_s == 32 * 64 / found.seconds
+
+
+def test_more_to_do_takes_longer() -> None:
+    plan = plan_of(64, 256, 128)
+    rows = [RequestLengths(100 + 7 * i % 300, 20 + 11 * i % 200) for i in range(200)]
+
+    def seconds(requests: Sequence[RequestLengths], **more: float) -> float:
+        return foretell(plan, requests, **more).seconds  # type: ignore[arg-type]
+
+    whole = seconds(rows)
+    assert seconds(rows[:150]) < whole < seconds([r._replace(new=r.new + 9) for r in rows])
+    assert whole < seconds([r._replace(prompt=2 * r.prompt) for r in rows])
+    assert seconds([r._replace(shared=64) for r in rows]) < whole < seconds(rows, thresholds=True)
+    assert seconds(rows, share=0.5) == pytest.approx(2 * whole)
+    assert seconds([]) == 0 and foretell(plan, []).tokens_per_s == 0
+
+
+def test_few_blocks_make_requests_wait() -> None:
+    plan = plan_of(64, 256, 128)
+    rows = [RequestLengths(300, 100)] * 64
+    fewer = replace(plan, spare_kv_blocks=0)
+    small = replace(fewer, workload=replace(plan.workload, prompt_len=40, new_tokens=10))
+    assert foretell(small, rows).seconds > 1.2 * foretell(plan, rows).seconds
+
+
+def test_plan_of_a_file(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    common = list(range(100, 300))
+    rows = [{"prompt_token_ids": [*common, i], "max_tokens": 10 + i} for i in range(20)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["plan", "--model", "llama-3-8b", "--profile", "h200-pcie5", "-i", str(source)]
+    shown = CliRunner().invoke(main, [*command, "--json"])
+    assert shown.exit_code == 0, shown.output
+    run = json.loads(shown.stdout)["run"]
+    assert run["requests"] == 20 and run["prompt_tokens"] == 20 * 201
+    assert run["shared_tokens"] == 19 * 192 and run["new_tokens"] == sum(range(10, 30))
+    said = CliRunner().invoke(main, command)
+    assert f"predicted {run['seconds']:.1f} s for 20 requests" in said.stdout
+    source.write_text("{}\n")
+    refused = CliRunner().invoke(main, command)
+    assert refused.exit_code == 2 and "no row can be run" in refused.stderr
+    assert "hint: dakrun generate says" in refused.stderr
