@@ -27,7 +27,7 @@ def test_one_batch_takes_its_steps() -> None:
     plan = plan_of(32, 512, 64)
     found = foretell(plan, [RequestLengths(512, 64)] * 32)
     assert found.new_tokens == 32 * 64 and found.prompt_tokens == 32 * 512
-    assert found.waits_for == "hbm"
+    assert found.waits_for == "arithmetic"
     assert found.seconds - found.mixed_s == pytest.approx(63 * plan.predicted_s, rel=0.1)
     assert found.tokens_per_s == 32 * 64 / found.seconds
 

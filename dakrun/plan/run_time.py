@@ -22,6 +22,7 @@ from dakrun.plan.run_bound import run_limits
 from dakrun.units import ceil_div
 
 ROWS_STEP, MANY_ROWS, MANY_ROWS_STEP = 32, 512, 64  # about the engine's batch buckets
+SUSTAINED = 0.95  # of the profile's rate of arithmetic: in long runs an H200 lowers its clock
 PREFIX_LAUNCH_SECONDS = 10e-6  # of a launch that attends to prefixes, where they are short
 PREFIX_EFFICIENCY = 0.4  # of its arithmetic
 THRESHOLD_PASSES = 20  # over a row's logits, to find the thresholds of top-k and top-p
@@ -211,7 +212,7 @@ class _Costs:
     ) -> float:
         """A step of such rows and parts of prompts, given as ((start, length), count)."""
         others = self._attention(positions) + self._prefixes(shared) + (rows + ends) * self._row_s
-        return pass_seconds(self._plan, rows, ends, spans, others)
+        return pass_seconds(self._plan, rows, ends, spans, others) / SUSTAINED
 
     def _attention(self, positions: int) -> float:
         return positions * self._kv_bytes * self._attention_s
