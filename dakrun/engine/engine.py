@@ -317,7 +317,9 @@ class Engine:
             self._new = [r for r in self._new if id(r) not in ended]
         self._running += begun
         self._steps.append(_Step(start, [*active, *begun], len(rows), bool(parts)))
-        kv_bytes = sum(r.cached for r in active) * self._kv_bytes
+        borrowed = sum(map(self.runner.cache.borrowed, range(len(self.runner.cache.counts))))
+        positions = sum(r.cached - r.shared for r in active) + borrowed * KV_BLOCK
+        kv_bytes = positions * self._kv_bytes if active else 0
         if parts:
             self.stats.mixed_kv_bytes += kv_bytes
         else:
