@@ -12,6 +12,7 @@ from dakrun.errors import UsageError, check_count, check_number, invalid_value
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
+DEFAULT_MAX_MODEL_LEN = 4096  # by default, where a model has more positions
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HINT = "compare config.json with the published one"
 _FLAGS = (
@@ -188,3 +189,11 @@ class SamplingParams:
                 raise invalid_value(field, getattr(self, field), f"a {kind.__name__}")
         if not all(isinstance(s, str) and s for s in self.stop):
             raise invalid_value("stop", list(self.stop), "made of non-empty strings")
+
+
+def model_len(config: ModelConfig, given: int | None) -> int:
+    """Maximum tokens of a prompt and its completion: `given`, or what the model allows by default.
+
+    That is its positions, but at most DEFAULT_MAX_MODEL_LEN.
+    """
+    return given or min(config.max_positions, DEFAULT_MAX_MODEL_LEN)

@@ -5,7 +5,7 @@ Rows are read and written one by one, so memory does not grow with their number.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,9 @@ from rich.progress import (
 
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
-from dakrun.geometry import KV_BLOCK
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
-from dakrun.plan import MAX_BATCH_SIZE, Plan, RequestLengths, RunForecast, foretell
+from dakrun.plan import MAX_BATCH_SIZE
 from dakrun.requests import (
     Choices,
     Completion,
@@ -35,7 +34,6 @@ from dakrun.requests import (
     RequestReader,
     ResultWriter,
     RowError,
-    RowLengths,
     WorkloadLengths,
     fingerprint_path,
     same_file,
@@ -161,28 +159,6 @@ def expectations(lengths: WorkloadLengths | None, defaults: SamplingParams) -> d
         "expected_tokens": max(1, round(lengths.mean_new)),
         "expected_prompt": max(1, round(lengths.mean_prompt)),
     }
-
-
-def forecast(
-    plan: Plan, lengths: tuple[Sequence[RowLengths], float] | None, defaults: SamplingParams
-) -> RunForecast | None:
-    """The run of rows of these `lengths`, and their share of the file; None of a pipe.
-
-    Whether tokens are drawn with top-k or top-p is told from `defaults` alone.
-    """
-    if lengths is None:
-        return None
-    rows, share = lengths
-    thresholds = defaults.temperature > 0 and (defaults.top_k > 0 or defaults.top_p < 1)
-    return foretell(plan, _requests(rows), share=share, thresholds=thresholds)
-
-
-def _requests(rows: Iterable[RowLengths]) -> Iterator[RequestLengths]:
-    """A request for every choice; those of a row share its prompt."""
-    for row in rows:
-        for choice in range(row.choices):
-            own = (row.prompt - 1) // KV_BLOCK * KV_BLOCK if choice else row.shared
-            yield RequestLengths(row.prompt, row.new, own)
 
 
 def check_report(report: str, *, source: str, output: str, profile: str) -> None:

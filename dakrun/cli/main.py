@@ -99,17 +99,11 @@ def generate(
 
     params = SamplingParams(**sampling)
 
-    from dakrun.engine.machine_planner import model_len
-    from dakrun.generate import (
-        BatchJob,
-        check_report,
-        expectations,
-        forecast,
-        load_bar,
-        write_report,
-    )
+    from dakrun.config import model_len
+    from dakrun.generate import BatchJob, check_report, expectations, load_bar, write_report
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
+    from dakrun.plan import foretell_file
     from dakrun.probe import describe_profile
     from dakrun.report import render
     from dakrun.requests import RequestReader, ResultWriter, make_fingerprint
@@ -148,7 +142,7 @@ def generate(
         foretold = None
         if llm.profile.comparable:
             rows = reader.row_lengths(llm.plan.workload.max_model_len)
-            if foretold := forecast(llm.plan, rows, params):
+            if foretold := foretell_file(llm.plan, rows, params):
                 eprint(f"{foretold} (with as many tokens as rows may take)")
         with llm:
             start = time.perf_counter()
@@ -207,13 +201,11 @@ def plan(
     the file's rows (4 characters of text count as a token; --max-tokens is for rows without their
     own), and the time of its run is predicted.
     """
-    from dakrun.config import SamplingParams, Workload
+    from dakrun.config import SamplingParams, Workload, model_len
     from dakrun.engine.machine_planner import model_len
-    from dakrun.generate import forecast
-    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
+    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, foretell_file, make_plan
     from dakrun.plan.show import Overview, overview_dict, plot_plan
     from dakrun.probe import describe_profile
-    from dakrun.requests import WorkloadLengths
 
     config, hardware = resolve_model(model, dtype), resolve_profile(profile)
     params, rows, limit = SamplingParams(max_tokens=max_tokens), None, MAX_BATCH_SIZE
@@ -221,6 +213,8 @@ def plan(
         max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
     else:
         max_model_len = model_len(config, max_model_len)
+        from dakrun.requests import WorkloadLengths
+
         rows = _rows_of(source, params, max_model_len)
         lengths = WorkloadLengths.of(*rows)
         prompt_len, max_tokens = round(lengths.mean_prompt), round(lengths.mean_new)
@@ -241,7 +235,7 @@ def plan(
     shown = Overview.of(decision, max_decode_step)
     if profile == "auto":
         eprint(describe_profile(hardware))
-    foretold = forecast(decision, rows, params)
+    foretold = foretell_file(decision, rows, params)
     if as_json:
         run = {} if foretold is None else {"run": vars(foretold)}
         click.echo(json.dumps(overview_dict(shown) | run))

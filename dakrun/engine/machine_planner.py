@@ -5,20 +5,10 @@ from typing import Literal
 
 import torch
 
-from dakrun.config import ModelConfig, Workload
+from dakrun.config import ModelConfig, Workload, model_len
 from dakrun.hardware import HardwareProfile
 from dakrun.memory import available_host_memory, free_on_peers
 from dakrun.plan import Plan, Policy, choose_batch_size, make_plan
-
-DEFAULT_MAX_MODEL_LEN = 4096
-
-
-def model_len(config: ModelConfig, given: int | None) -> int:
-    """Maximum tokens of a prompt and its completion: `given`, or what the model allows by default.
-
-    That is its positions, but at most DEFAULT_MAX_MODEL_LEN.
-    """
-    return given or min(config.max_positions, DEFAULT_MAX_MODEL_LEN)
 
 
 @dataclass(frozen=True)

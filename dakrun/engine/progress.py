@@ -21,8 +21,8 @@ class EngineStats:
     those tokens of prompts that were not computed, since other requests' KV blocks have them.
     `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
     decode rows, too, and `prefill_steps` all of them. `step_s` has the other steps; `step_rows`
-    sums their requests and `kv_bytes_read` the KV bytes they read, of which shared blocks count once;
-    `mixed_kv_bytes` are those of mixed steps' decode rows.
+    sums their requests and `kv_bytes_read` the KV bytes they read, in which shared blocks count
+    once; `mixed_kv_bytes` are those of mixed steps' decode rows.
     """
 
     requests: int = 0

@@ -61,7 +61,7 @@ from dakrun.plan.roofline import (
 )
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios
 from dakrun.plan.run_bound import run_bound
-from dakrun.plan.run_time import RequestLengths, RunForecast, foretell
+from dakrun.plan.run_time import RequestLengths, RunForecast, foretell, foretell_file
 
 __all__ = [
     "MAX_BATCH_SIZE",
@@ -104,6 +104,7 @@ __all__ = [
     "cost_placement",
     "decode_ops",
     "foretell",
+    "foretell_file",
     "greedy_ratios",
     "ideal_ratios",
     "is_windowed",

@@ -5,8 +5,6 @@ Pure arithmetic; knows neither slots nor runners.
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from dakrun.geometry import KV_BLOCK
 
 
@@ -20,6 +18,8 @@ def peak_blocks(cached: Sequence[int], remaining: Sequence[int]) -> int:
 
         sum of ceil((cached[j] + r) / KV_BLOCK) for j <= i.
     """
+    import numpy as np  # late, for a quick start of commands that do not get here
+
     order = np.argsort(-np.asarray(remaining), kind="stable")
     steps = np.asarray(remaining)[order]
     lengths = np.asarray(cached)[order]

@@ -6,11 +6,11 @@ the placement of a plan as given; knows neither files nor the engine.
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dakrun.config import DTYPE_BYTES
+from dakrun.config import DTYPE_BYTES, SamplingParams
 from dakrun.geometry import KV_BLOCK, TILED_MAX_ROWS
 from dakrun.hardware import LOCAL
 from dakrun.plan.admission import peak_blocks
@@ -20,6 +20,9 @@ from dakrun.plan.prefill import pass_seconds, requests_per_admission
 from dakrun.plan.roofline import Links
 from dakrun.plan.run_bound import run_limits
 from dakrun.units import ceil_div
+
+if TYPE_CHECKING:
+    from dakrun.requests import RowLengths
 
 ROWS_STEP, MANY_ROWS, MANY_ROWS_STEP = 32, 512, 64  # about the engine's batch buckets
 SUSTAINED = 0.95  # of the profile's rate of arithmetic: in long runs an H200 lowers its clock
@@ -152,6 +155,30 @@ def foretell(
         new_tokens=round(totals[1] / share),
         waits_for=max(limits, key=limits.__getitem__),
     )
+
+
+def foretell_file(
+    plan: Plan,
+    lengths: "tuple[Sequence[RowLengths], float] | None",
+    defaults: SamplingParams,
+) -> RunForecast | None:
+    """The run of rows of these `lengths`, and their share of the file; None of a pipe.
+
+    Choices of a row share its prompt. Whether tokens are drawn with top-k or top-p is told from
+    `defaults` alone.
+    """
+    if lengths is None:
+        return None
+    rows, share = lengths
+    thresholds = defaults.temperature > 0 and (defaults.top_k > 0 or defaults.top_p < 1)
+    requests = (
+        RequestLengths(
+            row.prompt, row.new, (row.prompt - 1) // KV_BLOCK * KV_BLOCK if choice else row.shared
+        )
+        for row in rows
+        for choice in range(row.choices)
+    )
+    return foretell(plan, requests, share=share, thresholds=thresholds)
 
 
 def _computed(r: _Request) -> int:

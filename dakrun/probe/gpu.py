@@ -292,7 +292,8 @@ def measured_variants(effort: Effort, x_tiles: Sequence[int]) -> list[Variant]:
     """The kernel variants that are measured with these `x_tiles` of the tiled GEMM."""
     most = FEW_ROWS if tuple(x_tiles) == TILED_X_TILES else SPLITK_MAX_ROWS
     rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
-    return variants(DTYPE, rows, x_tiles, head_dim=HEAD_DIM)
+    needed = variants(DTYPE, rows, x_tiles, head_dim=HEAD_DIM)
+    return [(source, macros) for source, macros in needed if not macros.get("PREFIXES")]
 
 
 def description(remote: Sequence[RemoteTier]) -> str:
