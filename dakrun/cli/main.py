@@ -202,7 +202,6 @@ def plan(
     own), and the time of its run is predicted.
     """
     from dakrun.config import SamplingParams, Workload, model_len
-    from dakrun.engine.machine_planner import model_len
     from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, foretell_file, make_plan
     from dakrun.plan.show import Overview, overview_dict, plot_plan
     from dakrun.probe import describe_profile
