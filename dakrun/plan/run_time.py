@@ -8,7 +8,7 @@ import functools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from dakrun.config import DTYPE_BYTES, SamplingParams
 from dakrun.geometry import KV_BLOCK, TILED_MAX_ROWS
@@ -20,9 +20,6 @@ from dakrun.plan.prefill import pass_seconds, requests_per_admission
 from dakrun.plan.roofline import Links
 from dakrun.plan.run_bound import run_limits
 from dakrun.units import ceil_div
-
-if TYPE_CHECKING:
-    from dakrun.requests import RowLengths
 
 ROWS_STEP, MANY_ROWS, MANY_ROWS_STEP = 32, 512, 64  # about the engine's batch buckets
 SUSTAINED = 0.95  # of the profile's rate of arithmetic: in long runs an H200 lowers its clock
@@ -41,6 +38,19 @@ class RequestLengths(NamedTuple):
     prompt: int
     new: int
     shared: int = 0
+
+
+class RowTokens(Protocol):
+    """RequestLengths of a row of a file, and the number of its `choices`."""
+
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def new(self) -> int: ...
+    @property
+    def choices(self) -> int: ...
+    @property
+    def shared(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +169,7 @@ def foretell(
 
 def foretell_file(
     plan: Plan,
-    lengths: "tuple[Sequence[RowLengths], float] | None",
+    lengths: tuple[Sequence[RowTokens], float] | None,
     defaults: SamplingParams,
 ) -> RunForecast | None:
     """The run of rows of these `lengths`, and their share of the file; None of a pipe.
