@@ -1,7 +1,7 @@
 // Prompt attention: sizes, kernel arguments, tiles of queries, and the ring of stages.
 //
-// Compiled once per dtype (BFLOAT16) and head size (HEAD_DIM), and, with PREFIXES=1, for decode rows:
-// queries of several requests that attend to a prefix they share, before SplitK_FlashAttn goes on.
+// Compiled once per dtype (BFLOAT16) and head size (HEAD_DIM), and with PREFIXES=1 for decode rows:
+// queries of several requests attend to their common prefix, before SplitK_FlashAttn goes on.
 #pragma once
 
 #include "common.cuh"
@@ -70,7 +70,7 @@ struct PromptAttnArgs {
   int ctas;
   float scale;  // of the scores, times log2(e), for exp2
   // With kPrefixes, in place of `out`
-  const int* lengths;       // [T]: position of each query, which is not rotated yet; may be negative
+  const int* lengths;       // [T]: positions of queries, which are not rotated yet; may be < 0
   const float2* rotations;  // [positions][HEAD_DIM / 2] (cos, sin), or null
   float* results;           // [T][kv_heads * group][kPartial]
 };

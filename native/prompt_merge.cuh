@@ -118,8 +118,8 @@ __device__ __forceinline__ void combine(const PromptAttnArgs& args, const WorkIt
       const float sum = __shfl_sync(0xffffffff, row_sum, i * kSplitsAtOnce);
       const float largest = __shfl_sync(0xffffffff, row_max, i * kSplitsAtOnce);
       if (row + i >= part.rows || 4 * lane >= HEAD_DIM) continue;
-      const int64_t number =
-          head_number(args, items, part.first_query + (row + i) / args.group, (row + i) % args.group);
+      const int query = part.first_query + (row + i) / args.group, head = (row + i) % args.group;
+      const int64_t number = head_number(args, items, query, head);
       if (kPrefixes) {
         float* const to = args.results + number * kPartial;
         *reinterpret_cast<float4*>(to + dimension) = values[i];

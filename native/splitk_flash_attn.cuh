@@ -1,7 +1,7 @@
 // SplitK_FlashAttn: sizes, kernel arguments, and the work items of a CTA.
 //
 // Compiled once per dtype (BFLOAT16), head size (HEAD_DIM) and tiles of 8 query heads a KV head
-// (GROUP_TILES), each also with PREFIXES=1: attention to leading blocks of slots is computed before.
+// (GROUP_TILES), each also with PREFIXES=1: attention to slots' leading blocks is computed before.
 #pragma once
 
 #include "common.cuh"

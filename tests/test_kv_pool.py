@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
-from dakrun.engine import Engine, NextTokens, PromptPart, Row, peak_blocks
+from dakrun.engine import Engine, NextTokens, PromptPart, Row
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVCache, KVShape
 from dakrun.llm import LLM
 from dakrun.memory import allocate_tiers
-from dakrun.plan import Plan, Policy, kept_positions
+from dakrun.plan import Plan, Policy, kept_positions, peak_blocks
 from dakrun.requests import Completion, Request, RowError
 
 CPU = torch.device("cpu")

@@ -140,7 +140,7 @@ def generate(
                 on_load=on_load,
             )
         foretold = None
-        if llm.profile.comparable:
+        if llm.profile.comparable and not resume:  # the rows that are left are not known yet
             rows = reader.row_lengths(llm.plan.workload.max_model_len)
             if foretold := foretell_file(llm.plan, rows, params):
                 eprint(f"{foretold} (with as many tokens as rows may take)")

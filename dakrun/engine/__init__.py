@@ -1,8 +1,7 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
-engine.py schedules requests, as far as admission.py finds KV blocks for them, and keeps their state
-in progress.py; prefixes.py names the blocks that prompts may share. A runner (runner.py)
-computes their steps: graph_runner.py on the GPU's kernels (decode_step.py, prefill.py,
+engine.py schedules requests and keeps their state in progress.py; prefixes.py names the KV blocks
+that prompts may share. A runner (runner.py) computes their steps: graph_runner.py on the GPU's kernels (decode_step.py, prefill.py,
 cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch. sampler.py
 chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py plans for this
 machine's free memory, build.py makes the runner that a plan asks for.
@@ -25,7 +24,6 @@ from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner, gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
 from dakrun.engine.staging import Place, Ring, Staging, places, staged_bytes
-from dakrun.plan.admission import peak_blocks
 
 __all__ = [
     "LOG_STEPS",
@@ -54,7 +52,6 @@ __all__ = [
     "fitting",
     "gpu_errors",
     "noise",
-    "peak_blocks",
     "places",
     "request_seed",
     "runs_on_kernels",

@@ -23,8 +23,7 @@ from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK, NO_TOKEN
-from dakrun.plan import Plan, requests_per_admission
-from dakrun.plan.admission import peak_blocks
+from dakrun.plan import Plan, peak_blocks, requests_per_admission
 from dakrun.requests import (
     Completion,
     Logprobs,

@@ -4,6 +4,7 @@ planner.py makes plans in three stages: op_costs.py (time of an op), placement.p
 rounded), assemble.py (the Plan). README.md has the formulas. Needs no torch, GPU or weights.
 """
 
+from dakrun.plan.admission import peak_blocks
 from dakrun.plan.advice import (
     MIN_GAIN,
     ORIGINS,
@@ -121,6 +122,7 @@ __all__ = [
     "parse_remote",
     "pass_tokens",
     "passes",
+    "peak_blocks",
     "place",
     "predict_prefill",
     "predicted_time",

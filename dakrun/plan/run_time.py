@@ -174,8 +174,8 @@ def foretell_file(
 ) -> RunForecast | None:
     """The run of rows of these `lengths`, and their share of the file; None of a pipe.
 
-    Choices of a row share its prompt. Whether tokens are drawn with top-k or top-p is told from
-    `defaults` alone.
+    Choices of a row share its prompt. `defaults` say whether tokens are drawn with top-k or top-p;
+    what rows say of it is not known yet.
     """
     if lengths is None:
         return None

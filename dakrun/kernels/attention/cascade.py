@@ -59,7 +59,8 @@ class PrefixAttention:
 
         Room for copies is only there if slots may be in a `remote` tier.
         """
-        self._shape, self._group, self._rows = shape, group, -(-rows // 4) * 4
+        self._shape, self._group = shape, group
+        self._rows = ceil_div(rows, HEADER) * HEADER  # so that tiles are aligned
         width = shape.head_dim + ATTENTION_PARTIAL_EXTRA
         tiles = max(rows, SPLIT_ITEMS)
         integers = HEADER + self._rows + tiles * len(PromptTile._fields)
