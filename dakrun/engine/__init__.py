@@ -1,10 +1,11 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
 engine.py schedules requests and keeps their state in progress.py; prefixes.py names the KV blocks
-that prompts may share. A runner (runner.py) computes their steps: graph_runner.py on the GPU's kernels (decode_step.py, prefill.py,
-cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch. sampler.py
-chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py plans for this
-machine's free memory, build.py makes the runner that a plan asks for.
+that prompts may share. A runner (runner.py) computes their steps: graph_runner.py on the GPU's
+kernels (decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
+reference_runner.py in plain torch. sampler.py chooses tokens in torch, logprobs.py has their
+log-probabilities. machine_planner.py plans for this machine's free memory, build.py makes the
+runner that a plan asks for.
 """
 
 from dakrun.engine.build import (
