@@ -1,14 +1,15 @@
 // SplitK_FlashAttn: sizes, kernel arguments, and the work items of a CTA.
 //
 // Compiled once per dtype (BFLOAT16), head size (HEAD_DIM) and tiles of 8 query heads a KV head
-// (GROUP_TILES), each also with PREFIXES=1: attention to slots' leading blocks is computed before.
+// (GROUP_TILES), each also with PREFIXES=1: attention to slots' leading blocks is computed before;
+// and with SPANNING=1: leading blocks of local slots may lie in the first remote tier.
 #pragma once
 
 #include "common.cuh"
 #include "element.cuh"
 #include "geometry.cuh"
 
-constexpr bool kPrefixes = PREFIXES;
+constexpr bool kPrefixes = PREFIXES, kSpanning = SPANNING;
 constexpr int kMaxStages = ATTENTION_MAX_STAGES;
 constexpr int kWarps = GROUP_TILES == 1 ? ATTENTION_WARPS : ATTENTION_WARPS_LARGE_GROUP;
 constexpr int kThreads = 32 * (kWarps + 1);  // attention warps and the producer warp
@@ -65,6 +66,8 @@ struct SplitKFlashAttnArgs {
   // With kPrefixes
   const int* prefix_blocks;  // [slots]: leading blocks that `prefixes` covers; fewer than all
   const float* prefixes;     // [slots][kv_heads * group][kPartial]: partial results of prompt_attn
+  // With kSpanning
+  const int* away_blocks;  // [slots]: leading blocks of a local slot that lie in tier 1
 };
 
 // XOR mask of the 16-byte vectors of a row: vector v lies at v ^ swizzle_of(row). Equal vectors of
@@ -128,19 +131,41 @@ struct SplitLayout {
   }
 };
 
+// The splits of a slot's layout that CTAs of a tier read: all, or of a local slot that spans tiers
+// those that start in the tier. The layout is of the blocks from `before` on.
+struct SplitRange {
+  int begin = 0, end = 0;
+
+  SplitRange() = default;
+  __device__ __forceinline__ SplitRange(const SplitKFlashAttnArgs& args, const SplitLayout& layout,
+                                        int slot, int before, int tier)
+      : end(layout.splits) {
+    if (!kSpanning || end == 0 || slot >= args.tiers[1].first_slot) return;
+    const int away = max(0, min(layout.blocks, args.away_blocks[slot] - before));
+    const int border = layout.split_from(away);
+    if (tier == 0) begin = border;
+    if (tier > 0) end = border;
+  }
+  __device__ __forceinline__ int blocks(const SplitLayout& layout) const {
+    return kSpanning ? layout.first_block(end) - layout.first_block(begin) : layout.blocks;
+  }
+};
+
 // Iterator over the work items of a CTA: chunks of a split, splits of a KV head, `heads` KV heads
 // of a slot, slots of the tier; then again from the first slot with the next `heads`. Short slots
 // have many items for few bytes: where an item is a whole head, the next one is found without a
 // division.
 struct WorkItems {
   const SplitKFlashAttnArgs& args;
-  const int first_slot, slots, slot_step, heads;
+  const int tier, first_slot, slots, slot_step, heads;
   int slot_index = 0;  // of the slot, in the order of visits
   int first_head = 0;  // the first of the `heads` KV heads of this pass over the slots
   int slot = 0, head = 0, split = 0, chunk = 0;
   int length = 0;           // cached positions of the slot
   int before = 0;           // its blocks before those of the layout
   SplitLayout layout = {};  // of each head of the slot
+  SplitRange range = {};    // of the layout, in the tier
+  int range_blocks = 0;
   int item_splits = 1;
   int first = 0, count = 0;          // blocks of the item's splits, counted from `before` on
   int chunks = 1, whole_chunks = 1;  // of the split; of a head, if layout.splits is 1
@@ -151,7 +176,8 @@ struct WorkItems {
   // the CTA in whose share it starts.
   __device__ __forceinline__ WorkItems(const SplitKFlashAttnArgs& args, int of_tier)
       : args(args),
-        first_slot(args.tiers[of_tier].first_slot),
+        tier(of_tier),
+        first_slot(kSpanning && of_tier == 1 ? 0 : args.tiers[of_tier].first_slot),
         slots(args.tiers[of_tier + 1].first_slot - first_slot),
         slot_step(args.tiers[of_tier].slot_step),
         heads(args.tiers[of_tier].heads) {
@@ -163,7 +189,7 @@ struct WorkItems {
     for (int first = 0; first < slots; first += 32) {
       if (first + lane >= slots) continue;
       ptx::prefetch(table_of(args, first_slot + first + lane));
-      total += blocks_of(args, first_slot + first + lane);
+      total += blocks_in_tier(first_slot + first + lane);
     }
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2)
@@ -179,7 +205,7 @@ struct WorkItems {
     }
     // 2. The slot that contains block `start`, by prefix sums over 32 slots at a time.
     while (slot_index < slots) {
-      int sum = slot_index + lane < slots ? blocks_of(args, slot_of(slot_index + lane)) : 0;
+      int sum = slot_index + lane < slots ? blocks_in_tier(slot_of(slot_index + lane)) : 0;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int before = __shfl_sync(0xffffffff, sum, lane < distance ? lane : lane - distance);
@@ -199,12 +225,13 @@ struct WorkItems {
     }
     // 3. The first head and split in the share.
     enter_slot();
-    if (layout.blocks == 0) {
+    if (range_blocks == 0) {
       blocks_left = 0;
       return;
     }
-    head = start / layout.blocks;
-    const int within = start - head * layout.blocks;
+    head = start / range_blocks;
+    int within = start - head * range_blocks;
+    if (kSpanning) within += layout.first_block(range.begin);
     head += first_head;
     split = layout.split_from(within);
     blocks_left -= layout.first_block(split) - within;
@@ -226,22 +253,22 @@ struct WorkItems {
   // one are done. Call it only if not done(): the search for a slot with blocks would not end.
   __device__ __forceinline__ void locate() {
     if (chunk > 0) return;
-    if (split >= layout.splits) {
-      split = 0;
+    if (split >= (kSpanning ? range.end : layout.splits)) {
       if (++head >= first_head + heads) {
         do {
           if (++slot_index == slots) slot_index = 0, first_head += heads;
           enter_slot();
-        } while (layout.blocks == 0);
+        } while (range_blocks == 0);
         head = first_head;
       }
+      split = kSpanning ? range.begin : 0;
     }
     if (layout.splits == 1) {
       item_splits = 1, first = 0, count = layout.blocks, chunks = whole_chunks;
       return;
     }
     // Splits that start in the CTA's share.
-    const int end = min(layout.splits, layout.split_from(layout.first_block(split) +
+    const int end = min(kSpanning ? range.end : layout.splits, layout.split_from(layout.first_block(split) +
                                                          min(blocks_left, layout.blocks)));
     item_splits = min(args.item_splits, end - split);
     first = layout.first_block(split), count = layout.first_block(split + item_splits) - first;
@@ -249,6 +276,13 @@ struct WorkItems {
   }
 
  private:
+  // KV blocks of a head of a slot that the tier's CTAs read.
+  __device__ __forceinline__ int blocks_in_tier(int of_slot) const {
+    const int blocks = blocks_of(args, of_slot);
+    if (!kSpanning || blocks == 0) return blocks;
+    const SplitLayout of(args, blocks);
+    return SplitRange(args, of, of_slot, prefix_blocks_of(args, of_slot), tier).blocks(of);
+  }
   __device__ __forceinline__ int slot_of(int slot_index) const {
     return first_slot + (slot_step == 1 ? slot_index : slot_index * slot_step % slots);
   }
@@ -257,6 +291,8 @@ struct WorkItems {
     length = args.lengths[slot];
     before = length < 0 ? 0 : prefix_blocks_of(args, slot);
     layout = SplitLayout(args, blocks_of(args, slot));
+    range = SplitRange(args, layout, slot, before, tier);
+    range_blocks = range.blocks(layout);
     if (layout.splits == 1) whole_chunks = layout.chunks(args, 0);
     table = table_of(args, slot);
   }

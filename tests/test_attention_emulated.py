@@ -16,15 +16,17 @@ from dakrun.kernels.attention import kv_blocks
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 5
-Build = Callable[[torch.dtype, int, int], EmulatedKernel]
+Build = Callable[..., EmulatedKernel]
 
 
 @pytest.fixture(scope="module")
 def build(emulated_kernels: Callable[..., EmulatedKernel]) -> Build:
     """The kernel's variant for a dtype, a head size and query heads per KV head."""
 
-    def variant(dtype: torch.dtype, dim: int, group: int) -> EmulatedKernel:
-        source, macros = attention_variant(dtype, dim, group)
+    def variant(
+        dtype: torch.dtype, dim: int, group: int, *, spanning: bool = False
+    ) -> EmulatedKernel:
+        source, macros = attention_variant(dtype, dim, group, spanning=spanning)
         return emulated_kernels(source, "splitk_flash_attn", macros)
 
     return variant
@@ -201,3 +203,47 @@ def test_operands_that_do_not_fit(
     with pytest.raises(ValueError, match=message):
         splitted = case.config(sms=SMS)
         case.run(splitted, case.slots())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(-1, 900), st.integers(0, 15)), min_size=1, max_size=12
+    ).filter(lambda rows: max(rows)[0] >= 0),
+    st.integers(1, 3), st.integers(0, 3), st.integers(2, 12), st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+def test_slots_that_span_tiers_change_no_bit(
+    build: Build,
+    rows: Sequence[tuple[int, int]],
+    kv_heads: int,
+    remote: int,
+    sms: int,
+    short_splits: bool,
+    seed: int,
+) -> None:
+    """Whichever of their leading blocks lie in the remote tier, some of which no row has yet."""
+    lengths, away = zip(*rows, strict=True)
+    case = Case(lengths, kv_heads, 2, 64)
+    build(case.dtype, case.dim, 2, spanning=True).seed = seed
+    there = min(remote, len(lengths) - 1)
+    config = case.config((len(lengths) - there, there), sms=sms, spanning=True)
+    one = case.config(sms=sms)
+    assert config.spanning and config.ctas[1] > 0
+    if short_splits:
+        config, one = (
+            dataclasses.replace(c, split_blocks=2, chunk_blocks=1, item_splits=1)
+            for c in (config, one)
+        )
+    slots = case.slots()
+    out = case.run(config, slots, away=away)
+    case.check(out, slots, 1e-3)
+    kept = ~out.isnan()
+    assert torch.equal(out[kept], case.run(one, case.slots())[kept])
+
+
+def test_tiers_that_share_ctas_span_without_further_ado() -> None:
+    case = Case((300, 700), 2, 2, 64)
+    config = case.config((2, 0), sms=SMS, mixed=True, spanning=True)
+    assert not config.spanning and config.ctas == (SMS,)
+    with pytest.raises(ValueError, match="spanning"):
+        case.run(config, case.slots(), away=(1, 0))

@@ -307,3 +307,20 @@ def test_shared_prefixes_are_computed_once(
         assert bool(llm.engine.runner._cascades) == cascades
     ours, theirs = shortfalls(path, reference, given, found)
     assert ours <= 2 * theirs + 0.01, "beyond what float16 rounds"
+
+
+def test_slots_that_span_tiers_change_no_token(model: tuple[Path, PreTrainedModel]) -> None:
+    """Prompts whose leading KV blocks lie in host memory, since HBM has room for fewer."""
+    path, _ = model
+    generator = torch.Generator().manual_seed(5)
+    given = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (250, 70, 181, 9)]
+    found = []
+    for ratio in (0.0, 0.6):
+        with load(path, 1, offload_ratio=0.2, kv_offload_ratio=ratio) as llm:
+            cache = llm.engine.runner.cache
+            assert cache.counts == (1, 0) and (cache.spill > 2) == (ratio > 0)
+            found.append(greedy(llm, given))
+            assert ratio == 0 or llm.engine.runner._rows._configs[(1, 0)].spanning
+            measured = {op["name"]: op["measured_s"] for op in llm.report()["ops"]}
+            assert measured["attention"] > 0
+    assert found[0] == found[1]

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
-from dakrun.engine import Engine, NextTokens, PromptPart, Row
+from dakrun.engine import Engine, NextTokens, PromptPart, Row, engine
+from dakrun.engine.progress import Running
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention import KVCache, KVShape
+from dakrun.kernels.attention import KVCache, KVShape, RowLayout
 from dakrun.llm import LLM
 from dakrun.memory import allocate_tiers
 from dakrun.plan import Plan, Policy, kept_positions, peak_blocks
@@ -100,6 +101,72 @@ def test_slots_take_blocks_of_their_tier_one_by_one() -> None:
         assert (cache.free(0), cache.free(1)) == (5, 4)
 
 
+def test_a_local_slot_may_span_tiers() -> None:
+    layout = RowLayout(kv_heads=1, head_dim=8, positions=6 * KV_BLOCK, dtype=torch.float32)
+    with allocate_tiers({"hbm": 2**20, "host": 2**20}, CPU) as tiers:
+        cache = KVCache((("hbm", 2, 3), ("host", 1, 9)), 2, layout, tiers, CPU, spill=4)
+        for part in cache.parts:
+            part.random_()
+        assert not cache.span(0, 5), "more than the spill"
+        assert cache.span(0, 2) and cache.reserve(0, 5 * KV_BLOCK)
+        assert (cache.free(0), cache.free(1)) == (0, 7)
+        assert (cache.away(0), cache.remote_blocks(0)) == (2, 2)
+        assert not cache.reserve(0, 5 * KV_BLOCK + 1) and not cache.span(1, 3)
+        blocks = [cache.block(0, number) for number in range(5)]
+        starts = [part.data_ptr() for part in cache.parts]
+        inside = [
+            0 <= block.data_ptr() - starts[tier] < cache.parts[tier].numel()
+            for block, tier in zip(blocks, (1, 1, 0, 0, 0), strict=True)
+        ]
+        assert all(inside)
+        for layer, first, last in ((0, 0, 5), (1, 1, 4), (1, 2, 5), (0, 0, 2)):
+            wanted = torch.stack([block[layer] for block in blocks[first:last]])
+            assert torch.equal(cache.gather(layer, 0, last, first), wanted)
+        runs = cache.runs(0, 0, 5)
+        assert sum(len(run) for _, run in runs) == 5 and 2 in [number for number, _ in runs]
+        for number, run in runs:
+            for further, block in enumerate(run):
+                assert torch.equal(block, blocks[number + further])
+        cache.publish(0, [b"a", b"b"])
+        assert cache.share(1, [b"a", b"b"]) == 0 and cache.common(0) == []
+        cache.release(0)
+        assert (cache.free(0), cache.free(1), cache.away(0)) == (3, 9, 0)
+    with allocate_tiers({"hbm": 2**20, "host": 2**20}, CPU) as tiers:
+        shape = KVShape(kv_heads=1, head_dim=64, positions=6 * KV_BLOCK)
+        cache = KVCache((("hbm", 2, 3), ("host", 1, 9)), 1, shape, tiers, CPU, spill=4)
+        assert cache.pretend(5 * KV_BLOCK) == [3, 3, 0]  # 4 of the 7 blocks for local slots
+        start, size = cache.parts[1].data_ptr(), cache.parts[1].numel()
+        there = [[start <= at < start + size for at in row[:5]] for row in cache.tables.addresses]
+        assert there == [[True] * 3 + [False] * 2] * 2 + [[True] * 5]
+
+
+def test_few_slots_are_divided_over_tiers(path: Path) -> None:
+    """A request of three blocks, where the local tier has room for one, has the same tokens."""
+    requests = ragged(12)
+    found = []
+    for ratio in (0.0, 0.66):
+        with LLM(
+            path, device="cpu", batch_size=1, max_model_len=160,
+            policy=Policy(offload_ratio=0.3, kv_offload_ratio=ratio),
+        ) as llm:  # fmt: skip
+            cache = llm.engine.runner.cache
+            assert cache.counts == (1, 0) and cache.blocks == ((3, 0), (1, 2))[ratio > 0]
+            assert cache.spill == cache.blocks[1]
+            spans: list[int] = []
+            launch = llm.engine.runner.launch
+
+            def launched(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+                spans.append(cache.away(0))  # noqa: B023
+                launch(rows, parts)  # noqa: B023
+
+            llm.engine.runner.launch = launched  # type: ignore[method-assign]
+            found.append(by_id(list(llm.stream(requests))))
+            assert all_back(llm)
+            assert not llm.engine.stats.restarted
+            assert (max(spans) > 0, min(spans)) == (ratio > 0, 0)
+    assert found[0] == found[1]
+
+
 def test_blocks_are_kept_for_expected_lengths() -> None:
     work = Workload(batch_size=100, prompt_len=100, new_tokens=60, max_model_len=2000)
     assert kept_positions(work) == 3 * KV_BLOCK, "two and a half, and half of the last"
@@ -124,6 +191,53 @@ def test_few_blocks_change_no_token(
         restarted = llm.engine.stats.restarted
         assert restarted > 5 if optimistic else restarted < 5
         assert all_back(llm)
+
+
+def test_what_requests_took_says_what_others_need(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that may have 100 tokens, and end after 5 to 15: more of them run side by side.
+
+    Then some that take all, and have to give up their blocks; they keep the tokens that they have.
+    """
+    chance = random.Random(4)
+    ends = {f"r{i}": chance.randint(5, 15) if i < 120 else 100 for i in range(160)}
+    requests = [
+        Request(
+            id=name, line=1, prompt_ids=tuple(chance.choices(range(3, 300), k=30)),
+            params=SamplingParams(max_tokens=100),
+        )
+        for name in ends
+    ]  # fmt: skip
+    reason = Engine._finish_reason
+
+    def finish(self: Engine, r: Running) -> str | None:
+        done = len(r.tokens) >= ends[r.request.id]
+        return "stop" if r.tokens and done else reason(self, r)
+
+    monkeypatch.setattr(Engine, "_finish_reason", finish)
+    monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 8, 8), ("host", 8, 8)))
+    found, steps, rows = [], [], []
+    for expects in (True, False):
+        if not expects:
+            monkeypatch.setattr(engine, "_expected", lambda r, _: r.remaining)
+        with load(path, batch_size=16) as llm:
+            counted: list[int] = []
+            launch = llm.engine.runner.launch
+
+            def launched(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+                counted.append(len(rows) + sum(part.ends for part in parts))  # noqa: B023
+                launch(rows, parts)  # noqa: B023
+
+            llm.engine.runner.launch = launched  # type: ignore[method-assign]
+            found.append(by_id(list(llm.stream(iter(requests)))))
+            assert all_back(llm)
+            steps.append(len(counted))
+            rows.append(sum(counted))
+            assert (llm.engine.stats.restarted > 0) == expects
+    assert found[0] == found[1] and {n: len(ids) for n, ids in found[0].items()} == ends
+    assert steps[0] < 0.8 * steps[1]
+    assert rows[0] == rows[1] == sum(ends.values()), "no token is computed twice"
 
 
 def without_computing(llm: LLM, ahead: int) -> list[int]:
@@ -184,7 +298,7 @@ def test_a_request_that_no_tier_holds_is_an_error(
     assert {one.id for one in errors} == too_long and 1 < len(too_long) < 17
     assert {one.id for one in results} == sizes.keys()
     assert {one.code for one in errors} == {"kv_cache_too_small"}
-    assert "do not fit in the KV cache: the largest tier has room for 128 tokens" in str(errors[0])
+    assert "do not fit in the KV cache: there is room for 128 tokens" in str(errors[0])
 
 
 def test_a_stream_closed_at_a_row_that_does_not_fit_begins_no_other(

@@ -62,7 +62,9 @@ def build_runner(
     model, accesses = plan.model, tier_accesses(plan)
     manifest = manifest_of(architecture(model), source.__contains__)
     shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
-    cache = KVCache(plan.kv_placement(), model.num_layers, shape, tiers, device)
+    cache = KVCache(
+        plan.kv_placement(), model.num_layers, shape, tiers, device, spill=plan.kv_spill_blocks
+    )
     packing = Packing(accesses, plan.profile.sms)
     with compiling(_kernels(plan, device), gpu_architecture(device.index)):
         weights = load(source, manifest, plan, tiers, device, packing=packing, on_load=on_load)
@@ -73,7 +75,8 @@ def build_runner(
     step = DecodeStep(backend.variant(steps, cache.slots), cache, shape, accesses["attention"])
     chunk_tokens = plan.prefill.chunk_tokens
     staged = kv_staging_bytes(model, plan.workload, chunk_tokens)
-    room = torch.empty(staged if any(cache.counts[1:]) else 0, dtype=torch.uint8, device=device)
+    remote = cache.spill or any(cache.counts[1:])
+    room = torch.empty(staged if remote else 0, dtype=torch.uint8, device=device)
     tokens = pass_tokens(plan.workload, chunk_tokens)
     prompts = Prefill(
         backend.variant(prefill, tokens + cache.slots, logits=False),
@@ -88,7 +91,9 @@ def _reference_runner(
     model, dtype = plan.model, getattr(torch, plan.model.dtype)
     manifest = manifest_of(architecture(model), source.__contains__)
     layout = RowLayout(model.num_kv_heads, model.head_dim, kv_positions(plan.workload), dtype)
-    cache = KVCache(plan.kv_placement(), model.num_layers, layout, tiers, device)
+    cache = KVCache(
+        plan.kv_placement(), model.num_layers, layout, tiers, device, spill=plan.kv_spill_blocks
+    )
     weights = load(source, manifest, plan, tiers, device, on_load=on_load)
     return ReferenceRunner(architecture(model), weights, cache, layout, plan.workload.max_model_len)
 
@@ -100,6 +105,7 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     return variants(
         getattr(torch, model.dtype), SPLITK_ROWS, x_tiles(device.index), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
+        spans=plan.kv_spill_blocks > 0,
     )  # fmt: skip
 
 

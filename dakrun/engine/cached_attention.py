@@ -26,7 +26,7 @@ BlockPlaces = list[tuple[int, int]]  # of blocks: address in layer 0, bytes from
 class CachedAttention:
     """Attention of the segments that go on where earlier passes ended, over all their KV blocks.
 
-    Blocks are read where they lie. Those of remote slots are read many times, so that full ones are
+    Blocks are read where they lie. Those in remote tiers are read many times, so that full ones are
     first copied to HBM, each once and up to as many as a slot may have, and new ones are read where
     they wait to be copied out.
     """
@@ -50,11 +50,11 @@ class CachedAttention:
         for s, places in zip(segments, written, strict=True):
             if s.start:
                 full, number = s.start // KV_BLOCK, len(parts)
-                if cache.tier(s.slot) and full:
-                    lie = [cache.address(s.slot, block) for block in range(full)]
-                    known = next((i for i, at in enumerate(lie) if at not in copies), full)
-                    if known < full and len(copies) + full - known <= shape.blocks:
-                        size = (full - known, shape.layer_bytes)
+                if remote := min(full, cache.remote_blocks(s.slot)):
+                    lie = [cache.address(s.slot, block) for block in range(remote)]
+                    known = next((i for i, at in enumerate(lie) if at not in copies), remote)
+                    if known < remote and len(copies) + remote - known <= shape.blocks:
+                        size = (remote - known, shape.layer_bytes)
                         room = torch.empty(size, dtype=torch.uint8, device=device)
                         self._gathers.append((s.slot, known, room))
                         copies |= {

@@ -43,7 +43,8 @@ class DecodeStep:
 
     A step computes the first rows, ordered by tier, as many as its bucket has. The device holds
     for each row: `tokens` and `slots` (int32); `lengths` (int32), the cached positions of the
-    slot; and after a step `backend.logits` [rows, V]. A slot's block table has a block for the new
+    slot; `away` (int32), the slot's leading KV blocks in the first remote tier, where slots span
+    tiers; and after a step `backend.logits` [rows, V]. A slot's block table has a block for the new
     position, too. A step that attends from position p of a slot also writes the token
     that it chooses to log[slot, p % LOG_STEPS] and newest[slot]; `log` is int32 [slots, LOG_STEPS]
     in page-locked memory, `newest` int32 [slots] on the device. `sampling` (int32 [slots, words])
@@ -62,8 +63,8 @@ class DecodeStep:
         self.backend, self._cache, self._shape = backend, cache, shape
         self._accesses = tuple(accesses)
         batch, like = cache.slots, backend.like
-        integers = torch.zeros(4, batch, dtype=torch.int32, device=like.device)
-        self.tokens, self.newest, self.slots, self.lengths = integers
+        integers = torch.zeros(5, batch, dtype=torch.int32, device=like.device)
+        self.tokens, self.newest, self.slots, self.lengths, self.away = integers
         self._mapped = integers[2:]
         self.lengths.fill_(IDLE)
         self.log = torch.zeros(batch, LOG_STEPS, dtype=torch.int32, pin_memory=like.is_cuda)
@@ -79,6 +80,7 @@ class DecodeStep:
             bucket: attention_config(
                 self._shape, bucket, self._accesses, sms=sm_count(device),
                 capacity=self._cache.slots, alone=self.backend.fills_sms(sum(bucket)),
+                spanning=self._cache.spill > 0,
             )
             for bucket in buckets
         }  # fmt: skip
@@ -104,7 +106,11 @@ class DecodeStep:
             if groups:
                 self._prefixes.assign(groups)
         n = len(slots)
-        mapped = upload(torch.tensor([slots, lengths], dtype=torch.int32), self.tokens.device)
+        away = [
+            0 if n == IDLE else self._cache.away(s) for s, n in zip(slots, lengths, strict=True)
+        ]
+        rows = torch.tensor([slots, lengths, away], dtype=torch.int32)
+        mapped = upload(rows, self.tokens.device)
         self._mapped[:, :n].copy_(mapped)
         torch.index_select(self.newest, 0, self.slots[:n], out=self.tokens[:n])
 
@@ -150,7 +156,8 @@ class DecodeStep:
             config = replace(config, alone=True)  # the launch before fills SMs
         return splitk_flash_attn(
             q, k, v, self._cache.tables, lengths, config, self._workspace, out, scale=scale,
-            layer=layer, table_of=self.slots[:n], rotations=rotations, prefixes=prefixes, pdl=True,
+            layer=layer, table_of=self.slots[:n], rotations=rotations, prefixes=prefixes,
+            away=self.away[:n] if config.spanning else None, pdl=True,
         )  # fmt: skip
 
     def select(self, n: int, logits: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """The scheduler: fills slots with requests, launches steps, collects their tokens.
 
 A request begins when a slot is free and the KV blocks of its tier suffice for all that run there,
-to their ends. A step carries a row of every running request and parts of the prompts of new ones.
+to their expected ends; where these come later, the youngest give up their blocks and go on when
+there is room. A step carries a row of every running request and parts of the prompts of new ones.
 It may be launched before the tokens of the previous step are known. Knows neither files nor
 checkpoints, nor how the runner computes.
 """
@@ -18,7 +19,7 @@ from typing import Literal
 
 from dakrun.engine.decode_step import LARGE_BUCKET_STEP
 from dakrun.engine.prefixes import block_names
-from dakrun.engine.progress import EngineStats, Running
+from dakrun.engine.progress import NO_SLOT, EngineStats, Running
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.errors import UsageError
@@ -34,6 +35,8 @@ from dakrun.requests import (
     TokenLogprob,
 )
 from dakrun.units import ceil_div
+
+ENDED_TO_EXPECT = 32  # requests that have ended before others are expected to end like them
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Engine:
         self._running: list[Running] = []  # in the order of their admission
         self._new: list[Running] = []  # in their slots, before prefill
         self._beginning = 0  # requests in `_new` of a group that has begun
-        self._returned: deque[Request] = deque()  # to begin before the waiting ones
+        self._returned: deque[Running] = deque()  # to begin before the waiting ones
+        self._ended, self._ended_parts = 0, 0.0  # requests that might end early: see _expected_part
         self._at_ends: list[int] = []  # blocks by tier, if all requests there ended at once
         self._blocked = False  # until a request ends: no KV blocks for the next one
         self._one_run = threading.Lock()  # the slots serve one run at a time
@@ -92,22 +96,25 @@ class Engine:
             waiting = iter(requests)
             self._free = list(self.runner.order)
             self._at_ends = [0] * len(self.runner.cache.counts)
+            self._ended, self._ended_parts = 0, 0.0
             self._blocked = exhausted = False
             while True:
                 none_now = exhausted
                 while self._free and not (self._blocked or none_now or self._closed):
                     try:
-                        request = self._returned.popleft() if self._returned else next(waiting)
+                        r = self._returned.popleft() if self._returned else None
+                        if r is None and (request := next(waiting)) is not None:
+                            r = self._run_of(request)
                     except StopIteration:
-                        request, exhausted = None, True
-                    if request is None:
+                        exhausted = True
+                    if r is None:
                         none_now = True
-                    elif not self._admit(request):
+                    elif not self._admit(r):
                         if self._running or self._new:
                             self._blocked = True
-                            self._returned.appendleft(request)
+                            self._returned.appendleft(r)
                         else:
-                            yield self._too_long(request)
+                            yield self._too_long(r.request)
                 if self._closed:
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
@@ -155,12 +162,8 @@ class Engine:
         finally:
             self._one_run.release()
 
-    def _admit(self, request: Request) -> bool:
-        """Give `request` a slot and the blocks of its prompt; False if there is no room.
-
-        There is room in a tier if its blocks suffice for all its requests until they end, with as
-        many new tokens as each may have.
-        """
+    def _run_of(self, request: Request) -> Running:
+        """A run of `request`, not in a slot yet."""
         length = len(request.prompt_ids)
         if not 0 < length < self._max_len:
             raise ValueError(f"expected a prompt of 1 to {self._max_len - 1} tokens, got {length}")
@@ -170,18 +173,30 @@ class Engine:
             if self._tokenizer is None:
                 raise ValueError("stop strings need a tokenizer")
             stop = StopStrings(params.stop, self._tokenizer.decode)
-        seed = request_seed(params.seed, request.id)
         limit = min(params.max_tokens, self._max_len - length)
+        seed = request_seed(params.seed, request.id)
+        return Running(request, stop, seed, limit, request.prompt_ids)
+
+    def _admit(self, r: Running) -> bool:
+        """Give `r` a slot and the blocks of its prompt; False if there is no room.
+
+        There is room in a tier if its blocks suffice for all its requests until they end, with as
+        many new tokens as each is expected to have.
+        """
         cache = self.runner.cache
-        names = block_names(request.prompt_ids)
+        r.cached, names = len(r.prompt), block_names(r.prompt)
         tried: set[int] = set()  # tiers
         for slot in self._free:
             if cache.tier(slot) in tried:
                 continue
             tried.add(cache.tier(slot))
-            r = Running(request, slot, stop, seed, limit, cached=length, names=names)
+            r.slot, r.names, r.away = slot, names, 0
             self._share(r)
-            if self._has_room(r) and cache.reserve(slot, length):
+            found = self._has_room(r) and cache.reserve(slot, r.cached)
+            if not found:
+                cache.release(slot)
+                found = self._spans(r) and cache.reserve(slot, r.cached)
+            if found:
                 self._free.remove(slot)
                 self._new.append(r)
                 self._at_ends[cache.tier(slot)] += r.blocks_at_end
@@ -189,47 +204,92 @@ class Engine:
             cache.release(slot)
             if len(tried) == len(cache.counts):
                 break
+        r.slot = NO_SLOT
         return False
 
     def _has_room(self, new: Running) -> bool:
-        """Whether the blocks of the tier suffice for its requests and `new`, to their ends."""
+        """Whether the blocks of the tier suffice for its requests and `new`, to expected ends."""
         cache = self.runner.cache
         tier = cache.tier(new.slot)
-        room = cache.blocks[tier] - cache.borrowed(tier)
+        room = self._room(tier)
         if self._at_ends[tier] + new.blocks_at_end <= room:
             return True
         others = itertools.chain(self._running, self._new)
         here = [new, *(r for r in others if cache.tier(r.slot) == tier)]
-        needed = peak_blocks([r.cached - r.shared for r in here], [r.remaining for r in here])
+        part = self._expected_part()
+        needed = peak_blocks([r.own_positions for r in here], [_expected(r, part) for r in here])
         return needed <= room
+
+    def _expected_part(self) -> float:
+        """The part of its limit that a request is expected to have at its end, if it may end early.
+
+        It is the tokens of all requests so far, as parts of their limits, over the number of those
+        that have ended (if these came at a constant rate, that is the likeliest mean). 1 until
+        some have ended.
+        """
+        if self._ended < ENDED_TO_EXPECT:
+            return 1.0
+        running = sum(r.launched / r.limit for r in self._running if r.may_end_early)
+        return min(1.0, (self._ended_parts + running) / self._ended)
+
+    def _room(self, tier: int) -> int:
+        """Blocks of a tier for requests in its slots, besides those that are shared by now."""
+        cache = self.runner.cache
+        return cache.blocks[tier] - cache.borrowed(tier) - (cache.spill if tier == 1 else 0)
+
+    def _spans(self, new: Running) -> bool:
+        """Put leading blocks of `new`, for which its tier has no room, into the remote tier.
+
+        They are as few as possible. False if that is not planned for, or has no room now.
+        """
+        cache = self.runner.cache
+        if not cache.spill or cache.tier(new.slot):
+            return False
+        new.names, new.shared, new.launched_prompt = (), 0, 0
+        missing = new.blocks_at_end - max(0, self._room(0) - self._at_ends[0])
+        if missing <= 0 or not cache.span(new.slot, missing):
+            return False
+        new.away = missing
+        return True
 
     def _share(self, r: Running) -> None:
         """Let `r`, of whose prompt nothing is computed, have the blocks that others computed.
 
         Its last token is computed in any case: the first new one follows from it.
         """
-        usable = r.names[: (len(r.request.prompt_ids) - 1) // KV_BLOCK]
+        usable = r.names[: (len(r.prompt) - 1) // KV_BLOCK]
         r.shared = r.launched_prompt = self.runner.cache.share(r.slot, usable) * KV_BLOCK
 
     def _grown(self, active: list[Running]) -> list[Running] | None:
         """Those of `active` that have a block for their next position, now or before.
 
         If one has none, None while steps are in flight: requests that end there give theirs back.
-        Else the requests of the tier that began last give theirs up and begin again later. That is
-        rare: requests of prompts that were computed later end later than _has_room expects.
+        Else the requests of the tier that began last give theirs up. They are the first to get a
+        slot when one ends; then they compute their prompts and tokens again, and go on from there.
         """
         cache = self.runner.cache
         for r in active:
-            while not r.ended and not cache.reserve(r.slot, r.cached + 1):
+            while r.slot != NO_SLOT and not cache.reserve(r.slot, r.cached + 1):
                 if self._steps:
                     return None
                 tier = cache.tier(r.slot)
                 last = next(v for v in reversed(self._running) if cache.tier(v.slot) == tier)
-                self._release(last)
-                self._returned.appendleft(last.request)
-                self._blocked = True
-                self.stats.restarted += 1
-        return [r for r in active if not r.ended]
+                self._set_back(last)
+        return [r for r in active if r.slot != NO_SLOT]
+
+    def _set_back(self, r: Running) -> None:
+        """Take `r`, of which no step is in flight, out of its slot, to go on later.
+
+        Its full blocks are kept as long as others leave room for them.
+        """
+        r.prompt, r.launched = (*r.request.prompt_ids, *r.tokens), len(r.tokens) + 1
+        cached = (len(r.prompt) - 1) // KV_BLOCK  # in full blocks; the last token is not
+        self.runner.cache.publish(r.slot, block_names(r.prompt)[:cached])
+        self._release(r)
+        r.ended, r.slot = False, NO_SLOT
+        self._returned.appendleft(r)
+        self._blocked = True
+        self.stats.restarted += 1
 
     def _release(self, r: Running) -> None:
         """Take `r` out of its slot; steps already launched for it have no effect."""
@@ -242,14 +302,15 @@ class Engine:
 
     def _too_long(self, request: Request) -> RowError:
         """The error of a request that the empty KV cache has too few blocks for."""
-        prompt, most = len(request.prompt_ids), max(self.runner.cache.blocks) * KV_BLOCK
+        prompt, cache = len(request.prompt_ids), self.runner.cache
+        most = max(*cache.blocks, cache.blocks[0] + cache.spill) * KV_BLOCK
         new = min(request.params.max_tokens, self._max_len - prompt)
         return RowError(
             id=request.id,
             line=request.line,
             code="kv_cache_too_small",
             message=f"its {prompt} prompt and up to {new} new tokens do not fit in the KV cache: "
-            f"the largest tier has room for {most} tokens; raise --hbm-budget or --host-budget, or "
+            f"there is room for {most} tokens; raise --hbm-budget or --host-budget, or "
             "lower --batch-size",
             reply=request.reply,
         )
@@ -260,7 +321,7 @@ class Engine:
         Where KV blocks are fewer than slots need, a group is the same share of those that run.
         """
         there = len(self._running) + len(self._new)
-        tokens = sum(len(r.request.prompt_ids) - r.launched_prompt for r in self._new)
+        tokens = sum(len(r.prompt) - r.launched_prompt for r in self._new)
         return (
             self._beginning > 0
             or len(self._new) * self.runner.cache.slots >= self._admitted_together * there
@@ -279,7 +340,7 @@ class Engine:
         for r in self._new:
             if not room:
                 break
-            prompt = r.request.prompt_ids
+            prompt = r.prompt
             if r.launched_prompt == r.shared:
                 before = r.blocks_at_end
                 self._share(r)
@@ -287,7 +348,8 @@ class Engine:
                     self._at_ends[self.runner.cache.tier(r.slot)] += r.blocks_at_end - before
                     self._blocked = False
                 number = r.shared // KV_BLOCK
-                if number < (len(prompt) - 1) // KV_BLOCK and r.names[number] in computed:
+                usable = r.names[: (len(prompt) - 1) // KV_BLOCK]
+                if number < len(usable) and usable[number] in computed:
                     continue
             start = r.launched_prompt
             tokens = prompt[start : start + room]
@@ -381,13 +443,16 @@ class Engine:
         )
 
     def _complete(self, r: Running, reason: Literal["stop", "length"]) -> Completion:
+        if r.may_end_early:
+            self._ended += 1
+            self._ended_parts += len(r.tokens) / r.limit
         further = len(r.tokens) - 1
         tpot = (time.perf_counter() - r.first_token) / further if further else 0.0
         stats = self.stats
         stats.requests += 1
         stats.capped += reason == "length" and len(r.tokens) < r.request.params.max_tokens
         stats.prompt_tokens += len(r.request.prompt_ids)
-        stats.shared_tokens += r.shared
+        stats.shared_tokens += min(r.shared, len(r.request.prompt_ids))
         stats.new_tokens += len(r.tokens)
         stats.ttft_s.append(r.first_token - r.started)
         if further:
@@ -416,3 +481,13 @@ class Engine:
             for likeliest in r.logprobs
         )
         return tuple(Logprobs(chosen, tuple(top)) for chosen, *top in found)
+
+
+def _expected(r: Running, part: float) -> int:
+    """Positions that `r` is expected to add, if it ends when it has `part` of its limit.
+
+    If it is beyond that already, a block more.
+    """
+    if not r.may_end_early:
+        return r.remaining
+    return min(r.remaining, max(KV_BLOCK, round(part * r.limit) - r.launched))

@@ -223,7 +223,7 @@ class GraphRunner:
         rows, bucket = self._rows, self._buckets[-1]
         self._mapped = []
         rows.slots.copy_(self._on_gpu(range(sum(bucket))))
-        self.cache.pretend(length + 1)
+        rows.away.copy_(self._on_gpu(self.cache.pretend(length + 1)))
         rows.lengths.fill_(length)
         found = {}
         for name, launches in rows.chains(bucket).items():

@@ -147,7 +147,7 @@ class _Copy:
 class KVWriter:
     """Stores keys and values of passes in the slots of `cache`.
 
-    Whole blocks of remote slots are packed in `room`, uint8 in HBM, and copied while the layer's
+    Whole blocks in remote tiers are packed in `room`, uint8 in HBM, and copied while the layer's
     other ops run. Other positions are stored in place: those of a partly filled block, and of
     slots for which `room` is full.
     """
@@ -172,9 +172,9 @@ class KVWriter:
             first = s.start // KV_BLOCK
             places = [(cache.address(s.slot, number), size) for number in range(first, end)]
             empty = ceil_div(s.start, KV_BLOCK)  # the first block that is empty before the pass
-            needed = (end - empty) * size
-            if cache.tier(s.slot) and 0 < needed <= self._room.numel() - used:
-                for number, to in cache.runs(s.slot, empty, end):
+            stop = min(end, cache.remote_blocks(s.slot))
+            if 0 < (stop - empty) * size <= self._room.numel() - used:
+                for number, to in cache.runs(s.slot, empty, stop):
                     packed = self._room[used : used + len(to) * size].view(-1, size)
                     self._copies.append(_Copy(packed, to))
                     for block, row in enumerate(packed, number - first):

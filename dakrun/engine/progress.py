@@ -11,14 +11,17 @@ from dakrun.geometry import KV_BLOCK
 from dakrun.requests import Request, StopStrings
 from dakrun.units import ceil_div
 
+NO_SLOT = -1
+
 
 @dataclass
 class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
     `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
-    `restarted` those that gave up their KV blocks to others and began again. `shared_tokens` are
-    those tokens of prompts that were not computed, since other requests' KV blocks have them.
+    `restarted` how often one gave up its KV blocks to others and computed its positions again.
+    `shared_tokens` are those tokens of prompts that were not computed, since other requests' KV
+    blocks have them.
     `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
     decode rows, too, and `prefill_steps` all of them. `step_s` has the other steps; `step_rows`
     sums their requests and `kv_bytes_read` the KV bytes they read, in which shared blocks count
@@ -47,21 +50,25 @@ class Running:
     """A request in its slot, of whose tokens `cached` are in the KV cache, or about to be.
 
     `launched` counts the new tokens, those being computed included; `limit` is their maximum.
+    `prompt` is the request's, with the tokens that it had when it last gave up its slot.
     `launched_prompt` counts the tokens of the prompt that are computed, or being computed; of them
-    the first `shared` are by other requests. `names` are those of the prompt's full KV blocks.
+    the first `shared` are by other requests. `names` are those of the prompt's full KV blocks, none
+    if the first `away` of its blocks are outside its slot's tier.
     """
 
     request: Request
-    slot: int
     stop: StopStrings | None
     seed: int
     limit: int
+    prompt: Sequence[int]
+    slot: int = NO_SLOT
     tokens: list[int] = field(default_factory=list)
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in NextTokens
     cached: int = 0
     launched: int = 1
     names: Sequence[bytes] = ()
     shared: int = 0
+    away: int = 0
     launched_prompt: int = 0
     started: float = 0.0
     first_token: float = 0.0
@@ -73,7 +80,17 @@ class Running:
         return self.limit - self.launched
 
     @property
+    def may_end_early(self) -> bool:
+        """Whether its tokens may end it before it has as many as it may."""
+        return not self.request.params.ignore_eos or self.stop is not None
+
+    @property
     def blocks_at_end(self) -> int:
-        """KV blocks that it takes at the end, at most, besides those that it shares."""
+        """KV blocks of its slot's tier that it takes at the end, at most, besides shared ones."""
         length = len(self.request.prompt_ids) + self.limit - 1
-        return ceil_div(length - self.shared, KV_BLOCK)
+        return ceil_div(length - self.shared, KV_BLOCK) - self.away
+
+    @property
+    def own_positions(self) -> int:
+        """Cached positions in its slot's tier, besides shared ones."""
+        return max(0, self.cached - self.shared - self.away * KV_BLOCK)

@@ -33,13 +33,15 @@ def variants(
     head_dim: int,
     group: int = 1,
     mixes: bool = False,
+    spans: bool = False,
 ) -> list[Variant]:
     """Variants for a model with `head_dim` and `group` query heads per KV head.
 
     Those that take longest to compile come first.
     SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
-    `mixes` also for weights with mixed tiers. `x_tiles` are the GPU's variants of the tiled GEMM,
-    for many rows; if some are missing, torch multiplies unpacked weights instead.
+    `mixes` also for weights with mixed tiers. With `spans`, slots of attention may span tiers.
+    `x_tiles` are the GPU's variants of the tiled GEMM, for many rows; if some are missing, torch
+    multiplies unpacked weights instead.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
     few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}
@@ -51,7 +53,7 @@ def variants(
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
     return [
         *(many if tuple(x_tiles) == TILED_X_TILES else [(UNPACK, {})]),
-        *_attention(dtype, head_dim, group),
+        *_attention(dtype, head_dim, group, spanning=spans),
         *skinny,
         (COPY_BLOCKS, {}),
         *_small(dtype),
@@ -59,10 +61,16 @@ def variants(
 
 
 def attention_variant(
-    dtype: torch.dtype, head_dim: int, group: int, *, prefixes: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    *,
+    prefixes: bool = False,
+    spanning: bool = False,
 ) -> Variant:
     """The variant of SplitK_FlashAttn for `group` query heads per KV head."""
-    return attention.SOURCE, attention.defines(dtype, head_dim, group, prefixes=prefixes)
+    macros = attention.defines(dtype, head_dim, group, prefixes=prefixes, spanning=spanning)
+    return attention.SOURCE, macros
 
 
 def prompt_variant(dtype: torch.dtype, head_dim: int, *, prefixes: bool = False) -> Variant:
@@ -70,12 +78,14 @@ def prompt_variant(dtype: torch.dtype, head_dim: int, *, prefixes: bool = False)
     return prompt.SOURCE, prompt.defines(dtype, head_dim, prefixes=prefixes)
 
 
-def _attention(dtype: torch.dtype, head_dim: int, *groups: int) -> Iterator[Variant]:
+def _attention(
+    dtype: torch.dtype, head_dim: int, *groups: int, spanning: bool = False
+) -> Iterator[Variant]:
     """The variants of both attention kernels, with and without shared prefixes."""
     for prefixes in (False, True):
         yield prompt_variant(dtype, head_dim, prefixes=prefixes)
         for group in groups:
-            yield attention_variant(dtype, head_dim, group, prefixes=prefixes)
+            yield attention_variant(dtype, head_dim, group, prefixes=prefixes, spanning=spanning)
 
 
 def all_variants(arch: str) -> list[Variant]:
@@ -89,6 +99,11 @@ def all_variants(arch: str) -> list[Variant]:
         found += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
         for head_dim in HEAD_DIMS:
             found += _attention(dtype, head_dim, 8, 16)
+            found += (
+                attention_variant(dtype, head_dim, group, prefixes=prefixes, spanning=True)
+                for group in (8, 16)
+                for prefixes in (False, True)
+            )
         found += _small(dtype)
     return found
 

@@ -39,7 +39,7 @@ class StepCosts:
     ) -> None:
         self.model, self.workload, self.profile, self.remote = model, workload, profile, remote
         self.links = Links.of(profile, remote)
-        self.ops = decode_ops(model, workload)
+        self.ops = decode_ops(model, workload, divides_slots=len(remote) == 1)
         self.compute = {op.name: compute_time(op, profile, model.dtype) for op in self.ops}
         self.work = {op.name: kernel_time(op, self.compute[op.name], profile) for op in self.ops}
         self._placed: dict[tuple[str, tuple[Counts, ...], Transport], PlacedOp] = {}

@@ -18,6 +18,7 @@ RESERVE_BYTES = 320 << 20  # of GPU memory: see reserve_bytes
 # measured on an H200 for 19 and 49 GiB, 480 to 510 and some 20 MiB beside, which 400 covers.
 HOST_BYTES_PER_PAGE_TABLE_BYTE = 400
 PREFILL_CHUNK_TOKENS = 2048  # tokens of a pass in plain torch
+FEW_SLOTS, SLOT_PARTS = 4, 32  # slots that are not divided; parts of fewer, in all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class Op:
 
     All figures are for one layer. `resident_bytes` is kept, `read_bytes` is read by a step: the
     same for a weight; less for a KV cache that is not full and for an embedding table. Placement is
-    in `units`: row blocks of a weight, slots of a cache. A linear op that is `normed` has a norm
-    ahead of it.
+    in `units`: row blocks of a weight, slots of a cache or parts of them (slot_parts). A linear op
+    that is `normed` has a norm ahead of it.
     """
 
     name: str
@@ -92,10 +93,24 @@ def kept_positions(workload: Workload) -> int:
     return min(longest, max(expected, least)) * KV_BLOCK
 
 
-def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
+def slot_parts(workload: Workload) -> int:
+    """Parts into which placement divides a slot of the KV cache: 1 for FEW_SLOTS slots or more.
+
+    The parts, a power of two, are of one KV block or more; the slots have up to SLOT_PARTS in all.
+    """
+    if workload.batch_size >= FEW_SLOTS:
+        return 1
+    most = min(SLOT_PARTS // workload.batch_size, kept_positions(workload) // KV_BLOCK)
+    return 1 << (most.bit_length() - 1)
+
+
+def decode_ops(
+    model: ModelConfig, workload: Workload, *, divides_slots: bool = False
+) -> tuple[Op, ...]:
     """The ops of one decode step in their order within the step.
 
-    A post-norm is attributed to the next matrix, which waits for it.
+    A post-norm is attributed to the next matrix, which waits for it. Placement in two tiers
+    `divides_slots` where they are few.
     """
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
     of = architecture(model)
@@ -110,6 +125,7 @@ def decode_ops(model: ModelConfig, workload: Workload) -> tuple[Op, ...]:
         (model.num_heads, model.num_kv_heads),
         model.head_dim,
         n=n,
+        parts=slot_parts(workload) if divides_slots else 1,
         length=workload.mean_kv_len,
         positions=kept_positions(workload),
         element_bytes=size,
@@ -161,6 +177,7 @@ def attention_op(
     head_dim: int,
     *,
     n: int,
+    parts: int = 1,
     length: float,
     positions: int,
     element_bytes: int,
@@ -169,7 +186,7 @@ def attention_op(
 ) -> Op:
     """Attention of `n` new tokens, each to `length` cached positions of the slot's `positions`.
 
-    `heads` are query and key-value heads.
+    `heads` are query and key-value heads. A unit is one of `parts` of a slot.
     """
     position_bytes = 2 * heads[1] * head_dim * element_bytes
     return Op(
@@ -178,7 +195,7 @@ def attention_op(
         layers=layers,
         in_layer=in_layer,
         shape=heads,
-        units=n,
+        units=n * parts,
         batch_size=n,
         element_bytes=element_bytes,
         resident_bytes=n * positions * position_bytes,

@@ -59,12 +59,13 @@ def whole_ratios(problem: Problem) -> list[tuple[float, ...]]:
 
 
 def slot_candidates(problem: Problem) -> list[Counts]:
-    """Candidate numbers of KV slots in each remote tier: the ideal ones rounded down and up.
+    """Candidate numbers of KV slots, or of their parts, in each remote tier.
 
+    They are the ideal ones rounded down and up.
     None is a candidate too, if the problem has `free_slots` and no fixed offload ratio. A fixed KV
     ratio gives the total.
     """
-    n, policy = problem.costs.workload.batch_size, problem.policy
+    n, policy = problem.attention.units, problem.policy
     fixed = policy.kv_offload_ratio
     if fixed is not None and len(problem.tiers) == 2:
         return [(math.floor(fixed * n + 0.5),)]
@@ -103,7 +104,7 @@ def place(problem: Problem, slots: Counts) -> Placement:
     """
     attention, weights, policy = problem.attention, problem.weights, problem.policy
     slot = attention.layers * remote_bytes(attention, 1)
-    local_slots = problem.costs.workload.batch_size - sum(slots)
+    local_slots = attention.units - sum(slots)
     kv = [count * slot for count in (local_slots, *slots)]
     caps = [cap - held for cap, held in zip(problem.caps, kv, strict=True)]
     resident = sum(op.layers * op.resident_bytes for op in weights)

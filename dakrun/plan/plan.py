@@ -145,18 +145,31 @@ class Plan:
 
     def kv_placement(self) -> tuple[tuple[str, int, int], ...]:
         """(tier, slots, KV blocks) of the cache, the local tier first."""
-        blocks = kept_positions(self.workload) // KV_BLOCK
-        spare = [self.spare_kv_blocks, *[0] * len(self.tiers)]
-        return tuple(
-            (tier, n, n * blocks + more)
-            for (tier, n), more in zip(self.placement("attention"), spare, strict=False)
-        )
+        whole = kept_positions(self.workload) // KV_BLOCK  # of a slot
+        (local, units), *others = self.placement("attention")
+        parts = self.op("attention").op.units // self.workload.batch_size
+        remote = [(tier, n // parts, n // parts * whole) for tier, n in others]
+        if remote:
+            remote[0] = (*remote[0][:2], remote[0][2] + self.kv_spill_blocks)
+        slots = self.workload.batch_size - sum(n for _, n, _ in remote)
+        blocks = units * whole // parts + self.spare_kv_blocks
+        return ((local, slots, blocks), *remote)
+
+    @property
+    def kv_spill_blocks(self) -> int:
+        """KV blocks of the remote tier for local slots, whose leading blocks then lie there.
+
+        They are there where placement has divided a slot.
+        """
+        units = [n for _, n in self.placement("attention")]
+        parts = self.op("attention").op.units // self.workload.batch_size
+        whole = kept_positions(self.workload) // KV_BLOCK
+        slots = self.workload.batch_size - sum(n // parts for n in units[1:])
+        return slots * whole - units[0] * whole // parts
 
     def memory(self, tier: int) -> dict[str, int]:
         """Bytes in the plan's tier number `tier` by purpose."""
-        kv = self.op("attention").resident_bytes(tier)
-        if tier == 0:
-            kv += self.spare_kv_blocks * self.kv_block_bytes
+        kv = self.kv_placement()[tier][2] * self.kv_block_bytes
         weights = sum(op.resident_bytes(tier) for op in self.weights())
         return {"weights": weights, "kv": kv, **(self.fixed_bytes if tier == 0 else {})}
 
@@ -171,7 +184,7 @@ class Plan:
         There are at most as many as the tier's slots may take. On a CPU, whose memory other
         programs use, there are none.
         """
-        slots = self.placement("attention")[0][1]
+        slots = self.kv_placement()[0][1]
         most = slots * (kv_positions(self.workload) - kept_positions(self.workload)) // KV_BLOCK
         left = self.budgets[0] - sum(self.memory(0).values())
         if self.profile.device != "cuda" or left <= 0:

@@ -114,7 +114,7 @@ def _search(problem: Problem, thorough: bool) -> Candidate:
     climbs from the best of them: slots may take room that weights need, and the bounds that make
     numbers ideal ignore fixed costs.
     """
-    most = problem.costs.workload.batch_size
+    most = problem.attention.units
     tried: dict[_Start, Candidate] = {}
     refusals: dict[_Start, CannotRun] = {}
 

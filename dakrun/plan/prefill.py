@@ -203,7 +203,7 @@ _Work = tuple[int, int, tuple[tuple[tuple[int, int, int], int], ...]]
 def _works(plan: Plan) -> Counter[_Work]:
     """The number of passes with each work."""
     work, found = plan.workload, Counter[_Work]()
-    slots = plan.op("attention").placement[0]  # slots are numbered tier after tier
+    slots = [n for _, n, _ in plan.kv_placement()]  # they are numbered tier after tier
     tier_of = list(itertools.chain.from_iterable([t] * n for t, n in enumerate(slots)))
     prompts = dict.fromkeys(range(work.batch_size), work.prompt_len)
     for segments in passes(prompts, plan.prefill.chunk_tokens):

@@ -1,7 +1,8 @@
 """The KV cache of running requests: blocks of 64 positions in the pools of several memory tiers.
 
 A slot is a running request's place. It is in one tier, whose blocks it takes one by one as it grows
-and gives back at its end. Slots share full blocks of equal prompts, which are found by name; those
+and gives back at its end. A slot of the local tier may span tiers: its leading blocks then lie in
+the first remote one. Slots share full blocks of equal prompts, which are found by name; those
 that no slot has are kept until their room is needed. Knows slots, blocks, layers and bytes; how
 keys and values lie in a block is the layout's: KVShape's for the GPU's kernels, RowLayout's for
 plain torch. Knows neither requests nor plans.
@@ -52,7 +53,8 @@ class KVCache:
     """Blocks for requests in slots, which are numbered tier after tier.
 
     `counts` are the slots of each tier, `blocks` the blocks of each tier's pool; `parts` are their
-    bytes, uint8 [blocks, layers, layer_bytes of the layout].
+    bytes, uint8 [blocks, layers, layer_bytes of the layout]. `spill` of the first remote tier's
+    blocks are for local slots that span tiers.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class KVCache:
         layout: KVShape | RowLayout,
         tiers: Mapping[str, Tier],
         device: torch.device,
+        *,
+        spill: int = 0,
     ) -> None:
         """Take the memory; `placement` gives (tier, slots, blocks), the local tier first."""
-        self.device, self._layout = device, layout
+        self.device, self._layout, self.spill = device, layout, spill
         self.counts = tuple(slots for _, slots, _ in placement)
         self.blocks = tuple(blocks for _, _, blocks in placement)
         self.parts = [
@@ -75,6 +79,7 @@ class KVCache:
         self._tier = [t for t, count in enumerate(self.counts) for _ in range(count)]
         self._free = [list(reversed(range(count))) for count in self.blocks]
         self._blocks: list[list[int]] = [[] for _ in self._tier]
+        self._away = [0] * len(self._tier)  # leading blocks of each slot that lie in tier 1
         self._shared = [0] * len(self._tier)  # leading blocks of each slot that `share` gave it
         self._prefixes = [PrefixCache() for _ in self.counts]
         self._has_tables = isinstance(layout, KVShape)
@@ -104,8 +109,32 @@ class KVCache:
         """Blocks of a tier that slots have by `share`, each counted once."""
         return len(self._prefixes[tier].borrowers)
 
+    def away(self, slot: int) -> int:
+        """Leading blocks of a local slot that lie in the first remote tier."""
+        return self._away[slot]
+
+    def remote_blocks(self, slot: int) -> int:
+        """Blocks of a slot outside the local tier; they are its leading ones."""
+        return len(self._blocks[slot]) if self._tier[slot] else self._away[slot]
+
+    def span(self, slot: int, blocks: int) -> bool:
+        """Give an empty local slot its first `blocks` in the first remote tier, if `spill` allows.
+
+        Blocks of such a slot are not shared.
+        """
+        if blocks > self.spill - sum(self._away) or blocks > self.free(1):
+            return False
+        assert self._tier[slot] == 0 and not self._blocks[slot], "expected an empty local slot"
+        self._away[slot] = blocks
+        for number in range(blocks):
+            self._take(1, slot)
+            self._note(slot, number)
+        return True
+
     def common(self, slot: int) -> list[int]:
         """Numbers, in the tier, of the first blocks of `slot` that other slots have, too."""
+        if self._away[slot]:
+            return []
         references = self._prefixes[self._tier[slot]].references
         return list(itertools.takewhile(lambda block: references[block] > 1, self._blocks[slot]))
 
@@ -117,6 +146,8 @@ class KVCache:
         """
         tier, held = self._tier[slot], self._blocks[slot]
         pool, number = self._prefixes[tier], self._shared[slot]
+        if self._away[slot]:
+            return 0
         while number < len(names) and (block := pool.find(names[number])) is not None:
             pool.lend(block)
             if number < len(held):
@@ -131,6 +162,8 @@ class KVCache:
 
     def publish(self, slot: int, names: Sequence[bytes]) -> None:
         """Name the first blocks of `slot`, which launches so far fill, to be shared from now on."""
+        if self._away[slot]:
+            return
         for block, name in zip(self._blocks[slot], names, strict=False):
             self._prefixes[self._tier[slot]].name(block, name)
 
@@ -140,11 +173,8 @@ class KVCache:
         more = ceil_div(positions, KV_BLOCK) - len(held)
         if more > self.free(tier):
             return False
-        pool = self._prefixes[tier]
         for _ in range(more):
-            block = self._free[tier].pop() if self._free[tier] else pool.evict()
-            pool.references[block] += 1
-            held.append(block)
+            self._take(tier, slot)
             self._note(slot, len(held) - 1)
         return True
 
@@ -157,9 +187,9 @@ class KVCache:
         tier, held = self._tier[slot], self._blocks[slot]
         for block in held[: self._shared[slot]]:
             self._prefixes[tier].end_loan(block)
-        for block in reversed(held):
-            self._give_back(tier, block)
-        self._blocks[slot], self._shared[slot] = [], 0
+        for number in reversed(range(len(held))):
+            self._give_back(self._tier_of(slot, number), held[number])
+        self._blocks[slot], self._shared[slot], self._away[slot] = [], 0, 0
 
     def release_all(self) -> None:
         """Take back all blocks of all slots, and forget all names."""
@@ -171,23 +201,22 @@ class KVCache:
 
     def block(self, slot: int, number: int) -> torch.Tensor:
         """Block `number` of a slot, uint8 [layers, layer_bytes], in its tier."""
-        return self.parts[self._tier[slot]][self._blocks[slot][number]]
+        return self.parts[self._tier_of(slot, number)][self._blocks[slot][number]]
 
     def address(self, slot: int, number: int) -> int:
         """Address of that block in layer 0."""
-        return self._address(self._tier[slot], self._blocks[slot][number])
+        return self._address(self._tier_of(slot, number), self._blocks[slot][number])
 
     def runs(self, slot: int, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
         """The slot's blocks numbered `start` to `stop` - 1, as runs that lie side by side.
 
         A run is its first block's number, and uint8 [blocks, layers, layer_bytes] in the tier.
         """
-        part, held = self.parts[self._tier[slot]], self._blocks[slot]
-        found = []
-        numbered = enumerate(held[start:stop], start)
-        for _, run in itertools.groupby(numbered, lambda pair: pair[1] - pair[0]):
-            numbers, blocks = zip(*run, strict=True)
-            found.append((numbers[0], part[blocks[0] : blocks[-1] + 1]))
+        held, found = self._blocks[slot], []
+        placed = [(n, held[n], self._tier_of(slot, n)) for n in range(start, min(stop, len(held)))]
+        for (tier, _), run in itertools.groupby(placed, lambda at: (at[2], at[1] - at[0])):
+            numbers, blocks, _ = zip(*run, strict=True)
+            found.append((numbers[0], self.parts[tier][blocks[0] : blocks[-1] + 1]))
         return found
 
     def gather(self, layer: int, slot: int, stop: int, start: int = 0) -> torch.Tensor:
@@ -195,9 +224,14 @@ class KVCache:
 
         They are a copy on `device`.
         """
-        part = self._on_device[self._tier[slot]]
-        numbers = upload(torch.tensor(self._blocks[slot][start:stop]), part.device)
-        return part[:, layer].index_select(0, numbers).to(self.device)
+        border, found = max(start, min(stop, self._away[slot])), []
+        for first, last in ((start, border), (border, stop)):
+            if first < last or start == stop:
+                part = self._on_device[self._tier_of(slot, first)]
+                held = torch.tensor(self._blocks[slot][first:last], dtype=torch.int64)
+                numbers = upload(held, part.device)
+                found.append(part[:, layer].index_select(0, numbers).to(self.device))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     @property
     def tables(self) -> BlockTables:
@@ -216,18 +250,34 @@ class KVCache:
             self._addresses.view(-1)[where] = values
             self._changes = {}
 
-    def pretend(self, positions: int) -> None:
+    def pretend(self, positions: int) -> list[int]:
         """Write tables in which all slots have blocks for `positions`, to measure with.
 
-        Slots share blocks if there are too few. Takes back the blocks of all slots.
+        Slots share blocks if there are too few. Takes back the blocks of all slots. Returns how
+        many leading blocks of each slot are then in the first remote tier: as large a part of
+        those of local slots as `spill` is of all that these may have.
         """
         self.release_all()
-        count = ceil_div(positions, KV_BLOCK)
+        count, most = ceil_div(positions, KV_BLOCK), self.blocks[0] + self.spill
+        away = ceil_div(count * self.spill, most) if self.spill else 0
         for slot, tier in enumerate(self._tier):
             for number in range(count):
-                address = self._address(tier, (slot * count + number) % self.blocks[tier])
+                at = 1 if tier == 0 and number < away else tier
+                address = self._address(at, (slot * count + number) % self.blocks[at])
                 self._changes[slot * self.slot_blocks + number] = address
         self.flush()
+        return [0 if tier else away for tier in self._tier]
+
+    def _tier_of(self, slot: int, number: int) -> int:
+        """Number of the tier of block `number` of a slot."""
+        return 1 if number < self._away[slot] else self._tier[slot]
+
+    def _take(self, tier: int, slot: int) -> None:
+        """Give `slot` one block more, of `tier`."""
+        pool = self._prefixes[tier]
+        block = self._free[tier].pop() if self._free[tier] else pool.evict()
+        pool.references[block] += 1
+        self._blocks[slot].append(block)
 
     def _give_back(self, tier: int, block: int) -> None:
         """One slot fewer has `block`."""

@@ -50,7 +50,7 @@ class _Args(ctypes.Structure):
         *operands.ints("split_blocks", "chunk_blocks", "item_splits"),
         *operands.ints("max_splits", "max_chunks", "stages"),
         ("scale", ctypes.c_float),
-        *operands.pointers("prefix_blocks", "prefixes"),
+        *operands.pointers("prefix_blocks", "prefixes", "away_blocks"),
     )
 
 
@@ -102,6 +102,7 @@ def splitk_flash_attn(
     table_of: torch.Tensor | None = None,
     rotations: torch.Tensor | None = None,
     prefixes: PrefixAttention | None = None,
+    away: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """out [B, Hq * D] = attention of each slot's new token to its cached positions and itself.
@@ -115,6 +116,8 @@ def splitk_flash_attn(
     Scores are q k^T times `scale`. With `rotations`, float32 [positions, D / 2, 2] of cosines and
     sines, q and k are rotated first (RoPE, half-split as in Llama). With `prefixes`, whose launch
     for the same rows came before, the leading KV blocks that rows share are not read again.
+    `away`, int32 [B], is for a config that is spanning: the number of leading KV blocks of each
+    local slot that lie in the first remote tier.
     With `pdl` the launch may start before its predecessor ends; it then reads tables, lengths and
     cached positions, which no kernel still running may write.
     Raises ValueError if an operand has the wrong shape, dtype, device or strides.
@@ -151,6 +154,7 @@ def splitk_flash_attn(
         scale=scale * math.log2(math.e),
         prefix_blocks=0 if prefixes is None else prefixes.blocks.data_ptr(),
         prefixes=0 if prefixes is None else prefixes.results.data_ptr(),
+        away_blocks=operands.address(away),
     )
     slot = cta = 0
     for number, count in enumerate(config.slots):
@@ -165,7 +169,9 @@ def splitk_flash_attn(
         slot += count
         cta += config.ctas[number]
     args.tiers[len(config.slots)] = _Tier(first_slot=slot, first_cta=cta)  # the end of the last
-    macros = defines(q.dtype, dim, group, prefixes=prefixes is not None)
+    if config.spanning != (away is not None) or (away is not None and away.shape != lengths.shape):
+        raise ValueError("expected `away` for each slot with a spanning config, and only there")
+    macros = defines(q.dtype, dim, group, prefixes=prefixes is not None, spanning=config.spanning)
     kernel = jit.kernel(SOURCE, "splitk_flash_attn", macros)
     kernel.launch(
         cta + config.idle, cta_threads(group), args, shared_bytes=config.shared_bytes, pdl=pdl
@@ -242,8 +248,14 @@ def cta_threads(group: int) -> int:
 
 
 def defines(
-    dtype: torch.dtype, head_dim: int, group: int, *, prefixes: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    *,
+    prefixes: bool = False,
+    spanning: bool = False,
 ) -> dict[str, int]:
     """Macros of the kernel's variant for `group` query heads per KV head."""
-    tiles = {"GROUP_TILES": ceil_div(group, 8), "PREFIXES": int(prefixes)}
+    tiles = {"GROUP_TILES": ceil_div(group, 8)}
+    tiles |= {"PREFIXES": int(prefixes), "SPANNING": int(spanning)}
     return {**operands.defines(dtype), "HEAD_DIM": head_dim, **tiles}
