@@ -112,3 +112,17 @@ def test_a_graph_of_overlapping_launches(group: int) -> None:
     found = launch(case, config, case.slots())
     live = [number for number, length in enumerate(case.lengths) if length >= 0]
     assert torch.equal(found[live].view(torch.int16), alone[live].view(torch.int16))
+
+
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_slots_that_span_tiers_change_no_bit(dim: int, group: int) -> None:
+    case = on_the_gpu(group, dim, torch.float16, rope=True)
+    wanted = case.run(case.config(sms=all_sms()), case.slots())
+    kept = ~wanted.isnan()
+    for tiers in ((7, 0), (5, 2)):
+        config = case.config(tiers, sms=all_sms(), spanning=True)
+        assert config.spanning and config.ctas[1] > 0
+        for away in ([0] * 7, [16, 0, 1, 3, 0, 30, 0], [20, 20, 20, 20, 20, 40, 20]):
+            out = case.run(config, case.slots(), away=away)
+            assert torch.equal(out[kept], wanted[kept]), (tiers, away)
