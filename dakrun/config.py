@@ -16,7 +16,7 @@ DEFAULT_MAX_MODEL_LEN = 4096  # by default, where a model has more positions
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HINT = "compare config.json with the published one"
 _FLAGS = (
-    *("tied_embeddings", "attention_bias", "mlp_bias"),
+    *("tied_embeddings", "attention_bias", "o_bias", "mlp_bias"),
     *("pre_norm", "final_norm", "norm_affine"),
 )
 
@@ -42,17 +42,79 @@ class Llama3Rope:
             )
 
 
+@dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by `factor` before they are rotated (`rope_type: linear`)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_rope("linear", positive=(self.factor,))
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """Frequencies divided by `factor` below `beta_slow` turns in the original positions, kept above
+    `beta_fast`, blended between (YaRN, arXiv 2309.00071; `rope_type: yarn`).
+
+    Cosines and sines are multiplied by `attention_factor`. With `truncate` the range in which they
+    are blended begins and ends at whole dimensions.
+    """
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        ascending = self.beta_fast - self.beta_slow
+        positive = (self.factor, self.original_max_positions, self.attention_factor, ascending)
+        _check_rope("yarn", positive=(*positive, self.beta_slow))
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """Each frequency divided by its own of `factors` (LongRoPE, arXiv 2402.13753).
+
+    They are the `short_factor` of `rope_type: longrope`, for up to the original positions. Cosines
+    and sines are multiplied by `attention_factor`.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+    def __post_init__(self) -> None:
+        _check_rope("longrope", positive=(*self.factors, self.attention_factor))
+
+
+def _check_rope(kind: str, *, positive: tuple[float, ...]) -> None:
+    if not all(0 < number < math.inf for number in positive):
+        raise UsageError(
+            f"invalid {kind} rope scaling: its numbers are not positive and in order",
+            hint=_HINT,
+        )
+
+
+RopeScaling = LinearRope | YarnRope | LongRope | Llama3Rope
+FamilyName = Literal["opt", "llama", "mistral", "qwen2", "qwen3", "phi3"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of an OPT or Llama decoder. Raises UsageError for sizes that do not match.
+    """Architecture of a decoder of one `family`. Raises UsageError for sizes that do not match.
 
-    `ffn_size` is OPT's ffn_dim and Llama's intermediate_size. Only OPT-350m projects its word
+    `ffn_size` is OPT's ffn_dim and others' intermediate_size. Only OPT-350m projects its word
     embeddings (`embed_size` is not `hidden_size`) and normalizes after attention and MLP
-    (`pre_norm` is False). `dtype` is that of weights, KV cache and activations.
+    (`pre_norm` is False). `attention_bias` is that of queries, keys and values, `o_bias` that of
+    attention's output. `max_positions` are those that the model can attend to as it is run here;
+    `limited_by` says what limits them, if that is not the table of positions. `dtype` is that of
+    weights, KV cache and activations.
     """
 
     name: str
-    family: Literal["opt", "llama"]
+    family: FamilyName
     vocab_size: int
     hidden_size: int
     ffn_size: int
@@ -65,13 +127,15 @@ class ModelConfig:
     tied_embeddings: bool
     dtype: Dtype = "float16"
     attention_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
     pre_norm: bool = True
     final_norm: bool = True
     norm_affine: bool = True
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: RopeScaling | None = None
+    limited_by: str = ""
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,7 +165,7 @@ class ModelConfig:
                 f"{self.num_kv_heads} key-value heads evenly",
                 hint="num_attention_heads must be a multiple of num_key_value_heads",
             )
-        if self.family == "llama" and self.head_dim % 2:
+        if self.family != "opt" and self.head_dim % 2:
             raise UsageError(
                 f"{self.name}: rotary embeddings need an even head_dim, not {self.head_dim}",
                 hint="compare head_dim in config.json with the published one",

@@ -21,7 +21,8 @@ def tiny(name: str) -> ModelConfig:
 @pytest.mark.parametrize("name", [*known_names(), *TINY])
 def test_the_architecture_is_the_same(name: str) -> None:
     config = known_model(name) or tiny(name)
-    assert parse_model_config(transformers_config(config).to_dict(), name=name) == config
+    found = parse_model_config(transformers_config(config).to_dict(), name=name)
+    assert found == replace(config, limited_by="")
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -8,7 +8,9 @@ import pytest
 
 from dakrun.config import Llama3Rope, SamplingParams, Workload
 from dakrun.errors import CannotRun, DakrunError, UsageError
+from dakrun.hardware import load_profile
 from dakrun.models import parse_model_config, read_json_object, read_model_config
+from dakrun.plan import Policy, make_plan
 
 OPT: dict[str, Any] = {
     "model_type": "opt",
@@ -121,6 +123,39 @@ def test_a_family_that_is_not_named_is_the_architecture_s(raw: dict[str, Any]) -
     assert parse_model_config(bare, name="m") == parse_model_config(raw, name="m")
 
 
+WINDOW = {"sliding_window": 1024}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "positions"),
+    [
+        ("llama", WINDOW, 8192),  # which transformers ignores
+        ("mistral", WINDOW, 1024),
+        ("mistral", {}, 4096),  # transformers' default
+        ("mistral", {"sliding_window": None}, 8192),
+        ("qwen2", WINDOW, 8192),
+        ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 5}, 1024),
+        ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 32}, 8192),
+        ("qwen3", {**WINDOW, "use_sliding_window": True, "layer_types": ["full_attention"]}, 8192),
+        ("phi3", {}, 8192),
+        ("phi3", WINDOW, 1024),
+    ],
+)
+def test_positions_end_with_the_sliding_window(
+    family: str, change: dict[str, Any], positions: int
+) -> None:
+    raw = {**LLAMA, "model_type": family, "num_hidden_layers": 32, **change}
+    model = parse_model_config(raw, name="m")
+    assert (model.family, model.max_positions) == (family, positions)
+    if positions == 8192:
+        assert not model.limited_by
+        return
+    work = Workload(batch_size=1, prompt_len=1, new_tokens=1, max_model_len=positions + 1)
+    said = rf"is beyond the {positions} positions of m \(its sliding window\)"
+    with pytest.raises(UsageError, match=said):
+        make_plan(model, work, load_profile("h200-pcie5"), Policy())
+
+
 def test_new_dtype_key_wins() -> None:
     assert parse_model_config({**LLAMA, "dtype": "float32"}, name="m").dtype == "float32"
 
@@ -129,16 +164,20 @@ def test_new_dtype_key_wins() -> None:
     ("raw", "said"),
     [
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-         "MistralForCausalLM"),
+        ({**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+         "MixtralForCausalLM"),
+        ({**LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
+         "Qwen3MoeForCausalLM"),
+        ({**LLAMA, "model_type": "deepseek_v3"}, "deepseek_v3"),
+        ({**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.75}, "a part of each head"),
         ({**LLAMA, "model_type": "gemma"}, "gemma"),
         ({"model_type": "gpt2"}, "gpt2"),
         ({"architectures": 5}, "(none named)"),
         ({}, "(none named)"),
         ({**OPT, "activation_function": "gelu"}, "activation 'gelu'"),
         ({**LLAMA, "hidden_act": "gelu"}, "activation 'gelu'"),
-        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
-        ({**LLAMA, "rope_scaling": {**ROPE, "rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({**LLAMA, "rope_scaling": {"type": "ntk", "factor": 2}}, "rope type 'ntk'"),
+        ({**LLAMA, "rope_scaling": {**ROPE, "rope_type": "proportional"}}, "'proportional'"),
         ({**LLAMA, "torch_dtype": "float64"}, "dtype 'float64'"),
     ],
 )  # fmt: skip
@@ -154,6 +193,15 @@ def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
         ({k: v for k, v in OPT.items() if k != "ffn_dim"}, "no 'ffn_dim'"),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "no 'hidden_size'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "no 'factor'"),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "longrope", "short_factor": [1, "2"]}},
+            'short_factor is [1, "2"], not a list of numbers',
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 0.5}},
+            "yarn rope scaling",
+        ),
         ({**LLAMA, "vocab_size": "128256"}, 'vocab_size is "128256", not a positive integer'),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({**LLAMA, "num_hidden_layers": True}, "num_hidden_layers is true"),

@@ -26,7 +26,12 @@ BILLIONS = {
     "opt-6.7b": 6.658, "opt-13b": 12.853, "opt-30b": 29.975, "opt-66b": 65.720,
     "llama-2-7b": 6.738, "llama-2-13b": 13.016, "llama-2-70b": 68.977,
     "llama-3-8b": 8.030, "llama-3-70b": 70.554, "llama-3.1-8b": 8.030, "llama-3.1-70b": 70.554,
-    "llama-3.2-1b": 1.236, "llama-3.2-3b": 3.213,
+    "llama-3.2-1b": 1.236, "llama-3.2-3b": 3.213, "llama-3.3-70b": 70.554,
+    "mistral-7b": 7.248, "mistral-nemo-12b": 12.248, "mistral-small-24b": 23.572,
+    "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086, "qwen2.5-7b": 7.616,
+    "qwen2.5-14b": 14.770, "qwen2.5-32b": 32.764, "qwen2.5-72b": 72.706,
+    "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-4b": 4.022, "qwen3-8b": 8.191,
+    "qwen3-14b": 14.768, "qwen3-32b": 32.762, "phi-4": 14.660,
 }  # fmt: skip
 
 
@@ -37,7 +42,8 @@ def test_known_models_have_the_published_number_of_parameters(name: str) -> None
     workload = Workload(batch_size=1, prompt_len=1, new_tokens=1, max_model_len=2)
     parameters = (weight_bytes(decode_ops(model, workload)) + vector_bytes(model)) / 2
     assert parameters / 1e9 == pytest.approx(BILLIONS[name], abs=1e-3)
-    assert model.dtype == ("bfloat16" if name.startswith("llama-3") else "float16")
+    old = name.startswith(("opt", "llama-2"))
+    assert model.dtype == ("float16" if old else "bfloat16")
 
 
 def test_known_names() -> None:

@@ -8,7 +8,7 @@ from packed_matrices import normal
 from torch.nn import functional as F
 
 from dakrun.geometry import NORMALIZE_MAX_COLS
-from dakrun.kernels import normalize
+from dakrun.kernels import normalize, normalize_heads
 from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.models import rms_norm
 
@@ -85,3 +85,28 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     given |= {"norm": "layer", "eps": EPS, "bias": torch.zeros(64).half(), **change}
     with pytest.raises(ValueError, match=message):
         normalize(**given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 64), (6, 2, 80), (9, 3, 128)])
+def test_heads_are_normalized_in_place(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, kernel_device: str
+) -> None:
+    qkv = normal(5, heads + 2 * kv_heads, dim, dtype=dtype, device=kernel_device)
+    weights = [normal(dim, dtype=dtype, device=kernel_device) for _ in range(2)]
+    before = qkv.clone()
+    normalize_heads(qkv, *weights, eps=EPS, kv_heads=kv_heads)
+    parts = (heads, kv_heads, kv_heads)
+    q, k, v = before.split(parts, 1)
+    for found, x, weight in zip(qkv.split(parts, 1), (q, k), weights, strict=False):
+        assert ulps(found, rms_norm(x, weight, EPS)) <= 2
+    assert torch.equal(qkv.split(parts, 1)[2], v)
+
+
+def test_operands_of_head_norms_are_checked(kernel_device: str) -> None:
+    qkv = normal(2, 4, 64, dtype=torch.float16, device=kernel_device)
+    weight = qkv[0, 0].clone()
+    for wrong in ({"kv_heads": 2}, {"kv_heads": 1, "q_weight": weight[:8]}):
+        operands: dict[str, Any] = {"q_weight": weight, "k_weight": weight, **wrong}
+        with pytest.raises(ValueError, match="expected"):
+            normalize_heads(qkv, eps=EPS, **operands)

@@ -1,13 +1,25 @@
-"""Tiny random OPT and Llama checkpoints whose every matrix has at least five row blocks."""
+"""Tiny random checkpoints of every family, whose every matrix has at least five row blocks."""
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCAB = 331
+ORIGINAL = "original_max_position_embeddings"
 _OPT = {
     "vocab_size": VOCAB,
     "num_hidden_layers": 3,
@@ -36,8 +48,15 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 40}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1 + i / 20 for i in range(32)],
+    "long_factor": [3.0] * 32,
+}
 
-CONFIGS = {
+CONFIGS: dict[str, PreTrainedConfig] = {
     "opt-like-125m": OPTConfig(hidden_size=320, num_attention_heads=5, ffn_dim=1100, **_OPT),
     "opt-like-350m": OPTConfig(
         hidden_size=384, num_attention_heads=6, ffn_dim=1100, word_embed_proj_dim=320,
@@ -58,6 +77,22 @@ CONFIGS = {
         num_attention_heads=8, num_key_value_heads=1, head_dim=80, attention_bias=True,
         mlp_bias=True, **_LLAMA,
     ),
+    "mistral": MistralConfig(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=80, sliding_window=160,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}, **_LLAMA,
+    ),
+    "qwen2-tied-yarn": Qwen2Config(
+        num_attention_heads=6, num_key_value_heads=1, tie_word_embeddings=True,
+        rope_parameters=_YARN, **_LLAMA,
+    ),
+    "qwen3-linear": Qwen3Config(
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}, **_LLAMA,
+    ),
+    "phi3-longrope": Phi3Config(
+        num_attention_heads=6, num_key_value_heads=2, rope_parameters=_LONGROPE,
+        original_max_position_embeddings=160, **(_LLAMA | {"max_position_embeddings": 640}),
+    ),
 }  # fmt: skip
 
 
@@ -74,22 +109,32 @@ def reference(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def kernel_models(
-    common: dict[str, object], *, std: float, **sizes: dict[str, int]
-) -> dict[str, OPTConfig | LlamaConfig]:
+    common: dict[str, Any], *, std: float, **sizes: dict[str, int]
+) -> dict[str, PreTrainedConfig]:
     """One configuration for each kind of decoder on the kernels: `common` values and own `sizes`.
 
     `std` is the standard deviation of the weights.
     """
     opt, llama = common | {"init_std": std}, common | {"initializer_range": std}
+    positions, heads = common["max_position_embeddings"], sizes["llama_gqa"]["num_attention_heads"]
+    factors = torch.linspace(1, 2, common["hidden_size"] // heads // 2).tolist()
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4}
+    longrope |= {"short_factor": factors, "long_factor": [9 * factor for factor in factors]}
     return {
         "opt": OPTConfig(**opt, **sizes["opt"]),
         "opt-like-350m": OPTConfig(do_layer_norm_before=False, **opt, **sizes["opt_350m"]),
         "llama-gqa": LlamaConfig(**llama, **sizes["llama_gqa"]),
         "llama-tied": LlamaConfig(tie_word_embeddings=True, **llama, **sizes["llama_tied"]),
+        "qwen3": Qwen3Config(head_dim=64, **llama, **sizes["llama_gqa"]),
+        "phi3-longrope": Phi3Config(
+            rope_parameters=longrope,
+            original_max_position_embeddings=positions,
+            **(llama | sizes["llama_gqa"] | {"max_position_embeddings": 4 * positions}),
+        ),
     }
 
 
-def save_half(config: OPTConfig | LlamaConfig, directory: Path) -> Path:
+def save_half(config: PreTrainedConfig, directory: Path) -> Path:
     """Write a checkpoint of `config` in float16, with random weights, norms and biases."""
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -114,7 +114,7 @@ def tier_bytes(model: PreTrainedModel, count: int) -> dict[str, int]:
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The layers of transformers' OPT or Llama `model`."""
+    """The layers of transformers' `model`."""
     layers: torch.nn.ModuleList = model.get_decoder().layers
     return layers
 

@@ -5,18 +5,24 @@ Weights are random, the cache is static and in HBM, and a step is one CUDA graph
 
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
     StaticCache,
 )
 
 from dakrun.bench.prefetch import built
-from dakrun.config import ModelConfig
+from dakrun.config import LinearRope, Llama3Rope, LongRope, ModelConfig, YarnRope
 from dakrun.errors import CannotRun
 from dakrun.probe.chain import graph_seconds
 from dakrun.units import ceil_div
@@ -103,9 +109,9 @@ class Step:
         return tokens
 
 
-def transformers_config(config: ModelConfig) -> OPTConfig | LlamaConfig:
+def transformers_config(config: ModelConfig) -> PreTrainedConfig:
     """The configuration of the same architecture in transformers."""
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -125,22 +131,63 @@ def transformers_config(config: ModelConfig) -> OPTConfig | LlamaConfig:
             enable_bias=config.attention_bias,
             **common,
         )
-    rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if scaling := config.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    return LlamaConfig(
+    rope = {"rope_theta": config.rope_theta, **_rope(config)}
+    if config.family != "phi3":
+        common["head_dim"] = config.head_dim
+    if config.family in ("llama", "qwen3"):
+        common["attention_bias"] = config.attention_bias
+    if config.family == "llama":
+        common["mlp_bias"] = config.mlp_bias
+    if config.family in ("mistral", "phi3"):
+        common["sliding_window"] = None
+    if config.family == "phi3":
+        common["pad_token_id"] = None
+    kinds: dict[str, type[PreTrainedConfig]] = {
+        "llama": LlamaConfig,
+        "mistral": MistralConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "phi3": Phi3Config,
+    }
+    return kinds[config.family](
         num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        attention_bias=config.attention_bias,
         rope_parameters=rope,
         intermediate_size=config.ffn_size,
-        mlp_bias=config.mlp_bias,
         rms_norm_eps=config.norm_eps,
         **common,
     )
+
+
+def _rope(config: ModelConfig) -> dict[str, object]:
+    """The scaling of RoPE as transformers writes it."""
+    match config.rope_scaling:
+        case Llama3Rope() as s:
+            return {
+                "rope_type": "llama3",
+                "factor": s.factor,
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_max_positions,
+            }
+        case LinearRope() as s:
+            return {"rope_type": "linear", "factor": s.factor}
+        case YarnRope() as s:
+            return {
+                "rope_type": "yarn",
+                "factor": s.factor,
+                "attention_factor": s.attention_factor,
+                "beta_fast": s.beta_fast,
+                "beta_slow": s.beta_slow,
+                "truncate": s.truncate,
+                "original_max_position_embeddings": s.original_max_positions,
+            }
+        case LongRope() as s:
+            return {
+                "rope_type": "longrope",
+                "factor": 1.0,
+                "attention_factor": s.attention_factor,
+                "short_factor": list(s.factors),
+                "long_factor": list(s.factors),
+                "original_max_position_embeddings": config.max_positions,
+            }
+    return {"rope_type": "default"}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.group("dakrun", cls=ErrorLines, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dakrun", message="%(prog)s %(version)s")
 def main() -> None:
-    """Offline batch inference for OPT and Llama models in several memory tiers."""
+    """Offline batch inference for language models in several memory tiers."""
     # libgomp reads these when torch is imported. Threads that wait for each other sleep after some
     # microseconds: longer spinning slows a step down many times where other programs run on the
     # same cores, and waking up for every op takes a third of a small model's step.

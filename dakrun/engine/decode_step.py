@@ -199,6 +199,10 @@ class _Recorder:
         self.launches[op].append(partial(self._backend.linear, name, x, residual))
         return self._backend.linear(name, x, residual)
 
+    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        self.launches["attention"].append(partial(self._backend.normalize_heads, layer, qkv))
+        return self._backend.normalize_heads(layer, qkv)
+
     def recorded(self, attention: Attention) -> Attention:
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             self.launches["attention"].append(partial(attention, layer, qkv))

@@ -72,6 +72,15 @@ class ReferenceBackend:
             y = residual + y
         return self._norm(layer, matrix.post_norm, y) if matrix.post_norm else y
 
+    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """qkv [n, (Hq + 2 Hkv) * D] with the layer's norms of query and key heads."""
+        config = self._model.config
+        parts = list(split_heads(config, qkv))
+        for i, kind in enumerate("qk"):
+            weight = self._vectors[f"layers.{layer}.{kind}_norm.weight"]
+            parts[i] = rms_norm(parts[i], weight, config.norm_eps)
+        return torch.cat(parts, 1).flatten(1)
+
     def _norm(self, layer: str, norm: Norm, x: torch.Tensor) -> torch.Tensor:
         vectors = [self._vectors.get(f"{layer}{norm.name}.{kind}") for kind in ("weight", "bias")]
         if norm.kind == "rms":
@@ -85,6 +94,7 @@ class TimedBackend:
 
     def __init__(self, backend: ReferenceBackend) -> None:
         self.begin, self.embed, self.end = backend.begin, backend.embed, backend.end
+        self.normalize_heads = backend.normalize_heads
         self.seconds: dict[str, float] = defaultdict(float)
         self._backend = backend
 

@@ -17,6 +17,7 @@ from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.gemm.splitk_config import tiles_for
 from dakrun.kernels.normalize import SOURCE as NORMALIZE
+from dakrun.kernels.normalize_heads import SOURCE as NORMALIZE_HEADS
 from dakrun.kernels.runtime import operands
 from dakrun.kernels.select_token import SOURCE as SELECT_TOKEN
 from dakrun.kernels.store_kv import SOURCE as STORE_KV
@@ -109,5 +110,5 @@ def all_variants(arch: str) -> list[Variant]:
 
 
 def _small(dtype: torch.dtype) -> list[Variant]:
-    sources = (SELECT_TOKEN, NORMALIZE, EMBED, STORE_KV)
+    sources = (SELECT_TOKEN, NORMALIZE, NORMALIZE_HEADS, EMBED, STORE_KV)
     return [(source, operands.defines(dtype)) for source in sources]

@@ -6,10 +6,10 @@ ops, the loader's manifest and the forward pass read it. Knows neither weights n
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from dakrun.config import ModelConfig
+from dakrun.config import FamilyName, ModelConfig
 
 Activation = Literal["none", "relu", "silu_mul"]
 NormKind = Literal["rms", "layer"]
@@ -20,9 +20,11 @@ class Family:
     """A family of models by the names that Hugging Face gives its modules.
 
     `root` is the decoder's prefix, which some checkpoints store without "model."; names of a layer
-    are relative to its own prefix. `up` projects into the feed-forward width: one matrix, or gate
-    and up, which `silu_mul` joins; `ops` are the planner's names for `up` and `down`. Positions are
-    rotary, or learned: the table `positions`, whose first `position_offset` rows are unused.
+    are relative to its own prefix. `qkv` are the modules of queries, keys and values, or one of all
+    of them; `qk_norms` are RMSNorms of each query and key head, before RoPE. `up` projects into the
+    feed-forward width: one matrix, or gate and up, which `silu_mul` joins, from two modules or, gate
+    first, from one; `ops` are the planner's names for `up` and `down`. Positions are rotary, or
+    learned: the table `positions`, whose first `position_offset` rows are unused.
     """
 
     root: str
@@ -30,6 +32,8 @@ class Family:
     attention_norm: str
     ffn_norm: str
     final_norm: str
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qk_norms: tuple[str, str] | None = None
     o: str
     up: tuple[str, ...]
     down: str
@@ -40,7 +44,20 @@ class Family:
     position_offset: int = 0
 
 
-FAMILIES = {
+_LLAMA = Family(
+    root="model.",
+    norm="rms",
+    attention_norm="input_layernorm",
+    ffn_norm="post_attention_layernorm",
+    final_norm="norm",
+    o="self_attn.o_proj",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    ops=("gate_up", "down"),
+    activation="silu_mul",
+    rotary=True,
+)
+FAMILIES: dict[FamilyName, Family] = {
     "opt": Family(
         root="model.decoder.",
         norm="layer",
@@ -56,19 +73,11 @@ FAMILIES = {
         positions="embed_positions",
         position_offset=2,
     ),
-    "llama": Family(
-        root="model.",
-        norm="rms",
-        attention_norm="input_layernorm",
-        ffn_norm="post_attention_layernorm",
-        final_norm="norm",
-        o="self_attn.o_proj",
-        up=("mlp.gate_proj", "mlp.up_proj"),
-        down="mlp.down_proj",
-        ops=("gate_up", "down"),
-        activation="silu_mul",
-        rotary=True,
-    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": replace(_LLAMA, qk_norms=("self_attn.q_norm", "self_attn.k_norm")),
+    "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
 }
 
 
@@ -151,8 +160,16 @@ class Architecture:
             yield self.embedding.op, self.embedding
         yield from self.step()
 
+    def head_norms(self) -> Iterator[tuple[str, tuple[str, int]]]:
+        """(operand name, (module, size)) of the weights of all norms of query and key heads."""
+        if self.family.qk_norms:
+            for i in range(self.config.num_layers):
+                for kind, module in zip("qk", self.family.qk_norms, strict=True):
+                    name = f"layers.{i}.{kind}_norm.weight"
+                    yield name, (f"layers.{i}.{module}", self.config.head_dim)
+
     def norms(self) -> Iterator[tuple[str, Norm]]:
-        """(operand name, norm) of all norms."""
+        """(operand name, norm) of all norms of hidden states."""
         for name, matrix in self.step():
             layer = name.removesuffix(matrix.op)
             for norm in (matrix.norm, matrix.post_norm):
@@ -175,11 +192,14 @@ def architecture(config: ModelConfig) -> Architecture:
     if c.final_norm:
         final = norm("final_norm", family.final_norm)
     up_op, down_op = family.ops
-    heads = (("q", c.q_size), ("k", c.kv_size), ("v", c.kv_size))
+    heads = [c.q_size, c.kv_size, c.kv_size]
+    if len(family.qkv) == 1:
+        heads = [sum(heads)]
+    ups = (2 if family.activation == "silu_mul" else 1) // len(family.up)  # of a module
     layer = (
         Matrix(
             op="qkv",
-            sources=tuple((f"self_attn.{head}_proj", rows) for head, rows in heads),
+            sources=tuple(zip(family.qkv, heads, strict=True)),
             cols=hidden,
             bias=c.attention_bias,
             norm=pre_norms[0],
@@ -188,12 +208,12 @@ def architecture(config: ModelConfig) -> Architecture:
             op="o",
             sources=((family.o, hidden),),
             cols=c.q_size,
-            bias=c.attention_bias,
+            bias=c.o_bias,
             post_norm=post_norms[0],
         ),
         Matrix(
             op=up_op,
-            sources=tuple((source, c.ffn_size) for source in family.up),
+            sources=tuple((source, ups * c.ffn_size) for source in family.up),
             cols=hidden,
             bias=c.mlp_bias,
             norm=pre_norms[1],

@@ -31,6 +31,13 @@ class Backend(Protocol):
         """
         ...
 
+    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """qkv [n, (Hq + 2 Hkv) * D] with the layer's norms of query and key heads; may overwrite.
+
+        Only for families with such norms.
+        """
+        ...
+
     def end(self) -> None:
         """End a pass, after its last launch."""
         ...
@@ -63,7 +70,10 @@ class Decoder:
         self.backend.begin(len(tokens))
         x = self.backend.embed(tokens, positions)
         for i in range(self.model.config.num_layers):
-            heads = attention(i, linear(f"layers.{i}.{qkv}", x))
+            fused = linear(f"layers.{i}.{qkv}", x)
+            if self.model.family.qk_norms:
+                fused = self.backend.normalize_heads(i, fused)
+            heads = attention(i, fused)
             x = linear(f"layers.{i}.{o}", heads, residual=x)
             x = linear(f"layers.{i}.{down}", linear(f"layers.{i}.{up}", x), residual=x)
         if rows is not None:

@@ -5,17 +5,55 @@ sizes.
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dakrun.config import DTYPE_BYTES, Dtype, Llama3Rope, ModelConfig
+from dakrun.config import (
+    DTYPE_BYTES,
+    Dtype,
+    FamilyName,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ModelConfig,
+    RopeScaling,
+    YarnRope,
+)
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import read_json_object, stored_dtype
 
-FAMILIES = {"OPTForCausalLM": "opt", "LlamaForCausalLM": "llama"}  # by architecture
+FAMILIES: dict[str, FamilyName] = {  # by architecture
+    "OPTForCausalLM": "opt",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+}
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """What an absent field of a rotary family's config.json means, as in transformers."""
+
+    max_positions: int
+    eos: int | None
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    window: int | None = None
+
+
+_DEFAULTS: dict[FamilyName, _Defaults] = {
+    "llama": _Defaults(2048, 2),
+    "mistral": _Defaults(131_072, 2, kv_heads=8, window=4096),
+    "qwen2": _Defaults(32_768, None, kv_heads=32, window=4096),
+    "qwen3": _Defaults(32_768, None, head_dim=128, kv_heads=32, window=4096),
+    "phi3": _Defaults(4096, 32_000),
+}
 _SHOWN = 60  # characters of a malformed value in messages
 
 
@@ -125,12 +163,12 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     fields = _Fields(raw, f"{name}: config.json")
     if family == "opt":
         return _from_opt(fields, name)
-    if family == "llama":
-        return _from_llama(fields, name)
+    if family in _DEFAULTS:
+        return _from_rotary(fields, name, family)
     named = model_type if architecture in FAMILIES else architecture or model_type
     raise CannotRun(
         f"{name}: architecture {named or '(none named)'} is not supported",
-        hint=f"supported are {' and '.join(FAMILIES)}",
+        hint=f"supported are {', '.join(FAMILIES)}",
     )
 
 
@@ -153,6 +191,7 @@ def _from_opt(fields: _Fields, name: str) -> ModelConfig:
         embed_size=fields.count("word_embed_proj_dim" if projected else "hidden_size"),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
         attention_bias=bias,
+        o_bias=bias,
         mlp_bias=bias,
         pre_norm=pre_norm,
         final_norm=pre_norm and not fields.flag("_remove_final_layer_norm", False),
@@ -161,34 +200,72 @@ def _from_opt(fields: _Fields, name: str) -> ModelConfig:
     )
 
 
-def _from_llama(fields: _Fields, name: str) -> ModelConfig:
-    activation = fields.raw.get("hidden_act", "silu")
+def _from_rotary(fields: _Fields, name: str, family: FamilyName) -> ModelConfig:
+    """Llama or a relative of it."""
+    activation, defaults = fields.raw.get("hidden_act", "silu"), _DEFAULTS[family]
     if activation != "silu":
         raise CannotRun(
-            f"{name}: Llama with activation {activation!r} is not supported",
-            hint="published Llama models use silu",
+            f"{name}: {family} with activation {activation!r} is not supported",
+            hint=f"published {family} models use silu",
         )
-    theta, scaling = _rope(fields, name)
-    grouped = fields.has("num_key_value_heads")
+    count = fields.count("max_position_embeddings", defaults.max_positions)
+    positions = [(count, "")]
+    theta, scaling = _rope(fields, name, count)
+    if isinstance(scaling, LongRope):
+        original = _original_positions(fields, count)
+        positions.append((original, "further ones need longrope's long factors"))
+    window = _window(fields, family)
+    if window is not None:
+        positions.append((window, "its sliding window"))
+    most, reason = min(positions, key=lambda limit: limit[0])
+    kv_heads = "num_key_value_heads"
+    if not fields.has(kv_heads) and (defaults.kv_heads is None or kv_heads in fields.raw):
+        kv_heads = "num_attention_heads"
+    if fields.has("head_dim"):
+        head_dim = fields.count("head_dim")
+    else:
+        head_dim = defaults.head_dim or _head_dim(fields, name)
+    attention_bias = family == "qwen2" or fields.flag("attention_bias", False)
+    if family in ("mistral", "phi3"):
+        attention_bias = False
     return ModelConfig(
-        family="llama",
+        family=family,
         ffn_size=fields.count("intermediate_size"),
-        num_kv_heads=fields.count("num_key_value_heads" if grouped else "num_attention_heads"),
-        head_dim=fields.count("head_dim") if fields.has("head_dim") else _head_dim(fields, name),
-        max_positions=fields.count("max_position_embeddings", 2048),
+        num_kv_heads=fields.count(kv_heads, defaults.kv_heads),
+        head_dim=head_dim,
+        max_positions=most,
+        limited_by=reason,
         embed_size=fields.count("hidden_size"),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=fields.flag("attention_bias", False),
-        mlp_bias=fields.flag("mlp_bias", False),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        attention_bias=attention_bias,
+        o_bias=attention_bias and family != "qwen2",
+        mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
+        norm_eps=fields.number("rms_norm_eps", 1e-5 if family == "phi3" else 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        **_shared_fields(fields, name),
+        **_shared_fields(fields, name, defaults.eos),
     )
 
 
-def _shared_fields(fields: _Fields, name: str) -> dict[str, Any]:
-    """The fields of ModelConfig whose keys all families share."""
+def _window(fields: _Fields, family: FamilyName) -> int | None:
+    """Positions to which a layer with a sliding window attends; None if no layer has one."""
+    key, default = "sliding_window", _DEFAULTS[family].window
+    if family == "llama" or (not fields.has(key) and (default is None or key in fields.raw)):
+        return None
+    kinds = fields.raw.get("layer_types")
+    if isinstance(kinds, list) and "sliding_attention" not in kinds:
+        return None
+    if family in ("qwen2", "qwen3"):
+        last = fields.count("max_window_layers", 28) if fields.has("max_window_layers") else 28
+        if not fields.flag("use_sliding_window", False):
+            return None
+        if not kinds and last >= fields.count("num_hidden_layers"):
+            return None
+    return fields.count(key, default)
+
+
+def _shared_fields(fields: _Fields, name: str, eos: int | None = 2) -> dict[str, Any]:
+    """The fields of ModelConfig whose keys all families share; `eos` is the default."""
     return {
         "name": name,
         "vocab_size": fields.count("vocab_size"),
@@ -196,35 +273,93 @@ def _shared_fields(fields: _Fields, name: str) -> dict[str, Any]:
         "num_layers": fields.count("num_hidden_layers"),
         "num_heads": fields.count("num_attention_heads"),
         "dtype": _dtype(fields.raw, name),
-        "eos_token_ids": _eos(fields.raw.get("eos_token_id", 2), fields.where),
+        "eos_token_ids": _eos(fields.raw.get("eos_token_id", eos), fields.where),
     }
 
 
-def _rope(fields: _Fields, name: str) -> tuple[float, Llama3Rope | None]:
-    """Base and scaling of RoPE.
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_HINT = "supported are default, linear, dynamic, llama3, yarn and longrope"
 
-    transformers 5 writes rope_parameters; like it, prefer rope_scaling if both are there.
+
+def _rope(fields: _Fields, name: str, positions: int) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of RoPE of a model with as many positions as its config.json says.
+
+    transformers 5 writes rope_parameters; like it, prefer rope_scaling if both are there. Up to the
+    model's positions `dynamic` is plain RoPE.
     """
     rope = fields.part("rope_scaling") or fields.part("rope_parameters") or _Fields({}, "")
     owner = rope if rope.has("rope_theta") else fields
     theta = owner.number("rope_theta") if owner.has("rope_theta") else 10_000.0
+    for part in (rope, fields):
+        if part.has("partial_rotary_factor") and part.number("partial_rotary_factor") != 1:
+            raise CannotRun(
+                f"{name}: rotary embeddings of a part of each head are not supported",
+                hint="partial_rotary_factor in config.json is not 1",
+            )
     kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
-    if kind == "default":
+    if kind in ("default", "dynamic"):
         return theta, None
+    if kind == "linear":
+        return theta, LinearRope(rope.number("factor"))
+    if kind == "yarn":
+        return theta, _yarn(rope, fields, positions)
+    if kind in ("longrope", "su"):
+        return theta, _longrope(rope, fields, positions)
     if kind != "llama3":
-        raise CannotRun(
-            f"{name}: rope type {kind!r} is not supported",
-            hint="supported are plain rotary embeddings and llama3 scaling",
-        )
-    key = "original_max_position_embeddings"
+        raise CannotRun(f"{name}: rope type {kind!r} is not supported", hint=_ROPE_HINT)
     return theta, Llama3Rope(
         factor=rope.number("factor"),
         low_freq_factor=rope.number("low_freq_factor"),
         high_freq_factor=rope.number("high_freq_factor"),
-        original_max_positions=(
-            rope.count(key) if rope.has(key) else fields.count("max_position_embeddings", 2048)
-        ),
+        original_max_positions=_original_positions(fields, positions),
     )
+
+
+def _yarn(rope: _Fields, fields: _Fields, positions: int) -> YarnRope:
+    """YaRN's parameters, with those of its paper where they are absent."""
+    original = _original_positions(fields, positions)
+    factor = rope.number("factor") if rope.has("factor") else positions / original
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.has("attention_factor"):
+        attention = rope.number("attention_factor")
+    elif rope.has("mscale") and rope.has("mscale_all_dim"):
+        attention = scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
+    else:
+        attention = scale(1.0)
+    return YarnRope(
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=attention,
+        beta_fast=rope.number("beta_fast") if rope.has("beta_fast") else 32.0,
+        beta_slow=rope.number("beta_slow") if rope.has("beta_slow") else 1.0,
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _longrope(rope: _Fields, fields: _Fields, positions: int) -> LongRope:
+    """LongRoPE's short factors, and the factor of attention of a model of that many positions."""
+    factors = rope.raw.get("short_factor")
+    numbers = isinstance(factors, list) and all(type(f) in (int, float) for f in factors)
+    if not numbers or not factors:
+        rope._refuse("short_factor", factors, "a list of numbers")
+    original = _original_positions(fields, positions)
+    factor = rope.number("factor") if rope.has("factor") else positions / original
+    if rope.has("attention_factor"):
+        attention = rope.number("attention_factor")
+    else:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRope(tuple(map(float, factors)), attention)
+
+
+def _original_positions(fields: _Fields, positions: int) -> int:
+    """Positions before RoPE's scaling: of the model, or of its rope's parameters."""
+    for part in (fields, fields.part("rope_scaling"), fields.part("rope_parameters")):
+        if part is not None and part.has(_ORIGINAL):
+            return part.count(_ORIGINAL)
+    return positions
 
 
 def _dtype(raw: Mapping[str, Any], name: str) -> Dtype:

@@ -1,11 +1,11 @@
-"""Published OPT and Llama architectures by name, to plan without a checkpoint.
+"""Published architectures by name, to plan without a checkpoint.
 
 Holds the numbers of their config.json and their hub ids; reads no file and no network.
 """
 
 from typing import Any
 
-from dakrun.config import Llama3Rope, ModelConfig
+from dakrun.config import FamilyName, Llama3Rope, ModelConfig
 
 # OPT (arXiv 2205.01068): hidden_size, layers, heads; ffn_size is 4 x hidden_size.
 _OPT = {
@@ -31,7 +31,37 @@ _LLAMA: dict[str, tuple[Any, ...]] = {
     "llama-3.1-70b": (8192, 28672, 80, 64, 8, "meta-llama/Llama-3.1-70B"),
     "llama-3.2-1b": (2048, 8192, 16, 32, 8, "meta-llama/Llama-3.2-1B"),
     "llama-3.2-3b": (3072, 8192, 28, 24, 8, "meta-llama/Llama-3.2-3B"),
+    "llama-3.3-70b": (8192, 28672, 80, 64, 8, "meta-llama/Llama-3.3-70B-Instruct"),
 }
+
+# Mistral 7B v0.3, Nemo (2407) and Small 3 (2501), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv
+# 2505.09388, the chat models) and Phi-4 (arXiv 2412.08905), with heads of 128 where they are not
+# hidden_size / heads; columns as above.
+_OTHERS: dict[str, tuple[Any, ...]] = {
+    "mistral-7b": (4096, 14336, 32, 32, 8, "mistralai/Mistral-7B-v0.3"),
+    "mistral-nemo-12b": (5120, 14336, 40, 32, 8, "mistralai/Mistral-Nemo-Base-2407"),
+    "mistral-small-24b": (5120, 32768, 40, 32, 8, "mistralai/Mistral-Small-24B-Base-2501"),
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, "Qwen/Qwen2.5-0.5B"),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, "Qwen/Qwen2.5-1.5B"),
+    "qwen2.5-3b": (2048, 11008, 36, 16, 2, "Qwen/Qwen2.5-3B"),
+    "qwen2.5-7b": (3584, 18944, 28, 28, 4, "Qwen/Qwen2.5-7B"),
+    "qwen2.5-14b": (5120, 13824, 48, 40, 8, "Qwen/Qwen2.5-14B"),
+    "qwen2.5-32b": (5120, 27648, 64, 40, 8, "Qwen/Qwen2.5-32B"),
+    "qwen2.5-72b": (8192, 29568, 80, 64, 8, "Qwen/Qwen2.5-72B"),
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, "Qwen/Qwen3-0.6B"),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, "Qwen/Qwen3-1.7B"),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, "Qwen/Qwen3-4B"),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, "Qwen/Qwen3-8B"),
+    "qwen3-14b": (5120, 17408, 40, 40, 8, "Qwen/Qwen3-14B"),
+    "qwen3-32b": (5120, 25600, 64, 64, 8, "Qwen/Qwen3-32B"),
+    "phi-4": (5120, 17920, 40, 40, 10, "microsoft/phi-4"),
+}
+_SMALL_QWENS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
+_TIED = (*_SMALL_QWENS, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
+_HEAD_128 = ("mistral-nemo", "mistral-small", "qwen3")
+_VOCABULARIES = {"mistral-7b": 32_768, "mistral": 131_072, "qwen2.5": 152_064, "qwen3": 151_936}
+_POSITIONS = {"mistral-nemo": 131_072, "mistral": 32_768, "qwen2.5": 131_072, "qwen3": 40_960}
+_ROPE_BASES = {"mistral-small": 1e8, "phi": 250_000.0}
 
 _LLAMA_2: dict[str, Any] = {"vocab_size": 32_000, "max_positions": 4096, "eos_token_ids": (2,)}
 _LLAMA_3: dict[str, Any] = {
@@ -44,8 +74,8 @@ _LLAMA_3: dict[str, Any] = {
 
 
 def known_names() -> list[str]:
-    """All names that `known_model` takes, OPT first, small to large."""
-    return [*_OPT, *_LLAMA]
+    """All names that `known_model` takes, family by family."""
+    return [*_OPT, *_LLAMA, *_OTHERS]
 
 
 def known_model(name: str) -> ModelConfig | None:
@@ -53,6 +83,8 @@ def known_model(name: str) -> ModelConfig | None:
     name = name.lower()
     if name in _OPT:
         return _opt(name)
+    if name in _OTHERS:
+        return _other(name)
     return _llama(name) if name in _LLAMA else None
 
 
@@ -61,7 +93,8 @@ def hub_id(name: str) -> str | None:
     name = name.lower()
     if name in _OPT:
         return f"facebook/{name}"
-    return _LLAMA[name][-1] if name in _LLAMA else None
+    row = _LLAMA.get(name) or _OTHERS.get(name)
+    return row[-1] if row else None
 
 
 def _opt(name: str) -> ModelConfig:
@@ -76,6 +109,7 @@ def _opt(name: str) -> ModelConfig:
         embed_size=512 if is_350m else hidden,
         tied_embeddings=True,
         attention_bias=True,
+        o_bias=True,
         mlp_bias=True,
         pre_norm=not is_350m,
         final_norm=not is_350m,
@@ -86,8 +120,8 @@ def _opt(name: str) -> ModelConfig:
 def _llama(name: str) -> ModelConfig:
     sizes = _sizes(*_LLAMA[name][:-1])
     generation = dict(_LLAMA_2 if name.startswith("llama-2") else _LLAMA_3)
-    if name.startswith(("llama-3.1", "llama-3.2")):
-        factor = 8.0 if name.startswith("llama-3.1") else 32.0
+    if name.startswith(("llama-3.1", "llama-3.2", "llama-3.3")):
+        factor = 32.0 if name.startswith("llama-3.2") else 8.0
         generation["max_positions"] = 131_072
         generation["rope_scaling"] = Llama3Rope(
             factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
@@ -99,6 +133,34 @@ def _llama(name: str) -> ModelConfig:
         embed_size=sizes["hidden_size"],
         tied_embeddings=name.startswith("llama-3.2"),
         **generation,
+    )
+
+
+def _other(name: str) -> ModelConfig:
+    def of(table: dict[str, Any], default: Any) -> Any:
+        return next((value for key, value in table.items() if name.startswith(key)), default)
+
+    families: dict[str, FamilyName] = {"mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
+    family: FamilyName = of(families, "phi3")
+    sizes = _sizes(*_OTHERS[name][:-1])
+    if name.startswith(_HEAD_128):
+        sizes["head_dim"] = 128
+    small = name in _SMALL_QWENS
+    large_qwen = name in ("qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b")
+    eos = {"mistral": 2, "qwen2": 151_643, "qwen3": 151_645}
+    return ModelConfig(
+        name=name,
+        family=family,
+        **sizes,
+        vocab_size=151_936 if small else of(_VOCABULARIES, 100_352),
+        max_positions=32_768 if small else of(_POSITIONS, 16_384),
+        embed_size=sizes["hidden_size"],
+        tied_embeddings=name in _TIED,
+        dtype="bfloat16",
+        attention_bias=family == "qwen2",
+        norm_eps=1e-6 if family.startswith("qwen") and not large_qwen else 1e-5,
+        rope_theta=of(_ROPE_BASES, 1e6),
+        eos_token_ids=(of(eos, 100_265),),
     )
 
 

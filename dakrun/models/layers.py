@@ -1,9 +1,11 @@
 """Norms and rotary embeddings in plain torch."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from dakrun.config import ModelConfig
+from dakrun.config import LinearRope, Llama3Rope, LongRope, ModelConfig, YarnRope
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -22,21 +24,51 @@ def layer_norm(
 def rope_table(
     config: ModelConfig, positions: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [positions, D / 2] of the rotary embedding.
-
-    Frequencies and their llama3 scaling follow Su et al. (arXiv 2104.09864) and Meta's Llama 3.1
-    reference: long wavelengths are divided by `factor`, short ones kept, those between blended.
-    """
+    """Cosines and sines [positions, D / 2] of rotary embeddings (Su et al., arXiv 2104.09864)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    if config.rope_scaling is not None:
-        s = config.rope_scaling
-        turns = s.original_max_positions * frequencies / (2 * torch.pi)
-        blend = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-        blend = blend.clamp(0, 1)
-        frequencies = (1 - blend) * frequencies / s.factor + blend * frequencies
+    frequencies, factor = _scaled(1.0 / config.rope_theta**exponents, config)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def _scaled(frequencies: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, float]:
+    """Frequencies [D / 2] of RoPE after the model's scaling, and the factor of its rotations.
+
+    llama3 follows Meta's Llama 3.1 reference: long wavelengths are divided by `factor`, short ones
+    kept, those between blended.
+    """
+    match config.rope_scaling:
+        case Llama3Rope() as s:
+            turns = s.original_max_positions * frequencies / (2 * torch.pi)
+            kept = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+            kept = kept.clamp(0, 1)
+            return (1 - kept) * frequencies / s.factor + kept * frequencies, 1.0
+        case LinearRope() as s:
+            return frequencies / s.factor, 1.0
+        case LongRope() as s:
+            return frequencies / torch.tensor(s.factors, dtype=torch.float32), s.attention_factor
+        case YarnRope() as s:
+            kept = 1 - _yarn_ramp(s, config)
+            blended = (1 - kept) * frequencies / s.factor + kept * frequencies
+            return blended, s.attention_factor
+    return frequencies, 1.0
+
+
+def _yarn_ramp(s: YarnRope, config: ModelConfig) -> torch.Tensor:
+    """How far each frequency [D / 2] is interpolated, 0 to 1 (section 3.2 of arXiv 2309.00071)."""
+    dim = config.head_dim
+
+    def dimension(turns: float) -> float:
+        """The dimension whose frequency makes as many turns over the original positions."""
+        wavelength = s.original_max_positions / (turns * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(s.beta_fast), dimension(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+    return ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

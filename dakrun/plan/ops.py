@@ -214,6 +214,7 @@ def vector_bytes(model: ModelConfig) -> int:
     of = architecture(model)
     elements = sum(matrix.rows for _, matrix in of.matrices() if matrix.bias)
     elements += sum(len(norm.vectors) * model.hidden_size for _, norm in of.norms())
+    elements += sum(size for _, (_, size) in of.head_norms())
     if of.family.positions:
         elements += (model.max_positions + of.family.position_offset) * model.hidden_size
     return elements * DTYPE_BYTES[model.dtype]

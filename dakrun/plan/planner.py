@@ -48,7 +48,7 @@ def make_plan(
     if workload.max_model_len > model.max_positions:
         raise UsageError(
             f"max model length {workload.max_model_len} is beyond the {model.max_positions} "
-            f"positions of {model.name}",
+            f"positions of {model.name}" + (f" ({model.limited_by})" if model.limited_by else ""),
             hint=f"use --max-model-len {model.max_positions} or less",
         )
     costs = StepCosts(model, workload, profile, policy.remote_tiers(profile))

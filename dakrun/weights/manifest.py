@@ -38,7 +38,8 @@ class Manifest:
     tier. An operand with several sources stacks them along dimension 0.
 
     `folded` and `interleaved` concern packed matrices: the norm folded into each, by matrix, and
-    the matrices in which rows of the sources alternate, and in whose biases elements do.
+    the matrices in which rows of the two sources, or of the halves of one, alternate, and in whose
+    biases elements do.
     """
 
     matrices: Mapping[str, tuple[Source, ...]]
@@ -58,8 +59,11 @@ class Manifest:
         """
         sources = self.matrices[matrix]
         if matrix in self.interleaved:
-            count = len(sources)
-            return [(source, slice(rows.start // count, rows.stop // count)) for source in sources]
+            start, stop = rows.start // 2, rows.stop // 2
+            if len(sources) == 2:
+                return [(source, slice(start, stop)) for source in sources]
+            half = sources[0][1][0] // 2
+            return [(sources[0], slice(top + start, top + stop)) for top in (0, half)]
         found, top = [], 0
         for source in sources:
             start, stop = max(rows.start, top), min(rows.stop, top + source[1][0])
@@ -111,6 +115,8 @@ def manifest_of(model: Architecture, has: Callable[[str], bool]) -> Manifest:
                     resident[vector] = ((f"{module}.{kind}", (hidden,)),)
                 if norm is matrix.norm and name != model.table:
                     folded[name] = Fold(norm.kind, vectors.get("weight"), vectors.get("bias"))
+    for name, (module, size) in model.head_norms():
+        resident[name] = ((f"{root}{module}.weight", (size,)),)
     return Manifest(matrices, resident, folded, frozenset(interleaved))
 
 
