@@ -129,15 +129,19 @@ WINDOW = {"sliding_window": 1024}
 @pytest.mark.parametrize(
     ("family", "change", "positions"),
     [
-        ("llama", WINDOW, 8192),  # which transformers ignores
+        ("llama", WINDOW, 131072),  # which transformers ignores
         ("mistral", WINDOW, 1024),
         ("mistral", {}, 4096),  # transformers' default
-        ("mistral", {"sliding_window": None}, 8192),
-        ("qwen2", WINDOW, 8192),
+        ("mistral", {"sliding_window": None}, 131072),
+        ("qwen2", WINDOW, 131072),
         ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 5}, 1024),
-        ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 32}, 8192),
-        ("qwen3", {**WINDOW, "use_sliding_window": True, "layer_types": ["full_attention"]}, 8192),
-        ("phi3", {}, 8192),
+        ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 32}, 131072),
+        (
+            "qwen3",
+            {**WINDOW, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            131072,
+        ),
+        ("phi3", {}, 131072),
         ("phi3", WINDOW, 1024),
     ],
 )
@@ -147,7 +151,7 @@ def test_positions_end_with_the_sliding_window(
     raw = {**LLAMA, "model_type": family, "num_hidden_layers": 32, **change}
     model = parse_model_config(raw, name="m")
     assert (model.family, model.max_positions) == (family, positions)
-    if positions == 8192:
+    if positions == 131072:
         assert not model.limited_by
         return
     work = Workload(batch_size=1, prompt_len=1, new_tokens=1, max_model_len=positions + 1)

@@ -288,7 +288,7 @@ CONFIGS = {
     "other type": config("dtype 'int8'", "float16", CANNOT_RUN, dtype="int8"),
     "other activation": config("activation 'gelu'", "silu", CANNOT_RUN, hidden_act="gelu"),
     "other rope": config(
-        "rope type 'yarn'", "llama3", CANNOT_RUN, rope_parameters={"rope_type": "yarn"}
+        "rope type 'ntk'", "llama3", CANNOT_RUN, rope_parameters={"rope_type": "ntk"}
     ),
     "rope without factors": config("no 'factor'", rope_parameters={"rope_type": "llama3"}),
     "rope that makes no sense": config("rope scaling", rope_parameters=NO_LLAMA3),

@@ -32,10 +32,11 @@ from dakrun.cli.options import (
     wide_option,
     workload_options,
 )
+from dakrun.config import DTYPE_BYTES
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 
 if TYPE_CHECKING:
-    from dakrun.config import ModelConfig, SamplingParams
+    from dakrun.config import Dtype, ModelConfig, SamplingParams
     from dakrun.requests import RowLengths
 
 
@@ -330,15 +331,28 @@ def profile(
     "--shard-size", type=Size(), default="4GiB", show_default=True,
     help="Maximum bytes of an output file.",
 )  # fmt: skip
-def convert(*, source: Path, target: Path, shard_size: int) -> None:
-    """Write a folder's pytorch_model*.bin as safetensors into a new folder.
+@click.option(
+    "--dtype", type=click.Choice(tuple(DTYPE_BYTES)),
+    help="Of the weights of a GGUF file.  [default: bfloat16]",
+)  # fmt: skip
+def convert(*, source: Path, target: Path, shard_size: int, dtype: "Dtype | None") -> None:
+    """Write pytorch_model*.bin files, or a GGUF file, as safetensors into a new folder.
 
-    Runs no code from the files; copies config.json and the tokenizer.
+    SRC is a folder with .bin files, of which config.json and the tokenizer are copied, too, or a
+    .gguf file (llama, qwen2 or qwen3), which is dequantized. Runs no code from the files.
     """
-    from dakrun.weights import convert_checkpoint
+    from dakrun.weights import convert_checkpoint, convert_gguf
 
     note = eprint if sys.stderr.isatty() else lambda _: None
     source, target = source.expanduser(), target.expanduser()
+    if source.suffix.lower() == ".gguf":
+        found = convert_gguf(
+            source, target, dtype=dtype or "bfloat16", shard_bytes=shard_size, note=note
+        )
+        eprint(found.summary())
+        return
+    if dtype is not None:
+        raise UsageError("--dtype is for GGUF files", hint="leave it out: .bin files keep theirs")
     eprint(convert_checkpoint(source, target, shard_bytes=shard_size, note=note).summary())
 
 

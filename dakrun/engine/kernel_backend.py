@@ -162,8 +162,9 @@ class KernelBackend:
         weights = (self._vectors[f"layers.{layer}.{kind}_norm.weight"] for kind in "qk")
         heads = qkv.view(len(qkv), -1, config.head_dim)
         normalize_heads(
-            heads, *weights, eps=config.norm_eps, kv_heads=config.num_kv_heads, pdl=True
-        )
+            heads, *weights, eps=config.norm_eps, kv_heads=config.num_kv_heads, pdl=True,
+            fills_sms=not self.fills_sms(len(qkv)),
+        )  # fmt: skip
         return qkv
 
     def by(self, n: int) -> By:

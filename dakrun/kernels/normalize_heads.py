@@ -15,7 +15,7 @@ SOURCE = "normalize_heads.cu"
 class _Args(ctypes.Structure):
     _fields_ = (
         *operands.pointers("qkv", "q_weight", "k_weight"),
-        *operands.ints("n", "q_heads", "kv_heads", "head_dim"),
+        *operands.ints("n", "q_heads", "kv_heads", "head_dim", "ctas"),
         ("eps", ctypes.c_float),
     )
 
@@ -28,13 +28,14 @@ def normalize_heads(
     eps: float,
     kv_heads: int,
     pdl: bool = False,
+    fills_sms: bool = False,
 ) -> None:
     """Normalize the query and key heads of qkv [N, Hq + 2 Hkv, D] in place, with weights [D].
 
     All operands have one 16-bit dtype and are on one GPU; statistics are float32. A normalized head
     is rounded before it multiplies its weight, as in Qwen3. With `pdl` the launch may start before
-    its predecessor ends, and reads the weights early. Raises ValueError if an operand has the wrong
-    shape, dtype, device or alignment.
+    its predecessor ends, and reads the weights early. `fills_sms` adds idle CTAs, as in
+    normalize(). Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     n, heads, dim = qkv.shape
     q_heads = heads - 2 * kv_heads
@@ -50,6 +51,7 @@ def normalize_heads(
     }
     operands.check_operands(qkv.device, wanted)
     operands.check_gpu(qkv.device)
+    ctas = ceil_div(n * (q_heads + kv_heads) * WARP, ELEMENTWISE_THREADS)
     args = _Args(
         qkv=qkv.data_ptr(),
         q_weight=q_weight.data_ptr(),
@@ -58,8 +60,9 @@ def normalize_heads(
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=dim,
+        ctas=ctas,
         eps=eps,
     )
-    warps = n * (q_heads + kv_heads)
     kernel = jit.kernel(SOURCE, "normalize_heads", operands.defines(qkv.dtype))
-    kernel.launch(ceil_div(warps * WARP, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args, pdl=pdl)
+    sms = jit.sm_count(qkv.device) if fills_sms else 1
+    kernel.launch(sms * ceil_div(ctas, sms), ELEMENTWISE_THREADS, args, pdl=pdl)

@@ -22,9 +22,9 @@ class Family:
     `root` is the decoder's prefix, which some checkpoints store without "model."; names of a layer
     are relative to its own prefix. `qkv` are the modules of queries, keys and values, or one of all
     of them; `qk_norms` are RMSNorms of each query and key head, before RoPE. `up` projects into the
-    feed-forward width: one matrix, or gate and up, which `silu_mul` joins, from two modules or, gate
-    first, from one; `ops` are the planner's names for `up` and `down`. Positions are rotary, or
-    learned: the table `positions`, whose first `position_offset` rows are unused.
+    feed-forward width: one matrix, or gate and up, which `silu_mul` joins, from two modules or, in
+    this order, from one; `ops` are the planner's names for `up` and `down`. Positions are rotary,
+    or learned: the table `positions`, whose first `position_offset` rows are unused.
     """
 
     root: str

@@ -77,15 +77,15 @@ def convert_checkpoint(
         files, names = bin_files(source)
         tied = _tied_embeddings(source)
         target = target.resolve()
-        _check_target(target, sum(path.stat().st_size for path in files))
-        with _staged(target) as folder:
+        check_target(target, sum(path.stat().st_size for path in files))
+        with staged(target) as folder:
             done = _write(files, folder, shard_bytes, tied, note)
             if missing := sorted(names - done.seen):
                 raise CannotRun(
                     f"{source / BIN_INDEX}: tensor {missing[0]!r} is in none of its files",
                     hint="index and files are from different checkpoints; copy them again",
                 )
-            _name_shards(folder, done)
+            name_shards(folder, done)
             _copy_configuration(source, folder)
     except OSError as problem:
         where = str(problem.filename or target)
@@ -103,7 +103,7 @@ def convert_checkpoint(
     )
 
 
-class _Progress:
+class Progress:
     """Tensor names of each output file so far, in order, and the entries seen and dropped."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def _tied_embeddings(source: Path) -> bool:
         return False
 
 
-def _check_target(target: Path, nbytes: int) -> None:
+def check_target(target: Path, nbytes: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(
             f"{target}: exists and is not an empty folder",
@@ -140,7 +140,7 @@ def _check_target(target: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def _staged(target: Path) -> Iterator[Path]:
+def staged(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`: renamed to it on success, removed on an exception."""
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -162,16 +162,16 @@ def _write(
     shard_bytes: int,
     tied: bool,
     note: Callable[[str], None],
-) -> _Progress:
+) -> Progress:
     """Write output files named 0, 1, ... into `folder`."""
-    done = _Progress()
+    done = Progress()
     for path in files:
         note(f"converting {path.name}")
         _write_one(path, folder, shard_bytes, tied, done)
     return done
 
 
-def _write_one(path: Path, folder: Path, shard_bytes: int, tied: bool, done: _Progress) -> None:
+def _write_one(path: Path, folder: Path, shard_bytes: int, tied: bool, done: Progress) -> None:
     """Convert one source file, and unmap it."""
     tensors, others = read_tensors(path)
     done.not_tensors += others
@@ -239,7 +239,7 @@ def _unshared(tensor: torch.Tensor, users: Mapping[int, int]) -> torch.Tensor:
     return tensor.clone() if users.get(tensor.untyped_storage().data_ptr(), 0) > 1 else tensor
 
 
-def _name_shards(folder: Path, done: _Progress) -> None:
+def name_shards(folder: Path, done: Progress) -> None:
     """Give the output files their final names; write an index if there are several."""
     count = len(done.shards)
     if count == 1:
