@@ -1,4 +1,4 @@
-"""Converting GGUF files: weights, configuration and tokenizer are those of the model behind them."""
+"""Converting GGUF files: weights, configuration and tokenizer are those of the model in them."""
 
 import json
 from pathlib import Path
@@ -89,7 +89,7 @@ def write(
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre("default")
     letters = [chr(ord("a") + i) for i in range(26)]
-    tokens = ["<pad>", "<s>", "</s>", *letters, *(f"<{i}>" for i in range(271))]
+    tokens = ["<pad>", "<s>", "</s>", *letters, "ab", *(f"<{i}>" for i in range(270))]
     file.add_token_list(tokens)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     file.add_token_types([control] * 3 + [normal] * 297)
