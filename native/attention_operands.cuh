@@ -31,6 +31,33 @@ struct Queries {
     }
   }
 
+  // RMSNorm of each head with `weight`, [HEAD_DIM]: rounded before it is multiplied. A head is in
+  // the four lanes of equal lane / 4.
+  __device__ __forceinline__ void normalize(const Element* weight, float eps) {
+    const int t = opaque_lane() % 4;
+#pragma unroll
+    for (int tile = 0; tile < GROUP_TILES; tile++) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int vector = 0; vector < kVectors; vector++) {
+        const float2 x = unpacked(step[tile][vector / 2][vector % 2]);
+        sum += x.x * x.x + x.y * x.y;
+      }
+      sum += __shfl_xor_sync(0xffffffff, sum, 1);
+      sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      const float scale = rsqrtf(sum / HEAD_DIM + eps);
+#pragma unroll
+      for (int vector = 0; vector < kVectors; vector++) {
+        uint32_t& both = step[tile][vector / 2][vector % 2];
+        float2 x = unpacked(both);
+        x = unpacked(packed(scale * x.x, scale * x.y));
+        const float2 w =
+            unpacked(*reinterpret_cast<const uint32_t*>(weight + 8 * vector + 2 * t));
+        both = packed(x.x * w.x, x.y * w.y);
+      }
+    }
+  }
+
   __device__ __forceinline__ void apply_rope(const float2* rotations) {
     const int t = ptx::opaque<uint32_t>(threadIdx.x) % 4;
 #pragma unroll
@@ -74,6 +101,29 @@ struct NewToken {
 #pragma unroll
     for (int i = 0; i < kValues; i++)
       values[i] = args.v[at + min(dimension(i), HEAD_DIM - 1)];
+  }
+
+  // RMSNorm of the key with `weight`, [HEAD_DIM]: rounded before it is multiplied.
+  __device__ __forceinline__ void normalize_key(const Element* weight, float eps) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      const float first = to_float(keys[i].first), second = to_float(keys[i].second);
+      if (dimension(i) < HEAD_DIM / 2) sum += first * first + second * second;
+    }
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2)
+      sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    const float scale = rsqrtf(sum / HEAD_DIM + eps);
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      const Element* const at = weight + min(dimension(i), HEAD_DIM / 2 - 1);
+      Pair& pair = keys[i];
+      convert(pair.first, scale * to_float(pair.first));
+      convert(pair.second, scale * to_float(pair.second));
+      convert(pair.first, to_float(pair.first) * to_float(at[0]));
+      convert(pair.second, to_float(pair.second) * to_float(at[HEAD_DIM / 2]));
+    }
   }
 
   __device__ __forceinline__ void apply_rope(const float2* rotations) {

@@ -69,6 +69,10 @@ struct WarpAttention {
       acc.load(args.prefixes + head * args.group * kPartial, args.group);
     }
     if (has_new) token.load(args, task, length - 1);
+    if (kHeadNorms) {
+      if (begins) queries.normalize(args.q_norm, args.norm_eps);
+      if (has_new) token.normalize_key(args.k_norm, args.norm_eps);
+    }
     if (args.rotations) {
       const float2* const rotations = rotations_of(args, length - 1);
       if (begins) queries.apply_rope(rotations);

@@ -2,14 +2,15 @@
 //
 // Compiled once per dtype (BFLOAT16), head size (HEAD_DIM) and tiles of 8 query heads a KV head
 // (GROUP_TILES), each also with PREFIXES=1: attention to slots' leading blocks is computed before;
-// and with SPANNING=1: leading blocks of local slots may lie in the first remote tier.
+// with SPANNING=1: leading blocks of local slots may lie in the first remote tier; and with
+// HEAD_NORMS=1: query and key heads are normalized (RMSNorm) before RoPE.
 #pragma once
 
 #include "common.cuh"
 #include "element.cuh"
 #include "geometry.cuh"
 
-constexpr bool kPrefixes = PREFIXES, kSpanning = SPANNING;
+constexpr bool kPrefixes = PREFIXES, kSpanning = SPANNING, kHeadNorms = HEAD_NORMS;
 constexpr int kMaxStages = ATTENTION_MAX_STAGES;
 constexpr int kWarps = GROUP_TILES == 1 ? ATTENTION_WARPS : ATTENTION_WARPS_LARGE_GROUP;
 constexpr int kThreads = 32 * (kWarps + 1);  // attention warps and the producer warp
@@ -68,6 +69,10 @@ struct SplitKFlashAttnArgs {
   const float* prefixes;     // [slots][kv_heads * group][kPartial]: partial results of prompt_attn
   // With kSpanning
   const int* away_blocks;  // [slots]: leading blocks of a local slot that lie in tier 1
+  // With kHeadNorms
+  const Element* q_norm;  // [HEAD_DIM]: weights
+  const Element* k_norm;
+  float norm_eps;
 };
 
 // XOR mask of the 16-byte vectors of a row: vector v lies at v ^ swizzle_of(row). Equal vectors of

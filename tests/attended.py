@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.geometry import KV_BLOCK
+from dakrun.kernels import HeadNorms
 from dakrun.kernels.attention import (
     AttentionConfig,
     AttentionWorkspace,
@@ -97,6 +98,7 @@ class Case:
         slots: Sequence[torch.Tensor],
         prefixes: PrefixAttention | None = None,
         away: Sequence[int] | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """The output [B, Hq * D]; rows of empty slots stay NaN.
 
@@ -113,7 +115,7 @@ class Case:
         splitk_flash_attn(
             self.q, self.k, self.v, tables, lengths, config, workspace, out,
             scale=dim**-0.5, rotations=self.turns, prefixes=prefixes,
-            away=leading,
+            away=leading, head_norms=head_norms,
         )  # fmt: skip
         assert not workspace.arrivals.any()
         return out

@@ -11,8 +11,9 @@ from emulated import EmulatedKernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dakrun.kernels import attention_variant
+from dakrun.kernels import HeadNorms, attention_variant
 from dakrun.kernels.attention import kv_blocks
+from dakrun.models import rms_norm
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 5
@@ -247,3 +248,19 @@ def test_tiers_that_share_ctas_span_without_further_ado() -> None:
     assert not config.spanning and config.ctas == (SMS,)
     with pytest.raises(ValueError, match="spanning"):
         case.run(config, case.slots(), away=(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype"),
+    [(1, 64, torch.float16), (4, 128, torch.bfloat16), (3, 80, torch.float16),
+     (16, 64, torch.float16)],
+)  # fmt: skip
+def test_heads_are_normalized_as_they_are_loaded(group: int, dim: int, dtype: torch.dtype) -> None:
+    """Before RoPE; the key that is appended is the normalized one."""
+    case = Case((5, 70, -1, 130), 2, group, dim, dtype, rope=True)
+    weights = (torch.rand(2, dim, generator=torch.manual_seed(dim)) + 0.5).to(dtype)
+    norms = HeadNorms(weights[0], weights[1], 1e-6)
+    slots = case.slots()
+    out = case.run(case.config(sms=SMS), slots, head_norms=norms)
+    case.q, case.k = rms_norm(case.q, weights[0], 1e-6), rms_norm(case.k, weights[1], 1e-6)
+    case.check(out, slots, 2 * allowed(dtype))

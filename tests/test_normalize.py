@@ -8,7 +8,7 @@ from packed_matrices import normal
 from torch.nn import functional as F
 
 from dakrun.geometry import NORMALIZE_MAX_COLS
-from dakrun.kernels import normalize, normalize_heads
+from dakrun.kernels import HeadNorms, normalize, normalize_heads
 from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.models import rms_norm
 
@@ -95,7 +95,7 @@ def test_heads_are_normalized_in_place(
     qkv = normal(5, heads + 2 * kv_heads, dim, dtype=dtype, device=kernel_device)
     weights = [normal(dim, dtype=dtype, device=kernel_device) for _ in range(2)]
     before = qkv.clone()
-    normalize_heads(qkv, *weights, eps=EPS, kv_heads=kv_heads)
+    normalize_heads(qkv, HeadNorms(*weights, EPS), kv_heads=kv_heads)
     parts = (heads, kv_heads, kv_heads)
     q, k, v = before.split(parts, 1)
     for found, x, weight in zip(qkv.split(parts, 1), (q, k), weights, strict=False):
@@ -106,7 +106,8 @@ def test_heads_are_normalized_in_place(
 def test_operands_of_head_norms_are_checked(kernel_device: str) -> None:
     qkv = normal(2, 4, 64, dtype=torch.float16, device=kernel_device)
     weight = qkv[0, 0].clone()
-    for wrong in ({"kv_heads": 2}, {"kv_heads": 1, "q_weight": weight[:8]}):
-        operands: dict[str, Any] = {"q_weight": weight, "k_weight": weight, **wrong}
-        with pytest.raises(ValueError, match="expected"):
-            normalize_heads(qkv, eps=EPS, **operands)
+    norms = HeadNorms(weight, weight, EPS)
+    with pytest.raises(ValueError, match="expected"):
+        normalize_heads(qkv, norms, kv_heads=2)
+    with pytest.raises(ValueError, match="q_weight"):
+        normalize_heads(qkv, HeadNorms(weight[:8], weight, EPS), kv_heads=1)

@@ -106,6 +106,7 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
         getattr(torch, model.dtype), SPLITK_ROWS, x_tiles(device.index), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
         spans=plan.kv_spill_blocks > 0,
+        head_norms=architecture(model).family.qk_norms is not None,
     )  # fmt: skip
 
 

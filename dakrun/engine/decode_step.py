@@ -149,15 +149,16 @@ class DecodeStep:
         n, model = len(qkv), self.backend.model.config
         q, k, v = split_heads(model, qkv)
         scale, lengths, rotations = model.head_dim**-0.5, self.lengths[:n], self.backend.rotations
-        prefixes = None
+        prefixes, norms = None, self.backend.head_norms(layer)
         if self.cascades:
-            prefixes = self._prefixes
+            self.backend.normalize_heads(layer, qkv)
+            prefixes, norms = self._prefixes, None
             prefixes.launch(q, lengths, scale=scale, layer=layer, rotations=rotations, pdl=True)
             config = replace(config, alone=True)  # the launch before fills SMs
         return splitk_flash_attn(
             q, k, v, self._cache.tables, lengths, config, self._workspace, out, scale=scale,
             layer=layer, table_of=self.slots[:n], rotations=rotations, prefixes=prefixes,
-            away=self.away[:n] if config.spanning else None, pdl=True,
+            away=self.away[:n] if config.spanning else None, head_norms=norms, pdl=True,
         )  # fmt: skip
 
     def select(self, n: int, logits: torch.Tensor) -> None:
@@ -198,10 +199,6 @@ class _Recorder:
         op = name.rpartition(".")[2]
         self.launches[op].append(partial(self._backend.linear, name, x, residual))
         return self._backend.linear(name, x, residual)
-
-    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        self.launches["attention"].append(partial(self._backend.normalize_heads, layer, qkv))
-        return self._backend.normalize_heads(layer, qkv)
 
     def recorded(self, attention: Attention) -> Attention:
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:

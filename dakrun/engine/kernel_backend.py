@@ -13,7 +13,7 @@ import torch
 
 from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
-from dakrun.kernels import embed, normalize, normalize_heads
+from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
 from dakrun.kernels.gemm.dispatch import By, Products
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess
@@ -156,16 +156,19 @@ class KernelBackend:
             self._normalize(layer, matrix.post_norm, out, out, fills_sms=not self.fills_sms(len(x)))
         return out
 
-    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """qkv [n, (Hq + 2 Hkv) * D] with the layer's norms of query and key heads, in place."""
-        config = self.model.config
-        weights = (self._vectors[f"layers.{layer}.{kind}_norm.weight"] for kind in "qk")
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        normalize_heads(
-            heads, *weights, eps=config.norm_eps, kv_heads=config.num_kv_heads, pdl=True,
-            fills_sms=not self.fills_sms(len(qkv)),
-        )  # fmt: skip
-        return qkv
+    def head_norms(self, layer: int) -> HeadNorms | None:
+        """The layer's norms of query and key heads, if the family has any."""
+        if not self.model.family.qk_norms:
+            return None
+        q_weight, k_weight = (self._vectors[f"layers.{layer}.{kind}_norm.weight"] for kind in "qk")
+        return HeadNorms(q_weight, k_weight, self.model.config.norm_eps)
+
+    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> None:
+        """Apply these norms, if any, to a fused projection [n, (Hq + 2 Hkv) * D], in place."""
+        norms, config = self.head_norms(layer), self.model.config
+        if norms:
+            heads = qkv.view(len(qkv), -1, config.head_dim)
+            normalize_heads(heads, norms, kv_heads=config.num_kv_heads, pdl=True)
 
     def by(self, n: int) -> By:
         """The kernel of most products of `n` rows."""

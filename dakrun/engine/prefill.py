@@ -113,6 +113,7 @@ class _PassAttention:
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D]; rotates q and k in it."""
         config = self._backend.model.config
+        self._backend.normalize_heads(layer, qkv)
         q, k, v = split_heads(config, qkv)
         joined = qkv.view(len(qkv), -1, config.head_dim)
         self._writer.store(layer, joined, self._positions, self._backend.rotations)

@@ -72,15 +72,6 @@ class ReferenceBackend:
             y = residual + y
         return self._norm(layer, matrix.post_norm, y) if matrix.post_norm else y
 
-    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """qkv [n, (Hq + 2 Hkv) * D] with the layer's norms of query and key heads."""
-        config = self._model.config
-        parts = list(split_heads(config, qkv))
-        for i, kind in enumerate("qk"):
-            weight = self._vectors[f"layers.{layer}.{kind}_norm.weight"]
-            parts[i] = rms_norm(parts[i], weight, config.norm_eps)
-        return torch.cat(parts, 1).flatten(1)
-
     def _norm(self, layer: str, norm: Norm, x: torch.Tensor) -> torch.Tensor:
         vectors = [self._vectors.get(f"{layer}{norm.name}.{kind}") for kind in ("weight", "bias")]
         if norm.kind == "rms":
@@ -94,7 +85,6 @@ class TimedBackend:
 
     def __init__(self, backend: ReferenceBackend) -> None:
         self.begin, self.embed, self.end = backend.begin, backend.embed, backend.end
-        self.normalize_heads = backend.normalize_heads
         self.seconds: dict[str, float] = defaultdict(float)
         self._backend = backend
 
@@ -125,8 +115,9 @@ class TimedBackend:
 class ReferenceAttention:
     """Attention of a pass over `segments`, each of one slot of `cache`.
 
-    `rope` are the rotations of the pass's positions, or None for learned positions. The first
-    `decode` segments are decode rows, of a single token.
+    `rope` are the rotations of the pass's positions, or None for learned positions; `norms` has the
+    weights of norms of query and key heads, of all layers, if there are any. The first `decode`
+    segments are decode rows, of a single token.
     """
 
     def __init__(
@@ -136,9 +127,11 @@ class ReferenceAttention:
         layout: RowLayout,
         segments: Sequence[Segment],
         rope: Rotations | None,
+        norms: Mapping[str, torch.Tensor],
         *,
         decode: int,
     ) -> None:
+        self._norms = norms
         self._config, self._cache, self._layout = config, cache, layout
         self._segments, self._rope, self._decode = segments, rope, decode
         self._scale = config.head_dim**-0.5
@@ -146,6 +139,12 @@ class ReferenceAttention:
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached."""
         q, k, v = split_heads(self._config, qkv)
+        if self._norms:
+            weights = (self._norms[f"layers.{layer}.{kind}_norm.weight"] for kind in "qk")
+            q, k = (
+                rms_norm(heads, weight, self._config.norm_eps)
+                for heads, weight in zip((q, k), weights, strict=True)
+            )
         if self._rope is not None:
             q, k = rotate(q, *self._rope), rotate(k, *self._rope)
         q = q.contiguous()
@@ -204,6 +203,7 @@ class ReferenceRunner:
         self.weights = weights
         self._prefill = Decoder(model, backend)
         self._decode = Decoder(model, self._timed or backend)
+        self._head_norms = {name: weights.resident[name] for name, _ in model.head_norms()}
         self._rope: Rotations | None = None
         if model.family.rotary:
             dtype = getattr(torch, model.config.dtype)
@@ -264,7 +264,13 @@ class ReferenceRunner:
         at, ids = (torch.tensor(numbers, device=self._device) for numbers in (positions, tokens))
         rope = None if self._rope is None else (self._rope[0][at, None], self._rope[1][at, None])
         attention: Attention = ReferenceAttention(
-            self._model.config, self.cache, self._layout, segments, rope, decode=decode
+            self._model.config,
+            self.cache,
+            self._layout,
+            segments,
+            rope,
+            self._head_norms,
+            decode=decode,
         )
         if len(wanted) == len(tokens) == decode:  # a decode step without prompts
             if self._timed:

@@ -9,7 +9,7 @@ from dakrun.kernels import reference
 from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_once, read_window
 from dakrun.kernels.embed import embed
 from dakrun.kernels.normalize import normalize
-from dakrun.kernels.normalize_heads import normalize_heads
+from dakrun.kernels.normalize_heads import HeadNorms, normalize_heads
 from dakrun.kernels.select_token import SAMPLING_WORDS, sampling_words, select_token
 from dakrun.kernels.store_kv import store_kv
 from dakrun.kernels.unpack import unpack
@@ -23,6 +23,7 @@ from dakrun.kernels.variants import (
 
 __all__ = [
     "SAMPLING_WORDS",
+    "HeadNorms",
     "Reader",
     "Variant",
     "Window",

@@ -1,6 +1,7 @@
 """RMSNorm of query and key heads; wraps native/normalize_heads.cu."""
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +11,14 @@ from dakrun.units import ceil_div
 
 WARP = 32  # threads, of which each has a chunk of a head
 SOURCE = "normalize_heads.cu"
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of query and key heads: weights [D] and the epsilon."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
 
 
 class _Args(ctypes.Structure):
@@ -22,15 +31,13 @@ class _Args(ctypes.Structure):
 
 def normalize_heads(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    norms: HeadNorms,
     *,
-    eps: float,
     kv_heads: int,
     pdl: bool = False,
     fills_sms: bool = False,
 ) -> None:
-    """Normalize the query and key heads of qkv [N, Hq + 2 Hkv, D] in place, with weights [D].
+    """Normalize the query and key heads of qkv [N, Hq + 2 Hkv, D] in place.
 
     All operands have one 16-bit dtype and are on one GPU; statistics are float32. A normalized head
     is rounded before it multiplies its weight, as in Qwen3. With `pdl` the launch may start before
@@ -46,22 +53,22 @@ def normalize_heads(
         )
     wanted: dict[str, operands.Wanted] = {
         "qkv": (qkv, (n, heads, dim), qkv.dtype),
-        "q_weight": (q_weight, (dim,), qkv.dtype),
-        "k_weight": (k_weight, (dim,), qkv.dtype),
+        "q_weight": (norms.q_weight, (dim,), qkv.dtype),
+        "k_weight": (norms.k_weight, (dim,), qkv.dtype),
     }
     operands.check_operands(qkv.device, wanted)
     operands.check_gpu(qkv.device)
     ctas = ceil_div(n * (q_heads + kv_heads) * WARP, ELEMENTWISE_THREADS)
     args = _Args(
         qkv=qkv.data_ptr(),
-        q_weight=q_weight.data_ptr(),
-        k_weight=k_weight.data_ptr(),
+        q_weight=norms.q_weight.data_ptr(),
+        k_weight=norms.k_weight.data_ptr(),
         n=n,
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=dim,
         ctas=ctas,
-        eps=eps,
+        eps=norms.eps,
     )
     kernel = jit.kernel(SOURCE, "normalize_heads", operands.defines(qkv.dtype))
     sms = jit.sm_count(qkv.device) if fills_sms else 1

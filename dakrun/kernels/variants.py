@@ -35,12 +35,14 @@ def variants(
     group: int = 1,
     mixes: bool = False,
     spans: bool = False,
+    head_norms: bool = False,
 ) -> list[Variant]:
     """Variants for a model with `head_dim` and `group` query heads per KV head.
 
     Those that take longest to compile come first.
     SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
-    `mixes` also for weights with mixed tiers. With `spans`, slots of attention may span tiers.
+    `mixes` also for weights with mixed tiers. With `spans`, slots of attention may span tiers, with
+    `head_norms` it normalizes query and key heads.
     `x_tiles` are the GPU's variants of the tiled GEMM, for many rows; if some are missing, torch
     multiplies unpacked weights instead.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
@@ -54,7 +56,7 @@ def variants(
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
     return [
         *(many if tuple(x_tiles) == TILED_X_TILES else [(UNPACK, {})]),
-        *_attention(dtype, head_dim, group, spanning=spans),
+        *_attention(dtype, head_dim, group, spanning=spans, head_norms=head_norms),
         *skinny,
         (COPY_BLOCKS, {}),
         *_small(dtype),
@@ -68,9 +70,12 @@ def attention_variant(
     *,
     prefixes: bool = False,
     spanning: bool = False,
+    head_norms: bool = False,
 ) -> Variant:
     """The variant of SplitK_FlashAttn for `group` query heads per KV head."""
-    macros = attention.defines(dtype, head_dim, group, prefixes=prefixes, spanning=spanning)
+    macros = attention.defines(
+        dtype, head_dim, group, prefixes=prefixes, spanning=spanning, head_norms=head_norms
+    )
     return attention.SOURCE, macros
 
 
@@ -80,13 +85,20 @@ def prompt_variant(dtype: torch.dtype, head_dim: int, *, prefixes: bool = False)
 
 
 def _attention(
-    dtype: torch.dtype, head_dim: int, *groups: int, spanning: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    *groups: int,
+    spanning: bool = False,
+    head_norms: bool = False,
 ) -> Iterator[Variant]:
     """The variants of both attention kernels, with and without shared prefixes."""
     for prefixes in (False, True):
         yield prompt_variant(dtype, head_dim, prefixes=prefixes)
         for group in groups:
-            yield attention_variant(dtype, head_dim, group, prefixes=prefixes, spanning=spanning)
+            yield attention_variant(
+                dtype, head_dim, group, prefixes=prefixes, spanning=spanning,
+                head_norms=head_norms and not prefixes,
+            )  # fmt: skip
 
 
 def all_variants(arch: str) -> list[Variant]:
@@ -104,6 +116,11 @@ def all_variants(arch: str) -> list[Variant]:
                 attention_variant(dtype, head_dim, group, prefixes=prefixes, spanning=True)
                 for group in (8, 16)
                 for prefixes in (False, True)
+            )
+            found += (
+                attention_variant(dtype, head_dim, group, spanning=spanning, head_norms=True)
+                for group in (8, 16)
+                for spanning in (False, True)
             )
         found += _small(dtype)
     return found

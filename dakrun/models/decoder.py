@@ -31,13 +31,6 @@ class Backend(Protocol):
         """
         ...
 
-    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """qkv [n, (Hq + 2 Hkv) * D] with the layer's norms of query and key heads; may overwrite.
-
-        Only for families with such norms.
-        """
-        ...
-
     def end(self) -> None:
         """End a pass, after its last launch."""
         ...
@@ -47,7 +40,10 @@ class Attention(Protocol):
     """Attention of a pass's tokens to their requests' caches and to themselves."""
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached."""
+        """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached.
+
+        Applies the family's norms of query and key heads, and RoPE; may overwrite.
+        """
         ...
 
 
@@ -70,10 +66,7 @@ class Decoder:
         self.backend.begin(len(tokens))
         x = self.backend.embed(tokens, positions)
         for i in range(self.model.config.num_layers):
-            fused = linear(f"layers.{i}.{qkv}", x)
-            if self.model.family.qk_norms:
-                fused = self.backend.normalize_heads(i, fused)
-            heads = attention(i, fused)
+            heads = attention(i, linear(f"layers.{i}.{qkv}", x))
             x = linear(f"layers.{i}.{o}", heads, residual=x)
             x = linear(f"layers.{i}.{down}", linear(f"layers.{i}.{up}", x), residual=x)
         if rows is not None:

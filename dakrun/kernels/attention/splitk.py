@@ -22,6 +22,7 @@ from dakrun.geometry import (
 from dakrun.kernels.attention.cascade import PrefixAttention
 from dakrun.kernels.attention.config import AttentionConfig
 from dakrun.kernels.attention.kv_blocks import DTYPES, BlockTables
+from dakrun.kernels.normalize_heads import HeadNorms
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.units import ceil_div
@@ -50,7 +51,8 @@ class _Args(ctypes.Structure):
         *operands.ints("split_blocks", "chunk_blocks", "item_splits"),
         *operands.ints("max_splits", "max_chunks", "stages"),
         ("scale", ctypes.c_float),
-        *operands.pointers("prefix_blocks", "prefixes", "away_blocks"),
+        *operands.pointers("prefix_blocks", "prefixes", "away_blocks", "q_norm", "k_norm"),
+        ("norm_eps", ctypes.c_float),
     )
 
 
@@ -103,6 +105,7 @@ def splitk_flash_attn(
     rotations: torch.Tensor | None = None,
     prefixes: PrefixAttention | None = None,
     away: torch.Tensor | None = None,
+    head_norms: HeadNorms | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """out [B, Hq * D] = attention of each slot's new token to its cached positions and itself.
@@ -117,7 +120,8 @@ def splitk_flash_attn(
     sines, q and k are rotated first (RoPE, half-split as in Llama). With `prefixes`, whose launch
     for the same rows came before, the leading KV blocks that rows share are not read again.
     `away`, int32 [B], is for a config that is spanning: the number of leading KV blocks of each
-    local slot that lie in the first remote tier.
+    local slot that lie in the first remote tier. `head_norms` are applied to q and k before they
+    are rotated; not with `prefixes`, whose queries are to be normalized before.
     With `pdl` the launch may start before its predecessor ends; it then reads tables, lengths and
     cached positions, which no kernel still running may write.
     Raises ValueError if an operand has the wrong shape, dtype, device or strides.
@@ -155,6 +159,9 @@ def splitk_flash_attn(
         prefix_blocks=0 if prefixes is None else prefixes.blocks.data_ptr(),
         prefixes=0 if prefixes is None else prefixes.results.data_ptr(),
         away_blocks=operands.address(away),
+        q_norm=0 if head_norms is None else head_norms.q_weight.data_ptr(),
+        k_norm=0 if head_norms is None else head_norms.k_weight.data_ptr(),
+        norm_eps=0.0 if head_norms is None else head_norms.eps,
     )
     slot = cta = 0
     for number, count in enumerate(config.slots):
@@ -171,7 +178,18 @@ def splitk_flash_attn(
     args.tiers[len(config.slots)] = _Tier(first_slot=slot, first_cta=cta)  # the end of the last
     if config.spanning != (away is not None) or (away is not None and away.shape != lengths.shape):
         raise ValueError("expected `away` for each slot with a spanning config, and only there")
-    macros = defines(q.dtype, dim, group, prefixes=prefixes is not None, spanning=config.spanning)
+    if head_norms is not None:
+        if prefixes is not None:
+            raise ValueError("expected normalized heads with prefixes, and no norms of them")
+        weights: dict[str, operands.Wanted] = {
+            "q_weight": (head_norms.q_weight, (dim,), q.dtype),
+            "k_weight": (head_norms.k_weight, (dim,), q.dtype),
+        }
+        operands.check_operands(q.device, weights)
+    macros = defines(
+        q.dtype, dim, group, prefixes=prefixes is not None, spanning=config.spanning,
+        head_norms=head_norms is not None,
+    )  # fmt: skip
     kernel = jit.kernel(SOURCE, "splitk_flash_attn", macros)
     kernel.launch(
         cta + config.idle, cta_threads(group), args, shared_bytes=config.shared_bytes, pdl=pdl
@@ -254,8 +272,9 @@ def defines(
     *,
     prefixes: bool = False,
     spanning: bool = False,
+    head_norms: bool = False,
 ) -> dict[str, int]:
     """Macros of the kernel's variant for `group` query heads per KV head."""
     tiles = {"GROUP_TILES": ceil_div(group, 8)}
-    tiles |= {"PREFIXES": int(prefixes), "SPANNING": int(spanning)}
+    tiles |= {"PREFIXES": int(prefixes), "SPANNING": int(spanning), "HEAD_NORMS": int(head_norms)}
     return {**operands.defines(dtype), "HEAD_DIM": head_dim, **tiles}
