@@ -73,10 +73,10 @@ def convert_checkpoint(
     Raises UsageError if `source` is no .bin checkpoint or `target` is not empty; CannotRun if a
     file is damaged or asks to run code, or the disk is too small.
     """
-    try:
+    target = target.resolve()
+    with disk_errors(target):
         files, names = bin_files(source)
         tied = _tied_embeddings(source)
-        target = target.resolve()
         check_target(target, sum(path.stat().st_size for path in files))
         with staged(target) as folder:
             done = _write(files, folder, shard_bytes, tied, note)
@@ -87,20 +87,7 @@ def convert_checkpoint(
                 )
             name_shards(folder, done)
             _copy_configuration(source, folder)
-    except OSError as problem:
-        where = str(problem.filename or target)
-        raise CannotRun(
-            f"{where}: {problem.strerror or problem}",
-            hint="check permissions and free disk space; no partial output was kept",
-        ) from None
-    return Conversion(
-        target=target,
-        tensors=sum(map(len, done.shards)),
-        nbytes=done.nbytes,
-        files=len(done.shards),
-        tied=tuple(done.tied),
-        not_tensors=tuple(done.not_tensors),
-    )
+    return done.conversion(target)
 
 
 class Progress:
@@ -112,6 +99,30 @@ class Progress:
         self.tied: list[str] = []
         self.not_tensors: list[str] = []
         self.nbytes = 0
+
+    def conversion(self, target: Path) -> Conversion:
+        """The conversion into `target`, once it is complete."""
+        return Conversion(
+            target=target,
+            tensors=sum(map(len, self.shards)),
+            nbytes=self.nbytes,
+            files=len(self.shards),
+            tied=tuple(self.tied),
+            not_tensors=tuple(self.not_tensors),
+        )
+
+
+@contextmanager
+def disk_errors(target: Path) -> Iterator[None]:
+    """Turn an OSError of a conversion into `target` into CannotRun."""
+    try:
+        yield
+    except OSError as problem:
+        where = str(problem.filename or target)
+        raise CannotRun(
+            f"{where}: {problem.strerror or problem}",
+            hint="check permissions and free disk space; no partial output was kept",
+        ) from None
 
 
 def _tied_embeddings(source: Path) -> bool:

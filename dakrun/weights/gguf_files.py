@@ -21,6 +21,7 @@ from dakrun.weights.convert import (
     Conversion,
     Progress,
     check_target,
+    disk_errors,
     name_shards,
     staged,
 )
@@ -68,7 +69,7 @@ def convert_gguf(
     config = _config(file, source, dtype)
     target = target.resolve()
     done = Progress()
-    try:
+    with disk_errors(target):
         nbytes = sum(int(tensor.n_elements) for tensor in file.tensors) * DTYPE_BYTES[dtype]
         check_target(target, nbytes)
         with staged(target) as folder:
@@ -78,20 +79,7 @@ def convert_gguf(
             (folder / "config.json").write_text(text, encoding="utf-8")
             note("converting the tokenizer")
             _save_tokenizer(source, folder)
-    except OSError as problem:
-        where = str(problem.filename or target)
-        raise CannotRun(
-            f"{where}: {problem.strerror or problem}",
-            hint="check permissions and free disk space; no partial output was kept",
-        ) from None
-    return Conversion(
-        target=target,
-        tensors=sum(map(len, done.shards)),
-        nbytes=done.nbytes,
-        files=len(done.shards),
-        tied=(),
-        not_tensors=(),
-    )
+    return done.conversion(target)
 
 
 def _opened(source: Path) -> Any:
