@@ -1,4 +1,4 @@
-"""OPT and Llama over partitioned operands against transformers on the same weights."""
+"""Every family over partitioned operands against transformers on the same weights."""
 
 import itertools
 from pathlib import Path

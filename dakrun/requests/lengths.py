@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from dakrun.geometry import KV_BLOCK
 
-CHARACTERS_PER_TOKEN = 4  # of English text in the vocabularies of OPT and Llama
+CHARACTERS_PER_TOKEN = 4  # of English text, about, in the vocabularies of these models
 MOST_BLOCKS = 1 << 18  # whose hashes are kept: some 20 MB
 
 
