@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from click.testing import CliRunner
@@ -24,6 +23,8 @@ from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.llm import LLM
 from dakrun.models import read_model_config
 from dakrun.weights import convert_gguf
+
+gguf = pytest.importorskip("gguf")
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 COMMON: dict[str, Any] = {
