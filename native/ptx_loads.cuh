@@ -34,8 +34,8 @@ __device__ __forceinline__ float4 load_from_l2_or_zero(const float4* from, bool 
 }
 
 // Load a line into L1 ahead of its use. An unused load would be dropped, so the kernel traps on a
-// bit pattern that no table contains.
-__device__ __forceinline__ void touch(const float2* line) {
+// bit pattern that no table or weight contains: a NaN with a payload, in 32 bits and in 16.
+__device__ __forceinline__ void touch(const void* line) {
   asm volatile(
       "{\n"
       ".reg .b32 value;\n"

@@ -44,6 +44,9 @@ __device__ __forceinline__ void prefetch_first_item(const SplitKFlashAttnArgs& a
   if (slot < 0) return;
   const float2* const rotations = rotations_of(args, args.lengths[slot]);
   if (rotations && 2 * lane < HEAD_DIM / 2) ptx::touch(rotations + 2 * lane);
+  constexpr int kSectors = HEAD_DIM / 16;  // of 32 bytes, which a touch fetches
+  if (kHeadNorms && lane < 2 * kSectors)
+    ptx::touch((lane < kSectors ? args.q_norm : args.k_norm) + 16 * (lane % kSectors));
 }
 
 // The state of a warp from block to block of an item.

@@ -285,8 +285,8 @@ inline int atomic_add_acq_rel(int* to, int value) {
   return atomicAdd(to, value);
 }
 
-inline void touch(const float2* line) {
-  if (std::isnan(line->x)) std::abort();
+inline void touch(const void* line) {
+  if (*static_cast<const uint32_t*>(line) == 0x7fedcba9) std::abort();
 }
 
 template <class T>
