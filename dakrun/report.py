@@ -67,6 +67,7 @@ def make_report(
             "finished": stats.requests,
             "capped": stats.capped,
             "restarted": stats.restarted,
+            "swapped": stats.swapped,
             "prompt_tokens": stats.prompt_tokens,
             "shared_prompt_tokens": stats.shared_tokens,
             "new_tokens": stats.new_tokens,
@@ -186,7 +187,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"{requests['new_tokens']} new tokens"
         + _shared(requests["shared_prompt_tokens"])
         + _capped(requests["capped"], plan)
-        + _restarted(requests["restarted"]),
+        + _restarted(requests["restarted"], requests["swapped"]),
         "time": f"load {_seconds(times['load_s'])}, prefill {_seconds(times['prefill_s'])}, "
         f"decode {_seconds(times['decode_s'])} in {times['decode_steps']} steps",
         "TTFT": _spread_text(report["ttft_s"]),
@@ -226,9 +227,10 @@ def _shared(count: int) -> str:
     return f"; {count} prompt tokens shared with earlier requests" if count else ""
 
 
-def _restarted(count: int) -> str:
-    """The requests that began again; empty if there are none."""
-    return f"; {count} began again, as the KV cache was full" if count else ""
+def _restarted(count: int, swapped: int) -> str:
+    """The requests that made room for others; empty if there are none."""
+    copied = f" ({swapped} copied to host memory meanwhile)" if swapped else ""
+    return f"; {count} made room for others, as the KV cache was full{copied}" if count else ""
 
 
 def _capped(count: int, plan: Mapping[str, Any]) -> str:

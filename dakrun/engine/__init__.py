@@ -1,11 +1,11 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
 engine.py schedules requests and keeps their state in progress.py; prefixes.py names the KV blocks
-that prompts may share. A runner (runner.py) computes their steps: graph_runner.py on the GPU's
-kernels (decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
-reference_runner.py in plain torch. sampler.py chooses tokens in torch, logprobs.py has their
-log-probabilities. machine_planner.py plans for this machine's free memory, build.py makes the
-runner that a plan asks for.
+that prompts may share, and swap.py copies those that a request gives up to host memory and back. A
+runner (runner.py) computes their steps: graph_runner.py on the GPU's kernels (decode_step.py,
+prefill.py, cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
+sampler.py chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py
+plans for this machine's free memory, build.py makes the runner that a plan asks for.
 """
 
 from dakrun.engine.build import (
@@ -25,6 +25,7 @@ from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner, gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
 from dakrun.engine.staging import Place, Ring, Staging, places, staged_bytes
+from dakrun.engine.swap import Saved, SwapSpace, is_faster
 
 __all__ = [
     "LOG_STEPS",
@@ -44,7 +45,9 @@ __all__ = [
     "Ring",
     "Row",
     "Runner",
+    "Saved",
     "Staging",
+    "SwapSpace",
     "buckets",
     "build_runner",
     "causal_attention",
@@ -52,6 +55,7 @@ __all__ = [
     "fill_order",
     "fitting",
     "gpu_errors",
+    "is_faster",
     "noise",
     "places",
     "request_seed",

@@ -2,9 +2,9 @@
 
 A request begins when a slot is free and the KV blocks of its tier suffice for all that run there,
 to their expected ends; where these come later, the youngest give up their blocks and go on when
-there is room. A step carries a row of every running request and parts of the prompts of new ones.
-It may be launched before the tokens of the previous step are known. Knows neither files nor
-checkpoints, nor how the runner computes.
+there is room: from copies in host memory, or by computing them again. A step carries a row of every
+running request and parts of the prompts of new ones. It may be launched before the tokens of the
+previous step are known. Knows neither files nor checkpoints, nor how the runner computes.
 """
 
 import bisect
@@ -17,11 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from dakrun.engine.decode_step import LARGE_BUCKET_STEP
 from dakrun.engine.prefixes import block_names
 from dakrun.engine.progress import NO_SLOT, EngineStats, Running
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
+from dakrun.engine.swap import Saved, SwapSpace, is_faster
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK, NO_TOKEN
 from dakrun.plan import Plan, peak_blocks, requests_per_admission
@@ -66,6 +69,8 @@ class Engine:
         self._new: list[Running] = []  # in their slots, before prefill
         self._beginning = 0  # requests in `_new` of a group that has begun
         self._returned: deque[Running] = deque()  # to begin before the waiting ones
+        self._restored: list[tuple[Running, torch.cuda.Event | None]] = []  # until copies are done
+        self.swap = SwapSpace.of(runner.cache, plan)
         self._ended, self._ended_parts = 0, 0.0  # requests that might end early: see _expected_part
         self._at_ends: list[int] = []  # blocks by tier, if all requests there ended at once
         self._blocked = False  # until a request ends: no KV blocks for the next one
@@ -110,7 +115,7 @@ class Engine:
                     if r is None:
                         none_now = True
                     elif not self._admit(r):
-                        if self._running or self._new:
+                        if self._running or self._new or self._restored:
                             self._blocked = True
                             self._returned.appendleft(r)
                         else:
@@ -120,6 +125,7 @@ class Engine:
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
                 if len(self._steps) < self.runner.ahead:
+                    self._resume()
                     active = self._grown([r for r in self._running if r.remaining])
                     begins = self._new and (none_now or not active or self._is_worth_a_pass())
                     if active is not None and (active or begins):
@@ -127,19 +133,23 @@ class Engine:
                         continue
                 if self._steps:
                     self._collect()
-                elif exhausted and not self._returned:
+                elif exhausted and not self._returned and not self._restored:
                     return
                 for r in list(self._running):
                     if reason := self._finish_reason(r):
                         self._release(r)
+                        self._forget_copies(r)
                         self._blocked = False
                         yield self._fail(r) if reason == "error" else self._complete(r, reason)
                 exhausted = exhausted and not self._returned
         finally:
             self._steps.clear()
-            self._running, self._new, self._beginning = [], [], 0
+            for r in (*self._running, *self._returned):
+                self._forget_copies(r)
+            self._running, self._new, self._restored, self._beginning = [], [], [], 0
             self._returned.clear()
             with suppress(RuntimeError):  # of a GPU that has failed
+                self.swap.settle()
                 self.runner.drop()
             self.runner.cache.release_all()
             self._one_run.release()
@@ -149,6 +159,8 @@ class Engine:
         self._closed = True
         with suppress(RuntimeError):  # of a GPU that has failed
             self.runner.drop()
+            self.swap.settle()
+        self.swap.close()
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds of a decode step by op (see Runner.op_seconds); empty during a run.
@@ -184,7 +196,7 @@ class Engine:
         many new tokens as each is expected to have.
         """
         cache = self.runner.cache
-        r.cached, names = len(r.prompt), block_names(r.prompt)
+        r.cached, names = len(r.prompt) - (r.saved is not None), block_names(r.prompt)
         tried: set[int] = set()  # tiers
         for slot in self._free:
             if cache.tier(slot) in tried:
@@ -198,7 +210,12 @@ class Engine:
                 found = self._spans(r) and cache.reserve(slot, r.cached)
             if found:
                 self._free.remove(slot)
-                self._new.append(r)
+                if r.saved is None:
+                    self._new.append(r)
+                else:
+                    copied = self.swap.restore(r.saved, slot, r.shared // KV_BLOCK)
+                    r.saved, r.launched = None, len(r.tokens)
+                    self._restored.append((r, copied))
                 self._at_ends[cache.tier(slot)] += r.blocks_at_end
                 return True
             cache.release(slot)
@@ -214,7 +231,8 @@ class Engine:
         room = self._room(tier)
         if self._at_ends[tier] + new.blocks_at_end <= room:
             return True
-        others = itertools.chain(self._running, self._new)
+        restored = (r for r, _ in self._restored)
+        others = itertools.chain(self._running, self._new, restored)
         here = [new, *(r for r in others if cache.tier(r.slot) == tier)]
         part = self._expected_part()
         needed = peak_blocks([r.own_positions for r in here], [_expected(r, part) for r in here])
@@ -265,26 +283,74 @@ class Engine:
 
         If one has none, None while steps are in flight: requests that end there give theirs back.
         Else the requests of the tier that began last give theirs up. They are the first to get a
-        slot when one ends; then they compute their prompts and tokens again, and go on from there.
+        slot when one ends.
         """
         cache = self.runner.cache
         for r in active:
             while r.slot != NO_SLOT and not cache.reserve(r.slot, r.cached + 1):
+                last = self._youngest(cache.tier(r.slot))
                 if self._steps:
+                    self._save(last, last.cached // KV_BLOCK)  # beside the steps: full blocks
                     return None
-                tier = cache.tier(r.slot)
-                last = next(v for v in reversed(self._running) if cache.tier(v.slot) == tier)
                 self._set_back(last)
         return [r for r in active if r.slot != NO_SLOT]
+
+    def _youngest(self, tier: int) -> Running:
+        """The running request of a tier that began last; there must be one."""
+        cache = self.runner.cache
+        return next(r for r in reversed(self._running) if cache.tier(r.slot) == tier)
+
+    def _save(self, r: Running, blocks: int) -> bool:
+        """Start to copy the first `blocks` of `r` to the swap space.
+
+        Others that run have none there then. False if there is no room, or computing the blocks
+        again is predicted to be faster.
+        """
+        if not is_faster(self.plan, r.cached):
+            return False
+        self.swap.open()
+        for other in self._running:
+            if other is not r:
+                self._forget_copies(other)
+        r.saved = r.saved or Saved()
+        return self.swap.save(r.saved, r.slot, blocks)
+
+    def _forget_copies(self, r: Running) -> None:
+        """Free the swap space of `r`, if it has any."""
+        if r.saved is not None:
+            self.swap.drop(r.saved)
+            r.saved = None
+
+    def _resume(self) -> None:
+        """Let requests run whose blocks have been copied back; wait if no other one runs."""
+        waiting: list[tuple[Running, torch.cuda.Event | None]] = []
+        for r, copied in self._restored:
+            idle = not (self._running or self._new or self._steps)
+            if copied is not None and not idle and not copied.query():
+                waiting.append((r, copied))
+                continue
+            if copied is not None:
+                self.swap.settle()
+            row = Row(r.slot, r.cached, r.request.params, r.seed)
+            self.runner.resume(row, r.tokens[-1])
+            self._running.append(r)
+        self._restored = waiting
 
     def _set_back(self, r: Running) -> None:
         """Take `r`, of which no step is in flight, out of its slot, to go on later.
 
-        Its full blocks are kept as long as others leave room for them.
+        Its blocks are copied to the swap space. If there is no room, or that takes longer, it
+        computes its prompt and tokens again. Full blocks are also kept as long as others leave
+        room for them.
         """
         r.prompt, r.launched = (*r.request.prompt_ids, *r.tokens), len(r.tokens) + 1
         cached = (len(r.prompt) - 1) // KV_BLOCK  # in full blocks; the last token is not
         self.runner.cache.publish(r.slot, block_names(r.prompt)[:cached])
+        if self._save(r, ceil_div(r.cached, KV_BLOCK)):
+            self.swap.settle()
+            self.stats.swapped += 1
+        else:
+            self._forget_copies(r)
         self._release(r)
         r.ended, r.slot = False, NO_SLOT
         self._returned.appendleft(r)

@@ -125,6 +125,13 @@ class GraphRunner:
         self._steps.append(_Step((*rows, *ended), start, end, chosen))
 
     @torch.inference_mode()
+    def resume(self, row: Row, token: int) -> None:
+        """Let `token` be the newest of the row's slot."""
+        self._set_sampling([row])
+        self._rows.newest[row.slot].fill_(token)
+        self._mapped = []  # the slot's row may be another request's
+
+    @torch.inference_mode()
     def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
         step = self._steps.popleft()

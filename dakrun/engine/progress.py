@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dakrun.engine.swap import Saved
 from dakrun.geometry import KV_BLOCK
 from dakrun.requests import Request, StopStrings
 from dakrun.units import ceil_div
@@ -19,7 +20,8 @@ class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
     `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
-    `restarted` how often one gave up its KV blocks to others and computed its positions again.
+    `restarted` how often one gave up its KV blocks to others; `swapped` of these times it went on
+    from copies of them, at the others it computed its positions again.
     `shared_tokens` are those tokens of prompts that were not computed, since other requests' KV
     blocks have them.
     `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
@@ -31,6 +33,7 @@ class EngineStats:
     requests: int = 0
     capped: int = 0
     restarted: int = 0
+    swapped: int = 0
     prompt_tokens: int = 0
     shared_tokens: int = 0
     new_tokens: int = 0
@@ -53,7 +56,8 @@ class Running:
     `prompt` is the request's, with the tokens that it had when it last gave up its slot.
     `launched_prompt` counts the tokens of the prompt that are computed, or being computed; of them
     the first `shared` are by other requests. `names` are those of the prompt's full KV blocks, none
-    if the first `away` of its blocks are outside its slot's tier.
+    if the first `away` of its blocks are outside its slot's tier. `saved` are copies of blocks that
+    it has given up, or may have to.
     """
 
     request: Request
@@ -69,6 +73,7 @@ class Running:
     names: Sequence[bytes] = ()
     shared: int = 0
     away: int = 0
+    saved: Saved | None = None
     launched_prompt: int = 0
     started: float = 0.0
     first_token: float = 0.0

@@ -244,6 +244,10 @@ class ReferenceRunner:
         for row, token in zip(chosen, found.tokens, strict=True):
             self._newest[row.slot] = max(token, 0)  # NO_TOKEN has no embedding
 
+    def resume(self, row: Row, token: int) -> None:
+        """Let `token` be the newest of the row's slot."""
+        self._newest[row.slot] = token
+
     def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
         return self._chosen.popleft()

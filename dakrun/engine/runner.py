@@ -87,6 +87,10 @@ class Runner(Protocol):
         """
         ...
 
+    def resume(self, row: Row, token: int) -> None:
+        """Let `token` be the newest of the row's slot, whose blocks are filled up to it."""
+        ...
+
     def collect(self) -> NextTokens:
         """The tokens of the oldest step, of its rows, then of the prompts that ended; waits."""
         ...
