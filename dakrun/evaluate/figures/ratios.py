@@ -1,0 +1,322 @@
+"""Figures 1, 8, 9 and 11: effective bandwidth and decode step against the offload ratio."""
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from dakrun.errors import DakrunError
+from dakrun.evaluate.figures.base import (
+    EB_AXIS,
+    PERCENT,
+    STEP_AXIS,
+    Figure,
+    at,
+    crossing,
+    factor,
+    faster,
+    fastest,
+    gigabytes,
+    largest,
+    milliseconds,
+    panel_of,
+    seconds,
+    sentence,
+)
+from dakrun.evaluate.panel import Panel, Series
+from dakrun.evaluate.points import Entry, Found, StepPoint
+from dakrun.evaluate.scope import Scope
+from dakrun.plan import Strategy, Transport
+
+STEPS = 200  # line segments of a bound
+TRANSPORTS: tuple[Transport, ...] = ("direct", "staged")
+
+
+class RatioFigure(Figure):
+    """Decode steps of every model by offload ratio: read in place, and copied to HBM."""
+
+    batch_size: ClassVar[int]
+
+    def entries(self, scope: Scope) -> list[Entry]:
+        return [
+            Entry(
+                panel=model,
+                series=series,
+                x=100 * ratio,
+                rank=rank,
+                point=StepPoint(
+                    model=model,
+                    batch_size=self.batch_size,
+                    new_tokens=scope.new_tokens,
+                    ratio=ratio,
+                    transport=transport,
+                    remote=scope.remote,
+                ),
+            )
+            for model in scope.models
+            for series, transport, ratio, rank in self.lines(scope)
+        ]
+
+    def lines(self, scope: Scope) -> Iterator[tuple[str, Transport | None, float, int]]:
+        """(series, transport, ratio, rank) of dakrun's points."""
+        ratios = scope.ratios() if self.batch_size < 64 else scope.some_ratios()
+        telling = {0.0, round(scope.turning_point, 4), 0.1}
+        for transport in TRANSPORTS:
+            for ratio in ratios:
+                rank = 0 if ratio in telling and transport == "direct" else 1
+                yield transport, (transport if ratio else None), ratio, rank
+
+    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+        panels = []
+        for model in found.panels():
+            ideal, prefetch = self.bounds(model, scope)
+            for y, factor_, value, limit in (
+                (EB_AXIS, 1e-9, lambda r: gigabytes(r.eb), 0),
+                (STEP_AXIS, 1e3, lambda r: milliseconds(r.seconds), 1),
+            ):
+                panels.append(
+                    panel_of(
+                        found,
+                        model,
+                        value,
+                        title=f"{model}, batch {self.batch_size}",
+                        x=PERCENT,
+                        y=y,
+                        log_y=True,
+                        lines=[
+                            Series(
+                                name=name,
+                                kind="line",
+                                points=[(x, factor_ * pair[limit]) for x, *pair in line],
+                            )
+                            for name, line in (
+                                ("ideal: HBM and link together", ideal),
+                                ("bound of prefetching: all bytes through HBM", prefetch),
+                            )
+                        ],
+                    )
+                )
+        return panels
+
+    def bounds(
+        self, model: str, scope: Scope
+    ) -> tuple[Sequence[tuple[float, float, float]], Sequence[tuple[float, float, float]]]:
+        """(percent, EB in bytes/s, seconds) of the ideal and of prefetching, by ratio.
+
+        Bytes over bandwidths alone: C max((1-x)/B_g, x/B_h), and C max(1/B_g, x/B_copy).
+        """
+        local, direct, copied = scope.rates
+        try:
+            plan = scope.plan(model, batch_size=self.batch_size)
+        except DakrunError:
+            return [], []
+        read, weights = sum(map(plan.read_bytes, range(len(plan.tiers)))), plan.weight_bytes
+        best = max(direct, copied)
+        ideal, prefetch = [], []
+        for step in range(STEPS + 1):
+            x = step / STEPS
+            time = read * max((1 - x) / local, x / best)
+            ideal.append((100 * x, weights / time, time))
+            time = read * max(1 / local, x / copied)
+            prefetch.append((100 * x, weights / time, time))
+        return ideal, prefetch
+
+    def finding(self, found: Found, scope: Scope) -> str:
+        parts = []
+        for model in found.panels():
+            direct, staged = (found.times(model, name) for name in TRANSPORTS)
+            base, best = at(direct, 0.0), fastest(direct)
+            if base is None or best is None:
+                continue
+            if best[0] > 0 and base / best[1] > 1.005:
+                parts.append(
+                    f"{model}: fastest with {best[0]:.2g}% outside HBM and read in place, "
+                    f"{seconds(best[1])}, {factor(base / best[1])} as fast as all in HBM "
+                    f"({seconds(base)})."
+                )
+            else:
+                parts.append(f"{model}: fastest with everything in HBM, {seconds(base)}.")
+            there, copied = at(direct, 10.0), at(staged, 10.0)
+            if there and copied:
+                clause = faster(copied / there, "reading in place", "copying ahead")
+                parts.append(f"With 10% outside, {clause} ({seconds(there)}, {seconds(copied)}).")
+            if (x := crossing(direct, staged)) is not None:
+                parts.append(f"From about {x:.2g}% on, copies are faster.")
+            parts += self.of_rivals(found, model, direct, staged)
+        return sentence(parts)
+
+    def of_rivals(
+        self,
+        found: Found,
+        model: str,
+        direct: Sequence[tuple[float, float]],
+        staged: Sequence[tuple[float, float]],
+    ) -> list[str]:
+        """Sentences about rivals at the same ratios."""
+        best = [(x, min(s, at(staged, x) or s)) for x, s in direct]
+        parts = []
+        for name in found.lines(model):
+            if name in TRANSPORTS:
+                continue
+            if (gain := largest(best, found.times(model, name))) is not None:
+                clause = faster(gain[1], "dakrun", name)
+                parts.append(f"At {gain[0]:.2g}%, {clause}.")
+        return parts
+
+    def claim(self, found: Found, scope: Scope) -> str:
+        gains = []
+        for model in found.panels():
+            curve = found.times(model, "direct")
+            if (base := at(curve, 0.0)) and (best := fastest(curve)):
+                gains.append(base / best[1])
+        here = f"{factor(max(gains))} of all in HBM" if gains else "not measured yet"
+        return (
+            "Paper: up to 3 x the state of the art of offloading on NVLink-C2C and 1.8 x on "
+            "PCIe, EB of OPT-30B at a ratio of 10% 3.3 TB/s on GH200. Here, at the best ratio: "
+            f"{here}."
+        )
+
+
+class SmallBatch(RatioFigure):
+    """Figures 1 and 8."""
+
+    name = "fig8"
+    title = "Figures 1 and 8: EB and decode step against the offload ratio, batch 8"
+    paper = (
+        "With few rows a step reads all weights and hardly computes. Read in place, a part of the "
+        "weights in the remote tier adds that tier's bandwidth to HBM's, up to the ratio of the "
+        "bandwidths; prefetching passes all bytes through HBM, so its EB never exceeds HBM's."
+    )
+    batch_size = 8
+
+    def entries(self, scope: Scope) -> list[Entry]:
+        rivals = [
+            Entry(
+                panel=model,
+                series=rival,
+                x=100 * ratio,
+                rank=1 if rival == "prefetch" else 2,
+                point=StepPoint(
+                    model=model,
+                    batch_size=self.batch_size,
+                    new_tokens=scope.new_tokens,
+                    ratio=ratio,
+                    remote=scope.remote,
+                    by=rival,
+                ),
+            )
+            for model in scope.models
+            for rival in scope.rivals
+            for ratio in self.rival_ratios(rival, scope)
+        ]
+        return [*super().entries(scope), *rivals]
+
+    def rival_ratios(self, rival: str, scope: Scope) -> list[float]:
+        """All in HBM for transformers; a few ratios for those that offload."""
+        if rival == "transformers":
+            return [0.0]
+        if rival == "prefetch":
+            return [x for x in scope.some_ratios() if x]
+        return [0.1] if scope.quick else [0.1, 0.3, 0.6]
+
+
+class LargeBatch(RatioFigure):
+    """Figure 9."""
+
+    name = "fig9"
+    title = "Figure 9: EB and decode step against the offload ratio, batch 512"
+    paper = (
+        "With many rows linear ops are bound by arithmetic. Reading a part of their weights over "
+        "the link is then free until it takes as long as the arithmetic, so more of the model can "
+        "lie outside HBM at the same speed."
+    )
+    batch_size = 512
+
+
+class Strategies(Figure):
+    """Figure 11."""
+
+    name = "fig11"
+    title = "Figure 11: a ratio for each op (greedy) against one ratio for all, batch 512"
+    paper = (
+        "Ops bound by arithmetic can take a larger ratio for free than those bound by memory. The "
+        "greedy allocation gives each its own; a uniform one slows the ops that have no slack."
+    )
+    batch_size = 512
+
+    def entries(self, scope: Scope) -> list[Entry]:
+        named: tuple[Strategy, ...] = ("greedy", "uniform")
+        return [
+            Entry(
+                panel=model,
+                series=strategy,
+                x=100 * ratio,
+                rank=1 if ratio in (0.1, 0.3) else 2,
+                point=StepPoint(
+                    model=model,
+                    batch_size=self.batch_size,
+                    new_tokens=scope.new_tokens,
+                    ratio=ratio,
+                    transport="direct",
+                    strategy=strategy,
+                    remote=scope.remote,
+                ),
+            )
+            for model in scope.models
+            for strategy in named
+            for ratio in scope.some_ratios()
+            if ratio
+        ]
+
+    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+        return [
+            panel_of(
+                found,
+                model,
+                lambda r: milliseconds(r.seconds),
+                title=f"{model}, batch {self.batch_size}, read in place",
+                x=PERCENT,
+                y=STEP_AXIS,
+                log_y=True,
+            )
+            for model in found.panels()
+        ]
+
+    def finding(self, found: Found, scope: Scope) -> str:
+        parts = []
+        for model in found.panels():
+            greedy, uniform = (found.times(model, name) for name in ("greedy", "uniform"))
+            if (gain := largest(greedy, uniform)) is not None:
+                clause = faster(gain[1], "greedy", "uniform")
+                parts.append(f"{model}: at most, {clause}, at {gain[0]:.2g}% outside HBM.")
+        return sentence(parts)
+
+    def claim(self, found: Found, scope: Scope) -> str:
+        gains = [
+            gain[1]
+            for model in found.panels()
+            if (gain := largest(found.times(model, "greedy"), found.times(model, "uniform")))
+        ]
+        here = factor(max(gains)) if gains else "not measured yet"
+        return f"Paper: greedy up to 1.5 x as fast as uniform on GH200. Here: {here}."
+
+    def notes(self, scope: Scope) -> list[str]:
+        return [
+            "Both strategies are pure here: one ratio for all ops, the KV cache included, against "
+            "a ratio for each; neither may fall back to the other, and both read in place. A step "
+            "can gain only what slack its ops have: the largest factor is (time of ops bound by "
+            "arithmetic + time of the others) over the longer of both, and on this profile "
+            + self.slack(scope)
+        ]
+
+    def slack(self, scope: Scope) -> str:
+        """How much of a step is bound by arithmetic, by the profile."""
+        shares = []
+        for model in scope.models:
+            try:
+                plan = scope.plan(model, batch_size=self.batch_size)
+            except DakrunError:
+                continue
+            bound = [op for op in plan.ops if op.regime == "compute"]
+            total = sum(op.bound_s for op in plan.ops)
+            if total:
+                shares.append(f"{model} {sum(op.bound_s for op in bound) / total:.0%}")
+        return f"the share of arithmetic-bound ops is: {', '.join(shares) or 'unknown'}."
