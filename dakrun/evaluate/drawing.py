@@ -101,7 +101,7 @@ class Drawing:
         axes.set_xlim(low, high)
         shown = sorted({x for series, points in self.drawn if series.kind != "line"
                         for x, _ in points})  # fmt: skip
-        spans = [self._span(x, number(x), clamp=False) for x in shown]
+        spans = [self._span(ACROSS * self._fraction(x), number(x), clamp=False) for x in shown]
         exact = len(shown) == 1 or (self.log_x and 1 < len(shown) <= 10)
         ticks = shown if exact and not any(stack(spans)) else _ticks(low, high, log=self.log_x)
         axes.set_xticks(ticks if xs else [], [number(tick) for tick in ticks] if xs else [])
@@ -187,7 +187,7 @@ class Drawing:
             for x in spots:
                 axes.text(x, 0.07, note, transform=across, rotation=90, rotation_mode="anchor",
                           ha="left", va="center", fontsize=TEXT)  # fmt: skip
-            self._name_missing(series, artist, bool(places))
+            self.legend.setdefault(_label(series), artist)
 
     def _draw_missing(self) -> float:
         """Draw missing points in rows below the data. Returns the height that they need."""
@@ -243,10 +243,11 @@ class Drawing:
         point = (self.axes.transScale + self.axes.transLimits).transform((x, 1))
         return float(point[0])
 
-    def _span(self, middle: float, text: str) -> tuple[float, float]:
-        """Start and end of a text around `middle`, moved to lie within the axes."""
+    def _span(self, middle: float, text: str, *, clamp: bool = True) -> tuple[float, float]:
+        """Start and end of a text around `middle`; with `clamp` moved to lie within the axes."""
         half = LETTER * (len(text) + 1) / 2
-        middle = max(min(middle, ACROSS - half), half)
+        if clamp:
+            middle = max(min(middle, ACROSS - half), half)
         return middle - half, middle + half
 
 

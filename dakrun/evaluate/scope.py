@@ -9,7 +9,7 @@ from functools import cached_property
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.plan import Links, Plan, Policy, make_plan
+from dakrun.plan import Links, Op, Plan, Policy, decode_ops, make_plan
 
 QUICK_STEPS, FULL_STEPS = 8, 31  # decode steps of a point
 
@@ -35,9 +35,14 @@ class Scope:
         return (QUICK_STEPS if self.quick else FULL_STEPS) + 1
 
     @cached_property
+    def links(self) -> Links:
+        """Rates of HBM and of the remote tier."""
+        return Links.of(self.profile, (self.remote,))
+
+    @cached_property
     def rates(self) -> tuple[float, float, float]:
         """Bytes/s of HBM, of direct reads of the remote tier, and of its copies."""
-        links = Links.of(self.profile, (self.remote,))
+        links = self.links
         return links.direct[LOCAL], links.direct[self.remote], links.staged[self.remote]
 
     @property
@@ -58,6 +63,25 @@ class Scope:
         far = (0.1, 0.3) if self.quick else (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
         near = round(self.turning_point, 4)
         return sorted({0.0, near, *far}) if near < 0.9 else [0.0, *far]
+
+    def ops(self, model: str, *, batch_size: int, prompt_len: int = 32) -> tuple[Op, ...]:
+        """The ops of a decode step of `model`, whether it fits or not."""
+        workload = Workload(
+            batch_size=batch_size,
+            prompt_len=prompt_len,
+            new_tokens=self.new_tokens,
+            max_model_len=prompt_len + self.new_tokens,
+        )
+        return decode_ops(self.models[model], workload)
+
+    def products(self, model: str, *, n: int) -> list[Op]:
+        """The linear ops of a layer with `n` rows of X."""
+        ops = self.ops(model, batch_size=n)
+        return [op for op in ops if op.in_layer and op.category == "linear"]
+
+    def largest_product(self, model: str) -> Op:
+        """The linear op of a layer with the largest weight."""
+        return max(self.products(model, n=1), key=lambda op: op.resident_bytes)
 
     def plan(
         self,

@@ -7,17 +7,21 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, get_args
 
+from dakrun.config import Dtype
 from dakrun.evaluate.panel import Panel, Series
-from dakrun.evaluate.points import Entry, Found, Result
+from dakrun.evaluate.points import Entry, Found, Result, Source
 from dakrun.evaluate.scope import Scope
+from dakrun.plan import Op, compute_time
 from dakrun.units import format_seconds
 
 Curve = Sequence[tuple[float, float]]  # (x, seconds)
 PERCENT = "weight and KV bytes outside HBM (%)"
 EB_AXIS = "EB: weight bytes per step time (GB/s)"
 STEP_AXIS = "decode step (ms)"
+US_AXIS = "time of a launch (us)"
+RATE_AXIS = "bytes read per time (GB/s)"
 SAME = 0.005  # factors closer to 1 than this are equal
 
 
@@ -44,6 +48,10 @@ class Figure(ABC):
     def claim(self, found: Found, scope: Scope) -> str:
         """The paper's claim beside this machine's figure."""
 
+    def table(self, found: Found, scope: Scope) -> list[list[str]]:
+        """Rows of a table beside the panels, the header first; none for most figures."""
+        return []
+
     def notes(self, scope: Scope) -> list[str]:
         """Differences from the paper, and what to know when reading."""
         return []
@@ -69,11 +77,14 @@ def panel_of(
     """
     series: list[Series] = []
     for label, line in found.lines(name).items():
-        known = [(entry.x, y) for entry, r in line if (y := value(r)) is not None]
-        predicted = all(result.source == "predicted" for _, result in line)
-        if known:
-            kind = "predicted" if predicted else "measured"
-            series.append(Series(name=label, points=known, kind=kind))
+        for kind in get_args(Source):
+            known = [
+                (entry.x, of)
+                for entry, result in line
+                if result.source == kind and (of := value(result)) is not None
+            ]
+            if known:
+                series.append(Series(name=label, points=known, kind=kind))
         reasons: dict[str, list[tuple[float, float]]] = {}
         for entry, result in line:
             if result.problem:
@@ -115,6 +126,15 @@ def microseconds(seconds: float | None) -> float | None:
 def fastest(curve: Curve) -> tuple[float, float] | None:
     """The point of least time."""
     return min(curve, key=lambda of: of[1], default=None)
+
+
+def thresholds(op: Op, dtype: Dtype, scope: Scope) -> tuple[float, float]:
+    """The offload ratios (a, b) between which `op` is at its fastest, by rates alone."""
+    local, remote, _ = scope.rates
+    compute = compute_time(op, scope.profile, dtype)
+    least = max(compute, op.read_bytes / scope.links.total_rate())
+    a = 1 - least * local / op.read_bytes
+    return max(0.0, a), min(1.0, least * remote / op.read_bytes)
 
 
 def at(curve: Curve, x: float) -> float | None:

@@ -1,9 +1,8 @@
-"""Figures 1, 8, 9 and 11: effective bandwidth and decode step against the offload ratio."""
+"""Figures 1, 8 and 9: effective bandwidth and decode step against the offload ratio."""
 
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from dakrun.errors import DakrunError
 from dakrun.evaluate.figures.base import (
     EB_AXIS,
     PERCENT,
@@ -24,7 +23,7 @@ from dakrun.evaluate.figures.base import (
 from dakrun.evaluate.panel import Panel, Series
 from dakrun.evaluate.points import Entry, Found, StepPoint
 from dakrun.evaluate.scope import Scope
-from dakrun.plan import Strategy, Transport
+from dakrun.plan import Transport, compute_time, weight_bytes
 
 STEPS = 200  # line segments of a bound
 TRANSPORTS: tuple[Transport, ...] = ("direct", "staged")
@@ -101,21 +100,20 @@ class RatioFigure(Figure):
     ) -> tuple[Sequence[tuple[float, float, float]], Sequence[tuple[float, float, float]]]:
         """(percent, EB in bytes/s, seconds) of the ideal and of prefetching, by ratio.
 
-        Bytes over bandwidths alone: C max((1-x)/B_g, x/B_h), and C max(1/B_g, x/B_copy).
+        From bandwidths and the rate of arithmetic alone, with C bytes read and T seconds of
+        arithmetic: max((1-x) C/B_hbm, x C/B_link, T), and max(C/B_hbm, x C/B_copy, T).
         """
         local, direct, copied = scope.rates
-        try:
-            plan = scope.plan(model, batch_size=self.batch_size)
-        except DakrunError:
-            return [], []
-        read, weights = sum(map(plan.read_bytes, range(len(plan.tiers)))), plan.weight_bytes
-        best = max(direct, copied)
+        ops, dtype = scope.ops(model, batch_size=self.batch_size), scope.models[model].dtype
+        read, weights = sum(op.layers * op.read_bytes for op in ops), weight_bytes(ops)
+        compute = sum(op.layers * compute_time(op, scope.profile, dtype) for op in ops)
+        together, best = read / scope.links.total_rate(), max(direct, copied)
         ideal, prefetch = [], []
         for step in range(STEPS + 1):
             x = step / STEPS
-            time = read * max((1 - x) / local, x / best)
+            time = max(read * max((1 - x) / local, x / best), together, compute)
             ideal.append((100 * x, weights / time, time))
-            time = read * max(1 / local, x / copied)
+            time = max(read * max(1 / local, x / copied), compute)
             prefetch.append((100 * x, weights / time, time))
         return ideal, prefetch
 
@@ -229,94 +227,3 @@ class LargeBatch(RatioFigure):
         "lie outside HBM at the same speed."
     )
     batch_size = 512
-
-
-class Strategies(Figure):
-    """Figure 11."""
-
-    name = "fig11"
-    title = "Figure 11: a ratio for each op (greedy) against one ratio for all, batch 512"
-    paper = (
-        "Ops bound by arithmetic can take a larger ratio for free than those bound by memory. The "
-        "greedy allocation gives each its own; a uniform one slows the ops that have no slack."
-    )
-    batch_size = 512
-
-    def entries(self, scope: Scope) -> list[Entry]:
-        named: tuple[Strategy, ...] = ("greedy", "uniform")
-        return [
-            Entry(
-                panel=model,
-                series=strategy,
-                x=100 * ratio,
-                rank=1 if ratio in (0.1, 0.3) else 2,
-                point=StepPoint(
-                    model=model,
-                    batch_size=self.batch_size,
-                    new_tokens=scope.new_tokens,
-                    ratio=ratio,
-                    transport="direct",
-                    strategy=strategy,
-                    remote=scope.remote,
-                ),
-            )
-            for model in scope.models
-            for strategy in named
-            for ratio in scope.some_ratios()
-            if ratio
-        ]
-
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
-        return [
-            panel_of(
-                found,
-                model,
-                lambda r: milliseconds(r.seconds),
-                title=f"{model}, batch {self.batch_size}, read in place",
-                x=PERCENT,
-                y=STEP_AXIS,
-                log_y=True,
-            )
-            for model in found.panels()
-        ]
-
-    def finding(self, found: Found, scope: Scope) -> str:
-        parts = []
-        for model in found.panels():
-            greedy, uniform = (found.times(model, name) for name in ("greedy", "uniform"))
-            if (gain := largest(greedy, uniform)) is not None:
-                clause = faster(gain[1], "greedy", "uniform")
-                parts.append(f"{model}: at most, {clause}, at {gain[0]:.2g}% outside HBM.")
-        return sentence(parts)
-
-    def claim(self, found: Found, scope: Scope) -> str:
-        gains = [
-            gain[1]
-            for model in found.panels()
-            if (gain := largest(found.times(model, "greedy"), found.times(model, "uniform")))
-        ]
-        here = factor(max(gains)) if gains else "not measured yet"
-        return f"Paper: greedy up to 1.5 x as fast as uniform on GH200. Here: {here}."
-
-    def notes(self, scope: Scope) -> list[str]:
-        return [
-            "Both strategies are pure here: one ratio for all ops, the KV cache included, against "
-            "a ratio for each; neither may fall back to the other, and both read in place. A step "
-            "can gain only what slack its ops have: the largest factor is (time of ops bound by "
-            "arithmetic + time of the others) over the longer of both, and on this profile "
-            + self.slack(scope)
-        ]
-
-    def slack(self, scope: Scope) -> str:
-        """How much of a step is bound by arithmetic, by the profile."""
-        shares = []
-        for model in scope.models:
-            try:
-                plan = scope.plan(model, batch_size=self.batch_size)
-            except DakrunError:
-                continue
-            bound = [op for op in plan.ops if op.regime == "compute"]
-            total = sum(op.bound_s for op in plan.ops)
-            if total:
-                shares.append(f"{model} {sum(op.bound_s for op in bound) / total:.0%}")
-        return f"the share of arithmetic-bound ops is: {', '.join(shares) or 'unknown'}."
