@@ -19,8 +19,8 @@ class LinkReads(Figure):
     title = "Figure 7: HBM and the link against bytes in flight, and against SMs on the link"
     paper = (
         "A link needs few bytes in flight for its full rate. With more of them requests wait in "
-        "the memory system and HBM reads lose up to a third of their rate; so reads of the link "
-        "are limited to a window, and few SMs get it."
+        "the memory system and HBM reads lose bandwidth; so the bytes in flight over the link "
+        "are limited to a window, and few SMs read it."
     )
 
     def entries(self, scope: Scope) -> list[Entry]:

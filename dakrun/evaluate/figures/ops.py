@@ -54,25 +54,25 @@ class OpRatios(Figure):
         return [op for op in ops if op.in_layer]
 
     def points(self, model: str, op: Op, batch: int, scope: Scope) -> Iterator[tuple[float, Point]]:
-        for ratio in scope.some_ratios() if batch == 8 else self.wide_ratios(scope):
-            if op.category == "attention":
+        """The op's points: attention in whole slots, which alone can lie outside HBM."""
+        ratios = scope.some_ratios() if batch == 8 else self.wide_ratios(scope)
+        if op.category == "attention":
+            slots = sorted({round(batch * ratio) for ratio in (*ratios, 1 / batch)})
+            for n in slots:
                 yield (
-                    ratio,
+                    n / batch,
                     AttentionPoint(
                         model=model,
                         batch_size=batch,
                         length=LENGTHS[batch],
-                        ratio=ratio,
+                        ratio=n / batch,
                         remote=scope.remote,
                     ),
                 )
-            else:
-                yield (
-                    ratio,
-                    ProductPoint(
-                        model=model, op=op.name, n=batch, ratio=ratio, remote=scope.remote
-                    ),
-                )
+            return
+        for ratio in ratios:
+            point = ProductPoint(model=model, op=op.name, n=batch, ratio=ratio, remote=scope.remote)
+            yield ratio, point
 
     def wide_ratios(self, scope: Scope) -> list[float]:
         """Ratios around the thresholds of ops with many rows, which lie further right."""
