@@ -1,4 +1,4 @@
-"""The page of an evaluation: one HTML file with its pictures, which asks for nothing from elsewhere.
+"""The page of an evaluation: one HTML file with its pictures that asks for nothing from elsewhere.
 
 Knows figures and their results; measures nothing.
 """
@@ -20,22 +20,15 @@ ORIGIN = "Lin, Guo, Lin 2026"
 
 
 def page(
-    figures: Sequence[Figure],
+    figures: Mapping[str, Figure],
     found: Mapping[str, Found],
     scope: Scope,
     run: Mapping[str, Any],
 ) -> str:
     """The whole file. `found` has the results by figure name, `run` what run.json has."""
-    parts = "\n".join(
-        section(figure, found[figure.name], scope, run)
-        for figure in figures
-        if figure.name in found
-    )
-    links = " · ".join(
-        f'<a href="#{figure.name}">{escape(label(figure))}</a>'
-        for figure in figures
-        if figure.name in found
-    )
+    shown = [figure for name, figure in figures.items() if name in found]
+    parts = "\n".join(section(figure, found[figure.name], scope, run) for figure in shown)
+    links = " · ".join(f'<a href="#{of.name}">{escape(label(of))}</a>' for of in shown)
     title = f"The evaluation of DAK on {scope.profile.device_name}"
     return f"""<!doctype html>
 <html lang="en">
@@ -95,11 +88,11 @@ def warning(scope: Scope, found: Iterable[Found]) -> str:
 
 def facts(scope: Scope, found: Iterable[Found], run: Mapping[str, Any]) -> str:
     """Machine, versions, ceilings and the deviation of predictions."""
-    rows: list[tuple[str, str]] = [
-        ("Machine", str(run.get("machine") or scope.profile.description))
+    rows = [
+        ("Machine", str(run.get("machine") or scope.profile.description)),
+        ("Profile", f"{scope.profile.name}, remote tier {scope.remote}"),
+        ("Models", ", ".join(scope.models)),
     ]
-    rows.append(("Profile", f"{scope.profile.name}, remote tier {scope.remote}"))
-    rows.append(("Models", ", ".join(scope.models)))
     if versions := run.get("versions"):
         rows.append(("Versions", ", ".join(f"{name} {of}" for name, of in versions.items())))
     rows += [(name.capitalize(), str(run[name])) for name in ("date", "commit") if run.get(name)]
@@ -197,12 +190,12 @@ def cells(entry: Entry, result: Result | None) -> list[str]:
     if result is None:
         return [*place, "", "", "", "", "not measured yet"]
     numbers = [
-        ""
-        if value is None
-        else f"{value * scale:,.4g}"
-        if scale == 100
-        else f"{value * scale:,.1f}"
-        for value, scale in ((result.seconds, 1e6), (result.predicted_s, 1e6), (result.ratio, 100))
+        "" if value is None else f"{value * scale:,.{digits}f}"
+        for value, scale, digits in (
+            (result.seconds, 1e6, 1),
+            (result.predicted_s, 1e6, 1),
+            (result.ratio, 100, 2),
+        )
     ]
     rates = [
         f"{name} {format_rate(rate)}"

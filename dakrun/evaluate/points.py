@@ -184,6 +184,11 @@ class Found:
         line = self.lines(panel).get(series, [])
         return [(entry.x, result.seconds) for entry, result in line if result.seconds]
 
+    def problems(self) -> list[str]:
+        """The reasons why entries have no time, each once."""
+        known = (self.of(entry) for entry in self.entries)
+        return list(dict.fromkeys(of.problem for of in known if of and of.problem))
+
     def errors(self) -> list[float]:
         """Predicted over measured time, less 1, of every measured entry that has both."""
         known = (self.of(entry) for entry in self.entries)

@@ -129,6 +129,8 @@ class Ablations(Figure):
                     clauses.append(f"{series} up to {factor(cost[1])} the time ({place})")
             if clauses:
                 parts.append(f"{panel}: {', '.join(clauses)}.")
+        if not parts and (reasons := found.problems()):
+            return f"No point without one of them has a time: {', '.join(reasons)}."
         return sentence(parts)
 
     def claim(self, found: Found, scope: Scope) -> str:
