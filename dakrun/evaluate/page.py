@@ -20,13 +20,13 @@ ORIGIN = "Lin, Guo, Lin 2026"
 
 
 def page(
-    figures: Mapping[str, Figure],
+    figures: Sequence[Figure],
     found: Mapping[str, Found],
     scope: Scope,
     run: Mapping[str, Any],
 ) -> str:
     """The whole file. `found` has the results by figure name, `run` what run.json has."""
-    shown = [figure for name, figure in figures.items() if name in found]
+    shown = [figure for figure in figures if figure.name in found]
     parts = "\n".join(section(figure, found[figure.name], scope, run) for figure in shown)
     links = " · ".join(f'<a href="#{of.name}">{escape(label(of))}</a>' for of in shown)
     title = f"The evaluation of DAK on {scope.profile.device_name}"

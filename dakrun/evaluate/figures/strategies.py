@@ -92,7 +92,7 @@ class Strategies(Figure):
             "Both strategies are pure here: one ratio for every op, the KV cache included, against "
             "a ratio for each op. Neither falls back to the other, and both read in place.",
             "Greedy gains where ops bound by arithmetic hide link time that a uniform ratio adds "
-            "to ops bound by memory; the gain is small where either kind takes nearly all of a step. "
+            "to ops bound by memory; the gain is small where either kind takes most of a step. "
             f"By this profile's rates alone it is at most {self.bounds(scope)}, which leaves no "
             "room for the paper's 1.5 x: it seems to come from the kernels there.",
         ]
