@@ -22,6 +22,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "///", "...", "\\\\\\", "xxx", "--", "++", "oo")
 DASHES: tuple[Any, ...] = (":", "-.", (0, (9, 3)), (0, (6, 2, 1, 2, 1, 2)))
 INK, PAPER = "#010203", "#fdfcfb"  # stand for the page's colours: see chart.py
+ROOT_TICKS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8)
 NOTHING = "nothing measured yet"
 
 
@@ -88,6 +89,7 @@ class Drawing:
         axes.set_ylim(low, high)
         ticks = _ticks(low, high, log=panel.log_y)
         axes.set_yticks(ticks, [number(tick) for tick in ticks])
+        axes.set_yticks([], minor=True)
         if panel.categories:
             axes.set_xlim(-0.5, len(panel.categories) - 0.5)
             self._name_categories()
@@ -98,15 +100,20 @@ class Drawing:
         if self.log_x:
             axes.set_xscale("log")
         low, high = limits(xs + marks, log=self.log_x)
+        if panel.root_x:
+            axes.set_xscale("function", functions=(_root, _square))
+            low = -0.0002 * high
         axes.set_xlim(low, high)
         shown = sorted({x for series, points in self.drawn if series.kind != "line"
                         for x, _ in points})  # fmt: skip
         spans = [self._span(ACROSS * self._fraction(x), number(x), clamp=False) for x in shown]
         exact = len(shown) == 1 or (self.log_x and 1 < len(shown) <= 10)
         ticks = shown if exact and not any(stack(spans)) else _ticks(low, high, log=self.log_x)
+        if panel.root_x:
+            step = 10 ** math.floor(math.log10(high))
+            ticks = sorted({0.0, *(step * part for part in ROOT_TICKS if step * part <= high)})
         axes.set_xticks(ticks if xs else [], [number(tick) for tick in ticks] if xs else [])
         axes.set_xticks([], minor=True)
-        axes.set_yticks([], minor=True)
 
     def _name_categories(self) -> None:
         """Write the categories below their groups: on several lines, or slanted if too long."""
@@ -180,7 +187,7 @@ class Drawing:
             self.legend.setdefault(_label(series), artist)
         for series, places in self.missing:
             slot = next(slot for slot in slots if slot[0] == series.name)
-            note = textwrap.shorten(series.note or "missing", 34, placeholder=" …")
+            note = textwrap.shorten(series.note or "missing", 25, placeholder=" …")
             look, across = self._look(series), axes.get_xaxis_transform()
             spots = [x + middle(slot) for x in places]
             (artist,) = axes.plot(spots, [0.03] * len(spots), transform=across, **look)
@@ -259,6 +266,16 @@ def _label(series: Series) -> str:
     if series.kind == "missing":
         return note if note.startswith(name) else f"{name}: {note or 'missing'}"
     return name
+
+
+def _root(values: Any) -> Any:
+    """Square roots, with the sign of the values."""
+    return (values > 0) * abs(values) ** 0.5 - (values < 0) * abs(values) ** 0.5
+
+
+def _square(values: Any) -> Any:
+    """The inverse of _root."""
+    return values * abs(values)
 
 
 def _ticks(low: float, high: float, *, log: bool) -> list[float]:

@@ -176,12 +176,18 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     head, *body = rows
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     lines = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body
+        f"<tr>{''.join(f'<td{right(cell)}>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in body
     )
     return (
         f'<div class="scroll"><table><thead><tr>{titles}</tr></thead>'
         f"<tbody>{lines}</tbody></table></div>"
     )
+
+
+def right(cell: str) -> str:
+    """The class of a cell with a number, which is set to the right."""
+    return ' class="n"' if cell[:1].isdigit() and cell.replace(",", "").count(" ") == 0 else ""
 
 
 def cells(entry: Entry, result: Result | None) -> list[str]:

@@ -29,6 +29,7 @@ class Series:
 class Panel:
     """A set of axes. With `categories` the series are grouped bars, a group for each category.
 
+    With `root_x` distances along x are those of square roots, which leaves more room near 0.
     `x` and `y` are the axes' titles with units, `marks` vertical lines with a short text.
     """
 
@@ -39,6 +40,7 @@ class Panel:
     categories: Sequence[str] = ()
     log_x: bool = False
     log_y: bool = False
+    root_x: bool = False
     marks: Sequence[tuple[float, str]] = ()
 
 

@@ -36,6 +36,7 @@ figure svg { display: block; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.6rem; text-align: left;
   vertical-align: top; }
+td.n { text-align: right; }
 @media (max-width: 40rem) {
   body { padding: 0.75rem; }
   .facts { grid-template-columns: 1fr; gap: 0; }

@@ -66,7 +66,7 @@ class Ablations(Figure):
                 model=model,
                 batch_size=slots,
                 length=ATTENTION[1],
-                ratio=max(1, round(ratio * slots)) / slots,
+                ratio=self.remote_slots(slots, scope) / slots,
                 remote=scope.remote,
                 without=without,
             )
@@ -86,18 +86,22 @@ class Ablations(Figure):
     def slots(self) -> tuple[int, ...]:
         return (ATTENTION[0], 2 * ATTENTION[0])
 
+    def remote_slots(self, slots: int, scope: Scope) -> int:
+        """Slots outside HBM, of which there is at least one."""
+        return max(1, round(self.ratio(scope) * slots))
+
     def categories(self, panel: str, scope: Scope) -> list[str]:
         """The groups of bars of a panel."""
         if panel == self.step:
             return list(scope.models)
         if "attention" in panel:
-            return [f"{n} slots, 1 or more remote" for n in self.slots()]
+            return [f"{self.remote_slots(n, scope)} of {n} slots" for n in self.slots()]
         return [op.name for op in scope.products(next(iter(scope.models)), n=8)]
 
     def panels(self, found: Found, scope: Scope) -> list[Panel]:
         panels = []
         for name in found.panels():
-            whole = name == self.step
+            whole, outside = name == self.step, f"{100 * self.ratio(scope):.2g}% outside HBM"
             panels.append(
                 panel_of(
                     found,
@@ -105,8 +109,8 @@ class Ablations(Figure):
                     (lambda r: milliseconds(r.seconds))
                     if whole
                     else (lambda r: microseconds(r.seconds)),
-                    title=f"{name}, {100 * self.ratio(scope):.2g}% outside HBM",
-                    x="model" if whole else "slots" if "attention" in name else "op",
+                    title=name if "attention" in name else f"{name}, {outside}",
+                    x="model" if whole else "slots outside HBM" if "attention" in name else "op",
                     y=STEP_AXIS if whole else US_AXIS,
                     categories=self.categories(name, scope),
                 )

@@ -17,6 +17,7 @@ from dakrun.plan import Op, compute_time
 from dakrun.units import format_seconds
 
 Curve = Sequence[tuple[float, float]]  # (x, seconds)
+ROOT_BELOW = 0.05  # of the turning point: curves by ratio then need room near 0
 PERCENT = "weight and KV bytes outside HBM (%)"
 EB_AXIS = "EB: weight bytes per step time (GB/s)"
 STEP_AXIS = "decode step (ms)"
@@ -69,6 +70,7 @@ def panel_of(
     categories: Sequence[str] = (),
     log_x: bool = False,
     log_y: bool = False,
+    root_x: bool = False,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Panel:
     """The panel `name` with `value` of each result, and further `lines`.
@@ -101,8 +103,14 @@ def panel_of(
         categories=categories,
         log_x=log_x,
         log_y=log_y,
+        root_x=root_x,
         marks=marks,
     )
+
+
+def root_x(scope: Scope) -> bool:
+    """Whether curves by ratio are drawn over square roots: what matters then lies near 0."""
+    return scope.turning_point < ROOT_BELOW
 
 
 def brief(problem: str) -> str:

@@ -74,6 +74,8 @@ class Capacity(Figure):
                 (name, STEP_AXIS, lambda r: milliseconds(r.seconds), [], True),
                 (f"{name}: required ratio", REQUIRED, required, self.of_paper(name, found), False),
             ):
+                if title != name and not self.exceeds(found, name):
+                    continue
                 panels.append(
                     panel_of(
                         found if title == name else choice_alone(found),
@@ -88,6 +90,11 @@ class Capacity(Figure):
                     )
                 )
         return panels
+
+    def exceeds(self, found: Found, panel: str) -> bool:
+        """Whether anything in a panel needs more than HBM."""
+        results = [result for line in found.lines(panel).values() for _, result in line]
+        return any(result.required_ratio or result.problem for result in results)
 
     def of_paper(self, panel: str, found: Found) -> list[Series]:
         """The paper's required ratios, for its model and its 96 GB."""

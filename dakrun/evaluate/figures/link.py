@@ -108,14 +108,17 @@ class LinkReads(Figure):
     def claim(self, found: Found, scope: Scope) -> str:
         rates = self.rates(found)
         lost = 1 - rates[-1][2] / max(rate for *_, rate in rates) if rates else None
-        here = "not measured yet" if lost is None else f"it loses {max(lost, 0):.0%} at most bytes"
+        here = "not measured yet" if lost is None else f"{max(lost, 0):.0%}"
         return (
             "Paper: past the window HBM loses bandwidth while the link gains none, and more SMs "
-            f"than saturate the link only cost HBM. Here, with the most in flight, HBM: {here}."
+            "than saturate the link only cost HBM. HBM's loss here, with the most bytes in flight: "
+            f"{here}."
         )
 
     def notes(self, scope: Scope) -> list[str]:
+        predicted = ["The planner does not model congestion: predicted rates of HBM never fall."]
         return [
+            *(predicted if scope.predict else []),
             "The paper fixes 100 SMs on HBM; here all SMs that do not read the link do. The full "
             "run shows both.",
             "The link's rate is the lower of the link's own and of the memory behind it. Another "

@@ -10,6 +10,7 @@ from dakrun.evaluate.figures.base import (
     fastest,
     gigabytes,
     panel_of,
+    root_x,
     sentence,
     thresholds,
 )
@@ -87,6 +88,7 @@ class OpRatios(Figure):
                 title=name,
                 x="bytes of the op outside HBM (%)",
                 y=RATE_AXIS,
+                root_x=root_x(scope),
                 marks=self.marks(*self.of_panel(name), scope),
             )
             for name in found.panels()

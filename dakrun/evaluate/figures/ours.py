@@ -7,9 +7,11 @@ from dakrun.evaluate.figures.base import (
     STEP_AXIS,
     Figure,
     factor,
+    faster,
     largest,
     milliseconds,
     panel_of,
+    root_x,
     sentence,
 )
 from dakrun.evaluate.panel import Panel
@@ -37,7 +39,7 @@ class Ours(Figure):
     name = "ours"
     title = "Not in the paper: a transport for each op, peers, whole files"
     paper = (
-        "Nothing: the paper reads all remote bytes in place, from host memory alone, with requests "
+        "The paper reads all remote bytes in place, from host memory alone, with requests "
         "of one length."
     )
 
@@ -104,6 +106,7 @@ class Ours(Figure):
                     title=f"{name}, batch 8",
                     x=PERCENT,
                     y=STEP_AXIS,
+                    root_x=root_x(scope),
                     log_y=True,
                 )
             )
@@ -139,10 +142,8 @@ class Ours(Figure):
             both = [dict(found.times(panel, name)) for name, _ in SERIES[:2]]
             alone = [(x, min(of[x] for of in both)) for x in both[0] if x in both[1]]
             if (gain := largest(choice, alone)) is not None:
-                parts.append(
-                    f"{panel}: a transport for each op is up to {factor(gain[1])} as fast as the "
-                    f"better of one for all, at {gain[0]:.2g}% outside HBM."
-                )
+                clause = faster(gain[1], "a transport for each op", "the better of one for all")
+                parts.append(f"{panel}: at most, at {gain[0]:.2g}% outside HBM, {clause}.")
         return sentence(parts)
 
     def rates(self, found: Found, panel: str) -> list[tuple[float, float]]:

@@ -1,5 +1,6 @@
 """Figures 1, 8 and 9: effective bandwidth and decode step against the offload ratio."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from dakrun.evaluate.figures.base import (
     largest,
     milliseconds,
     panel_of,
+    root_x,
     seconds,
     sentence,
 )
@@ -24,6 +26,7 @@ from dakrun.evaluate.panel import Panel, Series
 from dakrun.evaluate.points import Entry, Found, StepPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.plan import Transport, compute_time, weight_bytes
+from dakrun.units import format_rate
 
 STEPS = 200  # line segments of a bound
 TRANSPORTS: tuple[Transport, ...] = ("direct", "staged")
@@ -79,6 +82,7 @@ class RatioFigure(Figure):
                         title=f"{model}, batch {self.batch_size}",
                         x=PERCENT,
                         y=y,
+                        root_x=root_x(scope),
                         log_y=True,
                         lines=[
                             Series(
@@ -142,39 +146,46 @@ class RatioFigure(Figure):
                 clause = faster(copied / there, "reading in place", "copying ahead")
                 parts.append(f"With 10% outside, {clause} ({seconds(there)}, {seconds(copied)}).")
             if (x := crossing(direct, staged)) is not None:
-                parts.append(f"From about {x:.2g}% on, copies are faster.")
-            parts += self.of_rivals(found, model, direct, staged)
+                where = f"From about {x:.2g}% on" if x >= 0.05 else "At every ratio"
+                parts.append(f"{where}, copies are faster.")
+            parts += self.of_rivals(found, model)
         return sentence(parts)
 
-    def of_rivals(
-        self,
-        found: Found,
-        model: str,
-        direct: Sequence[tuple[float, float]],
-        staged: Sequence[tuple[float, float]],
-    ) -> list[str]:
+    def of_rivals(self, found: Found, model: str) -> list[str]:
         """Sentences about rivals at the same ratios."""
+        return [
+            f"At {gain[0]:.2g}%, {faster(gain[1], 'dakrun', name)}."
+            for name in found.lines(model)
+            if name not in TRANSPORTS and (gain := self.gain(found, model, name))
+        ]
+
+    def gain(self, found: Found, model: str, rival: str) -> tuple[float, float] | None:
+        """(percent, factor) where the better transport gains most on a rival."""
+        direct, staged = (found.times(model, name) for name in TRANSPORTS)
         best = [(x, min(s, at(staged, x) or s)) for x, s in direct]
-        parts = []
-        for name in found.lines(model):
-            if name in TRANSPORTS:
-                continue
-            if (gain := largest(best, found.times(model, name))) is not None:
-                clause = faster(gain[1], "dakrun", name)
-                parts.append(f"At {gain[0]:.2g}%, {clause}.")
-        return parts
+        return largest(best, found.times(model, rival))
 
     def claim(self, found: Found, scope: Scope) -> str:
-        gains = []
+        gains: dict[str, list[float]] = {}
+        rates = []
         for model in found.panels():
             curve = found.times(model, "direct")
             if (base := at(curve, 0.0)) and (best := fastest(curve)):
-                gains.append(base / best[1])
-        here = f"{factor(max(gains))} of all in HBM" if gains else "not measured yet"
+                gains.setdefault("all in HBM", []).append(base / best[1])
+            for name in found.lines(model):
+                if name not in TRANSPORTS and (gain := self.gain(found, model, name)):
+                    gains.setdefault(name, []).append(gain[1])
+            rates += [
+                f"EB of {model} at 10% {format_rate(result.eb)}"
+                for entry, result in found.lines(model).get("direct", [])
+                if math.isclose(entry.x, 10) and result.eb
+            ]
+        best_of = [f"{factor(max(of))} as fast as {name}" for name, of in gains.items()]
+        here = ", ".join([*best_of, *rates]) or "not measured yet"
         return (
             "Paper: up to 3 x the state of the art of offloading on NVLink-C2C and 1.8 x on "
-            "PCIe, EB of OPT-30B at a ratio of 10% 3.3 TB/s on GH200. Here, at the best ratio: "
-            f"{here}."
+            "PCIe; EB of OPT-30B at a ratio of 10% 3.3 TB/s on GH200. Here, at the best ratio of "
+            f"each: {here}."
         )
 
 

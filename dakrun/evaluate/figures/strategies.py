@@ -9,6 +9,7 @@ from dakrun.evaluate.figures.base import (
     largest,
     milliseconds,
     panel_of,
+    root_x,
     sentence,
     thresholds,
 )
@@ -64,6 +65,7 @@ class Strategies(Figure):
                 title=f"{model}, batch {self.batch_size}, read in place",
                 x=PERCENT,
                 y=STEP_AXIS,
+                root_x=root_x(scope),
                 log_y=True,
             )
             for model in found.panels()
