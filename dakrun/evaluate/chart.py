@@ -1,7 +1,7 @@
 """A panel as inline SVG: text and hatching in the page's colours and font, ids of its own.
 
 Text and axes follow the page by currentColor, the inside of hollow markers by the CSS variable
---paper.
+--paper, and series by --series-0, --series-1 ...
 """
 
 import io
@@ -9,10 +9,12 @@ import re
 from xml.etree import ElementTree
 
 from dakrun.errors import CannotRun
-from dakrun.evaluate.drawing import INK, PAPER, TEXT, Drawing
+from dakrun.evaluate.drawing import COLOURS, INK, PAPER, TEXT, Drawing
 from dakrun.evaluate.panel import Panel
 
-PAGE_COLOURS = {INK: "currentColor", PAPER: "var(--paper, #fff)"}
+PAGE_COLOURS = {INK: "currentColor", PAPER: "var(--paper, #fff)"} | {
+    colour.lower(): f"var(--series-{number}, {colour})" for number, colour in enumerate(COLOURS)
+}
 SVG = "http://www.w3.org/2000/svg"
 
 
@@ -80,7 +82,7 @@ def _attribute(key: str, value: str, name: str) -> str:
     if key == "href":
         return value.replace("#", f"#{name}-")
     value = " ".join(value.replace("url(#", f"url(#{name}-").split())
-    if key != "style":
+    if key not in ("style", "fill"):
         return re.sub(r"(\.\d\d)\d+", r"\1", value)
     for stand_in, colour in PAGE_COLOURS.items():
         value = value.replace(stand_in, colour)

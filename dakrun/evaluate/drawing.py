@@ -22,7 +22,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "///", "...", "\\\\\\", "xxx", "--", "++", "oo")
 DASHES: tuple[Any, ...] = (":", "-.", (0, (9, 3)), (0, (6, 2, 1, 2, 1, 2)))
 INK, PAPER = "#010203", "#fdfcfb"  # stand for the page's colours: see chart.py
-ROOT_TICKS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8)
+ROOT_TICKS = (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1)  # of a power of ten
 NOTHING = "nothing measured yet"
 
 
@@ -70,7 +70,8 @@ class Drawing:
         axes.set_title(_wrap(panel.y, ACROSS), loc="left", fontsize=TEXT, color=INK, pad=7 + above)
         title = _wrap(panel.title, WIDTH * 0.9)  # bold letters are wider
         figure.suptitle(title, x=0.01, ha="left", fontsize=TEXT + 1, weight="bold", color=INK)
-        axes.set_xlabel(_wrap(panel.x, ACROSS), color=INK)
+        scale = ", square-root scale" if panel.root_x else ""
+        axes.set_xlabel(_wrap(panel.x + scale, ACROSS), color=INK)
         height += above + 15 * title.count("\n") + self._draw_legend(figure)
         figure.set_size_inches(WIDTH / 72, height / 72)
         return figure
@@ -110,8 +111,8 @@ class Drawing:
         exact = len(shown) == 1 or (self.log_x and 1 < len(shown) <= 10)
         ticks = shown if exact and not any(stack(spans)) else _ticks(low, high, log=self.log_x)
         if panel.root_x:
-            step = 10 ** math.floor(math.log10(high))
-            ticks = sorted({0.0, *(step * part for part in ROOT_TICKS if step * part <= high)})
+            top = 10 ** math.ceil(math.log10(high / 1.5))
+            ticks = [top * part for part in ROOT_TICKS if top * part <= high]
         axes.set_xticks(ticks if xs else [], [number(tick) for tick in ticks] if xs else [])
         axes.set_xticks([], minor=True)
 

@@ -5,7 +5,8 @@ STYLE = """
   --link: #0a58a8; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #14171a; --ink: #e4e8ec; --dim: #9aa4ae; --line: #3a4149; --tint: #1d2125;
-    --link: #7db7ef; }
+    --link: #7db7ef; --series-0: #56a8e8; --series-1: #f0803c; --series-2: #2fc79a;
+    --series-3: #e29bc6; --series-4: #e0a72e; --series-5: #a5d8ff; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--paper);
@@ -35,7 +36,8 @@ figure svg { display: block; }
 .scroll { overflow-x: auto; margin: 0.75rem 0; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.6rem; text-align: left;
-  vertical-align: top; }
+  vertical-align: top; white-space: nowrap; }
+td:last-child { white-space: normal; }
 td.n { text-align: right; }
 @media (max-width: 40rem) {
   body { padding: 0.75rem; }

@@ -104,20 +104,23 @@ class RatioFigure(Figure):
     ) -> tuple[Sequence[tuple[float, float, float]], Sequence[tuple[float, float, float]]]:
         """(percent, EB in bytes/s, seconds) of the ideal and of prefetching, by ratio.
 
-        From bandwidths and the rate of arithmetic alone, with C bytes read and T seconds of
-        arithmetic: max((1-x) C/B_hbm, x C/B_link, T), and max(C/B_hbm, x C/B_copy, T).
+        From bandwidths and the rate of arithmetic alone, with C bytes read, R of them from the
+        remote tier, and T seconds of arithmetic: max((C-R)/B_hbm, R/B_link, T), and
+        max(C/B_hbm, R/B_copy, T). Bytes that no step reads are the first to lie outside HBM.
         """
         local, direct, copied = scope.rates
         ops, dtype = scope.ops(model, batch_size=self.batch_size), scope.models[model].dtype
         read, weights = sum(op.layers * op.read_bytes for op in ops), weight_bytes(ops)
         compute = sum(op.layers * compute_time(op, scope.profile, dtype) for op in ops)
+        kept = sum(op.layers * op.resident_bytes for op in ops)
         together, best = read / scope.links.total_rate(), max(direct, copied)
         ideal, prefetch = [], []
         for step in range(STEPS + 1):
             x = step / STEPS
-            time = max(read * max((1 - x) / local, x / best), together, compute)
+            far = max(0.0, x * kept - (kept - read))
+            time = max((read - far) / local, far / best, together, compute)
             ideal.append((100 * x, weights / time, time))
-            time = max(read * max(1 / local, x / copied), compute)
+            time = max(read / local, far / copied, compute)
             prefetch.append((100 * x, weights / time, time))
         return ideal, prefetch
 
