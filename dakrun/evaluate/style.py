@@ -3,7 +3,7 @@
 STYLE = """
 :root { --paper: #fff; --ink: #1b1f24; --dim: #57606a; --line: #d0d7de; --tint: #f4f6f8;
   --link: #0a58a8; }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root { --paper: #14171a; --ink: #e4e8ec; --dim: #9aa4ae; --line: #3a4149; --tint: #1d2125;
     --link: #7db7ef; --series-0: #56a8e8; --series-1: #f0803c; --series-2: #2fc79a;
     --series-3: #e29bc6; --series-4: #e0a72e; --series-5: #a5d8ff; }
