@@ -106,18 +106,20 @@ class RatioFigure(Figure):
 
         From bandwidths and the rate of arithmetic alone, with C bytes read, R of them from the
         remote tier, and T seconds of arithmetic: max((C-R)/B_hbm, R/B_link, T), and
-        max(C/B_hbm, R/B_copy, T). Bytes that no step reads are the first to lie outside HBM.
+        max(C/B_hbm, R/B_copy, T). An embedding table, of which a step reads few rows, is the first
+        to lie outside HBM.
         """
         local, direct, copied = scope.rates
         ops, dtype = scope.ops(model, batch_size=self.batch_size), scope.models[model].dtype
         read, weights = sum(op.layers * op.read_bytes for op in ops), weight_bytes(ops)
         compute = sum(op.layers * compute_time(op, scope.profile, dtype) for op in ops)
         kept = sum(op.layers * op.resident_bytes for op in ops)
+        unread = sum(op.resident_bytes for op in ops if op.category == "gather")
         together, best = read / scope.links.total_rate(), max(direct, copied)
         ideal, prefetch = [], []
         for step in range(STEPS + 1):
             x = step / STEPS
-            far = max(0.0, x * kept - (kept - read))
+            far = read * max(0.0, x * kept - unread) / (kept - unread)
             time = max((read - far) / local, far / best, together, compute)
             ideal.append((100 * x, weights / time, time))
             time = max(read / local, far / copied, compute)
