@@ -133,7 +133,11 @@ class LinkBytes(Figure):
         )
 
     def notes(self, scope: Scope) -> list[str]:
-        return [TILES, "Bytes are the launch's own count, time is that of the launch."]
+        return [
+            TILES,
+            "Bytes follow from the tiles and clusters of the launch. Over the launch's time they give the "
+            "rate of the link.",
+        ]
 
 
 class Multicast(Figure):
