@@ -135,7 +135,7 @@ class LinkBytes(Figure):
     def notes(self, scope: Scope) -> list[str]:
         return [
             TILES,
-            "Bytes follow from the tiles and clusters of the launch. Over the launch's time they give the "
+            "Bytes follow from the tiles and clusters of the launch. Over its time they give the "
             "rate of the link.",
         ]
 
