@@ -23,7 +23,7 @@ HATCHES = ("", "///", "...", "\\\\\\", "xxx", "--", "++", "oo")
 DASHES: tuple[Any, ...] = (":", "-.", (0, (9, 3)), (0, (6, 2, 1, 2, 1, 2)))
 INK, PAPER = "#010203", "#fdfcfb"  # stand for the page's colours: see chart.py
 ROOT_TICKS = (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1)  # of a power of ten
-NOTHING = "nothing measured yet"
+NOTHING, NO_VALUE = "nothing measured yet", "no point has a value"
 
 
 class Drawing:
@@ -65,8 +65,10 @@ class Drawing:
             self._draw_lines()
             height += self._draw_missing()
         if not self.drawn:
-            axes.text(0.5, 0.5, NOTHING, ha="center", va="center", transform=axes.transAxes)
-        above = self._draw_marks()
+            text = NO_VALUE if self.missing else NOTHING
+            axes.text(0.5, 0.6, text, ha="center", va="center", transform=axes.transAxes)
+            axes.set_yticks([])
+        above = self._draw_marks() if self.drawn else 0
         axes.set_title(_wrap(panel.y, ACROSS), loc="left", fontsize=TEXT, color=INK, pad=7 + above)
         title = _wrap(panel.title, WIDTH * 0.9)  # bold letters are wider
         figure.suptitle(title, x=0.01, ha="left", fontsize=TEXT + 1, weight="bold", color=INK)
@@ -105,8 +107,8 @@ class Drawing:
             axes.set_xscale("function", functions=(_root, _square))
             low = -0.0002 * high
         axes.set_xlim(low, high)
-        shown = sorted({x for series, points in self.drawn if series.kind != "line"
-                        for x, _ in points})  # fmt: skip
+        known = {x for of, points in self.drawn if of.kind != "line" for x, _ in points}
+        shown = sorted(known or set(xs))
         spans = [self._span(ACROSS * self._fraction(x), number(x), clamp=False) for x in shown]
         exact = len(shown) == 1 or (self.log_x and 1 < len(shown) <= 10)
         ticks = shown if exact and not any(stack(spans)) else _ticks(low, high, log=self.log_x)

@@ -133,9 +133,7 @@ class Ablations(Figure):
                     clauses.append(f"{series} up to {factor(cost[1])} the time ({place})")
             if clauses:
                 parts.append(f"{panel}: {', '.join(clauses)}.")
-        if not parts and (reasons := found.problems()):
-            return f"No point without one of them has a time: {', '.join(reasons)}."
-        return sentence(parts)
+        return sentence(parts, found)
 
     def claim(self, found: Found, scope: Scope) -> str:
         costs = {

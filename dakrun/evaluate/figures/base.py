@@ -195,6 +195,10 @@ def seconds(value: float) -> str:
     return format_seconds(value)
 
 
-def sentence(parts: Iterable[str]) -> str:
-    """The parts, each a sentence; or that nothing is known yet."""
-    return " ".join(parts) or "Nothing is measured yet."
+def sentence(parts: Iterable[str], found: Found) -> str:
+    """The parts, each a sentence; or why there are none."""
+    if text := " ".join(parts):
+        return text
+    if problems := found.problems():
+        return f"Too few points have a time: {', '.join(map(brief, problems))}."
+    return "Nothing is measured yet."

@@ -39,7 +39,7 @@ class Capacity(Figure):
             Entry(
                 panel=self.panel(model, budget),
                 series=series,
-                x=CASES.index(case),
+                x=self.cases(scope).index(case),
                 rank=rank,
                 point=StepPoint(
                     model=model,
@@ -60,9 +60,13 @@ class Capacity(Figure):
     def panel(self, model: str, budget: int) -> str:
         return f"{model} in {budget / 1e9:.0f} GB"
 
+    def cases(self, scope: Scope) -> tuple[tuple[int, int], ...]:
+        """Batches and prompt lengths, fewer of them in a quick run."""
+        return CASES[:: 2 if scope.quick else 1]
+
     def bars(self, scope: Scope) -> Iterator[tuple[tuple[int, int], str, int]]:
         """(batch and prompt length, series, rank)."""
-        for case in CASES[:: 2 if scope.quick else 1]:
+        for case in self.cases(scope):
             heavy = case[0] * case[1] > 1 << 16
             for series in [CHOICE] if scope.quick else [CHOICE, COPIED]:
                 yield case, series, (3 if heavy else 2) if series == COPIED else (2 if heavy else 1)
@@ -72,7 +76,7 @@ class Capacity(Figure):
         for name in found.panels():
             for title, y, value, lines, log_y in (
                 (name, STEP_AXIS, lambda r: milliseconds(r.seconds), [], True),
-                (f"{name}: required ratio", REQUIRED, required, self.of_paper(name, found), False),
+                (f"{name}: required ratio", REQUIRED, required, self.of_paper(name, scope), False),
             ):
                 if title != name and not self.exceeds(found, name):
                     continue
@@ -85,7 +89,7 @@ class Capacity(Figure):
                         x="batch x prompt length (requests x tokens)",
                         y=y,
                         lines=lines,
-                        categories=[f"{batch} x {prompt:,}" for batch, prompt in CASES],
+                        categories=[f"{batch} x {prompt:,}" for batch, prompt in self.cases(scope)],
                         log_y=log_y,
                     )
                 )
@@ -96,11 +100,14 @@ class Capacity(Figure):
         results = [result for line in found.lines(panel).values() for _, result in line]
         return any(result.required_ratio or result.problem for result in results)
 
-    def of_paper(self, panel: str, found: Found) -> list[Series]:
+    def of_paper(self, panel: str, scope: Scope) -> list[Series]:
         """The paper's required ratios, for its model and its 96 GB."""
         if panel != self.panel(PAPER_MODEL, BUDGETS[0]):
             return []
-        return [Series(name="paper, GH200", kind="line", points=list(enumerate(PAPER_REQUIRED)))]
+        points = [
+            (x, PAPER_REQUIRED[CASES.index(case)]) for x, case in enumerate(self.cases(scope))
+        ]
+        return [Series(name="paper, GH200", kind="line", points=points)]
 
     def finding(self, found: Found, scope: Scope) -> str:
         parts = []
@@ -110,17 +117,17 @@ class Capacity(Figure):
             if not known:
                 continue
             entry, result = known[-1]
-            batch, prompt = CASES[int(entry.x)]
+            batch, prompt = self.cases(scope)[int(entry.x)]
             outside = "" if result.ratio is None else f" with {result.ratio:.1%} outside HBM"
             parts.append(
                 f"{panel}: {batch} x {prompt:,} takes {seconds(result.seconds or 0)} "
                 f"a step{outside}."
             )
             if gain := largest(found.times(panel, CHOICE), found.times(panel, COPIED)):
-                batch, prompt = CASES[int(gain[0])]
+                batch, prompt = self.cases(scope)[int(gain[0])]
                 clause = faster(gain[1], CHOICE, "copying everything ahead")
                 parts.append(f"At most, at {batch} x {prompt:,}, the {clause}.")
-        return sentence(parts)
+        return sentence(parts, found)
 
     def claim(self, found: Found, scope: Scope) -> str:
         gains = [
@@ -149,6 +156,8 @@ class Capacity(Figure):
             "has 6, 10, 37 and 60%). The paper seems to add GiB of weights to decimal GB of KV; "
             "here KV blocks, activations and the CUDA context count as well.",
             "The 50 GB card is this one with a budget of HBM: its bandwidth is not smaller.",
+            f"The remote tier has {scope.profile.tier(scope.remote).capacity_bytes / 1e9:,.0f} GB "
+            "here; the paper's RTX PRO 6000 has 512 GB of host memory.",
         ]
 
 

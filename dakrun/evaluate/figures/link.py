@@ -89,7 +89,7 @@ class LinkReads(Figure):
     def finding(self, found: Found, scope: Scope) -> str:
         rates = self.rates(found)
         if not rates:
-            return sentence([])
+            return sentence([], found)
         link, hbm = max(rate for _, rate, _ in rates), max(rate for *_, rate in rates)
         enough = next(x for x, rate, _ in rates if rate >= KEPT * link)
         lost = next((x for x, _, rate in rates if x > enough and rate < KEPT * hbm), None)
@@ -103,7 +103,7 @@ class LinkReads(Figure):
                 f"From {format_bytes(1024 * lost)} on HBM loses: {format_rate(last[2])} of "
                 f"{format_rate(hbm)} with {format_bytes(1024 * last[0])}."
             )
-        return sentence(parts)
+        return sentence(parts, found)
 
     def claim(self, found: Found, scope: Scope) -> str:
         rates = self.rates(found)

@@ -118,11 +118,12 @@ class LinkBytes(Figure):
         return last
 
     def finding(self, found: Found, scope: Scope) -> str:
-        return sentence(
+        parts = [
             f"{panel}: with N = {n:,.0f} a byte of the weight crosses the link {once:.3g} x with "
             f"multicast and {again:.3g} x without."
             for panel, n, once, again in self.repeated(found)
-        )
+        ]
+        return sentence(parts, found)
 
     def claim(self, found: Found, scope: Scope) -> str:
         saved = [1 - once / again for *_, once, again in self.repeated(found)]
@@ -200,8 +201,8 @@ class Multicast(Figure):
         for panel in found.panels():
             if (best := gain(found, panel)) is not None:
                 clause = faster(best[1], WITH, WITHOUT)
-                parts.append(f"{panel}: at most, at N = {best[0]:,.0f}, the one {clause}.")
-        return sentence(part.replace("the one with", "with") for part in parts)
+                parts.append(f"{panel}: at most, at N = {best[0]:,.0f}, {clause}.")
+        return sentence(parts, found)
 
     def claim(self, found: Found, scope: Scope) -> str:
         here = []

@@ -130,7 +130,7 @@ class OpRatios(Figure):
                     if gain > 1.005
                     else f"{panel}: no op gains from bytes outside HBM."
                 )
-        return sentence(parts)
+        return sentence(parts, found)
 
     def claim(self, found: Found, scope: Scope) -> str:
         return (

@@ -144,7 +144,7 @@ class Ours(Figure):
             if (gain := largest(choice, alone)) is not None:
                 clause = faster(gain[1], "a transport for each op", "the better of one for all")
                 parts.append(f"{panel}: at most, at {gain[0]:.2g}% outside HBM, {clause}.")
-        return sentence(parts)
+        return sentence(parts, found)
 
     def rates(self, found: Found, panel: str) -> list[tuple[float, float]]:
         """(x, tokens/s) of a file."""

@@ -154,7 +154,7 @@ class RatioFigure(Figure):
                 where = f"From about {x:.2g}% on" if x >= 0.05 else "At every ratio"
                 parts.append(f"{where}, copies are faster.")
             parts += self.of_rivals(found, model)
-        return sentence(parts)
+        return sentence(parts, found)
 
     def of_rivals(self, found: Found, model: str) -> list[str]:
         """Sentences about rivals at the same ratios."""
