@@ -17,6 +17,7 @@ from dakrun.evaluate.figures.base import (
     panel_of,
     thresholds,
 )
+from dakrun.evaluate.figures.ratios import SmallBatch, remote_reads
 from dakrun.evaluate.panel import Panel, Series, limits, stack, usable
 from dakrun.evaluate.points import Entry, Found, Result, StepPoint
 from dakrun.evaluate.scope import Scope
@@ -245,3 +246,18 @@ def test_limits_rows_and_usable_points() -> None:
     assert stack([(0, 2), (1, 3), (2, 4)]) == [0, 1, 0]
     panel = Panel(title="t", x="x", y="y", series=[Series(name="s", points=[])], log_x=True)
     assert usable([(0, 1), (1, float("nan")), (1, 2)], panel) == [(1, 2)]
+
+
+def test_bounds_of_figure_8() -> None:
+    scope = scope_of()
+    local, remote, _ = scope.rates
+    ideal, prefetch = SmallBatch().bounds("opt-30b", scope)
+    best = min(ideal, key=lambda of: of[2])
+    assert best[0] == pytest.approx(100 * scope.turning_point, abs=1)
+    assert ideal[0][2] / best[2] == pytest.approx((local + remote) / local, rel=0.01)
+    assert all(of[2] <= other[2] * (1 + 1e-9) for of, other in zip(ideal, prefetch, strict=True))
+    ops = scope.ops("opt-30b", batch_size=8)
+    read = sum(op.layers * op.read_bytes for op in ops)
+    assert remote_reads(ops, 0) == 0
+    assert remote_reads(ops, 1) == pytest.approx(read)
+    assert remote_reads(ops, 0.5) < read / 2

@@ -25,7 +25,7 @@ from dakrun.evaluate.figures.base import (
 from dakrun.evaluate.panel import Panel, Series
 from dakrun.evaluate.points import Entry, Found, StepPoint
 from dakrun.evaluate.scope import Scope
-from dakrun.plan import Transport, compute_time, weight_bytes
+from dakrun.plan import Op, Transport, compute_time, weight_bytes
 from dakrun.units import format_rate
 
 STEPS = 200  # line segments of a bound
@@ -104,25 +104,25 @@ class RatioFigure(Figure):
     ) -> tuple[Sequence[tuple[float, float, float]], Sequence[tuple[float, float, float]]]:
         """(percent, EB in bytes/s, seconds) of the ideal and of prefetching, by ratio.
 
-        From bandwidths and the rate of arithmetic alone, with C bytes read, R of them from the
-        remote tier, and T seconds of arithmetic: max((C-R)/B_hbm, R/B_link, T), and
-        max(C/B_hbm, R/B_copy, T). An embedding table, of which a step reads few rows, is the first
-        to lie outside HBM.
+        Lower bounds from rates alone, with C bytes read, R of them from the remote tier, and T
+        seconds of arithmetic: max((C-R)/B_hbm, R/B_link, T), and max(C/B_hbm, R/B_copy, T). R is
+        free within what the ratio allows: a step reads little of an embedding table, and of a KV
+        cache that is not full.
         """
         local, direct, copied = scope.rates
         ops, dtype = scope.ops(model, batch_size=self.batch_size), scope.models[model].dtype
         read, weights = sum(op.layers * op.read_bytes for op in ops), weight_bytes(ops)
         compute = sum(op.layers * compute_time(op, scope.profile, dtype) for op in ops)
-        kept = sum(op.layers * op.resident_bytes for op in ops)
-        unread = sum(op.resident_bytes for op in ops if op.category == "gather")
-        together, best = read / scope.links.total_rate(), max(direct, copied)
+        together, link = read / scope.links.total_rate(), max(direct, copied)
+        even = read * link / (local + link)  # HBM and the link take the same time
         ideal, prefetch = [], []
         for step in range(STEPS + 1):
             x = step / STEPS
-            far = read * max(0.0, x * kept - unread) / (kept - unread)
-            time = max((read - far) / local, far / best, together, compute)
+            least, most = remote_reads(ops, x), read - remote_reads(ops, 1 - x)
+            far = min(max(even, least), most)
+            time = max((read - far) / local, far / link, together, compute)
             ideal.append((100 * x, weights / time, time))
-            time = max(read / local, far / copied, compute)
+            time = max(read / local, least / copied, compute)
             prefetch.append((100 * x, weights / time, time))
         return ideal, prefetch
 
@@ -192,6 +192,16 @@ class RatioFigure(Figure):
             "PCIe; EB of OPT-30B at a ratio of 10% 3.3 TB/s on GH200. Here, at the best ratio of "
             f"each: {here}."
         )
+
+
+def remote_reads(ops: Sequence[Op], ratio: float) -> float:
+    """The fewest bytes that a step reads from the remote tier with `ratio` of all bytes there."""
+    left, reads = ratio * sum(op.layers * op.resident_bytes for op in ops), 0.0
+    for op in sorted(ops, key=lambda op: op.read_bytes / op.resident_bytes):
+        moved = min(left, op.layers * op.resident_bytes)
+        reads += moved * op.read_bytes / op.resident_bytes
+        left -= moved
+    return reads
 
 
 class SmallBatch(RatioFigure):
