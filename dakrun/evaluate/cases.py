@@ -19,6 +19,7 @@ from dakrun.bench import (
 from dakrun.bench.ceilings import FULL
 from dakrun.bench.sweep import BenchDtype, Case, units_by_tier
 from dakrun.config import Workload
+from dakrun.errors import UsageError
 from dakrun.evaluate.points import AttentionPoint, ProductPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.geometry import (
@@ -41,9 +42,11 @@ def remote_names(scope: Scope, remote: str) -> tuple[str, ...]:
 
 
 def linear_op(scope: Scope, point: ProductPoint) -> Op:
-    """The op of the point, for its rows of X; KeyError if the model has no such op."""
+    """The op of the point, for its rows of X; UsageError if the model has no such op."""
     workload = Workload(batch_size=point.n, prompt_len=1, new_tokens=1, max_model_len=2)
     ops = {op.name: op for op in decode_ops(scope.models[point.model], workload)}
+    if point.op not in ops:
+        raise UsageError(f"{point.model} has no op {point.op!r}", hint=f"it has: {', '.join(ops)}")
     return ops[point.op]
 
 

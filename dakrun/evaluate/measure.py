@@ -16,7 +16,7 @@ import torch
 from dakrun.bench import FULL, Ceilings
 from dakrun.bench.tiers import measure_ceilings
 from dakrun.engine import gpu_errors
-from dakrun.errors import CannotRun, GpuFailed
+from dakrun.errors import DakrunError, GpuFailed
 from dakrun.evaluate.cases import remote_names
 from dakrun.evaluate.on_cpu import op_on_cpu
 from dakrun.evaluate.points import (
@@ -76,8 +76,10 @@ class Measurer:
             raise
         except MemoryError as problem:
             result = Result(source="measured", problem=f"memory ran out: {problem}")
-        except CannotRun as problem:
-            result = Result(source="measured", problem=str(problem))
+        except DakrunError as problem:
+            foreseen = (planned.problem or "").startswith("needs ")
+            reason = planned.problem if foreseen else str(problem)
+            result = Result(source="measured", problem=reason)
         except Exception as problem:  # one point must not end a run of hours
             if os.environ.get("DAKRUN_DEBUG") == "1":
                 traceback.print_exc()
@@ -124,6 +126,6 @@ class Measurer:
 
     def _release(self) -> None:
         """Free the memory of the last point, or of the error that ended it."""
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from dakrun.config import Workload
-from dakrun.errors import DakrunError
+from dakrun.errors import CannotRun, DakrunError
 from dakrun.evaluate.cases import (
     attention_case,
     foreseen,
@@ -34,6 +34,7 @@ from dakrun.plan import (
     make_plan,
 )
 
+ROOM = 10**15  # bytes
 SPARE = 1.05  # budgets count nominal GB, capacities the memory that is left
 NOT_MODELLED = "the planner does not model it"
 
@@ -109,7 +110,31 @@ def _step(point: StepPoint, scope: Scope) -> Result:
         return failed(NOT_MODELLED)
     if problem := too_large(point, scope):
         return failed(problem)
-    return of_plan(plan_of(point, scope), point.batch_size)
+    try:
+        return of_plan(plan_of(point, scope), point.batch_size)
+    except CannotRun:
+        return failed(shortage(point, scope))
+
+
+def roomy(scope: Scope) -> Scope:
+    """The same machine with room for everything in every tier."""
+    tiers = tuple(replace(tier, capacity_bytes=ROOM) for tier in scope.profile.remote)
+    machine = replace(scope.profile, hbm_capacity_bytes=ROOM, remote=tiers)
+    return replace(scope, profile=machine)
+
+
+def shortage(point: StepPoint, scope: Scope) -> str:
+    """The problem of a decode step that does not fit, with its GB. CannotRun if room is not all."""
+    plan = plan_of(replace(point, hbm_budget=None), roomy(scope))
+    (name,) = remote_names(scope, point.remote)
+    has = [point.hbm_budget or scope.profile.hbm_capacity_bytes]
+    has.append(scope.profile.tier(name).capacity_bytes)
+    needed = [sum(plan.memory(tier).values()) for tier in range(len(plan.tiers))]
+    if point.ratio is None:
+        return f"needs {sum(needed) / 1e9:.0f} GB: HBM and {name} have {sum(has) / 1e9:.0f} GB"
+    tier = 0 if needed[0] > has[0] else 1
+    where = ("HBM", f"{name} memory")[tier]
+    return f"needs {needed[tier] / 1e9:.0f} GB of {where}: there are {has[tier] / 1e9:.0f} GB"
 
 
 def too_large(point: StepPoint, scope: Scope) -> str:
@@ -123,8 +148,7 @@ def too_large(point: StepPoint, scope: Scope) -> str:
 def _prefetch(point: StepPoint, scope: Scope) -> Result:
     """Layers copied to HBM ahead of use: the longer of the copies and of a step all in HBM."""
     machine, ratio = scope.profile, point.ratio or 0.0
-    roomy = replace(machine, hbm_capacity_bytes=10**15)
-    resident = replace(scope, profile=roomy).plan(
+    resident = roomy(scope).plan(
         point.model,
         batch_size=point.batch_size,
         prompt_len=point.prompt_len,

@@ -1,4 +1,4 @@
-"""A tiny model with random weights, with which a CPU goes through every figure in seconds."""
+"""A tiny model of one layer, with which a CPU goes through every figure in seconds."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ _CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
