@@ -18,6 +18,7 @@ from dakrun.evaluate.figures.base import (
     thresholds,
 )
 from dakrun.evaluate.figures.ratios import SmallBatch, remote_reads
+from dakrun.evaluate.figures.strategies import Strategies
 from dakrun.evaluate.panel import Panel, Series, limits, stack, usable
 from dakrun.evaluate.points import Entry, Found, Result, StepPoint
 from dakrun.evaluate.scope import Scope
@@ -261,3 +262,11 @@ def test_bounds_of_figure_8() -> None:
     assert remote_reads(ops, 0) == 0
     assert remote_reads(ops, 1) == pytest.approx(read)
     assert remote_reads(ops, 0.5) < read / 2
+
+
+def test_greedy_is_never_slower_than_uniform_by_rates() -> None:
+    scope = scope_of()
+    gains = [Strategies().bound("opt-6.7b", step / 20, scope) for step in range(21)]
+    assert gains[0] == pytest.approx(1)
+    assert min(gains) > 1 - 1e-9
+    assert max(gains) > 1.1

@@ -95,8 +95,9 @@ class Strategies(Figure):
             "Both strategies are pure here: one ratio for every op, the KV cache included, against "
             "a ratio for each op. Neither falls back to the other, and both read in place.",
             "Greedy gains where ops bound by arithmetic hide link time that a uniform ratio adds "
-            "to ops bound by memory; the gain is small where either kind takes most of a step. "
-            f"By this profile's rates alone it is at most {self.bounds(scope)}.",
+            "to ops bound by memory, and where it moves bytes that a step reads least, such as KV "
+            "slots that are not full. It is small where either kind takes most of a step. "
+            f"By this profile's rates alone the gain is at most {self.bounds(scope)}.",
         ]
 
     def bounds(self, scope: Scope) -> str:
@@ -116,20 +117,23 @@ class Strategies(Figure):
         """The time of a uniform `ratio` over that of greedy ones, by rates alone.
 
         An op of C bytes takes the longest of its arithmetic, (1-x) C/B_hbm and x C/B_link. Greedy
-        first moves the bytes that shorten ops (up to a), then those that cost nothing (up to b).
+        first moves the bytes that shorten ops (up to a), then those that cost nothing (up to b),
+        then those that a step reads least.
         """
         local, remote, _ = scope.rates
         dtype = scope.models[model].dtype
-        uniform = start = gaining = free = total = 0.0
+        uniform = greedy = left = 0.0
+        parts: list[tuple[float, float]] = []  # (seconds for each byte moved, bytes)
         for op in scope.ops(model, batch_size=self.batch_size):
             compute, read = compute_time(op, scope.profile, dtype), op.read_bytes
+            kept, share = op.layers * op.resident_bytes, read / op.resident_bytes
             a, b = thresholds(op, dtype, scope)
-            slowest = read * max((1 - ratio) / local, ratio / remote)
-            uniform += op.layers * max(compute, slowest)
-            start += op.layers * max(compute, read / local)
-            gaining += op.layers * read * a
-            free += op.layers * read * (b - a)
-            total += op.layers * read
-        moved = ratio * total
-        greedy = start - min(moved, gaining) / local + max(0, moved - gaining - free) / remote
+            uniform += op.layers * max(compute, read * max((1 - ratio) / local, ratio / remote))
+            greedy += op.layers * max(compute, read / local)
+            parts += [(-share / local, a * kept), (0.0, (b - a) * kept)]
+            parts += [(share / remote, (1 - b) * kept)]
+            left += ratio * kept
+        for cost, size in sorted(parts):
+            greedy += cost * min(size, left)
+            left -= min(size, left)
         return uniform / greedy
