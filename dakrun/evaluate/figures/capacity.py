@@ -140,14 +140,13 @@ class Capacity(Figure):
             for _, result in found.lines(self.panel(PAPER_MODEL, BUDGETS[0])).get(CHOICE, [])
             if (value := required(result)) is not None and value > 0
         ]
-        here = f" Here: {', '.join(needed)} for that model and budget." if needed else ""
+        here = f"{', '.join(needed)} for that model and budget" if needed else "not measured yet"
+        if PAPER_MODEL not in scope.models:
+            here = f"{PAPER_MODEL} is not among the models"
         if gains:
-            here += f" Against copying ahead the gain is up to {factor(max(gains))}."
+            here += f"; against copying ahead the gain is up to {factor(max(gains))}"
         return (
-            "Paper: the required ratios of OPT-30B in 96 GB are 6, 10, 37 and 60%." + here
-            if here
-            else "Paper: the required ratios of OPT-30B in 96 GB are 6, 10, 37 and 60%. Here: not "
-            "measured yet."
+            f"Paper: the required ratios of OPT-30B in 96 GB are 6, 10, 37 and 60%. Here: {here}."
         )
 
     def notes(self, scope: Scope) -> list[str]:
