@@ -53,7 +53,7 @@ from dakrun.bench.sweep import (
 if TYPE_CHECKING:
     from dakrun.bench.attention import ATTENTION_EFFORT, AttentionChains, measure_attention
     from dakrun.bench.gemm import GemmChains, measure_gemm
-    from dakrun.bench.model import ROUNDS, measure_model, requests
+    from dakrun.bench.model import ROUNDS, ModelBench, measure_model, requests
     from dakrun.bench.prefetch import (
         Prefetch,
         built,
@@ -66,23 +66,24 @@ if TYPE_CHECKING:
     from dakrun.bench.tiers import allocate, whole
 
 __all__ = [
-    "ATTENTION_EFFORT", "DEFAULT_SHAPES", "DEFAULT_SLOTS", "FULL",
-    "MAX_LAUNCHES", "MIB", "ROUNDS", "TURNING_POINT", "AttentionCase", "AttentionChains",
-    "AttentionRow", "AttentionSweep", "Ceilings", "Effort", "Forecast", "GemmCase", "GemmChains",
-    "GemmRow", "GemmSweep", "ModelRow", "ModelSweep", "Point", "Prefetch", "Record", "RivalRun",
-    "RivalStep", "Run", "Shape", "Slots", "Step", "allocate", "as_text", "attention_sweep",
-    "buffer_bytes", "built", "check_device", "check_output", "columns", "commit", "decoder_layers",
-    "draw", "failed_row", "forecast", "gemm_sweep", "ideal_s", "limit_s", "lines", "link_ring",
-    "measure", "measure_attention", "measure_gemm", "measure_model", "measured_links",
-    "measured_row", "meta_model", "model_columns", "model_sweep", "offloaded", "parse_ratio",
-    "parse_shape", "parse_slots", "parse_sweep", "remote_units", "render", "requests", "rival_step",
-    "slot_bytes", "spread", "tier_bytes", "transformers_config", "whole", "write",
+    "ATTENTION_EFFORT", "DEFAULT_SHAPES", "DEFAULT_SLOTS", "FULL", "MAX_LAUNCHES", "MIB", "ROUNDS",
+    "TURNING_POINT", "AttentionCase", "AttentionChains", "AttentionRow", "AttentionSweep",
+    "Ceilings", "Effort", "Forecast", "GemmCase", "GemmChains", "GemmRow", "GemmSweep",
+    "ModelBench", "ModelRow", "ModelSweep", "Point", "Prefetch", "Record", "RivalRun", "RivalStep",
+    "Run", "Shape", "Slots", "Step", "allocate", "as_text", "attention_sweep", "buffer_bytes",
+    "built", "check_device", "check_output", "columns", "commit", "decoder_layers", "draw",
+    "failed_row", "forecast", "gemm_sweep", "ideal_s", "limit_s", "lines", "link_ring", "measure",
+    "measure_attention", "measure_gemm", "measure_model", "measured_links", "measured_row",
+    "meta_model", "model_columns", "model_sweep", "offloaded", "parse_ratio", "parse_shape",
+    "parse_slots", "parse_sweep", "remote_units", "render", "requests", "rival_step", "slot_bytes",
+    "spread", "tier_bytes", "transformers_config", "whole", "write",
 ]  # fmt: skip
 
 _MODULES = {
     "ATTENTION_EFFORT": "attention", "AttentionChains": "attention",
     "measure_attention": "attention", "GemmChains": "gemm", "measure_gemm": "gemm",
-    "ROUNDS": "model", "measure_model": "model", "requests": "model", "Prefetch": "prefetch",
+    "ROUNDS": "model", "ModelBench": "model", "measure_model": "model", "requests": "model",
+    "Prefetch": "prefetch",
     "built": "prefetch", "decoder_layers": "prefetch", "offloaded": "prefetch",
     "spread": "prefetch", "tier_bytes": "prefetch", "RivalStep": "rival", "Step": "rival",
     "meta_model": "rival", "rival_step": "rival", "transformers_config": "rival",

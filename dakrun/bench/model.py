@@ -53,7 +53,7 @@ def measure_model(
     device's profile, CannotRun if no point can run.
     """
     device = _device(profile)
-    bench = _Bench(sweep, profile, device, progress)
+    bench = ModelBench(sweep, profile, device, progress)
     points = list(sweep.points())
     progress(f"points to measure of {sweep.name}: {len(points)}")
     subject = {
@@ -89,8 +89,11 @@ def _device(profile: HardwareProfile) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-class _Bench:
-    """Measures the points of a sweep on a device, after its ceilings."""
+class ModelBench:
+    """Measures the points of a sweep on a device, after its ceilings, unless they are given.
+
+    A point has up to `rounds` timed batches, ROUNDS by default. `llm` is called for LLM, if given.
+    """
 
     def __init__(
         self,
@@ -98,26 +101,34 @@ class _Bench:
         profile: HardwareProfile,
         device: torch.device,
         progress: Callable[[str], None],
+        *,
+        ceilings: Ceilings | None = None,
+        rounds: int | None = None,
+        llm: Callable[..., LLM] | None = None,
     ) -> None:
         self.sweep, self.profile, self.device = sweep, profile, device
-        self._progress = progress
+        self._progress, self._count, self._llm = progress, rounds or ROUNDS, llm or LLM
         self._free = self._free_bytes()  # before anything is allocated
-        self.ceilings = self._measured()
+        self.ceilings = ceilings or self._measured()
         self._rivals: dict[tuple[int, float], RivalStep | None] = {}  # by batch size and ratio
 
     def row(self, point: Point) -> model_rows.ModelRow:
+        """Measure a point and its rival; CannotRun if it does not fit."""
+        run = self.run(point)
+        return model_rows.measured_row(point, run, self._rival(point, run.plan.ratio))
+
+    def run(self, point: Point) -> model_rows.Run:
         """Measure a point; CannotRun if it does not fit."""
         self._release()
         try:
-            run = self._run(point)
+            return self._run(point)
         except (torch.OutOfMemoryError, MemoryError) as problem:
             reason = str(problem).partition("\n")[0]
             raise CannotRun(f"memory ran out: {reason}", hint=HINT) from None
-        return model_rows.measured_row(point, run, self._rival(point, run.plan.ratio))
 
     def _run(self, point: Point) -> model_rows.Run:
         sweep = self.sweep
-        with LLM(
+        with self._llm(
             sweep.name,
             dtype=sweep.config.dtype,
             device="cuda" if self.device.type == "cuda" else "cpu",
@@ -156,7 +167,7 @@ class _Bench:
         finish(min(WARM_UP_TOKENS, sweep.new_tokens))
         llm.engine.stats = EngineStats()
         start = time.perf_counter()
-        for done in range(ROUNDS):
+        for done in range(self._count):
             if not done or time.perf_counter() - start < MAX_SECONDS:
                 finish(sweep.new_tokens)
 

@@ -16,6 +16,7 @@ from dakrun import __version__
 from dakrun.cli.bench import bench
 from dakrun.cli.console import eprint, quiet_stderr, stderr_console, stdout_console
 from dakrun.cli.errors import ErrorLines
+from dakrun.cli.evaluate import evaluate
 from dakrun.cli.options import (
     Size,
     device_option,
@@ -52,6 +53,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(evaluate)
 
 
 @main.command()

@@ -1,0 +1,226 @@
+"""The command `dakrun evaluate`: the paper's figures on this machine, or from a plan, as a page."""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dakrun.cli.console import eprint, stderr_console
+from dakrun.cli.options import (
+    choice_option,
+    device_option,
+    option,
+    resolve_model,
+    resolve_profile,
+    resolve_run_profile,
+)
+from dakrun.errors import CannotRun, UsageError
+
+if TYPE_CHECKING:
+    from dakrun.config import ModelConfig
+    from dakrun.evaluate.figures import Figure
+    from dakrun.evaluate.run import Progress
+    from dakrun.hardware import HardwareProfile
+
+MODELS, QUICK_MODELS = ("opt-30b", "opt-6.7b", "llama-2-7b"), ("opt-6.7b",)
+RIVALS = ("transformers", "prefetch", "accelerate", "vllm")
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+class Duration(click.ParamType):
+    """Seconds, written like 10min."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a time like 90s, 10min or 2h.", param, ctx)
+        return float(match[1]) * SECONDS[match[2]]
+
+
+@click.command()
+@option("--only", metavar="FIGURE,...", help="Figures to evaluate, like fig8,table1; default: all.")
+@option("--quick", is_flag=True, help="Fewer points of fewer decode steps, and OPT-6.7B alone.")
+@option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME,...",
+    help="Models, with random weights. Default: opt-30b, opt-6.7b and llama-2-7b; on a CPU a tiny "
+    "one.",
+)
+@device_option("Where to measure.")
+@option("--remote", default="host", metavar="host|peer[:N]", help="The tier outside HBM.")
+@choice_option(
+    "--rival",
+    "rivals",
+    choices=RIVALS,
+    multiple=True,
+    default=("transformers", "prefetch"),
+    help="Other programs to measure, where they are installed; repeatable.",
+)
+@option("--predict", is_flag=True, help="Measure nothing: all points are the planner's.")
+@option(
+    "--profile",
+    default="auto",
+    metavar="auto|NAME|FILE",
+    help="Hardware to plan for; measuring needs that of this machine.",
+)
+@option("--budget", type=Duration(), metavar="TIME", help="Begin no point later, like 10min.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Folder for index.html, a CSV for each figure, and run.json. Points there are kept.",
+)
+def evaluate(
+    *,
+    only: str | None,
+    quick: bool,
+    models: tuple[str, ...],
+    device: Any,
+    remote: str,
+    rivals: tuple[str, ...],
+    predict: bool,
+    profile: str,
+    budget: float | None,
+    output: Path,
+) -> None:
+    """Evaluate the figures of the DAK paper (arXiv 2604.26074) on this machine, as a page.
+
+    Measures effective bandwidth and decode steps by offload ratio, ops, links, ablations and other
+    programs, and writes DIR/index.html with the paper's claims beside the results. Points that DIR
+    has already are not measured again.
+    """
+    from dakrun.evaluate import Scope, run
+    from dakrun.evaluate.store import Store
+    from dakrun.plan import Policy
+
+    figures = _figures(only)
+    _check_drawing()
+    named = _names(models)
+    if predict:
+        hardware = resolve_profile(profile)
+    else:
+        hardware = resolve_run_profile(profile, device, eprint)
+        _check_device(hardware, device)
+    configs = _configs(named, tiny=hardware.device == "cpu" and not predict, quick=quick)
+    (tier,) = _one_tier(Policy(remote=(remote,)).remote_tiers(hardware), remote)
+    scope = Scope(
+        models=configs,
+        profile=hardware,
+        remote=tier,
+        quick=quick,
+        predict=predict,
+        rivals=tuple(dict.fromkeys(rivals)),
+    )
+    facts = run.facts(scope, shlex.join(["dakrun", *sys.argv[1:]]))
+    store = Store(output, facts["machine"])
+    with run.finder(scope, store.folder, facts) as (find, known), _bar() as progress:
+        done = run.evaluate(scope, figures, store, find, known, budget_s=budget, progress=progress)
+    left = f"; {done.left} are left for another run" if done.left else ""
+    source = "predicted" if predict else "measured"
+    eprint(f"{done.new} of {done.points} points {source} now{left}")
+    click.echo(done.page)
+
+
+def _names(texts: Iterable[str]) -> list[str]:
+    """The names in texts such as "a,b", each once."""
+    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",")))
+
+
+def _figures(only: str | None) -> "Mapping[str, Figure]":
+    """The figures that --only names, in the page's order; UsageError for an unknown name."""
+    from dakrun.evaluate.figures import FIGURES
+
+    if only is None:
+        return FIGURES
+    names = _names([only])
+    for name in names:
+        if name not in FIGURES:
+            raise UsageError(
+                f"--only: no figure is called {name!r}", hint=f"name any of {', '.join(FIGURES)}"
+            )
+    return {name: figure for name, figure in FIGURES.items() if name in names}
+
+
+def _configs(names: list[str], *, tiny: bool, quick: bool) -> "dict[str, ModelConfig]":
+    """The models by name; by default those of the paper, or the tiny one."""
+    if tiny and not names:
+        from dakrun.evaluate.tiny import NAME, tiny_model
+
+        return {NAME: tiny_model()}
+    return {name: resolve_model(name, "auto") for name in names or _default(quick=quick)}
+
+
+def _default(*, quick: bool) -> tuple[str, ...]:
+    return QUICK_MODELS if quick else MODELS
+
+
+def _one_tier(tiers: tuple[str, ...], remote: str) -> tuple[str]:
+    if len(tiers) != 1:
+        raise UsageError(f"--remote {remote}: one tier is needed", hint="write host or peer")
+    return (tiers[0],)
+
+
+def _check_device(hardware: "HardwareProfile", device: Any) -> None:
+    """Raise UsageError if the profile describes another kind of device than is measured."""
+    from dakrun.probe import measured_device
+
+    kind = measured_device(device)
+    if hardware.device != kind:
+        names = {"cuda": "a GPU", "cpu": "a CPU"}
+        raise UsageError(
+            f"profile {hardware.name} describes {names[hardware.device]}, not {names[kind]}",
+            hint="leave out --profile, or add --predict to measure nothing",
+        )
+
+
+def _check_drawing() -> None:
+    """Raise CannotRun without matplotlib, before anything is measured."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise CannotRun(
+            "the page's pictures need matplotlib, which is not installed",
+            hint="pip install 'dakrun[plot]'",
+        )
+
+
+@contextmanager
+def _bar() -> "Iterator[Progress]":
+    """A progress bar on stderr, with the time that is left; lines if that is no terminal."""
+    console = stderr_console()
+    if not console.is_terminal:
+
+        def line(done: int, total: int, name: str) -> None:
+            if name:
+                eprint(f"{done + 1} of {total}: {name}")
+
+        yield line
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=name)
+
+        yield show

@@ -1,0 +1,104 @@
+"""The scope of an evaluation: models, machine, rivals, and how many points a figure has.
+
+Imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dakrun.config import ModelConfig, Workload
+from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.plan import Links, Op, Plan, Policy, decode_ops, make_plan
+
+QUICK_STEPS, FULL_STEPS = 8, 31  # decode steps of a point
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What to evaluate: `models` by name, on the machine of `profile`, against `rivals`.
+
+    `remote` names the tier outside HBM. With `quick` figures have fewer points of fewer steps.
+    With `predict` nothing is measured: all points are the planner's.
+    """
+
+    models: Mapping[str, ModelConfig]
+    profile: HardwareProfile
+    remote: str
+    quick: bool
+    predict: bool
+    rivals: Sequence[str] = ()
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of a request; the first is the prompt's."""
+        return (QUICK_STEPS if self.quick else FULL_STEPS) + 1
+
+    @cached_property
+    def links(self) -> Links:
+        """Rates of HBM and of the remote tier."""
+        return Links.of(self.profile, (self.remote,))
+
+    @cached_property
+    def rates(self) -> tuple[float, float, float]:
+        """Bytes/s of HBM, of direct reads of the remote tier, and of its copies."""
+        links = self.links
+        return links.direct[LOCAL], links.direct[self.remote], links.staged[self.remote]
+
+    @property
+    def turning_point(self) -> float:
+        """The ratio at which HBM and the remote tier take the same time."""
+        local, remote, _ = self.rates
+        return remote / (local + remote)
+
+    def ratios(self) -> list[float]:
+        """Offload ratios of a curve: around the turning point, then up to all remote."""
+        parts = (0.5, 1, 2) if self.quick else (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3)
+        far = (0.1, 0.3, 0.6) if self.quick else (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
+        near = {round(part * self.turning_point, 4) for part in parts}
+        return sorted({0.0, *(x for x in near if x < 0.9), *far})
+
+    def some_ratios(self) -> list[float]:
+        """Fewer of them, for steps that take long to prepare."""
+        far = (0.1, 0.3) if self.quick else (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+        near = round(self.turning_point, 4)
+        return sorted({0.0, near, *far}) if near < 0.9 else [0.0, *far]
+
+    def ops(self, model: str, *, batch_size: int, prompt_len: int = 32) -> tuple[Op, ...]:
+        """The ops of a decode step of `model`, whether it fits or not."""
+        workload = Workload(
+            batch_size=batch_size,
+            prompt_len=prompt_len,
+            new_tokens=self.new_tokens,
+            max_model_len=prompt_len + self.new_tokens,
+        )
+        return decode_ops(self.models[model], workload)
+
+    def products(self, model: str, *, n: int) -> list[Op]:
+        """The linear ops of a layer with `n` rows of X."""
+        ops = self.ops(model, batch_size=n)
+        return [op for op in ops if op.in_layer and op.category == "linear"]
+
+    def largest_product(self, model: str) -> Op:
+        """The linear op of a layer with the largest weight."""
+        return max(self.products(model, n=1), key=lambda op: op.resident_bytes)
+
+    def plan(
+        self,
+        model: str,
+        *,
+        batch_size: int = 8,
+        prompt_len: int = 32,
+        new_tokens: int | None = None,
+        policy: Policy | None = None,
+    ) -> Plan:
+        """The plan for `model` on this machine; CannotRun if it does not fit."""
+        new = new_tokens or self.new_tokens
+        workload = Workload(
+            batch_size=batch_size,
+            prompt_len=prompt_len,
+            new_tokens=new,
+            max_model_len=prompt_len + new,
+        )
+        policy = policy or Policy(offload_ratio=0.0, remote=(self.remote,))
+        return make_plan(self.models[model], workload, self.profile, policy)

@@ -1,0 +1,158 @@
+"""Decode steps and whole files of dakrun's own models, measured through dakrun.LLM."""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dakrun.bench import Ceilings, ModelBench, ModelSweep, measured_row
+from dakrun.bench import Point as BenchPoint
+from dakrun.bench.model_sweep import AUTO
+from dakrun.config import SamplingParams
+from dakrun.engine import Runner
+from dakrun.errors import CannotRun
+from dakrun.evaluate.cases import remote_names
+from dakrun.evaluate.on_cpu import NO_TECHNIQUE
+from dakrun.evaluate.points import FilePoint, Result, StepPoint
+from dakrun.evaluate.predict import lengths, of_file, too_large
+from dakrun.evaluate.scope import Scope
+from dakrun.hardware import LOCAL
+from dakrun.llm import LLM
+from dakrun.plan import Policy, RequestLengths
+from dakrun.requests import Request, RowError
+
+WARM_UP_TOKENS = 4
+NO_WINDOW = 2**40  # bytes in flight, more than all rings hold
+NOT_BUILT = "not built for whole models"
+
+
+class Steps:
+    """Measures models on `device`. `names` gives, for each model's name, the one to load it by."""
+
+    def __init__(
+        self, scope: Scope, device: torch.device, ceilings: Ceilings, names: Mapping[str, str]
+    ) -> None:
+        self.scope, self.device, self.ceilings, self.names = scope, device, ceilings, names
+
+    def step(self, point: StepPoint) -> Result:
+        """Measure a decode step; CannotRun if it does not fit."""
+        if set(point.without) - {"window"}:
+            return Result(source="measured", problem=NOT_BUILT)
+        if point.without and self.device.type == "cpu":
+            return Result(source="measured", problem=NO_TECHNIQUE)
+        if too_large(point, self.scope):
+            raise CannotRun(too_large(point, self.scope), hint="leave out the figure")
+        asked = BenchPoint(
+            batch_size=point.batch_size,
+            ratio=AUTO if point.ratio is None else point.ratio,
+            transport=point.transport or AUTO,
+            strategy=point.strategy,
+        )
+        sweep = ModelSweep(
+            name=self.names[point.model],
+            config=self.scope.models[point.model],
+            load_format="dummy",
+            policy=Policy(hbm_budget=point.hbm_budget, remote=(point.remote,)),
+            rival=None,
+            batch_sizes=(point.batch_size,),
+            ratios=(asked.ratio,),
+            transports=(asked.transport,),
+            strategies=(asked.strategy,),
+            prompt_len=point.prompt_len,
+            new_tokens=point.new_tokens,
+        )
+        bench = ModelBench(
+            sweep,
+            self.scope.profile,
+            self.device,
+            lambda text: None,
+            ceilings=self._ceilings_of(point.remote),
+            rounds=1 if self.scope.quick else None,
+            llm=_WithoutWindow if point.without else None,
+        )
+        run = bench.run(asked)
+        row = measured_row(asked, run)
+        remote = row.remote_read_bytes or 0.0
+        return Result(
+            source="measured",
+            seconds=row.step_s,
+            predicted_s=row.predicted_s,
+            limit_s=row.limit_s,
+            ratio=row.ratio,
+            required_ratio=run.plan.required_ratio,
+            weight_bytes=row.weight_bytes,
+            read_bytes=remote + (row.hbm_read_bytes or 0.0),
+            remote_bytes=remote,
+            tokens_per_s=row.tokens_per_s,
+        )
+
+    def _ceilings_of(self, remote: str) -> Ceilings:
+        """The ceilings of HBM and of one remote tier; the profile's if it was not measured."""
+        (name,) = remote_names(self.scope, remote)
+        tier = self.scope.profile.tier(name)
+        direct = self.ceilings.rates.get(name, tier.direct_bytes_per_s)
+        copied = self.ceilings.copied.get(name, tier.staged_bytes_per_s)
+        return Ceilings({LOCAL: self.ceilings.rates[LOCAL], name: direct}, {name: copied})
+
+    def file(self, point: FilePoint) -> Result:
+        """Measure a whole file, from the first step to the last completion."""
+        config, rows = self.scope.models[point.model], lengths(point)
+        mean = max(1, point.longest // 2)
+        with LLM(
+            self.names[point.model],
+            dtype=config.dtype,
+            device="cuda" if self.device.type == "cuda" else "cpu",
+            profile=self.scope.profile,
+            max_batch_size=point.requests,
+            max_model_len=2 * point.longest,
+            expected_prompt=mean,
+            expected_tokens=mean,
+            policy=Policy(offload_ratio=point.ratio, remote=(point.remote,)),
+            load_format="dummy",
+        ) as llm:
+            short = [RequestLengths(row.prompt, min(row.new, WARM_UP_TOKENS)) for row in rows]
+            _finish(llm, requests(short, config.vocab_size))
+            start = time.perf_counter()
+            tokens = _finish(llm, requests(rows, config.vocab_size))
+            seconds = time.perf_counter() - start
+            return replace(
+                of_file(llm.plan, rows),
+                source="measured",
+                seconds=seconds,
+                tokens_per_s=tokens / seconds,
+            )
+
+
+class _WithoutWindow(LLM):
+    """An LLM that follows its plan, but reads remote tiers without their congestion windows."""
+
+    def _load(self, directory: Path | None) -> Runner:
+        profile = self.plan.profile
+        tiers = tuple(replace(tier, window_bytes=NO_WINDOW) for tier in profile.remote)
+        self.plan = replace(self.plan, profile=replace(profile, remote=tiers))
+        return super()._load(directory)
+
+
+def _finish(llm: LLM, asked: Iterator[Request]) -> int:
+    """Complete all requests; returns their new tokens."""
+    tokens = 0
+    for result in llm.stream(asked):
+        if isinstance(result, RowError):
+            raise CannotRun(result.message, hint="try another model")
+        tokens += len(result.token_ids)
+    return tokens
+
+
+def requests(rows: Sequence[RequestLengths], vocabulary: int) -> Iterator[Request]:
+    """Requests of random token ids with a fixed seed; end-of-sequence is ignored."""
+    draw = random.Random(0)
+    for number, row in enumerate(rows):
+        yield Request(
+            id=str(number),
+            line=number + 1,
+            prompt_ids=tuple(draw.choices(range(vocabulary), k=row.prompt)),
+            params=SamplingParams(max_tokens=row.new, ignore_eos=True),
+        )

@@ -1,0 +1,453 @@
+"""`dakrun evaluate`: predicted and measured points, the store, the order, budgets and errors."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benched import on_the_cpu, refused
+from click.testing import CliRunner
+from click.testing import Result as Ended
+
+from dakrun.cli import main
+from dakrun.errors import CannotRun, GpuFailed
+from dakrun.evaluate import Scope, evaluate
+from dakrun.evaluate.cases import attention_case, link_reads, product_case
+from dakrun.evaluate.figures import FIGURES
+from dakrun.evaluate.measure import Measurer
+from dakrun.evaluate.points import (
+    AttentionPoint,
+    Entry,
+    FilePoint,
+    Point,
+    ProductPoint,
+    ReadPoint,
+    Result,
+    StepPoint,
+)
+from dakrun.evaluate.predict import predict
+from dakrun.evaluate.run import ceilings_of, describe, in_order
+from dakrun.evaluate.store import Store, read_run
+from dakrun.evaluate.tiny import NAME, tiny_model
+from dakrun.hardware import LOCAL, load_profile
+from dakrun.memory import allocate_tiers
+from dakrun.models import known_model
+
+STEP = StepPoint(model="opt-6.7b", new_tokens=9)
+MULTICAST = ProductPoint(model="opt-6.7b", op="fc1", n=1024, ratio=1.0)
+
+
+def run(*args: object) -> Ended:
+    """`dakrun evaluate` with these arguments."""
+    command = ["evaluate", *map(str, args)]
+    return CliRunner(env={"DAKRUN_DEBUG": "", "NO_COLOR": ""}).invoke(main, command)
+
+
+def scope(profile: str = "h200-pcie5", **changes: Any) -> Scope:
+    """OPT-6.7B on an H200, quickly, and `changes`."""
+    model = known_model("opt-6.7b")
+    assert model is not None
+    base = Scope(
+        models={"opt-6.7b": model},
+        profile=load_profile(profile),
+        remote="host",
+        quick=True,
+        predict=False,
+    )
+    return replace(base, **changes)
+
+
+def tiny_scope() -> Scope:
+    return scope("cpu", models={NAME: tiny_model()})
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "points.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def rows(folder: Path, figure: str) -> list[dict[str, str]]:
+    with (folder / f"{figure}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("predicted")
+    ended = run("--predict", "--profile", "gh200", "--quick", "-o", folder)
+    assert ended.exit_code == 0, ended.stderr
+    assert ended.stdout == f"{folder / 'index.html'}\n"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured")
+    ended = run("--device", "cpu", "--profile", "cpu", "--quick", "-o", folder)
+    assert ended.exit_code == 0, ended.stderr
+    return folder
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("source", ["predicted", "measured"])
+def test_every_figure_has_its_points(
+    source: str, figure: str, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(source)
+    found = rows(folder, figure)
+    assert found and all(row["source"] == source for row in found)
+    rates = ("seconds", "remote_bytes_per_s", "problem")
+    assert all(any(row[key] for key in rates) for row in found)
+    on_cpu = source == "measured" and figure == "fig7"  # a CPU has no SMs
+    assert on_cpu or any(not row["problem"] for row in found)
+    assert f'id="{figure}"' in (folder / "index.html").read_text(encoding="utf-8")
+
+
+def test_measured_points_have_no_problem_that_is_an_error(measured: Path) -> None:
+    problems = {line["result"].get("problem") for line in lines(measured)}
+    assert problems <= {None, "a technique of GPUs", "a CPU has no SMs", "needs a GPU",
+                        "not built for whole models"}  # fmt: skip
+
+
+def test_the_facts_of_a_run(predicted: Path, measured: Path) -> None:
+    found = read_run(predicted)
+    assert found["machine"] == "predicted for gh200" and found["models"] == ["opt-6.7b"]
+    found = read_run(measured)
+    assert found["versions"]["torch"] == torch.__version__ and found["models"] == [NAME]
+    assert found["ceilings"].keys() == {LOCAL, "host", "host by the copy engine"}
+    kept = ceilings_of(found["ceilings"], "host")
+    assert kept is not None and list(kept.rates) == [LOCAL, "host"]
+    assert ceilings_of(found["ceilings"], "peer:1") is None
+
+
+def test_points_that_are_there_are_not_measured_again(
+    measured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Measurer, point: Point) -> Result:
+        raise AssertionError(point)
+
+    monkeypatch.setattr(Measurer, "__call__", fails)
+    before = lines(measured)
+    ended = run("--device", "cpu", "--profile", "cpu", "--quick", "-o", measured)
+    assert ended.exit_code == 0 and f"0 of {len(before)} points" in ended.stderr
+    assert lines(measured) == before
+
+
+def test_a_figure_alone(tmp_path: Path) -> None:
+    ended = run("--predict", "--profile", "gh200", "--quick", "--only", "fig9", "-o", tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert [path.name for path in tmp_path.glob("*.csv")] == ["fig9.csv"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said", "hint"),
+    [
+        (("--only", "fig8,fig99"), 2, "no figure is called 'fig99'", "name any of fig8, "),
+        (("--budget", "10"), 2, "'10' is not a time like 90s", "--help"),
+        (("--rival", "flexgen"), 2, "'flexgen' is not one of", "--help"),
+        (("--model", "opt-7b"), 2, "'opt-7b': no such model", "did you mean"),
+        (("--remote", "peer"), 2, "no remote tier 'peer'", "it has: host"),
+        (("--remote", "host,peer"), 2, "no remote tier", "it has: host"),
+        (("--profile", "nowhere"), 2, "nowhere", ""),
+    ],
+)
+def test_errors(args: tuple[str, ...], code: int, said: str, hint: str, tmp_path: Path) -> None:
+    profile = () if "--profile" in args else ("--profile", "gh200")
+    refused(run("--predict", *profile, *args, "-o", tmp_path / "out"), code, said, hint)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_devices_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ended = run("--profile", "gh200", "-o", tmp_path)
+    refused(ended, 2, "profile gh200 describes a GPU, not a CPU", "add --predict")
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ended = run("--predict", "--profile", "gh200", "-o", tmp_path)
+    refused(ended, 3, "matplotlib", "pip install 'dakrun[plot]'")
+
+
+# --- order, budget, store
+
+
+def entry(point: Point, rank: int) -> Entry:
+    return Entry(panel="p", series="s", x=0.0, point=point, rank=rank)
+
+
+def test_points_are_in_order_of_rank_and_each_once() -> None:
+    late, other = replace(STEP, batch_size=512), MULTICAST
+    entries = [entry(late, 2), entry(STEP, 1), entry(other, 1), entry(late, 0)]
+    assert in_order(entries) == [late, other, STEP]
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        (STEP, "opt-6.7b, step, batch 8, 0.00% remote"),
+        (replace(STEP, by="vllm", ratio=None), "opt-6.7b, step, batch 8, vllm"),
+        (MULTICAST, "opt-6.7b, fc1, N=1024, 100.00% remote"),
+        (ReadPoint(remote="host", sms=8, in_flight=2**20, hbm_sms=100), "host, read"),
+    ],
+)
+def test_a_point_in_words(point: Point, said: str) -> None:
+    assert describe(point) == said
+
+
+FIG9 = {"fig9": FIGURES["fig9"]}
+
+
+def test_a_budget_takes_the_first_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("dakrun.evaluate.run.time.perf_counter", lambda: next(clock))
+    store, taken = Store(tmp_path, "mine"), []
+
+    def find(point: Point) -> Result:
+        taken.append(point)
+        return Result(source="measured", seconds=1.0)
+
+    done = evaluate(scope(), FIG9, store, find, {"machine": "mine"}, budget_s=2)
+    assert (done.new, done.left) == (2, done.points - 2)
+    assert taken == in_order(FIG9["fig9"].entries(scope()))[:2]
+    assert done.page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    again = evaluate(scope(), FIG9, Store(tmp_path, "mine"), find, {"machine": "mine"})
+    assert (again.new, again.left) == (done.points - 2, 0)
+
+
+def test_a_gpu_that_fails_ends_the_run_but_not_the_next(tmp_path: Path) -> None:
+    def fail(point: Point) -> Result:
+        raise GpuFailed("the GPU failed: illegal address", hint="none")
+
+    with pytest.raises(GpuFailed):
+        evaluate(scope(), FIG9, Store(tmp_path, "mine"), fail, {"machine": "mine"})
+    assert (tmp_path / "index.html").exists() and len(lines(tmp_path)) == 1
+    (kept,) = Store(tmp_path, "mine").results.values()
+    assert kept.problem == "the GPU failed: illegal address"
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
+    store = Store(tmp_path, "mine")
+    store.add(STEP, Result(source="measured", seconds=1.0))
+    path = tmp_path / "points.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"key": "half a l')
+    store = Store(tmp_path, "mine")
+    assert store.results == {STEP.key: Result(source="measured", seconds=1.0)}
+    store.add(MULTICAST, Result(source="measured", problem="too large"))
+    assert [line["key"] for line in lines(tmp_path)] == [STEP.key, MULTICAST.key]
+
+
+def test_results_of_other_machines_and_damaged_lines_do_not_count(tmp_path: Path) -> None:
+    Store(tmp_path, "another").add(STEP, Result(source="measured", seconds=1.0))
+    with (tmp_path / "points.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"key": 3}\nnull\n{"machine": "mine", "key": "k", "result": {"x": 1}}\n')
+    assert Store(tmp_path, "mine").results == {}
+    assert list(Store(tmp_path, "another").results) == [STEP.key]
+    (tmp_path / "run.json").write_text("[", encoding="utf-8")
+    assert read_run(tmp_path) == {}
+
+
+# --- predictions
+
+
+def test_a_step_is_the_plans() -> None:
+    point = replace(STEP, ratio=0.1, transport="direct")
+    found, plan = predict(point, scope()), scope().plan("opt-6.7b")
+    assert found.seconds == found.predicted_s and found.ratio == pytest.approx(0.1, abs=0.01)
+    assert found.weight_bytes == plan.weight_bytes
+    assert found.eb == found.weight_bytes / found.seconds
+
+
+def test_what_does_not_fit_says_how_much_it_needs() -> None:
+    model = known_model("opt-66b")
+    assert model is not None
+    here, point = scope(models={"opt-66b": model}), replace(STEP, model="opt-66b")
+    found = predict(replace(point, hbm_budget=50 * 10**9), here)
+    assert found.problem is not None
+    assert found.problem.startswith("needs 13") and found.problem.endswith(": there are 50 GB")
+    found = predict(replace(point, batch_size=2048, prompt_len=1024, ratio=None), here)
+    assert found.problem is not None
+    assert "GB: HBM and host have" in found.problem
+    large = predict(replace(STEP, hbm_budget=500 * 10**9), scope())
+    assert large.problem is not None and large.problem.startswith("needs 500 GB of HBM")
+
+
+def test_prefetching_takes_the_longer_of_copies_and_the_step() -> None:
+    here = scope()
+    base = predict(STEP, here).seconds
+    near = predict(replace(STEP, by="prefetch", ratio=0.001), here)
+    far = predict(replace(STEP, by="prefetch", ratio=0.5), here)
+    assert near.seconds == pytest.approx(base, rel=0.01)
+    assert far.remote_bytes is not None and far.weight_bytes is not None
+    assert far.seconds == pytest.approx(0.5 * far.weight_bytes / here.rates[2])
+    assert predict(replace(STEP, by="transformers"), here).problem == "not predicted"
+
+
+def test_multicast_saves_bytes_over_the_link_from_two_tiles_on() -> None:
+    here, case = scope(), product_case(scope(), MULTICAST)
+    alone = replace(MULTICAST, without=("multicast",))
+    assert link_reads(here, MULTICAST, case).times == 1
+    assert link_reads(here, alone, case).times == 2
+    few = replace(MULTICAST, n=8)
+    assert link_reads(here, few, product_case(here, few)) == link_reads(
+        here, replace(few, without=("multicast",)), product_case(here, few)
+    )
+    found, without = predict(MULTICAST, here), predict(alone, here)
+    assert found.link_bytes == found.weight_bytes and without.link_bytes == 2 * found.link_bytes
+    assert without.seconds > found.seconds
+
+
+def test_a_read_is_limited_by_window_and_sms() -> None:
+    here = scope()
+    tier = here.profile.tier("host")
+    full = ReadPoint(remote="host", sms=8, in_flight=tier.window_bytes, hbm_sms=124)
+    assert predict(full, here).remote_bytes_per_s == tier.direct_bytes_per_s
+    half = replace(full, in_flight=tier.window_bytes // 2, hbm_sms=8)
+    assert predict(half, here).remote_bytes_per_s == tier.direct_bytes_per_s / 2
+    assert predict(half, here).hbm_bytes_per_s < predict(full, here).hbm_bytes_per_s
+
+
+def test_a_file_is_foretold() -> None:
+    point = FilePoint(model="opt-6.7b", requests=16, longest=32, ratio=None)
+    found = predict(point, scope())
+    assert found.seconds is not None and found.tokens_per_s is not None
+
+
+# --- measurements
+
+
+@pytest.fixture
+def measurer() -> Iterator[Measurer]:
+    with Measurer(tiny_scope(), torch.device("cpu")) as found:
+        yield found
+
+
+def test_an_op_that_a_model_lacks_is_a_points_problem(measurer: Measurer) -> None:
+    point = ProductPoint(model=NAME, op="nothing", n=1, ratio=0.0)
+    assert measurer(point) == Result(source="measured", problem="tiny has no op 'nothing'")
+
+
+def test_an_unexpected_error_is_a_points_problem(
+    measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dakrun.evaluate.measure.op_on_cpu", lambda *_: {}["x"])
+    point = ProductPoint(model=NAME, op="qkv", n=1, ratio=0.0)
+    assert measurer(point) == Result(source="measured", problem="KeyError: 'x'")
+
+
+def test_a_model_that_does_not_fit_is_a_points_problem(
+    measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CannotRun("the plan needs 3 GB", hint="none")
+
+    monkeypatch.setattr("dakrun.evaluate.steps.Steps.step", refuse)
+    found = measurer(StepPoint(model=NAME, new_tokens=2))
+    assert found.problem == "the plan needs 3 GB"
+
+
+@pytest.mark.parametrize("by", ["transformers", "prefetch", "accelerate", "vllm"])
+def test_rivals_need_a_gpu(by: str, measurer: Measurer) -> None:
+    assert measurer(StepPoint(model=NAME, new_tokens=2, by=by)).problem == "needs a GPU"
+
+
+def test_rivals_that_are_missing_say_so() -> None:
+    from dakrun.evaluate.rivals import rival
+
+    gpu = torch.device("cuda")
+    config = tiny_model()
+    asked = StepPoint(model=NAME, new_tokens=2, by="vllm")
+    assert rival(asked, config, gpu).problem == "vllm is not installed"
+    asked = replace(asked, ratio=0.5, remote="peer:1")
+    assert rival(asked, config, gpu).problem == "vllm offloads to host memory only"
+    asked = replace(asked, by="transformers", remote="host")
+    assert rival(asked, config, gpu).problem == "transformers keeps all in HBM"
+
+
+class FakeProducts:
+    """Counts launches; multiplies nothing."""
+
+    launches = 0
+    multicast = True
+
+    def __init__(self, device: torch.device, *, multicast: bool = True) -> None:
+        FakeProducts.multicast = multicast
+
+    def variants(self, *_: object, **__: object) -> list[object]:
+        return []
+
+    def by(self, *_: object) -> str:
+        return "splitk"
+
+    def ahead(self, *_: object) -> None:
+        return None
+
+    def __call__(self, x: torch.Tensor, weight: Any, *_: object, **__: object) -> None:
+        FakeProducts.launches += 1
+        assert (
+            sum(part.data.numel() for part in weight.parts) == weight.shape[0] * weight.shape[1] * 2
+        )
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Result]]:
+    """Measures single ops with buffers of a CPU, whose launches and rates are made up."""
+    on_the_cpu(monkeypatch)
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    from dakrun.evaluate import kernels as module
+
+    monkeypatch.setattr(module, "allocate", allocate_tiers)
+    monkeypatch.setattr(module, "Products", FakeProducts)
+    monkeypatch.setattr(module, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(module, "architecture", lambda _: "sm_90a")
+    monkeypatch.setattr(module, "read_window", lambda readers, _: [1e9 * r.ctas for r in readers])
+    monkeypatch.setattr(module, "READ_BYTES", {LOCAL: 2**24, "remote": 2**22})
+    monkeypatch.setattr("dakrun.bench.attention.splitk_flash_attn", lambda *_, **__: None)
+    small = replace(module.QUICK, chain_bytes=2**20, min_launches=2)
+    monkeypatch.setattr(module, "QUICK", small)
+    model = replace(tiny_model(), dtype="float16", head_dim=64, hidden_size=128, embed_size=128)
+    here = scope(models={NAME: model})
+    found = module.Kernels(here, torch.device("cpu"))
+    measure = {
+        "product": found.product, "attention": found.attention, "read": found.read,
+    }  # fmt: skip
+    yield lambda point: measure[point.kind](point)  # type: ignore[operator]
+    found.close()
+
+
+@pytest.mark.parametrize("without", [(), ("window",), ("alignment",), ("multicast",)])
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
+def test_a_product(ratio: float, without: tuple[str, ...], kernels: Callable[..., Result]) -> None:
+    FakeProducts.launches = 0
+    point = ProductPoint(model=NAME, op="qkv", n=8, ratio=ratio, without=without)
+    found = kernels(point)
+    assert found.seconds is not None and found.ratio == pytest.approx(ratio, abs=0.05)
+    assert found.remote_bytes == found.link_bytes == found.ratio * found.read_bytes
+    assert FakeProducts.launches > 0 and FakeProducts.multicast == ("multicast" not in without)
+
+
+def test_buffers_grow_and_move(kernels: Callable[..., Result]) -> None:
+    small = ProductPoint(model=NAME, op="qkv", n=8, ratio=0.5)
+    assert kernels(small).seconds is not None
+    assert kernels(replace(small, op="lm_head")).seconds is not None
+    slots = AttentionPoint(model=NAME, batch_size=8, length=128, ratio=0.25)
+    found, case = kernels(slots), attention_case(scope(models={NAME: tiny_model()}), slots)
+    assert found.seconds is not None and found.ratio == case.ratio == 0.25
+    assert kernels(replace(slots, without=("alignment",))).problem == "not built for attention"
+    assert kernels(replace(small, n=512, without=("alignment",))).problem is not None
+
+
+def test_reads_of_both_tiers(kernels: Callable[..., Result]) -> None:
+    point = ReadPoint(remote="host", sms=8, in_flight=2**18, hbm_sms=100)
+    found = kernels(point)
+    assert (found.remote_bytes_per_s, found.hbm_bytes_per_s) == (8e9, 100e9)
+    assert kernels(replace(point, sms=0, in_flight=0)).remote_bytes_per_s is None
+    assert kernels(replace(point, hbm_sms=0)).hbm_bytes_per_s is None
+    assert kernels(replace(point, in_flight=8192)).problem == "no ring of 1,024 bytes for an SM"
+    assert kernels(replace(point, hbm_sms=130)).problem == "needs 138 SMs"

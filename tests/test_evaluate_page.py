@@ -1,0 +1,272 @@
+"""The page of an evaluation: its parts, its pictures, and the sentences made from results."""
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from dakrun.evaluate.figures import FIGURES
+from dakrun.evaluate.figures.base import (
+    brief,
+    crossing,
+    factors,
+    faster,
+    fastest,
+    largest,
+    panel_of,
+    thresholds,
+)
+from dakrun.evaluate.figures.ratios import SmallBatch, remote_reads
+from dakrun.evaluate.figures.strategies import Strategies
+from dakrun.evaluate.panel import Panel, Series, limits, stack, usable
+from dakrun.evaluate.points import Entry, Found, Result, StepPoint
+from dakrun.evaluate.scope import Scope
+from dakrun.hardware import load_profile
+from dakrun.models.known import known_model
+
+MODELS = ("opt-30b", "opt-6.7b")
+UNITS = ("GB/s", "ms", "us", "%", "(x)", "tokens", "KiB", "SMs", "(N)", "op", "model", "slots")
+BYTES = 6e10
+
+
+def scope_of(profile: str = "gh200", *, quick: bool = True) -> Scope:
+    models = {name: model for name in MODELS if (model := known_model(name))}
+    return Scope(
+        models=models,
+        profile=load_profile(profile),
+        remote="host",
+        quick=quick,
+        predict=False,
+        rivals=("prefetch",),
+    )
+
+
+def made_up(entry: Entry, scope: Scope, problem: str | None = None) -> Result:
+    """A result that depends on nothing but the entry's place."""
+    if problem:
+        return Result(source="measured", problem=problem)
+    return Result(
+        source="measured",
+        seconds=0.01 + entry.x / 1000,
+        predicted_s=0.011 + entry.x / 1000,
+        ratio=entry.x / 100,
+        required_ratio=0.2,
+        weight_bytes=BYTES,
+        read_bytes=BYTES,
+        link_bytes=BYTES * (2 if "without" in entry.series else 1),
+        hbm_bytes_per_s=4e12,
+        remote_bytes_per_s=4e11,
+        tokens_per_s=100.0,
+    )
+
+
+def everything(scope: Scope, problem: str | None = None) -> dict[str, Found]:
+    found = {}
+    for name, figure in FIGURES.items():
+        entries = figure.entries(scope)
+        results = {entry.point.key: made_up(entry, scope, problem) for entry in entries}
+        found[name] = Found(entries, results)
+    return found
+
+
+def steps(**series: list[tuple[float, float]]) -> Found:
+    """A Found of figure 8 with the (percent, seconds) of each series."""
+    entries, results = [], {}
+    for name, points in series.items():
+        for x, seconds in points:
+            point = StepPoint(model="opt-30b", new_tokens=9, ratio=x / 100, by=name)
+            entries.append(Entry(panel="opt-30b", series=name, x=x, point=point))
+            results[point.key] = Result(source="measured", seconds=seconds, weight_bytes=BYTES)
+    return Found(entries, results)
+
+
+class Reader(HTMLParser):
+    """Ids, and addresses that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.fetched: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for key, value in attrs:
+            if key == "id" and value:
+                self.ids.append(value)
+            if key in ("src", "href", "srcset", "data") and not (value or "").startswith("#"):
+                self.fetched.append(value or "")
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    pytest.importorskip("matplotlib")
+    from dakrun.evaluate.page import page
+
+    scope = scope_of()
+    run = {"machine": "a machine <1>", "command": "dakrun evaluate --quick -o out"}
+    return page(list(FIGURES.values()), everything(scope), scope, run)
+
+
+def test_the_page_has_every_figure_and_asks_for_nothing_from_elsewhere(text: str) -> None:
+    reader = Reader()
+    reader.feed(text)
+    assert set(FIGURES) <= set(reader.ids)
+    assert len(reader.ids) == len(set(reader.ids))
+    assert reader.fetched == []
+    assert "script" not in reader.tags
+    assert not re.search(r"url\((?!#)|@import|https?://", text)
+    assert "a machine &lt;1&gt;" in text
+    assert "dakrun evaluate --only fig8 --quick -o out" in text
+
+
+def test_every_picture_has_axes_with_units(text: str) -> None:
+    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(pictures) >= 2 * len(FIGURES)
+    for picture in pictures:
+        root = ElementTree.fromstring(picture)
+        assert root.get("role") == "img"
+        y, x = (root.get("aria-label") or "").split("; ")[0].split(" against ")[-2:]
+        assert any(unit in y for unit in UNITS), y
+        assert any(unit in x for unit in (*UNITS, "ratio")), x
+        assert not re.search(r"font-family|#010203|#fdfcfb|mathdefault", picture)
+
+
+def test_references_within_a_picture_exist(text: str) -> None:
+    ids = set(re.findall(r' id="([^"]+)"', text))
+    referred = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text)
+    assert {one or other for one, other in referred} <= ids
+
+
+def test_predicted_against_measured(text: str) -> None:
+    assert re.search(r"median \d+\.\d%, worst \+\d+\.\d%, over \d+ points", text)
+
+
+def test_missing_points_are_drawn_with_their_reason() -> None:
+    pytest.importorskip("matplotlib")
+    from dakrun.evaluate.page import page
+
+    scope = scope_of()
+    fig8 = FIGURES["fig8"]
+    found = everything(scope, "the budgets are 34.81 GiB too small")
+    shown = page([fig8], found, scope, {})
+    assert "34.81 GiB too large" in shown
+    assert "have no time" in shown
+    for name, figure in FIGURES.items():
+        assert figure.finding(found[name], scope)
+
+
+def test_a_page_without_any_result() -> None:
+    pytest.importorskip("matplotlib")
+    from dakrun.evaluate.page import page
+
+    scope = scope_of()
+    found = {name: Found(figure.entries(scope)) for name, figure in FIGURES.items()}
+    shown = page(list(FIGURES.values()), found, scope, {})
+    assert "nothing measured yet" in shown
+    assert "are not there yet" in shown
+
+
+@pytest.mark.parametrize("profile", ["gh200", "h200-pcie5", "cpu"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_figures_have_points_and_panels(profile: str, quick: bool) -> None:
+    scope = scope_of(profile, quick=quick)
+    for name, figure in FIGURES.items():
+        entries = figure.entries(scope)
+        assert entries, name
+        places = {(entry.panel, entry.series, entry.x) for entry in entries}
+        assert len(places) == len(entries), name
+        results = {entry.point.key: made_up(entry, scope) for entry in entries}
+        assert figure.panels(Found(entries, results), scope), name
+
+
+def test_finding_of_figure_8() -> None:
+    direct = [(0.0, 0.010), (5.0, 0.008), (10.0, 0.012), (20.0, 0.030)]
+    staged = [(0.0, 0.010), (5.0, 0.010), (10.0, 0.013), (20.0, 0.025)]
+    found = steps(direct=direct, staged=staged, prefetch=[(10.0, 0.024)])
+    finding = FIGURES["fig8"].finding(found, scope_of())
+    assert "fastest with 5% outside HBM and read in place" in finding
+    assert "1.25 x as fast as all in HBM" in finding
+    assert "reading in place is 1.08 x as fast as copying ahead" in finding
+    assert "From about 12% on, copies are faster" in finding
+    assert "At 10%, dakrun is 2.00 x as fast as prefetch" in finding
+    assert "1.25 x as fast as all in HBM" in FIGURES["fig8"].claim(found, scope_of())
+
+
+def test_crossing() -> None:
+    one, other = [(0.0, 1.0), (1.0, 2.0), (2.0, 4.0)], [(0.0, 2.0), (1.0, 3.0), (2.0, 3.0)]
+    assert crossing(one, other) == pytest.approx(1.5)
+    assert crossing(other, one) is None
+    assert crossing([], one) is None
+    assert crossing(one, [(2.0, 3.0)]) == 2.0
+
+
+def test_factors() -> None:
+    one, other = [(0.0, 1.0), (1.0, 2.0)], [(1.0, 5.0), (2.0, 9.0)]
+    assert factors(one, other) == [(1.0, 2.5)]
+    assert largest(one, other) == (1.0, 2.5)
+    assert largest(one, []) is None
+    assert fastest(one) == (0.0, 1.0)
+    assert fastest([]) is None
+
+
+def test_words_for_factors() -> None:
+    assert faster(1.5, "a", "b") == "a is 1.50 x as fast as b"
+    assert faster(0.5, "a", "b") == "a takes 2.00 x as long as b"
+    assert faster(1.001, "a", "b") == "a and b take the same time"
+    assert brief("x" * 60) == "x" * 45 + "..."
+    assert brief("out of memory: 3 GiB; try less") == "out of memory"
+
+
+def test_thresholds_are_where_an_op_is_at_its_fastest() -> None:
+    scope = scope_of()
+    few, many = (scope.products("opt-30b", n=n)[0] for n in (8, 512))
+    assert thresholds(few, "float16", scope) == pytest.approx((scope.turning_point,) * 2)
+    a, b = thresholds(many, "float16", scope)
+    assert a == 0
+    assert b > scope.turning_point
+
+
+def test_series_are_measured_predicted_or_missing() -> None:
+    found = steps(direct=[(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)])
+    keys = list(found.results)
+    found.results[keys[1]] = Result(source="predicted", seconds=2.0)
+    found.results[keys[2]] = Result(source="measured", problem="too large: 3 GB")
+    panel = panel_of(found, "opt-30b", lambda r: r.seconds, title="t", x="x (%)", y="y (s)")
+    assert [(of.kind, of.points[0][0], of.note) for of in panel.series] == [
+        ("measured", 0.0, ""),
+        ("predicted", 1.0, ""),
+        ("missing", 2.0, "too large"),
+    ]
+
+
+def test_limits_rows_and_usable_points() -> None:
+    assert limits([1, 10], log=False, zero=True) == (0, pytest.approx(10.6))
+    assert limits([], log=True) == (1, 10)
+    assert stack([(0, 2), (1, 3), (2, 4)]) == [0, 1, 0]
+    panel = Panel(title="t", x="x", y="y", series=[Series(name="s", points=[])], log_x=True)
+    assert usable([(0, 1), (1, float("nan")), (1, 2)], panel) == [(1, 2)]
+
+
+def test_bounds_of_figure_8() -> None:
+    scope = scope_of()
+    local, remote, _ = scope.rates
+    ideal, prefetch = SmallBatch().bounds("opt-30b", scope)
+    best = min(ideal, key=lambda of: of[2])
+    assert best[0] == pytest.approx(100 * scope.turning_point, abs=1)
+    assert ideal[0][2] / best[2] == pytest.approx((local + remote) / local, rel=0.01)
+    assert all(of[2] <= other[2] * (1 + 1e-9) for of, other in zip(ideal, prefetch, strict=True))
+    ops = scope.ops("opt-30b", batch_size=8)
+    read = sum(op.layers * op.read_bytes for op in ops)
+    assert remote_reads(ops, 0) == 0
+    assert remote_reads(ops, 1) == pytest.approx(read)
+    assert remote_reads(ops, 0.5) < read / 2
+
+
+def test_greedy_is_never_slower_than_uniform_by_rates() -> None:
+    scope = scope_of()
+    gains = [Strategies().bound("opt-6.7b", step / 20, scope) for step in range(21)]
+    assert gains[0] == pytest.approx(1)
+    assert min(gains) > 1 - 1e-9
+    assert max(gains) > 1.1
