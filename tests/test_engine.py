@@ -254,6 +254,19 @@ def test_statistics_count_what_was_done(path: Path) -> None:
     assert set(llm.engine.runner.op_seconds(8)) == {*ops, "sampling"}
 
 
+def test_prompts_may_be_computed_before_any_row_decodes(path: Path) -> None:
+    """So that a measured step has a row of every request, however long the prompts take."""
+    found = []
+    for first in (False, True):
+        llm = load(path, batch_size=4)
+        llm.engine.runner.chunk_tokens, llm.engine.prompts_first = 4, first
+        found.append(by_id(list(llm.stream(requests(4, max_tokens=3)))))
+        stats = llm.engine.stats
+        assert (stats.mixed_steps == 0) == first
+        assert (stats.step_rows == 4 * len(stats.step_s) == 8) == first
+    assert found[0] == found[1]
+
+
 def test_a_report_of_a_run_that_goes_on_has_no_times_by_op(path: Path) -> None:
     """To measure them, slots may be overwritten."""
     llm = load(path, batch_size=2)

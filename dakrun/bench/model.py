@@ -140,6 +140,7 @@ class ModelBench:
             policy=point.policy(sweep.policy),
             load_format=sweep.load_format,
         ) as llm:
+            llm.engine.prompts_first = True  # else few rows are left when the last prompt ends
             self._rounds(llm, point.batch_size)
             stats, free = llm.engine.stats, self._free_bytes()
             links = self._links(llm)

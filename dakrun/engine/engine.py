@@ -53,11 +53,15 @@ class _Step:
 
 
 class Engine:
-    """Runs requests on a `runner` whose weights and slots lie where `plan` put them."""
+    """Runs requests on a `runner` whose weights and slots lie where `plan` put them.
+
+    With `prompts_first` no step carries rows beside prompts, so that requests which begin together
+    also decode together: for measurements.
+    """
 
     def __init__(self, runner: Runner, plan: Plan, tokenizer: Tokenizer | None) -> None:
         self.runner, self.plan = runner, plan
-        self.stats = EngineStats()
+        self.stats, self.prompts_first = EngineStats(), False
         self._tokenizer = tokenizer
         self._max_len = plan.workload.max_model_len
         self._eos = frozenset(plan.model.eos_token_ids)
@@ -126,7 +130,8 @@ class Engine:
                     )
                 if len(self._steps) < self.runner.ahead:
                     self._resume()
-                    active = self._grown([r for r in self._running if r.remaining])
+                    rows = [] if self.prompts_first and self._new else self._running
+                    active = self._grown([r for r in rows if r.remaining])
                     begins = self._new and (none_now or not active or self._is_worth_a_pass())
                     if active is not None and (active or begins):
                         self._launch(active, self._begin(len(active)) if begins else [])

@@ -190,8 +190,8 @@ class Found:
         return list(dict.fromkeys(of.problem for of in known if of and of.problem))
 
     def errors(self) -> list[float]:
-        """Predicted over measured time, less 1, of every measured entry that has both."""
-        known = (self.of(entry) for entry in self.entries)
+        """Predicted over measured time, less 1, of every entry of dakrun that has both."""
+        known = (self.of(e) for e in self.entries if getattr(e.point, "by", "dakrun") == "dakrun")
         return [
             result.predicted_s / result.seconds - 1
             for result in known
