@@ -222,8 +222,13 @@ def test_prompts_that_go_on_in_a_peer_s_slots(model: tuple[Path, PreTrainedModel
     given = torch.randint(3, VOCAB, (12, 250), generator=generator).tolist()
     found = []
     for ratio in (0.0, 1.0):
-        fixed = {"offload_ratio": 0.2, "kv_offload_ratio": ratio, "transport": "direct"}
-        with load(path, 12, profile, remote=("peer",), **fixed) as llm:
+        policy = Policy(
+            remote=("peer",), offload_ratio=0.2, kv_offload_ratio=ratio, transport="direct"
+        )
+        with LLM(  # with KV blocks for all at once: passes of other prompts change bits
+            path, device="cuda", batch_size=12, max_model_len=320, expected_prompt=256,
+            expected_tokens=NEW, profile=profile, policy=policy,
+        ) as llm:  # fmt: skip
             llm.engine.runner.chunk_tokens = 1100
             found.append(greedy(llm, given, 16))
     assert found[0] == found[1]
