@@ -268,12 +268,12 @@ def test_what_does_not_fit_says_how_much_it_needs() -> None:
     here, point = scope(models={"opt-66b": model}), replace(STEP, model="opt-66b")
     found = predict(replace(point, hbm_budget=50 * 10**9), here)
     assert found.problem is not None
-    assert found.problem.startswith("needs 13") and found.problem.endswith(": there are 50 GB")
+    assert found.problem.startswith("needs 13") and found.problem.endswith(": there are 50.0 GB")
     found = predict(replace(point, batch_size=2048, prompt_len=1024, ratio=None), here)
     assert found.problem is not None
     assert "GB: HBM and host have" in found.problem
     large = predict(replace(STEP, hbm_budget=500 * 10**9), scope())
-    assert large.problem is not None and large.problem.startswith("needs 500 GB of HBM")
+    assert large.problem is not None and large.problem.startswith("needs 500.0 GB of HBM")
 
 
 def test_prefetching_takes_the_longer_of_copies_and_the_step() -> None:
@@ -368,6 +368,24 @@ def test_an_ablated_model_changes_how_tiers_are_read(monkeypatch: pytest.MonkeyP
     assert access == TierAccess(8, aligned=False, multicast=False)
     uneven = split_row_blocks((100, 20), (TierAccess(), access), sms=132)
     assert [split.group for split in uneven] == [1, 16]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_error_of_a_gpu_that_still_works_is_a_points_problem(
+    works: bool, measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr("dakrun.evaluate.measure.op_on_cpu", fail)
+    monkeypatch.setattr(Measurer, "_works", lambda _: works)
+    point = ProductPoint(model=NAME, op="qkv", n=1, ratio=0.0)
+    if works:
+        problem = "the GPU failed: CUDA error: invalid argument"
+        assert measurer(point) == Result(source="measured", problem=problem)
+    else:
+        with pytest.raises(GpuFailed, match="invalid argument"):
+            measurer(point)
 
 
 @pytest.mark.parametrize("by", ["transformers", "prefetch", "accelerate", "vllm"])
