@@ -28,6 +28,7 @@ from dakrun.errors import (
     invalid_value,
 )
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import (
     Tiers,
     allocate_tiers,
@@ -292,7 +293,13 @@ class LLM:
             source.check(manifest_of(architecture(self.config), source.__contains__))
             capacities = tier_capacities(self.plan, packed=packed)
             self._tiers = allocate_tiers(capacities, self.device)
-            return build_runner(source, self.plan, self._tiers, self.device, self._on_load)
+            return build_runner(
+                source, self.plan, self._tiers, self.device, self._on_load, self._reads
+            )
+
+    def _reads(self, access: TierAccess) -> TierAccess:
+        """How kernels read a tier, given the plan's way; ablations override it."""
+        return access
 
 
 class _Unfinished:

@@ -109,8 +109,7 @@ def test_every_figure_has_its_points(
 
 def test_measured_points_have_no_problem_that_is_an_error(measured: Path) -> None:
     problems = {line["result"].get("problem") for line in lines(measured)}
-    assert problems <= {None, "a technique of GPUs", "a CPU has no SMs", "needs a GPU",
-                        "not built for whole models"}  # fmt: skip
+    assert problems <= {None, "a technique of GPUs", "a CPU has no SMs", "needs a GPU"}
 
 
 def test_the_facts_of_a_run(predicted: Path, measured: Path) -> None:
@@ -269,12 +268,12 @@ def test_what_does_not_fit_says_how_much_it_needs() -> None:
     here, point = scope(models={"opt-66b": model}), replace(STEP, model="opt-66b")
     found = predict(replace(point, hbm_budget=50 * 10**9), here)
     assert found.problem is not None
-    assert found.problem.startswith("needs 13") and found.problem.endswith(": there are 50 GB")
+    assert found.problem.startswith("needs 13") and found.problem.endswith(": there are 50.0 GB")
     found = predict(replace(point, batch_size=2048, prompt_len=1024, ratio=None), here)
     assert found.problem is not None
     assert "GB: HBM and host have" in found.problem
     large = predict(replace(STEP, hbm_budget=500 * 10**9), scope())
-    assert large.problem is not None and large.problem.startswith("needs 500 GB of HBM")
+    assert large.problem is not None and large.problem.startswith("needs 500.0 GB of HBM")
 
 
 def test_prefetching_takes_the_longer_of_copies_and_the_step() -> None:
@@ -351,6 +350,44 @@ def test_a_model_that_does_not_fit_is_a_points_problem(
     assert found.problem == "the plan needs 3 GB"
 
 
+def test_an_ablated_model_changes_how_tiers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dakrun.evaluate.steps import _Ablated
+    from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
+
+    given: list[Any] = []
+
+    def build(*args: Any) -> None:
+        given.append(args[-1])
+        raise CannotRun("enough is known", hint="none")
+
+    monkeypatch.setattr("dakrun.llm.build_runner", build)
+    without = ("alignment", "multicast", "window")
+    with pytest.raises(CannotRun, match="enough"):
+        _Ablated("opt-125m", without=without, device="cpu", load_format="dummy", profile="cpu")
+    access = given[0](TierAccess(8, 2**18))
+    assert access == TierAccess(8, aligned=False, multicast=False)
+    uneven = split_row_blocks((100, 20), (TierAccess(), access), sms=132)
+    assert [split.group for split in uneven] == [1, 16]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_error_of_a_gpu_that_still_works_is_a_points_problem(
+    works: bool, measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr("dakrun.evaluate.measure.op_on_cpu", fail)
+    monkeypatch.setattr(Measurer, "_works", lambda _: works)
+    point = ProductPoint(model=NAME, op="qkv", n=1, ratio=0.0)
+    if works:
+        problem = "the GPU failed: CUDA error: invalid argument"
+        assert measurer(point) == Result(source="measured", problem=problem)
+    else:
+        with pytest.raises(GpuFailed, match="invalid argument"):
+            measurer(point)
+
+
 @pytest.mark.parametrize("by", ["transformers", "prefetch", "accelerate", "vllm"])
 def test_rivals_need_a_gpu(by: str, measurer: Measurer) -> None:
     assert measurer(StepPoint(model=NAME, new_tokens=2, by=by)).problem == "needs a GPU"
@@ -373,10 +410,10 @@ class FakeProducts:
     """Counts launches; multiplies nothing."""
 
     launches = 0
-    multicast = True
+    accesses: Any = ()
 
-    def __init__(self, device: torch.device, *, multicast: bool = True) -> None:
-        FakeProducts.multicast = multicast
+    def __init__(self, device: torch.device) -> None:
+        pass
 
     def variants(self, *_: object, **__: object) -> list[object]:
         return []
@@ -387,8 +424,11 @@ class FakeProducts:
     def ahead(self, *_: object) -> None:
         return None
 
-    def __call__(self, x: torch.Tensor, weight: Any, *_: object, **__: object) -> None:
+    def __call__(
+        self, x: torch.Tensor, weight: Any, accesses: Any, *_: object, **__: object
+    ) -> None:
         FakeProducts.launches += 1
+        FakeProducts.accesses = accesses
         assert (
             sum(part.data.numel() for part in weight.parts) == weight.shape[0] * weight.shape[1] * 2
         )
@@ -429,7 +469,11 @@ def test_a_product(ratio: float, without: tuple[str, ...], kernels: Callable[...
     found = kernels(point)
     assert found.seconds is not None and found.ratio == pytest.approx(ratio, abs=0.05)
     assert found.remote_bytes == found.link_bytes == found.ratio * found.read_bytes
-    assert FakeProducts.launches > 0 and FakeProducts.multicast == ("multicast" not in without)
+    assert FakeProducts.launches > 0
+    _, remote = FakeProducts.accesses
+    assert remote.multicast == ("multicast" not in without)
+    assert remote.aligned == ("alignment" not in without)
+    assert (remote.window_bytes is None) == ("window" in without)
 
 
 def test_buffers_grow_and_move(kernels: Callable[..., Result]) -> None:

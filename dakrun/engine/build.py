@@ -3,7 +3,7 @@
 Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -52,14 +52,17 @@ def build_runner(
     tiers: Mapping[str, Tier],
     device: torch.device,
     on_load: OnLoad = lambda done, total: None,
+    reads: Callable[[TierAccess], TierAccess] = lambda access: access,
 ) -> Runner:
     """Allocate weights and KV blocks in `tiers`, and load the weights from `source`.
 
-    The runner uses the project's kernels if they support the model on `device`, else plain torch.
+    `reads` may change how kernels read a tier. The runner uses the project's kernels if they
+    support the model on `device`, else plain torch.
     """
     if not runs_on_kernels(plan, device):
         return _reference_runner(source, plan, tiers, device, on_load)
-    model, accesses = plan.model, tier_accesses(plan)
+    model = plan.model
+    accesses = {name: tuple(map(reads, access)) for name, access in tier_accesses(plan).items()}
     manifest = manifest_of(architecture(model), source.__contains__)
     shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
     cache = KVCache(

@@ -3,8 +3,9 @@
 Needs no GPU; torch is imported where a kernel's configuration is asked for.
 """
 
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 from dakrun.bench import (
     AttentionCase,
@@ -32,6 +33,9 @@ from dakrun.geometry import (
 )
 from dakrun.plan import Op, Policy, decode_ops
 from dakrun.units import ceil_div
+
+if TYPE_CHECKING:
+    from dakrun.kernels.gemm.splitk_config import TierAccess
 
 SIXTEEN_BITS = 2  # bytes of an element in packed weights
 
@@ -89,6 +93,16 @@ def foreseen(scope: Scope, point: ProductPoint | AttentionPoint, case: Case) -> 
     """The planner's prediction for a case of one op."""
     names = remote_names(scope, point.remote)
     return forecast(case, dtype_of(scope, point.model), scope.profile, names)
+
+
+def ablated(access: "TierAccess", without: Sequence[str]) -> "TierAccess":
+    """How kernels read a tier without the techniques in `without`."""
+    return replace(
+        access,
+        window_bytes=None if "window" in without else access.window_bytes,
+        aligned="alignment" not in without,
+        multicast="multicast" not in without,
+    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dakrun.bench.sweep import Case
 from dakrun.bench.tiers import fill_random
 from dakrun.engine import direct_accesses
 from dakrun.evaluate.cases import (
+    ablated,
     attention_case,
     dtype_of,
     foreseen,
@@ -51,7 +52,7 @@ class Kernels:
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._tiers: Tiers | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        self._compiled: set[int] = set()
+        self._compiled: set[tuple[int, torch.dtype]] = set()
 
     def close(self) -> None:
         """Free the buffers."""
@@ -68,15 +69,13 @@ class Kernels:
             return Result(source="measured", problem=TILED_ALIGNMENT)
         dtype = getattr(torch, dtype_of(self.scope, point.model))
         buffers = self._room(case, point.remote)
-        products = Products(self.device, multicast="multicast" not in point.without)
+        products = Products(self.device)
         self._compile(products, point, dtype)
         chains = GemmChains(
             buffers, dtype, self.sms, self.effort.replays, products=products, ablations=False
         )
         fill_random(buffers, dtype, scale=case.shape.cols**-0.5)
-        times, _ = chains.products(
-            case, self._accesses(point, case), aligned="alignment" not in point.without
-        )
+        times, _ = chains.products(case, self._accesses(point, case))
         local, remote = case.tier_bytes
         return Result(
             source="measured",
@@ -136,23 +135,21 @@ class Kernels:
         )
 
     def _accesses(self, point: ProductPoint | AttentionPoint, case: Case) -> Sequence[TierAccess]:
-        """How the kernel reads the tiers: as in a plan, or without a window."""
+        """How the kernel reads the tiers: as in a plan, less what the point leaves out."""
         names = remote_names(self.scope, point.remote)
         sms = foreseen(self.scope, point, case).sms
         access = [TierAccess(), *direct_accesses(self.scope.profile, names, sms[1:])]
-        if "window" in point.without:
-            access = [replace(tier, window_bytes=None) for tier in access]
-        return access
+        return [ablated(tier, point.without) for tier in access]
 
     def _compile(self, products: Products, point: ProductPoint, dtype: torch.dtype) -> None:
         """Compile the kernels for the point's rows, side by side."""
-        if point.n in self._compiled:
+        if (point.n, dtype) in self._compiled:
             return
         names = remote_names(self.scope, point.remote)
         mixes = not all(is_windowed(self.scope.profile.tier(name)) for name in names)
         variants = products.variants([point.n], dtype, mixes=mixes)
         compile_ahead(variants, architecture(self.device.index))
-        self._compiled.add(point.n)
+        self._compiled.add((point.n, dtype))
 
     def _room(self, case: Case, remote: str) -> dict[str, torch.Tensor]:
         """Buffers for the operands of a chain of `case`."""

@@ -72,8 +72,10 @@ class Measurer:
         try:
             with gpu_errors():
                 result = self._measure(point)
-        except GpuFailed:
-            raise
+        except GpuFailed as problem:
+            if not self._works():
+                raise
+            result = Result(source="measured", problem=str(problem))
         except MemoryError as problem:
             result = Result(source="measured", problem=f"memory ran out: {problem}")
         except DakrunError as problem:
@@ -123,6 +125,13 @@ class Measurer:
         rates = {tier.name: tier.direct_bytes_per_s for tier in tiers}
         copied = {tier.name: tier.staged_bytes_per_s for tier in tiers}
         return Ceilings({LOCAL: profile.hbm_bytes_per_s, **rates}, copied)
+
+    def _works(self) -> bool:
+        """Whether the GPU still runs anything in this process."""
+        try:
+            return torch.zeros(1, device=self.device).item() == 0
+        except RuntimeError:
+            return False
 
     def _release(self) -> None:
         """Free the memory of the last point, or of the error that ended it."""

@@ -116,6 +116,10 @@ def _step(point: StepPoint, scope: Scope) -> Result:
         return failed(shortage(point, scope))
 
 
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
+
+
 def roomy(scope: Scope) -> Scope:
     """The same machine with room for everything in every tier."""
     tiers = tuple(replace(tier, capacity_bytes=ROOM) for tier in scope.profile.remote)
@@ -131,10 +135,10 @@ def shortage(point: StepPoint, scope: Scope) -> str:
     has.append(scope.profile.tier(name).capacity_bytes)
     needed = [sum(plan.memory(tier).values()) for tier in range(len(plan.tiers))]
     if point.ratio is None:
-        return f"needs {sum(needed) / 1e9:.0f} GB: HBM and {name} have {sum(has) / 1e9:.0f} GB"
+        return f"needs {_gb(sum(needed))}: HBM and {name} have {_gb(sum(has))}"
     tier = 0 if needed[0] > has[0] else 1
     where = ("HBM", f"{name} memory")[tier]
-    return f"needs {needed[tier] / 1e9:.0f} GB of {where}: there are {has[tier] / 1e9:.0f} GB"
+    return f"needs {_gb(needed[tier])} of {where}: there are {_gb(has[tier])}"
 
 
 def too_large(point: StepPoint, scope: Scope) -> str:
@@ -142,7 +146,7 @@ def too_large(point: StepPoint, scope: Scope) -> str:
     capacity = scope.profile.hbm_capacity_bytes
     if scope.profile.device == "cpu" or (point.hbm_budget or 0) <= SPARE * capacity:
         return ""
-    return f"needs {(point.hbm_budget or 0) / 1e9:.0f} GB of HBM: there are {capacity / 1e9:.0f} GB"
+    return f"needs {_gb(point.hbm_budget or 0)} of HBM: there are {_gb(capacity)}"
 
 
 def _prefetch(point: StepPoint, scope: Scope) -> Result:
@@ -158,7 +162,7 @@ def _prefetch(point: StepPoint, scope: Scope) -> Result:
     copied = ratio * weights
     needed = sum(resident.memory(0).values()) - copied
     if needed > (capacity := point.hbm_budget or machine.hbm_capacity_bytes):
-        return failed(f"needs {needed / 1e9:.0f} GB of HBM: there are {capacity / 1e9:.0f} GB")
+        return failed(f"needs {_gb(needed)} of HBM: there are {_gb(capacity)}")
     (name,) = remote_names(scope, point.remote)
     copies = copied / Links.of(machine, (name,)).staged[name]
     seconds = max(resident.predicted_s, copies)

@@ -4,7 +4,8 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,21 +13,19 @@ from dakrun.bench import Ceilings, ModelBench, ModelSweep, measured_row
 from dakrun.bench import Point as BenchPoint
 from dakrun.bench.model_sweep import AUTO
 from dakrun.config import SamplingParams
-from dakrun.engine import Runner
 from dakrun.errors import CannotRun
-from dakrun.evaluate.cases import remote_names
+from dakrun.evaluate.cases import ablated, remote_names
 from dakrun.evaluate.on_cpu import NO_TECHNIQUE
 from dakrun.evaluate.points import FilePoint, Result, StepPoint
 from dakrun.evaluate.predict import lengths, of_file, too_large
 from dakrun.evaluate.scope import Scope
 from dakrun.hardware import LOCAL
+from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.llm import LLM
 from dakrun.plan import Policy, RequestLengths
 from dakrun.requests import Request, RowError
 
 WARM_UP_TOKENS = 4
-NO_WINDOW = 2**40  # bytes in flight, more than all rings hold
-NOT_BUILT = "not built for whole models"
 
 
 class Steps:
@@ -39,8 +38,6 @@ class Steps:
 
     def step(self, point: StepPoint) -> Result:
         """Measure a decode step; CannotRun if it does not fit."""
-        if set(point.without) - {"window"}:
-            return Result(source="measured", problem=NOT_BUILT)
         if point.without and self.device.type == "cpu":
             return Result(source="measured", problem=NO_TECHNIQUE)
         if too_large(point, self.scope):
@@ -71,7 +68,7 @@ class Steps:
             lambda text: None,
             ceilings=self._ceilings_of(point.remote),
             rounds=1 if self.scope.quick else None,
-            llm=_WithoutWindow if point.without else None,
+            llm=partial(_Ablated, without=point.without) if point.without else None,
         )
         run = bench.run(asked)
         row = measured_row(asked, run)
@@ -126,14 +123,15 @@ class Steps:
             )
 
 
-class _WithoutWindow(LLM):
-    """An LLM that follows its plan, but reads remote tiers without their congestion windows."""
+class _Ablated(LLM):
+    """An LLM that follows its plan, but reads tiers without some of the techniques."""
 
-    def _load(self, directory: Path | None) -> Runner:
-        profile = self.plan.profile
-        tiers = tuple(replace(tier, window_bytes=NO_WINDOW) for tier in profile.remote)
-        self.plan = replace(self.plan, profile=replace(profile, remote=tiers))
-        return super()._load(directory)
+    def __init__(self, model: str, *, without: Sequence[str], **settings: Any) -> None:
+        self._without = without
+        super().__init__(model, **settings)
+
+    def _reads(self, access: TierAccess) -> TierAccess:
+        return ablated(access, self._without)
 
 
 def _finish(llm: LLM, asked: Iterator[Request]) -> int:

@@ -59,11 +59,10 @@ class Products:
     """Products on one device, one after the other, which share the kernels' workspaces.
 
     A workspace is allocated at its first use and kept, since captured graphs hold its address.
-    Without `multicast` the tiled GEMM's CTAs read remote row blocks each on its own.
     """
 
-    def __init__(self, device: torch.device, *, multicast: bool = True) -> None:
-        self._device, self._tiles, self._multicast = device, tiles(device), multicast
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._tiles = device, tiles(device)
         self._split_k_workspaces: dict[int, gemm.SplitKWorkspace] = {}  # by row blocks
         # Rows of X up to which SplitK_GEMM is faster, even in two launches.
         self.few_rows = 2 * SPLITK_MAX_ROWS if self._tiles is None else FEW_ROWS
@@ -176,7 +175,8 @@ class Products:
         access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
         config = _tiled_config(
             n, row_blocks, tuple(access[tier] for tier in tiers), cols=weight.shape[1],
-            sms=sm_count(self._device), limits=self._tiles, multicast=self._multicast,
+            sms=sm_count(self._device), limits=self._tiles,
+            multicast=all(how.multicast for how in accesses),
         )  # fmt: skip
         workspace = self.stream_k_workspace if config.stream_k_ctas else None
         return partial(tiled_gemm.tiled_gemm, weight=weight, config=config, workspace=workspace)

@@ -43,12 +43,15 @@ class TierAccess:
 
     None is no limit. A `mixed` remote tier is read by the local tier's SMs, in turn with their own
     row blocks or slots, so that no SM reads from the link only; the limits then apply to launches
-    that cannot mix tiers, those of many rows.
+    that cannot mix tiers, those of many rows. For ablations: waves that are not `aligned` have the
+    largest groups, and without `multicast` CTAs read remote row blocks each on its own.
     """
 
     sms: int | None = None
     window_bytes: int | None = None
     mixed: bool = False
+    aligned: bool = True
+    multicast: bool = True
 
     def __post_init__(self) -> None:
         for name in ("sms", "window_bytes"):
@@ -139,7 +142,8 @@ def split_row_blocks(
         else:
             ctas = remote[number - 1]
             assigned = (count, ctas, 0)
-        group = even_group(*assigned) if aligned else MAX_GROUP_ROW_BLOCKS
+        even = aligned and tiers[number].aligned
+        group = even_group(*assigned) if even else MAX_GROUP_ROW_BLOCKS
         ctas = min(ctas, group_count(group, count, 0 if number else others))
         splits.append(Split(count, ctas, group, _step_cols(group), mixed=0 < number == mixed))
     return tuple(splits)
