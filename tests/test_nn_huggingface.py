@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny_tokenizer import make_tokenizer_files
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,7 +22,11 @@ from transformers import (
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
     StaticCache,
 )
 
@@ -56,9 +61,18 @@ def opt() -> PreTrainedModel:
     )  # fmt: skip
 
 
+def of(config: PreTrainedConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config)
+
+
 MODELS = {
     "opt": opt, "llama-1": lambda: llama(4), "llama-2": lambda: llama(2),
     "llama-4": lambda: llama(1),
+    "mistral": lambda: of(MistralConfig(num_key_value_heads=2, head_dim=96, sliding_window=None,
+                                        **LLAMA)),
+    "qwen2": lambda: of(Qwen2Config(num_key_value_heads=2, **LLAMA)),
+    "qwen3": lambda: of(Qwen3Config(num_key_value_heads=2, head_dim=128, **LLAMA)),
+    "phi3": lambda: of(Phi3Config(num_key_value_heads=2, sliding_window=None, **LLAMA)),
 }  # fmt: skip
 
 
@@ -120,8 +134,10 @@ def test_generate(name: str, pads: tuple[int, ...]) -> None:
                 seen = PROMPT + STEPS - 1
                 assert int(cache.get_seq_length()) == seen
                 assert cache.kv.lengths.tolist() == [seen - count for count in pads]
-            heads = 3 if name == "opt" else 4 // int(name[-1])
-            slot = 2 * heads * 2 * 2 * 64 * 64 * 2  # layers, heads, blocks, K and V of 64 x 64
+            config = model.config
+            heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+            dim = getattr(config, "head_dim", None) or 64
+            slot = 2 * heads * 2 * 2 * 64 * dim * 2  # layers, heads, blocks, K and V of 64 x dim
             sizes = {LOCAL: (1 - ratio) * BATCH * slot, "host": ratio * BATCH * slot}
             assert cache.kv.tier_bytes == sizes
     assert all(torch.equal(tokens, found[0]) for tokens in found)
