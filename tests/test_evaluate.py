@@ -251,6 +251,22 @@ def test_results_of_other_machines_and_damaged_lines_do_not_count(tmp_path: Path
     assert read_run(tmp_path) == {}
 
 
+def test_results_to_try_again_and_those_of_quick_runs_do_not_count(tmp_path: Path) -> None:
+    store = Store(tmp_path, "mine")
+    store.add(STEP, Result(source="measured", problem="vllm is not installed", again=True))
+    store.add(MULTICAST, Result(source="measured", seconds=1.0))
+    assert list(store.results) == [STEP.key, MULTICAST.key]
+    assert list(Store(tmp_path, "mine").results) == [MULTICAST.key]
+    assert Store(tmp_path, "mine", quick=True).results == {}
+    assert {"commit", "quick"} <= lines(tmp_path)[0].keys()
+
+
+def test_no_read_asks_an_sm_for_more_than_its_ring_holds() -> None:
+    for entry in FIGURES["fig7"].entries(scope()):
+        read = entry.point
+        assert isinstance(read, ReadPoint) and read.in_flight <= read.sms * 128 * 1024
+
+
 # --- predictions
 
 
@@ -493,5 +509,5 @@ def test_reads_of_both_tiers(kernels: Callable[..., Result]) -> None:
     assert (found.remote_bytes_per_s, found.hbm_bytes_per_s) == (8e9, 100e9)
     assert kernels(replace(point, sms=0, in_flight=0)).remote_bytes_per_s is None
     assert kernels(replace(point, hbm_sms=0)).hbm_bytes_per_s is None
-    assert kernels(replace(point, in_flight=8192)).problem == "no ring of 1,024 bytes for an SM"
+    assert kernels(replace(point, in_flight=8192)).problem == "an SM cannot keep 1 KiB in flight"
     assert kernels(replace(point, hbm_sms=130)).problem == "needs 138 SMs"

@@ -46,7 +46,9 @@ class Duration(click.ParamType):
 
 @click.command()
 @option("--only", metavar="FIGURE,...", help="Figures to evaluate, like fig8,table1; default: all.")
-@option("--quick", is_flag=True, help="Fewer points of fewer decode steps, and OPT-6.7B alone.")
+@option(
+    "--quick", is_flag=True, help="Fewer points of fewer decode steps; by default OPT-6.7B alone."
+)
 @option(
     "--model",
     "models",
@@ -63,16 +65,22 @@ class Duration(click.ParamType):
     choices=RIVALS,
     multiple=True,
     default=("transformers", "prefetch"),
-    help="Other programs to measure, where they are installed; repeatable.",
+    help="Other programs to measure on a GPU, where they are installed; repeatable. prefetch is "
+    "the copying of whole layers that dakrun bench measures.",
 )
-@option("--predict", is_flag=True, help="Measure nothing: all points are the planner's.")
+@option("--predict", is_flag=True, help="Do not measure: predict every point with the planner.")
 @option(
     "--profile",
     default="auto",
     metavar="auto|NAME|FILE",
-    help="Hardware to plan for; measuring needs that of this machine.",
+    help="Hardware to plan for; must describe this machine unless --predict.",
 )
-@option("--budget", type=Duration(), metavar="TIME", help="Begin no point later, like 10min.")
+@option(
+    "--budget",
+    type=Duration(),
+    metavar="TIME",
+    help="Start no new point after this long, like 10min.",
+)
 @click.option(
     "-o",
     "--output",
@@ -94,11 +102,11 @@ def evaluate(
     budget: float | None,
     output: Path,
 ) -> None:
-    """Evaluate the figures of the DAK paper (arXiv 2604.26074) on this machine, as a page.
+    """Make the figures of the DAK paper again (arXiv 2604.26074) on this machine, as a page.
 
     Measures effective bandwidth and decode steps by offload ratio, ops, links, ablations and other
     programs, and writes DIR/index.html with the paper's claims beside the results. Points that DIR
-    has already are not measured again.
+    has already are not measured again, but quick and full runs share none.
     """
     from dakrun.evaluate import Scope, run
     from dakrun.evaluate.store import Store
@@ -123,7 +131,7 @@ def evaluate(
         rivals=tuple(dict.fromkeys(rivals)),
     )
     facts = run.facts(scope, shlex.join(["dakrun", *sys.argv[1:]]))
-    store = Store(output, facts["machine"])
+    store = Store(output, facts["machine"], quick=quick)
     with run.finder(scope, store.folder, facts) as (find, known), _bar() as progress:
         done = run.evaluate(scope, figures, store, find, known, budget_s=budget, progress=progress)
     left = f"; {done.left} are left for another run" if done.left else ""

@@ -1,7 +1,7 @@
 """Swap space: host memory for the KV blocks of requests that have given up their slots.
 
-Its memory is taken when blocks first run out, by a thread of its own. Copies run beside the steps.
-Knows slots and blocks, neither tokens nor the scheduler.
+A thread takes its memory when copies are first wanted. Copies run beside the steps. Knows slots
+and blocks, neither tokens nor the scheduler.
 """
 
 import threading
@@ -29,7 +29,7 @@ class Saved:
 
 
 class SwapSpace:
-    """Room for `blocks` KV blocks of `cache` in host memory, none before `open`."""
+    """Room for `blocks` KV blocks of `cache` in host memory, once `open` has made it."""
 
     def __init__(self, cache: KVCache, blocks: int) -> None:
         self._cache, self.size = cache, blocks
@@ -41,7 +41,10 @@ class SwapSpace:
 
     @classmethod
     def of(cls, cache: KVCache, plan: Plan) -> "SwapSpace":
-        """As many blocks as `plan` leaves host memory for; none if it has no host tier."""
+        """Room in the host memory that `plan` leaves: at most 4 GiB, and a quarter of local KV.
+
+        None if the plan has no host tier.
+        """
         left = 0
         if HOST in plan.tiers:
             tier = plan.tiers.index(HOST)
@@ -92,7 +95,7 @@ class SwapSpace:
         self._copies.join()
 
     def restore(self, saved: Saved, slot: int, first: int) -> torch.cuda.Event | None:
-        """Start to copy the blocks from number `first` on back to `slot`, and free their room.
+        """Start to copy the blocks from number `first` on back to `slot`; free all of `saved`.
 
         Copies follow the steps launched so far. Returns the event of their end, None on a CPU.
         """
@@ -123,7 +126,8 @@ class SwapSpace:
 def is_faster(plan: Plan, positions: int) -> bool:
     """Whether copying `positions` to host memory and back takes less time than computing them.
 
-    The time of copies is 2 C / B_copy: C bytes of their KV blocks, at the copy engine's rate.
+    The time of copies is 2 C / B_copy: C bytes of their KV blocks, at the copy engine's rate, as if
+    nothing ran beside them. False without a host tier.
     """
     copied = 2 * ceil_div(positions, KV_BLOCK) * plan.kv_block_bytes
     rate = Links.of(plan.profile, (HOST,)).staged[HOST] if HOST in plan.tiers else 0.0

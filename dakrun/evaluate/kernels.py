@@ -114,8 +114,8 @@ class Kernels:
         (name,) = remote_names(self.scope, point.remote)
         ring = ring_for(point.in_flight // point.sms) if point.sms else None
         if point.sms and ring is None:
-            each = point.in_flight / max(1, point.sms)
-            return Result(source="measured", problem=f"no ring of {each:,.0f} bytes for an SM")
+            each = f"{point.in_flight / point.sms / 1024:,.4g} KiB"
+            return Result(source="measured", problem=f"an SM cannot keep {each} in flight")
         if point.sms + point.hbm_sms > self.sms:
             return Result(source="measured", problem=f"needs {point.sms + point.hbm_sms} SMs")
         sizes = {LOCAL: READ_BYTES[LOCAL], name: READ_BYTES["remote"]}

@@ -68,7 +68,7 @@ class Measurer:
 
     def __call__(self, point: Point) -> Result:
         """Measure `point`. Raises GpuFailed if no later point can be measured in this process."""
-        planned = predict(point, self.scope)
+        planned = self._planned(point)
         try:
             with gpu_errors():
                 result = self._measure(point)
@@ -77,7 +77,7 @@ class Measurer:
                 raise
             result = Result(source="measured", problem=str(problem))
         except MemoryError as problem:
-            result = Result(source="measured", problem=f"memory ran out: {problem}")
+            result = Result(source="measured", problem=f"memory ran out: {problem}", again=True)
         except DakrunError as problem:
             foreseen = (planned.problem or "").startswith("needs ")
             reason = planned.problem if foreseen else str(problem)
@@ -125,6 +125,13 @@ class Measurer:
         rates = {tier.name: tier.direct_bytes_per_s for tier in tiers}
         copied = {tier.name: tier.staged_bytes_per_s for tier in tiers}
         return Ceilings({LOCAL: profile.hbm_bytes_per_s, **rates}, copied)
+
+    def _planned(self, point: Point) -> Result:
+        """The planner's result; one with the problem if it fails."""
+        try:
+            return predict(point, self.scope)
+        except Exception as problem:  # one point must not end a run of hours
+            return Result(source="predicted", problem=f"{type(problem).__name__}: {problem}")
 
     def _works(self) -> bool:
         """Whether the GPU still runs anything in this process."""

@@ -1,6 +1,7 @@
 """What `dakrun evaluate` measures: points, their results, and where a figure shows them.
 
-A point says all that its time depends on, so that figures may share it. Imports no torch.
+A point says what is measured, so that figures may share it; its time also depends on the machine,
+the commit, and whether the run is quick, which the store keeps beside it. Imports no torch.
 """
 
 import json
@@ -107,7 +108,7 @@ class Result:
     `seconds` is the median time of a step, a launch or a file; `predicted_s` the planner's.
     `ratio` is the one that was met, `read_bytes` what a step or launch reads in all,
     `remote_bytes` what it reads from remote tiers; `link_bytes` counts what crosses the link, with
-    repetitions. `problem` says why there is no time.
+    repetitions. `problem` says why there is no time, and `again` that a later run should try anew.
     """
 
     source: Source
@@ -124,6 +125,7 @@ class Result:
     remote_bytes_per_s: float | None = None
     tokens_per_s: float | None = None
     problem: str | None = None
+    again: bool | None = None
 
     @property
     def eb(self) -> float | None:

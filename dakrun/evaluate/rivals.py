@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def rival(point: StepPoint, config: ModelConfig, device: torch.device) -> Result
             return _missing("transformers keeps all in HBM")
         return _of_bench(point, config, device)
     if importlib.util.find_spec(point.by) is None:
-        return _missing(f"{point.by} is not installed")
+        return replace(_missing(f"{point.by} is not installed"), again=True)
     if point.by == "accelerate":
         return _accelerate(point, config, device)
     return _vllm(point, config)

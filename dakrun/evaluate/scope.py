@@ -52,7 +52,7 @@ class Scope:
         return remote / (local + remote)
 
     def ratios(self) -> list[float]:
-        """Offload ratios of a curve: around the turning point, then up to all remote."""
+        """Offload ratios of a curve: around the turning point, then up to 100%, or 60% if quick."""
         parts = (0.5, 1, 2) if self.quick else (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3)
         far = (0.1, 0.3, 0.6) if self.quick else (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
         near = {round(part * self.turning_point, 4) for part in parts}

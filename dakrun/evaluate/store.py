@@ -11,16 +11,20 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from dakrun.bench import commit
 from dakrun.evaluate.points import Found, Point, Result
 
 RESULT_FIELDS = tuple(of.name for of in fields(Result))
 
 
 class Store:
-    """The results in `folder` that were found on `machine`, a text."""
+    """The results in `folder` that were found on `machine`, a text, by runs as `quick`.
 
-    def __init__(self, folder: Path, machine: str) -> None:
-        self.folder, self.machine = folder, machine
+    Those that are to be tried `again` do not count.
+    """
+
+    def __init__(self, folder: Path, machine: str, *, quick: bool = False) -> None:
+        self.folder, self.machine, self.quick = folder, machine, quick
         self._path = folder / "points.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         self.results: dict[str, Result] = {}  # by key
@@ -29,7 +33,8 @@ class Store:
     def add(self, point: Point, result: Result) -> None:
         """Keep `result` of `point`, on disk before this returns."""
         known = {name: value for name, value in asdict(result).items() if value is not None}
-        line = {"key": point.key, "machine": self.machine, "result": known}
+        run = {"machine": self.machine, "quick": self.quick, "commit": commit()}
+        line = {"key": point.key, **run, "result": known}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -46,8 +51,10 @@ class Store:
         for text in whole.splitlines():
             try:
                 line = json.loads(text)
-                if line["machine"] == self.machine:
-                    self.results[line["key"]] = Result(**line["result"])
+                if (line["machine"], line.get("quick", False)) == (self.machine, self.quick):
+                    result = Result(**line["result"])
+                    if not result.again:
+                        self.results[line["key"]] = result
             except (ValueError, KeyError, TypeError):
                 continue  # damaged, or of another version: measured again
 

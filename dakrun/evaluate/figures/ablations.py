@@ -152,7 +152,8 @@ class Ablations(Figure):
 
     def notes(self, scope: Scope) -> list[str]:
         return [
-            "All points are at the ratio where HBM and the link take the same time. Past it the "
-            "link limits the step and the window cannot matter.",
+            "GEMM and models are at the ratio where HBM and the link take the same time. Past it "
+            "the link limits the step and the window cannot matter. Attention is at the nearest "
+            "whole slot, at least one, which may lie past it.",
             "A link without congestion, such as NVLink to another GPU, has no window to leave out.",
         ]

@@ -151,9 +151,9 @@ class Capacity(Figure):
 
     def notes(self, scope: Scope) -> list[str]:
         return [
-            "Required ratios are larger here (12.6, 18.7, 41.5 and 62.7% on GH200, where the paper "
-            "has 6, 10, 37 and 60%). The paper seems to add GiB of weights to decimal GB of KV; "
-            "here KV blocks, activations and the CUDA context count as well.",
+            "dakrun's planner needs 12.6, 18.7, 41.5 and 62.7% for GH200, where the paper has 6, "
+            "10, 37 and 60%. The paper seems to add GiB of weights to decimal GB of KV; dakrun "
+            "also counts KV blocks, activations and the CUDA context.",
             "The 50 GB card is this one with a budget of HBM: its bandwidth is not smaller.",
             f"The remote tier has {scope.profile.tier(scope.remote).capacity_bytes / 1e9:,.0f} GB "
             "here; the paper's RTX PRO 6000 has 512 GB of host memory.",

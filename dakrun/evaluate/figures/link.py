@@ -8,6 +8,7 @@ from dakrun.units import format_bytes, format_rate
 
 IN_FLIGHT, SMS = "bytes in flight", "SMs on the link"
 OTHERS, FIXED = "all other SMs on HBM", "100 SMs on HBM"
+SM_BYTES = 8 * 16 * 1024  # that an SM keeps in flight at most, in the largest ring
 FIXED_SMS = 100  # of the paper, whose GPU has 132
 KEPT = 0.98  # of HBM's best rate, which is taken to be unharmed
 
@@ -30,8 +31,15 @@ class LinkReads(Figure):
         counts = [1 << power for power in powers if 1 << power < scope.profile.sms]
         hbm_sms = [OTHERS] if scope.quick or scope.profile.sms <= FIXED_SMS else [OTHERS, FIXED]
         sms = min(max(tier.sms, 1), scope.profile.sms)
-        reads = [(IN_FLIGHT, (1 << shift) / 1024, sms, 1 << shift) for shift in shifts]
-        reads += [(SMS, float(n), n, max(tier.window_bytes, 1 << 18)) for n in counts]
+        most = SM_BYTES * sms
+        reads = [
+            (IN_FLIGHT, (1 << shift) / 1024, sms, 1 << shift)
+            for shift in shifts
+            if 1 << shift <= most
+        ]
+        reads += [
+            (SMS, float(n), n, min(max(tier.window_bytes, 1 << 18), SM_BYTES * n)) for n in counts
+        ]
         return [
             Entry(
                 panel=panel,
@@ -96,12 +104,13 @@ class LinkReads(Figure):
         parts = [f"The link reaches {format_rate(link)} with {format_bytes(1024 * enough)} in "
                  "flight."]  # fmt: skip
         if lost is None:
-            parts.append(f"HBM keeps {format_rate(hbm)} with any number of bytes in flight.")
+            parts.append(f"HBM keeps {format_rate(hbm)} at every larger number of bytes in flight.")
         else:
             last = rates[-1]
             parts.append(
-                f"From {format_bytes(1024 * lost)} on HBM loses: {format_rate(last[2])} of "
-                f"{format_rate(hbm)} with {format_bytes(1024 * last[0])}."
+                f"HBM slows from {format_bytes(1024 * lost)} in flight on: with "
+                f"{format_bytes(1024 * last[0])} it reads {format_rate(last[2])}, and "
+                f"{format_rate(hbm)} at best."
             )
         return sentence(parts, found)
 

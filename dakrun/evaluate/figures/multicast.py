@@ -22,8 +22,8 @@ ROWS = "rows of X (N)"
 TILES = (
     "The tiles of the product have up to 512 rows of X here, so up to N = 512 every byte crosses "
     "the link once without multicast too. The tiles of the paper's kernels seem to have 256 rows: "
-    "there multicast gains 1.3 x at 512. From 1,024 on two or more tiles need each byte, and "
-    "multicast gains 2 x."
+    "there multicast gains 1.3 x at 512. From 1,024 on two or more tiles need each byte: "
+    "multicast should gain 2 x there."
 )
 
 

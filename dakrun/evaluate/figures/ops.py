@@ -76,7 +76,7 @@ class OpRatios(Figure):
             yield ratio, point
 
     def wide_ratios(self, scope: Scope) -> list[float]:
-        """Ratios around the thresholds of ops with many rows, which lie further right."""
+        """`some_ratios` with 5% and 20%: thresholds of many rows lie further right."""
         return sorted({*scope.some_ratios(), 0.05, 0.2})
 
     def panels(self, found: Found, scope: Scope) -> list[Panel]:
@@ -151,7 +151,7 @@ class OpRatios(Figure):
     def notes(self, scope: Scope) -> list[str]:
         return [
             f"a and b are {100 * scope.turning_point:.2g}% for ops bound by memory on this "
-            "profile. They follow from rates alone; launches and SMs cost the rest.",
-            "SMs without a part of their own read both tiers here (mixed) where few remote bytes "
-            "would leave an SM of the link idle; the paper gives each SM one tier.",
+            "profile. They follow from rates alone, without launches and uneven SMs.",
+            "Where there are too few remote bytes to fill an SM, SMs read both tiers in dakrun; in "
+            "the paper each SM reads one.",
         ]

@@ -189,8 +189,8 @@ class RatioFigure(Figure):
         here = ", ".join([*best_of, *rates]) or "not measured yet"
         return (
             "Paper: up to 3 x the state of the art of offloading on NVLink-C2C and 1.8 x on "
-            "PCIe; EB of OPT-30B at a ratio of 10% 3.3 TB/s on GH200. Here, at the best ratio of "
-            f"each: {here}."
+            "PCIe; EB of OPT-30B at a ratio of 10% 3.3 TB/s on GH200. Here, the largest gains: "
+            f"{here}."
         )
 
 
