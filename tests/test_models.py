@@ -95,7 +95,7 @@ def test_greedy_tokens_equal_transformers(
     assert greedy(llm) == expected[name]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 3, 24])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_do_not_depend_on_the_batch_size(
     name: str,

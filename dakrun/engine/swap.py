@@ -43,7 +43,7 @@ class SwapSpace:
     def of(cls, cache: KVCache, plan: Plan) -> "SwapSpace":
         """Room in the host memory that `plan` leaves: at most 4 GiB, and a quarter of local KV.
 
-        None if the plan has no host tier.
+        There is none if the plan has no host tier.
         """
         left = 0
         if HOST in plan.tiers:
