@@ -125,7 +125,7 @@ BAD_ROWS = [
     (b'{"id": true, "prompt": "a"}', "line-2", "invalid_field", "id is not a string"),
     (b'{"id": ["x"], "prompt": "a"}', "line-2", "invalid_field", "id is not a string"),
     (b'{"id": "", "prompt": "a"}', "line-2", "invalid_field", "is empty"),
-    (b'{"id": "x"}', "x", "invalid_prompt", "exactly one of prompt and prompt_token_ids"),
+    (b'{"id": "x"}', "x", "invalid_prompt", "exactly one of prompt, prompt_token_ids and messages"),
     (b'{"id": "x", "prompt": "a", "prompt_token_ids": [1]}', "x", "invalid_prompt", "exactly one"),
     (b'{"id": 5, "prompt": null}', "5", "invalid_prompt", "exactly one"),
     (b'{"id": "x", "prompt": ["a"]}', "x", "invalid_prompt", "prompt is an array, not a string"),

@@ -214,6 +214,20 @@ def test_a_bad_row_stops_nothing(
     assert bad.reply.kind == "completion"
 
 
+def test_a_native_row_may_be_a_chat(make: Callable[..., Path]) -> None:
+    (batch,) = read(make(row({"messages": HI}, CHAT)), CHAT_RULES)
+    chat, both = read(
+        make(
+            json.dumps({"id": "x", "messages": HI}),
+            json.dumps({"prompt": "a", "messages": HI}),
+        ),
+        CHAT_RULES,
+    )
+    assert isinstance(batch, Request) and isinstance(chat, Request)
+    assert chat.prompt_ids == batch.prompt_ids and chat.reply == Reply()
+    assert isinstance(both, RowError) and both.code == "invalid_prompt"
+
+
 def test_chats_need_a_tokenizer_and_its_template(make: Callable[..., Path]) -> None:
     class Plain(ByteTokenizer):
         has_chat_template = False

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, Protocol
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked
@@ -24,6 +24,23 @@ class Line(NamedTuple):
     data: bytes | None
     start: int
     nbytes: int
+
+
+class LineSource(Protocol):
+    """Lines of an input, as Lines has them."""
+
+    name: str
+    max_line_bytes: int
+    may_wait: bool
+    bytes_total: int | None
+    bytes_read: int
+
+    @property
+    def can_seek(self) -> bool: ...
+    def __iter__(self) -> Iterator[Line]: ...
+    def peek(self) -> Line | None: ...
+    def again(self, start: int, length: int) -> bytes: ...
+    def close(self) -> None: ...
 
 
 class Lines:

@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from dakrun.requests.lengths import RowLengths
-from dakrun.requests.lines import Line, Lines
+from dakrun.requests.lines import Line, LineSource
 from dakrun.requests.native_rows import RowFormat
 from dakrun.requests.spool import Spool
 
@@ -58,7 +58,7 @@ class LookAhead:
     one. If reading fails, the rows before are taken, then the error is raised.
     """
 
-    def __init__(self, lines: Lines, look: Callable[[Line], Look]) -> None:
+    def __init__(self, lines: LineSource, look: Callable[[Line], Look]) -> None:
         self._lines, self._look = lines, look
         self._source = iter(lines)
         self._rows: list[AheadRow] = []  # a heap

@@ -1,24 +1,25 @@
 """The native row format: JSON rows with a prompt and sampling parameters, and their result rows.
 
-Also the JSON checks that both row formats share. Knows nothing of files.
+Knows nothing of files.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dakrun.config import SamplingParams
+from dakrun.requests.json_rows import json_kind, names
+from dakrun.requests.messages import chat_prompt
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Completion, Reply, RowError, TokenLogprob
 
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed")
 NATIVE_FIELDS = (
-    *("id", "prompt", "prompt_token_ids", "max_tokens"),
+    *("id", *PROMPT_FIELDS, "max_tokens"),
     *(*SAMPLING_FIELDS, "stop", "ignore_eos", "logprobs"),
 )
 _COPIED = ("max_tokens", *SAMPLING_FIELDS, "logprobs")  # into SamplingParams
-_JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
 
 
 class ParsedRow(NamedTuple):
@@ -49,14 +50,14 @@ class RowFormat:
 def parse_native(
     row: dict[str, Any], defaults: SamplingParams, rules: PromptRules
 ) -> list[ParsedRow]:
-    """Parse a row {"prompt" | "prompt_token_ids", "max_tokens"?, ...}, which has one choice.
+    """Parse a row {"prompt" | "prompt_token_ids" | "messages", "max_tokens"?, ...}: one choice.
 
     A field that is null counts as absent. Raises BadRow, or UsageError for parameters.
     """
     unknown = [name for name in row if name not in NATIVE_FIELDS]
     if unknown:
-        names, known = ", ".join(map(repr, unknown)), ", ".join(NATIVE_FIELDS)
-        raise BadRow("unsupported_field", f"unsupported {names}; the fields are {known}")
+        known = ", ".join(NATIVE_FIELDS)
+        raise BadRow("unsupported_field", f"unsupported {names(unknown)}; the fields are {known}")
     given = {name: value for name, value in row.items() if value is not None}
     changes = {name: given[name] for name in _COPIED if name in given}
     params = replace(defaults, **changes, **stop_and_eos(given))
@@ -113,8 +114,11 @@ def stop_and_eos(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_ids(given: dict[str, Any], rules: PromptRules) -> tuple[int, ...]:
-    if ("prompt" in given) == ("prompt_token_ids" in given):
-        raise BadRow("invalid_prompt", "exactly one of prompt and prompt_token_ids is needed")
+    if sum(name in given for name in PROMPT_FIELDS) != 1:
+        fields = "prompt, prompt_token_ids and messages"
+        raise BadRow("invalid_prompt", f"exactly one of {fields} is needed")
+    if "messages" in given:
+        return chat_prompt(given["messages"], rules)
     if "prompt" in given:
         if not isinstance(given["prompt"], str):
             raise BadRow("invalid_prompt", f"prompt is {json_kind(given['prompt'])}, not a string")
@@ -126,45 +130,9 @@ def _prompt_ids(given: dict[str, Any], rules: PromptRules) -> tuple[int, ...]:
 
 
 NATIVE = RowFormat(
-    "native", "id", parse_native, lambda row: isinstance(row.get("prompt"), str), Reply()
+    "native",
+    "id",
+    parse_native,
+    lambda row: isinstance(row.get("prompt"), str) or row.get("messages") is not None,
+    Reply(),
 )
-
-
-def decode_utf8(data: bytes) -> str:
-    """`data` as text; raises BadRow."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as problem:
-        raise BadRow(
-            "invalid_utf8", f"not UTF-8: byte {data[problem.start]:#04x} at {problem.start + 1}"
-        ) from None
-
-
-def json_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in a line; raises BadRow."""
-    try:
-        row = json.loads(decode_utf8(data))
-    except json.JSONDecodeError as problem:
-        raise BadRow("invalid_json", f"not JSON: {problem.msg} at column {problem.colno}") from None
-    except (ValueError, RecursionError):
-        raise BadRow(
-            "invalid_json", "unreadable JSON: a number is too long, or it is nested too deep"
-        ) from None
-    if not isinstance(row, dict):
-        raise BadRow("invalid_json", f"the row is {json_kind(row)}, not an object")
-    return row
-
-
-def id_of(row: dict[str, Any], name: str) -> str | None:
-    """The row's id, in field `name`, as a string; None if it has none. Raises BadRow."""
-    value = row.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise BadRow("invalid_field", f"{name} is not a string or an integer, or is empty")
-    return str(value)
-
-
-def json_kind(value: object) -> str:
-    """The JSON type of a value, for messages: "an array"."""
-    return _JSON_NAMES.get(type(value), "null" if value is None else "a number")

@@ -8,13 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from dakrun.config import MAX_LOGPROBS, SamplingParams
-from dakrun.requests.native_rows import (
-    SAMPLING_FIELDS,
-    ParsedRow,
-    RowFormat,
-    json_kind,
-    stop_and_eos,
-)
+from dakrun.requests.json_rows import json_kind, names, shown
+from dakrun.requests.messages import chat_prompt
+from dakrun.requests.native_rows import SAMPLING_FIELDS, ParsedRow, RowFormat, stop_and_eos
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
 
@@ -28,7 +24,6 @@ _MAX_N = 8
 _MAX_LOGPROBS = 5  # of /v1/completions
 _MAX_PROMPTS = 1024
 _SEED_BITS = 64  # of a row's seed: a choice's number is added above them
-_ROLES = ("system", "developer", "user", "assistant")
 # Unsupported fields and the neutral value of each, which changes nothing and is accepted.
 _NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
@@ -61,14 +56,14 @@ def parse_batch(
     """
     unknown = [name for name in row if name not in _ROW_FIELDS]
     if unknown:
-        raise BadRow("unsupported_field", f"unsupported {_names(unknown)} outside the body")
+        raise BadRow("unsupported_field", f"unsupported {names(unknown)} outside the body")
     if row.get("custom_id") is None:
         raise BadRow("invalid_field", "custom_id is missing")
     if row.get("method") != "POST":
-        raise BadRow("invalid_field", f"method is {_shown(row.get('method'))}, not 'POST'")
+        raise BadRow("invalid_field", f"method is {shown(row.get('method'))}, not 'POST'")
     url, body = row.get("url"), row.get("body")
     if url not in _URLS:
-        raise BadRow("unsupported_url", f"url is {_shown(url)}, not {' or '.join(_URLS)}")
+        raise BadRow("unsupported_url", f"url is {shown(url)}, not {' or '.join(_URLS)}")
     if not isinstance(body, dict):
         raise BadRow("invalid_field", f"body is {json_kind(body)}, not an object")
     is_chat = url == _URLS[1]
@@ -78,7 +73,9 @@ def parse_batch(
         raise BadRow("invalid_field", f"model is {json_kind(model)}, not a string")
     params, n = _parameters(given, defaults), _count_of(given, "n", 1, _MAX_N)
     params = replace(params, logprobs=_logprobs(given, is_chat=is_chat))
-    prompts = [_chat_prompt(given, rules)] if is_chat else _text_prompts(given, rules)
+    prompts = (
+        [chat_prompt(given.get("messages"), rules)] if is_chat else _text_prompts(given, rules)
+    )
     reply = Reply("chat" if is_chat else "completion", model, choices=n * len(prompts), n=n)
     # Each choice has its own seed. That of a prompt's first choice does not depend on n.
     return [
@@ -112,7 +109,7 @@ def _supported(body: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
     if unknown:
         raise BadRow(
             "unsupported_field",
-            f"unsupported {_names(unknown)}; the fields of the body are {', '.join(fields)}",
+            f"unsupported {names(unknown)}; the fields of the body are {', '.join(fields)}",
         )
     return {k: v for k, v in given.items() if k in fields}
 
@@ -180,48 +177,3 @@ def _text_prompt(prompt: object, rules: PromptRules) -> tuple[int, ...]:
         return rules.check(tuple(prompt))
     kind = "missing" if prompt is None else json_kind(prompt)
     raise BadRow("invalid_prompt", f"prompt is {kind}, not a string or an array of token ids")
-
-
-def _chat_prompt(given: dict[str, Any], rules: PromptRules) -> tuple[int, ...]:
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRow("invalid_prompt", "messages is not an array of at least one message")
-    return rules.chat([_message(n, message) for n, message in enumerate(messages, 1)])
-
-
-def _message(number: int, message: object) -> dict[str, str]:
-    """A message as chat templates take it: its role, and all its text in one string."""
-    if not isinstance(message, dict):
-        raise BadRow("invalid_prompt", f"message {number} is {json_kind(message)}, not an object")
-    given = {name: value for name, value in message.items() if value is not None}
-    unknown = [name for name in given if name not in ("role", "content")]
-    if unknown:
-        raise BadRow("unsupported_field", f"message {number} has unsupported {_names(unknown)}")
-    if given.get("role") not in _ROLES:
-        found = _shown(given.get("role"))
-        raise BadRow(
-            "invalid_prompt", f"the role of message {number} is {found}, not {', '.join(_ROLES)}"
-        )
-    content = given.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not parts:
-        raise BadRow(
-            "invalid_prompt", f"the content of message {number} is {json_kind(content)}, not text"
-        )
-    for part in parts:
-        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-            raise BadRow("unsupported_field", f"message {number} has a part that is not text")
-        if not isinstance(part["text"], str):
-            raise BadRow("invalid_prompt", f"message {number} has text that is not a string")
-    return {"role": given["role"], "content": "".join(part["text"] for part in parts)}
-
-
-def _names(fields: list[str]) -> str:
-    return ", ".join(map(repr, fields))
-
-
-def _shown(value: object) -> str:
-    """A value in a message: a short string itself, otherwise its JSON type."""
-    if value is None:
-        return "missing"
-    return repr(value) if isinstance(value, str) and len(value) <= 100 else json_kind(value)

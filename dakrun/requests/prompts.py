@@ -43,7 +43,7 @@ class PromptRules:
         if self.tokenizer is None:
             raise BadRow("no_tokenizer", "the model has no tokenizer, which chats need")
         if not self.tokenizer.has_chat_template:
-            raise BadRow("no_chat_template", "the model has no chat template; use /v1/completions")
+            raise BadRow("no_chat_template", "the model has no chat template; give prompts as text")
         for number, message in enumerate(messages, 1):
             _check_encodable(message["content"], f"message {number}")
         try:

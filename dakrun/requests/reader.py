@@ -6,7 +6,6 @@ row are in native_rows.py and openai_rows.py.
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.requests.gzip_files import without_gz
+from dakrun.requests.json_rows import id_of, json_object
 from dakrun.requests.lengths import (
     NOTHING,
     PromptStarts,
@@ -22,29 +22,22 @@ from dakrun.requests.lengths import (
     json_lengths,
     text_lengths,
 )
-from dakrun.requests.lines import Line, Lines
+from dakrun.requests.lines import Line, Lines, LineSource
 from dakrun.requests.look_ahead import AheadRow, Look, LookAhead
-from dakrun.requests.native_rows import (
-    NATIVE,
-    ParsedRow,
-    RowFormat,
-    decode_utf8,
-    id_of,
-    json_object,
-)
-from dakrun.requests.openai_rows import BATCH, is_batch_row
+from dakrun.requests.native_rows import NATIVE, RowFormat
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import IdSet, Request, RowError
+from dakrun.requests.row_parser import Format, RowParser, kind_of
 
-Format = Literal["text", "jsonl"]
-
+MAX_LINE_BYTES = 2**24
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl"}
 
 
 class RequestReader:
     """The rows of a prompt file, the longest first; a context manager that closes the file.
 
-    `source` is a path or "-" (standard input), plain or gzip, as its first bytes tell. Without
+    `source` is a path or "-" (standard input), plain or gzip, as its first bytes tell; or lines of
+    another kind, which are JSON Lines unless `format` or their first byte says otherwise. Without
     `format`, .txt and .txt.gz are text (one prompt a line), .jsonl and .jsonl.gz are JSON Lines; a
     file without suffix, or standard input, is JSON Lines if its first row begins with "{". The
     first JSON row decides whether all are native or OpenAI Batch rows; the other kind is an error.
@@ -59,15 +52,16 @@ class RequestReader:
 
     def __init__(
         self,
-        source: str | Path,
+        source: str | Path | LineSource,
         *,
         defaults: SamplingParams,
         format: Format | None = None,
-        max_line_bytes: int = 2**24,
+        max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
         self._defaults = defaults
-        self._format = format or _format_of(str(source))
-        self._lines = Lines(str(source), max_line_bytes)
+        if isinstance(source, str | Path):
+            source, format = Lines(str(source), max_line_bytes), format or format_of(str(source))
+        self._format, self._lines = format, source
         self._row_kind: RowFormat | None = None
         self._ids = IdSet()
         self._starts = PromptStarts()
@@ -100,7 +94,7 @@ class RequestReader:
         False if there are no rows or the first one cannot be parsed.
         """
         row = self._first_row
-        return row == "text" or (isinstance(row, dict) and _kind_of(row).needs_tokenizer(row))
+        return row == "text" or (isinstance(row, dict) and kind_of(row).needs_tokenizer(row))
 
     def row_format(self) -> str | None:
         """The format of the results: that of the first row, "native" for text; reads it ahead.
@@ -108,7 +102,7 @@ class RequestReader:
         None if there are no rows or the first one cannot be parsed.
         """
         row = self._first_row
-        return _kind_of(row).name if isinstance(row, dict) else row and NATIVE.name
+        return kind_of(row).name if isinstance(row, dict) else row and NATIVE.name
 
     def lengths(self, max_model_len: int) -> WorkloadLengths | None:
         """Lengths of the file's requests for a model of `max_model_len` tokens; None for a pipe.
@@ -139,9 +133,19 @@ class RequestReader:
 
         None if no row has arrived of a pipe; `wait` waits for one.
         """
-        for found in self._look_ahead(rules.max_model_len):
-            yield found and self._parse(*found, rules)
+        for found in self.unparsed_rows(rules.max_model_len):
+            yield found and self.parser.parse(*found, rules)
+
+    def unparsed_rows(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes | None] | None]:
+        """Every row as `parser` takes it, for a model of `max_model_len` tokens; else as `rows`."""
+        yield from self._look_ahead(max_model_len)
         self.close()
+
+    @property
+    def parser(self) -> RowParser:
+        """What parses the rows, here or in another process; reads the first row ahead."""
+        _ = self._first_row  # which sets the format
+        return RowParser(self._format or "jsonl", self._defaults, self._lines.max_line_bytes)
 
     def wait(self) -> None:
         """Return once `rows` has something else than None to give."""
@@ -182,7 +186,7 @@ class RequestReader:
         with suppress(BadRow):
             if line.data is not None:
                 row = json_object(line.data)
-                kind = _kind_of(row)
+                kind = kind_of(row)
                 self._row_kind = self._row_kind or kind
                 row_id = id_of(row, kind.id_field) or row_id
                 if kind is self._row_kind:
@@ -198,62 +202,9 @@ class RequestReader:
             new += "-duplicate"
         return new
 
-    def _parse(self, ahead: AheadRow, data: bytes | None, rules: PromptRules) -> Request | RowError:
-        row = self._parse_alone(ahead, data, rules)
-        if ahead.new_id is None:
-            return row
-        message = f"an earlier row has the id {row.id!r}"
-        return _error(ahead, ahead.new_id, "duplicate_id", message)
 
-    def _parse_alone(
-        self, ahead: AheadRow, data: bytes | None, rules: PromptRules
-    ) -> Request | RowError:
-        """The row, whether or not its id is an earlier row's."""
-        row_id = f"line-{ahead.number}"
-        try:
-            if data is None:
-                limit = self._lines.max_line_bytes
-                raise BadRow("line_too_long", f"the line has more than {limit} bytes")
-            if self._format == "text":
-                parsed = [ParsedRow(rules.encode(decode_utf8(data)), self._defaults)]
-            else:
-                row = json_object(data)
-                kind = _kind_of(row)
-                row_id = id_of(row, kind.id_field) or row_id
-                if ahead.kind is not None and kind is not ahead.kind:
-                    raise BadRow(
-                        "mixed_formats",
-                        f"the row is {kind.name}, the rows before it are {ahead.kind.name}",
-                    )
-                parsed = kind.parse(row, self._defaults, rules)
-            rules.check_stop(parsed[0].params)
-        except BadRow as bad:
-            return _error(ahead, row_id, bad.code, str(bad))
-        except UsageError as bad:
-            return _error(ahead, row_id, "invalid_field", f"{bad}; {bad.hint}")
-        first, *further = (
-            Request(id=row_id, line=ahead.number, nbytes=ahead.nbytes, **choice._asdict())
-            for choice in parsed
-        )
-        return replace(first, further=tuple(further))
-
-
-def _error(ahead: AheadRow, row_id: str, code: str, message: str) -> RowError:
-    return RowError(
-        id=row_id,
-        line=ahead.number,
-        code=code,
-        message=message,
-        reply=(ahead.kind or NATIVE).reply,
-        nbytes=ahead.nbytes,
-    )
-
-
-def _kind_of(row: dict[str, Any]) -> RowFormat:
-    return BATCH if is_batch_row(row) else NATIVE
-
-
-def _format_of(name: str) -> Format | None:
+def format_of(name: str) -> Format | None:
+    """The format that a file's name tells; None without a suffix. Raises UsageError."""
     suffix = Path(without_gz(name)).suffix.lower()
     if name == "-" or not suffix:
         return None

@@ -7,8 +7,8 @@ The rows' formats are in native_rows.py and openai_results.py.
 import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import defer_signals
@@ -153,18 +153,15 @@ class ResultWriter:
 
     def write(self, *choices: Completion) -> None:
         """Append the choices of a finished row; on return it is on disk. Raises CannotRun."""
-        rows = native_rows if choices[0].reply.kind == "native" else openai_results
-        self._append(rows.completion_row(*choices))
+        self._append(result_line(choices))
 
     def write_error(self, error: RowError) -> None:
         """Append a row that could not be run; on return it is on disk. Raises CannotRun."""
-        rows = native_rows if error.reply.kind == "native" else openai_results
-        self._append(rows.error_row(error))
+        self._append(result_line(error))
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, data: bytes) -> None:
         assert self._file is not None, "rows are written inside the `with` block"
         try:
-            data = _encode(row)
             self._file.append(pack(data) if self._is_packed else data)
         except OSError as problem:
             raise self._failure(problem) from problem
@@ -276,7 +273,14 @@ class ResultWriter:
         return CannotRun(f"{self.name}: cannot be written ({problem.strerror})", hint=hint)
 
 
-def _encode(row: dict[str, Any]) -> bytes:
+def result_line(result: Sequence[Completion] | RowError) -> bytes:
+    """The line of a row's result in the output: of its error, or of all its choices."""
+    reply = result.reply if isinstance(result, RowError) else result[0].reply
+    rows = native_rows if reply.kind == "native" else openai_results
+    if isinstance(result, RowError):
+        row = rows.error_row(result)
+    else:
+        row = rows.completion_row(*result)
     try:
         text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
         return text.encode() + b"\n"

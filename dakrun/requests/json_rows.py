@@ -1,0 +1,64 @@
+"""JSON rows: checks that the row formats share, and names of what they find, for messages.
+
+Knows nothing of fields or files.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dakrun.requests.prompts import BadRow
+
+_JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+
+
+def decode_utf8(data: bytes) -> str:
+    """`data` as text; raises BadRow."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as problem:
+        raise BadRow(
+            "invalid_utf8", f"not UTF-8: byte {data[problem.start]:#04x} at {problem.start + 1}"
+        ) from None
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in a line; raises BadRow."""
+    try:
+        row = json.loads(decode_utf8(data))
+    except json.JSONDecodeError as problem:
+        raise BadRow("invalid_json", f"not JSON: {problem.msg} at column {problem.colno}") from None
+    except (ValueError, RecursionError):
+        raise BadRow(
+            "invalid_json", "unreadable JSON: a number is too long, or it is nested too deep"
+        ) from None
+    if not isinstance(row, dict):
+        raise BadRow("invalid_json", f"the row is {json_kind(row)}, not an object")
+    return row
+
+
+def id_of(row: dict[str, Any], name: str) -> str | None:
+    """The row's id, in field `name`, as a string; None if it has none. Raises BadRow."""
+    value = row.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise BadRow("invalid_field", f"{name} is not a string or an integer, or is empty")
+    return str(value)
+
+
+def json_kind(value: object) -> str:
+    """The JSON type of a value, for messages: "an array"."""
+    return _JSON_NAMES.get(type(value), "null" if value is None else "a number")
+
+
+def names(fields: Sequence[str]) -> str:
+    """Fields in a message."""
+    return ", ".join(map(repr, fields))
+
+
+def shown(value: object) -> str:
+    """A value in a message: a short string itself, otherwise its JSON type."""
+    if value is None:
+        return "missing"
+    return repr(value) if isinstance(value, str) and len(value) <= 100 else json_kind(value)

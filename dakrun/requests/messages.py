@@ -1,0 +1,40 @@
+"""Chats in a row: messages checked, and put through the model's chat template."""
+
+from dakrun.requests.json_rows import json_kind, names, shown
+from dakrun.requests.prompts import BadRow, PromptRules
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+def chat_prompt(messages: object, rules: PromptRules) -> tuple[int, ...]:
+    """Token ids of a chat, an array of messages with a role and text. Raises BadRow."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRow("invalid_prompt", "messages is not an array of at least one message")
+    return rules.chat([_message(n, message) for n, message in enumerate(messages, 1)])
+
+
+def _message(number: int, message: object) -> dict[str, str]:
+    """A message as chat templates take it: its role, and all its text in one string."""
+    if not isinstance(message, dict):
+        raise BadRow("invalid_prompt", f"message {number} is {json_kind(message)}, not an object")
+    given = {name: value for name, value in message.items() if value is not None}
+    unknown = [name for name in given if name not in ("role", "content")]
+    if unknown:
+        raise BadRow("unsupported_field", f"message {number} has unsupported {names(unknown)}")
+    if given.get("role") not in _ROLES:
+        found = shown(given.get("role"))
+        raise BadRow(
+            "invalid_prompt", f"the role of message {number} is {found}, not {', '.join(_ROLES)}"
+        )
+    content = given.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts:
+        raise BadRow(
+            "invalid_prompt", f"the content of message {number} is {json_kind(content)}, not text"
+        )
+    for part in parts:
+        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+            raise BadRow("unsupported_field", f"message {number} has a part that is not text")
+        if not isinstance(part["text"], str):
+            raise BadRow("invalid_prompt", f"message {number} has text that is not a string")
+    return {"role": given["role"], "content": "".join(part["text"] for part in parts)}
