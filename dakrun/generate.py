@@ -73,7 +73,7 @@ class BatchJob:
         self, llm: LLM, reader: RequestReader, writer: ResultWriter, console: Console | None
     ) -> None:
         self._llm, self._reader, self._writer = llm, reader, writer
-        self._progress = _progress(console) if console else None
+        self._progress = progress_bar(console) if console else None
         self._choices = Choices()
         self._running: dict[str, int] = {}  # bytes of the rows that have begun, by id
         self._bytes_done = 0
@@ -202,14 +202,15 @@ def load_bar(console: Console | None) -> Iterator[Callable[[int, int], None]]:
     if console is None:
         yield lambda done, total: None
         return
-    with _progress(console, DownloadColumn(binary_units=True)) as progress:
+    with progress_bar(console, DownloadColumn(binary_units=True)) as progress:
         bar = progress.add_task("allocating memory", total=None)
         yield lambda done, total: progress.update(
             bar, completed=done, total=total, description="loading weights"
         )
 
 
-def _progress(console: Console, *columns: ProgressColumn) -> Progress:
+def progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
+    """A bar on `console`, with `columns` between the bar and its times."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

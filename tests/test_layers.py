@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Top to bottom; a part (a module or folder of dakrun) imports from its own layer and below.
 LAYERS = (
     ("cli", "__main__"),
-    ("evaluate",),
+    ("evaluate", "ray"),
     ("bench", "demo", "report", "llm", "generate"),
     ("engine", "probe"),
     ("nn", "requests"),

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from dakrun.cli.options import (
     model_options,
     policy_options,
     profile_option,
+    ray_options,
     resolve_model,
     resolve_profile,
     resolve_run_profile,
@@ -34,7 +36,7 @@ from dakrun.cli.options import (
     workload_options,
 )
 from dakrun.config import DTYPE_BYTES
-from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
+from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, CannotRun, UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import Dtype, ModelConfig, SamplingParams
@@ -72,6 +74,7 @@ main.add_command(evaluate)
 @click.option("--force", is_flag=True, help="With --resume: even if the model or options differ.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 @click.option("--ordered", is_flag=True, help="At the end, put the rows in the input's order.")
+@ray_options
 def generate(
     *,
     model: str,
@@ -91,16 +94,50 @@ def generate(
     force: bool,
     overwrite: bool,
     ordered: bool,
+    ray: str | None,
+    workers: int | None,
+    part_format: Any,
     **sampling: Any,
 ) -> int:
     """Complete the prompts of a file; each result is on disk as soon as it is finished.
 
     Prompts are lines of text (.txt), or JSON or OpenAI Batch rows (.jsonl). A row that cannot be
-    run becomes an error row.
+    run becomes an error row. With --ray the workers of a Ray cluster complete them: the input may
+    also be .parquet, a folder, a glob, or a URL such as s3://..., the output is a folder.
     """
     from dakrun.config import SamplingParams
 
     params = SamplingParams(**sampling)
+    if ray is not None:
+        if ordered:
+            raise UsageError("--ordered does not go with --ray", hint="drop it: parts have ids")
+        return _generate_on_ray(
+            address=ray,
+            workers=workers,
+            part_format=part_format or "jsonl",
+            model=model,
+            source=source,
+            output=output,
+            params=params,
+            llm_options={
+                "dtype": dtype,
+                "device": device,
+                "batch_size": batch_size or "auto",
+                "max_decode_step": max_decode_step,
+                "max_model_len": max_model_len,
+                "policy": policy,
+                "load_format": load_format,
+                "threads": threads,
+            },
+            profile=profile,
+            report_path=report_path,
+            resume=resume,
+            force=force,
+            overwrite=overwrite,
+        )
+    if workers is not None or part_format is not None:
+        given = "--workers" if workers is not None else "--part-format"
+        raise UsageError(f"{given} needs --ray", hint="add --ray local, or drop it")
 
     from dakrun.config import model_len
     from dakrun.generate import BatchJob, check_report, expectations, load_bar, write_report
@@ -166,6 +203,35 @@ def generate(
         eprint(llm.replanned)
     eprint(str(job.counts))
     return EXIT_FAILED if job.counts.failed or job.counts.failed_before else 0
+
+
+def _generate_on_ray(
+    *, address: str, workers: int | None, part_format: Any, report_path: str | None, **run: Any
+) -> int:
+    """generate with --ray; returns the exit code."""
+    from dakrun.generate import check_report, write_report
+
+    if report_path is not None:
+        check_report(
+            report_path, source=run["source"], output=run["output"], profile=run["profile"]
+        )
+    if find_spec("ray") is None or find_spec("pyarrow") is None:
+        raise CannotRun("--ray needs Ray, which is not installed", hint="pip install 'dakrun[ray]'")
+    from dakrun.ray.run import RayOptions, generate_on_ray, render
+
+    console = stderr_console()
+    report, counts = generate_on_ray(
+        on=RayOptions(address=address, workers=workers, part_format=part_format),
+        console=console if sys.stderr.isatty() else None,
+        note=eprint,
+        **run,
+    )
+    if report_path is not None:
+        write_report(report, Path(report_path))
+    with quiet_stderr():
+        render(report, console)
+    eprint(str(counts))
+    return EXIT_FAILED if counts.failed or counts.failed_before else 0
 
 
 @main.command()

@@ -190,6 +190,23 @@ profile_option = option(
     "and bench measure a GPU that has no profile in the cache.",
 )
 
+ray_options = together(
+    click.option(
+        "--ray",
+        is_flag=False,
+        flag_value="auto",
+        metavar="[auto|local|ADDRESS]",
+        help="Run on a Ray cluster: the one of this machine (auto), one started for this run "
+        "(local), or the one at an address.",
+    ),
+    count_option("--workers", help="With --ray: models at work; default: one for each GPU."),
+    click.option(
+        "--part-format",
+        type=click.Choice(("jsonl", "parquet")),
+        help="With --ray: the format of the output's part files.  [default: jsonl]",
+    ),
+)
+
 wide_option = click.option(
     "--wide",
     is_flag=True,

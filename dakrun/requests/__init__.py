@@ -14,7 +14,8 @@ formats.
 from dakrun.requests.choices import Choices
 from dakrun.requests.files import same_file
 from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
-from dakrun.requests.lengths import RowLengths, WorkloadLengths
+from dakrun.requests.lengths import PromptStarts, RowLengths, WorkloadLengths
+from dakrun.requests.look_ahead import AheadRow
 from dakrun.requests.prompts import BadRow, PromptRules, as_requests
 from dakrun.requests.reader import RequestReader
 from dakrun.requests.request import (
@@ -26,22 +27,26 @@ from dakrun.requests.request import (
     RowError,
     TokenLogprob,
 )
+from dakrun.requests.row_parser import RowParser
 from dakrun.requests.tokenizer import StopStrings, Tokenizer
-from dakrun.requests.writer import ResultWriter
+from dakrun.requests.writer import ResultWriter, result_line
 
 __all__ = [
+    "AheadRow",
     "BadRow",
     "Choices",
     "Completion",
     "IdSet",
     "Logprobs",
     "PromptRules",
+    "PromptStarts",
     "Reply",
     "Request",
     "RequestReader",
     "ResultWriter",
     "RowError",
     "RowLengths",
+    "RowParser",
     "StopStrings",
     "TokenLogprob",
     "Tokenizer",
@@ -49,5 +54,6 @@ __all__ = [
     "as_requests",
     "fingerprint_path",
     "make_fingerprint",
+    "result_line",
     "same_file",
 ]

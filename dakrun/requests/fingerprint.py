@@ -18,6 +18,7 @@ from dakrun.requests.files import replacement
 Fingerprint = dict[str, Any]
 _SCHEMA = 1
 _ABSENT = "absent"
+_FILES = ("weights", "input")  # sections with an entry for each file
 
 
 def make_fingerprint(
@@ -81,18 +82,18 @@ def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     """Each entry that differs, with both values; empty if one run may continue the other.
 
-    An entry that only one of them has is not compared, unless it is a weight file; nor is a format
+    An entry that only one of them has is not compared, unless it is a file; nor is a format
     that is null.
     """
     found = []
-    for section in ("dtype", "format", "model", "weights", "sampling"):
+    for section in ("dtype", "format", "model", "weights", "sampling", "input"):
         old, new = before.get(section), now.get(section)
         if old is None or new is None:
             continue
         if not isinstance(old, dict) or not isinstance(new, dict):
             found += _difference(section, old, new)
             continue
-        combine = set.union if section == "weights" else set.intersection
+        combine = set.union if section in _FILES else set.intersection
         for key in sorted(combine(set(old), set(new))):
             found += _difference(f"{section}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT))
     return found

@@ -44,16 +44,16 @@ class LineSource(Protocol):
 
 
 class Lines:
-    """Iterates over the lines of `name`, a path or "-"; `close` closes the file.
+    """Iterates over the lines of `name`, a path or "-", or of `file`; `close` closes the file.
 
     A byte order mark is left out; blank lines are skipped, but counted. `bytes_read` of the file's
     `bytes_total` (None for a pipe) have been read. Raises UsageError if the file cannot be opened,
     CannotRun if reading fails later. With `may_wait`, reading waits for a program at the other end.
     """
 
-    def __init__(self, name: str, max_line_bytes: int) -> None:
+    def __init__(self, name: str, max_line_bytes: int, file: BinaryIO | None = None) -> None:
         self.name, self.max_line_bytes = name, max_line_bytes
-        self._file = _open(name)
+        self._file = file or _open(name)
         info = _stat(self._file)
         is_regular = info is not None and stat.S_ISREG(info.st_mode)
         self.may_wait = info is not None and not is_regular

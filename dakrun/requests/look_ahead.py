@@ -104,6 +104,10 @@ class LookAhead:
         """Whether the input has no more rows to look at."""
         return self._ended
 
+    def count(self) -> int:
+        """The number of rows that were looked at and not taken."""
+        return len(self._rows)
+
     def lengths(self) -> Iterator[RowLengths]:
         """Lengths of the rows that were not taken yet."""
         return (

@@ -15,7 +15,7 @@ from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
 
 _URLS = ("/v1/completions", "/v1/chat/completions")
-_ROW_FIELDS = ("custom_id", "method", "url", "body")
+ROW_FIELDS = ("custom_id", "method", "url", "body")
 _COMMON_FIELDS = ("model", "n", "logprobs", "max_tokens", *SAMPLING_FIELDS, "stop", "ignore_eos")
 _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *_COMMON_FIELDS)
@@ -54,7 +54,7 @@ def parse_batch(
     that is null counts as absent, and so does an unsupported field with its neutral value, like
     "stream": false. Raises BadRow, or UsageError for parameters.
     """
-    unknown = [name for name in row if name not in _ROW_FIELDS]
+    unknown = [name for name in row if name not in ROW_FIELDS]
     if unknown:
         raise BadRow("unsupported_field", f"unsupported {names(unknown)} outside the body")
     if row.get("custom_id") is None:

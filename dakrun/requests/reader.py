@@ -147,6 +147,11 @@ class RequestReader:
         _ = self._first_row  # which sets the format
         return RowParser(self._format or "jsonl", self._defaults, self._lines.max_line_bytes)
 
+    def left(self) -> int | None:
+        """How many rows `unparsed_rows` has yet to give; None before the input's end is near."""
+        ahead = self._ahead
+        return ahead.count() if ahead is not None and ahead.ended else None
+
     def wait(self) -> None:
         """Return once `rows` has something else than None to give."""
         if self._ahead is not None:

@@ -63,7 +63,7 @@ class RowParser:
                 fields = json_object(data)
                 kind = kind_of(fields)
                 row_id = id_of(fields, kind.id_field) or row_id
-                if row.kind is not None and kind is not row.kind:
+                if row.kind is not None and kind.name != row.kind.name:
                     raise BadRow(
                         "mixed_formats",
                         f"the row is {kind.name}, the rows before it are {row.kind.name}",

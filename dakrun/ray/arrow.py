@@ -1,0 +1,48 @@
+"""Arrow tables of native rows and of their results: columns in, columns out.
+
+Knows the names and types of columns.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from dakrun.requests.native_rows import NATIVE_FIELDS
+
+_LOGPROB = [("token_id", pa.int32()), ("text", pa.string()), ("logprob", pa.float64())]
+_USAGE = pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
+_ERROR = [("code", pa.string()), ("message", pa.string())]
+LOGPROBS = pa.field(
+    "logprobs", pa.list_(pa.struct([*_LOGPROB, ("top", pa.list_(pa.struct(_LOGPROB)))]))
+)
+
+
+def row_lines(table: pa.Table, columns: Sequence[str] = NATIVE_FIELDS) -> Iterable[bytes]:
+    """Each row's `columns`, as a line of JSON without the null ones.
+
+    Raises TypeError for values that JSON does not have.
+    """
+    known = table.select([name for name in table.column_names if name in columns])
+    for row in known.to_pylist():
+        given = {name: value for name, value in row.items() if value is not None}
+        yield json.dumps(given, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def result_table(rows: Sequence[Mapping[str, Any]], *, from_file: bool, logprobs: bool) -> pa.Table:
+    """Native result rows as a table, with a column `logprobs` if asked for.
+
+    Rows `from_file` also have their ids, and errors the lines they are from.
+    """
+    error = pa.struct([*_ERROR, ("line", pa.int64())] if from_file else _ERROR)
+    fields = [
+        *([pa.field("id", pa.string())] if from_file else []),
+        pa.field("text", pa.string()),
+        pa.field("token_ids", pa.list_(pa.int32())),
+        pa.field("finish_reason", pa.string()),
+        pa.field("usage", _USAGE),
+        pa.field("error", error),
+        *([LOGPROBS] if logprobs else []),
+    ]
+    return pa.Table.from_pylist(list(rows), schema=pa.schema(fields))

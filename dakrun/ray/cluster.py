@@ -1,0 +1,74 @@
+"""The Ray cluster of a run: connecting to it, and how many workers it has room for."""
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dakrun.errors import CannotRun
+from dakrun.memory import usable_cores
+
+OBJECT_STORE_BYTES = 256 << 20  # of a local cluster: rows and results are small
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What an actor asks Ray for."""
+
+    cpus: float
+    gpus: float
+
+    def options(self) -> dict[str, Any]:
+        """Options of a Ray actor."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+
+
+@contextmanager
+def connected(address: str, *, cpus: int | None = None) -> Iterator[None]:
+    """In the block, this process is connected to the cluster at `address`.
+
+    "local" starts one on this machine for the time of the block, where workers may count on at
+    least `cpus` cores; "auto" finds the one that runs here. Raises CannotRun.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    if address == "local":
+        quiet["num_cpus"] = max(usable_cores(), cpus or 1)
+        quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, **quiet)
+    except Exception as problem:  # ConnectionError, and others by the kind of address
+        raise CannotRun(
+            f"no Ray cluster at {address!r}: {problem}",
+            hint="start one with `ray start --head`, or use --ray local",
+        ) from None
+    try:
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has one of its own
+        yield
+    finally:
+        ray.shutdown()
+
+
+def resources(device: str, threads: int | None, workers: int | None) -> tuple[Resources, int]:
+    """What each worker asks for, and the number of workers: by default one for each GPU.
+
+    On CPUs it is one for each node, and each has as many threads as there are cores for it. Needs
+    a connection. Raises CannotRun if there is no GPU for the device "cuda".
+    """
+    has = ray.cluster_resources()
+    gpus = int(has.get("GPU", 0))
+    if device == "cuda" and not gpus:
+        raise CannotRun(
+            "the Ray cluster has no GPU",
+            hint="add nodes with GPUs, or compute with --device cpu",
+        )
+    if gpus and device != "cpu":
+        return Resources(threads or 1, 1), workers or gpus
+    workers = workers or sum(node["Alive"] for node in ray.nodes())
+    return Resources(threads or max(1, int(has.get("CPU", 1)) // workers), 0), workers

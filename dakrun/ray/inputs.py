@@ -1,0 +1,177 @@
+"""Prompt files of a run on Ray, as one input: a file, a folder, a glob, or a URL of these.
+
+Files are read through fsspec, as Ray Data reads them. Knows files and lines, no rows.
+"""
+
+import io
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dakrun.errors import CannotRun, UsageError
+from dakrun.ray.arrow import row_lines
+from dakrun.requests.gzip_files import without_gz
+from dakrun.requests.lines import Line, Lines
+from dakrun.requests.native_rows import NATIVE_FIELDS, PROMPT_FIELDS
+from dakrun.requests.openai_rows import ROW_FIELDS
+from dakrun.requests.reader import MAX_LINE_BYTES
+from dakrun.requests.row_parser import Format
+
+SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".parquet": "jsonl", ".txt": "text"}
+PARQUET_ROWS = 1024  # read together
+COLUMNS = (*NATIVE_FIELDS, *ROW_FIELDS)
+
+
+class InputFile(NamedTuple):
+    """A file: its path in its file system, and its size in bytes."""
+
+    path: str
+    size: int
+
+    @property
+    def suffix(self) -> str:
+        """Its suffix in lower case, without .gz."""
+        return PurePosixPath(without_gz(self.path)).suffix.lower()
+
+
+class InputFiles:
+    """The lines of all files at `source`, in the order of their names: a LineSource.
+
+    A folder's files are those with a known suffix, in it and in its folders; names that begin with
+    "." or "_" are left out. Lines are counted on from file to file. A row of a .parquet file is a
+    line: its columns that are fields of rows, as JSON. Raises UsageError if there is nothing to
+    read, CannotRun if reading fails.
+    """
+
+    may_wait = False
+    can_seek = False
+    max_line_bytes = MAX_LINE_BYTES
+
+    def __init__(self, source: str) -> None:
+        self.name = source
+        self._system, path = _file_system(source)
+        try:
+            self.files = self._find(path)
+        except OSError as problem:
+            raise UsageError(f"{source}: cannot be read ({problem})", hint="check -i") from None
+        kinds = {SUFFIXES[file.suffix] for file in self.files}
+        if len(kinds) > 1:
+            raise UsageError(
+                f"{source}: has files of text beside files of JSON or Parquet rows",
+                hint="give files of one kind",
+            )
+        (self.format,) = kinds
+        self.bytes_total: int | None = sum(file.size for file in self.files)
+        self.bytes_read = 0
+        self._first: Line | None = None
+        self._rest = self._read()
+
+    def __iter__(self) -> Iterator[Line]:
+        while line := self.peek():
+            self._first = None
+            yield line
+
+    def peek(self) -> Line | None:
+        """The next line, which stays the next one; None at the end."""
+        self._first = self._first or next(self._rest, None)
+        return self._first
+
+    def again(self, start: int, length: int) -> bytes:
+        """Lines cannot be read again."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        self._rest.close()
+
+    def _find(self, path: str) -> list[InputFile]:
+        """The files at `path`; raises UsageError if there are none, or one of another kind."""
+        if self._system.isdir(path):
+            names = [n for n in self._system.find(path) if _is_prompts(n, path)]
+        else:
+            names = [path] if self._system.exists(path) else self._system.glob(path)
+        found = [InputFile(name, int(self._system.size(name) or 0)) for name in sorted(names)]
+        if not found:
+            raise UsageError(
+                f"{self.name}: no prompt files there",
+                hint="give a file, folder, glob or URL of .jsonl, .parquet or .txt files",
+            )
+        for file in found:
+            if file.suffix not in SUFFIXES:
+                raise UsageError(
+                    f"{file.path}: prompt files end in .jsonl, .parquet or .txt",
+                    hint=".jsonl and .txt may be packed, as .jsonl.gz",
+                )
+        return found
+
+    def _read(self) -> Generator[Line]:
+        before = done = 0  # lines, bytes
+        for file in self.files:
+            number = 0
+            try:
+                with self._system.open(file.path, "rb") as opened:
+                    if file.suffix == ".parquet":
+                        lines = self._rows(file, opened)
+                    else:
+                        lines = iter(Lines(file.path, MAX_LINE_BYTES, io.BufferedReader(opened)))
+                    for line in lines:
+                        number = line.number
+                        at = done + min(file.size, _position(opened, file.size))
+                        nbytes, self.bytes_read = max(0, at - self.bytes_read), at
+                        yield line._replace(number=before + number, start=0, nbytes=nbytes)
+            except (OSError, pa.ArrowException) as problem:
+                raise CannotRun(
+                    f"{file.path}: reading failed ({problem})",
+                    hint="check the file, then run again with --resume",
+                ) from None
+            before, done = before + number, done + file.size
+
+    def _rows(self, file: InputFile, opened: BinaryIO) -> Iterator[Line]:
+        """The rows of a Parquet file."""
+        table = pq.ParquetFile(opened)
+        columns = [name for name in table.schema_arrow.names if name in COLUMNS]
+        if not set(columns) & {*PROMPT_FIELDS, "body"}:
+            raise UsageError(
+                f"{file.path}: has no column {', '.join(PROMPT_FIELDS)} or body",
+                hint="rename the column of the prompts",
+            )
+        number = 0
+        for batch in table.iter_batches(PARQUET_ROWS, columns=columns):
+            try:
+                for data in row_lines(pa.Table.from_batches([batch]), COLUMNS):
+                    number += 1
+                    yield Line(number, data if len(data) <= MAX_LINE_BYTES else None, 0, 0)
+            except TypeError as problem:
+                raise UsageError(
+                    f"{file.path}: row {number + 1}: {problem}",
+                    hint="columns must have the types of native rows",
+                ) from None
+
+
+def _file_system(source: str) -> tuple[Any, str]:
+    """The fsspec file system of a path or URL, and the path in it."""
+    try:
+        return fsspec.core.url_to_fs(source)
+    except ImportError as problem:
+        raise CannotRun(f"{source}: {problem}", hint="install it beside dakrun") from None
+    except (ValueError, OSError) as problem:
+        raise UsageError(f"{source}: {problem}", hint="check -i") from None
+
+
+def _is_prompts(path: str, folder: str) -> bool:
+    """Whether a file in `folder` is taken without being named."""
+    inside = PurePosixPath(path).relative_to(PurePosixPath(folder))
+    hidden = any(part.startswith((".", "_")) for part in inside.parts)
+    return not hidden and InputFile(path, 0).suffix in SUFFIXES
+
+
+def _position(file: BinaryIO, size: int) -> int:
+    """How far a file has been read, in bytes; its size where that is not known."""
+    with suppress(OSError, ValueError):
+        return file.tell()
+    return size

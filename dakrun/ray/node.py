@@ -1,0 +1,83 @@
+"""A model loaded for the node that this process runs on: its profile, and its share of the memory.
+
+Knows Ray's view of the node; planning and loading are LLM's.
+"""
+
+import fcntl
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import ray
+
+from dakrun.hardware import HardwareProfile
+from dakrun.llm import LLM
+from dakrun.memory import available_host_memory
+from dakrun.plan import Policy
+from dakrun.probe import kept_or_measured, measured_device
+from dakrun.resources import cache_dir
+
+
+def load_on_node(
+    model: str,
+    *,
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+    profile: str | HardwareProfile = "auto",
+    policy: Policy | None = None,
+    workers: int = 1,
+    **options: Any,
+) -> LLM:
+    """The model, planned for this node and loaded; `options` are LLM's.
+
+    "auto" takes the profile that this node keeps of its GPU, or measures it, once. Where up to
+    `workers` actors like this one may share the node, each plans with its part of the host memory
+    that is free. Raises UsageError or CannotRun.
+    """
+    if profile == "auto":
+        with _one_at_a_time():
+            profile = kept_or_measured(measured_device(device), lambda _: None)
+    sharing = min(workers, _room_for())
+    policy = _part_of(policy or Policy(), sharing, device)
+    return LLM(model, device=device, profile=profile, policy=policy, **options)
+
+
+def node_name() -> str:
+    """This node's name, for people."""
+    return socket.gethostname()
+
+
+def _room_for() -> int:
+    """How many actors with the resources of this one the node has room for."""
+    context = ray.get_runtime_context()
+    mine = context.get_assigned_resources()
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
+    has = nodes.get(context.get_node_id(), {})
+    fits = [int(has.get(name, 0) / mine[name]) for name in ("GPU", "CPU") if mine.get(name)]
+    return max(1, min(fits, default=1))
+
+
+def _part_of(policy: Policy, sharing: int, device: str) -> Policy:
+    """The policy of one of `sharing` actors on this node, if it leaves budgets open."""
+    if sharing == 1 or policy.host_budget is not None:
+        return policy
+    part = available_host_memory() // sharing
+    if device == "cpu" and policy.hbm_budget is None:  # both tiers are the same memory
+        return replace(policy, hbm_budget=part // 2, host_budget=part // 2)
+    return replace(policy, host_budget=part)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Let one process of this node at a time measure it; the others then find what it kept."""
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".measuring").open("w")
+    except OSError:  # no cache: each measures for itself
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

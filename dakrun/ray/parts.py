@@ -1,0 +1,233 @@
+"""Results of a run on Ray: a folder of part files, each of which is there only when it is whole.
+
+Rows that no part has yet lie in a hidden file, so that a kill loses none. Knows lines and ids of
+result rows; knows neither prompts nor workers.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dakrun.errors import CannotRun, UsageError
+from dakrun.ray.arrow import result_table
+from dakrun.requests import IdSet
+from dakrun.requests.files import OutputFile, replacement
+from dakrun.requests.fingerprint import (
+    Fingerprint,
+    differences,
+    read_fingerprint,
+    write_fingerprint,
+)
+from dakrun.requests.native_rows import NATIVE
+from dakrun.requests.written_rows import WrittenRows
+
+PartFormat = Literal["jsonl", "parquet"]
+ROWS_PER_PART = 10_000
+_PART = re.compile(r"part-([0-9]{5,})\.(jsonl|parquet)")
+_HIDDEN, _LOCK, _RUN = ".rows.jsonl", ".lock", "run.json"
+
+
+class ResultParts:
+    """Writes result rows to part-00000.jsonl (or .parquet), ... in `folder`; a context manager.
+
+    The constructor changes nothing. It raises UsageError if the folder has parts (unless
+    `overwrite` or `resume`), or if its path is that of a file. Entering locks the folder against
+    other runs. With `overwrite` it removes the parts; with `resume` it reads which ids are done,
+    errors included, of which `failed_before` counts the errors.
+
+    folder/run.json is the run's fingerprint (fingerprint.py). A write that fails raises CannotRun.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        form: PartFormat = "jsonl",
+        resume: bool = False,
+        force: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self.folder, self._form = Path(folder), form
+        self._resume, self._force, self._overwrite = resume, force, overwrite
+        self.failed_before = 0
+        self._ids = IdSet()
+        self._next = self._count = 0  # number of the next part; rows in the hidden file
+        self._fingerprint: Fingerprint | None = None
+        self._lock: OutputFile | None = None
+        self._file: OutputFile | None = None
+        if overwrite and resume:
+            raise UsageError("--overwrite and --resume exclude each other", hint="give one of them")
+        if force and not resume:
+            raise UsageError("--force needs --resume", hint="give both, or --overwrite alone")
+        if folder == "-" or (self.folder.exists() and not self.folder.is_dir()):
+            raise UsageError(
+                f"{folder}: with --ray the output is a folder of part files",
+                hint="give -o a folder, or run without --ray",
+            )
+        if self._has_results() and not (overwrite or resume):
+            raise UsageError(
+                f"{folder}: has results already",
+                hint="--resume adds the rows that are missing, --overwrite starts afresh",
+            )
+
+    def identify(self, fingerprint: Fingerprint) -> None:
+        """Say which run this is; call it before entering.
+
+        Raises UsageError if the results to resume are of another run, unless `force` was given.
+        """
+        self._fingerprint = fingerprint
+        if fingerprint["format"] not in (None, NATIVE.name) and self._form == "parquet":
+            raise UsageError(
+                "results of OpenAI Batch rows cannot be Parquet",
+                hint="use --part-format jsonl, or native rows",
+            )
+        if not self._resume or not self._has_results():
+            return
+        different = differences(read_fingerprint(self.folder / _RUN) or {}, fingerprint)
+        if different and not self._force:
+            raise UsageError(
+                f"{self.folder}: the results of another run: {'; '.join(different)}",
+                hint="--resume with that run's model, options and files, --resume --force to go on "
+                "all the same, or --overwrite to start afresh",
+            )
+
+    def __enter__(self) -> "ResultParts":
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = OutputFile(str(self.folder / _LOCK))
+            if not self._lock.lock():
+                raise CannotRun(
+                    f"{self.folder}: another run is writing to it",
+                    hint="wait until that has ended, or give -o another folder",
+                )
+            self._take_over()
+            if self._fingerprint is not None:
+                write_fingerprint(self._fingerprint, self.folder / _RUN)
+            self._file = OutputFile(str(self._hidden))
+        except BaseException as problem:
+            self._close()
+            if isinstance(problem, OSError):
+                raise self._failure(problem) from problem
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    @property
+    def resume_hint(self) -> str:
+        """How the user continues a run that was stopped."""
+        return "to go on, run again with --resume" + (
+            " instead of --overwrite" if self._overwrite else ""
+        )
+
+    def is_done(self, row_id: str) -> bool:
+        """Whether the results that this run resumes have a row with this id."""
+        return row_id in self._ids
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        """Add result rows; on return they are on disk."""
+        assert self._file is not None, "rows are written inside the `with` block"
+        try:
+            self._file.append(b"".join(lines))
+            self._count += len(lines)
+            if self._count >= ROWS_PER_PART:
+                self.end_part()
+        except OSError as problem:
+            raise self._failure(problem) from problem
+
+    def end_part(self) -> None:
+        """Make a part of the rows that no other has."""
+        if not self._count:
+            return
+        assert self._file is not None, "parts are made inside the `with` block"
+        part = self.folder / f"part-{self._next:05}.{self._form}"
+        try:
+            if self._form == "parquet":
+                rows = [json.loads(line) for line in self._hidden.read_bytes().splitlines()]
+                asked = any("logprobs" in row for row in rows)
+                with replacement(part) as file:
+                    pq.write_table(result_table(rows, from_file=True, logprobs=asked), file)
+                self._file.truncate(0)
+            else:
+                self._file.close()
+                self._hidden.rename(part)
+                self._file = OutputFile(str(self._hidden))
+        except OSError as problem:
+            raise self._failure(problem) from problem
+        self._next, self._count = self._next + 1, 0
+
+    @property
+    def _hidden(self) -> Path:
+        return self.folder / _HIDDEN
+
+    def _parts(self) -> dict[int, Path]:
+        """The parts that are there, by number."""
+        found = ((_PART.fullmatch(path.name), path) for path in self.folder.glob("part-*"))
+        return {int(match[1]): path for match, path in sorted(found, key=str) if match}
+
+    def _has_results(self) -> bool:
+        hidden = self._hidden
+        return bool(self._parts()) or (hidden.is_file() and hidden.stat().st_size > 0)
+
+    def _take_over(self) -> None:
+        """Read what is done, or remove it."""
+        parts = self._parts()
+        if self._overwrite:
+            for path in (*parts.values(), self._hidden):
+                path.unlink(missing_ok=True)
+            return
+        for path in parts.values():
+            for row_id, failed in _ids_of(path):
+                self._ids.add(row_id)
+                self.failed_before += failed
+        self._next = max(parts, default=-1) + 1
+        if not self._hidden.exists():
+            return
+        written = WrittenRows(str(self._hidden))
+        rows = [(row.id, row.failed) for row in written]
+        is_in_a_part = any(self.is_done(row_id) for row_id, _ in rows)  # killed after it was made
+        os.truncate(self._hidden, 0 if is_in_a_part else written.size)
+        if not is_in_a_part:
+            self._count = len(rows)
+            for row_id, failed in rows:
+                self._ids.add(row_id)
+                self.failed_before += failed
+
+    def _close(self) -> None:
+        for file in (self._file, self._lock):
+            if file is not None:
+                file.close()
+        self._file = self._lock = None
+
+    def _failure(self, problem: OSError) -> CannotRun:
+        return CannotRun(
+            f"{self.folder}: cannot be written ({problem.strerror})",
+            hint=f"finished rows are kept: free some space, or make it writable; "
+            f"{self.resume_hint}",
+        )
+
+
+def _ids_of(part: Path) -> Iterator[tuple[str, bool]]:
+    """The id of each row of a part, and whether it is an error."""
+    if part.suffix == ".jsonl":
+        for row in WrittenRows(str(part)):
+            yield row.id, row.failed
+        return
+    try:
+        table = pq.read_table(part, columns=["id", "error"])
+    except (OSError, pa.ArrowException) as problem:
+        raise UsageError(
+            f"{part}: cannot be read ({problem})", hint="remove it; its rows are then done again"
+        ) from None
+    yield from zip(
+        table["id"].to_pylist(),
+        (error is not None for error in table["error"].to_pylist()),
+        strict=True,
+    )

@@ -1,0 +1,152 @@
+"""A stateful class for Ray Data: prompts in an Arrow table in, completions in one out."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from dakrun.config import SamplingParams
+from dakrun.llm import LLM
+from dakrun.ray.arrow import result_table, row_lines
+from dakrun.ray.model_thread import ModelThread, Result, Row, close_quietly, no_longer
+from dakrun.ray.node import load_on_node
+from dakrun.requests import AheadRow, PromptStarts, RowError, RowParser
+from dakrun.requests.lengths import json_lengths
+from dakrun.requests.native_rows import NATIVE, completion_row, error_row
+from dakrun.requests.reader import MAX_LINE_BYTES
+
+BATCHES_PER_GROUP = 64  # whose rows begin the longest first; earlier groups begin before later ones
+
+
+@dataclass
+class _Batch:
+    """Results of a batch's rows, by their place in it; `done` once `left` of them are missing."""
+
+    results: list[Result | None]
+    left: int
+    done: Future[Sequence[Result]] = field(default_factory=Future)
+
+
+class DakrunProcessor:
+    """Completes prompts in a Ray Data pipeline: one model for each actor.
+
+        dataset.map_batches(
+            DakrunProcessor,
+            fn_constructor_kwargs=dict(model="path/to/model", params=SamplingParams(max_tokens=64)),
+            concurrency=(1, 8), num_gpus=1, batch_size=64, batch_format="pyarrow",
+        )
+
+    Each actor plans for the node that it runs on: with the profile kept of its GPU (measured, if
+    there is none), and the memory that is free there. Rows of several batches run together: as soon
+    as a batch is done its results are given, while those of others go on.
+
+    Columns of a batch are fields of native rows (requests/README.md): `prompt`, `prompt_token_ids`
+    or `messages`, and `id`, `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`,
+    `ignore_eos`, `logprobs`, each optional, also row by row (null). `params` are for those that a
+    row lacks. Results have all columns of the batch, and `text`, `token_ids`, `finish_reason` and
+    `usage`, or `error` (`code`, `message`) for a row that cannot be run; and `logprobs`, in place
+    of the batch's column, if it has one. Noise of sampled rows follows from their seed and id;
+    without ids, from their place in the batch.
+
+    `options` are those of LLM, such as `dtype`, `batch_size`, `max_model_len`, `expected_tokens`;
+    `workers` says how many actors there are at most, which share a node's host memory. Raises
+    UsageError, or CannotRun if the node cannot run the model.
+    """
+
+    def __init__(
+        self, model: str, *, params: SamplingParams | None = None, workers: int = 1, **options: Any
+    ) -> None:
+        self._params = params or SamplingParams()
+        self._numbers = itertools.count()
+        self._batches = itertools.count()
+        self._places: dict[int, tuple[_Batch, int]] = {}  # of the rows that run, by number
+        self._problem: BaseException | None = None
+        self._ended = False
+        options.setdefault("expected_tokens", self._params.max_tokens)
+
+        def make() -> LLM:
+            return load_on_node(model, workers=workers, **options)
+
+        parser = RowParser("jsonl", self._params, MAX_LINE_BYTES)
+        self._thread = ModelThread(make, parser, self._finish, self._end)
+        self._thread.start()
+        llm = self._thread.loaded()
+        if llm is None:
+            self._thread.close()
+            raise no_longer(self._problem)
+        self._max_model_len = llm.rules.max_model_len
+
+    async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
+        """The batch with its results, in the same order."""
+        if not batch.num_rows:
+            yield self._table(batch, [])
+            return
+        rows, own = self._rows(batch), _Batch([None] * batch.num_rows, batch.num_rows)
+        for place, (row, _) in enumerate(rows):
+            self._places[row.number] = own, place
+        self._thread.add(rows)
+        if self._ended:
+            raise no_longer(self._problem)
+        yield self._table(batch, await asyncio.wrap_future(own.done))
+
+    def close(self) -> None:
+        """Finish the rows that have begun, and give the model's memory back."""
+        self._thread.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread"):
+            close_quietly(self._thread)
+
+    def _rows(self, batch: pa.Table) -> list[Row]:
+        """The rows of a batch, for the thread."""
+        group, starts, rows = next(self._batches) // BATCHES_PER_GROUP, PromptStarts(), list[Row]()
+        for place, line in enumerate(row_lines(batch), 1):
+            fields = json.loads(line)
+            if fields.get("id") is None:
+                line = json.dumps(fields | {"id": f"line-{place}"}).encode()
+            length = json_lengths(fields, self._params.max_tokens, self._max_model_len, starts)
+            row = AheadRow(
+                group=group,
+                minus_new=-length.new,
+                minus_prompt=-length.prompt,
+                number=next(self._numbers),
+                choices=length.choices,
+                place=place,
+                length=len(line),
+                nbytes=len(line),
+                kind=NATIVE,
+                new_id=None,
+                shared=length.shared,
+            )
+            rows.append((row, line))
+        return rows
+
+    def _finish(self, number: int, result: Result) -> None:
+        batch, place = self._places.pop(number)
+        batch.results[place] = result
+        batch.left -= 1
+        if not batch.left:
+            batch.done.set_result([result for result in batch.results if result is not None])
+
+    def _end(self, problem: BaseException | None) -> None:
+        self._problem, self._ended = problem, True
+        for batch, _ in list(self._places.values()):
+            if not batch.done.done():
+                batch.done.set_exception(no_longer(problem))
+
+    def _table(self, batch: pa.Table, results: Sequence[Result]) -> pa.Table:
+        """The batch's columns, and those of its results."""
+        rows = [
+            error_row(result) if isinstance(result, RowError) else completion_row(*result)
+            for result in results
+        ]
+        found = result_table(rows, from_file=False, logprobs="logprobs" in batch.column_names)
+        kept = [name for name in batch.column_names if name not in found.column_names]
+        for name in kept:
+            found = found.append_column(batch.schema.field(name), batch.column(name))
+        return found.select([*kept, *(n for n in found.column_names if n not in kept)])

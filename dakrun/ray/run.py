@@ -1,0 +1,242 @@
+"""`dakrun generate --ray`: prompts of files to the workers of a cluster, and results to parts.
+
+Puts the pieces together; the arguments are those of `dakrun generate`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from dakrun.config import SamplingParams, model_len
+from dakrun.generate import Counts, expectations, progress_bar
+from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.interrupt import Interrupted
+from dakrun.models.hub import find_model
+from dakrun.ray.cluster import connected, resources
+from dakrun.ray.dispatch import Dispatcher, Member
+from dakrun.ray.inputs import InputFiles
+from dakrun.ray.model_thread import Row
+from dakrun.ray.parts import PartFormat, ResultParts
+from dakrun.ray.worker import Finished, Setup, Worker
+from dakrun.requests import RequestReader, make_fingerprint
+from dakrun.tables import Column, print_table
+from dakrun.units import ceil_div
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """Where a run computes, and what its parts are."""
+
+    address: str
+    workers: int | None = None
+    part_format: PartFormat = "jsonl"
+
+
+def generate_on_ray(
+    *,
+    model: str,
+    source: str,
+    output: str,
+    on: RayOptions,
+    params: SamplingParams,
+    llm_options: Mapping[str, Any],
+    profile: str,
+    resume: bool = False,
+    force: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> tuple[dict[str, Any], Counts]:
+    """Complete the prompts at `source` into the folder `output`; returns the report and the counts.
+
+    `llm_options` are arguments of LLM; `console` shows progress. The report has the numbers of
+    rows, sums over all workers, and each worker's own report. Raises
+    UsageError or CannotRun; Interrupted by a signal. Whatever is raised, finished rows are on disk.
+    """
+    parts = ResultParts(
+        output, form=on.part_format, resume=resume, force=force, overwrite=overwrite
+    )
+    files = InputFiles(source)
+    dtype, load_format = llm_options["dtype"], llm_options["load_format"]
+    config, folder = find_model(model, dtype, load_format)
+    hardware: str | HardwareProfile = profile if profile == "auto" else load_profile(profile)
+    most_tokens = model_len(config, llm_options["max_model_len"])
+    with RequestReader(files, defaults=params, format=files.format) as reader:
+        weights = None if load_format == "dummy" else folder
+        fingerprint = make_fingerprint(config, weights, reader.row_format(), params)
+        names = {file.path: file.size for file in files.files}
+        parts.identify(fingerprint | {"input": names})
+        threads = llm_options["threads"]
+        with connected(on.address, cpus=(on.workers or 1) * (threads or 1)):
+            each, workers = resources(llm_options["device"], threads, on.workers)
+            plans_for = expectations(reader.lengths(most_tokens), params)
+            plans_for["max_batch_size"] = ceil_div(plans_for["max_batch_size"], workers)
+            options = {
+                **llm_options,
+                **plans_for,
+                "model": model,
+                "device": "cuda" if each.gpus else "cpu",
+                "threads": max(1, int(each.cpus)) if not each.gpus else threads,
+                "profile": hardware,
+                "workers": workers,
+                "needs_tokenizer": reader.needs_tokenizer(),
+            }
+            setup = Setup(parser=reader.parser, options=options)
+            actor = ray.remote(Worker).options(max_concurrency=8, **each.options())
+            job = _Job(reader, parts, most_tokens, console)
+            with parts, job:
+                return job.run(lambda: actor.remote(setup), workers, note)
+
+
+class _Job:
+    """The rows of `reader` that `parts` does not have; a context manager that shows progress."""
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        parts: ResultParts,
+        max_model_len: int,
+        console: Console | None,
+    ) -> None:
+        self._reader, self._parts, self._max_model_len = reader, parts, max_model_len
+        self._progress = progress_bar(console) if console else None
+        self._bytes_done = 0
+        self._began = 0.0
+        self.counts = Counts(0)
+
+    def __enter__(self) -> "_Job":
+        self.counts.failed_before = self._parts.failed_before
+        if self._progress:
+            self._progress.start()
+            self._progress.add_task("starting workers", total=self._reader.bytes_total)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._progress:
+            self._progress.stop()
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(
+                f"the rows that had finished are in {self._parts.folder}",
+                hint=self._parts.resume_hint,
+                cause=error,
+            ) from None
+
+    def run(
+        self, start: Callable[[], Any], workers: int, note: Callable[[str], None]
+    ) -> tuple[dict[str, Any], Counts]:
+        """Do the rows; returns the report and the numbers of rows."""
+        dispatcher = Dispatcher(
+            start, workers, on_finished=self._finish, on_progress=self._show, note=note
+        )
+        try:
+            dispatcher.run(self)
+            wall_s = time.perf_counter() - self._began if self._began else 0.0
+            self._parts.end_part()
+            found = [
+                {"worker": m.name, "node": m.node, "rows": m.finished, "report": report}
+                for m, report in dispatcher.reports()
+            ]
+        finally:
+            dispatcher.close()
+        return merged(found, wall_s) | {"rows": vars(self.counts)}, self.counts
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows that are left to do."""
+        parser = self._reader.parser
+        for found in self._reader.unparsed_rows(self._max_model_len):
+            assert found is not None, "files do not wait"
+            row, _ = found
+            if self._parts.is_done(parser.row_id(*found)):
+                self.counts.skipped += 1
+                self._bytes_done += row.nbytes
+            else:
+                yield found
+
+    def left(self) -> int | None:
+        """How many rows have not been taken; None if there are too many to know."""
+        return self._reader.left()
+
+    def _finish(self, finished: Sequence[tuple[Row, Finished]]) -> None:
+        """Write results; on return they are on disk."""
+        self._parts.write([one.line for _, one in finished])
+        for (row, _), one in finished:
+            self.counts.failed += one.failed
+            self.counts.done += not one.failed
+            self._bytes_done += row.nbytes
+
+    def _show(self, members: Sequence[Member]) -> None:
+        if not self._began and any(member.started for member in members):
+            self._began = time.perf_counter()
+        if not self._progress:
+            return
+        done = f"{self.counts.done} done, {self.counts.failed} failed"
+        self._progress.update(
+            self._progress.task_ids[0], completed=self._bytes_done, description=done
+        )
+        tasks = {task.fields.get("worker"): task.id for task in self._progress.tasks}
+        for member in members:
+            if member.name not in tasks:
+                tasks[member.name] = self._progress.add_task("", total=None, worker=member.name)
+            self._progress.update(tasks[member.name], description=describe(member))
+
+
+def describe(member: Member) -> str:
+    """A worker's progress in a line."""
+    if not member.node:
+        return f"{member.name}: waits for room in the cluster"
+    if not member.loaded:
+        return f"{member}: loads the model"
+    eb, share = member.progress.eb_bytes_per_s, member.progress.share
+    text = f"{member}: {member.tokens_per_s:,.0f} tokens/s"
+    text += f", EB {eb / 1e9:,.1f} GB/s" if eb else ""
+    return text + (f", {share:.0%} of the limit" if share else "")
+
+
+def merged(workers: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, Any]:
+    """The report of a run of `wall_s` seconds: sums over its `workers`, and their own reports."""
+    requests = [worker["report"]["requests"] for worker in workers]
+    sums = {name: sum(one[name] for one in requests) for name in requests[0]} if requests else {}
+    return {
+        "schema": SCHEMA,
+        "requests": sums,
+        "time": {"wall_s": wall_s},
+        "tokens_per_s": sums["new_tokens"] / wall_s if sums and wall_s else None,
+        "workers": list(workers),
+    }
+
+
+def render(report: Mapping[str, Any], console: Console) -> None:
+    """Print a summary of a merged report."""
+    columns = (
+        Column("worker", "left"),
+        Column("node", "left"),
+        *map(Column, ("rows", "new tokens", "tokens/s", "EB GB/s", "% of limit")),
+    )
+    print_table(console, columns, list(_lines(report["workers"])), gap=2)
+    total, wall_s = report["requests"].get("new_tokens", 0), report["time"]["wall_s"]
+    console.print(
+        f"{total} new tokens in {wall_s:.1f} s: {report['tokens_per_s'] or 0:,.1f} tokens/s",
+        highlight=False,
+    )
+
+
+def _lines(workers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for worker in workers:
+        report = worker["report"]
+        eb, times = report["eb_bytes_per_s"], report["time"]
+        comparable = report["predictions_comparable"] and times["wall_s"]
+        yield (
+            worker["worker"],
+            worker["node"],
+            str(worker["rows"]),
+            str(report["requests"]["new_tokens"]),
+            f"{report['tokens_per_s'] or 0:,.1f}",
+            f"{eb / 1e9:,.2f}" if eb else "-",
+            f"{times['bound_s'] / times['wall_s']:.0%}" if comparable else "-",
+        )
