@@ -40,6 +40,8 @@ from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, CannotRun, UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import Dtype, ModelConfig, SamplingParams
+    from dakrun.plan import Plan, Policy
+    from dakrun.plan.nodes import ClusterForecast
     from dakrun.requests import RowLengths
 
 
@@ -242,6 +244,11 @@ def _generate_on_ray(
     "-i", "--input", "source", metavar="FILE", help="Plan for this file's prompts; predict its run."
 )
 @profile_option
+@click.option(
+    "--nodes",
+    metavar="PROFILE:N,...",
+    help="Predict a run of generate --ray on so many machines of each profile; needs -i.",
+)
 @policy_options
 @wide_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with units in the key names.")
@@ -257,6 +264,7 @@ def plan(
     max_tokens: int,
     source: str | None,
     profile: str,
+    nodes: str | None,
     policy: Any,
     wide: bool,
     as_json: bool,
@@ -275,8 +283,27 @@ def plan(
     from dakrun.plan.show import Overview, overview_dict, plot_plan
     from dakrun.probe import describe_profile
 
-    config, hardware = resolve_model(model, dtype), resolve_profile(profile)
     params, rows, limit = SamplingParams(max_tokens=max_tokens), None, MAX_BATCH_SIZE
+    if nodes is not None:
+        if source is None or profile != "auto" or plot:
+            raise UsageError(
+                "--nodes predicts the run of a file",
+                hint="give -i, and neither --profile nor --plot",
+            )
+        config = resolve_model(model, dtype)
+        most = model_len(config, max_model_len)
+        lengths_of = _rows_of(source, params, most)
+        forecast = _plan_nodes(
+            nodes, config, policy, batch_size, max_decode_step, most, lengths_of, params
+        )
+        if as_json:
+            click.echo(json.dumps(forecast.as_dict()))
+            return
+        from dakrun.plan.show.nodes import render_nodes
+
+        render_nodes(forecast, source, stdout_console())
+        return
+    config, hardware = resolve_model(model, dtype), resolve_profile(profile)
     if source is None:
         max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
     else:
@@ -313,6 +340,42 @@ def plan(
     render(shown, stdout_console(), wide=wide)
     if foretold is not None:
         click.echo(f"{source}: {foretold}")
+
+
+def _plan_nodes(
+    nodes: str,
+    config: "ModelConfig",
+    policy: "Policy",
+    batch_size: int | None,
+    max_decode_step: float | None,
+    max_model_len: int,
+    rows: "tuple[list[RowLengths], float]",
+    params: "SamplingParams",
+) -> "ClusterForecast":
+    """The run of the rows on --nodes; machines that cannot run the model are left out."""
+    from dakrun.config import Workload
+    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
+    from dakrun.plan.nodes import foretell_cluster, parse_nodes
+    from dakrun.requests import WorkloadLengths
+
+    lengths = WorkloadLengths.of(*rows)
+
+    def plan_of(name: str, requests: int) -> "Plan":
+        hardware = resolve_profile(name)
+        workload = Workload(
+            batch_size=batch_size or 1,
+            prompt_len=round(lengths.mean_prompt),
+            new_tokens=round(lengths.mean_new),
+            max_model_len=max_model_len,
+        )
+        if batch_size is None:
+            limit = min(max(1, requests), MAX_BATCH_SIZE)
+            workload = choose_batch_size(
+                config, workload, hardware, policy, limit=limit, max_decode_step=max_decode_step
+            )
+        return make_plan(config, workload, hardware, policy)
+
+    return foretell_cluster(parse_nodes(nodes), plan_of, rows, params, eprint)
 
 
 def _rows_of(

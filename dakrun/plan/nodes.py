@@ -1,0 +1,153 @@
+"""A run over several machines: each one's plan, its part of the rows, and the time of the whole.
+
+Knows profiles and lengths; knows neither Ray nor files.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from dakrun.config import SamplingParams
+from dakrun.errors import CannotRun, UsageError
+from dakrun.plan.plan import Plan
+from dakrun.plan.run_time import RowTokens, RunForecast, foretell_file
+
+MAX_NODES = 10_000
+BALANCING = 8  # times that the parts of machines are changed
+
+
+@dataclass(frozen=True)
+class NodeCount:
+    """`count` machines of the profile called `name`, one worker each."""
+
+    name: str
+    count: int
+
+
+def parse_nodes(text: str) -> list[NodeCount]:
+    """The machines in a text like "h200-pcie5:4,rtx-pro-6000:8". Raises UsageError."""
+    found = []
+    for part in text.split(","):
+        name, colon, count = part.strip().rpartition(":")
+        if not colon:
+            name, count = count, "1"
+        if not name or not count.isdecimal() or not 1 <= int(count) <= MAX_NODES:
+            raise UsageError(
+                f"--nodes has {part.strip()!r}",
+                hint="give profiles and how many of each, like h200-pcie5:4,rtx-pro-6000:8",
+            )
+        found.append(NodeCount(name, int(count)))
+    return found
+
+
+@dataclass(frozen=True)
+class NodeForecast:
+    """Machines of one kind in a run: the plan of each, and the run of one machine's `rows`."""
+
+    nodes: NodeCount
+    plan: Plan
+    rows: int
+    run: RunForecast | None
+
+    @property
+    def seconds(self) -> float:
+        """Time that its rows take; 0 if it has none."""
+        return self.run.seconds if self.run else 0.0
+
+
+@dataclass(frozen=True)
+class ClusterForecast:
+    """A run whose `kinds` of machines work at their own speeds, until the last row is done."""
+
+    kinds: tuple[NodeForecast, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time from the first step to the last."""
+        return max(kind.seconds for kind in self.kinds)
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of all rows, at most."""
+        return sum(kind.run.new_tokens * kind.nodes.count for kind in self.kinds if kind.run)
+
+    def __str__(self) -> str:
+        rate = self.new_tokens / self.seconds if self.seconds else 0.0
+        count = sum(kind.nodes.count for kind in self.kinds)
+        machines = "machine" if count == 1 else "machines"
+        return f"predicted {self.seconds:.1f} s on {count} {machines}, {rate:,.0f} new tokens/s"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with units in the names."""
+        return {
+            "seconds": self.seconds,
+            "new_tokens": self.new_tokens,
+            "nodes": [
+                {
+                    "profile": kind.nodes.name,
+                    "count": kind.nodes.count,
+                    "batch_size": kind.plan.workload.batch_size,
+                    "offload_ratio": kind.plan.ratio,
+                    "rows_each": kind.rows,
+                    "seconds": kind.seconds,
+                    "run": vars(kind.run) if kind.run else None,
+                }
+                for kind in self.kinds
+            ],
+        }
+
+
+def foretell_cluster(
+    machines: Sequence[NodeCount],
+    plan_of: Callable[[str, int], Plan],
+    lengths: tuple[Sequence[RowTokens], float],
+    defaults: SamplingParams,
+    note: Callable[[str], None],
+) -> ClusterForecast:
+    """The run of rows of these `lengths`, and their share of the file, on `machines`.
+
+    `plan_of(profile, requests)` plans for a machine that gets so many requests. Each machine runs a
+    part of the rows, spread over the file; parts are changed until all take about the same time.
+    `note` takes a line about machines that cannot run the model, which get none; raises CannotRun
+    if none can.
+    """
+    rows, share = lengths
+    total = sum(nodes.count for nodes in machines)
+    able: list[tuple[NodeCount, Plan]] = []
+    problem: CannotRun | None = None
+    for nodes in machines:
+        try:
+            able.append((nodes, plan_of(nodes.name, math.ceil(len(rows) / share / total))))
+        except CannotRun as found:
+            problem = found
+            note(f"{nodes.name} is left out: {found}")
+    if problem is not None and not able:
+        raise problem
+    parts = [1 / total] * len(able)  # of the rows, of one machine of each kind
+    best: ClusterForecast | None = None
+    for _ in range(BALANCING):
+        kinds = []
+        for (nodes, plan), part in zip(able, parts, strict=True):
+            own = spread(rows, part)
+            run = foretell_file(plan, (own, share), defaults) if own else None
+            kinds.append(NodeForecast(nodes, plan, round(len(own) / share), run))
+        found_now = ClusterForecast(tuple(kinds))
+        if best is None or found_now.seconds < best.seconds:
+            best = found_now
+        speeds = [
+            part / kind.seconds if kind.seconds else part / found_now.seconds
+            for part, kind in zip(parts, kinds, strict=True)
+        ]
+        whole = sum(speed * nodes.count for speed, (nodes, _) in zip(speeds, able, strict=True))
+        parts = [speed / whole for speed in speeds]
+    assert best is not None
+    return best
+
+
+def spread(rows: Sequence[RowTokens], part: float) -> list[RowTokens]:
+    """A `part` of the rows, evenly from all of them in order of their length."""
+    order = sorted(rows, key=lambda row: (-row.new, -row.prompt))
+    counts = list(accumulate(part for _ in order))
+    return [row for row, after in zip(order, counts, strict=True) if int(after) > int(after - part)]
