@@ -42,10 +42,10 @@ class InputFile(NamedTuple):
 class InputFiles:
     """The lines of all files at `source`, in the order of their names: a LineSource.
 
-    A folder's files are those with a known suffix, in it and in its folders; names that begin with
-    "." or "_" are left out. Lines are counted on from file to file. A row of a .parquet file is a
-    line: its columns that are fields of rows, as JSON. Raises UsageError if there is nothing to
-    read, CannotRun if reading fails.
+    A folder's files are those with a known suffix, in it and in its folders. Of folders and globs,
+    names that begin with "." or "_" are left out. Lines are counted on from file to file. A row of
+    a .parquet file is a line: its columns that are fields of rows, as JSON. Raises UsageError if
+    there is nothing to read, CannotRun if reading fails.
     """
 
     may_wait = False
@@ -92,9 +92,12 @@ class InputFiles:
     def _find(self, path: str) -> list[InputFile]:
         """The files at `path`; raises UsageError if there are none, or one of another kind."""
         if self._system.isdir(path):
-            names = [n for n in self._system.find(path) if _is_prompts(n, path)]
+            names = [n for n in self._system.find(path) if _is_taken(n[len(path) :])]
+            names = [name for name in names if InputFile(name, 0).suffix in SUFFIXES]
+        elif self._system.exists(path):
+            names = [path]
         else:
-            names = [path] if self._system.exists(path) else self._system.glob(path)
+            names = [n for n in self._system.glob(path) if _is_taken(PurePosixPath(n).name)]
         found = [InputFile(name, int(self._system.size(name) or 0)) for name in sorted(names)]
         if not found:
             raise UsageError(
@@ -163,11 +166,9 @@ def _file_system(source: str) -> tuple[Any, str]:
         raise UsageError(f"{source}: {problem}", hint="check -i") from None
 
 
-def _is_prompts(path: str, folder: str) -> bool:
-    """Whether a file in `folder` is taken without being named."""
-    inside = PurePosixPath(path).relative_to(PurePosixPath(folder))
-    hidden = any(part.startswith((".", "_")) for part in inside.parts)
-    return not hidden and InputFile(path, 0).suffix in SUFFIXES
+def _is_taken(path: str) -> bool:
+    """Whether a file that a folder or a glob has is taken, though it is not named."""
+    return not any(part.startswith((".", "_")) for part in PurePosixPath(path).parts)
 
 
 def _position(file: BinaryIO, size: int) -> int:

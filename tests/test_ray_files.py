@@ -1,0 +1,192 @@
+"""Inputs and outputs of runs on Ray, without Ray: files in one order, parts that are whole."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dakrun.config import SamplingParams
+from dakrun.errors import CannotRun, UsageError
+from dakrun.ray import parts as parts_module
+from dakrun.ray.inputs import InputFiles
+from dakrun.ray.parts import ResultParts
+from dakrun.requests import RequestReader
+
+RUN = {"dakrun_run": 1, "format": "native", "model": {"layers": 2}, "input": {"a": 1}}
+
+
+def lines(source: object) -> list[tuple[int, bytes | None]]:
+    return [(line.number, line.data) for line in InputFiles(str(source))]
+
+
+def result(number: int, *, failed: bool = False) -> bytes:
+    row: dict[str, object] = {"id": f"q{number}"}
+    if failed:
+        row["error"] = {"code": "invalid_json", "message": "not JSON", "line": number}
+    else:
+        row |= {"text": "so", "token_ids": [number], "finish_reason": "stop"}
+        row["usage"] = {"prompt_tokens": 1, "completion_tokens": 1}
+    return json.dumps(row).encode() + b"\n"
+
+
+def rows_of(folder: Path) -> list[str]:
+    found = []
+    for path in sorted(folder.glob("part-*")):
+        if path.suffix == ".parquet":
+            found += pq.read_table(path)["id"].to_pylist()
+        else:
+            found += [json.loads(line)["id"] for line in path.read_text().splitlines()]
+    return found
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(b'{"prompt":"3"}\n')
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt":"1"}\n\n{"prompt":"2"}'))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.JSONL").write_bytes(b'{"prompt":"4"}\n')
+    for ignored in ("_temporary.jsonl", ".hidden.jsonl", "notes.md"):
+        (tmp_path / ignored).write_bytes(b"no prompt\n")
+    wanted = [(number, b'{"prompt":"%d"}' % n) for number, n in ((1, 1), (3, 2), (4, 3), (5, 4))]
+    assert lines(tmp_path) == wanted
+    assert lines(f"{tmp_path}/*.jsonl*") == wanted[:3]
+    source = InputFiles(str(tmp_path))
+    with RequestReader(source, defaults=SamplingParams(), format=source.format) as reader:
+        taken = list(reader.unparsed_rows(100))
+    assert sum(row.nbytes for row, _ in taken if row) == source.bytes_total == reader.bytes_read
+
+
+def test_parquet_rows_are_native_rows(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "id": [7, None],
+            "prompt": ["one", None],
+            "messages": [None, [{"role": "user", "content": "hi"}]],
+            "label": ["left", "out"],
+            "max_tokens": [3, None],
+        }
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    first, second = (json.loads(data or b"") for _, data in lines(tmp_path / "rows.parquet"))
+    assert first == {"id": 7, "prompt": "one", "max_tokens": 3}
+    assert second == {"messages": [{"role": "user", "content": "hi"}]}
+    pq.write_table(table.select(["label"]), tmp_path / "none.parquet")
+    with pytest.raises(UsageError, match=r"none\.parquet: has no column prompt"):
+        lines(tmp_path / "none.parquet")
+
+
+def test_a_url_is_read_through_fsspec() -> None:
+    with fsspec.open("memory://bucket/rows.jsonl", "wb") as file:
+        file.write(b'{"prompt":"1"}\n')
+    assert lines("memory://bucket/rows.jsonl") == [(1, b'{"prompt":"1"}')]
+    assert lines("memory://bucket") == [(1, b'{"prompt":"1"}')]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "no prompt files there"),
+        ("empty", "no prompt files there"),
+        ("mixed", "files of text beside"),
+        ("table.csv", "prompt files end in"),
+        ("nosuchscheme://x", "nosuchscheme"),
+    ],
+)
+def test_inputs_that_cannot_be_read(tmp_path: Path, name: str, message: str) -> None:
+    for folder in ("empty", "mixed"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "mixed" / "a.txt").write_text("one\n")
+    (tmp_path / "mixed" / "b.jsonl").write_text("{}\n")
+    (tmp_path / "table.csv").write_text("prompt\n")
+    source = name if "://" in name else str(tmp_path / name)
+    with pytest.raises(UsageError, match=message) as found:
+        InputFiles(source)
+    assert found.value.hint
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    for name, data in (("a.jsonl.gz", gzip.compress(b"{}\n" * 999)[:-9]), ("a.parquet", b"PAR1")):
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(CannotRun, match=rf"{name}: "):
+            lines(path)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_part_is_there_when_it_is_whole(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "ROWS_PER_PART", 4)
+    out = tmp_path / "out"
+    with ResultParts(str(out), form=form) as parts:
+        parts.identify(RUN)
+        parts.write([result(n) for n in range(3)])
+        assert rows_of(out) == []
+        parts.write([result(3, failed=True), result(4)])
+        assert rows_of(out) == ["q0", "q1", "q2", "q3", "q4"]
+        parts.write([result(5)])
+    # Not ended: as after a kill, the last row is in no part, but not lost.
+    with pytest.raises(UsageError, match="has results already"):
+        ResultParts(str(out), form=form)
+    with ResultParts(str(out), form=form, resume=True) as parts:
+        assert all(parts.is_done(f"q{n}") for n in range(6)) and not parts.is_done("q6")
+        assert parts.failed_before == 1
+        parts.write([result(6)])
+        parts.end_part()
+        parts.end_part()  # nothing is left
+    assert rows_of(out) == [f"q{n}" for n in range(7)]
+    assert [path.name for path in sorted(out.glob("part-*"))] == [
+        f"part-00000.{form}",
+        f"part-00001.{form}",
+    ]
+    with ResultParts(str(out), overwrite=True) as parts:
+        assert rows_of(out) == [] and not parts.is_done("q0")
+
+
+def test_a_kill_while_a_part_is_made_doubles_no_row(tmp_path: Path) -> None:
+    with ResultParts(str(tmp_path), form="parquet") as parts:
+        parts.write([result(0), result(1)])
+        before = (tmp_path / ".rows.jsonl").read_bytes()
+        parts.end_part()
+    (tmp_path / ".rows.jsonl").write_bytes(before)  # killed before it was emptied
+    with ResultParts(str(tmp_path), form="parquet", resume=True) as parts:
+        parts.write([result(2)])
+        parts.end_part()
+    assert rows_of(tmp_path) == ["q0", "q1", "q2"]
+
+
+def test_a_row_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
+    (tmp_path / ".rows.jsonl").write_bytes(result(0) + result(1)[:-9])
+    with ResultParts(str(tmp_path), resume=True) as parts:
+        assert parts.is_done("q0") and not parts.is_done("q1")
+        parts.write([result(1)])
+        parts.end_part()
+    assert rows_of(tmp_path) == ["q0", "q1"]
+
+
+def test_parts_of_another_run_are_refused(tmp_path: Path) -> None:
+    first = ResultParts(str(tmp_path))
+    first.identify(RUN)
+    with first:
+        first.write([result(0)])
+        with (
+            pytest.raises(CannotRun, match="another run is writing"),
+            ResultParts(str(tmp_path), resume=True),
+        ):
+            pass
+    other = RUN | {"input": {"a": 1, "b": 2}}
+    with pytest.raises(UsageError, match=r"another run: input\.b was absent, now 2"):
+        ResultParts(str(tmp_path), resume=True).identify(other)
+    ResultParts(str(tmp_path), resume=True, force=True).identify(other)
+    with pytest.raises(UsageError, match="cannot be Parquet"):
+        ResultParts(str(tmp_path), resume=True, form="parquet").identify(
+            RUN | {"format": "OpenAI Batch"}
+        )
+    with pytest.raises(UsageError, match="a folder of part files"):
+        ResultParts(str(tmp_path / "run.json"))
