@@ -38,6 +38,7 @@ def connected(address: str, *, cpus: int | None = None) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == "local":
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 else: behind all other programs
         quiet["num_cpus"] = max(usable_cores(), cpus or 1)
         quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     on_sigterm = signal.getsignal(signal.SIGTERM)

@@ -84,6 +84,7 @@ class Dispatcher:
         self._calls: dict[Any, tuple[Member, Callable[[Member, Any], None]]] = {}  # under way
         self._deaths = 0
         self._failed: Failed | None = None  # the last that cannot run the model
+        self.began = 0.0  # time at which the first worker had its first rows
         self._late: float | None = time.perf_counter() + WAITING_S
         self.members: list[Member] = []
         for number in range(count):
@@ -95,8 +96,10 @@ class Dispatcher:
         following = next(source, None)
         while True:
             for member in [m for m in self.members if m.loaded and not self._is_called(m)]:
-                batch = [heappop(self._again) for _ in self._again[: self._room(member, rows)]]
-                for _ in range(self._room(member, rows) - len(batch)):
+                left = rows.left()
+                room = self._room(member, None if left is None else left + (following is not None))
+                batch = [heappop(self._again) for _ in self._again[:room]]
+                for _ in range(room - len(batch)):
                     if following is None:
                         break
                     batch.append(following)
@@ -128,11 +131,10 @@ class Dispatcher:
     def _is_called(self, member: Member) -> bool:
         return any(member is called for called, _ in self._calls.values())
 
-    def _room(self, member: Member, rows: Rows) -> int:
-        """How many more rows `member` should have."""
+    def _room(self, member: Member, left: int | None) -> int:
+        """How many more rows `member` should have, with `left` that no worker had yet."""
         assert member.loaded is not None
         most = 2 * member.loaded.slots + ROWS_AHEAD
-        left = rows.left()
         if left is not None:
             unfinished = left + len(self._again) + sum(len(m.rows) for m in self.members)
             speeds = [m.tokens_per_s or member.tokens_per_s for m in self.members if m.node]
@@ -142,6 +144,7 @@ class Dispatcher:
 
     def _hand_over(self, member: Member, batch: list[Row]) -> None:
         member.started = member.started or time.perf_counter()
+        self.began = self.began or member.started
         member.rows |= {row.number: (row, data) for row, data in batch}
         self._calls[member.actor.exchange.remote(batch)] = member, self._on_reply
 

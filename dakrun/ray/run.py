@@ -107,7 +107,6 @@ class _Job:
         self._reader, self._parts, self._max_model_len = reader, parts, max_model_len
         self._progress = progress_bar(console) if console else None
         self._bytes_done = 0
-        self._began = 0.0
         self.counts = Counts(0)
 
     def __enter__(self) -> "_Job":
@@ -136,7 +135,7 @@ class _Job:
         )
         try:
             dispatcher.run(self)
-            wall_s = time.perf_counter() - self._began if self._began else 0.0
+            wall_s = time.perf_counter() - dispatcher.began if dispatcher.began else 0.0
             self._parts.end_part()
             found = [
                 {"worker": m.name, "node": m.node, "rows": m.finished, "report": report}
@@ -171,8 +170,6 @@ class _Job:
             self._bytes_done += row.nbytes
 
     def _show(self, members: Sequence[Member]) -> None:
-        if not self._began and any(member.started for member in members):
-            self._began = time.perf_counter()
         if not self._progress:
             return
         done = f"{self.counts.done} done, {self.counts.failed} failed"

@@ -1,0 +1,260 @@
+"""Runs on a Ray cluster of this machine: the same results, whoever is killed; Ray Data's pipelines.
+
+The cluster is started once. Runs of the command are in this process, which is connected to it.
+"""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from click.testing import CliRunner, Result
+
+from dakrun import LLM, Policy, SamplingParams
+from dakrun.cli.main import main
+from dakrun.demo import MODEL
+from dakrun.errors import CannotRun
+from dakrun.ray import DakrunProcessor
+from dakrun.ray import run as ray_run
+from dakrun.ray.cluster import connected, resources
+from dakrun.ray.dispatch import Dispatcher
+
+OPTIONS = ("--model", str(MODEL), "--device", "cpu", "--dtype", "float32", "--batch-size", "8")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with connected("local", cpus=4):
+        yield ray.get_runtime_context().gcs_address
+
+
+@pytest.fixture
+def inside(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs take this process's connection."""
+    monkeypatch.setattr(ray_run, "connected", lambda *_, **__: nullcontext())
+
+
+def generate(source: Path, output: Path, *options: str) -> Result:
+    command = ["generate", *OPTIONS, "-i", str(source), "-o", str(output), *options]
+    return CliRunner().invoke(main, command)
+
+
+def sums(count: int, tokens: int = 12) -> list[bytes]:
+    rows = (
+        {"id": f"q{n}", "prompt": f"{n % 100}+{n * 7 % 100}=", "max_tokens": 1 + n % tokens}
+        for n in range(count)
+    )
+    return [json.dumps(row).encode() for row in rows]
+
+
+def by_id(*files: Path) -> dict[str, bytes]:
+    lines = [line for path in files for line in path.read_bytes().splitlines()]
+    found = {json.loads(line)["id"]: line for line in lines}
+    assert len(found) == len(lines), "an id is there twice"
+    return found
+
+
+def worker_processes() -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if (entry / "cmdline").read_bytes().startswith(b"ray::Worker"):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.usefixtures("inside")
+def test_results_are_those_of_a_run_without_ray(tmp_path: Path) -> None:
+    rows = sums(120)
+    rows[50:50] = [b"not JSON", b"", rows[7], b'{"id":"c","prompt":"1+1=","temperature":-1}']
+    rows.append(b'{"prompt":"2+2=","temperature":1.0,"seed":3}')
+    plain, folder, out = tmp_path / "plain.jsonl", tmp_path / "in", tmp_path / "out"
+    whole = tmp_path / "whole.jsonl"
+    whole.write_bytes(b"\n".join(rows) + b"\n")
+    folder.mkdir()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows[:60]) + b"\n"))
+    (folder / "b.jsonl").write_bytes(b"\n".join(rows[60:]) + b"\n")
+    assert generate(whole, plain).exit_code == 1
+    report = tmp_path / "report.json"
+    run = generate(folder, out, "--ray", "auto", "--workers", "2", "--report", str(report))
+    assert run.exit_code == 1, run.output
+    assert by_id(*out.glob("part-*.jsonl")) == by_id(plain)
+    assert "121 rows done, 3 failed, 0 skipped" in run.stderr
+
+    found = json.loads(report.read_text())
+    assert found["rows"]["done"] == found["requests"]["finished"] == 121
+    assert sum(worker["rows"] for worker in found["workers"]) == 124
+    assert all(worker["report"]["plan"]["tiers"] for worker in found["workers"])
+
+    again = generate(folder, out, "--ray", "auto", "--resume", "--part-format", "parquet")
+    assert again.exit_code == 1 and "0 rows done, 0 failed, 124 skipped; 3 failed" in again.stderr
+    (folder / "c.jsonl").write_bytes(b'{"id":"new","prompt":"3+3="}\n')
+    refused = generate(folder, out, "--ray", "auto", "--resume")
+    assert refused.exit_code == 2 and "was absent, now" in refused.stderr
+
+
+def test_whoever_is_killed_no_row_is_lost_or_done_twice(cluster: str, tmp_path: Path) -> None:
+    prompts, plain, out = (tmp_path / name for name in ("in.jsonl", "plain.jsonl", "out"))
+    prompts.write_bytes(b"\n".join(sums(600, 40)) + b"\n")
+    command = ["generate", *OPTIONS, "--ignore-eos", "-i", str(prompts)]
+    assert CliRunner().invoke(main, [*command, "-o", str(plain)]).exit_code == 0
+    wanted = by_id(plain)
+    command = [sys.executable, "-m", "dakrun", *command, "-o", str(out), "--ray", cluster]
+    command += ["--workers", "2", "--threads", "1"]
+    hidden = out / ".rows.jsonl"
+
+    def finished() -> int:
+        return hidden.read_bytes().count(b"\n") if hidden.exists() else 0
+
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as first:
+        deadline = time.monotonic() + 120
+        for kill_at in (20, 120):
+            while finished() < kill_at and first.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            for process in worker_processes()[:1]:
+                os.kill(process, signal.SIGKILL)
+        while finished() < 220 and first.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        first.kill()
+    before = finished()
+    assert 220 <= before < 600
+    run = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert f"{600 - before} rows done, 0 failed, {before} skipped" in run.stderr
+    assert by_id(*out.glob("part-*.jsonl")) == wanted
+
+
+@pytest.mark.usefixtures("inside")
+def test_one_line_and_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out"
+    prompts.write_bytes(b"\n".join(sums(5)))
+    for options, code, message in (
+        (("--workers", "2"), 2, "--workers needs --ray"),
+        (("--part-format", "parquet"), 2, "--part-format needs --ray"),
+        (("--ray", "--ordered"), 2, "--ordered does not go with --ray"),
+        (("--ray", "--device", "cuda"), 3, "the Ray cluster has no GPU"),
+        (("--ray", "--host-budget", "1KiB", "--hbm-budget", "1KiB"), 3, "no worker can run"),
+        (("--ray", "--resume", "--overwrite"), 2, "exclude each other"),
+    ):
+        run = generate(prompts, out, *options)
+        *_, error, hint = run.stderr.splitlines()
+        assert run.exit_code == code and message in error, run.stderr
+        assert error.startswith("error: ") and hint.startswith("hint: ")
+        assert not list(out.glob("part-*"))
+    monkeypatch.setattr("dakrun.cli.main.find_spec", lambda _: None)
+    run = generate(prompts, out, "--ray")
+    assert run.exit_code == 3 and "pip install 'dakrun[ray]'" in run.stderr
+
+
+def test_without_a_cluster(tmp_path: Path) -> None:
+    code = "import sys; from dakrun.cli.main import main; main(sys.argv[1:])"
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_bytes(b"\n".join(sums(5)))
+    command = [sys.executable, "-c", code, "generate", *OPTIONS, "-i", str(prompts)]
+    command += ["-o", str(tmp_path / "out"), "--ray", "127.0.0.1:1"]
+    environment = {**os.environ, "RAY_gcs_server_request_timeout_seconds": "2"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    *_, error, hint = run.stderr.splitlines()
+    assert run.returncode == 3 and error.startswith("error: no Ray cluster at '127.0.0.1:1'")
+    assert "ray start --head" in hint
+
+
+def test_workers_by_what_the_cluster_has(cluster: str) -> None:
+    each, workers = resources("auto", None, None)
+    assert (each.cpus, each.gpus, workers) == (4, 0, 1)
+    assert resources("cpu", None, 2)[0].cpus == 2
+    assert resources("cpu", 1, 3) == (type(each)(1, 0), 3)
+    with pytest.raises(CannotRun, match="no GPU"):
+        resources("cuda", None, None)
+
+
+class Dying:
+    """A worker that ends whenever it gets rows."""
+
+    async def node(self) -> str:
+        return "here"
+
+    async def load(self) -> Any:
+        from dakrun.ray.worker import Loaded
+
+        return Loaded(4, 1.0)
+
+    async def exchange(self, rows: list[Any]) -> None:
+        os._exit(1)
+
+
+class Ten:
+    """Ten rows."""
+
+    def __init__(self) -> None:
+        self._rows = iter([((number,), None) for number in range(10)])
+
+    def __iter__(self) -> Iterator[Any]:
+        from dakrun.requests import AheadRow
+
+        for (number,), _ in self._rows:
+            yield AheadRow(0, 0, 0, number, 1, 0, 1, 1, None, None, 0), b"{}"
+
+    def left(self) -> int | None:
+        return None
+
+
+def test_workers_that_keep_dying_end_the_run(cluster: str) -> None:
+    notes: list[str] = []
+    actor = ray.remote(Dying).options(num_cpus=1)
+    dispatcher = Dispatcher(
+        actor.remote, 1, on_finished=lambda _: None, on_progress=lambda _: None, note=notes.append
+    )
+    with pytest.raises(CannotRun, match="3 workers have ended with no row finished between them"):
+        dispatcher.run(Ten())
+    dispatcher.close()
+    assert len(notes) == 2 and all("its rows are done again" in note for note in notes)
+
+
+def test_a_pipeline_of_ray_data(cluster: str) -> None:
+    params = SamplingParams(max_tokens=8)
+    rows: list[dict[str, Any]] = [
+        {"id": f"q{n}", "prompt": f"{n}+{n}=", "max_tokens": 1 + n % 8, "label": n}
+        for n in range(40)
+    ]
+    rows[5]["prompt"] = ""
+    rows[6]["max_tokens"] = None
+    data = ray.data.from_items(rows, override_num_blocks=2).map_batches(
+        DakrunProcessor,
+        fn_constructor_kwargs={
+            "model": str(MODEL),
+            "params": params,
+            "dtype": "float32",
+            "batch_size": 4,
+            "policy": Policy(offload_ratio=0.5),
+        },
+        concurrency=1,
+        batch_size=6,
+        batch_format="pyarrow",
+    )
+    found = {row["id"]: row for row in data.take_all()}
+    assert len(found) == 40 and all(found[row["id"]]["label"] == row["label"] for row in rows)
+    bad = found.pop("q5")
+    assert bad["error"]["code"] == "invalid_prompt" and bad["text"] is None
+    good = [row for row in rows if row["id"] in found]
+    with LLM(MODEL, dtype="float32", batch_size=4) as llm:
+        each = [SamplingParams(max_tokens=row["max_tokens"] or 8) for row in good]
+        for row, wanted in zip(good, llm.generate([r["prompt"] for r in good], each), strict=True):
+            result = found[row["id"]]
+            assert result["error"] is None and result["finish_reason"] == wanted.finish_reason
+            assert result["text"] == wanted.text
+            assert list(result["token_ids"]) == list(wanted.token_ids)
+            assert result["usage"]["completion_tokens"] == len(wanted.token_ids)
