@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import ray
 from dakrun.errors import CannotRun
 from dakrun.memory import usable_cores
 
+CONNECT_S = 10.0
 OBJECT_STORE_BYTES = 256 << 20  # of a local cluster: rows and results are small
 
 
@@ -43,10 +45,12 @@ def connected(address: str, *, cpus: int | None = None) -> Iterator[None]:
         quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
+        _check_answers(address)
         ray.init(address=address, **quiet)
-    except Exception as problem:  # ConnectionError, and others by the kind of address
+    except Exception as problem:  # OSError, ConnectionError, and others by the kind of address
+        where = "on this machine" if address == "auto" else f"at {address}"
         raise CannotRun(
-            f"no Ray cluster at {address!r}: {problem}",
+            f"no Ray cluster {where} ({str(problem).split('. ')[0]})",
             hint="start one with `ray start --head`, or use --ray local",
         ) from None
     try:
@@ -54,6 +58,13 @@ def connected(address: str, *, cpus: int | None = None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError if nothing answers at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 def resources(device: str, threads: int | None, workers: int | None) -> tuple[Resources, int]:
