@@ -151,10 +151,27 @@ def test_missing_points_are_drawn_with_their_reason() -> None:
     fig8 = FIGURES["fig8"]
     found = everything(scope, "the budgets are 34.81 GiB too small")
     shown = page([fig8], found, scope, {})
-    assert "34.81 GiB too large" in shown
-    assert "have no time" in shown
+    assert "the budgets are 34.81 GiB too small" in shown
+    assert "points have no time; markers say why" in shown
+    fig10 = FIGURES["fig10"]
+    assert not any(
+        of.title.endswith("required ratio") for of in fig10.panels(found["fig10"], scope)
+    )
     for name, figure in FIGURES.items():
         assert figure.finding(found[name], scope)
+
+
+def test_a_lack_of_memory_is_counted() -> None:
+    pytest.importorskip("matplotlib")
+    from dakrun.evaluate.page import page
+
+    scope, fig10 = scope_of(), FIGURES["fig10"]
+    large = Result(source="measured", problem="needs 99.0 GB", short_of_memory=True)
+    entries = fig10.entries(scope)
+    found = Found(entries, {entry.point.key: large for entry in entries})
+    shown = page([fig10], {"fig10": found}, scope, {})
+    assert f"{len(entries)} of them for lack of memory" in shown
+    assert any(of.title.endswith("required ratio") for of in fig10.panels(found, scope))
 
 
 def test_a_page_without_any_result() -> None:

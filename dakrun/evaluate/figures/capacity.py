@@ -98,7 +98,7 @@ class Capacity(Figure):
     def exceeds(self, found: Found, panel: str) -> bool:
         """Whether anything in a panel needs more than HBM."""
         results = [result for line in found.lines(panel).values() for _, result in line]
-        return any(result.required_ratio or result.problem for result in results)
+        return any(result.required_ratio or result.short_of_memory for result in results)
 
     def of_paper(self, panel: str, scope: Scope) -> list[Series]:
         """The paper's required ratios, for its model and its 96 GB."""
