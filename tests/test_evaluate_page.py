@@ -17,6 +17,7 @@ from dakrun.evaluate.figures.base import (
     panel_of,
     thresholds,
 )
+from dakrun.evaluate.figures.paper_ratios import paper_ratios
 from dakrun.evaluate.figures.ratios import SmallBatch, remote_reads
 from dakrun.evaluate.figures.strategies import Strategies
 from dakrun.evaluate.panel import Panel, Series, limits, stack, usable
@@ -209,6 +210,28 @@ def test_finding_of_figure_8() -> None:
     assert "From about 12% on, copies are faster" in finding
     assert "At 10%, dakrun is 2.00 x as fast as prefetch" in finding
     assert "1.25 x as fast as all in HBM" in FIGURES["fig8"].claim(found, scope_of())
+
+
+def test_required_ratios_of_figure_10() -> None:
+    ratios = paper_ratios()
+    assert [ratio.case for ratio in ratios] == [
+        "32 x 1,024",
+        "128 x 256",
+        "128 x 512",
+        "128 x 1,024",
+    ]
+    assert [round(ratio.mixed) for ratio in ratios] == [6, 10, 37, 60]
+    assert [round(ratio.planned) for ratio in ratios] == [13, 19, 42, 63]
+    assert all(ratio.paper < ratio.decimal < ratio.planned for ratio in ratios)
+    scope, fig10 = scope_of(quick=False), FIGURES["fig10"]
+    found = everything(scope)["fig10"]
+    head, *rows = fig10.table(found, scope)
+    assert [row[:2] for row in rows] == [[ratio.case, f"{ratio.paper:.1f}"] for ratio in ratios]
+    assert all(len(row) == len(head) and row[-1] == "20.0" for row in rows)
+    claim = fig10.claim(found, scope)
+    for text in ("6% for 32 x 1,024", "60% for 128 x 1,024", "20.0% for 128 x 512"):
+        assert text in claim
+    assert "6.2%, 9.9%, 36.7%, 60.3%, which are its figures" in fig10.notes(scope)[0]
 
 
 def test_crossing() -> None:
