@@ -455,6 +455,15 @@ def test_rivals_that_are_missing_say_so() -> None:
     assert rival(asked, config, gpu).problem == "transformers keeps all in HBM"
 
 
+def test_weights_of_rivals_repeat_random_values() -> None:
+    from dakrun.evaluate.rivals import _fill
+
+    weight = torch.nn.Parameter(torch.full((4, 6), torch.nan), requires_grad=False)
+    block = torch.randn(7)
+    _fill(weight, block)
+    assert torch.equal(weight.view(-1), block.repeat(4)[:24])
+
+
 class FakeProducts:
     """Counts launches; multiplies nothing."""
 
