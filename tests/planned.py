@@ -1,10 +1,20 @@
 """Helpers of the planner's tests: a machine, well-known models and workloads."""
 
+from dataclasses import replace
+
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
 
-GH200 = load_profile("gh200")
+# GH200 with host memory as fast as NVLink-C2C, and with costs of few rows alone, so that thresholds
+# follow from rates.
+_SHIPPED = load_profile("gh200")
+GH200 = replace(
+    _SHIPPED,
+    remote=tuple(replace(tier, group="") for tier in _SHIPPED.remote),
+    link_groups={},
+    many_rows=None,
+)
 GIB = 2**30
 
 

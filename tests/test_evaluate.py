@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from click.testing import Result as Ended
 
 from dakrun.cli import main
-from dakrun.errors import CannotRun, GpuFailed
+from dakrun.errors import CannotRun, GpuFailed, OutOfGpuMemory
 from dakrun.evaluate import Scope, evaluate
 from dakrun.evaluate.cases import attention_case, link_reads, product_case
 from dakrun.evaluate.figures import FIGURES
@@ -29,7 +29,7 @@ from dakrun.evaluate.points import (
     Result,
     StepPoint,
 )
-from dakrun.evaluate.predict import predict
+from dakrun.evaluate.predict import predict, short
 from dakrun.evaluate.run import ceilings_of, describe, in_order
 from dakrun.evaluate.store import Store, read_run
 from dakrun.evaluate.tiny import NAME, tiny_model
@@ -237,7 +237,9 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
         file.write('{"key": "half a l')
     store = Store(tmp_path, "mine")
     assert store.results == {STEP.key: Result(source="measured", seconds=1.0)}
-    store.add(MULTICAST, Result(source="measured", problem="too large"))
+    large = Result(source="measured", problem="too large", short_of_memory=True)
+    store.add(MULTICAST, large)
+    assert Store(tmp_path, "mine").results[MULTICAST.key] == large
     assert [line["key"] for line in lines(tmp_path)] == [STEP.key, MULTICAST.key]
 
 
@@ -290,6 +292,9 @@ def test_what_does_not_fit_says_how_much_it_needs() -> None:
     assert "GB: HBM and host have" in found.problem
     large = predict(replace(STEP, hbm_budget=500 * 10**9), scope())
     assert large.problem is not None and large.problem.startswith("needs 500.0 GB of HBM")
+    assert large.short_of_memory and found.short_of_memory
+    other = predict(replace(STEP, without=("window",)), scope())
+    assert other.problem is not None and other.short_of_memory is None
 
 
 def test_prefetching_takes_the_longer_of_copies_and_the_step() -> None:
@@ -363,7 +368,35 @@ def test_a_model_that_does_not_fit_is_a_points_problem(
 
     monkeypatch.setattr("dakrun.evaluate.steps.Steps.step", refuse)
     found = measurer(StepPoint(model=NAME, new_tokens=2))
-    assert found.problem == "the plan needs 3 GB"
+    assert found.problem == "the plan needs 3 GB" and found.short_of_memory is None
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [(OutOfGpuMemory("no more", hint="none"), None), (MemoryError("no more"), True)],
+)
+def test_memory_that_runs_out_is_told_from_other_problems(
+    error: Exception, again: bool | None, measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dakrun.evaluate.steps.Steps.step", refuse)
+    found = measurer(StepPoint(model=NAME, new_tokens=2))
+    assert found.problem is not None and found.problem.endswith("no more")
+    assert (found.short_of_memory, found.again) == (True, again)
+
+
+def test_a_foreseen_lack_of_memory_is_the_reason(
+    measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CannotRun("the budgets are 3 GB too small", hint="none")
+
+    monkeypatch.setattr("dakrun.evaluate.steps.Steps.step", refuse)
+    monkeypatch.setattr("dakrun.evaluate.measure.predict", lambda *_: short("needs 3 GB"))
+    expected = Result(source="measured", problem="needs 3 GB", short_of_memory=True)
+    assert measurer(StepPoint(model=NAME, new_tokens=2)) == expected
 
 
 def test_an_ablated_model_changes_how_tiers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,6 +453,15 @@ def test_rivals_that_are_missing_say_so() -> None:
     assert rival(asked, config, gpu).problem == "vllm offloads to host memory only"
     asked = replace(asked, by="transformers", remote="host")
     assert rival(asked, config, gpu).problem == "transformers keeps all in HBM"
+
+
+def test_weights_of_rivals_repeat_random_values() -> None:
+    from dakrun.evaluate.rivals import _fill
+
+    weight = torch.nn.Parameter(torch.full((4, 6), torch.nan), requires_grad=False)
+    block = torch.randn(7)
+    _fill(weight, block)
+    assert torch.equal(weight.view(-1), block.repeat(4)[:24])
 
 
 class FakeProducts:
@@ -499,8 +541,9 @@ def test_buffers_grow_and_move(kernels: Callable[..., Result]) -> None:
     slots = AttentionPoint(model=NAME, batch_size=8, length=128, ratio=0.25)
     found, case = kernels(slots), attention_case(scope(models={NAME: tiny_model()}), slots)
     assert found.seconds is not None and found.ratio == case.ratio == 0.25
-    assert kernels(replace(slots, without=("alignment",))).problem == "not built for attention"
-    assert kernels(replace(small, n=512, without=("alignment",))).problem is not None
+    for without in (("alignment",), ("window",)):
+        assert kernels(replace(slots, without=without)).seconds is not None
+        assert kernels(replace(small, n=512, without=without)).seconds is not None
 
 
 def test_reads_of_both_tiers(kernels: Callable[..., Result]) -> None:

@@ -17,6 +17,7 @@ from dakrun.evaluate.figures.base import (
     panel_of,
     thresholds,
 )
+from dakrun.evaluate.figures.paper_ratios import paper_ratios
 from dakrun.evaluate.figures.ratios import SmallBatch, remote_reads
 from dakrun.evaluate.figures.strategies import Strategies
 from dakrun.evaluate.panel import Panel, Series, limits, stack, usable
@@ -151,10 +152,27 @@ def test_missing_points_are_drawn_with_their_reason() -> None:
     fig8 = FIGURES["fig8"]
     found = everything(scope, "the budgets are 34.81 GiB too small")
     shown = page([fig8], found, scope, {})
-    assert "34.81 GiB too large" in shown
-    assert "have no time" in shown
+    assert "the budgets are 34.81 GiB too small" in shown
+    assert "points have no time; markers say why" in shown
+    fig10 = FIGURES["fig10"]
+    assert not any(
+        of.title.endswith("required ratio") for of in fig10.panels(found["fig10"], scope)
+    )
     for name, figure in FIGURES.items():
         assert figure.finding(found[name], scope)
+
+
+def test_a_lack_of_memory_is_counted() -> None:
+    pytest.importorskip("matplotlib")
+    from dakrun.evaluate.page import page
+
+    scope, fig10 = scope_of(), FIGURES["fig10"]
+    large = Result(source="measured", problem="needs 99.0 GB", short_of_memory=True)
+    entries = fig10.entries(scope)
+    found = Found(entries, {entry.point.key: large for entry in entries})
+    shown = page([fig10], {"fig10": found}, scope, {})
+    assert f"{len(entries)} of them for lack of memory" in shown
+    assert any(of.title.endswith("required ratio") for of in fig10.panels(found, scope))
 
 
 def test_a_page_without_any_result() -> None:
@@ -192,6 +210,28 @@ def test_finding_of_figure_8() -> None:
     assert "From about 12% on, copies are faster" in finding
     assert "At 10%, dakrun is 2.00 x as fast as prefetch" in finding
     assert "1.25 x as fast as all in HBM" in FIGURES["fig8"].claim(found, scope_of())
+
+
+def test_required_ratios_of_figure_10() -> None:
+    ratios = paper_ratios()
+    assert [ratio.case for ratio in ratios] == [
+        "32 x 1,024",
+        "128 x 256",
+        "128 x 512",
+        "128 x 1,024",
+    ]
+    assert [round(ratio.mixed) for ratio in ratios] == [6, 10, 37, 60]
+    assert [round(ratio.planned) for ratio in ratios] == [13, 19, 42, 63]
+    assert all(ratio.paper < ratio.decimal < ratio.planned for ratio in ratios)
+    scope, fig10 = scope_of(quick=False), FIGURES["fig10"]
+    found = everything(scope)["fig10"]
+    head, *rows = fig10.table(found, scope)
+    assert [row[:2] for row in rows] == [[ratio.case, f"{ratio.paper:.1f}"] for ratio in ratios]
+    assert all(len(row) == len(head) and row[-1] == "20.0" for row in rows)
+    claim = fig10.claim(found, scope)
+    for text in ("6% for 32 x 1,024", "60% for 128 x 1,024", "20.0% for 128 x 512"):
+        assert text in claim
+    assert "6.2%, 9.9%, 36.7%, 60.3%, which are its figures" in fig10.notes(scope)[0]
 
 
 def test_crossing() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import GH200 as MACHINE
 
 from dakrun.errors import UsageError
 from dakrun.hardware import (
@@ -24,7 +25,7 @@ from dakrun.hardware import (
 )
 from dakrun.hardware import files as profile_files
 
-GH200 = load_profile("gh200").to_toml()
+GH200 = MACHINE.to_toml()
 
 positive_int = st.integers(1, 2**60)
 positive = st.one_of(st.floats(1, 1e18), positive_int.map(float))

@@ -125,6 +125,9 @@ def test_a_remote_tier_leaves_ctas_that_the_local_one_has_use_for(
     assert config.ctas[1] * config.windows[1] * stage_bytes(config.shape) == min(
         window, 8 * 112 * 1024
     )
+    uneven = (tiers[0], replace(tiers[1], aligned=False))
+    kept = attention_config(KVShape(8, 128, 2048), slots, uneven, sms=132)
+    assert kept.ctas == (132 - 8 if slots[0] else 0, 8), "all SMs of the tier"
 
 
 @pytest.mark.parametrize(

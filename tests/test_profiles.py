@@ -1,6 +1,7 @@
 """The shipped profiles: worked facts, where they come from, and which one a machine gets."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,22 @@ def test_measured_facts() -> None:
     assert peer.staged_bytes_per_s == pytest.approx(298e9, rel=0.02)
     assert 2**20 <= peer.window_bytes <= 6 * 2**20
     assert 140e9 < peer.capacity_bytes < 151e9
+
+
+def test_host_memory_that_is_slower_than_its_link() -> None:
+    gh200, model = load_profile("gh200"), known_model("opt-30b")
+    assert model is not None
+    (listed,) = gh200.remote
+    host = gh200.tier("host")
+    assert listed.direct_bytes_per_s == 450e9
+    assert host.direct_bytes_per_s == host.staged_bytes_per_s == 384e9
+    slow = replace(gh200, remote=(replace(host, group=""),), link_groups={})
+    fast = replace(gh200, remote=(replace(listed, group=""),), link_groups={})
+    roomy = replace(gh200, link_groups={listed.group: 512e9})
+    plans = [make_plan(model, WORKLOAD, of, Policy()) for of in (gh200, slow, fast, roomy)]
+    ops = [plan.ops for plan in plans]
+    assert ops[0] == ops[1] != ops[2] == ops[3]
+    assert plans[0].ops[0].a == pytest.approx(384 / 4384)
 
 
 @pytest.mark.parametrize(

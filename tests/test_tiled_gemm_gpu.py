@@ -203,7 +203,10 @@ def test_no_bit_depends_on_windows_sms_or_groups(n: int) -> None:
     expected = tiled(m, k, dtype)(x, poisoned(n, m, dtype))
     windows = (1, 64 * 1024, 256 * 1024, None)
     for window, sms, aligned in itertools.product(windows, (1, 5, 100), (True, False)):
-        access = (TierAccess(window_bytes=window), TierAccess(sms, window))
+        access = (
+            TierAccess(window_bytes=window, aligned=aligned),
+            TierAccess(sms, window, aligned=aligned),
+        )
         run = tiled(m, k, dtype, (101, 92), access=access, aligned=aligned)
         out = run(x, poisoned(n, m, dtype))
         assert same_bits(out, expected) and written(out), (window, sms, aligned)

@@ -62,6 +62,7 @@ def test_tiles_of_every_size_have_a_ring(limits: Limits) -> None:
     limits=st.sampled_from([H200, SMALL]),
     window=st.sampled_from([None, 1, 256 * 1024]),
     multicast=st.booleans(),
+    aligned=st.booleans(),
 )
 def test_laws(
     n: int,
@@ -71,8 +72,10 @@ def test_laws(
     limits: Limits,
     window: int | None,
     multicast: bool,
+    aligned: bool,
 ) -> None:
-    access = [LOCAL, TierAccess(1, window), TierAccess(2, window)][: len(row_blocks)]
+    remote = (TierAccess(sms, window, aligned=aligned) for sms in (1, 2))
+    access = [TierAccess(aligned=aligned), *remote][: len(row_blocks)]
     config = tiled_config(
         n, row_blocks, access, cols=cols, sms=sms, limits=limits, multicast=multicast
     )
@@ -93,7 +96,8 @@ def test_laws(
                 1 <= tier.tile_row_blocks <= shape.row_blocks and 1 <= tier.window <= launch.stages
             )
             assert 1 <= tier.block_tiles <= ceil_div(n, shape.rows)
-            assert not tier.stream_k or shape.k_ctas == 1
+            assert not tier.stream_k or (shape.k_ctas == 1 and aligned)
+            assert aligned or not tier.clusters or tier.tile_row_blocks == shape.row_blocks
     for number, count in enumerate(row_blocks):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
         assert len(launches) == (count > 0)

@@ -130,7 +130,8 @@ def link_reads(scope: Scope, point: ProductPoint, case: GemmCase) -> LinkReads:
 
     names = remote_names(scope, point.remote)
     sms = foreseen(scope, point, case).sms[1:]
-    access = [TierAccess(), *direct_accesses(scope.profile, names, sms)]
+    direct = direct_accesses(scope.profile, names, sms)
+    access = [ablated(tier, point.without) for tier in (TierAccess(), *direct)]
     times = 0
     for first in range(0, point.n, TILED_MAX_ROWS):
         n = min(TILED_MAX_ROWS, point.n - first)

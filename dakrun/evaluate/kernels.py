@@ -40,7 +40,6 @@ from dakrun.units import ceil_div
 # Chains of 512 MiB exceed L2 many times; half the replays.
 QUICK = replace(FULL, chain_bytes=2**29, min_launches=4, replays=4, seconds=0.01, readings=3)
 READ_BYTES = {LOCAL: 2**31, "remote": 2**29}
-TILED_ALIGNMENT = "not built for the kernel of many rows"
 
 
 class Kernels:
@@ -65,8 +64,6 @@ class Kernels:
         """Measure a product, without the techniques that the point names."""
         case = product_case(self.scope, point, self.effort)
         reads = link_reads(self.scope, point, case)
-        if "alignment" in point.without and reads.by == "tiled":
-            return Result(source="measured", problem=TILED_ALIGNMENT)
         dtype = getattr(torch, dtype_of(self.scope, point.model))
         buffers = self._room(case, point.remote)
         products = Products(self.device)
@@ -88,9 +85,7 @@ class Kernels:
         )
 
     def attention(self, point: AttentionPoint) -> Result:
-        """Measure decode attention, without the congestion window if the point says so."""
-        if set(point.without) - {"window"}:
-            return Result(source="measured", problem="not built for attention")
+        """Measure decode attention, without the techniques that the point names."""
         case = attention_case(self.scope, point, replace(self.effort, min_launches=4))
         dtype = getattr(torch, dtype_of(self.scope, point.model))
         buffers = self._room(case, point.remote)

@@ -16,7 +16,7 @@ import torch
 from dakrun.bench import FULL, Ceilings
 from dakrun.bench.tiers import measure_ceilings
 from dakrun.engine import gpu_errors
-from dakrun.errors import DakrunError, GpuFailed
+from dakrun.errors import DakrunError, GpuFailed, OutOfGpuMemory
 from dakrun.evaluate.cases import remote_names
 from dakrun.evaluate.on_cpu import op_on_cpu
 from dakrun.evaluate.points import (
@@ -77,11 +77,12 @@ class Measurer:
                 raise
             result = Result(source="measured", problem=str(problem))
         except MemoryError as problem:
-            result = Result(source="measured", problem=f"memory ran out: {problem}", again=True)
+            reason = f"memory ran out: {problem}"
+            result = Result(source="measured", problem=reason, short_of_memory=True, again=True)
         except DakrunError as problem:
-            foreseen = (planned.problem or "").startswith("needs ")
-            reason = planned.problem if foreseen else str(problem)
-            result = Result(source="measured", problem=reason)
+            reason = (planned.problem if planned.short_of_memory else None) or str(problem)
+            short = planned.short_of_memory or isinstance(problem, OutOfGpuMemory) or None
+            result = Result(source="measured", problem=reason, short_of_memory=short)
         except Exception as problem:  # one point must not end a run of hours
             if os.environ.get("DAKRUN_DEBUG") == "1":
                 traceback.print_exc()

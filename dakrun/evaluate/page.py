@@ -69,6 +69,7 @@ def warning(scope: Scope, found: Iterable[Found]) -> str:
     predicted = sum(r is not None and r.source == "predicted" for r in points.values())
     missing = sum(r is None for r in points.values())
     failed = sum(r is not None and r.problem is not None for r in points.values())
+    short = sum(r is not None and bool(r.short_of_memory) for r in points.values())
     texts = []
     if scope.predict or (predicted and predicted == len(points) - missing):
         texts.append(
@@ -82,7 +83,8 @@ def warning(scope: Scope, found: Iterable[Found]) -> str:
     if missing:
         texts.append(f"{missing} of {len(points)} points are not there yet: run it again.")
     if failed:
-        texts.append(f"{failed} of {len(points)} points have no time; their markers say why.")
+        memory = f", {short} of them for lack of memory" if short else ""
+        texts.append(f"{failed} of {len(points)} points have no time{memory}; markers say why.")
     return "".join(f'<p class="notice">{text}</p>' for text in texts)
 
 

@@ -108,7 +108,8 @@ class Result:
     `seconds` is the median time of a step, a launch or a file; `predicted_s` the planner's.
     `ratio` is the one that was met, `read_bytes` what a step or launch reads in all,
     `remote_bytes` what it reads from remote tiers; `link_bytes` counts what crosses the link, with
-    repetitions. `problem` says why there is no time, and `again` that a later run should try anew.
+    repetitions. `problem` says why there is no time, `short_of_memory` that the reason is a lack of
+    memory, and `again` that a later run should try anew.
     """
 
     source: Source
@@ -125,6 +126,7 @@ class Result:
     remote_bytes_per_s: float | None = None
     tokens_per_s: float | None = None
     problem: str | None = None
+    short_of_memory: bool | None = None
     again: bool | None = None
 
     @property

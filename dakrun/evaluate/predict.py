@@ -62,6 +62,11 @@ def failed(problem: str) -> Result:
     return Result(source="predicted", problem=problem)
 
 
+def short(problem: str) -> Result:
+    """The result of a point for which there is too little memory."""
+    return replace(failed(problem), short_of_memory=True)
+
+
 def policy_of(point: StepPoint) -> Policy:
     """The policy of the point's plan."""
     return Policy(
@@ -109,11 +114,11 @@ def _step(point: StepPoint, scope: Scope) -> Result:
     if point.without:
         return failed(NOT_MODELLED)
     if problem := too_large(point, scope):
-        return failed(problem)
+        return short(problem)
     try:
         return of_plan(plan_of(point, scope), point.batch_size)
     except CannotRun:
-        return failed(shortage(point, scope))
+        return short(shortage(point, scope))
 
 
 def _gb(nbytes: float) -> str:
@@ -162,7 +167,7 @@ def _prefetch(point: StepPoint, scope: Scope) -> Result:
     copied = ratio * weights
     needed = sum(resident.memory(0).values()) - copied
     if needed > (capacity := point.hbm_budget or machine.hbm_capacity_bytes):
-        return failed(f"needs {_gb(needed)} of HBM: there are {_gb(capacity)}")
+        return short(f"needs {_gb(needed)} of HBM: there are {_gb(capacity)}")
     (name,) = remote_names(scope, point.remote)
     copies = copied / Links.of(machine, (name,)).staged[name]
     seconds = max(resident.predicted_s, copies)

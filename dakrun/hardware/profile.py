@@ -47,9 +47,9 @@ class HardwareProfile:
     tokens, beyond reading logits. Costs that are None are not predicted. `staged_seconds` is the
     extra time of an op with staged bytes, which waits for its copy instead of overlapping the op
     ahead of it. `kernel_model` has the constants of the CTA model. `link_groups` gives the total
-    rate of each group of tiers; on a CPU the local tier is in one (`hbm_group`). `facts` (sizes,
-    PCIe generation ...) and `sweeps` are for tables and pictures, `published` for comparisons;
-    placement does not depend on them.
+    rate of each group of tiers, of a link or a memory; on a CPU the local tier is in one
+    (`hbm_group`). `facts` (sizes, PCIe generation ...) and `sweeps` are for tables and pictures,
+    `published` for comparisons; placement does not depend on them.
     """
 
     name: str

@@ -5,7 +5,6 @@ Imports neither torch nor matplotlib.
 
 import itertools
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, get_args
@@ -117,7 +116,6 @@ def root_x(scope: Scope) -> bool:
 def brief(problem: str) -> str:
     """The beginning of a problem, for a label."""
     first = problem.partition("; ")[0].partition(": ")[0]
-    first = re.sub(r"^the budgets are (.+) too small$", r"\1 too large", first)
     return first if len(first) <= 48 else f"{first[:45]}..."
 
 

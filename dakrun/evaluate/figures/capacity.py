@@ -13,15 +13,15 @@ from dakrun.evaluate.figures.base import (
     seconds,
     sentence,
 )
+from dakrun.evaluate.figures.paper_ratios import MODEL, PERCENT, ROOM, counting, named, paper_ratios
 from dakrun.evaluate.panel import Panel, Series
 from dakrun.evaluate.points import Entry, Found, Result, StepPoint
 from dakrun.evaluate.scope import Scope
 
-CASES = ((8, 32), (32, 1024), (128, 256), (128, 512), (128, 1024))  # batch, prompt length
-BUDGETS = (96_000_000_000, 50_000_000_000)
+CASES = ((8, 32), *PERCENT)  # batch, prompt length
+BUDGETS = (ROOM, 50_000_000_000)
 CHOICE, COPIED = "planner's choice", "copied ahead"
 REQUIRED = "bytes that HBM cannot hold (%)"
-PAPER_MODEL, PAPER_REQUIRED = "opt-30b", (0.0, 6.0, 10.0, 37.0, 60.0)  # percent, GH200
 
 
 class Capacity(Figure):
@@ -89,7 +89,7 @@ class Capacity(Figure):
                         x="batch x prompt length (requests x tokens)",
                         y=y,
                         lines=lines,
-                        categories=[f"{batch} x {prompt:,}" for batch, prompt in self.cases(scope)],
+                        categories=[named(case) for case in self.cases(scope)],
                         log_y=log_y,
                     )
                 )
@@ -98,16 +98,33 @@ class Capacity(Figure):
     def exceeds(self, found: Found, panel: str) -> bool:
         """Whether anything in a panel needs more than HBM."""
         results = [result for line in found.lines(panel).values() for _, result in line]
-        return any(result.required_ratio or result.problem for result in results)
+        return any(result.required_ratio or result.short_of_memory for result in results)
 
     def of_paper(self, panel: str, scope: Scope) -> list[Series]:
         """The paper's required ratios, for its model and its 96 GB."""
-        if panel != self.panel(PAPER_MODEL, BUDGETS[0]):
+        if panel != self.panel(MODEL, ROOM):
             return []
-        points = [
-            (x, PAPER_REQUIRED[CASES.index(case)]) for x, case in enumerate(self.cases(scope))
-        ]
+        points = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(self.cases(scope))]
         return [Series(name="paper, GH200", kind="line", points=points)]
+
+    def table(self, found: Found, scope: Scope) -> list[list[str]]:
+        """Required ratios of the paper's cases: the paper's, the planner's, those found here."""
+        here = dict(self.needed(found, scope))
+        rows = []
+        for ratio in paper_ratios():
+            values = (ratio.paper, ratio.mixed, ratio.decimal, ratio.planned, here.get(ratio.case))
+            rows.append([ratio.case, *("-" if of is None else f"{of:.1f}" for of in values)])
+        head = ["required ratio (%), opt-30b in 96 GB", "paper, GH200", "GiB of weights + GB of KV"]
+        return [[*head, "GB of both", "dakrun's planner, gh200", "here"], *rows]
+
+    def needed(self, found: Found, scope: Scope) -> list[tuple[str, float]]:
+        """(case, required percent) of the paper's model and budget, where it is above 0."""
+        line = found.lines(self.panel(MODEL, ROOM)).get(CHOICE, [])
+        return [
+            (named(self.cases(scope)[int(entry.x)]), value)
+            for entry, result in line
+            if (value := required(result))
+        ]
 
     def finding(self, found: Found, scope: Scope) -> str:
         parts = []
@@ -117,16 +134,13 @@ class Capacity(Figure):
             if not known:
                 continue
             entry, result = known[-1]
-            batch, prompt = self.cases(scope)[int(entry.x)]
+            case = named(self.cases(scope)[int(entry.x)])
             outside = "" if result.ratio is None else f" with {result.ratio:.1%} outside HBM"
-            parts.append(
-                f"{panel}: {batch} x {prompt:,} takes {seconds(result.seconds or 0)} "
-                f"a step{outside}."
-            )
+            parts.append(f"{panel}: {case} takes {seconds(result.seconds or 0)} a step{outside}.")
             if gain := largest(found.times(panel, CHOICE), found.times(panel, COPIED)):
-                batch, prompt = self.cases(scope)[int(gain[0])]
+                case = named(self.cases(scope)[int(gain[0])])
                 clause = faster(gain[1], CHOICE, "copying everything ahead")
-                parts.append(f"At most, at {batch} x {prompt:,}, the {clause}.")
+                parts.append(f"At most, at {case}, the {clause}.")
         return sentence(parts, found)
 
     def claim(self, found: Found, scope: Scope) -> str:
@@ -135,25 +149,18 @@ class Capacity(Figure):
             for panel in found.panels()
             if (gain := largest(found.times(panel, CHOICE), found.times(panel, COPIED)))
         ]
-        needed = [
-            f"{value:.1f}%"
-            for _, result in found.lines(self.panel(PAPER_MODEL, BUDGETS[0])).get(CHOICE, [])
-            if (value := required(result)) is not None and value > 0
-        ]
-        here = f"{', '.join(needed)} for that model and budget" if needed else "not measured yet"
-        if PAPER_MODEL not in scope.models:
-            here = f"{PAPER_MODEL} is not among the models"
+        needed = [f"{value:.1f}% for {case}" for case, value in self.needed(found, scope)]
+        here = ", ".join(needed) or "not measured yet"
+        if MODEL not in scope.models:
+            here = f"{MODEL} is not among the models"
         if gains:
             here += f"; against copying ahead the gain is up to {factor(max(gains))}"
-        return (
-            f"Paper: the required ratios of OPT-30B in 96 GB are 6, 10, 37 and 60%. Here: {here}."
-        )
+        paper = ", ".join(f"{percent:.0f}% for {named(case)}" for case, percent in PERCENT.items())
+        return f"Paper: the required ratios of OPT-30B in 96 GB are {paper}. Here: {here}."
 
     def notes(self, scope: Scope) -> list[str]:
         return [
-            "dakrun's planner needs 12.6, 18.7, 41.5 and 62.7% for GH200, where the paper has 6, "
-            "10, 37 and 60%. The paper seems to add GiB of weights to decimal GB of KV; dakrun "
-            "also counts KV blocks, activations and the CUDA context.",
+            counting(),
             "The 50 GB card is this one with a budget of HBM: its bandwidth is not smaller.",
             f"The remote tier has {scope.profile.tier(scope.remote).capacity_bytes / 1e9:,.0f} GB "
             "here; the paper's RTX PRO 6000 has 512 GB of host memory.",

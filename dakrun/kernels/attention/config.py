@@ -92,13 +92,13 @@ def attention_config(
     """Choose the launch for `slots` of each tier (the local one first), read by `sms` SMs.
 
     `tiers` limits the SMs and the bytes in flight of each tier. Remote tiers get the SMs of their
-    limit, or fewer if these keep as many bytes in flight and the local CTAs then have less work;
-    the local tier gets the rest, one CTA per SM. The local CTAs also read the tiers mixed with the
-    local one, up to the first tier with slots that is not. Results are bitwise equal for equal
-    `shape` and `capacity`, the slots of the cache (those of the launch if not given). Use `alone`
-    after kernels that fill an SM with one CTA each: some of these end early, and an SM would get
-    two CTAs of this launch while another gets none. `spanning`: leading blocks of slots in the
-    local tier may lie in the first remote one.
+    limit, or fewer if these keep as many bytes in flight and the local CTAs then have less work,
+    unless the tier is not `aligned`; the local tier gets the rest, one CTA per SM. The local CTAs
+    also read the tiers mixed with the local one, up to the first tier with slots that is not.
+    Results are bitwise equal for equal `shape` and `capacity`, the slots of the cache (those of the
+    launch if not given). Use `alone` after kernels that fill an SM with one CTA each: some of these
+    end early, and an SM would get two CTAs of this launch while another gets none. `spanning`:
+    leading blocks of slots in the local tier may lie in the first remote one.
     """
     reach = (slots[0], slots[0] + slots[1], *slots[2:]) if spanning else slots
     mixed = _mixed_count(reach, tiers)
@@ -121,6 +121,8 @@ def attention_config(
         return _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
 
     for number, tier in enumerate(tiers[1:]):
+        if not tier.aligned:
+            continue
         rest = sms - sum(remote) + remote[number]
         remote[number] = _even(splits, rest, remote[number], partial(window, tier))
     local = max(1, sms - sum(remote)) if slots[0] else 0

@@ -44,7 +44,8 @@ class TierAccess:
     None is no limit. A `mixed` remote tier is read by the local tier's SMs, in turn with their own
     row blocks or slots, so that no SM reads from the link only; the limits then apply to launches
     that cannot mix tiers, those of many rows. For ablations: waves that are not `aligned` have the
-    largest groups, and without `multicast` CTAs read remote row blocks each on its own.
+    largest groups or tiles, of which the last wave has what is left, and attention's have all SMs
+    of a remote tier; without `multicast` CTAs read remote row blocks each on its own.
     """
 
     sms: int | None = None

@@ -104,12 +104,14 @@ def local_tier(
 ) -> TierTiles:
     """Tiles of a tier that is computed on `sms`; Stream-K as given, or where it is faster.
 
-    The access `window` limits the bytes in flight.
+    The access `window` limits the bytes in flight, and says if waves are aligned.
     """
     clusters, access = limits.max_clusters(sms, shape.ctas), window or TierAccess()
     options = list(_tile_options(n, row_blocks, sms, atoms, shape, limits))
     wanted = [option for option in options if stream_k in (None, option[2])]
     _, size, chosen = min(wanted or options)
+    if not access.aligned:
+        size, chosen = shape.row_blocks, False
     stages = shape.stages(limits, size)
     return _tier_tiles(n, row_blocks, shape, clusters, access, stages, size, stream_k=chosen)
 
@@ -197,13 +199,18 @@ class RemotePart:
         return count
 
     def _tiles(self, shape: Shape, tier: int, clusters: int) -> TierTiles:
-        """Whole tiles if Stream-K can share the last ones, else tiles that make even waves."""
-        row_blocks = self.row_blocks[tier]
-        stream_k = _can_stream_k(self.n, row_blocks, shape, clusters, shape.row_blocks)
+        """Whole tiles if Stream-K can share the last ones, else tiles that make even waves.
+
+        Whole tiles in uneven waves if the tier's access is not aligned.
+        """
+        row_blocks, access = self.row_blocks[tier], self.tiers[tier]
+        stream_k = access.aligned and _can_stream_k(
+            self.n, row_blocks, shape, clusters, shape.row_blocks
+        )
         size = shape.row_blocks
-        if not stream_k:
+        if access.aligned and not stream_k:
             size = shape.smallest_tile(self.n, row_blocks, clusters)
-        stages, access = self._stages(shape), self.tiers[tier]
+        stages = self._stages(shape)
         return _tier_tiles(
             self.n, row_blocks, shape, clusters, access, stages, size, stream_k=stream_k
         )
