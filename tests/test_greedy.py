@@ -1,6 +1,6 @@
 """The planner's mathematics: row blocks cover a matrix, and the greedy equals a linear program."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from dakrun.plan import (
     Op,
     RemoteGoal,
     best_total,
+    best_uniform_total,
     greedy_ratios,
     remote_bytes,
     round_ratios,
@@ -119,6 +120,26 @@ def test_best_total_is_the_fastest(problem: tuple[list[Curve], float]) -> None:
     total = sum(curve.resident for curve in curves)
     assert best == pytest.approx(lp_time(curves, 0, total), rel=1e-5)
     assert best == pytest.approx(sum(curve.floor for curve in curves))
+
+
+@given(problems(), st.booleans(), st.none() | st.floats(1, 3))
+def test_best_uniform_total_is_the_fastest_of_one_ratio(
+    problem: tuple[list[Curve], float], staged: bool, faster: float | None
+) -> None:
+    """Also of curves whose bytes past b arrive at another rate."""
+    curves = [
+        replace(
+            curve,
+            staged=staged,
+            floor=max(curve.floor, staged * curve.read / curve.local_rate),
+            beyond=faster and faster * curve.remote_rate,
+        )
+        for curve in problem[0]
+    ]
+    total = sum(curve.resident for curve in curves)
+    best = total_time(curves, uniform_ratios(curves, best_uniform_total(curves)))
+    times = [total_time(curves, uniform_ratios(curves, total * i / 64)) for i in range(65)]
+    assert best <= min(times) * (1 + 1e-9)
 
 
 @given(st.floats(1, 1e4), st.floats(0.1, 1e4), st.floats(1, 1e9), st.floats(0, 1e7))

@@ -1,17 +1,18 @@
 """Plans over several remote tiers: shares against an LP solver, then rounded plans' laws."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from planned import GH200, GIB, known
+from planned import GH200, GIB, known, work
 from scipy.optimize import linprog
 
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier
+from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
 from dakrun.plan import (
     Curve,
     Links,
@@ -244,6 +245,89 @@ def test_laws_of_plans_over_two_remote_tiers(
         return
     assert plan.tiers == ("hbm", "host", "peer:1")
     check(plan)
+
+
+NVLINK = load_profile("h200-nvlink-peer")
+OTHER_NVLINK = replace(  # as measured on another pair of H200s
+    NVLINK,
+    remote=tuple(
+        replace(tier, direct_bytes_per_s=3.761e11, staged_bytes_per_s=2.955e11)
+        if tier.name == "peer:1"
+        else tier
+        for tier in NVLINK.remote
+    ),
+)
+
+
+@given(
+    st.sampled_from(["llama-2-7b", "opt-6.7b", "llama-3.2-1b", "opt-30b"]),
+    st.sampled_from([4, 8, 16, 100, 512]),
+    st.sampled_from([NVLINK, OTHER_NVLINK, machine(peer=140 * GIB)]),
+    st.none() | st.floats(0.3, 1.2),
+    st.sampled_from([None, 0.002, 0.05, 0.3]),
+    st.sampled_from([None, 0.25]),
+    st.sampled_from(["auto", "greedy", "uniform"]),
+    st.sampled_from([None, "direct", "staged"]),
+    st.booleans(),
+)
+def test_another_remote_tier_costs_nothing(
+    name: str,
+    batch: int,
+    profile: HardwareProfile,
+    hbm: float | None,
+    ratio: float | None,
+    kv_ratio: float | None,
+    strategy: str,
+    transport: str | None,
+    thorough: bool,
+) -> None:
+    model = known(name)
+    total = sum(op.layers * op.resident_bytes for op in decode_ops(model, work(batch)))
+    policy = Policy(
+        hbm_budget=None if hbm is None else int(hbm * total) + 4 * GIB,
+        offload_ratio=ratio,
+        kv_offload_ratio=kv_ratio,
+        strategy=strategy,  # type: ignore[arg-type]
+        transport=transport,  # type: ignore[arg-type]
+    )
+    alone = []
+    for tier in ("host", "peer"):
+        with suppress(CannotRun):
+            one = replace(policy, remote=(tier,))
+            alone.append(make_plan(model, work(batch), profile, one, thorough=thorough))
+    assume(alone)
+    both = replace(policy, remote=("host", "peer"))
+    plan = make_plan(model, work(batch), profile, both, thorough=thorough)
+    check(plan)
+    assert plan.predicted_s <= min(one.predicted_s for one in alone) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("profile", [NVLINK, OTHER_NVLINK])
+def test_a_tier_that_does_not_help_is_left_empty(profile: HardwareProfile) -> None:
+    """The plan is the one without that tier."""
+    alone, both = (
+        make_plan(known("llama-2-7b"), work(16), profile, Policy(remote=tiers))
+        for tiers in (("peer",), ("host", "peer"))
+    )
+    assert alone.ratio > 0.05
+    assert both.tiers == ("hbm", "host", "peer:1") and sum(both.memory(1).values()) == 0
+    for one, other in zip(alone.ops, both.ops, strict=True):
+        assert [(local, 0, peer) for local, peer in one.placement] == list(other.placement)
+        assert (one.sms[0], 0, one.sms[1]) == other.sms
+        assert (one.transport, one.predicted_s) == (other.transport, other.predicted_s)
+    assert alone.prefill == both.prefill and alone.fixed_bytes == both.fixed_bytes
+
+
+def test_a_slot_may_span_into_the_first_of_several_remote_tiers() -> None:
+    policy = Policy(hbm_budget=13 * GIB)
+    alone, both = (
+        make_plan(known("llama-2-7b"), work(1, 3000, 1000), NVLINK, replace(policy, remote=tiers))
+        for tiers in (("peer",), ("peer", "host"))
+    )
+    check(both)
+    assert both.kv_spill_blocks == alone.kv_spill_blocks > 0
+    assert both.predicted_s == alone.predicted_s
+    assert both.kv_placement() == (*alone.kv_placement(), ("host", 0, 0))
 
 
 def test_the_fast_tier_fills_first() -> None:

@@ -18,7 +18,13 @@ from dakrun.plan.advice import (
 from dakrun.plan.assemble import Candidate, cost_placement
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, batch_candidates, choose_batch_size
 from dakrun.plan.cta_model import launch_times, read_times, sms_by_tier
-from dakrun.plan.greedy import Curve, best_total, greedy_ratios, uniform_ratios
+from dakrun.plan.greedy import (
+    Curve,
+    best_total,
+    best_uniform_total,
+    greedy_ratios,
+    uniform_ratios,
+)
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
 from dakrun.plan.op_costs import StepCosts, waits_s
 from dakrun.plan.ops import (
@@ -99,6 +105,7 @@ __all__ = [
     "attention_op",
     "batch_candidates",
     "best_total",
+    "best_uniform_total",
     "busy_shares",
     "choose_batch_size",
     "climb",

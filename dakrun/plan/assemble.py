@@ -3,8 +3,8 @@
 Takes placements as given: placement.py makes them, planner.py chooses.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from dakrun.plan.greedy import best_total
@@ -28,6 +28,19 @@ class Candidate:
     def remote_bytes(self) -> int:
         """Bytes of weights and KV outside the local tier."""
         return sum(op.op.layers * op.op.resident_bytes - op.resident_bytes(0) for op in self.ops)
+
+    def in_tiers(self, used: Sequence[str], tiers: Sequence[str]) -> "Candidate":
+        """This candidate, which is of the tiers `used`, with nothing in the others of `tiers`."""
+
+        def spread(counts: Sequence[int]) -> tuple[int, ...]:
+            held = dict(zip(used, counts, strict=True))
+            return tuple(held.get(tier, 0) for tier in tiers)
+
+        ops = (
+            replace(op, sms=spread(op.sms), placement=tuple(map(spread, op.placement)))
+            for op in self.ops
+        )
+        return replace(self, ops=tuple(ops))
 
 
 def cost_placement(problem: Problem, placed: Placement) -> Candidate:

@@ -6,6 +6,7 @@ x = a, is flat up to x = b, then rises. Every T is convex, so filling the cheape
 ops first is optimal.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,18 @@ class Curve:
 def best_total(curves: Sequence[Curve]) -> float:
     """Remote resident bytes with the least total time: every op at its threshold a."""
     return sum(curve.a * curve.resident for curve in curves)
+
+
+def best_uniform_total(curves: Sequence[Curve]) -> float:
+    """Remote resident bytes with the least total time if all ops have one ratio.
+
+    The sum of the convex T is convex, too, so its minimum is at the end of a segment.
+    """
+    ends = {0.0}
+    for curve in curves:
+        ends.update(itertools.accumulate(length for _, length in curve.segments()))
+    best = min(sorted(ends), key=lambda x: sum(curve.time(x) for curve in curves))
+    return best * sum(curve.resident for curve in curves)
 
 
 def greedy_ratios(curves: Sequence[Curve], remote_bytes: float) -> list[float]:

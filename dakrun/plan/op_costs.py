@@ -28,6 +28,7 @@ class StepCosts:
 
     `compute` has the seconds of arithmetic of one layer at the profile's rate, by op name; `work`
     the same at the kernels' efficiency. Problems of one workload share one StepCosts and its cache.
+    With one remote tier, few slots are divided, unless not `divides_slots`.
     """
 
     def __init__(
@@ -36,13 +37,24 @@ class StepCosts:
         workload: Workload,
         profile: HardwareProfile,
         remote: tuple[str, ...],
+        *,
+        divides_slots: bool = True,
     ) -> None:
         self.model, self.workload, self.profile, self.remote = model, workload, profile, remote
         self.links = Links.of(profile, remote)
-        self.ops = decode_ops(model, workload, divides_slots=len(remote) == 1)
+        divided = divides_slots and len(remote) == 1
+        self.ops = decode_ops(model, workload, divides_slots=divided)
         self.compute = {op.name: compute_time(op, profile, model.dtype) for op in self.ops}
         self.work = {op.name: kernel_time(op, self.compute[op.name], profile) for op in self.ops}
         self._placed: dict[tuple[str, tuple[Counts, ...], Transport], PlacedOp] = {}
+
+    def over(self, tier: str) -> "StepCosts":
+        """The costs of the same step over the local tier and one of its remote tiers.
+
+        Slots are divided only if that is the first: local slots can span into no other.
+        """
+        first = tier == self.remote[0]
+        return StepCosts(self.model, self.workload, self.profile, (tier,), divides_slots=first)
 
     def roofline(
         self, op: Op, tier_bytes: Sequence[float], transport: Transport

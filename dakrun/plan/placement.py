@@ -10,7 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dakrun.plan.cta_model import launch_times, sms_by_tier
-from dakrun.plan.greedy import Curve, best_total, greedy_ratios, uniform_ratios
+from dakrun.plan.greedy import (
+    Curve,
+    best_total,
+    best_uniform_total,
+    greedy_ratios,
+    uniform_ratios,
+)
 from dakrun.plan.op_costs import Counts, StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.problem import Problem
@@ -34,7 +40,8 @@ def ideal_ratios(
     required, limit = max(0.0, resident - caps[0]), max(0.0, sum(caps[1:]))
     if len(caps) == 2:
         curves = [problem.curves[op.name] for op in ops]
-        auto = min(max(best_total(curves), required), limit, resident)
+        best = best_uniform_total(curves) if uniform else best_total(curves)
+        auto = min(max(best, required), limit, resident)
         choose = uniform_ratios if uniform else greedy_ratios
         return [(1 - x, x) for x in choose(curves, auto if remote is None else remote)]
     from dakrun.plan.linear_program import OpLines, best_ratios  # imports numpy, which is slow

@@ -22,7 +22,6 @@ from dakrun.plan.prefill import with_prefill
 from dakrun.plan.problem import Problem
 
 Key = TypeVar("Key")
-_Start = tuple[Problem, Counts]  # a problem and its KV slots by remote tier
 
 STEPS = (256, 64, 16, 4, 1)  # changes tried to a number of remote KV slots, one after the other
 MAX_MOVES = 4  # moves by each step
@@ -60,25 +59,40 @@ def make_plan(
 def _fastest(problem: Problem, thorough: bool) -> tuple[Candidate, dict[Strategy, float]]:
     """The fastest candidate of all narrowed problems, and the least seconds of each strategy.
 
-    Only the first feasible problem is tried if not `thorough`, or if it offloads nothing: then
-    the others cannot be faster.
+    Over the same remote tiers, only the first feasible problem is tried if not `thorough`, or if it
+    offloads nothing: then the others cannot be faster.
     """
     found: list[Candidate] = []
     refusals: list[CannotRun] = []
     tried_s: dict[Strategy, float] = {}
-    for narrowed in _narrowed(problem):
-        seconds = math.inf
-        try:
-            found.append(_with_buffers(narrowed, thorough))
-            seconds = found[-1].predicted_s
-        except CannotRun as reason:
-            refusals.append(reason)
-        tried_s[narrowed.strategy] = min(seconds, tried_s.get(narrowed.strategy, math.inf))
-        if found and (not thorough or found[0].remote_bytes() == 0):
-            break
+    for part in _by_remote_tier(problem):
+        first = len(found)
+        for narrowed in _narrowed(part):
+            seconds = math.inf
+            try:
+                candidate = _with_buffers(narrowed, thorough)
+                found.append(candidate.in_tiers(part.tiers, problem.tiers))
+                seconds = candidate.predicted_s
+            except CannotRun as reason:
+                refusals.append(reason)
+            tried_s[narrowed.strategy] = min(seconds, tried_s.get(narrowed.strategy, math.inf))
+            if found[first:] and (not thorough or found[first].remote_bytes() == 0):
+                break
     if not found:
         raise refusals[0]
     return min(found, key=lambda candidate: candidate.predicted_s), tried_s
+
+
+def _by_remote_tier(problem: Problem) -> list[Problem]:
+    """`problem`, and the same over only one of several remote tiers, if that is large enough.
+
+    A few bytes of every op in every tier may cost more in fixed costs than they gain.
+    """
+    names, (local, *caps) = problem.costs.remote, problem.caps
+    if len(names) == 1:
+        return [problem]
+    enough = (t for t, cap in zip(names, caps, strict=True) if problem.total <= local + cap)
+    return [problem, *map(problem.over, enough)]
 
 
 def _narrowed(problem: Problem) -> Iterator[Problem]:
@@ -115,54 +129,27 @@ def _search(problem: Problem, thorough: bool) -> Candidate:
     numbers ideal ignore fixed costs.
     """
     most = problem.attention.units
-    tried: dict[_Start, Candidate] = {}
-    refusals: dict[_Start, CannotRun] = {}
+    tried: dict[Counts, Candidate] = {}
+    refusals: dict[Counts, CannotRun] = {}
 
-    def seconds(start: _Start) -> float:
-        if start not in tried and start not in refusals:
-            part, slots = start
+    def seconds(slots: Counts) -> float:
+        if slots not in tried and slots not in refusals:
             try:
-                tried[start] = cost_placement(part, place(part, slots))
+                tried[slots] = cost_placement(problem, place(problem, slots))
             except CannotRun as reason:
-                refusals[start] = reason
-        return tried[start].predicted_s if start in tried else math.inf
+                refusals[slots] = reason
+        return tried[slots].predicted_s if slots in tried else math.inf
 
-    def near(start: _Start, step: int) -> Iterator[_Start]:
-        return ((start[0], slots) for slots in neighbours(start[1], step, most))
+    def near(slots: Counts, step: int) -> Iterator[Counts]:
+        return neighbours(slots, step, most)
 
     free = problem.policy.offload_ratio is None and problem.policy.kv_offload_ratio is None
     climbs = thorough and free and problem.free_slots
     steps = [step for step in STEPS if step <= most] if climbs else []
-    best = climb(_starts(problem), seconds, near, steps)
+    best = climb(slot_candidates(problem), seconds, near, steps)
     if best not in tried:
         raise refusals[best]
     return tried[best]
-
-
-def _starts(problem: Problem) -> list[_Start]:
-    """Numbers of remote KV slots to start from, each with the problem it was computed for."""
-    starts: list[_Start] = []
-    refusals: list[CannotRun] = []
-    for part in _by_remote_tier(problem):
-        try:
-            starts += ((part, slots) for slots in slot_candidates(part))
-        except CannotRun as reason:
-            refusals.append(reason)
-    if not starts:
-        raise refusals[0]
-    return starts
-
-
-def _by_remote_tier(problem: Problem) -> list[Problem]:
-    """`problem`, and its variants with only one of several remote tiers, if that is large enough.
-
-    A few bytes of every op in every tier may cost more in fixed costs than they gain.
-    """
-    caps = problem.caps
-    if len(caps) == 2 or problem.policy.offload_ratio is not None:
-        return [problem]
-    enough = [t for t in range(1, len(caps)) if problem.total <= caps[0] + caps[t]]
-    return [problem, *(replace(problem, only=t) for t in enough)]
 
 
 def climb(

@@ -24,8 +24,8 @@ class Problem:
     """The ops to place and the room for them; sizes are in bytes, times in seconds.
 
     `strategy` and `transport` are the policy's, or one of the choices that it leaves open.
-    `staging` bytes of the local tier are reserved for staging buffers. `only` is the number of the
-    one remote tier in use; None uses all. Raises CannotRun if the budgets are too small.
+    `staging` bytes of the local tier are reserved for staging buffers. Raises CannotRun if the
+    budgets are too small.
     """
 
     costs: StepCosts
@@ -33,7 +33,6 @@ class Problem:
     strategy: Strategy
     transport: Transport | None
     staging: int = 0
-    only: int | None = None
 
     def __post_init__(self) -> None:
         if self.caps[0] < 0:
@@ -51,6 +50,10 @@ class Problem:
     def of(cls, costs: StepCosts, policy: Policy) -> "Problem":
         """The problem with the strategy and transport of `policy`."""
         return cls(costs=costs, policy=policy, strategy=policy.strategy, transport=policy.transport)
+
+    def over(self, tier: str) -> "Problem":
+        """The same problem over the local tier and one of its remote tiers."""
+        return replace(self, costs=self.costs.over(tier))
 
     def with_staging(self, nbytes: int) -> "Problem":
         """The same problem with `nbytes` of the local tier reserved for staging buffers."""
@@ -114,8 +117,7 @@ class Problem:
     def caps(self) -> tuple[int, ...]:
         """Bytes per tier for weights and KV cache, the local one first."""
         local = self.budgets[0] - sum(self.fixed.values())
-        remote = enumerate(self.budgets[1:], 1)
-        return (local, *(cap if self.only in (None, t) else 0 for t, cap in remote))
+        return (local, *self.budgets[1:])
 
     @functools.cached_property
     def curves(self) -> dict[str, Curve]:
