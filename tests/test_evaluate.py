@@ -107,6 +107,19 @@ def test_every_figure_has_its_points(
     assert f'id="{figure}"' in (folder / "index.html").read_text(encoding="utf-8")
 
 
+def test_tables_hold_the_points_of_the_pictures(predicted: Path) -> None:
+    text = (predicted / "tables.md").read_text(encoding="utf-8")
+    for figure in FIGURES.values():
+        assert f"#### {figure.title}" in text
+    steps = {float(row["x"]): row for row in rows(predicted, "fig8") if row["series"] == "direct"}
+    table = text.partition("decode step (ms)\n\n")[2].partition("\n\n")[0].splitlines()
+    header, cells = table[0].split(" | "), [line.strip("| ").split(" | ") for line in table[2:]]
+    assert header[1].startswith("direct (predicted)")
+    for x, milliseconds, *_ in cells:
+        wanted = 1e3 * float(steps[min(steps, key=lambda at: abs(at - float(x)))]["seconds"])
+        assert float(milliseconds.replace(",", "")) == pytest.approx(wanted, rel=1e-3)
+
+
 def test_measured_points_have_no_problem_that_is_an_error(measured: Path) -> None:
     problems = {line["result"].get("problem") for line in lines(measured)}
     assert problems <= {None, "a technique of GPUs", "a CPU has no SMs", "needs a GPU"}

@@ -87,7 +87,8 @@ class Duration(click.ParamType):
     required=True,
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Folder for index.html, a CSV for each figure, and run.json. Points there are kept.",
+    help="Folder for index.html, the same as tables.md and a CSV for each figure, and run.json. "
+    "Points there are kept.",
 )
 def evaluate(
     *,

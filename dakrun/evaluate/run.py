@@ -69,11 +69,14 @@ def evaluate(
         progress(known + done, len(points), "")
     finally:
         from dakrun.evaluate.page import page
+        from dakrun.evaluate.tables import tables
 
         found = {name: Found(of, store.results) for name, of in entries.items()}
         for name, of in found.items():
             write_csv(store.folder / f"{name}.csv", of)
-        write_text(store.folder / "index.html", page(list(figures.values()), found, scope, run))
+        shown = list(figures.values())
+        write_text(store.folder / "index.html", page(shown, found, scope, run))
+        write_text(store.folder / "tables.md", tables(shown, found, scope, run))
     return Evaluation(len(points), done, len(missing) - done, store.folder / "index.html")
 
 

@@ -1,0 +1,57 @@
+"""The pictures of an evaluation as Markdown tables, for documents.
+
+Knows figures and their panels; measures nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dakrun.evaluate.figures.base import Figure
+from dakrun.evaluate.panel import Panel
+from dakrun.evaluate.points import Found
+from dakrun.evaluate.scope import Scope
+from dakrun.units import format_rate
+
+MARKS = {"measured": "", "predicted": " (predicted)"}
+
+
+def tables(
+    figures: Sequence[Figure], found: Mapping[str, Found], scope: Scope, run: Mapping[str, Any]
+) -> str:
+    """A table for each panel, below its figure's title and finding. Bounds are left out."""
+    return "\n".join(_text(figures, found, scope, run)) + "\n"
+
+
+def _text(
+    figures: Sequence[Figure], found: Mapping[str, Found], scope: Scope, run: Mapping[str, Any]
+) -> Iterator[str]:
+    ceilings = [f"{name} {format_rate(rate)}" for name, rate in run.get("ceilings", {}).items()]
+    facts = [run["machine"], run["date"], f"commit {run['commit']}"]
+    yield "; ".join([*facts, *([f"ceilings: {', '.join(ceilings)}"] if ceilings else [])])
+    yield f"`{run['command']}`"
+    for figure in figures:
+        if figure.name not in found:
+            continue
+        yield f"\n#### {figure.title}\n"
+        yield figure.finding(found[figure.name], scope)
+        for panel in figure.panels(found[figure.name], scope):
+            yield from _table(panel)
+
+
+def _table(panel: Panel) -> Iterator[str]:
+    """A row for each place on the x axis, a column for each series with markers or bars."""
+    columns = [series for series in panel.series if series.kind in MARKS and series.points]
+    places = sorted({x for series in columns for x, _ in series.points})
+    if not places:
+        return
+    yield f"\n{panel.title}: {panel.y}\n"
+    yield _row([panel.x, *(series.name + MARKS[series.kind] for series in columns)])
+    yield _row(["---", *("---:" for _ in columns)])
+    for x in places:
+        values = (dict(series.points).get(x) for series in columns)
+        where = panel.categories[int(x)] if panel.categories else f"{x:,.4g}"
+        yield _row([where, *("-" if y is None else f"{y:,.4g}" for y in values)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
