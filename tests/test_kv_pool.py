@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
-from dakrun.engine import Engine, NextTokens, PromptPart, Row, engine
+from dakrun.engine import Admission, Engine, NextTokens, PromptPart, Row, admission
 from dakrun.engine.progress import Running
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
@@ -184,7 +184,7 @@ def test_few_blocks_change_no_token(
     with load(path, batch_size=1) as llm:
         alone = by_id(list(llm.stream(ragged(40))))
     if optimistic:
-        monkeypatch.setattr(Engine, "_has_room", lambda *_: True)
+        monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
     with load(path) as llm:
         assert llm.engine.runner.cache.blocks == (3, 3)
         assert by_id(list(llm.stream(ragged(40)))) == alone
@@ -220,7 +220,7 @@ def test_what_requests_took_says_what_others_need(
     found, steps, rows = [], [], []
     for expects in (True, False):
         if not expects:
-            monkeypatch.setattr(engine, "_expected", lambda r, _: r.remaining)
+            monkeypatch.setattr(admission, "_expected", lambda r, _: r.remaining)
         with load(path, batch_size=16) as llm:
             counted: list[int] = []
             launch = llm.engine.runner.launch
@@ -279,7 +279,7 @@ def test_requests_begin_in_small_groups_where_blocks_are_few(path: Path) -> None
     """A group is a share of those that run: with blocks for few, slots stay free all the time."""
     with load(path, batch_size=40) as llm:
         launched = without_computing(llm, 2)
-        llm.engine._admitted_together = 20
+        llm.engine.prompts.together = 20
         list(llm.stream(ragged(200, 100)))
     assert sum(launched) / len(launched) > 17, "15 if a group had half of the slots"
 
