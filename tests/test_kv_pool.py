@@ -301,6 +301,38 @@ def test_a_request_that_no_tier_holds_is_an_error(
     assert "do not fit in the KV cache: there is room for 128 tokens" in str(errors[0])
 
 
+@pytest.mark.parametrize("largest", [2, 3])
+def test_the_last_request_outgrows_its_tier(
+    path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
+) -> None:
+    """It begins there since those before it ended early; nothing else runs, to end and make room.
+
+    It goes on in another tier, or is an error where none has blocks for it.
+    """
+    reason = Engine._finish_reason
+
+    def finish(self: Engine, r: Running) -> str | None:
+        return "stop" if len(r.tokens) == 2 and r.request.id != "last" else reason(self, r)
+
+    monkeypatch.setattr(Engine, "_finish_reason", finish)
+    monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 3, 2), ("host", 3, largest)))
+    lengths = {**{f"r{i}": 60 for i in range(40)}, "last": 110}
+    ids = tuple(range(3, 33))
+    requests = [
+        Request(id=name, line=1, prompt_ids=ids, params=SamplingParams(max_tokens=most))
+        for name, most in lengths.items()
+    ]
+    with load(path) as llm:
+        without_computing(llm, 2)
+        *_, last = llm.stream(requests)
+        assert llm.engine.stats.restarted > 0 and all_back(llm)
+    assert last.id == "last"
+    if largest == 2:
+        assert isinstance(last, RowError) and last.code == "kv_cache_too_small"
+    else:
+        assert isinstance(last, Completion) and last.token_ids == (7,) * 110
+
+
 def test_a_stream_closed_at_a_row_that_does_not_fit_begins_no_other(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

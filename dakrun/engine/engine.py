@@ -97,6 +97,7 @@ class Engine:
                         if self.admission.blocked:
                             queue.appendleft(r)
                         else:
+                            self.preemption.forget_copies(r)
                             yield too_long(r.request, r.limit, self.admission.most_positions)
                 if self._closed:
                     raise UsageError(
@@ -176,14 +177,17 @@ class Engine:
 
     def _admit(self, r: Running) -> bool:
         """Give `r` a slot if there is room; its prompt, or its saved blocks, will follow."""
-        beginning = [*self.prompts.requests, *self.preemption.restored]
-        if not self.admission.admit(r, self._running, beginning):
+        if not self.admission.admit(r, self._running, self._beginning()):
             return False
         if r.saved is None:
             self.prompts.requests.append(r)
         else:
             self.preemption.restore(r)
         return True
+
+    def _beginning(self) -> list[Running]:
+        """The requests in slots that do not run yet."""
+        return [*self.prompts.requests, *self.preemption.restored]
 
     def _grown(self, active: list[Running]) -> list[Running] | None:
         """Those of `active` that have a block for their next position, now or before.
@@ -213,7 +217,7 @@ class Engine:
         self.stats.swapped += self.preemption.set_back(r, self._running)
         self._running.remove(r)
         self.admission.release(r)
-        self.admission.blocked = True
+        self.admission.blocked = bool(self._running or self._beginning())
 
     def _launch(
         self, active: Sequence[Running], parts: Sequence[tuple[Running, PromptPart]]
