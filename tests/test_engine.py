@@ -85,7 +85,7 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
     with load(path, batch_size=4) as llm:
         alone = [llm.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
         engine = llm.engine
-        engine._admitted_together, engine.runner.chunk_tokens = together, chunk_tokens
+        engine.prompts.together, engine.runner.chunk_tokens = together, chunk_tokens
         launch = engine.runner.launch
 
         def counted(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
@@ -113,7 +113,7 @@ def test_requests_that_arrive_late(path: Path) -> None:
         yield third
 
     with load(path, batch_size=4) as llm:
-        llm.engine._admitted_together = 4
+        llm.engine.prompts.together = 4
         for result in llm.stream(source()):
             found.append(result.id)
     assert sorted(found) == ["r0", "r1", "r2"]

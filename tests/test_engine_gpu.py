@@ -10,7 +10,7 @@ from tiny_models import kernel_models, save_half
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dakrun.config import SamplingParams
-from dakrun.engine import Engine, GraphRunner, SwapSpace
+from dakrun.engine import Admission, GraphRunner, SwapSpace
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.runtime import edge_kinds
@@ -152,17 +152,17 @@ def test_requests_go_on_from_copies_of_their_blocks(
     """Eight slots with blocks for three or four, begun without regard to what others need."""
     path, reference = model
     given = prompts(32)
-    monkeypatch.setattr(Engine, "_has_room", lambda *_: True)
+    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
     monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 8, 16), ("host", 0, 0)))
     with load(path, 8, offload_ratio=0.2, kv_offload_ratio=0.0) as llm:
         cache = llm.engine.runner.cache
-        llm.engine.swap = SwapSpace(cache, 16)
-        llm.engine.swap.open()
-        llm.engine.swap.wait()
+        llm.engine.preemption.swap = SwapSpace(cache, 16)
+        llm.engine.preemption.swap.open()
+        llm.engine.preemption.swap.wait()
         found = greedy(llm, given)
         stats = llm.engine.stats
         assert stats.restarted == stats.swapped > 5
-        assert (cache.free(0), llm.engine.swap.free) == (16, 16)
+        assert (cache.free(0), llm.engine.preemption.swap.free) == (16, 16)
     ours, theirs = shortfalls(path, reference, given, found)
     assert ours <= 2 * theirs + 0.01, "beyond what float16 rounds"
 

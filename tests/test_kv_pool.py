@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
-from dakrun.engine import Engine, NextTokens, PromptPart, Row, engine
+from dakrun.engine import Admission, Engine, NextTokens, PromptPart, Row, admission
 from dakrun.engine.progress import Running
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
@@ -184,7 +184,7 @@ def test_few_blocks_change_no_token(
     with load(path, batch_size=1) as llm:
         alone = by_id(list(llm.stream(ragged(40))))
     if optimistic:
-        monkeypatch.setattr(Engine, "_has_room", lambda *_: True)
+        monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
     with load(path) as llm:
         assert llm.engine.runner.cache.blocks == (3, 3)
         assert by_id(list(llm.stream(ragged(40)))) == alone
@@ -220,7 +220,7 @@ def test_what_requests_took_says_what_others_need(
     found, steps, rows = [], [], []
     for expects in (True, False):
         if not expects:
-            monkeypatch.setattr(engine, "_expected", lambda r, _: r.remaining)
+            monkeypatch.setattr(admission, "_expected", lambda r, _: r.remaining)
         with load(path, batch_size=16) as llm:
             counted: list[int] = []
             launch = llm.engine.runner.launch
@@ -279,7 +279,7 @@ def test_requests_begin_in_small_groups_where_blocks_are_few(path: Path) -> None
     """A group is a share of those that run: with blocks for few, slots stay free all the time."""
     with load(path, batch_size=40) as llm:
         launched = without_computing(llm, 2)
-        llm.engine._admitted_together = 20
+        llm.engine.prompts.together = 20
         list(llm.stream(ragged(200, 100)))
     assert sum(launched) / len(launched) > 17, "15 if a group had half of the slots"
 
@@ -299,6 +299,38 @@ def test_a_request_that_no_tier_holds_is_an_error(
     assert {one.id for one in results} == sizes.keys()
     assert {one.code for one in errors} == {"kv_cache_too_small"}
     assert "do not fit in the KV cache: there is room for 128 tokens" in str(errors[0])
+
+
+@pytest.mark.parametrize("largest", [2, 3])
+def test_the_last_request_outgrows_its_tier(
+    path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
+) -> None:
+    """It begins there since those before it ended early; nothing else runs, to end and make room.
+
+    It goes on in another tier, or is an error where none has blocks for it.
+    """
+    reason = Engine._finish_reason
+
+    def finish(self: Engine, r: Running) -> str | None:
+        return "stop" if len(r.tokens) == 2 and r.request.id != "last" else reason(self, r)
+
+    monkeypatch.setattr(Engine, "_finish_reason", finish)
+    monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 3, 2), ("host", 3, largest)))
+    lengths = {**{f"r{i}": 60 for i in range(40)}, "last": 110}
+    ids = tuple(range(3, 33))
+    requests = [
+        Request(id=name, line=1, prompt_ids=ids, params=SamplingParams(max_tokens=most))
+        for name, most in lengths.items()
+    ]
+    with load(path) as llm:
+        without_computing(llm, 2)
+        *_, last = llm.stream(requests)
+        assert llm.engine.stats.restarted > 0 and all_back(llm)
+    assert last.id == "last"
+    if largest == 2:
+        assert isinstance(last, RowError) and last.code == "kv_cache_too_small"
+    else:
+        assert isinstance(last, Completion) and last.token_ids == (7,) * 110
 
 
 def test_a_stream_closed_at_a_row_that_does_not_fit_begins_no_other(

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from dakrun.config import SamplingParams
 from dakrun.demo import MODEL
 from dakrun.demo.task import VOCABULARY
-from dakrun.engine import Engine
+from dakrun.engine import Admission
 from dakrun.generate import BatchJob
 from dakrun.llm import LLM
 from dakrun.plan import Plan, Policy
@@ -120,7 +120,7 @@ def test_many_rows_cut_off_and_resumed(
         few.setattr(Plan, "kv_placement", lambda _: FEW_BLOCKS)
         complete(path, source, out, COUNT // 2)
         out.write_bytes(out.read_bytes()[:-30])
-        few.setattr(Engine, "_has_room", lambda *_: True)
+        few.setattr(Admission, "_has_room", lambda *_: True)
         restarted, held = complete(path, source, out, COUNT - COUNT // 2 + 1)
     assert restarted > 10
     assert held < 120_000, "200 bytes a row would be too much"

@@ -10,7 +10,7 @@ import tiny_models
 from planned import known, work
 
 from dakrun.config import SamplingParams
-from dakrun.engine import Engine, PromptPart, Row, SwapSpace, is_faster
+from dakrun.engine import Admission, PromptPart, Row, SwapSpace, is_faster
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
 from dakrun.plan import Policy, make_plan
@@ -34,7 +34,7 @@ def alone(path: Path) -> dict[str, tuple[int, ...]]:
 @pytest.fixture
 def optimistic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests begin without regard to the blocks that the others will need."""
-    monkeypatch.setattr(Engine, "_has_room", lambda *_: True)
+    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
 
 
 def load(path: Path, batch_size: int = 6, room: int = ROOM, **policy: float) -> LLM:
@@ -44,9 +44,9 @@ def load(path: Path, batch_size: int = 6, room: int = ROOM, **policy: float) -> 
         path, device="cpu", batch_size=batch_size, max_model_len=160, expected_prompt=20,
         expected_tokens=10, policy=Policy(**fixed),
     )  # fmt: skip
-    llm.engine.swap = SwapSpace(llm.engine.runner.cache, room)
-    llm.engine.swap.open()
-    llm.engine.swap.wait()
+    llm.engine.preemption.swap = SwapSpace(llm.engine.runner.cache, room)
+    llm.engine.preemption.swap.open()
+    llm.engine.preemption.swap.wait()
     return llm
 
 
@@ -78,7 +78,7 @@ def by_id(results: list[Completion | RowError]) -> dict[str, tuple[int, ...]]:
 def all_back(llm: LLM, room: int = ROOM) -> bool:
     cache = llm.engine.runner.cache
     free = all(cache.free(tier) == count for tier, count in enumerate(cache.blocks))
-    return free and llm.engine.swap.free == room
+    return free and llm.engine.preemption.swap.free == room
 
 
 @pytest.mark.usefixtures("optimistic")

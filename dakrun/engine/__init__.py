@@ -1,13 +1,16 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
-engine.py schedules requests and keeps their state in progress.py; prefixes.py names the KV blocks
-that prompts may share, and swap.py copies those that a request gives up to host memory and back. A
-runner (runner.py) computes their steps: graph_runner.py on the GPU's kernels (decode_step.py,
-prefill.py, cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
-sampler.py chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py
-plans for this machine's free memory, build.py makes the runner that a plan asks for.
+engine.py has the loop of steps: admission.py gives requests slots and KV blocks, preemption.py
+keeps those that give theirs up, prompt_queue.py cuts prompts into parts, results.py makes results.
+progress.py has the state of a request, prefixes.py names the KV blocks that prompts may share, and
+swap.py copies blocks to host memory and back. A runner (runner.py) computes the steps:
+graph_runner.py on the GPU's kernels (decode_step.py, prefill.py, cached_attention.py,
+kernel_backend.py, staging.py), reference_runner.py in plain torch. sampler.py chooses tokens in
+torch, logprobs.py has their log-probabilities. machine_planner.py plans for this machine's free
+memory, build.py makes the runner that a plan asks for.
 """
 
+from dakrun.engine.admission import Admission
 from dakrun.engine.build import (
     SPLITK_ROWS,
     build_runner,
@@ -30,6 +33,7 @@ from dakrun.engine.swap import Saved, SwapSpace, is_faster
 __all__ = [
     "LOG_STEPS",
     "SPLITK_ROWS",
+    "Admission",
     "DecodeStep",
     "Engine",
     "EngineStats",

@@ -1,14 +1,11 @@
-"""The scheduler: fills slots with requests, launches steps, collects their tokens.
+"""The step loop: takes requests, launches steps, collects their tokens, completes requests.
 
-A request begins when a slot is free and the KV blocks of its tier suffice for all that run there,
-to their expected ends; where these come later, the youngest give up their blocks and go on when
-there is room: from copies in host memory, or by computing them again. A step carries a row of every
-running request and parts of the prompts of new ones. It may be launched before the tokens of the
-previous step are known. Knows neither files nor checkpoints, nor how the runner computes.
+A step carries a row of every running request and parts of the prompts of new ones. It may be
+launched before the tokens of the previous step are known. admission.py gives requests their slots
+and KV blocks, preemption.py keeps those that gave them up, prompt_queue.py cuts prompts into parts.
+Knows neither files nor checkpoints, nor how the runner computes.
 """
 
-import bisect
-import itertools
 import threading
 import time
 from collections import deque
@@ -17,29 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from dakrun.engine.decode_step import LARGE_BUCKET_STEP
-from dakrun.engine.prefixes import block_names
+from dakrun.engine.admission import Admission
+from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import NO_SLOT, EngineStats, Running
+from dakrun.engine.prompt_queue import PromptQueue
+from dakrun.engine.results import completion, not_finite, too_long
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
 from dakrun.engine.sampler import request_seed
-from dakrun.engine.swap import Saved, SwapSpace, is_faster
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK, NO_TOKEN
-from dakrun.plan import Plan, peak_blocks, requests_per_admission
-from dakrun.requests import (
-    Completion,
-    Logprobs,
-    Request,
-    RowError,
-    StopStrings,
-    Tokenizer,
-    TokenLogprob,
-)
-from dakrun.units import ceil_div
-
-ENDED_TO_EXPECT = 32  # requests that have ended before others are expected to end like them
+from dakrun.plan import Plan, requests_per_admission
+from dakrun.requests import Completion, Request, RowError, StopStrings, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -66,18 +51,10 @@ class Engine:
         self._max_len = plan.workload.max_model_len
         self._eos = frozenset(plan.model.eos_token_ids)
         self._kv_bytes = plan.model.kv_bytes_per_token
-        self._admitted_together = requests_per_admission(plan)
-        self._order = {slot: number for number, slot in enumerate(runner.order)}
-        self._free: list[int] = []  # slots, in the order in which to fill them
-        self._running: list[Running] = []  # in the order of their admission
-        self._new: list[Running] = []  # in their slots, before prefill
-        self._beginning = 0  # requests in `_new` of a group that has begun
-        self._returned: deque[Running] = deque()  # to begin before the waiting ones
-        self._restored: list[tuple[Running, torch.cuda.Event | None]] = []  # until copies are done
-        self.swap = SwapSpace.of(runner.cache, plan)
-        self._ended, self._ended_parts = 0, 0.0  # requests that might end early: see _expected_part
-        self._at_ends: list[int] = []  # blocks by tier, if all requests there ended at once
-        self._blocked = False  # until a request ends: no KV blocks for the next one
+        self.admission = Admission(runner.cache, runner.order)
+        self.preemption = Preemption(runner, plan)
+        self.prompts = PromptQueue(runner, self.admission, requests_per_admission(plan))
+        self._running: list[Running] = []  # in the order in which they began
         self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = False
         self._collected = 0.0  # time of the last collection
@@ -103,15 +80,13 @@ class Engine:
             )
         try:
             waiting = iter(requests)
-            self._free = list(self.runner.order)
-            self._at_ends = [0] * len(self.runner.cache.counts)
-            self._ended, self._ended_parts = 0, 0.0
-            self._blocked = exhausted = False
+            queue, exhausted = self.preemption.queue, False
+            self.admission.reset()
             while True:
                 none_now = exhausted
-                while self._free and not (self._blocked or none_now or self._closed):
+                while self.admission.is_open and not (none_now or self._closed):
                     try:
-                        r = self._returned.popleft() if self._returned else None
+                        r = queue.popleft() if queue else None
                         if r is None and (request := next(waiting)) is not None:
                             r = self._run_of(request)
                     except StopIteration:
@@ -119,44 +94,37 @@ class Engine:
                     if r is None:
                         none_now = True
                     elif not self._admit(r):
-                        if self._running or self._new or self._restored:
-                            self._blocked = True
-                            self._returned.appendleft(r)
+                        if self.admission.blocked:
+                            queue.appendleft(r)
                         else:
-                            yield self._too_long(r.request)
+                            self.preemption.forget_copies(r)
+                            yield too_long(r.request, r.limit, self.admission.most_positions)
                 if self._closed:
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
                 if len(self._steps) < self.runner.ahead:
-                    self._resume()
-                    rows = [] if self.prompts_first and self._new else self._running
+                    new = self.prompts.requests
+                    idle = not (self._running or new or self._steps)
+                    self._running += self.preemption.resume(idle=idle)
+                    rows = [] if self.prompts_first and new else self._running
                     active = self._grown([r for r in rows if r.remaining])
-                    begins = self._new and (none_now or not active or self._is_worth_a_pass())
+                    begins = new and (
+                        none_now or not active or self.prompts.is_worth_a_pass(len(self._running))
+                    )
                     if active is not None and (active or begins):
-                        self._launch(active, self._begin(len(active)) if begins else [])
+                        self._launch(active, self.prompts.parts(len(active)) if begins else [])
                         continue
                 if self._steps:
                     self._collect()
-                elif exhausted and not self._returned and not self._restored:
+                elif exhausted and not queue and not self.preemption.restored:
                     return
                 for r in list(self._running):
                     if reason := self._finish_reason(r):
-                        self._release(r)
-                        self._forget_copies(r)
-                        self._blocked = False
-                        yield self._fail(r) if reason == "error" else self._complete(r, reason)
-                exhausted = exhausted and not self._returned
+                        yield self._end(r, reason)
+                exhausted = exhausted and not queue
         finally:
-            self._steps.clear()
-            for r in (*self._running, *self._returned):
-                self._forget_copies(r)
-            self._running, self._new, self._restored, self._beginning = [], [], [], 0
-            self._returned.clear()
-            with suppress(RuntimeError):  # of a GPU that has failed
-                self.swap.settle()
-                self.runner.drop()
-            self.runner.cache.release_all()
+            self._drop_all()
             self._one_run.release()
 
     def close(self) -> None:
@@ -164,8 +132,8 @@ class Engine:
         self._closed = True
         with suppress(RuntimeError):  # of a GPU that has failed
             self.runner.drop()
-            self.swap.settle()
-        self.swap.close()
+            self.preemption.swap.settle()
+        self.preemption.swap.close()
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds of a decode step by op (see Runner.op_seconds); empty during a run.
@@ -178,6 +146,19 @@ class Engine:
             return self.runner.op_seconds(length)
         finally:
             self._one_run.release()
+
+    def _drop_all(self) -> None:
+        """Forget all requests, and free their KV blocks and copies."""
+        self._steps.clear()
+        for r in self._running:
+            self.preemption.forget_copies(r)
+        self._running = []
+        self.preemption.clear()
+        self.prompts.clear()
+        with suppress(RuntimeError):  # of a GPU that has failed
+            self.preemption.swap.settle()
+            self.runner.drop()
+        self.runner.cache.release_all()
 
     def _run_of(self, request: Request) -> Running:
         """A run of `request`, not in a slot yet."""
@@ -195,93 +176,18 @@ class Engine:
         return Running(request, stop, seed, limit, request.prompt_ids)
 
     def _admit(self, r: Running) -> bool:
-        """Give `r` a slot and the blocks of its prompt; False if there is no room.
-
-        There is room in a tier if its blocks suffice for all its requests until they end, with as
-        many new tokens as each is expected to have.
-        """
-        cache = self.runner.cache
-        r.cached, names = len(r.prompt) - (r.saved is not None), block_names(r.prompt)
-        tried: set[int] = set()  # tiers
-        for slot in self._free:
-            if cache.tier(slot) in tried:
-                continue
-            tried.add(cache.tier(slot))
-            r.slot, r.names, r.away = slot, names, 0
-            self._share(r)
-            found = self._has_room(r) and cache.reserve(slot, r.cached)
-            if not found:
-                cache.release(slot)
-                found = self._spans(r) and cache.reserve(slot, r.cached)
-            if found:
-                self._free.remove(slot)
-                if r.saved is None:
-                    self._new.append(r)
-                else:
-                    copied = self.swap.restore(r.saved, slot, r.shared // KV_BLOCK)
-                    r.saved, r.launched = None, len(r.tokens)
-                    self._restored.append((r, copied))
-                self._at_ends[cache.tier(slot)] += r.blocks_at_end
-                return True
-            cache.release(slot)
-            if len(tried) == len(cache.counts):
-                break
-        r.slot = NO_SLOT
-        return False
-
-    def _has_room(self, new: Running) -> bool:
-        """Whether the blocks of the tier suffice for its requests and `new`, to expected ends."""
-        cache = self.runner.cache
-        tier = cache.tier(new.slot)
-        room = self._room(tier)
-        if self._at_ends[tier] + new.blocks_at_end <= room:
-            return True
-        restored = (r for r, _ in self._restored)
-        others = itertools.chain(self._running, self._new, restored)
-        here = [new, *(r for r in others if cache.tier(r.slot) == tier)]
-        part = self._expected_part()
-        needed = peak_blocks([r.own_positions for r in here], [_expected(r, part) for r in here])
-        return needed <= room
-
-    def _expected_part(self) -> float:
-        """The part of its limit that a request is expected to have at its end, if it may end early.
-
-        It is the tokens of all requests so far, as parts of their limits, over the number of those
-        that have ended (if these came at a constant rate, that is the likeliest mean). 1 until
-        some have ended.
-        """
-        if self._ended < ENDED_TO_EXPECT:
-            return 1.0
-        running = sum(r.launched / r.limit for r in self._running if r.may_end_early)
-        return min(1.0, (self._ended_parts + running) / self._ended)
-
-    def _room(self, tier: int) -> int:
-        """Blocks of a tier for requests in its slots, besides those that are shared by now."""
-        cache = self.runner.cache
-        return cache.blocks[tier] - cache.borrowed(tier) - (cache.spill if tier == 1 else 0)
-
-    def _spans(self, new: Running) -> bool:
-        """Put leading blocks of `new`, for which its tier has no room, into the remote tier.
-
-        They are as few as possible. False if that is not planned for, or has no room now.
-        """
-        cache = self.runner.cache
-        if not cache.spill or cache.tier(new.slot):
+        """Give `r` a slot if there is room; its prompt, or its saved blocks, will follow."""
+        if not self.admission.admit(r, self._running, self._beginning()):
             return False
-        new.names, new.shared, new.launched_prompt = (), 0, 0
-        missing = new.blocks_at_end - max(0, self._room(0) - self._at_ends[0])
-        if missing <= 0 or not cache.span(new.slot, missing):
-            return False
-        new.away = missing
+        if r.saved is None:
+            self.prompts.requests.append(r)
+        else:
+            self.preemption.restore(r)
         return True
 
-    def _share(self, r: Running) -> None:
-        """Let `r`, of whose prompt nothing is computed, have the blocks that others computed.
-
-        Its last token is computed in any case: the first new one follows from it.
-        """
-        usable = r.names[: (len(r.prompt) - 1) // KV_BLOCK]
-        r.shared = r.launched_prompt = self.runner.cache.share(r.slot, usable) * KV_BLOCK
+    def _beginning(self) -> list[Running]:
+        """The requests in slots that do not run yet."""
+        return [*self.prompts.requests, *self.preemption.restored]
 
     def _grown(self, active: list[Running]) -> list[Running] | None:
         """Those of `active` that have a block for their next position, now or before.
@@ -295,7 +201,7 @@ class Engine:
             while r.slot != NO_SLOT and not cache.reserve(r.slot, r.cached + 1):
                 last = self._youngest(cache.tier(r.slot))
                 if self._steps:
-                    self._save(last, last.cached // KV_BLOCK)  # beside the steps: full blocks
+                    self.preemption.save_ahead(last, self._running)
                     return None
                 self._set_back(last)
         return [r for r in active if r.slot != NO_SLOT]
@@ -305,133 +211,13 @@ class Engine:
         cache = self.runner.cache
         return next(r for r in reversed(self._running) if cache.tier(r.slot) == tier)
 
-    def _save(self, r: Running, blocks: int) -> bool:
-        """Start to copy the first `blocks` of `r` to the swap space.
-
-        Others that run have none there then. False if there is no room, or computing the blocks
-        again is predicted to be faster.
-        """
-        if not is_faster(self.plan, r.cached):
-            return False
-        self.swap.open()
-        for other in self._running:
-            if other is not r:
-                self._forget_copies(other)
-        r.saved = r.saved or Saved()
-        return self.swap.save(r.saved, r.slot, blocks)
-
-    def _forget_copies(self, r: Running) -> None:
-        """Free the swap space of `r`, if it has any."""
-        if r.saved is not None:
-            self.swap.drop(r.saved)
-            r.saved = None
-
-    def _resume(self) -> None:
-        """Let requests run whose blocks have been copied back; wait if no other one runs."""
-        waiting: list[tuple[Running, torch.cuda.Event | None]] = []
-        for r, copied in self._restored:
-            idle = not (self._running or self._new or self._steps)
-            if copied is not None and not idle and not copied.query():
-                waiting.append((r, copied))
-                continue
-            if copied is not None:
-                self.swap.settle()
-            row = Row(r.slot, r.cached, r.request.params, r.seed)
-            self.runner.resume(row, r.tokens[-1])
-            self._running.append(r)
-        self._restored = waiting
-
     def _set_back(self, r: Running) -> None:
-        """Take `r`, of which no step is in flight, out of its slot, to go on later.
-
-        Its blocks are copied to the swap space. If there is no room, or that takes longer, it
-        computes its prompt and tokens again. Full blocks are also kept as long as others leave
-        room for them.
-        """
-        r.prompt, r.launched = (*r.request.prompt_ids, *r.tokens), len(r.tokens) + 1
-        cached = (len(r.prompt) - 1) // KV_BLOCK  # in full blocks; the last token is not
-        self.runner.cache.publish(r.slot, block_names(r.prompt)[:cached])
-        if self._save(r, ceil_div(r.cached, KV_BLOCK)):
-            self.swap.settle()
-            self.stats.swapped += 1
-        else:
-            self._forget_copies(r)
-        self._release(r)
-        r.ended, r.slot = False, NO_SLOT
-        self._returned.appendleft(r)
-        self._blocked = True
+        """Let `r`, of which no step is in flight, give its slot up to the others that run."""
         self.stats.restarted += 1
-
-    def _release(self, r: Running) -> None:
-        """Take `r` out of its slot; steps already launched for it have no effect."""
-        cache = self.runner.cache
-        r.ended = True
+        self.stats.swapped += self.preemption.set_back(r, self._running)
         self._running.remove(r)
-        cache.release(r.slot)
-        self._at_ends[cache.tier(r.slot)] -= r.blocks_at_end
-        bisect.insort(self._free, r.slot, key=self._order.__getitem__)
-
-    def _too_long(self, request: Request) -> RowError:
-        """The error of a request that the empty KV cache has too few blocks for."""
-        prompt, cache = len(request.prompt_ids), self.runner.cache
-        most = max(*cache.blocks, cache.blocks[0] + cache.spill) * KV_BLOCK
-        new = min(request.params.max_tokens, self._max_len - prompt)
-        return RowError(
-            id=request.id,
-            line=request.line,
-            code="kv_cache_too_small",
-            message=f"its {prompt} prompt and up to {new} new tokens do not fit in the KV cache: "
-            f"there is room for {most} tokens; raise --hbm-budget or --host-budget, or "
-            "lower --batch-size",
-            reply=request.reply,
-        )
-
-    def _is_worth_a_pass(self) -> bool:
-        """Whether the new requests are enough to begin, or to go on with, while others run.
-
-        Where KV blocks are fewer than slots need, a group is the same share of those that run.
-        """
-        there = len(self._running) + len(self._new)
-        tokens = sum(len(r.prompt) - r.launched_prompt for r in self._new)
-        return (
-            self._beginning > 0
-            or len(self._new) * self.runner.cache.slots >= self._admitted_together * there
-            or tokens >= self.runner.chunk_tokens
-        )
-
-    def _begin(self, rows: int) -> list[tuple[Running, PromptPart]]:
-        """The parts of new requests' prompts that the next step computes beside `rows` rows.
-
-        Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
-        A request waits for the next step if its next block is one that an earlier part computes.
-        """
-        most, now, parts = self.runner.chunk_tokens, time.perf_counter(), []
-        room = max(most // 2, most - ceil_div(rows, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)
-        computed: set[bytes] = set()  # names of blocks, in this step
-        for r in self._new:
-            if not room:
-                break
-            prompt = r.prompt
-            if r.launched_prompt == r.shared:
-                before = r.blocks_at_end
-                self._share(r)
-                if r.blocks_at_end < before:
-                    self._at_ends[self.runner.cache.tier(r.slot)] += r.blocks_at_end - before
-                    self._blocked = False
-                number = r.shared // KV_BLOCK
-                usable = r.names[: (len(prompt) - 1) // KV_BLOCK]
-                if number < len(usable) and usable[number] in computed:
-                    continue
-            start = r.launched_prompt
-            tokens = prompt[start : start + room]
-            r.started = r.started or now
-            r.launched_prompt += len(tokens)
-            room -= len(tokens)
-            computed.update(r.names[start // KV_BLOCK : ceil_div(r.launched_prompt, KV_BLOCK)])
-            row = Row(r.slot, len(prompt) - 1, r.request.params, r.seed)
-            ends = r.launched_prompt == len(prompt)
-            parts.append((r, PromptPart(row, start, tokens, ends)))
-        return parts
+        self.admission.release(r)
+        self.admission.blocked = bool(self._running or self._beginning())
 
     def _launch(
         self, active: Sequence[Running], parts: Sequence[tuple[Running, PromptPart]]
@@ -440,13 +226,7 @@ class Engine:
         rows = [Row(r.slot, r.cached, r.request.params, r.seed) for r in active]
         start = time.perf_counter()
         self.runner.launch(rows, [part for _, part in parts])
-        for r, _ in parts:
-            self.runner.cache.publish(r.slot, r.names[: r.launched_prompt // KV_BLOCK])
-        begun = [r for r, part in parts if part.ends]
-        if parts:
-            self._beginning = len(self._new) - len(begun)
-            ended = set(map(id, begun))
-            self._new = [r for r in self._new if id(r) not in ended]
+        begun = self.prompts.take_begun(parts)
         self._running += begun
         self._steps.append(_Step(start, [*active, *begun], len(rows), bool(parts)))
         borrowed = sum(map(self.runner.cache.borrowed, range(len(self.runner.cache.counts))))
@@ -498,67 +278,22 @@ class Engine:
             return "stop"
         return "length" if len(r.tokens) == r.limit else None
 
-    def _fail(self, r: Running) -> RowError:
-        """The error of a request whose newest token could not be chosen."""
-        position = len(r.request.prompt_ids) + len(r.tokens) - 1
-        cause = "the weights may be damaged"
-        if self.plan.model.dtype == "float16":
-            cause += ", or need --dtype bfloat16"
-        return RowError(
-            id=r.request.id,
-            line=r.request.line,
-            code="non_finite_logits",
-            message=f"the logits of the token at position {position} (the first has position 0) "
-            f"are NaN or infinite; {cause}",
-            reply=r.request.reply,
-        )
-
-    def _complete(self, r: Running, reason: Literal["stop", "length"]) -> Completion:
-        if r.may_end_early:
-            self._ended += 1
-            self._ended_parts += len(r.tokens) / r.limit
-        further = len(r.tokens) - 1
-        tpot = (time.perf_counter() - r.first_token) / further if further else 0.0
-        stats = self.stats
+    def _end(self, r: Running, reason: Literal["stop", "length", "error"]) -> Completion | RowError:
+        """Take `r` out of its slot, and give its result."""
+        r.ended = True
+        self._running.remove(r)
+        self.admission.release(r)
+        self.preemption.forget_copies(r)
+        if reason == "error":
+            return not_finite(r, self.plan.model.dtype)
+        self.admission.count_end(r)
+        found, stats = completion(r, reason, self._tokenizer, time.perf_counter()), self.stats
         stats.requests += 1
         stats.capped += reason == "length" and len(r.tokens) < r.request.params.max_tokens
-        stats.prompt_tokens += len(r.request.prompt_ids)
-        stats.shared_tokens += min(r.shared, len(r.request.prompt_ids))
+        stats.prompt_tokens += found.prompt_tokens
+        stats.shared_tokens += min(r.shared, found.prompt_tokens)
         stats.new_tokens += len(r.tokens)
-        stats.ttft_s.append(r.first_token - r.started)
-        if further:
-            stats.tpot_s.append(tpot)
-        text = self._tokenizer.decode(r.tokens) if self._tokenizer else None
-        if text is not None and r.stop is not None:
-            text = r.stop.cut(text)
-        return Completion(
-            id=r.request.id,
-            text=text,
-            token_ids=tuple(r.tokens),
-            finish_reason=reason,
-            prompt_tokens=len(r.request.prompt_ids),
-            ttft_s=r.first_token - r.started,
-            tpot_s=tpot,
-            reply=r.request.reply,
-            logprobs=self._logprobs(r),
-        )
-
-    def _logprobs(self, r: Running) -> tuple[Logprobs, ...] | None:
-        if r.request.params.logprobs is None:
-            return None
-        text = self._tokenizer.token_text if self._tokenizer else lambda _: None
-        found = (
-            [TokenLogprob(token, logprob, text(token)) for token, logprob in likeliest]
-            for likeliest in r.logprobs
-        )
-        return tuple(Logprobs(chosen, tuple(top)) for chosen, *top in found)
-
-
-def _expected(r: Running, part: float) -> int:
-    """Positions that `r` is expected to add, if it ends when it has `part` of its limit.
-
-    If it is beyond that already, a block more.
-    """
-    if not r.may_end_early:
-        return r.remaining
-    return min(r.remaining, max(KV_BLOCK, round(part * r.limit) - r.launched))
+        stats.ttft_s.append(found.ttft_s)
+        if len(r.tokens) > 1:
+            stats.tpot_s.append(found.tpot_s)
+        return found

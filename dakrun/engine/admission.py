@@ -1,0 +1,164 @@
+"""Admission: which requests get a slot and KV blocks, and when.
+
+A request gets a slot if the KV blocks of its tier suffice for all requests that run there, to the
+ends that they are expected to have. Knows slots, blocks and lengths; neither steps nor tokens.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+from dakrun.engine.prefixes import block_names
+from dakrun.engine.progress import NO_SLOT, Running
+from dakrun.geometry import KV_BLOCK
+from dakrun.kernels.attention import KVCache
+from dakrun.plan import peak_blocks
+
+ENDED_TO_EXPECT = 32  # requests that have ended before others are expected to end like them
+
+
+class Admission:
+    """The slots of `cache`, which are filled in the given `order`, and the needs of who has them.
+
+    `blocked`: there are no KV blocks for the next request, until one gives its own back.
+    """
+
+    def __init__(self, cache: KVCache, order: Sequence[int]) -> None:
+        self._cache = cache
+        self._order = {slot: number for number, slot in enumerate(order)}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a run: all slots are free, and no request has ended."""
+        self.blocked = False
+        self._free = list(self._order)  # slots, in the order in which to fill them
+        self._at_ends = [0] * len(self._cache.counts)  # blocks by tier, if all there ended at once
+        self._ended, self._ended_parts = 0, 0.0  # requests that might end early: _expected_part
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next request may be admitted: a slot is free, and blocks may be."""
+        return bool(self._free) and not self.blocked
+
+    @property
+    def most_positions(self) -> int:
+        """Positions of the longest request for which the empty cache has blocks."""
+        blocks = self._cache.blocks
+        return max(*blocks, blocks[0] + self._cache.spill) * KV_BLOCK
+
+    def admit(self, r: Running, running: Sequence[Running], beginning: Sequence[Running]) -> bool:
+        """Give `r` a slot and the blocks of its prompt; False if there is no room.
+
+        There is room in a tier if its blocks suffice for all its requests until they end, with as
+        many new tokens as each is expected to have. The requests in slots are those that are
+        `running`, and others that are `beginning`; until one of them ends, `blocked` is then set.
+        """
+        cache = self._cache
+        r.cached, names = len(r.prompt) - (r.saved is not None), block_names(r.prompt)
+        tried: set[int] = set()  # tiers
+        for slot in self._free:
+            if cache.tier(slot) in tried:
+                continue
+            tried.add(cache.tier(slot))
+            r.slot, r.names, r.away = slot, names, 0
+            self._share(r)
+            found = self._has_room(r, running, beginning) and cache.reserve(slot, r.cached)
+            if not found:
+                cache.release(slot)
+                found = self._spans(r) and cache.reserve(slot, r.cached)
+            if found:
+                self._free.remove(slot)
+                self._at_ends[cache.tier(slot)] += r.blocks_at_end
+                return True
+            cache.release(slot)
+            if len(tried) == len(cache.counts):
+                break
+        r.slot = NO_SLOT
+        self.blocked = bool(running or beginning)
+        return False
+
+    def share_more(self, r: Running) -> None:
+        """Let `r`, of whose prompt nothing is computed, have blocks that others have computed."""
+        before = r.blocks_at_end
+        self._share(r)
+        if r.blocks_at_end < before:
+            self._at_ends[self._cache.tier(r.slot)] += r.blocks_at_end - before
+            self.blocked = False
+
+    def release(self, r: Running) -> None:
+        """Take `r` out of its slot; steps already launched for it have no effect."""
+        tier = self._cache.tier(r.slot)
+        self._cache.release(r.slot)
+        self._at_ends[tier] -= r.blocks_at_end
+        bisect.insort(self._free, r.slot, key=self._order.__getitem__)
+        r.slot, self.blocked = NO_SLOT, False
+
+    def count_end(self, r: Running) -> None:
+        """Expect others to end like `r`, which has ended."""
+        if r.may_end_early:
+            self._ended += 1
+            self._ended_parts += len(r.tokens) / r.limit
+
+    def _has_room(
+        self, new: Running, running: Sequence[Running], beginning: Sequence[Running]
+    ) -> bool:
+        """Whether the blocks of the tier suffice for its requests and `new`, to expected ends."""
+        tier = self._cache.tier(new.slot)
+        room = self._room(tier)
+        if self._at_ends[tier] + new.blocks_at_end <= room:
+            return True
+        others = itertools.chain(running, beginning)
+        here = [new, *(r for r in others if self._cache.tier(r.slot) == tier)]
+        part = self._expected_part(running)
+        needed = peak_blocks([r.own_positions for r in here], [_expected(r, part) for r in here])
+        return needed <= room
+
+    def _expected_part(self, running: Sequence[Running]) -> float:
+        """The part of its limit that a request is expected to have at its end, if it may end early.
+
+        It is the tokens of all requests so far, as parts of their limits, over the number of those
+        that have ended (if these came at a constant rate, that is the likeliest mean). 1 until
+        some have ended.
+        """
+        if self._ended < ENDED_TO_EXPECT:
+            return 1.0
+        parts = sum(r.launched / r.limit for r in running if r.may_end_early)
+        return min(1.0, (self._ended_parts + parts) / self._ended)
+
+    def _room(self, tier: int) -> int:
+        """Blocks of a tier for requests in its slots, besides those that are shared by now."""
+        cache = self._cache
+        return cache.blocks[tier] - cache.borrowed(tier) - (cache.spill if tier == 1 else 0)
+
+    def _spans(self, new: Running) -> bool:
+        """Put leading blocks of `new`, for which its tier has no room, into the remote tier.
+
+        They are as few as possible. False if that is not planned for, or has no room now.
+        """
+        cache = self._cache
+        if not cache.spill or cache.tier(new.slot):
+            return False
+        new.names, new.shared, new.launched_prompt = (), 0, 0
+        missing = new.blocks_at_end - max(0, self._room(0) - self._at_ends[0])
+        if missing <= 0 or not cache.span(new.slot, missing):
+            return False
+        new.away = missing
+        return True
+
+    def _share(self, r: Running) -> None:
+        """Give `r` the leading blocks of its prompt that are in its tier.
+
+        Its last token is computed in any case: the first new one follows from it.
+        """
+        usable = r.names[: (len(r.prompt) - 1) // KV_BLOCK]
+        r.shared = r.launched_prompt = self._cache.share(r.slot, usable) * KV_BLOCK
+
+
+def _expected(r: Running, part: float) -> int:
+    """Positions that `r` is expected to add, if it ends when it has `part` of its limit.
+
+    If it is beyond that already, a block more.
+    """
+    if not r.may_end_early:
+        return r.remaining
+    return min(r.remaining, max(KV_BLOCK, round(part * r.limit) - r.launched))

@@ -1,0 +1,113 @@
+"""Preemption: requests that gave up their slot and KV blocks to others, until they run again.
+
+They go on from copies of their blocks in host memory, or compute them again. Who has to give up,
+and when there is a slot again, is the engine's to say.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from dakrun.engine.prefixes import block_names
+from dakrun.engine.progress import Running
+from dakrun.engine.runner import Row, Runner
+from dakrun.engine.swap import Saved, SwapSpace, is_faster
+from dakrun.geometry import KV_BLOCK
+from dakrun.plan import Plan
+from dakrun.units import ceil_div
+
+
+class Preemption:
+    """The requests that wait for a slot again, in `queue`, and those whose copies are under way.
+
+    `swap` has room for copies of KV blocks.
+    """
+
+    def __init__(self, runner: Runner, plan: Plan) -> None:
+        self._runner, self._plan = runner, plan
+        self.swap = SwapSpace.of(runner.cache, plan)
+        self.queue: deque[Running] = deque()
+        self._restored: list[tuple[Running, torch.cuda.Event | None]] = []  # until copies are done
+
+    @property
+    def restored(self) -> list[Running]:
+        """Requests in a slot again, whose blocks are being copied back."""
+        return [r for r, _ in self._restored]
+
+    def save_ahead(self, r: Running, running: Iterable[Running]) -> None:
+        """Start to copy the full blocks of `r`, which has to give up soon, beside its steps."""
+        self._save(r, r.cached // KV_BLOCK, running)
+
+    def set_back(self, r: Running, running: Iterable[Running]) -> bool:
+        """Queue `r`, of which no step is in flight, as the next to run; it must leave its slot now.
+
+        Its blocks are copied to the swap space. If there is no room, or that takes longer, it
+        computes its prompt and tokens again, and the result is False. Full blocks are also kept as
+        long as others leave room for them.
+        """
+        r.prompt, r.launched = (*r.request.prompt_ids, *r.tokens), len(r.tokens) + 1
+        cached = (len(r.prompt) - 1) // KV_BLOCK  # in full blocks; the last token is not
+        self._runner.cache.publish(r.slot, block_names(r.prompt)[:cached])
+        saved = self._save(r, ceil_div(r.cached, KV_BLOCK), running)
+        if saved:
+            self.swap.settle()
+        else:
+            self.forget_copies(r)
+        self.queue.appendleft(r)
+        return saved
+
+    def restore(self, r: Running) -> None:
+        """Start to copy the saved blocks of `r` to the slot that it has again."""
+        assert r.saved is not None
+        copied = self.swap.restore(r.saved, r.slot, r.shared // KV_BLOCK)
+        r.saved, r.launched = None, len(r.tokens)
+        self._restored.append((r, copied))
+
+    def resume(self, *, idle: bool) -> list[Running]:
+        """The requests that run again, since their blocks are there.
+
+        If the engine is `idle`, wait for the first of them.
+        """
+        waiting: list[tuple[Running, torch.cuda.Event | None]] = []
+        ready: list[Running] = []
+        for r, copied in self._restored:
+            wait = idle and not ready
+            if copied is not None and not wait and not copied.query():
+                waiting.append((r, copied))
+                continue
+            if copied is not None:
+                self.swap.settle()
+            row = Row(r.slot, r.cached, r.request.params, r.seed)
+            self._runner.resume(row, r.tokens[-1])
+            ready.append(r)
+        self._restored = waiting
+        return ready
+
+    def forget_copies(self, r: Running) -> None:
+        """Free the swap space of `r`, if it has any."""
+        if r.saved is not None:
+            self.swap.drop(r.saved)
+            r.saved = None
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        for r in self.queue:
+            self.forget_copies(r)
+        self.queue.clear()
+        self._restored = []
+
+    def _save(self, r: Running, blocks: int, running: Iterable[Running]) -> bool:
+        """Start to copy the first `blocks` of `r` to the swap space.
+
+        Others that are `running` have none there then. False if there is no room, or computing the
+        blocks again is predicted to be faster.
+        """
+        if not is_faster(self._plan, r.cached):
+            return False
+        self.swap.open()
+        for other in running:
+            if other is not r:
+                self.forget_copies(other)
+        r.saved = r.saved or Saved()
+        return self.swap.save(r.saved, r.slot, blocks)

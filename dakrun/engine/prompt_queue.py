@@ -1,0 +1,84 @@
+"""Prompts of requests that have a slot: when they are computed, and how they are cut into parts.
+
+Knows neither which requests get a slot nor how steps are launched.
+"""
+
+import time
+from collections.abc import Sequence
+
+from dakrun.engine.admission import Admission
+from dakrun.engine.decode_step import LARGE_BUCKET_STEP
+from dakrun.engine.progress import Running
+from dakrun.engine.runner import PromptPart, Row, Runner
+from dakrun.geometry import KV_BLOCK
+from dakrun.units import ceil_div
+
+
+class PromptQueue:
+    """The `requests` in slots, before the end of their prefill.
+
+    While others run, they begin in groups of about `together` (see requests_per_admission).
+    """
+
+    def __init__(self, runner: Runner, admission: Admission, together: int) -> None:
+        self._runner, self._admission, self.together = runner, admission, together
+        self.requests: list[Running] = []
+        self._left = 0  # requests of a group that has begun
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self.requests, self._left = [], 0
+
+    def is_worth_a_pass(self, running: int) -> bool:
+        """Whether the requests are enough to begin, or to go on with, while `running` others run.
+
+        Where KV blocks are fewer than slots need, a group is the same share of those that run.
+        """
+        new = len(self.requests)
+        tokens = sum(len(r.prompt) - r.launched_prompt for r in self.requests)
+        return (
+            self._left > 0
+            or new * self._runner.cache.slots >= self.together * (running + new)
+            or tokens >= self._runner.chunk_tokens
+        )
+
+    def parts(self, rows: int) -> list[tuple[Running, PromptPart]]:
+        """The parts of prompts that the next step computes beside `rows` rows.
+
+        Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
+        A request waits for the next step if its next block is one that an earlier part computes.
+        """
+        most, now, parts = self._runner.chunk_tokens, time.perf_counter(), []
+        room = max(most // 2, most - ceil_div(rows, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)
+        computed: set[bytes] = set()  # names of blocks, in this step
+        for r in self.requests:
+            if not room:
+                break
+            prompt = r.prompt
+            if r.launched_prompt == r.shared:
+                self._admission.share_more(r)
+                number = r.shared // KV_BLOCK
+                usable = r.names[: (len(prompt) - 1) // KV_BLOCK]
+                if number < len(usable) and usable[number] in computed:
+                    continue
+            start = r.launched_prompt
+            tokens = prompt[start : start + room]
+            r.started = r.started or now
+            r.launched_prompt += len(tokens)
+            room -= len(tokens)
+            computed.update(r.names[start // KV_BLOCK : ceil_div(r.launched_prompt, KV_BLOCK)])
+            row = Row(r.slot, len(prompt) - 1, r.request.params, r.seed)
+            ends = r.launched_prompt == len(prompt)
+            parts.append((r, PromptPart(row, start, tokens, ends)))
+        return parts
+
+    def take_begun(self, parts: Sequence[tuple[Running, PromptPart]]) -> list[Running]:
+        """Take out the requests whose prompts end with `parts`, which have been launched."""
+        for r, _ in parts:
+            self._runner.cache.publish(r.slot, r.names[: r.launched_prompt // KV_BLOCK])
+        begun = [r for r, part in parts if part.ends]
+        if parts:
+            self._left = len(self.requests) - len(begun)
+            ended = set(map(id, begun))
+            self.requests = [r for r in self.requests if id(r) not in ended]
+        return begun

@@ -1,0 +1,75 @@
+"""Results of requests: completions, and errors of rows. Knows nothing of slots and steps."""
+
+from typing import Literal
+
+from dakrun.config import Dtype
+from dakrun.engine.progress import Running
+from dakrun.requests import (
+    Completion,
+    Logprobs,
+    Request,
+    RowError,
+    Tokenizer,
+    TokenLogprob,
+)
+
+
+def completion(
+    r: Running, reason: Literal["stop", "length"], tokenizer: Tokenizer | None, now: float
+) -> Completion:
+    """The result of `r`, which ended for that reason at the time `now`."""
+    further = len(r.tokens) - 1
+    text = tokenizer.decode(r.tokens) if tokenizer else None
+    if text is not None and r.stop is not None:
+        text = r.stop.cut(text)
+    return Completion(
+        id=r.request.id,
+        text=text,
+        token_ids=tuple(r.tokens),
+        finish_reason=reason,
+        prompt_tokens=len(r.request.prompt_ids),
+        ttft_s=r.first_token - r.started,
+        tpot_s=(now - r.first_token) / further if further else 0.0,
+        reply=r.request.reply,
+        logprobs=_logprobs(r, tokenizer),
+    )
+
+
+def not_finite(r: Running, dtype: Dtype) -> RowError:
+    """The error of a request whose newest token could not be chosen."""
+    position = len(r.request.prompt_ids) + len(r.tokens) - 1
+    cause = "the weights may be damaged"
+    if dtype == "float16":
+        cause += ", or need --dtype bfloat16"
+    return RowError(
+        id=r.request.id,
+        line=r.request.line,
+        code="non_finite_logits",
+        message=f"the logits of the token at position {position} (the first has position 0) "
+        f"are NaN or infinite; {cause}",
+        reply=r.request.reply,
+    )
+
+
+def too_long(request: Request, new: int, most: int) -> RowError:
+    """The error of a request of up to `new` tokens where the KV cache holds `most` positions."""
+    return RowError(
+        id=request.id,
+        line=request.line,
+        code="kv_cache_too_small",
+        message=f"its {len(request.prompt_ids)} prompt and up to {new} new tokens do not fit in "
+        f"the KV cache: there is room for {most} tokens; raise --hbm-budget or --host-budget, or "
+        "lower --batch-size",
+        reply=request.reply,
+    )
+
+
+def _logprobs(r: Running, tokenizer: Tokenizer | None) -> tuple[Logprobs, ...] | None:
+    if r.request.params.logprobs is None:
+        return None
+    text = tokenizer.token_text if tokenizer else lambda _: None
+    found = (
+        [TokenLogprob(token, logprob, text(token)) for token, logprob in likeliest]
+        for likeliest in r.logprobs
+    )
+    return tuple(Logprobs(chosen, tuple(top)) for chosen, *top in found)
