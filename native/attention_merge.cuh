@@ -67,9 +67,7 @@ struct Combiner {
         if (!__ballot_sync(0xffffffff, last)) return;
       }
     }
-    // As the PTX instruction: the race checker loses __syncthreads() under this condition in one CTA
-    // of some thousands, and then reports the row statistics of partial results.
-    if (end) ptx::named_barrier_sync(0, kThreads);
+    if (end) __syncthreads();
     combine(end);
   }
 
