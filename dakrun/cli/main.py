@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,12 +223,13 @@ def _generate_on_ray(
     from dakrun.ray.run import RayOptions, generate_on_ray, render
 
     console = stderr_console()
-    report, counts = generate_on_ray(
-        on=RayOptions(address=address, workers=workers, part_format=part_format),
-        console=console if sys.stderr.isatty() else None,
-        note=eprint,
-        **run,
-    )
+    with redirect_stdout(sys.stderr):  # to which Ray writes of workers that have died
+        report, counts = generate_on_ray(
+            on=RayOptions(address=address, workers=workers, part_format=part_format),
+            console=console if sys.stderr.isatty() else None,
+            note=eprint,
+            **run,
+        )
     if report_path is not None:
         write_report(report, Path(report_path))
     with quiet_stderr():
