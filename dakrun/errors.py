@@ -22,6 +22,14 @@ class DakrunError(Exception):
         super().__init__(message)
         self.hint = hint
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the constructor, which has further arguments."""
+        return _unpickled, (type(self), str(self)), self.__dict__
+
+
+def _unpickled(kind: type[DakrunError], message: str) -> DakrunError:
+    return kind.__new__(kind, message)
+
 
 class UsageError(DakrunError):
     """The command line or an input file named on it is wrong (exit code 2)."""

@@ -1,9 +1,12 @@
 """How commands end, in processes of their own: exit functions, exit codes and closed streams."""
 
+import pickle
 import subprocess
 import sys
 
 import pytest
+
+from dakrun.errors import OutOfGpuMemory
 
 FAILING = """
 import atexit, click
@@ -59,3 +62,10 @@ def test_closed_streams(closed: str, arguments: str, code: int, message: str) ->
 def test_the_exit_code_of_an_error_that_cannot_be_printed(stderr: str) -> None:
     found = dakrun(f"convert none . {stderr}")
     assert (found.returncode, found.stdout, found.stderr) == (2, "", "")
+
+
+def test_errors_can_be_pickled() -> None:
+    problem = OutOfGpuMemory("full", hint="free some", missing=7)
+    again = pickle.loads(pickle.dumps(problem))
+    assert type(again) is OutOfGpuMemory and str(again) == "full"
+    assert (again.hint, again.missing, again.exit_code) == ("free some", 7, 3)

@@ -35,14 +35,12 @@ def test_nodes_are_profiles_and_counts() -> None:
         assert "profiles and how many" in found.value.hint
 
 
-@pytest.mark.parametrize("part", [0.0, 0.1, 0.37, 1.0])
+@pytest.mark.parametrize("part", [0.001, 0.1, 0.37, 1.0])
 def test_a_part_is_spread_over_all_lengths(part: float) -> None:
     rows = [RowLengths(10, new) for new in range(1, 1001)]
     taken = spread(rows, part)
-    assert abs(len(taken) - part * len(rows)) <= 1
-    if taken:
-        mean = sum(row.new for row in taken) / len(taken)
-        assert abs(mean - 500) < 12
+    assert len(taken) == round(part * len(rows)) == len(set(taken))
+    assert abs(sum(row.new for row in taken) / len(taken) - 500) < 12
 
 
 def test_machines_of_a_kind_share_the_run(prompts: Path) -> None:
@@ -67,8 +65,16 @@ def test_machines_without_room_are_left_out(prompts: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "rtx-pro-6000 is left out: " in result.stderr
     assert "on 1 machine," in result.stdout and "rtx" not in result.stdout
+    assert " 400 " in result.stdout
     result = CliRunner().invoke(main, [*command, "--nodes", "rtx-pro-6000:2"])
     assert result.exit_code == 3 and "hint: " in result.stderr
+
+
+def test_there_may_be_fewer_rows_than_machines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt":"one","max_tokens":9}\n' * 3, encoding="utf-8")
+    found = foretold(path, "h200-pcie5:4")
+    assert found["nodes"][0]["rows_each"] == 1 and found["seconds"] > 0
 
 
 def test_it_needs_a_file() -> None:

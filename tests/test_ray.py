@@ -65,12 +65,18 @@ def by_id(*files: Path) -> dict[str, bytes]:
     return found
 
 
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def worker_processes() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            if (entry / "cmdline").read_bytes().startswith(b"ray::Worker"):
-                found.append(int(entry.name))
+            process = int(entry.name)
+            is_worker = (entry / "cmdline").read_bytes().startswith(b"ray::Worker")
+            if is_worker and parent(parent(process)) == os.getpid():  # of this process's raylet
+                found.append(process)
     return found
 
 
@@ -123,8 +129,8 @@ def test_whoever_is_killed_no_row_is_lost_or_done_twice(cluster: str, tmp_path: 
             while finished() < kill_at and first.poll() is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            for process in worker_processes()[:1]:
-                os.kill(process, signal.SIGKILL)
+            victim, *_ = worker_processes()
+            os.kill(victim, signal.SIGKILL)
         while finished() < 110 and first.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -148,12 +154,16 @@ def test_one_line_and_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (("--ray", "--device", "cuda"), 3, "the Ray cluster has no GPU"),
         (("--ray", "--host-budget", "1KiB", "--hbm-budget", "1KiB"), 3, "no worker can run"),
         (("--ray", "--resume", "--overwrite"), 2, "exclude each other"),
+        (("--ray", "--report", str(out / "r.json")), 2, "lies in the folder of the results"),
     ):
         run = generate(prompts, out, *options)
         *_, error, hint = run.stderr.splitlines()
         assert run.exit_code == code and message in error, run.stderr
         assert error.startswith("error: ") and hint.startswith("hint: ")
         assert not list(out.glob("part-*"))
+        out.mkdir(exist_ok=True)
+    run = generate(prompts, tmp_path, "--ray")
+    assert run.exit_code == 2 and "give -o another folder" in run.stderr
     monkeypatch.setattr(sys.modules["dakrun.cli.main"], "find_spec", lambda _: None)
     run = generate(prompts, out, "--ray")
     assert run.exit_code == 3 and "pip install 'dakrun[ray]'" in run.stderr
@@ -210,12 +220,19 @@ def test_workers_that_keep_dying_end_the_run(cluster: str) -> None:
     notes: list[str] = []
     actor = ray.remote(Dying).options(num_cpus=1)
     dispatcher = Dispatcher(
-        actor.remote, 1, on_finished=lambda _: None, on_progress=lambda _: None, note=notes.append
+        lambda _: actor.remote(),
+        1,
+        on_finished=lambda _: None,
+        on_progress=lambda _: None,
+        note=notes.append,
     )
-    with pytest.raises(CannotRun, match="3 workers have ended with no row finished between them"):
+    with pytest.raises(CannotRun, match="has ended 3 times with no row finished between"):
         dispatcher.run(Ten())
     dispatcher.close()
-    assert len(notes) == 2 and all("its rows are done again" in note for note in notes)
+    assert [("done again" in note, "left out" in note) for note in notes] == [
+        *[(True, False)] * 2,
+        (False, True),
+    ]
 
 
 def test_a_pipeline_of_ray_data(cluster: str) -> None:

@@ -69,6 +69,7 @@ def test_parquet_rows_are_native_rows(tmp_path: Path) -> None:
             "prompt": ["one", None],
             "messages": [None, [{"role": "user", "content": "hi"}]],
             "label": ["left", "out"],
+            "url": ["a field of Batch rows", None],
             "max_tokens": [3, None],
         }
     )

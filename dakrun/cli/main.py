@@ -64,7 +64,9 @@ main.add_command(evaluate)
 @main.command()
 @model_options
 @click.option("-i", "--input", "source", required=True, metavar="FILE|-", help="Prompts.")
-@click.option("-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results.")
+@click.option(
+    "-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results; with --ray a folder."
+)
 @sampling_options
 @workload_options
 @device_option("Where to compute.")
@@ -218,6 +220,10 @@ def _generate_on_ray(
         check_report(
             report_path, source=run["source"], output=run["output"], profile=run["profile"]
         )
+        if Path(report_path).resolve().parent == Path(run["output"]).resolve():
+            raise UsageError(
+                f"{report_path}: lies in the folder of the results", hint="put --report elsewhere"
+            )
     if find_spec("ray") is None or find_spec("pyarrow") is None:
         raise CannotRun("--ray needs Ray, which is not installed", hint="pip install 'dakrun[ray]'")
     from dakrun.ray.run import RayOptions, generate_on_ray, render

@@ -6,7 +6,6 @@ Knows profiles and lengths; knows neither Ray nor files.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from dakrun.config import SamplingParams
@@ -15,7 +14,7 @@ from dakrun.plan.plan import Plan
 from dakrun.plan.run_time import RowTokens, RunForecast, foretell_file
 
 MAX_NODES = 10_000
-BALANCING = 8  # times that the parts of machines are changed
+BALANCING = 8  # iterations that even out the machines' times
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class NodeForecast:
 
 @dataclass(frozen=True)
 class ClusterForecast:
-    """A run whose `kinds` of machines work at their own speeds, until the last row is done."""
+    """The predicted run of a file on several kinds of machines; it ends when the last row does."""
 
     kinds: tuple[NodeForecast, ...]
 
@@ -125,7 +124,8 @@ def foretell_cluster(
             note(f"{nodes.name} is left out: {found}")
     if problem is not None and not able:
         raise problem
-    parts = [1 / total] * len(able)  # of the rows, of one machine of each kind
+    count = sum(nodes.count for nodes, _ in able)
+    parts = [1 / count] * len(able)  # of the rows, of one machine of each kind
     best: ClusterForecast | None = None
     for _ in range(BALANCING):
         kinds = []
@@ -147,7 +147,7 @@ def foretell_cluster(
 
 
 def spread(rows: Sequence[RowTokens], part: float) -> list[RowTokens]:
-    """A `part` of the rows, evenly from all of them in order of their length."""
+    """A `part` of the rows, evenly from all of them in order of their length; at least one."""
     order = sorted(rows, key=lambda row: (-row.new, -row.prompt))
-    counts = list(accumulate(part for _ in order))
-    return [row for row, after in zip(order, counts, strict=True) if int(after) > int(after - part)]
+    count = min(len(order), max(1, round(part * len(order))))
+    return [order[(2 * i + 1) * len(order) // (2 * count)] for i in range(count)]

@@ -5,6 +5,7 @@ Knows workers as Ray actors and rows by number; knows neither files nor models.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,15 +13,16 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from dakrun.errors import CannotRun
 from dakrun.ray.model_thread import Row
-from dakrun.ray.worker import Failed, Finished, Loaded, Progress, Reply
+from dakrun.ray.worker import NONE_YET, Failed, Finished, Loaded, Progress, Reply
 
-MAX_DEATHS = 3  # of workers, with no row finished between them
+MAX_DEATHS = 3  # of a worker and those in its place, with no row finished between them
 ROWS_AHEAD = 16  # that a worker has at least beyond its slots
 WAIT_S = 1.0  # for the next call to end
+REPORT_S = 60.0  # for a worker's report
 WAITING_S = 30.0  # after which a note says that Ray has no room for workers
 
 
@@ -29,10 +31,7 @@ class Rows(Protocol):
 
     def __iter__(self) -> Iterator[Row]: ...
     def left(self) -> int | None:
-        """How many have not been taken; None if there are too many to know."""
-
-
-NONE_YET = Progress(0, None, None)
+        """How many have not been taken, or fewer; None if there are too many to know."""
 
 
 @dataclass(eq=False)
@@ -61,17 +60,19 @@ class Member:
 
 
 class Dispatcher:
-    """Computes rows with `count` workers, each of which `start` makes.
+    """Computes rows with `count` workers.
 
+    `start` makes one; it takes the number of workers that are to share the memory that is free now.
     `on_finished` takes rows with their results as they come, `on_progress` the workers after each
-    turn, and `note` a line for people. A worker has rows for some steps ahead, but no more than its
-    part, by its speed, of those that are unfinished. If one dies, its rows are done again, and
-    another takes its place. One that cannot run the model is left out, with a note.
+    turn, and `note` a line for people. A worker holds up to twice its slots + 16 rows; near the end
+    of the input no more than its share, by tokens/s, of the unfinished ones, so that all end
+    together. If one dies, others do its rows again, and a new worker takes its place. One that
+    cannot run the model, or keeps dying, is left out, with a note.
     """
 
     def __init__(
         self,
-        start: Callable[[], Any],
+        start: Callable[[int], Any],
         count: int,
         *,
         on_finished: Callable[[list[tuple[Row, Finished]]], None],
@@ -80,42 +81,41 @@ class Dispatcher:
     ) -> None:
         self._start, self._on_finished = start, on_finished
         self._on_progress, self._note = on_progress, note
-        self._again: list[Row] = []  # of workers that have died; a heap
+        self._to_redo: list[Row] = []  # of workers that have died; a heap
         self._calls: dict[Any, tuple[Member, Callable[[Member, Any], None]]] = {}  # under way
-        self._deaths = 0
-        self._failed: Failed | None = None  # the last that cannot run the model
+        self._deaths: Counter[str] = Counter()  # by the worker's name
         self.began = 0.0  # time at which the first worker had its first rows
         self._late: float | None = time.perf_counter() + WAITING_S
         self.members: list[Member] = []
         for number in range(count):
-            self._add(f"worker {number + 1}")
+            self._add(f"worker {number + 1}", count)
 
     def run(self, rows: Rows) -> None:
-        """Do all rows. Raises CannotRun if no worker can, or if they keep dying."""
+        """Do all rows. Raises CannotRun if no worker is left that can."""
         source = iter(rows)
-        following = next(source, None)
+        next_row = next(source, None)
         while True:
             for member in [m for m in self.members if m.loaded and not self._is_called(m)]:
                 left = rows.left()
-                room = self._room(member, None if left is None else left + (following is not None))
-                batch = [heappop(self._again) for _ in self._again[:room]]
+                room = self._room(member, None if left is None else left + (next_row is not None))
+                batch = [heappop(self._to_redo) for _ in self._to_redo[:room]]
                 for _ in range(room - len(batch)):
-                    if following is None:
+                    if next_row is None:
                         break
-                    batch.append(following)
-                    following = next(source, None)
+                    batch.append(next_row)
+                    next_row = next(source, None)
                 if batch or member.rows:
                     self._hand_over(member, batch)
-            if following is None and not self._again and not any(m.rows for m in self.members):
+            if next_row is None and not self._to_redo and not any(m.rows for m in self.members):
                 return
             self._take_turn()
 
     def reports(self) -> Iterator[tuple[Member, dict[str, Any]]]:
         """The report of each worker that has finished rows."""
-        for member in self.members:
-            if member.finished:
-                with suppress(RayActorError):
-                    yield member, ray.get(member.actor.report.remote())
+        asked = [(m, m.actor.report.remote()) for m in self.members if m.finished]
+        for member, report in asked:
+            with suppress(RayError):
+                yield member, ray.get(report, timeout=REPORT_S)
 
     def close(self) -> None:
         """End the workers, whatever they do; their processes' memory is free then."""
@@ -123,8 +123,9 @@ class Dispatcher:
             ray.kill(member.actor)
         self.members = []
 
-    def _add(self, name: str) -> None:
-        member = Member(name, self._start())
+    def _add(self, name: str, loading: int) -> None:
+        """Start a worker; `loading` workers, it included, have yet to take their memory."""
+        member = Member(name, self._start(loading))
         self.members.append(member)
         self._calls[member.actor.node.remote()] = member, self._on_node
 
@@ -136,7 +137,7 @@ class Dispatcher:
         assert member.loaded is not None
         most = 2 * member.loaded.slots + ROWS_AHEAD
         if left is not None:
-            unfinished = left + len(self._again) + sum(len(m.rows) for m in self.members)
+            unfinished = left + len(self._to_redo) + sum(len(m.rows) for m in self.members)
             speeds = [m.tokens_per_s or member.tokens_per_s for m in self.members if m.node]
             part = member.tokens_per_s / sum(speeds)
             most = min(most, math.ceil(unfinished * part))
@@ -152,15 +153,15 @@ class Dispatcher:
         """Wait for a call to end, and see to it."""
         done, _ = ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
         for call in done:
-            member, then = self._calls.pop(call)
+            member, on_done = self._calls.pop(call)
             try:
                 found = ray.get(call)
-            except RayActorError as problem:
-                self._replace(member, str(problem).strip().splitlines()[0])
             except RayTaskError as problem:
                 raise RuntimeError(f"{member}: {problem.cause!r}") from problem
+            except RayError as problem:
+                self._replace(member, str(problem).strip().splitlines()[0])
             else:
-                then(member, found)
+                on_done(member, found)
         self._tell_who_waits()
         self._on_progress(self.members)
 
@@ -172,18 +173,25 @@ class Dispatcher:
         if isinstance(found, Loaded):
             member.loaded = found
             return
-        self._note(f"{member} is left out: {found.message}; {found.hint}")
-        self._failed = found
+        self._leave_out(
+            member,
+            f"{found.message}; {found.hint}",
+            CannotRun(f"no worker can run the model: {found.message}", hint=found.hint),
+            found.exit_code,
+        )
+
+    def _leave_out(self, member: Member, reason: str, problem: CannotRun, code: int) -> None:
+        """Go on without `member`; raise `problem`, with its exit code, if there is no other."""
+        self._note(f"{member} is left out: {reason}")
         self._remove(member)
         if not self.members:
-            problem = CannotRun(f"no worker can run the model: {found.message}", hint=found.hint)
-            problem.exit_code = found.exit_code
+            problem.exit_code = code
             raise problem
 
     def _on_reply(self, member: Member, reply: Reply) -> None:
         member.progress = reply.progress
         if reply.finished:
-            self._deaths = 0
+            del self._deaths[member.name]
             member.finished += len(reply.finished)
             self._on_finished([(member.rows.pop(one.number), one) for one in reply.finished])
         if reply.failed:
@@ -192,17 +200,19 @@ class Dispatcher:
     def _replace(self, member: Member, reason: str) -> None:
         """Let others do the rows of `member`, which has ended, and a new worker take its place."""
         for row in member.rows.values():
-            heappush(self._again, row)
-        self._deaths += 1
-        if self._deaths == MAX_DEATHS:
-            raise CannotRun(
-                f"{MAX_DEATHS} workers have ended with no row finished between them; the last was "
-                f"{member}: {reason}",
-                hint="finished rows are kept; Ray's logs say more",
-            )
-        self._note(f"{member} has ended, and its rows are done again: {reason}")
-        self._remove(member)
-        self._add(member.name)
+            heappush(self._to_redo, row)
+        self._deaths[member.name] += 1
+        if self._deaths[member.name] < MAX_DEATHS:
+            self._note(f"{member} has ended, and its rows are done again: {reason}")
+            self._remove(member)
+            self._add(member.name, 1 + sum(not other.loaded for other in self.members))
+            return
+        times = f"has ended {MAX_DEATHS} times with no row finished between"
+        problem = CannotRun(
+            f"every worker has ended; the last, {member}, {times}: {reason}",
+            hint="finished rows are kept; Ray's logs say more",
+        )
+        self._leave_out(member, f"it {times}: {reason}", problem, problem.exit_code)
 
     def _remove(self, member: Member) -> None:
         self.members.remove(member)

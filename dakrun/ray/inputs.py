@@ -24,7 +24,6 @@ from dakrun.requests.row_parser import Format
 
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".parquet": "jsonl", ".txt": "text"}
 PARQUET_ROWS = 1024  # read together
-COLUMNS = (*NATIVE_FIELDS, *ROW_FIELDS)
 
 
 class InputFile(NamedTuple):
@@ -137,7 +136,9 @@ class InputFiles:
     def _rows(self, file: InputFile, opened: BinaryIO) -> Iterator[Line]:
         """The rows of a Parquet file."""
         table = pq.ParquetFile(opened)
-        columns = [name for name in table.schema_arrow.names if name in COLUMNS]
+        names = set(table.schema_arrow.names)
+        is_batch = "body" in names and not names & set(PROMPT_FIELDS)
+        columns = sorted(names & set(ROW_FIELDS if is_batch else NATIVE_FIELDS))
         if not set(columns) & {*PROMPT_FIELDS, "body"}:
             raise UsageError(
                 f"{file.path}: has no column {', '.join(PROMPT_FIELDS)} or body",
@@ -146,7 +147,7 @@ class InputFiles:
         number = 0
         for batch in table.iter_batches(PARQUET_ROWS, columns=columns):
             try:
-                for data in row_lines(pa.Table.from_batches([batch]), COLUMNS):
+                for data in row_lines(pa.Table.from_batches([batch]), columns):
                     number += 1
                     yield Line(number, data if len(data) <= MAX_LINE_BYTES else None, 0, 0)
             except TypeError as problem:

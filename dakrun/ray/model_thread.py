@@ -6,7 +6,6 @@ Knows neither Ray nor files.
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from heapq import heappop, heappush
 
 from dakrun.errors import UsageError
@@ -116,9 +115,3 @@ class ModelThread:
 def no_longer(problem: BaseException | None) -> BaseException:
     """The exception for rows that a thread, which ended with `problem`, has left undone."""
     return problem or UsageError("the model was closed", hint="make another DakrunProcessor")
-
-
-def close_quietly(thread: ModelThread) -> None:
-    """Close a thread while the interpreter may be ending."""
-    with suppress(Exception):
-        thread.close()

@@ -6,7 +6,7 @@ Knows Ray's view of the node; planning and loading are LLM's.
 import fcntl
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ def load_on_node(
         with _one_at_a_time():
             profile = kept_or_measured(measured_device(device), lambda _: None)
     sharing = min(workers, _room_for())
-    policy = _part_of(policy or Policy(), sharing, device)
+    policy = _part_of(policy or Policy(), sharing, measured_device(device))
     return LLM(model, device=device, profile=profile, policy=policy, **options)
 
 
@@ -79,5 +79,6 @@ def _one_at_a_time() -> Iterator[None]:
         yield
         return
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dakrun.errors import CannotRun, UsageError
+from dakrun.interrupt import defer_signals
 from dakrun.ray.arrow import result_table
 from dakrun.requests import IdSet
 from dakrun.requests.files import OutputFile, replacement
@@ -83,10 +84,7 @@ class ResultParts:
         """
         self._fingerprint = fingerprint
         if fingerprint["format"] not in (None, NATIVE.name) and self._form == "parquet":
-            raise UsageError(
-                "results of OpenAI Batch rows cannot be Parquet",
-                hint="use --part-format jsonl, or native rows",
-            )
+            raise _no_parquet()
         if not self._resume or not self._has_results():
             return
         different = differences(read_fingerprint(self.folder / _RUN) or {}, fingerprint)
@@ -151,14 +149,18 @@ class ResultParts:
         try:
             if self._form == "parquet":
                 rows = [json.loads(line) for line in self._hidden.read_bytes().splitlines()]
+                if any("custom_id" in row for row in rows):
+                    raise _no_parquet()
                 asked = any("logprobs" in row for row in rows)
                 with replacement(part) as file:
                     pq.write_table(result_table(rows, from_file=True, logprobs=asked), file)
                 self._file.truncate(0)
             else:
-                self._file.close()
-                self._hidden.rename(part)
-                self._file = OutputFile(str(self._hidden))
+                with defer_signals():
+                    done, self._file = self._file, None
+                    done.close()
+                    self._hidden.rename(part)
+                    self._file = OutputFile(str(self._hidden))
         except OSError as problem:
             raise self._failure(problem) from problem
         self._next, self._count = self._next + 1, 0
@@ -212,6 +214,13 @@ class ResultParts:
             hint=f"finished rows are kept: free some space, or make it writable; "
             f"{self.resume_hint}",
         )
+
+
+def _no_parquet() -> UsageError:
+    return UsageError(
+        "results of OpenAI Batch rows cannot be Parquet",
+        hint="use --part-format jsonl, or native rows; with --resume, finished rows are kept",
+    )
 
 
 def _ids_of(part: Path) -> Iterator[tuple[str, bool]]:

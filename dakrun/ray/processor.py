@@ -1,6 +1,7 @@
 """A stateful class for Ray Data: prompts in an Arrow table in, completions in one out."""
 
 import asyncio
+import hashlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +14,7 @@ import pyarrow as pa
 from dakrun.config import SamplingParams
 from dakrun.llm import LLM
 from dakrun.ray.arrow import result_table, row_lines
-from dakrun.ray.model_thread import ModelThread, Result, Row, close_quietly, no_longer
+from dakrun.ray.model_thread import ModelThread, Result, Row, no_longer
 from dakrun.ray.node import load_on_node
 from dakrun.requests import AheadRow, PromptStarts, RowError, RowParser
 from dakrun.requests.lengths import json_lengths
@@ -31,13 +32,16 @@ class _Batch:
     left: int
     done: Future[Sequence[Result]] = field(default_factory=Future)
 
+    def __post_init__(self) -> None:
+        self.done.set_running_or_notify_cancel()  # it can no longer be cancelled
+
 
 class DakrunProcessor:
     """Completes prompts in a Ray Data pipeline: one model for each actor.
 
         dataset.map_batches(
             DakrunProcessor,
-            fn_constructor_kwargs=dict(model="path/to/model", params=SamplingParams(max_tokens=64)),
+            fn_constructor_kwargs=dict(model="path/to/model", params=SamplingParams(), workers=8),
             concurrency=(1, 8), num_gpus=1, batch_size=64, batch_format="pyarrow",
         )
 
@@ -48,10 +52,10 @@ class DakrunProcessor:
     Columns of a batch are fields of native rows (requests/README.md): `prompt`, `prompt_token_ids`
     or `messages`, and `id`, `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`,
     `ignore_eos`, `logprobs`, each optional, also row by row (null). `params` are for those that a
-    row lacks. Results have all columns of the batch, and `text`, `token_ids`, `finish_reason` and
-    `usage`, or `error` (`code`, `message`) for a row that cannot be run; and `logprobs`, in place
-    of the batch's column, if it has one. Noise of sampled rows follows from their seed and id;
-    without ids, from their place in the batch.
+    row lacks. Results have the columns of the batch, then `text`, `token_ids`, `finish_reason`,
+    `usage`, `error` (`code` and `message` of a row that cannot be run) and, if asked for,
+    `logprobs`; these replace columns of the same names. Noise of sampled rows follows from their
+    seed and id; without ids, from their fields and their place in the batch.
 
     `options` are those of LLM, such as `dtype`, `batch_size`, `max_model_len`, `expected_tokens`;
     `workers` says how many actors there are at most, which share a node's host memory. Raises
@@ -95,12 +99,8 @@ class DakrunProcessor:
         yield self._table(batch, await asyncio.wrap_future(own.done))
 
     def close(self) -> None:
-        """Finish the rows that have begun, and give the model's memory back."""
+        """Finish the rows that have begun, and give the model's memory back; the end does, too."""
         self._thread.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_thread"):
-            close_quietly(self._thread)
 
     def _rows(self, batch: pa.Table) -> list[Row]:
         """The rows of a batch, for the thread."""
@@ -108,7 +108,8 @@ class DakrunProcessor:
         for place, line in enumerate(row_lines(batch), 1):
             fields = json.loads(line)
             if fields.get("id") is None:
-                line = json.dumps(fields | {"id": f"line-{place}"}).encode()
+                name = f"{hashlib.sha256(line).hexdigest()[:16]}-{place}"
+                line = json.dumps(fields | {"id": name}).encode()
             length = json_lengths(fields, self._params.max_tokens, self._max_model_len, starts)
             row = AheadRow(
                 group=group,
@@ -145,7 +146,8 @@ class DakrunProcessor:
             error_row(result) if isinstance(result, RowError) else completion_row(*result)
             for result in results
         ]
-        found = result_table(rows, from_file=False, logprobs="logprobs" in batch.column_names)
+        logprobs = "logprobs" in batch.column_names or self._params.logprobs is not None
+        found = result_table(rows, from_file=False, logprobs=logprobs)
         kept = [name for name in batch.column_names if name not in found.column_names]
         for name in kept:
             found = found.append_column(batch.schema.field(name), batch.column(name))

@@ -3,6 +3,7 @@
 Puts the pieces together; the arguments are those of `dakrun generate`.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import ray
 from rich.console import Console
 
 from dakrun.config import SamplingParams, model_len
+from dakrun.errors import UsageError
 from dakrun.generate import Counts, expectations, progress_bar
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.interrupt import Interrupted
@@ -63,6 +65,7 @@ def generate_on_ray(
         output, form=on.part_format, resume=resume, force=force, overwrite=overwrite
     )
     files = InputFiles(source)
+    _check_apart(files, source, output)
     dtype, load_format = llm_options["dtype"], llm_options["load_format"]
     config, folder = find_model(model, dtype, load_format)
     hardware: str | HardwareProfile = profile if profile == "auto" else load_profile(profile)
@@ -84,14 +87,28 @@ def generate_on_ray(
                 "device": "cuda" if each.gpus else "cpu",
                 "threads": max(1, int(each.cpus)) if not each.gpus else threads,
                 "profile": hardware,
-                "workers": workers,
                 "needs_tokenizer": reader.needs_tokenizer(),
             }
-            setup = Setup(parser=reader.parser, options=options)
+            parser = reader.parser
+
+            def start(sharing: int) -> Any:
+                return actor.remote(Setup(parser=parser, options={**options, "workers": sharing}))
+
             actor = ray.remote(Worker).options(max_concurrency=8, **each.options())
             job = _Job(reader, parts, most_tokens, console)
             with parts, job:
-                return job.run(lambda: actor.remote(setup), workers, note)
+                return job.run(start, workers, note)
+
+
+def _check_apart(files: InputFiles, source: str, output: str) -> None:
+    """Raise UsageError if a prompt file lies in the folder of the results."""
+    if "://" in source:
+        return
+    folder = os.path.join(os.path.realpath(output), "")
+    if any(os.path.realpath(file.path).startswith(folder) for file in files.files):
+        raise UsageError(
+            f"{output}: has the prompts of {source}", hint="give -o another folder for the results"
+        )
 
 
 class _Job:
@@ -127,7 +144,7 @@ class _Job:
             ) from None
 
     def run(
-        self, start: Callable[[], Any], workers: int, note: Callable[[str], None]
+        self, start: Callable[[int], Any], workers: int, note: Callable[[str], None]
     ) -> tuple[dict[str, Any], Counts]:
         """Do the rows; returns the report and the numbers of rows."""
         dispatcher = Dispatcher(

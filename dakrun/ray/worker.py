@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dakrun.errors import DakrunError
+from dakrun.errors import DakrunError, UsageError
 from dakrun.llm import LLM
 from dakrun.plan import run_bound
 from dakrun.ray.model_thread import ModelThread, Result, Row
@@ -57,6 +57,9 @@ class Progress(NamedTuple):
     new_tokens: int
     eb_bytes_per_s: float | None
     share: float | None
+
+
+NONE_YET = Progress(0, None, None)
 
 
 class Reply(NamedTuple):
@@ -108,7 +111,7 @@ class Worker:
                 self._news.clear()
         if found:
             self._last_rows = time.perf_counter()
-        if self._internal is not None:
+        if self._internal is not None and not found:
             raise self._internal
         return Reply(found, self._progress(), self._failed)
 
@@ -145,10 +148,11 @@ class Worker:
         return self._failed
 
     def _progress(self) -> Progress:
-        if self._failed is not None:
-            return Progress(0, None, None)
         llm = self._llm()
-        plan, stats = llm.plan, llm.engine.stats
+        try:
+            plan, stats = llm.plan, llm.engine.stats
+        except UsageError:  # closed: the model has ended, or is planned and loaded again
+            return NONE_YET
         last = stats.step_s[-100:]
         busy = time.perf_counter() - self._first_rows
         bound = run_bound(

@@ -126,7 +126,8 @@ class RequestReader:
         if self.bytes_total is None:
             return None
         ahead.fill()
-        return 1.0 if ahead.ended else self.bytes_read / max(self.bytes_read, self.bytes_total)
+        total = max(1, self.bytes_read, self.bytes_total)
+        return 1.0 if ahead.ended else max(1, self.bytes_read) / total
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError | None]:
         """Every row as a Request, or as a RowError if it is malformed or breaks `rules`.
