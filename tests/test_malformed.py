@@ -444,7 +444,7 @@ BATCH_ROWS = {
         batch({"prompt": "one", "logprobs": 6}), "invalid_field", "logprobs is 6"
     ),
     "no chat template": Row(
-        batch({"messages": [{"role": "user", "content": "a"}]}, CHAT), "no_chat_template", "/v1/co"
+        batch({"messages": [{"role": "user", "content": "a"}]}, CHAT), "no_chat_template", "as text"
     ),
     "no messages": Row(batch({"messages": []}, CHAT), "invalid_prompt", "at least one message"),
     "image": Row(batch({"messages": IMAGE}, CHAT), "unsupported_field", "message 1 has a part"),

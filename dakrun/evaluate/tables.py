@@ -26,9 +26,10 @@ def _text(
     figures: Sequence[Figure], found: Mapping[str, Found], scope: Scope, run: Mapping[str, Any]
 ) -> Iterator[str]:
     ceilings = [f"{name} {format_rate(rate)}" for name, rate in run.get("ceilings", {}).items()]
-    facts = [run["machine"], run["date"], f"commit {run['commit']}"]
+    facts = [str(run[name]) for name in ("machine", "date", "commit") if run.get(name)]
     yield "; ".join([*facts, *([f"ceilings: {', '.join(ceilings)}"] if ceilings else [])])
-    yield f"`{run['command']}`"
+    if command := run.get("command"):
+        yield f"`{command}`"
     for figure in figures:
         if figure.name not in found:
             continue
