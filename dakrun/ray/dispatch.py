@@ -85,15 +85,19 @@ class Dispatcher:
         self._calls: dict[Any, tuple[Member, Callable[[Member, Any], None]]] = {}  # under way
         self._deaths: Counter[str] = Counter()  # by the worker's name
         self.began = 0.0  # time at which the first worker had its first rows
-        self._late: float | None = time.perf_counter() + WAITING_S
+        self._late: float | None = None  # when to say that some workers wait
+        self._count = count
         self.members: list[Member] = []
-        for number in range(count):
-            self._add(f"worker {number + 1}", count)
 
     def run(self, rows: Rows) -> None:
-        """Do all rows. Raises CannotRun if no worker is left that can."""
+        """Start the workers, if there are rows, and do all. Raises CannotRun if no worker can."""
         source = iter(rows)
         next_row = next(source, None)
+        if next_row is None:
+            return
+        self._late = time.perf_counter() + WAITING_S
+        for number in range(self._count):
+            self._add(f"worker {number + 1}", self._count)
         while True:
             for member in [m for m in self.members if m.loaded and not self._is_called(m)]:
                 left = rows.left()
