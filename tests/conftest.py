@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Every run tries the same examples, without a deadline, so that neither chance nor a busy machine
 # makes it fail. `make explore` tries new examples.
-settings.register_profile("dakrun", deadline=None, derandomize=True)
+settings.register_profile("dakrun", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dakrun"))
 
