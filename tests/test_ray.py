@@ -163,7 +163,7 @@ def test_one_line_and_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         out.mkdir(exist_ok=True)
     run = generate(prompts, tmp_path, "--ray")
     assert run.exit_code == 2 and "give -o another folder" in run.stderr
-    monkeypatch.setattr(sys.modules["dakrun.cli.main"], "find_spec", lambda _: None)
+    monkeypatch.setattr("dakrun.cli.ray.find_spec", lambda _: None)
     run = generate(prompts, out, "--ray")
     assert run.exit_code == 3 and "pip install 'dakrun[ray]'" in run.stderr
 

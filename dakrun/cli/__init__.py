@@ -1,6 +1,7 @@
 """The `dakrun` command line.
 
-main.py has the commands, bench.py that of benchmarks, options.py the options that several share.
+main.py has the commands, bench.py and evaluate.py those of these names, ray.py the end of generate
+--ray, options.py the options that several share.
 doctor.py has the checks of `dakrun doctor`, console.py prints, and errors.py turns exceptions into
 error lines and exit codes. The commands import the folders that do the work when they run.
 """

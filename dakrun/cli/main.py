@@ -7,8 +7,6 @@ import json
 import os
 import sys
 import time
-from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,7 @@ from dakrun.cli.options import (
     workload_options,
 )
 from dakrun.config import DTYPE_BYTES
-from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, CannotRun, UsageError
+from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import Dtype, ModelConfig, SamplingParams
@@ -116,7 +114,9 @@ def generate(
     if ray is not None:
         if ordered:
             raise UsageError("--ordered does not go with --ray", hint="drop it: parts have ids")
-        return _generate_on_ray(
+        from dakrun.cli.ray import run_on_ray
+
+        return run_on_ray(
             address=ray,
             workers=workers,
             part_format=part_format or "jsonl",
@@ -208,40 +208,6 @@ def generate(
         eprint(llm.replanned)
     eprint(str(job.counts))
     return EXIT_FAILED if job.counts.failed or job.counts.failed_before else 0
-
-
-def _generate_on_ray(
-    *, address: str, workers: int | None, part_format: Any, report_path: str | None, **run: Any
-) -> int:
-    """generate with --ray; returns the exit code."""
-    from dakrun.generate import check_report, write_report
-
-    if report_path is not None:
-        check_report(
-            report_path, source=run["source"], output=run["output"], profile=run["profile"]
-        )
-        if Path(report_path).resolve().parent == Path(run["output"]).resolve():
-            raise UsageError(
-                f"{report_path}: lies in the folder of the results", hint="put --report elsewhere"
-            )
-    if find_spec("ray") is None or find_spec("pyarrow") is None:
-        raise CannotRun("--ray needs Ray, which is not installed", hint="pip install 'dakrun[ray]'")
-    from dakrun.ray.run import RayOptions, generate_on_ray, render
-
-    console = stderr_console()
-    with redirect_stdout(sys.stderr):  # to which Ray writes of workers that have died
-        report, counts = generate_on_ray(
-            on=RayOptions(address=address, workers=workers, part_format=part_format),
-            console=console if sys.stderr.isatty() else None,
-            note=eprint,
-            **run,
-        )
-    if report_path is not None:
-        write_report(report, Path(report_path))
-    with quiet_stderr():
-        render(report, console)
-    eprint(str(counts))
-    return EXIT_FAILED if counts.failed or counts.failed_before else 0
 
 
 @main.command()

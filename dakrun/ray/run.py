@@ -58,8 +58,8 @@ def generate_on_ray(
     """Complete the prompts at `source` into the folder `output`; returns the report and the counts.
 
     `llm_options` are arguments of LLM; `console` shows progress. The report has the numbers of
-    rows, sums over all workers, and each worker's own report. Raises
-    UsageError or CannotRun; Interrupted by a signal. Whatever is raised, finished rows are on disk.
+    rows, sums over all workers, and each worker's own report. Raises UsageError or CannotRun;
+    Interrupted by a signal. Whatever is raised, finished rows are on disk.
     """
     parts = ResultParts(
         output, form=on.part_format, resume=resume, force=force, overwrite=overwrite

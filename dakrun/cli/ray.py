@@ -1,0 +1,47 @@
+"""`dakrun generate --ray`: checks of its options, and the run's report."""
+
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dakrun.cli.console import eprint, quiet_stderr, stderr_console
+from dakrun.errors import EXIT_FAILED, CannotRun, UsageError
+
+
+def run_on_ray(
+    *, address: str, workers: int | None, part_format: Any, report_path: str | None, **run: Any
+) -> int:
+    """Run generate on the cluster at `address`; `run` are the arguments of generate_on_ray.
+
+    Returns the exit code. Raises UsageError or CannotRun.
+    """
+    from dakrun.generate import check_report, write_report
+
+    if report_path is not None:
+        check_report(
+            report_path, source=run["source"], output=run["output"], profile=run["profile"]
+        )
+        if Path(report_path).resolve().parent == Path(run["output"]).resolve():
+            raise UsageError(
+                f"{report_path}: lies in the folder of the results", hint="put --report elsewhere"
+            )
+    if find_spec("ray") is None or find_spec("pyarrow") is None:
+        raise CannotRun("--ray needs Ray, which is not installed", hint="pip install 'dakrun[ray]'")
+    from dakrun.ray.run import RayOptions, generate_on_ray, render
+
+    console = stderr_console()
+    with redirect_stdout(sys.stderr):  # to which Ray writes of workers that have died
+        report, counts = generate_on_ray(
+            on=RayOptions(address=address, workers=workers, part_format=part_format),
+            console=console if sys.stderr.isatty() else None,
+            note=eprint,
+            **run,
+        )
+    if report_path is not None:
+        write_report(report, Path(report_path))
+    with quiet_stderr():
+        render(report, console)
+    eprint(str(counts))
+    return EXIT_FAILED if counts.failed or counts.failed_before else 0
