@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from dakrun.errors import CannotRun, UsageError
 from dakrun.ray.arrow import row_lines
 from dakrun.requests.gzip_files import without_gz
-from dakrun.requests.lines import Line, Lines
+from dakrun.requests.lines import Line, Lines, LineSource
 from dakrun.requests.native_rows import NATIVE_FIELDS, PROMPT_FIELDS
 from dakrun.requests.openai_rows import ROW_FIELDS
 from dakrun.requests.reader import MAX_LINE_BYTES
@@ -38,8 +38,8 @@ class InputFile(NamedTuple):
         return PurePosixPath(without_gz(self.path)).suffix.lower()
 
 
-class InputFiles:
-    """The lines of all files at `source`, in the order of their names: a LineSource.
+class InputFiles(LineSource):
+    """The lines of all files at `source`, in the order of their names.
 
     A folder's files are those with a known suffix, in it and in its folders. Of folders and globs,
     names that begin with "." or "_" are left out. Lines are counted on from file to file. A row of
@@ -48,7 +48,6 @@ class InputFiles:
     """
 
     may_wait = False
-    can_seek = False
     max_line_bytes = MAX_LINE_BYTES
 
     def __init__(self, source: str) -> None:
@@ -67,26 +66,11 @@ class InputFiles:
         (self.format,) = kinds
         self.bytes_total: int | None = sum(file.size for file in self.files)
         self.bytes_read = 0
-        self._first: Line | None = None
-        self._rest = self._read()
-
-    def __iter__(self) -> Iterator[Line]:
-        while line := self.peek():
-            self._first = None
-            yield line
-
-    def peek(self) -> Line | None:
-        """The next line, which stays the next one; None at the end."""
-        self._first = self._first or next(self._rest, None)
-        return self._first
-
-    def again(self, start: int, length: int) -> bytes:
-        """Lines cannot be read again."""
-        raise NotImplementedError
+        self._rest = self._reading = self._read()
 
     def close(self) -> None:
         """Close the file that is open."""
-        self._rest.close()
+        self._reading.close()
 
     def _find(self, path: str) -> list[InputFile]:
         """The files at `path`; raises UsageError if there are none, or one of another kind."""

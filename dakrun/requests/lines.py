@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from typing import IO, Any, BinaryIO, NamedTuple, Protocol
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked
@@ -26,24 +26,46 @@ class Line(NamedTuple):
     nbytes: int
 
 
-class LineSource(Protocol):
-    """Lines of an input, as Lines has them."""
+class LineSource:
+    """Iterates over the lines of an input, once and in order; a subclass makes `_rest`.
+
+    `bytes_read` of the input's `bytes_total` (None for a pipe) have been read. With `may_wait`,
+    reading waits for a program at the other end.
+    """
 
     name: str
     max_line_bytes: int
     may_wait: bool
     bytes_total: int | None
     bytes_read: int
+    _rest: Iterator[Line]
+    _first: Line | None = None
 
     @property
-    def can_seek(self) -> bool: ...
-    def __iter__(self) -> Iterator[Line]: ...
-    def peek(self) -> Line | None: ...
-    def again(self, start: int, length: int) -> bytes: ...
-    def close(self) -> None: ...
+    def can_seek(self) -> bool:
+        """Whether `again` can be used."""
+        return False
+
+    def __iter__(self) -> Iterator[Line]:
+        while line := self.peek():
+            self._first = None
+            yield line
+
+    def peek(self) -> Line | None:
+        """The next line, which stays the next one; None at the end."""
+        self._first = self._first or next(self._rest, None)
+        return self._first
+
+    def again(self, start: int, length: int) -> bytes:
+        """The bytes of a line that was read before; needs `can_seek`. Raises CannotRun."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the input."""
+        raise NotImplementedError
 
 
-class Lines:
+class Lines(LineSource):
     """Iterates over the lines of `name`, a path or "-", or of `file`; `close` closes the file.
 
     A byte order mark is left out; blank lines are skipped, but counted. `bytes_read` of the file's
@@ -61,23 +83,12 @@ class Lines:
         self.bytes_read = 0
         self._unpacked: BinaryIO | None = None
         self._position = 0  # in the unpacked file
-        self._first: Line | None = None
         self._rest = self._read_lines()
 
     @property
     def can_seek(self) -> bool:
         """Whether `again` can be used: a plain file on disk, of which a line has been read."""
         return self.bytes_total is not None and self._unpacked is self._file
-
-    def __iter__(self) -> Iterator[Line]:
-        while line := self.peek():
-            self._first = None
-            yield line
-
-    def peek(self) -> Line | None:
-        """The next line, which stays the next one; None at the end."""
-        self._first = self._first or next(self._rest, None)
-        return self._first
 
     def again(self, start: int, length: int) -> bytes:
         """The bytes of a line that was read before; needs `can_seek`. Raises CannotRun."""
