@@ -158,8 +158,12 @@ def check_laws(plan: Plan) -> None:
         read = sum(op.read_bytes(tier) for tier in range(2))
         assert read == pytest.approx(op.op.layers * op.op.read_bytes)
         assert op.a <= op.b + 1e-12
+    spare = plan.spare_kv_blocks * plan.kv_block_bytes
     for tier, budget in enumerate(plan.budgets):
-        assert sum(plan.memory(tier).values()) <= budget
+        memory = plan.memory(tier)
+        assert sum(memory.values()) <= budget
+        held = memory["weights"] + memory["kv"] - (0 if tier else spare)
+        assert held == sum(op.resident_bytes(tier) for op in plan.ops)
 
 
 @given(budgeted())
@@ -497,6 +501,20 @@ def test_a_number_of_slots_that_fits_is_found() -> None:
     slot = next(op for op in ops if op.category == "attention").unit_bytes(0, 1)
     for local in range(0, total_bytes(ops), slot // 8):
         host = total_bytes(ops) - local + slot
+        policy = Policy(hbm_budget=fixed + local, host_budget=host, transport="direct")
+        check_laws(make_plan(model, workload, profile, policy))
+
+
+@pytest.mark.parametrize("positions", [129, 200, 350])  # 3, 4 and 6 blocks of KV
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_divided_slots_have_whole_blocks(slots: int, positions: int) -> None:
+    model, workload = known_model("opt-125m"), work(slots, positions - 10, 10)
+    profile = replace(GH200, context_bytes=0)
+    ops = decode_ops(model, workload)
+    fixed = fixed_bytes(model, workload, profile)
+    unit = max(op.layers * unit_sizes(op) for op in ops)
+    for local in range(0, total_bytes(ops), total_bytes(ops) // 5):
+        host = total_bytes(ops) - local + unit
         policy = Policy(hbm_budget=fixed + local, host_budget=host, transport="direct")
         check_laws(make_plan(model, workload, profile, policy))
 

@@ -27,8 +27,8 @@ class Op:
 
     All figures are for one layer. `resident_bytes` is kept, `read_bytes` is read by a step: the
     same for a weight; less for a KV cache that is not full and for an embedding table. Placement is
-    in `units`: row blocks of a weight, slots of a cache or parts of them (slot_parts). A linear op
-    that is `normed` has a norm ahead of it.
+    in `units`: row blocks of a weight; slots of a cache, which has `kv_blocks` in all, or parts of
+    them (slot_parts), rounded to whole blocks. A linear op that is `normed` has a norm ahead of it.
     """
 
     name: str
@@ -42,12 +42,14 @@ class Op:
     read_bytes: float
     flops: float
     units: int
+    kv_blocks: int = 0
     normed: bool = False
 
     def unit_bytes(self, first: int, last: int) -> int:
         """Resident bytes of the units first ... last - 1."""
         if self.category == "attention":
-            return self.resident_bytes // self.units * (last - first)
+            blocks = last * self.kv_blocks // self.units - first * self.kv_blocks // self.units
+            return self.resident_bytes // self.kv_blocks * blocks
         rows, cols = self.shape
         return (first_row(last, rows) - first_row(first, rows)) * cols * self.element_bytes
 
@@ -186,7 +188,8 @@ def attention_op(
 ) -> Op:
     """Attention of `n` new tokens, each to `length` cached positions of the slot's `positions`.
 
-    `heads` are query and key-value heads. A unit is one of `parts` of a slot.
+    `heads` are query and key-value heads. `positions` are of whole KV blocks. A unit is one of
+    `parts` of a slot.
     """
     position_bytes = 2 * heads[1] * head_dim * element_bytes
     return Op(
@@ -196,6 +199,7 @@ def attention_op(
         in_layer=in_layer,
         shape=heads,
         units=n * parts,
+        kv_blocks=n * positions // KV_BLOCK,
         batch_size=n,
         element_bytes=element_bytes,
         resident_bytes=n * positions * position_bytes,
