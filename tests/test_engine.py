@@ -2,6 +2,7 @@
 
 import io
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,23 @@ def test_steps_may_run_ahead_of_their_tokens(path: Path) -> None:
         for key, completion in results[0].items():
             assert other[key].token_ids == completion.token_ids
             assert other[key].finish_reason == completion.finish_reason
+
+
+def test_waiting_for_a_request_is_not_time_of_a_step(path: Path) -> None:
+    """Nor of a step that was launched before its requests were known to have ended."""
+
+    def source(llm: LLM) -> Iterator[Request]:
+        for request in requests(3):
+            assert not llm.engine._steps
+            time.sleep(0.5)
+            yield request
+
+    with load(path, batch_size=1) as llm:
+        llm.engine._eos = frozenset(range(tiny_models.VOCAB))
+        llm.engine.runner.ahead = 3
+        assert [c.finish_reason for c in llm.stream(source(llm))] == ["stop"] * 3
+        stats = llm.engine.stats
+        assert stats.step_s and sum(stats.step_s) + stats.prefill_s < 0.5
 
 
 def test_a_request_ends_where_its_slot_is_full(path: Path) -> None:

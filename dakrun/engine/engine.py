@@ -83,6 +83,8 @@ class Engine:
             queue, exhausted = self.preemption.queue, False
             self.admission.reset()
             while True:
+                while self._steps and not (self._running or self._beginning()):
+                    self._collect()  # steps of ended requests alone: `waiting` may take its time
                 none_now = exhausted
                 while self.admission.is_open and not (none_now or self._closed):
                     try:
