@@ -1,9 +1,9 @@
 """The `dakrun` command line.
 
-main.py has the commands, bench.py and evaluate.py those of these names, ray.py the end of generate
---ray, options.py the options that several share.
-doctor.py has the checks of `dakrun doctor`, console.py prints, and errors.py turns exceptions into
-error lines and exit codes. The commands import the folders that do the work when they run.
+generate.py, plan.py, bench.py and evaluate.py have the commands of these names, main.py the others,
+ray.py the end of generate --ray, options.py the options that several share. doctor.py has the
+checks of `dakrun doctor`, console.py prints, and errors.py turns exceptions into error lines and
+exit codes. The commands import the folders that do the work when they run.
 """
 
 from importlib import import_module
