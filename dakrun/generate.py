@@ -90,9 +90,7 @@ class BatchJob:
             self._progress.stop()
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(
-                f"the rows that had finished are in {self._writer.name}",
-                hint=self._writer.resume_hint,
-                cause=error,
+                self._writer.name, hint=self._writer.resume_hint, cause=error
             ) from None
 
     def requests(self) -> Iterator[Request | None]:

@@ -22,10 +22,10 @@ class Terminated(KeyboardInterrupt):
 
 
 class Interrupted(DakrunError):
-    """A signal stopped the run; `hint` says how to continue it."""
+    """The signal of `cause` stopped a run with results in `output`; `hint` says how to go on."""
 
-    def __init__(self, message: str, *, hint: str, cause: BaseException) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, output: object, *, hint: str, cause: BaseException) -> None:
+        super().__init__(f"the rows that had finished are in {output}", hint=hint)
         self.exit_code = exit_code(cause)
 
 

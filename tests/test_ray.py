@@ -120,26 +120,39 @@ def test_whoever_is_killed_no_row_is_lost_or_done_twice(cluster: str, tmp_path: 
     command += ["--workers", "1", "--threads", "1"]
     hidden = out / ".rows.jsonl"
 
-    def finished() -> int:
-        return hidden.read_bytes().count(b"\n") if hidden.exists() else 0
+    def wait_for(rows: int, run: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + 120
+        while run.poll() is None and not (
+            hidden.exists() and hidden.read_bytes().count(b"\n") >= rows
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as first:
-        deadline = time.monotonic() + 120
-        while finished() < 20 and first.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(20, first)
+        first.kill()
+    kept = hidden.read_bytes()
+    before = kept.count(b"\n")
+    assert 20 <= before < 70
+    report = tmp_path / "report.json"
+    command += ["--resume", "--report", str(report)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as second:
+        wait_for(70, second)
         (victim,) = worker_processes()
         os.kill(victim, signal.SIGKILL)
-        while finished() < 70 and first.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        first.kill()
-    before = finished()
-    assert 70 <= before < 160
-    run = subprocess.run([*command, "--resume"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert f"{160 - before} rows done, 0 failed, {before} skipped" in run.stderr
+        _, stderr = second.communicate()
+    assert second.returncode == 0, stderr
+    assert f"{160 - before} rows done, 0 failed, {before} skipped" in stderr.decode()
     assert by_id(*out.glob("part-*.jsonl")) == wanted
+
+    found = json.loads(report.read_text())
+    dead, alive = found["workers"]
+    assert dead["report"] is None and alive["report"]["plan"]["tiers"]
+    assert dead["rows"] > 0 and dead["rows"] + alive["rows"] == 160 - before
+    assert found["requests"]["finished"] == 160 - before
+    done = [json.loads(line)["usage"]["completion_tokens"] for line in wanted.values()]
+    had = [json.loads(line)["usage"]["completion_tokens"] for line in kept.splitlines()[:before]]
+    assert found["requests"]["new_tokens"] == sum(done) - sum(had)
 
 
 @pytest.mark.usefixtures("inside")

@@ -147,9 +147,8 @@ def has_many_rows(op: Op, profile: HardwareProfile) -> bool:
 
 def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
     """(seconds, efficiency) of one launch of `op`; a gather costs as much as a linear op."""
-    if op.category == "attention":
-        return profile.attention.at(op.units)
-    return profile.products.at(op.batch_size)
+    costs = profile.attention if op.category == "attention" else profile.products
+    return costs.at(op.batch_size)
 
 
 def kernel_time(op: Op, compute: float, profile: HardwareProfile) -> float:

@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 
 @dataclass(eq=False)
-class Member:
+class WorkerState:
     """A worker as the dispatcher sees it. `rows` are those that it has, by number."""
 
     name: str
@@ -59,6 +59,9 @@ class Member:
         return f"{self.name} on {self.node}" if self.node else self.name
 
 
+_Call = tuple[WorkerState, Callable[[WorkerState, Any], None]]  # whose it is, what takes its result
+
+
 class Dispatcher:
     """Computes rows with `count` workers.
 
@@ -76,18 +79,19 @@ class Dispatcher:
         count: int,
         *,
         on_finished: Callable[[list[tuple[Row, Finished]]], None],
-        on_progress: Callable[[Sequence[Member]], None],
+        on_progress: Callable[[Sequence[WorkerState]], None],
         note: Callable[[str], None],
     ) -> None:
         self._start, self._on_finished = start, on_finished
         self._on_progress, self._note = on_progress, note
         self._to_redo: list[Row] = []  # of workers that have died; a heap
-        self._calls: dict[Any, tuple[Member, Callable[[Member, Any], None]]] = {}  # under way
+        self._calls: dict[Any, _Call] = {}  # under way
         self._deaths: Counter[str] = Counter()  # by the worker's name
         self.began = 0.0  # time at which the first worker had its first rows
         self._late: float | None = None  # when to say that some workers wait
         self._count = count
-        self.members: list[Member] = []
+        self.workers: list[WorkerState] = []
+        self.ended: list[WorkerState] = []
 
     def run(self, rows: Rows) -> None:
         """Start the workers, if there are rows, and do all. Raises CannotRun if no worker can."""
@@ -99,134 +103,138 @@ class Dispatcher:
         for number in range(self._count):
             self._add(f"worker {number + 1}", self._count)
         while True:
-            for member in [m for m in self.members if m.loaded and not self._is_called(m)]:
+            for worker in [w for w in self.workers if w.loaded and not self._is_called(w)]:
                 left = rows.left()
-                room = self._room(member, None if left is None else left + (next_row is not None))
+                room = self._room(worker, None if left is None else left + (next_row is not None))
                 batch = [heappop(self._to_redo) for _ in self._to_redo[:room]]
                 for _ in range(room - len(batch)):
                     if next_row is None:
                         break
                     batch.append(next_row)
                     next_row = next(source, None)
-                if batch or member.rows:
-                    self._hand_over(member, batch)
-            if next_row is None and not self._to_redo and not any(m.rows for m in self.members):
+                if batch or worker.rows:
+                    self._hand_over(worker, batch)
+            if next_row is None and not self._to_redo and not any(w.rows for w in self.workers):
                 return
             self._take_turn()
 
-    def reports(self) -> Iterator[tuple[Member, dict[str, Any]]]:
-        """The report of each worker that has finished rows."""
-        asked = [(m, m.actor.report.remote()) for m in self.members if m.finished]
-        for member, report in asked:
+    def reports(self) -> Iterator[tuple[WorkerState, dict[str, Any] | None]]:
+        """The report of each worker that has finished rows; None of one that has died."""
+        asked = [(w, w.actor.report.remote()) for w in self.workers if w.finished]
+        yield from ((worker, None) for worker in self.ended if worker.finished)
+        for worker, found in asked:
+            report = None
             with suppress(RayError):
-                yield member, ray.get(report, timeout=REPORT_S)
+                report = ray.get(found, timeout=REPORT_S)
+            yield worker, report
 
     def close(self) -> None:
         """End the workers, whatever they do; their processes' memory is free then."""
-        for member in self.members:
-            ray.kill(member.actor)
-        self.members = []
+        for worker in self.workers:
+            ray.kill(worker.actor)
+        self.workers = []
 
     def _add(self, name: str, loading: int) -> None:
         """Start a worker; `loading` workers, it included, have yet to take their memory."""
-        member = Member(name, self._start(loading))
-        self.members.append(member)
-        self._calls[member.actor.node.remote()] = member, self._on_node
+        worker = WorkerState(name, self._start(loading))
+        self.workers.append(worker)
+        self._calls[worker.actor.node.remote()] = worker, self._on_node
 
-    def _is_called(self, member: Member) -> bool:
-        return any(member is called for called, _ in self._calls.values())
+    def _is_called(self, worker: WorkerState) -> bool:
+        return any(worker is called for called, _ in self._calls.values())
 
-    def _room(self, member: Member, left: int | None) -> int:
-        """How many more rows `member` should have, with `left` that no worker had yet."""
-        assert member.loaded is not None
-        most = 2 * member.loaded.slots + ROWS_AHEAD
+    def _room(self, worker: WorkerState, left: int | None) -> int:
+        """How many more rows `worker` should have, with `left` that no worker had yet."""
+        assert worker.loaded is not None
+        most = 2 * worker.loaded.slots + ROWS_AHEAD
         if left is not None:
-            unfinished = left + len(self._to_redo) + sum(len(m.rows) for m in self.members)
-            speeds = [m.tokens_per_s or member.tokens_per_s for m in self.members if m.node]
-            part = member.tokens_per_s / sum(speeds)
+            unfinished = left + len(self._to_redo) + sum(len(w.rows) for w in self.workers)
+            speeds = [w.tokens_per_s or worker.tokens_per_s for w in self.workers if w.node]
+            part = worker.tokens_per_s / sum(speeds)
             most = min(most, math.ceil(unfinished * part))
-        return max(0, most - len(member.rows))
+        return max(0, most - len(worker.rows))
 
-    def _hand_over(self, member: Member, batch: list[Row]) -> None:
-        member.started = member.started or time.perf_counter()
-        self.began = self.began or member.started
-        member.rows |= {row.number: (row, data) for row, data in batch}
-        self._calls[member.actor.exchange.remote(batch)] = member, self._on_reply
+    def _hand_over(self, worker: WorkerState, batch: list[Row]) -> None:
+        worker.started = worker.started or time.perf_counter()
+        self.began = self.began or worker.started
+        worker.rows |= {row.number: (row, data) for row, data in batch}
+        self._calls[worker.actor.exchange.remote(batch)] = worker, self._on_reply
 
     def _take_turn(self) -> None:
         """Wait for a call to end, and see to it."""
         done, _ = ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
         for call in done:
-            member, on_done = self._calls.pop(call)
+            worker, on_done = self._calls.pop(call)
             try:
                 found = ray.get(call)
             except RayTaskError as problem:
-                raise RuntimeError(f"{member}: {problem.cause!r}") from problem
+                raise RuntimeError(f"{worker}: {problem.cause!r}") from problem
             except RayError as problem:
-                self._replace(member, str(problem).strip().splitlines()[0])
+                self._replace(worker, str(problem).strip().splitlines()[0])
             else:
-                on_done(member, found)
+                on_done(worker, found)
         self._tell_who_waits()
-        self._on_progress(self.members)
+        self._on_progress(self.workers)
 
-    def _on_node(self, member: Member, name: str) -> None:
-        member.node = name
-        self._calls[member.actor.load.remote()] = member, self._on_load
+    def _on_node(self, worker: WorkerState, name: str) -> None:
+        worker.node = name
+        self._calls[worker.actor.load.remote()] = worker, self._on_load
 
-    def _on_load(self, member: Member, found: Loaded | Failed) -> None:
+    def _on_load(self, worker: WorkerState, found: Loaded | Failed) -> None:
         if isinstance(found, Loaded):
-            member.loaded = found
+            worker.loaded = found
             return
         self._leave_out(
-            member,
+            worker,
             f"{found.message}; {found.hint}",
             CannotRun(f"no worker can run the model: {found.message}", hint=found.hint),
             found.exit_code,
         )
 
-    def _leave_out(self, member: Member, reason: str, problem: CannotRun, code: int) -> None:
-        """Go on without `member`; raise `problem`, with its exit code, if there is no other."""
-        self._note(f"{member} is left out: {reason}")
-        self._remove(member)
-        if not self.members:
+    def _leave_out(self, worker: WorkerState, reason: str, problem: CannotRun, code: int) -> None:
+        """Go on without `worker`; raise `problem`, with its exit code, if there is no other."""
+        self._note(f"{worker} is left out: {reason}")
+        self._remove(worker)
+        if not self.workers:
             problem.exit_code = code
             raise problem
 
-    def _on_reply(self, member: Member, reply: Reply) -> None:
-        member.progress = reply.progress
+    def _on_reply(self, worker: WorkerState, reply: Reply) -> None:
+        worker.progress = reply.progress
         if reply.finished:
-            del self._deaths[member.name]
-            member.finished += len(reply.finished)
-            self._on_finished([(member.rows.pop(one.number), one) for one in reply.finished])
+            del self._deaths[worker.name]
+            worker.finished += len(reply.finished)
+            self._on_finished([(worker.rows.pop(one.number), one) for one in reply.finished])
         if reply.failed:
-            self._replace(member, f"{reply.failed.message}; {reply.failed.hint}")
+            self._replace(worker, f"{reply.failed.message}; {reply.failed.hint}")
 
-    def _replace(self, member: Member, reason: str) -> None:
-        """Let others do the rows of `member`, which has ended, and a new worker take its place."""
-        for row in member.rows.values():
+    def _replace(self, worker: WorkerState, reason: str) -> None:
+        """Let others do the rows of `worker`, which has ended, and a new worker take its place."""
+        for row in worker.rows.values():
             heappush(self._to_redo, row)
-        self._deaths[member.name] += 1
-        if self._deaths[member.name] < MAX_DEATHS:
-            self._note(f"{member} has ended, and its rows are done again: {reason}")
-            self._remove(member)
-            self._add(member.name, 1 + sum(not other.loaded for other in self.members))
+        self._deaths[worker.name] += 1
+        if self._deaths[worker.name] < MAX_DEATHS:
+            self._note(f"{worker} has ended, and its rows are done again: {reason}")
+            self._remove(worker)
+            self._add(worker.name, 1 + sum(not other.loaded for other in self.workers))
             return
         times = f"has ended {MAX_DEATHS} times with no row finished between"
         problem = CannotRun(
-            f"every worker has ended; the last, {member}, {times}: {reason}",
+            f"every worker has ended; the last, {worker}, {times}: {reason}",
             hint="finished rows are kept; Ray's logs say more",
         )
-        self._leave_out(member, f"it {times}: {reason}", problem, problem.exit_code)
+        self._leave_out(worker, f"it {times}: {reason}", problem, problem.exit_code)
 
-    def _remove(self, member: Member) -> None:
-        self.members.remove(member)
-        self._calls = {call: (of, f) for call, (of, f) in self._calls.items() if of is not member}
-        ray.kill(member.actor)
+    def _remove(self, worker: WorkerState) -> None:
+        self.workers.remove(worker)
+        self.ended.append(worker)
+        self._calls = {call: (of, f) for call, (of, f) in self._calls.items() if of is not worker}
+        ray.kill(worker.actor)
 
     def _tell_who_waits(self) -> None:
         """Say once that Ray has no room for some workers."""
         if self._late is None or time.perf_counter() < self._late:
             return
         self._late = None
-        if waiting := sum(not member.node for member in self.members):
-            self._note(f"{waiting} of {len(self.members)} workers wait for room in the cluster")
+        if waiting := sum(not worker.node for worker in self.workers):
+            self._note(f"{waiting} of {len(self.workers)} workers wait for room in the cluster")

@@ -5,6 +5,7 @@ Puts the pieces together; the arguments are those of `dakrun generate`.
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.interrupt import Interrupted
 from dakrun.models.hub import find_model
 from dakrun.ray.cluster import connected, resources
-from dakrun.ray.dispatch import Dispatcher, Member
+from dakrun.ray.dispatch import Dispatcher, WorkerState
 from dakrun.ray.inputs import InputFiles
 from dakrun.ray.model_thread import Row
 from dakrun.ray.parts import PartFormat, ResultParts
@@ -58,8 +59,8 @@ def generate_on_ray(
     """Complete the prompts at `source` into the folder `output`; returns the report and the counts.
 
     `llm_options` are arguments of LLM; `console` shows progress. The report has the numbers of
-    rows, sums over all workers, and each worker's own report. Raises UsageError or CannotRun;
-    Interrupted by a signal. Whatever is raised, finished rows are on disk.
+    rows and tokens, and each worker's own report, or None if it has died. Raises UsageError or
+    CannotRun; Interrupted by a signal. Whatever is raised, finished rows are on disk.
     """
     parts = ResultParts(
         output, form=on.part_format, resume=resume, force=force, overwrite=overwrite
@@ -124,6 +125,7 @@ class _Job:
         self._reader, self._parts, self._max_model_len = reader, parts, max_model_len
         self._progress = progress_bar(console) if console else None
         self._bytes_done = 0
+        self._sums = Counter(finished=0, prompt_tokens=0, new_tokens=0)
         self.counts = Counts(0)
 
     def __enter__(self) -> "_Job":
@@ -138,9 +140,7 @@ class _Job:
             self._progress.stop()
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(
-                f"the rows that had finished are in {self._parts.folder}",
-                hint=self._parts.resume_hint,
-                cause=error,
+                self._parts.folder, hint=self._parts.resume_hint, cause=error
             ) from None
 
     def run(
@@ -155,12 +155,21 @@ class _Job:
             wall_s = time.perf_counter() - dispatcher.began if dispatcher.began else 0.0
             self._parts.end_part()
             found = [
-                {"worker": m.name, "node": m.node, "rows": m.finished, "report": report}
-                for m, report in dispatcher.reports()
+                {"worker": w.name, "node": w.node, "rows": w.finished, "report": report}
+                for w, report in dispatcher.reports()
             ]
         finally:
             dispatcher.close()
-        return merged(found, wall_s) | {"rows": vars(self.counts)}, self.counts
+        new_tokens = self._sums["new_tokens"]
+        report = {
+            "schema": SCHEMA,
+            "rows": vars(self.counts),
+            "requests": dict(self._sums),
+            "time": {"wall_s": wall_s},
+            "tokens_per_s": new_tokens / wall_s if wall_s else None,
+            "workers": found,
+        }
+        return report, self.counts
 
     def __iter__(self) -> Iterator[Row]:
         """The rows that are left to do."""
@@ -182,11 +191,14 @@ class _Job:
         """Write results; on return they are on disk."""
         self._parts.write([one.line for _, one in finished])
         for (row, _), one in finished:
-            self.counts.failed += one.failed
-            self.counts.done += not one.failed
+            self.counts.failed += not one.requests
+            self.counts.done += one.requests > 0
+            self._sums.update(
+                finished=one.requests, prompt_tokens=one.prompt_tokens, new_tokens=one.new_tokens
+            )
             self._bytes_done += row.nbytes
 
-    def _show(self, members: Sequence[Member]) -> None:
+    def _show(self, workers: Sequence[WorkerState]) -> None:
         if not self._progress:
             return
         done = f"{self.counts.done} done, {self.counts.failed} failed"
@@ -194,46 +206,33 @@ class _Job:
             self._progress.task_ids[0], completed=self._bytes_done, description=done
         )
         tasks = {task.fields.get("worker"): task.id for task in self._progress.tasks}
-        for member in members:
-            if member.name not in tasks:
-                tasks[member.name] = self._progress.add_task("", total=None, worker=member.name)
-            self._progress.update(tasks[member.name], description=describe(member))
+        for worker in workers:
+            if worker.name not in tasks:
+                tasks[worker.name] = self._progress.add_task("", total=None, worker=worker.name)
+            self._progress.update(tasks[worker.name], description=describe(worker))
 
 
-def describe(member: Member) -> str:
+def describe(worker: WorkerState) -> str:
     """A worker's progress in a line."""
-    if not member.node:
-        return f"{member.name}: waits for room in the cluster"
-    if not member.loaded:
-        return f"{member}: loads the model"
-    eb, share = member.progress.eb_bytes_per_s, member.progress.share
-    text = f"{member}: {member.tokens_per_s:,.0f} tokens/s"
+    if not worker.node:
+        return f"{worker.name}: waits for room in the cluster"
+    if not worker.loaded:
+        return f"{worker}: loads the model"
+    eb, share = worker.progress.eb_bytes_per_s, worker.progress.share
+    text = f"{worker}: {worker.tokens_per_s:,.0f} tokens/s"
     text += f", EB {eb / 1e9:,.1f} GB/s" if eb else ""
     return text + (f", {share:.0%} of the limit" if share else "")
 
 
-def merged(workers: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, Any]:
-    """The report of a run of `wall_s` seconds: sums over its `workers`, and their own reports."""
-    requests = [worker["report"]["requests"] for worker in workers]
-    sums = {name: sum(one[name] for one in requests) for name in requests[0]} if requests else {}
-    return {
-        "schema": SCHEMA,
-        "requests": sums,
-        "time": {"wall_s": wall_s},
-        "tokens_per_s": sums["new_tokens"] / wall_s if sums and wall_s else None,
-        "workers": list(workers),
-    }
-
-
 def render(report: Mapping[str, Any], console: Console) -> None:
-    """Print a summary of a merged report."""
+    """Print a summary of a run's report."""
     columns = (
         Column("worker", "left"),
         Column("node", "left"),
         *map(Column, ("rows", "new tokens", "tokens/s", "EB GB/s", "% of limit")),
     )
     print_table(console, columns, list(_lines(report["workers"])), gap=2)
-    total, wall_s = report["requests"].get("new_tokens", 0), report["time"]["wall_s"]
+    total, wall_s = report["requests"]["new_tokens"], report["time"]["wall_s"]
     console.print(
         f"{total} new tokens in {wall_s:.1f} s: {report['tokens_per_s'] or 0:,.1f} tokens/s",
         highlight=False,
@@ -242,13 +241,16 @@ def render(report: Mapping[str, Any], console: Console) -> None:
 
 def _lines(workers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for worker in workers:
-        report = worker["report"]
+        name, node, rows, report = worker.values()
+        if report is None:
+            yield name, f"{node} (has ended)", str(rows), *"----"
+            continue
         eb, times = report["eb_bytes_per_s"], report["time"]
         comparable = report["predictions_comparable"] and times["wall_s"]
         yield (
-            worker["worker"],
-            worker["node"],
-            str(worker["rows"]),
+            name,
+            node,
+            str(rows),
             str(report["requests"]["new_tokens"]),
             f"{report['tokens_per_s'] or 0:,.1f}",
             f"{eb / 1e9:,.2f}" if eb else "-",

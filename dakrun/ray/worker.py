@@ -44,11 +44,25 @@ class Failed(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The result of row `number`: whether it is an error, and its line in the output."""
+    """The result of row `number`: its completions (0 of an error), and its line in the output."""
 
     number: int
-    failed: bool
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
     line: bytes
+
+    @classmethod
+    def of(cls, number: int, result: Result) -> "Finished":
+        """That of `result`."""
+        choices = () if isinstance(result, RowError) else result
+        return cls(
+            number,
+            len(choices),
+            sum(one.prompt_tokens for one in choices),
+            sum(len(one.token_ids) for one in choices),
+            result_line(result),
+        )
 
 
 class Progress(NamedTuple):
@@ -129,7 +143,7 @@ class Worker:
         return llm
 
     def _on_result(self, number: int, result: Result) -> None:
-        one = Finished(number, isinstance(result, RowError), result_line(result))
+        one = Finished.of(number, result)
         with self._lock:
             self._finished.append(one)
             self._news.set()

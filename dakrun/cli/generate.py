@@ -1,0 +1,174 @@
+"""The command `dakrun generate`: the prompts of a file completed, on this machine or on Ray's."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dakrun.cli.console import eprint, quiet_stderr, stderr_console
+from dakrun.cli.options import (
+    device_option,
+    load_format_option,
+    model_options,
+    policy_options,
+    profile_option,
+    ray_options,
+    resolve_run_profile,
+    sampling_options,
+    threads_option,
+    workload_options,
+)
+from dakrun.errors import EXIT_FAILED, UsageError
+
+
+@click.command()
+@model_options
+@click.option("-i", "--input", "source", required=True, metavar="FILE|-", help="Prompts.")
+@click.option(
+    "-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results; with --ray a folder."
+)
+@sampling_options
+@workload_options
+@device_option("Where to compute.")
+@profile_option
+@policy_options
+@load_format_option()
+@threads_option()
+@click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
+@click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
+@click.option("--force", is_flag=True, help="With --resume: even if the model or options differ.")
+@click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+@click.option("--ordered", is_flag=True, help="At the end, put the rows in the input's order.")
+@ray_options
+def generate(
+    *,
+    model: str,
+    source: str,
+    output: str,
+    batch_size: int | None,
+    max_decode_step: float | None,
+    max_model_len: int | None,
+    dtype: Any,
+    device: Any,
+    profile: str,
+    policy: Any,
+    load_format: Any,
+    threads: int | None,
+    report_path: str | None,
+    resume: bool,
+    force: bool,
+    overwrite: bool,
+    ordered: bool,
+    ray: str | None,
+    workers: int | None,
+    part_format: Any,
+    **sampling: Any,
+) -> int:
+    """Complete the prompts of a file; each result is on disk as soon as it is finished.
+
+    Prompts are lines of text (.txt), or JSON or OpenAI Batch rows (.jsonl). A row that cannot be
+    run becomes an error row. With --ray the workers of a Ray cluster complete them: the input may
+    also be .parquet, a folder, a glob, or a URL such as s3://..., the output is a folder.
+    """
+    from dakrun.config import SamplingParams
+
+    params = SamplingParams(**sampling)
+    if ray is not None:
+        if ordered:
+            raise UsageError("--ordered does not go with --ray", hint="drop it: parts have ids")
+        from dakrun.cli.ray import run_on_ray
+
+        return run_on_ray(
+            address=ray,
+            workers=workers,
+            part_format=part_format or "jsonl",
+            model=model,
+            source=source,
+            output=output,
+            params=params,
+            llm_options={
+                "dtype": dtype,
+                "device": device,
+                "batch_size": batch_size or "auto",
+                "max_decode_step": max_decode_step,
+                "max_model_len": max_model_len,
+                "policy": policy,
+                "load_format": load_format,
+                "threads": threads,
+            },
+            profile=profile,
+            report_path=report_path,
+            resume=resume,
+            force=force,
+            overwrite=overwrite,
+        )
+    if workers is not None or part_format is not None:
+        given = "--workers" if workers is not None else "--part-format"
+        raise UsageError(f"{given} needs --ray", hint="add --ray local, or drop it")
+
+    from dakrun.config import model_len
+    from dakrun.generate import BatchJob, check_report, expectations, load_bar, write_report
+    from dakrun.llm import LLM
+    from dakrun.models.hub import find_model
+    from dakrun.plan import foretell_file
+    from dakrun.probe import describe_profile
+    from dakrun.report import render
+    from dakrun.requests import RequestReader, ResultWriter, make_fingerprint
+
+    writer = ResultWriter(
+        output, source=source, overwrite=overwrite, resume=resume, force=force, ordered=ordered
+    )
+    if report_path is not None:
+        check_report(report_path, source=source, output=output, profile=profile)
+    with RequestReader(source, defaults=params) as reader:
+        config, folder = find_model(model, dtype, load_format)
+        weights = None if load_format == "dummy" else folder
+        run = make_fingerprint(config, weights, reader.row_format(), params)
+        if note := writer.identify(run):
+            eprint(note)
+        lengths = reader.lengths(model_len(config, max_model_len))
+        hardware = resolve_run_profile(profile, device, eprint)
+        console = stderr_console()
+        progress = console if sys.stderr.isatty() else None
+        with load_bar(progress) as on_load:
+            llm = LLM(
+                model,
+                dtype=dtype,
+                device=device,
+                profile=hardware,
+                batch_size=batch_size or "auto",
+                max_decode_step=max_decode_step,
+                max_model_len=max_model_len,
+                **expectations(lengths, params),
+                policy=policy,
+                needs_tokenizer=reader.needs_tokenizer(),
+                load_format=load_format,
+                threads=threads,
+                on_load=on_load,
+            )
+        foretold = None
+        if llm.profile.comparable and not resume:  # the rows that are left are not known yet
+            rows = reader.row_lengths(llm.plan.workload.max_model_len)
+            if foretold := foretell_file(llm.plan, rows, params):
+                eprint(f"{foretold} (with as many tokens as rows may take)")
+        with llm:
+            start = time.perf_counter()
+            with writer, BatchJob(llm, reader, writer, progress) as job:
+                for result in llm.stream(job.requests()):
+                    job.finish(result)
+                writer.put_in_order()
+            report = llm.report(time.perf_counter() - start)
+    report["rows"] = vars(job.counts)
+    report["time"]["predicted_s"] = foretold and foretold.seconds
+    if report_path is not None:
+        write_report(report, Path(report_path))
+    with quiet_stderr():
+        render(report, console)
+    if profile == "auto":
+        eprint(describe_profile(llm.profile))
+    if llm.replanned:
+        eprint(llm.replanned)
+    eprint(str(job.counts))
+    return EXIT_FAILED if job.counts.failed or job.counts.failed_before else 0

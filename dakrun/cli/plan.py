@@ -1,0 +1,215 @@
+"""The command `dakrun plan`: where a model's bytes would lie, and how fast it would run.
+
+Of this machine or a profile's, or with --nodes of the machines of a cluster.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dakrun.cli.console import eprint, stdout_console
+from dakrun.cli.options import (
+    length_options,
+    model_options,
+    policy_options,
+    profile_option,
+    resolve_model,
+    resolve_profile,
+    wide_option,
+    workload_options,
+)
+from dakrun.errors import UsageError
+
+if TYPE_CHECKING:
+    from dakrun.config import ModelConfig, SamplingParams
+    from dakrun.plan import Plan, Policy
+    from dakrun.plan.nodes import ClusterForecast
+    from dakrun.requests import RowLengths
+
+
+@click.command()
+@model_options
+@workload_options
+@length_options
+@click.option(
+    "-i", "--input", "source", metavar="FILE", help="Plan for this file's prompts; predict its run."
+)
+@profile_option
+@click.option(
+    "--nodes",
+    metavar="PROFILE:N,...",
+    help="Predict a run of generate --ray on so many machines of each profile; needs -i.",
+)
+@policy_options
+@wide_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with units in the key names.")
+@click.option("--plot", metavar="FILE.png", help="Draw the roofline and the speed by ratio.")
+def plan(
+    *,
+    model: str,
+    dtype: str,
+    batch_size: int | None,
+    max_decode_step: float | None,
+    max_model_len: int | None,
+    prompt_len: int,
+    max_tokens: int,
+    source: str | None,
+    profile: str,
+    nodes: str | None,
+    policy: Any,
+    wide: bool,
+    as_json: bool,
+    plot: str | None,
+) -> None:
+    """Plan a model's memory and speed; needs no GPU or weights.
+
+    Shows the tiers of each op's bytes, the memory map, the bound and predicted time to first token
+    (TTFT), decode step and effective bandwidth (EB), the same with one offload ratio for all ops,
+    the limit of the speed, and the changes that would raise it most. With -i, lengths are those of
+    the file's rows (4 characters of text count as a token; --max-tokens is for rows without their
+    own), and the time of its run is predicted.
+    """
+    from dakrun.config import SamplingParams, Workload, model_len
+    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, foretell_file, make_plan
+    from dakrun.plan.show import Overview, overview_dict, plot_plan
+    from dakrun.probe import describe_profile
+
+    params, rows, limit = SamplingParams(max_tokens=max_tokens), None, MAX_BATCH_SIZE
+    if nodes is not None:
+        if source is None or profile != "auto" or plot:
+            raise UsageError(
+                "--nodes predicts the run of a file",
+                hint="give -i, and neither --profile nor --plot",
+            )
+        config = resolve_model(model, dtype)
+        longest = model_len(config, max_model_len)
+        rows = _rows_of(source, params, longest)
+        forecast = _plan_nodes(
+            nodes, config, policy, batch_size, max_decode_step, longest, rows, params
+        )
+        if as_json:
+            click.echo(json.dumps(forecast.as_dict()))
+            return
+        from dakrun.plan.show.nodes import render_nodes
+
+        render_nodes(forecast, source, stdout_console())
+        return
+    config, hardware = resolve_model(model, dtype), resolve_profile(profile)
+    if source is None:
+        max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
+    else:
+        max_model_len = model_len(config, max_model_len)
+        from dakrun.requests import WorkloadLengths
+
+        rows = _rows_of(source, params, max_model_len)
+        lengths = WorkloadLengths.of(*rows)
+        prompt_len, max_tokens = round(lengths.mean_prompt), round(lengths.mean_new)
+        limit = min(lengths.requests, limit)
+    workload = Workload(
+        batch_size=batch_size or 1,
+        prompt_len=prompt_len,
+        new_tokens=max_tokens,
+        max_model_len=max_model_len,
+    )
+    if batch_size is None:
+        workload = choose_batch_size(
+            config, workload, hardware, policy, limit=limit, max_decode_step=max_decode_step
+        )
+    decision = make_plan(config, workload, hardware, policy)
+    if plot:
+        plot_plan(decision, Path(plot))
+    shown = Overview.of(decision, max_decode_step)
+    if profile == "auto":
+        eprint(describe_profile(hardware))
+    foretold = foretell_file(decision, rows, params)
+    if as_json:
+        run = {} if foretold is None else {"run": vars(foretold)}
+        click.echo(json.dumps(overview_dict(shown) | run))
+        return
+    from dakrun.plan.show import render
+
+    render(shown, stdout_console(), wide=wide)
+    if foretold is not None:
+        click.echo(f"{source}: {foretold}")
+
+
+def _plan_nodes(
+    nodes: str,
+    config: "ModelConfig",
+    policy: "Policy",
+    batch_size: int | None,
+    max_decode_step: float | None,
+    max_model_len: int,
+    rows: "tuple[list[RowLengths], float]",
+    params: "SamplingParams",
+) -> "ClusterForecast":
+    """The run of the rows on --nodes; machines that cannot run the model are left out."""
+    from dakrun.config import Workload
+    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
+    from dakrun.plan.nodes import foretell_cluster, parse_nodes
+    from dakrun.requests import WorkloadLengths
+
+    lengths = WorkloadLengths.of(*rows)
+
+    def plan_of(name: str, requests: int) -> "Plan":
+        hardware = resolve_profile(name)
+        workload = Workload(
+            batch_size=batch_size or 1,
+            prompt_len=round(lengths.mean_prompt),
+            new_tokens=round(lengths.mean_new),
+            max_model_len=max_model_len,
+        )
+        if batch_size is None:
+            limit = min(max(1, requests), MAX_BATCH_SIZE)
+            workload = choose_batch_size(
+                config, workload, hardware, policy, limit=limit, max_decode_step=max_decode_step
+            )
+        return make_plan(config, workload, hardware, policy)
+
+    return foretell_cluster(parse_nodes(nodes), plan_of, rows, params, eprint)
+
+
+def _rows_of(
+    source: str, params: "SamplingParams", max_model_len: int
+) -> "tuple[list[RowLengths], float]":
+    """Lengths of the rows of a file, and their share of it. Raises UsageError if there are none."""
+    from dakrun.requests import RequestReader
+
+    with RequestReader(source, defaults=params) as reader:
+        found = reader.row_lengths(max_model_len)
+    if found is None:
+        raise UsageError(
+            f"{source}: a plan needs a file that it can read to its end",
+            hint="write the prompts to a file, and give that to -i",
+        )
+    if not any(row.choices for row in found[0]):
+        raise UsageError(
+            f"{source}: no row can be run", hint="dakrun generate says what is wrong with each row"
+        )
+    return found
+
+
+def _plan_model_len(
+    config: "ModelConfig", prompt_len: int, max_tokens: int, max_model_len: int | None
+) -> int:
+    """--max-model-len, or by default the tokens of a prompt and its completion.
+
+    Raises UsageError if these do not fit in it, or in the model's positions.
+    """
+    length, positions = prompt_len + max_tokens, config.max_positions
+    if length <= min(max_model_len or positions, positions):
+        return max_model_len or length
+    tokens = f"{prompt_len} prompt and {max_tokens} new tokens"
+    if length <= positions:
+        raise UsageError(
+            f"{tokens} do not fit in --max-model-len {max_model_len}",
+            hint=f"raise it to {length}, or lower --prompt-len or --max-tokens",
+        )
+    room = positions - max_tokens
+    shorter = f"--prompt-len to {room}" if room > 0 else f"--max-tokens to {positions - 1}"
+    raise UsageError(
+        f"{tokens} do not fit in the {positions} positions of {config.name}",
+        hint=f"lower {shorter} or less",
+    )
