@@ -404,6 +404,7 @@ def test_thresholds_and_regimes(
         assert (op.regime == "compute-bound") == (compute >= read / local)
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # what would be faster is ten plans more
 @given(budgeted())
 def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> None:
     model, workload, profile, policy = problem

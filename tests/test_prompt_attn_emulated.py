@@ -144,7 +144,7 @@ def test_tiles_and_their_number_are_read_from_the_device() -> None:
     assert torch.equal(case.run(work).view(torch.int16), wanted.view(torch.int16))
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 140)), min_size=1, max_size=5),
     st.integers(1, 3), st.integers(1, 16), st.integers(1, 4), st.integers(0, 2**31),

@@ -82,29 +82,29 @@ def worker_processes() -> list[int]:
 
 @pytest.mark.usefixtures("inside")
 def test_results_are_those_of_a_run_without_ray(tmp_path: Path) -> None:
-    rows = sums(120)
-    rows[50:50] = [b"not JSON", b"", rows[7], b'{"id":"c","prompt":"1+1=","temperature":-1}']
+    rows = sums(70)
+    rows[30:30] = [b"not JSON", b"", rows[7], b'{"id":"c","prompt":"1+1=","temperature":-1}']
     rows.append(b'{"prompt":"2+2=","temperature":1.0,"seed":3}')
     plain, folder, out = tmp_path / "plain.jsonl", tmp_path / "in", tmp_path / "out"
     whole = tmp_path / "whole.jsonl"
     whole.write_bytes(b"\n".join(rows) + b"\n")
     folder.mkdir()
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows[:60]) + b"\n"))
-    (folder / "b.jsonl").write_bytes(b"\n".join(rows[60:]) + b"\n")
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows[:40]) + b"\n"))
+    (folder / "b.jsonl").write_bytes(b"\n".join(rows[40:]) + b"\n")
     assert generate(whole, plain).exit_code == 1
     report = tmp_path / "report.json"
     run = generate(folder, out, "--ray", "auto", "--workers", "2", "--report", str(report))
     assert run.exit_code == 1, run.output
     assert by_id(*out.glob("part-*.jsonl")) == by_id(plain)
-    assert "121 rows done, 3 failed, 0 skipped" in run.stderr
+    assert "71 rows done, 3 failed, 0 skipped" in run.stderr
 
     found = json.loads(report.read_text())
-    assert found["rows"]["done"] == found["requests"]["finished"] == 121
-    assert sum(worker["rows"] for worker in found["workers"]) == 124
+    assert found["rows"]["done"] == found["requests"]["finished"] == 71
+    assert sum(worker["rows"] for worker in found["workers"]) == 74
     assert all(worker["report"]["plan"]["tiers"] for worker in found["workers"])
 
     again = generate(folder, out, "--ray", "auto", "--resume", "--part-format", "parquet")
-    assert again.exit_code == 1 and "0 rows done, 0 failed, 124 skipped; 3 failed" in again.stderr
+    assert again.exit_code == 1 and "0 rows done, 0 failed, 74 skipped; 3 failed" in again.stderr
     (folder / "c.jsonl").write_bytes(b'{"id":"new","prompt":"3+3="}\n')
     refused = generate(folder, out, "--ray", "auto", "--resume")
     assert refused.exit_code == 2 and "was absent, now" in refused.stderr

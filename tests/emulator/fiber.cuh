@@ -5,9 +5,11 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <vector>
+#include <memory>
 
 namespace emulator {
+
+constexpr size_t kStackBytes = 64 * 1024;
 
 inline jmp_buf scheduler;
 
@@ -15,10 +17,10 @@ class Context {
  public:
   // Prepare a fiber. `run` must end with leave(), after which the fiber is not resumed.
   void start(void (*run)()) {
-    stack_.resize(64 * 1024);
+    stack_ = std::make_unique_for_overwrite<char[]>(kStackBytes);
     getcontext(&start_);
-    start_.uc_stack.ss_sp = stack_.data();
-    start_.uc_stack.ss_size = stack_.size();
+    start_.uc_stack.ss_sp = stack_.get();
+    start_.uc_stack.ss_size = kStackBytes;
     start_.uc_link = nullptr;
     makecontext(&start_, run, 0);
   }
@@ -39,7 +41,7 @@ class Context {
   ucontext_t start_;
   jmp_buf at_;
   bool started_ = false;
-  std::vector<char> stack_;
+  std::unique_ptr<char[]> stack_;
 };
 
 }  // namespace emulator
