@@ -1,6 +1,6 @@
 """Command line options that several commands share, and lookups of models and profiles by name.
 
-Knows click; bench.py builds on the helpers here, main.py declares the commands.
+Knows click; the commands, and the decorators that one of them alone has, are in their own files.
 """
 
 import functools

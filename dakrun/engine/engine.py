@@ -262,7 +262,7 @@ class Engine:
         now = time.perf_counter()
         for r, token in zip(rows, found.tokens, strict=True):
             if not r.ended:
-                r.first_token = r.first_token or now
+                r.first_token, r.last_token = r.first_token or now, now
                 r.tokens.append(token)
         for number, likeliest in found.logprobs.items():
             if not rows[number].ended:
@@ -289,7 +289,7 @@ class Engine:
         if reason == "error":
             return not_finite(r, self.plan.model.dtype)
         self.admission.count_end(r)
-        found, stats = completion(r, reason, self._tokenizer, time.perf_counter()), self.stats
+        found, stats = completion(r, reason, self._tokenizer), self.stats
         stats.requests += 1
         stats.capped += reason == "length" and len(r.tokens) < r.request.params.max_tokens
         stats.prompt_tokens += found.prompt_tokens

@@ -77,6 +77,7 @@ class Running:
     launched_prompt: int = 0
     started: float = 0.0
     first_token: float = 0.0
+    last_token: float = 0.0
     ended: bool = False
 
     @property

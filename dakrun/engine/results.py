@@ -15,9 +15,9 @@ from dakrun.requests import (
 
 
 def completion(
-    r: Running, reason: Literal["stop", "length"], tokenizer: Tokenizer | None, now: float
+    r: Running, reason: Literal["stop", "length"], tokenizer: Tokenizer | None
 ) -> Completion:
-    """The result of `r`, which ended for that reason at the time `now`."""
+    """The result of `r`, which ended for that reason."""
     further = len(r.tokens) - 1
     text = tokenizer.decode(r.tokens) if tokenizer else None
     if text is not None and r.stop is not None:
@@ -29,7 +29,7 @@ def completion(
         finish_reason=reason,
         prompt_tokens=len(r.request.prompt_ids),
         ttft_s=r.first_token - r.started,
-        tpot_s=(now - r.first_token) / further if further else 0.0,
+        tpot_s=(r.last_token - r.first_token) / further if further else 0.0,
         reply=r.request.reply,
         logprobs=_logprobs(r, tokenizer),
     )

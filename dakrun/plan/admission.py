@@ -1,6 +1,6 @@
-"""Whether one more request fits the KV blocks of a tier: the most blocks needed at any later step.
+"""The most KV blocks that running requests need at any later step.
 
-Pure arithmetic; knows neither slots nor runners.
+Pure arithmetic; knows neither tiers nor slots.
 """
 
 from collections.abc import Sequence

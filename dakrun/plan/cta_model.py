@@ -95,7 +95,8 @@ def _attention_sms(tier: RemoteTier, model: KernelModel) -> int:
 def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
     """Whether the tiled GEMM computes `op`; False without its costs in the profile.
 
-    The engine uses SplitK_GEMM for small weights at up to 64 rows, which this model ignores.
+    The engine uses SplitK_GEMM for small weights at up to 64 rows, and cuBLAS for many rows on GPUs
+    without wgmma, both of which this model ignores.
     """
     many = op.category == "linear" and op.batch_size > FEW_ROWS
     return many and profile.many_rows is not None

@@ -20,7 +20,8 @@ def parse_remote(text: str) -> tuple[str, ...]:
 class Policy:
     """The user's choices; None leaves a choice to the planner.
 
-    Budgets are bytes per tier (default: the profile's capacities), `peer_budget` for each peer.
+    Budgets are bytes per tier, `peer_budget` for each peer. By default they are the profile's
+    capacities in make_plan, and the memory that is free in LLM.
     `offload_ratio` is the ratio of weight and KV bytes outside HBM; with `kv_offload_ratio`, the
     ratio of remote KV slots, it is that of weight bytes alone. Ratios are met to the nearest unit
     or refused. `transport` reads remote bytes in place (direct), or from HBM after the copy engine

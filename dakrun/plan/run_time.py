@@ -1,7 +1,9 @@
-"""A run foretold: the steps of a file's requests, as the engine would schedule them, in seconds.
+"""A run simulated: the steps of a file's requests, much as the engine schedules them, in seconds.
 
 Goes through all steps with their rows, tokens of prompts and KV blocks, but with no token. Takes
-the placement of a plan as given; knows neither files nor the engine.
+the placement of a plan as given. Simpler than the engine: the KV blocks of all tiers are one pool,
+requests are admitted to the ends that they may have at most, and none gives its blocks up. Knows
+neither files nor the engine.
 """
 
 import functools

@@ -42,7 +42,10 @@ class DakrunProcessor:
         dataset.map_batches(
             DakrunProcessor,
             fn_constructor_kwargs=dict(model="path/to/model", params=SamplingParams(), workers=8),
-            concurrency=(1, 8), num_gpus=1, batch_size=64, batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(
+                min_size=1, max_size=8, max_concurrent_calls_per_actor=8
+            ),
+            num_gpus=1, batch_size=64, batch_format="pyarrow",
         )
 
     Each actor plans for the node that it runs on: with the profile kept of its GPU (measured, if

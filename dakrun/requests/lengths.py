@@ -37,16 +37,12 @@ class WorkloadLengths:
 
     `requests` counts the choices of all rows; the means are over them. Prompts are estimated where
     the file has text. New tokens are those that a request may have at most: `max_tokens`, or what
-    the maximum length leaves. `total` is a prompt and its new tokens. With 0 requests all is 0.
+    the maximum length leaves. With 0 requests all is 0.
     """
 
     requests: int
     mean_prompt: float
-    max_prompt: int
     mean_new: float
-    max_new: int
-    mean_total: float
-    max_total: int
 
     @classmethod
     def of(cls, rows: Iterable[RowLengths], share: float = 1.0) -> "WorkloadLengths":
@@ -58,16 +54,10 @@ class WorkloadLengths:
             weighted = (n * row.choices for n, row in zip(lengths, seen, strict=True))
             return sum(weighted) / count if count else 0.0
 
-        prompts, new = [row.prompt for row in seen], [row.new for row in seen]
-        totals = [row.prompt + row.new for row in seen]
         return cls(
             requests=round(count / share),
-            mean_prompt=mean(prompts),
-            max_prompt=max(prompts, default=0),
-            mean_new=mean(new),
-            max_new=max(new, default=0),
-            mean_total=mean(totals),
-            max_total=max(totals, default=0),
+            mean_prompt=mean(row.prompt for row in seen),
+            mean_new=mean(row.new for row in seen),
         )
 
 

@@ -1,8 +1,9 @@
 """Attention over a KV cache in several tiers: of a token per request, and of several.
 
 splitk.py launches SplitK_FlashAttn, for decoding, as config.py chooses; prompt.py launches prompt
-attention, and cascade.py that of decode rows to the prefixes that they share. kv_blocks.py has the
-layout of KV blocks, kv_cache.py the blocks of all tiers.
+attention, and cascade.py that of decode rows to the prefixes that they share, which
+shared_prefixes.py finds. kv_blocks.py has the layout of KV blocks, kv_cache.py the blocks of all
+tiers, prefix_cache.py those that later requests may share.
 """
 
 from dakrun.kernels.attention import kv_blocks

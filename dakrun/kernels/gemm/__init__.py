@@ -1,8 +1,9 @@
 """X W^T over a packed W in several tiers: SplitK_GEMM for few rows of X, the tiled GEMM for many.
 
 dispatch.py chooses between them and holds their workspaces. splitk.py and tiled.py launch one
-kernel each, as splitk_config.py and tiled_config.py choose. packing.py has W's layout; storage.py
-allocates and writes it in tiers. native/README.md describes the kernels.
+kernel each, as splitk_config.py and tiled_config.py choose, the latter among tiled_shapes.py.
+packing.py has W's layout, packed_matrix.py its parts over tiers; storage.py allocates and writes
+them. native/README.md describes the kernels.
 """
 
 from typing import TYPE_CHECKING
