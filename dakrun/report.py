@@ -66,7 +66,7 @@ def make_report(
         "requests": {
             "finished": stats.requests,
             "capped": stats.capped,
-            "restarted": stats.restarted,
+            "preempted": stats.preempted,
             "swapped": stats.swapped,
             "prompt_tokens": stats.prompt_tokens,
             "shared_prompt_tokens": stats.shared_tokens,
@@ -187,7 +187,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"{requests['new_tokens']} new tokens"
         + _shared(requests["shared_prompt_tokens"])
         + _capped(requests["capped"], plan)
-        + _restarted(requests["restarted"], requests["swapped"]),
+        + _preempted(requests["preempted"], requests["swapped"]),
         "time": f"load {_seconds(times['load_s'])}, prefill {_seconds(times['prefill_s'])}, "
         f"decode {_seconds(times['decode_s'])} in {times['decode_steps']} steps",
         "TTFT": _spread_text(report["ttft_s"]),
@@ -227,7 +227,7 @@ def _shared(count: int) -> str:
     return f"; {count} prompt tokens shared with earlier requests" if count else ""
 
 
-def _restarted(count: int, swapped: int) -> str:
+def _preempted(count: int, swapped: int) -> str:
     """The requests that made room for others; empty if there are none."""
     copied = f" ({swapped} copied to host memory meanwhile)" if swapped else ""
     return f"; {count} made room for others, as the KV cache was full{copied}" if count else ""

@@ -16,14 +16,12 @@ struct NormalizeHeadsArgs {
   const Element* k_weight;
   int n, q_heads, kv_heads;
   int head_dim;  // a multiple of 8, at most 256
-  int ctas;      // CTAs past them are idle (fill_sm)
   float eps;
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     normalize_heads(const __grid_constant__ NormalizeHeadsArgs args) {
   ptx::launch_dependents();
-  if (blockIdx.x >= args.ctas) return fill_sm();
   const int64_t number = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, heads = args.q_heads + args.kv_heads;
   const int64_t token = number / heads;

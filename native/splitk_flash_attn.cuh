@@ -2,7 +2,7 @@
 //
 // Compiled once per dtype (BFLOAT16), head size (HEAD_DIM) and tiles of 8 query heads a KV head
 // (GROUP_TILES), each also with PREFIXES=1: attention to slots' leading blocks is computed before;
-// with SPANNING=1: leading blocks of local slots may lie in the first remote tier; and with
+// with SPILLED=1: leading blocks of local slots may lie in the first remote tier; and with
 // HEAD_NORMS=1: query and key heads are normalized (RMSNorm) before RoPE.
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "element.cuh"
 #include "geometry.cuh"
 
-constexpr bool kPrefixes = PREFIXES, kSpanning = SPANNING, kHeadNorms = HEAD_NORMS;
+constexpr bool kPrefixes = PREFIXES, kSpilled = SPILLED, kHeadNorms = HEAD_NORMS;
 constexpr int kMaxStages = ATTENTION_MAX_STAGES;
 constexpr int kWarps = GROUP_TILES == 1 ? ATTENTION_WARPS : ATTENTION_WARPS_LARGE_GROUP;
 constexpr int kThreads = 32 * (kWarps + 1);  // attention warps and the producer warp
@@ -67,8 +67,8 @@ struct SplitKFlashAttnArgs {
   // With kPrefixes
   const int* prefix_blocks;  // [slots]: leading blocks that `prefixes` covers; fewer than all
   const float* prefixes;     // [slots][kv_heads * group][kPartial]: partial results of prompt_attn
-  // With kSpanning
-  const int* away_blocks;  // [slots]: leading blocks of a local slot that lie in tier 1
+  // With kSpilled
+  const int* spilled_blocks;  // [slots]: leading blocks of a local slot that lie in tier 1
   // With kHeadNorms
   const Element* q_norm;  // [HEAD_DIM]: weights
   const Element* k_norm;
@@ -136,8 +136,8 @@ struct SplitLayout {
   }
 };
 
-// The splits of a slot's layout that CTAs of a tier read: all, or of a local slot that spans tiers
-// those that start in the tier. The layout is of the blocks from `before` on.
+// The splits of a slot's layout that CTAs of a tier read: all, or of a local slot with
+// spilled blocks those that start in the tier. The layout is of the blocks from `before` on.
 struct SplitRange {
   int begin = 0, end = 0;
 
@@ -145,14 +145,14 @@ struct SplitRange {
   __device__ __forceinline__ SplitRange(const SplitKFlashAttnArgs& args, const SplitLayout& layout,
                                         int slot, int before, int tier)
       : end(layout.splits) {
-    if (!kSpanning || end == 0 || slot >= args.tiers[1].first_slot) return;
-    const int away = max(0, min(layout.blocks, args.away_blocks[slot] - before));
-    const int border = layout.split_from(away);
+    if (!kSpilled || end == 0 || slot >= args.tiers[1].first_slot) return;
+    const int spilled = max(0, min(layout.blocks, args.spilled_blocks[slot] - before));
+    const int border = layout.split_from(spilled);
     if (tier == 0) begin = border;
     if (tier > 0) end = border;
   }
   __device__ __forceinline__ int blocks(const SplitLayout& layout) const {
-    return kSpanning ? layout.first_block(end) - layout.first_block(begin) : layout.blocks;
+    return kSpilled ? layout.first_block(end) - layout.first_block(begin) : layout.blocks;
   }
 };
 
@@ -182,7 +182,7 @@ struct WorkItems {
   __device__ __forceinline__ WorkItems(const SplitKFlashAttnArgs& args, int of_tier)
       : args(args),
         tier(of_tier),
-        first_slot(kSpanning && of_tier == 1 ? 0 : args.tiers[of_tier].first_slot),
+        first_slot(kSpilled && of_tier == 1 ? 0 : args.tiers[of_tier].first_slot),
         slots(args.tiers[of_tier + 1].first_slot - first_slot),
         slot_step(args.tiers[of_tier].slot_step),
         heads(args.tiers[of_tier].heads) {
@@ -236,7 +236,7 @@ struct WorkItems {
     }
     head = start / range_blocks;
     int within = start - head * range_blocks;
-    if (kSpanning) within += layout.first_block(range.begin);
+    if (kSpilled) within += layout.first_block(range.begin);
     head += first_head;
     split = layout.split_from(within);
     blocks_left -= layout.first_block(split) - within;
@@ -258,7 +258,7 @@ struct WorkItems {
   // one are done. Call it only if not done(): the search for a slot with blocks would not end.
   __device__ __forceinline__ void locate() {
     if (chunk > 0) return;
-    if (split >= (kSpanning ? range.end : layout.splits)) {
+    if (split >= (kSpilled ? range.end : layout.splits)) {
       if (++head >= first_head + heads) {
         do {
           if (++slot_index == slots) slot_index = 0, first_head += heads;
@@ -266,14 +266,14 @@ struct WorkItems {
         } while (range_blocks == 0);
         head = first_head;
       }
-      split = kSpanning ? range.begin : 0;
+      split = kSpilled ? range.begin : 0;
     }
     if (layout.splits == 1) {
       item_splits = 1, first = 0, count = layout.blocks, chunks = whole_chunks;
       return;
     }
     // Splits that start in the CTA's share.
-    const int end = min(kSpanning ? range.end : layout.splits, layout.split_from(layout.first_block(split) +
+    const int end = min(kSpilled ? range.end : layout.splits, layout.split_from(layout.first_block(split) +
                                                          min(blocks_left, layout.blocks)));
     item_splits = min(args.item_splits, end - split);
     first = layout.first_block(split), count = layout.first_block(split + item_splits) - first;
@@ -284,7 +284,7 @@ struct WorkItems {
   // KV blocks of a head of a slot that the tier's CTAs read.
   __device__ __forceinline__ int blocks_in_tier(int of_slot) const {
     const int blocks = blocks_of(args, of_slot);
-    if (!kSpanning || blocks == 0) return blocks;
+    if (!kSpilled || blocks == 0) return blocks;
     const SplitLayout of(args, blocks);
     return SplitRange(args, of, of_slot, prefix_blocks_of(args, of_slot), tier).blocks(of);
   }

@@ -72,13 +72,23 @@ class Case:
         self.turns = rotations(self.room.positions, self.dim, self.device) if self.rope else None
 
     def config(
-        self, tiers: Sequence[int] = (), *, sms: int, mixed: bool = False, spanning: bool = False
+        self,
+        tiers: Sequence[int] = (),
+        *,
+        sms: int,
+        mixed: bool = False,
+        reads_spilled: bool = False,
     ) -> AttentionConfig:
         """With slots in as many `tiers`, or all in the first; the second may be `mixed` with it."""
         tiers = tiers or (len(self.lengths),)
         access = (ACCESS[0], dataclasses.replace(ACCESS[1], mixed=mixed))
         return attention_config(
-            self.shape, tiers, access[: len(tiers)], sms=sms, capacity=8, spanning=spanning
+            self.shape,
+            tiers,
+            access[: len(tiers)],
+            sms=sms,
+            capacity=8,
+            reads_spilled=reads_spilled,
         )
 
     def slots(self) -> list[torch.Tensor]:
@@ -97,12 +107,12 @@ class Case:
         config: AttentionConfig,
         slots: Sequence[torch.Tensor],
         prefixes: PrefixAttention | None = None,
-        away: Sequence[int] | None = None,
+        spilled: Sequence[int] | None = None,
         head_norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """The output [B, Hq * D]; rows of empty slots stay NaN.
 
-        The first `away` blocks of each local slot count as the first remote tier's.
+        The first `spilled` blocks of each local slot count as the first remote tier's.
         """
         batch, heads, dim = self.q.shape
         out = torch.full((batch, heads * dim), torch.nan, dtype=self.dtype, device=self.device)
@@ -111,11 +121,11 @@ class Case:
         starts = torch.tensor([slot.data_ptr() for slot in slots], device=self.device)
         tables = BlockTables.of_slots(starts, self.shape)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
-        leading = None if away is None else torch.tensor(away).to(lengths)
+        leading = None if spilled is None else torch.tensor(spilled).to(lengths)
         splitk_flash_attn(
             self.q, self.k, self.v, tables, lengths, config, workspace, out,
             scale=dim**-0.5, rotations=self.turns, prefixes=prefixes,
-            away=leading, head_norms=head_norms,
+            spilled=leading, head_norms=head_norms,
         )  # fmt: skip
         assert not workspace.arrivals.any()
         return out

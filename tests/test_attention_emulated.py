@@ -25,9 +25,9 @@ def build(emulated_kernels: Callable[..., EmulatedKernel]) -> Build:
     """The kernel's variant for a dtype, a head size and query heads per KV head."""
 
     def variant(
-        dtype: torch.dtype, dim: int, group: int, *, spanning: bool = False
+        dtype: torch.dtype, dim: int, group: int, *, reads_spilled: bool = False
     ) -> EmulatedKernel:
-        source, macros = attention_variant(dtype, dim, group, spanning=spanning)
+        source, macros = attention_variant(dtype, dim, group, reads_spilled=reads_spilled)
         return emulated_kernels(source, "splitk_flash_attn", macros)
 
     return variant
@@ -223,20 +223,20 @@ def test_slots_that_span_tiers_change_no_bit(
     seed: int,
 ) -> None:
     """Whichever of their leading blocks lie in the remote tier, some of which no row has yet."""
-    lengths, away = zip(*rows, strict=True)
+    lengths, spilled = zip(*rows, strict=True)
     case = Case(lengths, kv_heads, 2, 64)
-    build(case.dtype, case.dim, 2, spanning=True).seed = seed
+    build(case.dtype, case.dim, 2, reads_spilled=True).seed = seed
     there = min(remote, len(lengths) - 1)
-    config = case.config((len(lengths) - there, there), sms=sms, spanning=True)
+    config = case.config((len(lengths) - there, there), sms=sms, reads_spilled=True)
     one = case.config(sms=sms)
-    assert config.spanning and config.ctas[1] > 0
+    assert config.reads_spilled and config.ctas[1] > 0
     if short_splits:
         config, one = (
             dataclasses.replace(c, split_blocks=2, chunk_blocks=1, item_splits=1)
             for c in (config, one)
         )
     slots = case.slots()
-    out = case.run(config, slots, away=away)
+    out = case.run(config, slots, spilled=spilled)
     case.check(out, slots, 1e-3)
     kept = ~out.isnan()
     assert torch.equal(out[kept], case.run(one, case.slots())[kept])
@@ -244,10 +244,10 @@ def test_slots_that_span_tiers_change_no_bit(
 
 def test_tiers_that_share_ctas_span_without_further_ado() -> None:
     case = Case((300, 700), 2, 2, 64)
-    config = case.config((2, 0), sms=SMS, mixed=True, spanning=True)
-    assert not config.spanning and config.ctas == (SMS,)
-    with pytest.raises(ValueError, match="spanning"):
-        case.run(config, case.slots(), away=(1, 0))
+    config = case.config((2, 0), sms=SMS, mixed=True, reads_spilled=True)
+    assert not config.reads_spilled and config.ctas == (SMS,)
+    with pytest.raises(ValueError, match="reads_spilled"):
+        case.run(config, case.slots(), spilled=(1, 0))
 
 
 @pytest.mark.parametrize(

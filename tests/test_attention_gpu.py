@@ -121,8 +121,8 @@ def test_slots_that_span_tiers_change_no_bit(dim: int, group: int) -> None:
     wanted = case.run(case.config(sms=all_sms()), case.slots())
     kept = ~wanted.isnan()
     for tiers in ((7, 0), (5, 2)):
-        config = case.config(tiers, sms=all_sms(), spanning=True)
-        assert config.spanning and config.ctas[1] > 0
-        for away in ([0] * 7, [16, 0, 1, 3, 0, 30, 0], [20, 20, 20, 20, 20, 40, 20]):
-            out = case.run(config, case.slots(), away=away)
-            assert torch.equal(out[kept], wanted[kept]), (tiers, away)
+        config = case.config(tiers, sms=all_sms(), reads_spilled=True)
+        assert config.reads_spilled and config.ctas[1] > 0
+        for spilled in ([0] * 7, [16, 0, 1, 3, 0, 30, 0], [20, 20, 20, 20, 20, 40, 20]):
+            out = case.run(config, case.slots(), spilled=spilled)
+            assert torch.equal(out[kept], wanted[kept]), (tiers, spilled)

@@ -489,7 +489,7 @@ class FakeProducts:
     def variants(self, *_: object, **__: object) -> list[object]:
         return []
 
-    def by(self, *_: object) -> str:
+    def kernel_for(self, *_: object) -> str:
         return "splitk"
 
     def ahead(self, *_: object) -> None:

@@ -111,7 +111,7 @@ def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep
         packing = Packing(accesses, SMS)
         weights = load(source, manifest, plan, tiers, CPU, packing=packing)
     backend = KernelBackend(of, manifest, weights, accesses, shape.positions)
-    step = DecodeStep(backend.variant(None, batch), cache, shape, accesses["attention"])
+    step = DecodeStep(backend.with_buffers(None, batch), cache, shape, accesses["attention"])
     return backend, cache, step
 
 
@@ -162,13 +162,13 @@ def test_prompts_and_steps(
     elif path.name.startswith(IN_TORCH):
         by = "torch"
         monkeypatch.setattr(products, "PIECE_BYTES", 2**14)
-    monkeypatch.setattr(products.Products, "by", lambda *_: by)
+    monkeypatch.setattr(products.Products, "kernel_for", lambda *_: by)
     backend, cache, rows = model_of(path, 2)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
     shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
     prefill = Prefill(
-        backend.variant(staging(backend), 128 + 2, logits=False),
+        backend.with_buffers(staging(backend), 128 + 2, logits=False),
         cache,
         shape,
         torch.empty(ROOM, dtype=torch.uint8),
@@ -240,12 +240,12 @@ def test_prompts_go_on_alike_in_any_tier(
 
     monkeypatch.setattr(CopyStream, "copy", lambda _, *pairs: late.extend(pairs))
     monkeypatch.setattr(CopyStream, "join", join)
-    monkeypatch.setattr(products.Products, "by", lambda *_: "torch")
+    monkeypatch.setattr(products.Products, "kernel_for", lambda *_: "torch")
     backend, cache, _ = model_of(path, 2)
     assert cache.counts == (1, 1)
     shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
     prefill = Prefill(
-        backend.variant(None, 128, logits=False), cache, shape,
+        backend.with_buffers(None, 128, logits=False), cache, shape,
         torch.empty(room, dtype=torch.uint8), 128,
     )  # fmt: skip
     prompt = torch.randint(3, 203, (110,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
 from dakrun.engine import Admission, Engine, NextTokens, PromptPart, Row, admission
-from dakrun.engine.progress import Running
+from dakrun.engine.progress import RequestState
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVCache, KVShape, RowLayout
@@ -104,14 +104,14 @@ def test_slots_take_blocks_of_their_tier_one_by_one() -> None:
 def test_a_local_slot_may_span_tiers() -> None:
     layout = RowLayout(kv_heads=1, head_dim=8, positions=6 * KV_BLOCK, dtype=torch.float32)
     with allocate_tiers({"hbm": 2**20, "host": 2**20}, CPU) as tiers:
-        cache = KVCache((("hbm", 2, 3), ("host", 1, 9)), 2, layout, tiers, CPU, spill=4)
+        cache = KVCache((("hbm", 2, 3), ("host", 1, 9)), 2, layout, tiers, CPU, spill_blocks=4)
         for part in cache.parts:
             part.random_()
-        assert not cache.span(0, 5), "more than the spill"
-        assert cache.span(0, 2) and cache.reserve(0, 5 * KV_BLOCK)
+        assert not cache.spill(0, 5), "more than the spill"
+        assert cache.spill(0, 2) and cache.reserve(0, 5 * KV_BLOCK)
         assert (cache.free(0), cache.free(1)) == (0, 7)
-        assert (cache.away(0), cache.remote_blocks(0)) == (2, 2)
-        assert not cache.reserve(0, 5 * KV_BLOCK + 1) and not cache.span(1, 3)
+        assert (cache.spilled(0), cache.remote_blocks(0)) == (2, 2)
+        assert not cache.reserve(0, 5 * KV_BLOCK + 1) and not cache.spill(1, 3)
         blocks = [cache.block(0, number) for number in range(5)]
         starts = [part.data_ptr() for part in cache.parts]
         inside = [
@@ -130,10 +130,10 @@ def test_a_local_slot_may_span_tiers() -> None:
         cache.publish(0, [b"a", b"b"])
         assert cache.share(1, [b"a", b"b"]) == 0 and cache.common(0) == []
         cache.release(0)
-        assert (cache.free(0), cache.free(1), cache.away(0)) == (3, 9, 0)
+        assert (cache.free(0), cache.free(1), cache.spilled(0)) == (3, 9, 0)
     with allocate_tiers({"hbm": 2**20, "host": 2**20}, CPU) as tiers:
         shape = KVShape(kv_heads=1, head_dim=64, positions=6 * KV_BLOCK)
-        cache = KVCache((("hbm", 2, 3), ("host", 1, 9)), 1, shape, tiers, CPU, spill=4)
+        cache = KVCache((("hbm", 2, 3), ("host", 1, 9)), 1, shape, tiers, CPU, spill_blocks=4)
         assert cache.pretend(5 * KV_BLOCK) == [3, 3, 0]  # 4 of the 7 blocks for local slots
         start, size = cache.parts[1].data_ptr(), cache.parts[1].numel()
         there = [[start <= at < start + size for at in row[:5]] for row in cache.tables.addresses]
@@ -151,18 +151,18 @@ def test_few_slots_are_divided_over_tiers(path: Path) -> None:
         ) as llm:  # fmt: skip
             cache = llm.engine.runner.cache
             assert cache.counts == (1, 0) and cache.blocks == ((3, 0), (1, 2))[ratio > 0]
-            assert cache.spill == cache.blocks[1]
+            assert cache.spill_blocks == cache.blocks[1]
             spans: list[int] = []
             launch = llm.engine.runner.launch
 
             def launched(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
-                spans.append(cache.away(0))  # noqa: B023
+                spans.append(cache.spilled(0))  # noqa: B023
                 launch(rows, parts)  # noqa: B023
 
             llm.engine.runner.launch = launched  # type: ignore[method-assign]
             found.append(by_id(list(llm.stream(requests))))
             assert all_back(llm)
-            assert not llm.engine.stats.restarted
+            assert not llm.engine.stats.preempted
             assert (max(spans) > 0, min(spans)) == (ratio > 0, 0)
     assert found[0] == found[1]
 
@@ -188,8 +188,8 @@ def test_few_blocks_change_no_token(
     with load(path) as llm:
         assert llm.engine.runner.cache.blocks == (3, 3)
         assert by_id(list(llm.stream(ragged(40)))) == alone
-        restarted = llm.engine.stats.restarted
-        assert restarted > 5 if optimistic else restarted < 5
+        preempted = llm.engine.stats.preempted
+        assert preempted > 5 if optimistic else preempted < 5
         assert all_back(llm)
 
 
@@ -211,7 +211,7 @@ def test_what_requests_took_says_what_others_need(
     ]  # fmt: skip
     reason = Engine._finish_reason
 
-    def finish(self: Engine, r: Running) -> str | None:
+    def finish(self: Engine, r: RequestState) -> str | None:
         done = len(r.tokens) >= ends[r.request.id]
         return "stop" if r.tokens and done else reason(self, r)
 
@@ -234,7 +234,7 @@ def test_what_requests_took_says_what_others_need(
             assert all_back(llm)
             steps.append(len(counted))
             rows.append(sum(counted))
-            assert (llm.engine.stats.restarted > 0) == expects
+            assert (llm.engine.stats.preempted > 0) == expects
     assert found[0] == found[1] and {n: len(ids) for n, ids in found[0].items()} == ends
     assert steps[0] < 0.8 * steps[1]
     assert rows[0] == rows[1] == sum(ends.values()), "no token is computed twice"
@@ -260,15 +260,17 @@ def test_a_request_restarts_only_if_no_step_in_flight_ends_another(path: Path, a
     with load(path, batch_size=20) as llm:
         without_computing(llm, ahead)
         assert len(list(llm.stream(ragged(500, 60)))) == 500
-        assert llm.engine.stats.restarted < 6
+        assert llm.engine.stats.preempted < 6
 
 
 def test_blocks_are_asked_for_only_where_a_step_can_be_launched(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Going through hundreds of requests takes long: once a step, not again before its tokens."""
-    asked, grown = list[int](), Engine._grown
-    monkeypatch.setattr(Engine, "_grown", lambda *args: asked.append(1) or grown(*args))
+    asked, grown = list[int](), Engine._reserve_or_preempt
+    monkeypatch.setattr(
+        Engine, "_reserve_or_preempt", lambda *args: asked.append(1) or grown(*args)
+    )
     with load(path) as llm:
         launched = without_computing(llm, 2)
         assert len(list(llm.stream(ragged(200, 60)))) == 200
@@ -311,7 +313,7 @@ def test_the_last_request_outgrows_its_tier(
     """
     reason = Engine._finish_reason
 
-    def finish(self: Engine, r: Running) -> str | None:
+    def finish(self: Engine, r: RequestState) -> str | None:
         return "stop" if len(r.tokens) == 2 and r.request.id != "last" else reason(self, r)
 
     monkeypatch.setattr(Engine, "_finish_reason", finish)
@@ -325,7 +327,7 @@ def test_the_last_request_outgrows_its_tier(
     with load(path) as llm:
         without_computing(llm, 2)
         *_, last = llm.stream(requests)
-        assert llm.engine.stats.restarted > 0 and all_back(llm)
+        assert llm.engine.stats.preempted > 0 and all_back(llm)
     assert last.id == "last"
     if largest == 2:
         assert isinstance(last, RowError) and last.code == "kv_cache_too_small"

@@ -48,7 +48,7 @@ def test_layer_norm(cols: int, dtype: torch.dtype, kernel_device: str) -> None:
     x[2] = 7
     for w, b in ((weight, bias), (weight, None), (None, bias), (None, None)):
         out, behind = x.new_full((10, cols), torch.nan).split((4, 6))
-        normalize(x, out, "layer", eps=EPS, weight=w, bias=b, fills_sms=w is None)
+        normalize(x, out, "layer", eps=EPS, weight=w, bias=b, pad_grid=w is None)
         assert behind.isnan().all()
         wide = [None if vector is None else vector.double() for vector in (w, b)]
         exact = F.layer_norm(x.double(), (cols,), *wide, EPS)

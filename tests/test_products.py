@@ -60,7 +60,7 @@ def test_what_computes(
     monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
     monkeypatch.setattr(products, "sm_count", lambda _: 132)
     found = Products(CPU)
-    assert {n: found.by(n, weight(remote=remote)) for n in rows} == rows
+    assert {n: found.kernel_for(n, weight(remote=remote)) for n in rows} == rows
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_small_weights_are_splitk_gemms_up_to_64_rows(
     split = Split(row_block_count(m), 132, 1, 64)
     part = PackedPart(LOCAL, split, torch.empty(2 * m * k, dtype=torch.uint8))
     small = PackedTensor((m, k), torch.float16, (part,))
-    found = {n: Products(CPU).by(n, small) for n in (32, 33, 64, 65)}
+    found = {n: Products(CPU).kernel_for(n, small) for n in (32, 33, 64, 65)}
     assert found == {32: "splitk", 33: by, 64: by, 65: "tiled"}
 
 
@@ -103,7 +103,7 @@ class Kernels:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[tuple[str, int, str]] = []
         self.workspaces: list[Any] = []
-        self.fills_sms = False
+        self.pad_grid = False
         monkeypatch.setattr(gemm, "splitk_gemm", self.kernel("splitk"))
         monkeypatch.setattr(tiled_gemm, "tiled_gemm", self.kernel("tiled"))
         monkeypatch.setattr(products, "normalize", self.normalize)
@@ -132,10 +132,10 @@ class Kernels:
         *,
         eps: float,
         pdl: bool,
-        fills_sms: bool,
+        pad_grid: bool,
     ) -> Any:
         assert pdl
-        self.fills_sms = fills_sms
+        self.pad_grid = pad_grid
         self.launched.append(("normalize", len(x), norm))
         return out.copy_(x)
 
@@ -163,7 +163,7 @@ def test_launches(
     found = Products(CPU)
     found(x, w, ACCESS, out, bias=bias, residual=residual, norm="rms", eps=1e-5, pdl=True)
     assert kernels.launched == wanted
-    assert kernels.fills_sms == (not tiles and n > 32)
+    assert kernels.pad_grid == (not tiles and n > 32)
     exact = F.linear(x.float(), w.dense().float(), bias.float()) + residual
     torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=1e-2)
 

@@ -78,7 +78,7 @@ def load(path: Path, batch_size: int) -> LLM:
 def complete(path: Path, source: Path, out: Path, requests: int) -> tuple[int, int]:
     """Resume `out` until that many more requests are done.
 
-    Returns how often one restarted, and the bytes that were then held beside the loaded model.
+    Returns how often one preempted, and the bytes that were then held beside the loaded model.
     """
     with load(path, 16) as llm:
         cache = llm.engine.runner.cache
@@ -97,7 +97,7 @@ def complete(path: Path, source: Path, out: Path, requests: int) -> tuple[int, i
             held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert all(cache.free(tier) == count for tier, count in enumerate(cache.blocks))
-        return llm.engine.stats.restarted, held
+        return llm.engine.stats.preempted, held
 
 
 def test_many_rows_cut_off_and_resumed(
@@ -121,8 +121,8 @@ def test_many_rows_cut_off_and_resumed(
         complete(path, source, out, COUNT // 2)
         out.write_bytes(out.read_bytes()[:-30])
         few.setattr(Admission, "_has_room", lambda *_: True)
-        restarted, held = complete(path, source, out, COUNT - COUNT // 2 + 1)
-    assert restarted > 10
+        preempted, held = complete(path, source, out, COUNT - COUNT // 2 + 1)
+    assert preempted > 10
     assert held < 120_000, "200 bytes a row would be too much"
 
     rows = [json.loads(line) for line in out.read_text().splitlines()]

@@ -10,7 +10,7 @@ import tiny_models
 from planned import known, work
 
 from dakrun.config import SamplingParams
-from dakrun.engine import Admission, PromptPart, Row, SwapSpace, is_faster
+from dakrun.engine import Admission, PromptPart, Row, SwapSpace, swap_beats_recompute
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
 from dakrun.plan import Policy, make_plan
@@ -97,7 +97,7 @@ def test_requests_go_on_from_copies(path: Path, alone: dict[str, tuple[int, ...]
             assert by_id(list(llm.stream(ragged()))) == alone
             assert all_back(llm)
         stats = llm.engine.stats
-        assert stats.restarted == stats.swapped > 10
+        assert stats.preempted == stats.swapped > 10
         assert sum(computed) == stats.prompt_tokens
 
 
@@ -119,7 +119,7 @@ def test_with_less_room_more_is_computed_again(
     with load(path, room=room) as llm:
         assert by_id(list(llm.stream(ragged()))) == alone
         stats = llm.engine.stats
-        assert stats.swapped < stats.restarted and (stats.swapped > 0) == (room > 0)
+        assert stats.swapped < stats.preempted and (stats.swapped > 0) == (room > 0)
         assert all_back(llm, room)
 
 
@@ -137,6 +137,8 @@ def test_copies_are_made_where_they_are_faster() -> None:
     """2,000 tokens of Llama-3-8B: 250 MiB there and back over PCIe 5.0, or 3.2e13 FLOP."""
     profile = load_profile("h200-pcie5")
     plan = make_plan(known("llama-3-8b"), work(8), profile, Policy())
-    assert is_faster(plan, 2000)
+    assert swap_beats_recompute(plan, 2000)
     slow = (replace(t, direct_bytes_per_s=5e9, staged_bytes_per_s=5e9) for t in profile.remote)
-    assert not is_faster(replace(plan, profile=replace(profile, remote=tuple(slow))), 2000)
+    assert not swap_beats_recompute(
+        replace(plan, profile=replace(profile, remote=tuple(slow))), 2000
+    )

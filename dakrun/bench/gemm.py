@@ -123,7 +123,7 @@ class GemmChains(Chains):
             ahead = self._products.ahead(case.n, following, access)
             self._products(x, weights[operand], access, out, pdl=True, ahead=ahead)
 
-        return self.seconds(case, launch), self._products.by(case.n, weights[0])
+        return self.seconds(case, launch), self._products.kernel_for(case.n, weights[0])
 
     def baseline(self, case: GemmCase) -> list[float]:
         rows, cols = case.shape.rows, case.shape.cols

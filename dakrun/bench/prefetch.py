@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from dakrun.engine import Ring
+from dakrun.engine import StagingRing
 from dakrun.hardware import LOCAL
 from dakrun.memory import HOST, Tier, aligned, allocate_tiers
 from dakrun.units import ceil_div
@@ -32,7 +32,9 @@ class Prefetch:
         self._sources = [tiers[HOST].allocate((nbytes,), torch.uint8) for _ in range(count)]
         room = tiers[LOCAL].allocate((buffers(count) * nbytes,), torch.uint8)
         # A single layer is copied while those before it compute: its one buffer is free then.
-        self._ring = Ring([[source] for source in self._sources], room, ahead=min(1, count - 1))
+        self._ring = StagingRing(
+            [[source] for source in self._sources], room, ahead=min(1, count - 1)
+        )
         self._numbers = {layers[at]: number for number, at in enumerate(spread(count, len(layers)))}
         model.register_forward_pre_hook(lambda *_: self._ring.begin())
         for layer, number in self._numbers.items():

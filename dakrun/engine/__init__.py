@@ -27,8 +27,8 @@ from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner, gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
-from dakrun.engine.staging import Place, Ring, Staging, places, staged_bytes
-from dakrun.engine.swap import Saved, SwapSpace, is_faster
+from dakrun.engine.staging import Place, Staging, StagingRing, places, staged_bytes
+from dakrun.engine.swap import Saved, SwapSpace, swap_beats_recompute
 
 __all__ = [
     "LOG_STEPS",
@@ -46,11 +46,11 @@ __all__ = [
     "Prefill",
     "PromptPart",
     "ReferenceRunner",
-    "Ring",
     "Row",
     "Runner",
     "Saved",
     "Staging",
+    "StagingRing",
     "SwapSpace",
     "buckets",
     "build_runner",
@@ -59,12 +59,12 @@ __all__ = [
     "fill_order",
     "fitting",
     "gpu_errors",
-    "is_faster",
     "noise",
     "places",
     "request_seed",
     "runs_on_kernels",
     "sample",
     "staged_bytes",
+    "swap_beats_recompute",
     "tier_accesses",
 ]

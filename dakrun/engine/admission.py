@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from dakrun.engine.prefixes import block_names
-from dakrun.engine.progress import NO_SLOT, Running
+from dakrun.engine.progress import NO_SLOT, RequestState
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVCache
 from dakrun.plan import peak_blocks
@@ -44,9 +44,11 @@ class Admission:
     def most_positions(self) -> int:
         """Positions of the longest request for which the empty cache has blocks."""
         blocks = self._cache.blocks
-        return max(*blocks, blocks[0] + self._cache.spill) * KV_BLOCK
+        return max(*blocks, blocks[0] + self._cache.spill_blocks) * KV_BLOCK
 
-    def admit(self, r: Running, running: Sequence[Running], beginning: Sequence[Running]) -> bool:
+    def admit(
+        self, r: RequestState, running: Sequence[RequestState], beginning: Sequence[RequestState]
+    ) -> bool:
         """Give `r` a slot and the blocks of its prompt; False if there is no room.
 
         There is room in a tier if its blocks suffice for all its requests until they end, with as
@@ -54,18 +56,20 @@ class Admission:
         `running`, and others that are `beginning`; until one of them ends, `blocked` is then set.
         """
         cache = self._cache
-        r.cached, names = len(r.prompt) - (r.saved is not None), block_names(r.prompt)
+        names = block_names(r.prompt)
+        # The newest token of a request that goes on from copies is not in the cache yet.
+        r.cached = len(r.prompt) - (r.saved is not None)
         tried: set[int] = set()  # tiers
         for slot in self._free:
             if cache.tier(slot) in tried:
                 continue
             tried.add(cache.tier(slot))
-            r.slot, r.names, r.away = slot, names, 0
+            r.slot, r.names, r.spilled = slot, names, 0
             self._share(r)
             found = self._has_room(r, running, beginning) and cache.reserve(slot, r.cached)
             if not found:
                 cache.release(slot)
-                found = self._spans(r) and cache.reserve(slot, r.cached)
+                found = self._spill(r) and cache.reserve(slot, r.cached)
             if found:
                 self._free.remove(slot)
                 self._at_ends[cache.tier(slot)] += r.blocks_at_end
@@ -77,7 +81,7 @@ class Admission:
         self.blocked = bool(running or beginning)
         return False
 
-    def share_more(self, r: Running) -> None:
+    def share_more(self, r: RequestState) -> None:
         """Let `r`, of whose prompt nothing is computed, have blocks that others have computed."""
         before = r.blocks_at_end
         self._share(r)
@@ -85,7 +89,7 @@ class Admission:
             self._at_ends[self._cache.tier(r.slot)] += r.blocks_at_end - before
             self.blocked = False
 
-    def release(self, r: Running) -> None:
+    def release(self, r: RequestState) -> None:
         """Take `r` out of its slot; steps already launched for it have no effect."""
         tier = self._cache.tier(r.slot)
         self._cache.release(r.slot)
@@ -93,14 +97,14 @@ class Admission:
         bisect.insort(self._free, r.slot, key=self._order.__getitem__)
         r.slot, self.blocked = NO_SLOT, False
 
-    def count_end(self, r: Running) -> None:
+    def count_end(self, r: RequestState) -> None:
         """Expect others to end like `r`, which has ended."""
         if r.may_end_early:
             self._ended += 1
             self._ended_parts += len(r.tokens) / r.limit
 
     def _has_room(
-        self, new: Running, running: Sequence[Running], beginning: Sequence[Running]
+        self, new: RequestState, running: Sequence[RequestState], beginning: Sequence[RequestState]
     ) -> bool:
         """Whether the blocks of the tier suffice for its requests and `new`, to expected ends."""
         tier = self._cache.tier(new.slot)
@@ -113,7 +117,7 @@ class Admission:
         needed = peak_blocks([r.own_positions for r in here], [_expected(r, part) for r in here])
         return needed <= room
 
-    def _expected_part(self, running: Sequence[Running]) -> float:
+    def _expected_part(self, running: Sequence[RequestState]) -> float:
         """The part of its limit that a request is expected to have at its end, if it may end early.
 
         It is the tokens of all requests so far, as parts of their limits, over the number of those
@@ -128,24 +132,24 @@ class Admission:
     def _room(self, tier: int) -> int:
         """Blocks of a tier for requests in its slots, besides those that are shared by now."""
         cache = self._cache
-        return cache.blocks[tier] - cache.borrowed(tier) - (cache.spill if tier == 1 else 0)
+        return cache.blocks[tier] - cache.borrowed(tier) - (cache.spill_blocks if tier == 1 else 0)
 
-    def _spans(self, new: Running) -> bool:
+    def _spill(self, new: RequestState) -> bool:
         """Put leading blocks of `new`, for which its tier has no room, into the remote tier.
 
         They are as few as possible. False if that is not planned for, or has no room now.
         """
         cache = self._cache
-        if not cache.spill or cache.tier(new.slot):
+        if not cache.spill_blocks or cache.tier(new.slot):
             return False
         new.names, new.shared, new.launched_prompt = (), 0, 0
         missing = new.blocks_at_end - max(0, self._room(0) - self._at_ends[0])
-        if missing <= 0 or not cache.span(new.slot, missing):
+        if missing <= 0 or not cache.spill(new.slot, missing):
             return False
-        new.away = missing
+        new.spilled = missing
         return True
 
-    def _share(self, r: Running) -> None:
+    def _share(self, r: RequestState) -> None:
         """Give `r` the leading blocks of its prompt that are in its tier.
 
         Its last token is computed in any case: the first new one follows from it.
@@ -154,7 +158,7 @@ class Admission:
         r.shared = r.launched_prompt = self._cache.share(r.slot, usable) * KV_BLOCK
 
 
-def _expected(r: Running, part: float) -> int:
+def _expected(r: RequestState, part: float) -> int:
     """Positions that `r` is expected to add, if it ends when it has `part` of its limit.
 
     If it is beyond that already, a block more.

@@ -66,7 +66,12 @@ def build_runner(
     manifest = manifest_of(architecture(model), source.__contains__)
     shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
     cache = KVCache(
-        plan.kv_placement(), model.num_layers, shape, tiers, device, spill=plan.kv_spill_blocks
+        plan.kv_placement(),
+        model.num_layers,
+        shape,
+        tiers,
+        device,
+        spill_blocks=plan.kv_spill_blocks,
     )
     packing = Packing(accesses, plan.profile.sms)
     with compiling(_kernels(plan, device), gpu_architecture(device.index)):
@@ -75,14 +80,14 @@ def build_runner(
     positions = shape.blocks * KV_BLOCK
     backend = KernelBackend(architecture(model), manifest, weights, accesses, positions)
     steps, prefill = _staging(plan, backend)
-    step = DecodeStep(backend.variant(steps, cache.slots), cache, shape, accesses["attention"])
+    step = DecodeStep(backend.with_buffers(steps, cache.slots), cache, shape, accesses["attention"])
     chunk_tokens = plan.prefill.chunk_tokens
     staged = kv_staging_bytes(model, plan.workload, chunk_tokens)
-    remote = cache.spill or any(cache.counts[1:])
+    remote = cache.spill_blocks or any(cache.counts[1:])
     room = torch.empty(staged if remote else 0, dtype=torch.uint8, device=device)
     tokens = pass_tokens(plan.workload, chunk_tokens)
     prompts = Prefill(
-        backend.variant(prefill, tokens + cache.slots, logits=False),
+        backend.with_buffers(prefill, tokens + cache.slots, logits=False),
         cache, shape, room, chunk_tokens,
     )  # fmt: skip
     return GraphRunner(step, prompts, cache, shape)
@@ -95,7 +100,12 @@ def _reference_runner(
     manifest = manifest_of(architecture(model), source.__contains__)
     layout = RowLayout(model.num_kv_heads, model.head_dim, kv_positions(plan.workload), dtype)
     cache = KVCache(
-        plan.kv_placement(), model.num_layers, layout, tiers, device, spill=plan.kv_spill_blocks
+        plan.kv_placement(),
+        model.num_layers,
+        layout,
+        tiers,
+        device,
+        spill_blocks=plan.kv_spill_blocks,
     )
     weights = load(source, manifest, plan, tiers, device, on_load=on_load)
     return ReferenceRunner(architecture(model), weights, cache, layout, plan.workload.max_model_len)
@@ -108,7 +118,7 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     return variants(
         getattr(torch, model.dtype), SPLITK_ROWS, x_tiles(device.index), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
-        spans=plan.kv_spill_blocks > 0,
+        spills=plan.kv_spill_blocks > 0,
         head_norms=architecture(model).family.qk_norms is not None,
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ class DecodeStep:
 
     A step computes the first rows, ordered by tier, as many as its bucket has. The device holds
     for each row: `tokens` and `slots` (int32); `lengths` (int32), the cached positions of the
-    slot; `away` (int32), the slot's leading KV blocks in the first remote tier, where slots span
+    slot; `spilled` (int32), the slot's leading KV blocks in the first remote tier, where slots span
     tiers; and after a step `backend.logits` [rows, V]. A slot's block table has a block for the new
     position, too. A step that attends from position p of a slot also writes the token
     that it chooses to log[slot, p % LOG_STEPS] and newest[slot]; `log` is int32 [slots, LOG_STEPS]
@@ -64,7 +64,7 @@ class DecodeStep:
         self._accesses = tuple(accesses)
         batch, like = cache.slots, backend.like
         integers = torch.zeros(5, batch, dtype=torch.int32, device=like.device)
-        self.tokens, self.newest, self.slots, self.lengths, self.away = integers
+        self.tokens, self.newest, self.slots, self.lengths, self.spilled = integers
         self._mapped = integers[2:]
         self.lengths.fill_(IDLE)
         self.log = torch.zeros(batch, LOG_STEPS, dtype=torch.int32, pin_memory=like.is_cuda)
@@ -79,8 +79,8 @@ class DecodeStep:
         self._configs = {
             bucket: attention_config(
                 self._shape, bucket, self._accesses, sms=sm_count(device),
-                capacity=self._cache.slots, alone=self.backend.fills_sms(sum(bucket)),
-                spanning=self._cache.spill > 0,
+                capacity=self._cache.slots, alone=self.backend.one_cta_per_sm(sum(bucket)),
+                reads_spilled=self._cache.spill_blocks > 0,
             )
             for bucket in buckets
         }  # fmt: skip
@@ -106,10 +106,10 @@ class DecodeStep:
             if groups:
                 self._prefixes.assign(groups)
         n = len(slots)
-        away = [
-            0 if n == IDLE else self._cache.away(s) for s, n in zip(slots, lengths, strict=True)
+        spilled = [
+            0 if n == IDLE else self._cache.spilled(s) for s, n in zip(slots, lengths, strict=True)
         ]
-        rows = torch.tensor([slots, lengths, away], dtype=torch.int32)
+        rows = torch.tensor([slots, lengths, spilled], dtype=torch.int32)
         mapped = upload(rows, self.tokens.device)
         self._mapped[:, :n].copy_(mapped)
         torch.index_select(self.newest, 0, self.slots[:n], out=self.tokens[:n])
@@ -158,7 +158,7 @@ class DecodeStep:
         return splitk_flash_attn(
             q, k, v, self._cache.tables, lengths, config, self._workspace, out, scale=scale,
             layer=layer, table_of=self.slots[:n], rotations=rotations, prefixes=prefixes,
-            away=self.away[:n] if config.spanning else None, head_norms=norms, pdl=True,
+            spilled=self.spilled[:n] if config.reads_spilled else None, head_norms=norms, pdl=True,
         )  # fmt: skip
 
     def select(self, n: int, logits: torch.Tensor) -> None:

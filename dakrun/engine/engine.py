@@ -9,14 +9,14 @@ Knows neither files nor checkpoints, nor how the runner computes.
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.engine.admission import Admission
 from dakrun.engine.preemption import Preemption
-from dakrun.engine.progress import NO_SLOT, EngineStats, Running
+from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
 from dakrun.engine.results import completion, not_finite, too_long
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
@@ -32,9 +32,25 @@ class _Step:
     """A launched step. Its tokens are those of `requests`, of which the first are decode rows."""
 
     start: float
-    requests: Sequence[Running]
+    requests: Sequence[RequestState]
     decode_rows: int
     prefills: bool
+
+
+class _Source:
+    """The requests of a run, as Engine.generate takes them; `exhausted` once there are no more."""
+
+    def __init__(self, requests: Iterable[Request | None]) -> None:
+        self._requests = iter(requests)
+        self.exhausted = False
+
+    def take(self) -> Request | None:
+        """The next request; None if none has arrived, or there are no more."""
+        if not self.exhausted:
+            for request in self._requests:
+                return request
+            self.exhausted = True
+        return None
 
 
 class Engine:
@@ -54,7 +70,7 @@ class Engine:
         self.admission = Admission(runner.cache, runner.order)
         self.preemption = Preemption(runner, plan)
         self.prompts = PromptQueue(runner, self.admission, requests_per_admission(plan))
-        self._running: list[Running] = []  # in the order in which they began
+        self._running: list[RequestState] = []  # in the order in which they began
         self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = False
         self._collected = 0.0  # time of the last collection
@@ -79,52 +95,25 @@ class Engine:
                 hint="finish or close that stream first, and give each thread its own LLM",
             )
         try:
-            waiting = iter(requests)
-            queue, exhausted = self.preemption.queue, False
             self.admission.reset()
+            source = _Source(requests)
             while True:
                 while self._steps and not (self._running or self._beginning()):
-                    self._collect()  # steps of ended requests alone: `waiting` may take its time
-                none_now = exhausted
-                while self.admission.is_open and not (none_now or self._closed):
-                    try:
-                        r = queue.popleft() if queue else None
-                        if r is None and (request := next(waiting)) is not None:
-                            r = self._run_of(request)
-                    except StopIteration:
-                        exhausted = True
-                    if r is None:
-                        none_now = True
-                    elif not self._admit(r):
-                        if self.admission.blocked:
-                            queue.appendleft(r)
-                        else:
-                            self.preemption.forget_copies(r)
-                            yield too_long(r.request, r.limit, self.admission.most_positions)
+                    self._collect()  # steps of ended requests alone: `source` may take its time
+                none_now = yield from self._admit_waiting(source)
                 if self._closed:
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
-                if len(self._steps) < self.runner.ahead:
-                    new = self.prompts.requests
-                    idle = not (self._running or new or self._steps)
-                    self._running += self.preemption.resume(idle=idle)
-                    rows = [] if self.prompts_first and new else self._running
-                    active = self._grown([r for r in rows if r.remaining])
-                    begins = new and (
-                        none_now or not active or self.prompts.is_worth_a_pass(len(self._running))
-                    )
-                    if active is not None and (active or begins):
-                        self._launch(active, self.prompts.parts(len(active)) if begins else [])
-                        continue
+                if self._launch_next(none_now=none_now):
+                    continue
                 if self._steps:
                     self._collect()
-                elif exhausted and not queue and not self.preemption.restored:
+                elif source.exhausted and not (self.preemption.queue or self._beginning()):
                     return
                 for r in list(self._running):
                     if reason := self._finish_reason(r):
                         yield self._end(r, reason)
-                exhausted = exhausted and not queue
         finally:
             self._drop_all()
             self._one_run.release()
@@ -134,7 +123,7 @@ class Engine:
         self._closed = True
         with suppress(RuntimeError):  # of a GPU that has failed
             self.runner.drop()
-            self.preemption.swap.settle()
+            self.preemption.swap.wait_for_copies()
         self.preemption.swap.close()
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
@@ -153,17 +142,17 @@ class Engine:
         """Forget all requests, and free their KV blocks and copies."""
         self._steps.clear()
         for r in self._running:
-            self.preemption.forget_copies(r)
+            self.preemption.free_copies(r)
         self._running = []
         self.preemption.clear()
         self.prompts.clear()
         with suppress(RuntimeError):  # of a GPU that has failed
-            self.preemption.swap.settle()
+            self.preemption.swap.wait_for_copies()
             self.runner.drop()
         self.runner.cache.release_all()
 
-    def _run_of(self, request: Request) -> Running:
-        """A run of `request`, not in a slot yet."""
+    def _state_of(self, request: Request) -> RequestState:
+        """`request` as it arrives, not in a slot yet."""
         length = len(request.prompt_ids)
         if not 0 < length < self._max_len:
             raise ValueError(f"expected a prompt of 1 to {self._max_len - 1} tokens, got {length}")
@@ -175,28 +164,73 @@ class Engine:
             stop = StopStrings(params.stop, self._tokenizer.decode)
         limit = min(params.max_tokens, self._max_len - length)
         seed = request_seed(params.seed, request.id)
-        return Running(request, stop, seed, limit, request.prompt_ids)
+        return RequestState(request, stop, seed, limit, request.prompt_ids)
 
-    def _admit(self, r: Running) -> bool:
+    def _admit_waiting(self, source: _Source) -> Generator[RowError, None, bool]:
+        """Give slots to waiting requests while there is room, first to those that were preempted.
+
+        Yields the errors of those for which the KV cache is too small. Returns whether none waits:
+        none was there when `source` was asked, or it is exhausted.
+        """
+        queue = self.preemption.queue
+        while self.admission.is_open and not self._closed:
+            if queue:
+                r = queue.popleft()
+            elif (request := source.take()) is not None:
+                r = self._state_of(request)
+            else:
+                return True
+            if self._admit(r):
+                continue
+            if self.admission.blocked:
+                queue.appendleft(r)
+            else:
+                self.preemption.free_copies(r)
+                yield too_long(r.request, r.limit, self.admission.most_positions)
+        return source.exhausted and not queue
+
+    def _admit(self, r: RequestState) -> bool:
         """Give `r` a slot if there is room; its prompt, or its saved blocks, will follow."""
         if not self.admission.admit(r, self._running, self._beginning()):
             return False
         if r.saved is None:
             self.prompts.requests.append(r)
         else:
-            self.preemption.restore(r)
+            self.preemption.swap_in(r)
         return True
 
-    def _beginning(self) -> list[Running]:
+    def _beginning(self) -> list[RequestState]:
         """The requests in slots that do not run yet."""
-        return [*self.prompts.requests, *self.preemption.restored]
+        return [*self.prompts.requests, *self.preemption.swapping_in]
 
-    def _grown(self, active: list[Running]) -> list[Running] | None:
-        """Those of `active` that have a block for their next position, now or before.
+    def _launch_next(self, *, none_now: bool) -> bool:
+        """Launch a step, and return True; False if there is nothing to compute, or it must wait.
 
-        If one has none, None while steps are in flight: requests that end there give theirs back.
-        Else the requests of the tier that began last give theirs up. They are the first to get a
-        slot when one ends.
+        Prompts are in it if they are worth it, or if `none_now` waits that they could wait for.
+        """
+        if len(self._steps) >= self.runner.ahead:
+            return False
+        new = self.prompts.requests
+        idle = not (self._running or new or self._steps)
+        self._running += self.preemption.resume(idle=idle)
+        rows = [] if self.prompts_first and new else self._running
+        active = self._reserve_or_preempt([r for r in rows if r.remaining])
+        if active is None:
+            return False
+        begins = new and (
+            none_now or not active or self.prompts.is_worth_a_pass(len(self._running))
+        )
+        if not (active or begins):
+            return False
+        self._launch(active, self.prompts.take_parts(len(active)) if begins else [])
+        return True
+
+    def _reserve_or_preempt(self, active: list[RequestState]) -> list[RequestState] | None:
+        """Take a KV block for the next position of each of `active`, where it needs one.
+
+        If there is none, the requests of the tier that began last are preempted, and the others are
+        the result; they are the first to get a slot when one ends. But None while steps are in
+        flight: requests that end there give their blocks back.
         """
         cache = self.runner.cache
         for r in active:
@@ -205,24 +239,24 @@ class Engine:
                 if self._steps:
                     self.preemption.save_ahead(last, self._running)
                     return None
-                self._set_back(last)
+                self._preempt(last)
         return [r for r in active if r.slot != NO_SLOT]
 
-    def _youngest(self, tier: int) -> Running:
+    def _youngest(self, tier: int) -> RequestState:
         """The running request of a tier that began last; there must be one."""
         cache = self.runner.cache
         return next(r for r in reversed(self._running) if cache.tier(r.slot) == tier)
 
-    def _set_back(self, r: Running) -> None:
+    def _preempt(self, r: RequestState) -> None:
         """Let `r`, of which no step is in flight, give its slot up to the others that run."""
-        self.stats.restarted += 1
-        self.stats.swapped += self.preemption.set_back(r, self._running)
+        self.stats.preempted += 1
+        self.stats.swapped += self.preemption.preempt(r, self._running)
         self._running.remove(r)
         self.admission.release(r)
         self.admission.blocked = bool(self._running or self._beginning())
 
     def _launch(
-        self, active: Sequence[Running], parts: Sequence[tuple[Running, PromptPart]]
+        self, active: Sequence[RequestState], parts: Sequence[tuple[RequestState, PromptPart]]
     ) -> None:
         """Start a step of the requests `active` and of `parts` of new requests' prompts."""
         rows = [Row(r.slot, r.cached, r.request.params, r.seed) for r in active]
@@ -258,7 +292,7 @@ class Engine:
             stats.step_s.append(seconds)
         self._record(step.requests, found)
 
-    def _record(self, rows: Sequence[Running], found: NextTokens) -> None:
+    def _record(self, rows: Sequence[RequestState], found: NextTokens) -> None:
         now = time.perf_counter()
         for r, token in zip(rows, found.tokens, strict=True):
             if not r.ended:
@@ -268,7 +302,7 @@ class Engine:
             if not rows[number].ended:
                 rows[number].logprobs.append(likeliest)
 
-    def _finish_reason(self, r: Running) -> Literal["stop", "length", "error"] | None:
+    def _finish_reason(self, r: RequestState) -> Literal["stop", "length", "error"] | None:
         params = r.request.params
         if not r.tokens:  # the step of its prompt is still running
             return None
@@ -280,12 +314,14 @@ class Engine:
             return "stop"
         return "length" if len(r.tokens) == r.limit else None
 
-    def _end(self, r: Running, reason: Literal["stop", "length", "error"]) -> Completion | RowError:
+    def _end(
+        self, r: RequestState, reason: Literal["stop", "length", "error"]
+    ) -> Completion | RowError:
         """Take `r` out of its slot, and give its result."""
         r.ended = True
         self._running.remove(r)
         self.admission.release(r)
-        self.preemption.forget_copies(r)
+        self.preemption.free_copies(r)
         if reason == "error":
             return not_finite(r, self.plan.model.dtype)
         self.admission.count_end(r)

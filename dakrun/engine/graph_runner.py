@@ -73,7 +73,7 @@ class GraphRunner:
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
         self._gaps_s: list[float] = []  # between replays, on the GPU
-        self._rows, self._backend, self._prefill = step, step.backend, prefill
+        self._decode, self._backend, self._prefill = step, step.backend, prefill
         self.cache, self._positions = cache, shape.blocks * KV_BLOCK
         self._layer_bytes = shape.layer_bytes  # of a KV block
         self._filled = False  # whether the staging ring holds the next step's first matrices
@@ -110,10 +110,10 @@ class GraphRunner:
             if not self._filled:
                 self._fill()
             start.record()
-            if self._rows.cascades and bucket not in self._cascades:
+            if self._decode.cascades and bucket not in self._cascades:
                 self._capture_cascade(bucket)
-            (self._cascades if self._rows.cascades else self.graphs)[bucket].replay()
-            logits, tokens = self._backend.logits, self._rows.tokens
+            (self._cascades if self._decode.cascades else self.graphs)[bucket].replay()
+            logits, tokens = self._backend.logits, self._decode.tokens
             self.replays.count[sum(bucket)] += 1
             self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
         chosen = None
@@ -128,14 +128,14 @@ class GraphRunner:
     def resume(self, row: Row, token: int) -> None:
         """Let `token` be the newest of the row's slot."""
         self._set_sampling([row])
-        self._rows.newest[row.slot].fill_(token)
+        self._decode.newest[row.slot].fill_(token)
         self._mapped = []  # the slot's row may be another request's
 
     @torch.inference_mode()
     def collect(self) -> NextTokens:
         """The tokens of the oldest step."""
         step = self._steps.popleft()
-        if self._rows.cascades and not step.end.query():
+        if self._decode.cascades and not step.end.query():
             later = (b for b in reversed(self._buckets) if sum(b) <= len(self._mapped))
             if bucket := next((b for b in later if b not in self._cascades), None):
                 self._capture_cascade(bucket)  # while the CPU would wait
@@ -144,7 +144,7 @@ class GraphRunner:
             self._gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
         self._last = step
         places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
-        tokens = self._rows.log.take(torch.tensor(places, dtype=torch.int64)).tolist()
+        tokens = self._decode.log.take(torch.tensor(places, dtype=torch.int64)).tolist()
         return NextTokens(tokens, step.chosen.collect().logprobs if step.chosen else {})
 
     def drop(self) -> None:
@@ -163,15 +163,15 @@ class GraphRunner:
         segments = [Segment(part.row.slot, part.start, len(part.tokens)) for part in parts]
         ids = [token for part in parts for token in part.tokens]
         wanted = [part.ends for part in parts]
-        n, step = sum(bucket), self._rows
-        logits = self._prefill.logits(ids, segments, wanted, step, bucket)
+        n, decode = sum(bucket), self._decode
+        logits = self._prefill.logits(ids, segments, wanted, decode, bucket)
         if n:
-            step.select(n, logits[:n])
-        tokens = step.tokens[:n]
+            decode.select(n, logits[:n])
+        tokens = decode.tokens[:n]
         if ended:
             slots = self._on_gpu([row.slot for row in ended])
             positions = self._on_gpu([row.position for row in ended])
-            first = step.first_tokens(logits[n:], slots, positions)
+            first = decode.first_tokens(logits[n:], slots, positions)
             tokens = torch.cat((tokens, first))
         return logits, tokens
 
@@ -182,7 +182,7 @@ class GraphRunner:
         if changed:
             slots = self._on_gpu(list(changed))
             new = upload(torch.tensor(list(changed.values()), dtype=torch.int32), slots.device)
-            self._rows.sampling[slots] = new
+            self._decode.sampling[slots] = new
             self._sampling |= changed
 
     def _capture(self) -> None:
@@ -194,15 +194,15 @@ class GraphRunner:
         self._cascades: dict[Bucket, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._fill()
-        self._rows.prepare(self._buckets)
-        self._rows.cascades = True
-        self._rows.run(self._buckets[-1])
-        self._rows.cascades = False
+        self._decode.prepare(self._buckets)
+        self._decode.cascades = True
+        self._decode.run(self._buckets[-1])
+        self._decode.cascades = False
         for bucket in reversed(self._buckets):
-            self._rows.run(bucket)  # compiles its kernels; all rows are idle
-            graph = capture(lambda bucket=bucket: self._rows.run(bucket), self._pool)  # type: ignore[misc]
+            self._decode.run(bucket)  # compiles its kernels; all rows are idle
+            graph = capture(lambda bucket=bucket: self._decode.run(bucket), self._pool)  # type: ignore[misc]
             # Edges to and from copies of staged matrices and torch's kernels are not programmatic.
-            if not self._backend.staging and self._backend.by(sum(bucket)) != "torch":
+            if not self._backend.staging and self._backend.kernel_for(sum(bucket)) != "torch":
                 pdl, others = edge_kinds(graph)
                 minimum = MIN_PDL_EDGES * self._backend.model.config.num_layers
                 assert pdl >= minimum, f"expected {minimum} PDL edges, got {pdl}, {others} others"
@@ -211,7 +211,7 @@ class GraphRunner:
 
     def _capture_cascade(self, bucket: Bucket) -> None:
         """Capture the graph of a step of `bucket` whose rows share prefixes."""
-        self._cascades[bucket] = capture(lambda: self._rows.run(bucket), self._pool, quickly=True)
+        self._cascades[bucket] = capture(lambda: self._decode.run(bucket), self._pool, quickly=True)
 
     def _fill(self) -> None:
         """Stage the first matrices of the next step, as the previous step usually does."""
@@ -227,16 +227,16 @@ class GraphRunner:
         not staged. No request or step may be running: slots are overwritten.
         """
         length = min(length, self._positions - 1)
-        rows, bucket = self._rows, self._buckets[-1]
+        decode, bucket = self._decode, self._buckets[-1]
         self._mapped = []
-        rows.slots.copy_(self._on_gpu(range(sum(bucket))))
-        rows.away.copy_(self._on_gpu(self.cache.pretend(length + 1)))
-        rows.lengths.fill_(length)
+        decode.slots.copy_(self._on_gpu(range(sum(bucket))))
+        decode.spilled.copy_(self._on_gpu(self.cache.pretend(length + 1)))
+        decode.lengths.fill_(length)
         found = {}
-        for name, launches in rows.chains(bucket).items():
-            rows.lengths.fill_(length)
+        for name, launches in decode.chains(bucket).items():
+            decode.lengths.fill_(length)
             found[name] = replay_seconds(lambda chain=launches: [launch() for launch in chain])  # type: ignore[misc]
-        rows.lengths.fill_(IDLE)
+        decode.lengths.fill_(IDLE)
         return found
 
     def _assign(self, rows: Sequence[Row]) -> Bucket:
@@ -269,7 +269,7 @@ class GraphRunner:
                 mapped += [IDLE] * (first + room - len(mapped))
         if mapped != self._mapped:
             lengths = [positions.get(slot, IDLE) for slot in mapped]
-            self._rows.assign([max(slot, 0) for slot in mapped], lengths, groups)
+            self._decode.assign([max(slot, 0) for slot in mapped], lengths, groups)
             self._mapped = mapped
         return bucket
 

@@ -57,7 +57,7 @@ class KernelBackend:
             table = torch.stack(rope_table(model.config, positions, torch.float32), -1)
             self.rotations = table.to(self.like.device)
 
-    def variant(
+    def with_buffers(
         self, staging: Staging | None, rows: int, *, logits: bool = True
     ) -> "KernelBackend":
         """A copy of this backend whose matrices are staged by `staging`.
@@ -153,7 +153,9 @@ class KernelBackend:
             staging.release(name)
         self._pdl = True
         if matrix.post_norm:
-            self._normalize(layer, matrix.post_norm, out, out, fills_sms=not self.fills_sms(len(x)))
+            self._normalize(
+                layer, matrix.post_norm, out, out, pad_grid=not self.one_cta_per_sm(len(x))
+            )
         return out
 
     def head_norms(self, layer: int) -> HeadNorms | None:
@@ -170,13 +172,13 @@ class KernelBackend:
             heads = qkv.view(len(qkv), -1, config.head_dim)
             normalize_heads(heads, norms, kv_heads=config.num_kv_heads, pdl=True)
 
-    def by(self, n: int) -> By:
+    def kernel_for(self, n: int) -> By:
         """The kernel of most products of `n` rows."""
-        return self._products.by(n, self.matrices["layers.0.qkv"])
+        return self._products.kernel_for(n, self.matrices["layers.0.qkv"])
 
-    def fills_sms(self, n: int) -> bool:
-        """Whether every CTA of a product of `n` rows occupies an SM alone."""
-        return self.by(n) == "tiled"
+    def one_cta_per_sm(self, n: int) -> bool:
+        """Whether a product of `n` rows has one CTA per SM, which takes the SM for itself."""
+        return self.kernel_for(n) == "tiled"
 
     def _allocate(self, n: int, *, logits: bool = False) -> dict[str, torch.Tensor]:
         """Outputs of a pass of `n` tokens by op; `x` are the hidden states."""
@@ -217,11 +219,11 @@ class KernelBackend:
         x: torch.Tensor,
         out: torch.Tensor,
         *,
-        fills_sms: bool = False,
+        pad_grid: bool = False,
     ) -> torch.Tensor:
         """Apply a norm that is not folded into a matrix to the rows of x; return `out`."""
         weight, bias = (self._vectors.get(f"{layer}{norm.name}.{v}") for v in ("weight", "bias"))
         return normalize(
             x, out, norm.kind, eps=self.model.config.norm_eps, weight=weight, bias=bias, pdl=True,
-            fills_sms=fills_sms,
+            pad_grid=pad_grid,
         )  # fmt: skip

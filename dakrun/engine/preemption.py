@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 
 from dakrun.engine.prefixes import block_names
-from dakrun.engine.progress import Running
+from dakrun.engine.progress import RequestState
 from dakrun.engine.runner import Row, Runner
-from dakrun.engine.swap import Saved, SwapSpace, is_faster
+from dakrun.engine.swap import Saved, SwapSpace, swap_beats_recompute
 from dakrun.geometry import KV_BLOCK
 from dakrun.plan import Plan
 from dakrun.units import ceil_div
@@ -27,19 +27,21 @@ class Preemption:
     def __init__(self, runner: Runner, plan: Plan) -> None:
         self._runner, self._plan = runner, plan
         self.swap = SwapSpace.of(runner.cache, plan)
-        self.queue: deque[Running] = deque()
-        self._restored: list[tuple[Running, torch.cuda.Event | None]] = []  # until copies are done
+        self.queue: deque[RequestState] = deque()
+        self._swapping_in: list[
+            tuple[RequestState, torch.cuda.Event | None]
+        ] = []  # until copies are done
 
     @property
-    def restored(self) -> list[Running]:
+    def swapping_in(self) -> list[RequestState]:
         """Requests in a slot again, whose blocks are being copied back."""
-        return [r for r, _ in self._restored]
+        return [r for r, _ in self._swapping_in]
 
-    def save_ahead(self, r: Running, running: Iterable[Running]) -> None:
+    def save_ahead(self, r: RequestState, running: Iterable[RequestState]) -> None:
         """Start to copy the full blocks of `r`, which has to give up soon, beside its steps."""
         self._save(r, r.cached // KV_BLOCK, running)
 
-    def set_back(self, r: Running, running: Iterable[Running]) -> bool:
+    def preempt(self, r: RequestState, running: Iterable[RequestState]) -> bool:
         """Queue `r`, of which no step is in flight, as the next to run; it must leave its slot now.
 
         Its blocks are copied to the swap space. If there is no room, or that takes longer, it
@@ -51,40 +53,40 @@ class Preemption:
         self._runner.cache.publish(r.slot, block_names(r.prompt)[:cached])
         saved = self._save(r, ceil_div(r.cached, KV_BLOCK), running)
         if saved:
-            self.swap.settle()
+            self.swap.wait_for_copies()
         else:
-            self.forget_copies(r)
+            self.free_copies(r)
         self.queue.appendleft(r)
         return saved
 
-    def restore(self, r: Running) -> None:
+    def swap_in(self, r: RequestState) -> None:
         """Start to copy the saved blocks of `r` to the slot that it has again."""
         assert r.saved is not None
         copied = self.swap.restore(r.saved, r.slot, r.shared // KV_BLOCK)
         r.saved, r.launched = None, len(r.tokens)
-        self._restored.append((r, copied))
+        self._swapping_in.append((r, copied))
 
-    def resume(self, *, idle: bool) -> list[Running]:
+    def resume(self, *, idle: bool) -> list[RequestState]:
         """The requests that run again, since their blocks are there.
 
         If the engine is `idle`, wait for the first of them.
         """
-        waiting: list[tuple[Running, torch.cuda.Event | None]] = []
-        ready: list[Running] = []
-        for r, copied in self._restored:
+        waiting: list[tuple[RequestState, torch.cuda.Event | None]] = []
+        ready: list[RequestState] = []
+        for r, copied in self._swapping_in:
             wait = idle and not ready
             if copied is not None and not wait and not copied.query():
                 waiting.append((r, copied))
                 continue
             if copied is not None:
-                self.swap.settle()
+                self.swap.wait_for_copies()
             row = Row(r.slot, r.cached, r.request.params, r.seed)
             self._runner.resume(row, r.tokens[-1])
             ready.append(r)
-        self._restored = waiting
+        self._swapping_in = waiting
         return ready
 
-    def forget_copies(self, r: Running) -> None:
+    def free_copies(self, r: RequestState) -> None:
         """Free the swap space of `r`, if it has any."""
         if r.saved is not None:
             self.swap.drop(r.saved)
@@ -93,21 +95,21 @@ class Preemption:
     def clear(self) -> None:
         """Forget all requests."""
         for r in self.queue:
-            self.forget_copies(r)
+            self.free_copies(r)
         self.queue.clear()
-        self._restored = []
+        self._swapping_in = []
 
-    def _save(self, r: Running, blocks: int, running: Iterable[Running]) -> bool:
+    def _save(self, r: RequestState, blocks: int, running: Iterable[RequestState]) -> bool:
         """Start to copy the first `blocks` of `r` to the swap space.
 
         Others that are `running` have none there then. False if there is no room, or computing the
         blocks again is predicted to be faster.
         """
-        if not is_faster(self._plan, r.cached):
+        if not swap_beats_recompute(self._plan, r.cached):
             return False
         self.swap.open()
         for other in running:
             if other is not r:
-                self.forget_copies(other)
+                self.free_copies(other)
         r.saved = r.saved or Saved()
         return self.swap.save(r.saved, r.slot, blocks)

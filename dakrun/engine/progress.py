@@ -1,4 +1,4 @@
-"""What the scheduler remembers: each running request's progress, and totals of all runs.
+"""What the scheduler remembers: each request's progress, and totals of all runs.
 
 Plain records; engine.py and the parts of the scheduler that it uses change them.
 """
@@ -20,7 +20,7 @@ class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
     `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
-    `restarted` how often one gave up its KV blocks to others; `swapped` of these times it went on
+    `preempted` how often one gave up its KV blocks to others; `swapped` of these times it went on
     from copies of them, at the others it computed its positions again.
     `shared_tokens` are those tokens of prompts that were not computed, since other requests' KV
     blocks have them.
@@ -32,7 +32,7 @@ class EngineStats:
 
     requests: int = 0
     capped: int = 0
-    restarted: int = 0
+    preempted: int = 0
     swapped: int = 0
     prompt_tokens: int = 0
     shared_tokens: int = 0
@@ -49,15 +49,16 @@ class EngineStats:
 
 
 @dataclass(eq=False)
-class Running:
-    """A request in its slot, of whose tokens `cached` are in the KV cache, or about to be.
+class RequestState:
+    """A request from its arrival to its end, also while it has no slot (NO_SLOT).
 
+    `cached` of its tokens are in the KV cache of its slot, or will be before its next decode row.
     `launched` counts the new tokens, those being computed included; `limit` is their maximum.
     `prompt` is the request's, with the tokens that it had when it last gave up its slot.
     `launched_prompt` counts the tokens of the prompt that are computed, or being computed; of them
     the first `shared` are by other requests. `names` are those of the prompt's full KV blocks, none
-    if the first `away` of its blocks are outside its slot's tier. `saved` are copies of blocks that
-    it has given up, or may have to.
+    if the first `spilled` of its blocks are outside its slot's tier. `saved` are copies of blocks
+    that it has given up, or may have to.
     """
 
     request: Request
@@ -72,7 +73,7 @@ class Running:
     launched: int = 1
     names: Sequence[bytes] = ()
     shared: int = 0
-    away: int = 0
+    spilled: int = 0
     saved: Saved | None = None
     launched_prompt: int = 0
     started: float = 0.0
@@ -94,9 +95,9 @@ class Running:
     def blocks_at_end(self) -> int:
         """KV blocks of its slot's tier that it takes at the end, at most, besides shared ones."""
         length = len(self.request.prompt_ids) + self.limit - 1
-        return ceil_div(length - self.shared, KV_BLOCK) - self.away
+        return ceil_div(length - self.shared, KV_BLOCK) - self.spilled
 
     @property
     def own_positions(self) -> int:
         """Cached positions in its slot's tier, besides shared ones."""
-        return max(0, self.cached - self.shared - self.away * KV_BLOCK)
+        return max(0, self.cached - self.shared - self.spilled * KV_BLOCK)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dakrun.engine.admission import Admission
 from dakrun.engine.decode_step import LARGE_BUCKET_STEP
-from dakrun.engine.progress import Running
+from dakrun.engine.progress import RequestState
 from dakrun.engine.runner import PromptPart, Row, Runner
 from dakrun.geometry import KV_BLOCK
 from dakrun.units import ceil_div
@@ -22,7 +22,7 @@ class PromptQueue:
 
     def __init__(self, runner: Runner, admission: Admission, together: int) -> None:
         self._runner, self._admission, self.together = runner, admission, together
-        self.requests: list[Running] = []
+        self.requests: list[RequestState] = []
         self._left = 0  # requests of a group that has begun
 
     def clear(self) -> None:
@@ -42,7 +42,7 @@ class PromptQueue:
             or tokens >= self._runner.chunk_tokens
         )
 
-    def parts(self, rows: int) -> list[tuple[Running, PromptPart]]:
+    def take_parts(self, rows: int) -> list[tuple[RequestState, PromptPart]]:
         """The parts of prompts that the next step computes beside `rows` rows.
 
         Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
@@ -72,7 +72,7 @@ class PromptQueue:
             parts.append((r, PromptPart(row, start, tokens, ends)))
         return parts
 
-    def take_begun(self, parts: Sequence[tuple[Running, PromptPart]]) -> list[Running]:
+    def take_begun(self, parts: Sequence[tuple[RequestState, PromptPart]]) -> list[RequestState]:
         """Take out the requests whose prompts end with `parts`, which have been launched."""
         for r, _ in parts:
             self._runner.cache.publish(r.slot, r.names[: r.launched_prompt // KV_BLOCK])

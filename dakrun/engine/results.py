@@ -3,7 +3,7 @@
 from typing import Literal
 
 from dakrun.config import Dtype
-from dakrun.engine.progress import Running
+from dakrun.engine.progress import RequestState
 from dakrun.requests import (
     Completion,
     Logprobs,
@@ -15,7 +15,7 @@ from dakrun.requests import (
 
 
 def completion(
-    r: Running, reason: Literal["stop", "length"], tokenizer: Tokenizer | None
+    r: RequestState, reason: Literal["stop", "length"], tokenizer: Tokenizer | None
 ) -> Completion:
     """The result of `r`, which ended for that reason."""
     further = len(r.tokens) - 1
@@ -35,7 +35,7 @@ def completion(
     )
 
 
-def not_finite(r: Running, dtype: Dtype) -> RowError:
+def not_finite(r: RequestState, dtype: Dtype) -> RowError:
     """The error of a request whose newest token could not be chosen."""
     position = len(r.request.prompt_ids) + len(r.tokens) - 1
     cause = "the weights may be damaged"
@@ -64,7 +64,7 @@ def too_long(request: Request, new: int, most: int) -> RowError:
     )
 
 
-def _logprobs(r: Running, tokenizer: Tokenizer | None) -> tuple[Logprobs, ...] | None:
+def _logprobs(r: RequestState, tokenizer: Tokenizer | None) -> tuple[Logprobs, ...] | None:
     if r.request.params.logprobs is None:
         return None
     text = tokenizer.token_text if tokenizer else lambda _: None

@@ -54,7 +54,7 @@ def places(sizes: Sequence[int], ring: int) -> list[Place]:
     return found
 
 
-class Ring:
+class StagingRing:
     """Copies bytes of remote tiers into a ring of HBM ahead of their use, the same in every pass.
 
     A pass uses item after item; item i is `sources[i]`, uint8 1-D of each remote tier, and is
@@ -149,7 +149,7 @@ class Ring:
                 stream.copy((here, there))
 
 
-class Staging(Ring):
+class Staging(StagingRing):
     """Copies the remote rows of matrices into a ring of HBM ahead of their use.
 
     `staged` names those matrices in the order of their use; the others are read where they lie.

@@ -90,7 +90,7 @@ class SwapSpace:
             self._copies.copy((room[place], self._cache.block(slot, number)))
         return True
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let later steps wait for all copies so far."""
         self._copies.join()
 
@@ -123,7 +123,7 @@ class SwapSpace:
         self._room = tier.allocate(shape, torch.uint8)
 
 
-def is_faster(plan: Plan, positions: int) -> bool:
+def swap_beats_recompute(plan: Plan, positions: int) -> bool:
     """Whether copying `positions` to host memory and back takes less time than computing them.
 
     The time of copies is 2 C / B_copy: C bytes of their KV blocks, at the copy engine's rate, as if

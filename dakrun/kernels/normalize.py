@@ -32,14 +32,14 @@ def normalize(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     pdl: bool = False,
-    fills_sms: bool = False,
+    pad_grid: bool = False,
 ) -> torch.Tensor:
     """out [N, K] = norm(x [N, K]) * weight [K] + bias [K], row by row; N may be 0.
 
     All operands have one 16-bit dtype and are on one GPU; statistics are float32; `out` may be x.
     "rms" rounds the normalized row before it multiplies the weight, as Llama does, and takes no
     bias. With `pdl` the launch may start before its predecessor ends, and reads weight and bias
-    early. `fills_sms` adds idle CTAs up to the same number on each SM, for a successor launched
+    early. `pad_grid` adds idle CTAs up to the same number on each SM, for a successor launched
     with PDL that runs two CTAs per SM: on free SMs the GPU would place both of them together.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
@@ -72,7 +72,7 @@ def normalize(
     )
     threads = min(ROW_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
     kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))
-    sms = jit.sm_count(x.device) if fills_sms else 1
+    sms = jit.sm_count(x.device) if pad_grid else 1
     if n:
         kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)
     return out

@@ -24,7 +24,7 @@ class HeadNorms(NamedTuple):
 class _Args(ctypes.Structure):
     _fields_ = (
         *operands.pointers("qkv", "q_weight", "k_weight"),
-        *operands.ints("n", "q_heads", "kv_heads", "head_dim", "ctas"),
+        *operands.ints("n", "q_heads", "kv_heads", "head_dim"),
         ("eps", ctypes.c_float),
     )
 
@@ -35,14 +35,13 @@ def normalize_heads(
     *,
     kv_heads: int,
     pdl: bool = False,
-    fills_sms: bool = False,
 ) -> None:
     """Normalize the query and key heads of qkv [N, Hq + 2 Hkv, D] in place.
 
     All operands have one 16-bit dtype and are on one GPU; statistics are float32. A normalized head
     is rounded before it multiplies its weight, as in Qwen3. With `pdl` the launch may start before
-    its predecessor ends, and reads the weights early. `fills_sms` adds idle CTAs, as in
-    normalize(). Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
+    its predecessor ends, and reads the weights early. Raises ValueError if an operand has the wrong
+    shape, dtype, device or alignment.
     """
     n, heads, dim = qkv.shape
     q_heads = heads - 2 * kv_heads
@@ -67,9 +66,7 @@ def normalize_heads(
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=dim,
-        ctas=ctas,
         eps=norms.eps,
     )
     kernel = jit.kernel(SOURCE, "normalize_heads", operands.defines(qkv.dtype))
-    sms = jit.sm_count(qkv.device) if fills_sms else 1
-    kernel.launch(sms * ceil_div(ctas, sms), ELEMENTWISE_THREADS, args, pdl=pdl)
+    kernel.launch(ctas, ELEMENTWISE_THREADS, args, pdl=pdl)

@@ -34,14 +34,14 @@ def variants(
     head_dim: int,
     group: int = 1,
     mixes: bool = False,
-    spans: bool = False,
+    spills: bool = False,
     head_norms: bool = False,
 ) -> list[Variant]:
     """Variants for a model with `head_dim` and `group` query heads per KV head.
 
     Those that take longest to compile come first.
     SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
-    `mixes` also for weights with mixed tiers. With `spans`, slots of attention may span tiers, with
+    `mixes` also for weights with mixed tiers. With `spills`, slots of attention may spill, with
     `head_norms` it normalizes query and key heads.
     `x_tiles` are the GPU's variants of the tiled GEMM, for many rows; if some are missing, torch
     multiplies unpacked weights instead.
@@ -56,7 +56,7 @@ def variants(
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
     return [
         *(many if tuple(x_tiles) == TILED_X_TILES else [(UNPACK, {})]),
-        *_attention(dtype, head_dim, group, spanning=spans, head_norms=head_norms),
+        *_attention(dtype, head_dim, group, reads_spilled=spills, head_norms=head_norms),
         *skinny,
         (COPY_BLOCKS, {}),
         *_small(dtype),
@@ -69,12 +69,17 @@ def attention_variant(
     group: int,
     *,
     prefixes: bool = False,
-    spanning: bool = False,
+    reads_spilled: bool = False,
     head_norms: bool = False,
 ) -> Variant:
     """The variant of SplitK_FlashAttn for `group` query heads per KV head."""
     macros = attention.defines(
-        dtype, head_dim, group, prefixes=prefixes, spanning=spanning, head_norms=head_norms
+        dtype,
+        head_dim,
+        group,
+        prefixes=prefixes,
+        reads_spilled=reads_spilled,
+        head_norms=head_norms,
     )
     return attention.SOURCE, macros
 
@@ -88,7 +93,7 @@ def _attention(
     dtype: torch.dtype,
     head_dim: int,
     *groups: int,
-    spanning: bool = False,
+    reads_spilled: bool = False,
     head_norms: bool = False,
 ) -> Iterator[Variant]:
     """The variants of both attention kernels, with and without shared prefixes."""
@@ -96,7 +101,7 @@ def _attention(
         yield prompt_variant(dtype, head_dim, prefixes=prefixes)
         for group in groups:
             yield attention_variant(
-                dtype, head_dim, group, prefixes=prefixes, spanning=spanning,
+                dtype, head_dim, group, prefixes=prefixes, reads_spilled=reads_spilled,
                 head_norms=head_norms and not prefixes,
             )  # fmt: skip
 
@@ -113,14 +118,16 @@ def all_variants(arch: str) -> list[Variant]:
         for head_dim in HEAD_DIMS:
             found += _attention(dtype, head_dim, 8, 16)
             found += (
-                attention_variant(dtype, head_dim, group, prefixes=prefixes, spanning=True)
+                attention_variant(dtype, head_dim, group, prefixes=prefixes, reads_spilled=True)
                 for group in (8, 16)
                 for prefixes in (False, True)
             )
             found += (
-                attention_variant(dtype, head_dim, group, spanning=spanning, head_norms=True)
+                attention_variant(
+                    dtype, head_dim, group, reads_spilled=reads_spilled, head_norms=True
+                )
                 for group in (8, 16)
-                for spanning in (False, True)
+                for reads_spilled in (False, True)
             )
         found += _small(dtype)
     return found

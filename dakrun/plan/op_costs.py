@@ -51,7 +51,7 @@ class StepCosts:
     def over(self, tier: str) -> "StepCosts":
         """The costs of the same step over the local tier and one of its remote tiers.
 
-        Slots are divided only if that is the first: local slots can span into no other.
+        Slots are divided only if that is the first: local slots can spill into no other.
         """
         first = tier == self.remote[0]
         return StepCosts(self.model, self.workload, self.profile, (tier,), divides_slots=first)

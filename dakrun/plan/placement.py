@@ -110,9 +110,8 @@ def place(problem: Problem, slots: Counts) -> Placement:
     CannotRun where they do not fit there.
     """
     attention, weights, policy = problem.attention, problem.weights, problem.policy
-    slot = attention.layers * remote_bytes(attention, 1)
     local_slots = attention.units - sum(slots)
-    kv = [count * slot for count in (local_slots, *slots)]
+    kv = [attention.layers * size for size in attention.tier_bytes((local_slots, *slots))]
     caps = [cap - held for cap, held in zip(problem.caps, kv, strict=True)]
     resident = sum(op.layers * op.resident_bytes for op in weights)
     wanted = policy.offload_ratio

@@ -146,9 +146,13 @@ def has_many_rows(op: Op, profile: HardwareProfile) -> bool:
 
 
 def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
-    """(seconds, efficiency) of one launch of `op`; a gather costs as much as a linear op."""
-    costs = profile.attention if op.category == "attention" else profile.products
-    return costs.at(op.batch_size)
+    """(seconds, efficiency) of one launch of `op`; a gather costs as much as a linear op.
+
+    Attention costs by its slots: not by their parts, nor by the tokens of a prompt in one.
+    """
+    if op.category == "attention":
+        return profile.attention.at(min(op.units, op.batch_size))
+    return profile.products.at(op.batch_size)
 
 
 def kernel_time(op: Op, compute: float, profile: HardwareProfile) -> float:

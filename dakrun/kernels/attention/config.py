@@ -36,11 +36,11 @@ class AttentionConfig:
     longer ones if it has more chunks than the CTA has warps. A warp may take up to `item_splits`
     splits of one head that have a single chunk; that changes no bit of a result.
 
-    With `spanning`, leading blocks of slots in the first tier may lie in the second one, whose CTAs
-    then read them. The first tier includes the tiers mixed with it. `spread` makes its CTAs visit
-    slots head by head, so that each CTA reads from all of these tiers. `alone` keeps an SM to one
-    CTA. `idle` CTAs fill the remaining SMs; without them two CTAs of the next launch could share an
-    SM.
+    With `reads_spilled`, leading blocks of slots in the first tier may lie in the second one, whose
+    CTAs then read them. The first tier includes the tiers mixed with it. `spread` makes its CTAs
+    visit slots head by head, so that each CTA reads from all of these tiers. `alone` keeps an SM to
+    one CTA. `idle` CTAs fill the remaining SMs; without them two CTAs of the next launch could
+    share an SM.
     """
 
     shape: KVShape
@@ -53,7 +53,7 @@ class AttentionConfig:
     item_splits: int
     alone: bool = False
     spread: bool = False
-    spanning: bool = False
+    reads_spilled: bool = False
     idle: int = 0
 
     @property
@@ -87,7 +87,7 @@ def attention_config(
     sms: int,
     capacity: int | None = None,
     alone: bool = False,
-    spanning: bool = False,
+    reads_spilled: bool = False,
 ) -> AttentionConfig:
     """Choose the launch for `slots` of each tier (the local one first), read by `sms` SMs.
 
@@ -97,12 +97,12 @@ def attention_config(
     also read the tiers mixed with the local one, up to the first tier with slots that is not.
     Results are bitwise equal for equal `shape` and `capacity`, the slots of the cache (those of the
     launch if not given). Use `alone` after kernels that fill an SM with one CTA each: some of these
-    end early, and an SM would get two CTAs of this launch while another gets none. `spanning`:
+    end early, and an SM would get two CTAs of this launch while another gets none. `reads_spilled`:
     leading blocks of slots in the local tier may lie in the first remote one.
     """
-    reach = (slots[0], slots[0] + slots[1], *slots[2:]) if spanning else slots
+    reach = (slots[0], slots[0] + slots[1], *slots[2:]) if reads_spilled else slots
     mixed = _mixed_count(reach, tiers)
-    spanning = spanning and mixed == 1
+    reads_spilled = reads_spilled and mixed == 1
     spread = slots[0] < sum(slots[:mixed]) and slots[0] > 0
     slots, tiers = (sum(slots[:mixed]), *slots[mixed:]), (tiers[0], *tiers[mixed:])
     heads = (capacity or sum(slots)) * shape.kv_heads
@@ -129,7 +129,7 @@ def attention_config(
     ctas = (local, *remote)
     windows = tuple(window(tier, count) for tier, count in zip(tiers, ctas, strict=True))
     return AttentionConfig(
-        shape, slots, ctas, windows, stages, split, chunk, items, alone, spread, spanning,
+        shape, slots, ctas, windows, stages, split, chunk, items, alone, spread, reads_spilled,
         idle=max(0, sms - sum(ctas)),
     )  # fmt: skip
 

@@ -1,11 +1,11 @@
 """The KV cache of running requests: blocks of 64 positions in the pools of several memory tiers.
 
 A slot is a running request's place. It is in one tier, whose blocks it takes one by one as it grows
-and gives back at its end. A slot of the local tier may span tiers: its leading blocks then lie in
-the first remote one. Slots share full blocks of equal prompts, which are found by name; those
-that no slot has are kept until their room is needed. Knows slots, blocks, layers and bytes; how
-keys and values lie in a block is the layout's: KVShape's for the GPU's kernels, RowLayout's for
-plain torch. Knows neither requests nor plans.
+and gives back at its end. A slot of the local tier may spill: its leading blocks then lie in the
+first remote one, up to `spill_blocks` of all slots. Slots share full blocks of equal prompts, which
+are found by name; those that no slot has are kept until their room is needed. Knows slots, blocks,
+layers and bytes; how keys and values lie in a block is the layout's: KVShape's for the GPU's
+kernels, RowLayout's for plain torch. Knows neither requests nor plans.
 """
 
 import itertools
@@ -53,8 +53,8 @@ class KVCache:
     """Blocks for requests in slots, which are numbered tier after tier.
 
     `counts` are the slots of each tier, `blocks` the blocks of each tier's pool; `parts` are their
-    bytes, uint8 [blocks, layers, layer_bytes of the layout]. `spill` of the first remote tier's
-    blocks are for local slots that span tiers.
+    bytes, uint8 [blocks, layers, layer_bytes of the layout]. `spill_blocks` of the first remote
+    tier's blocks are for the leading blocks of local slots, which have then spilled.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class KVCache:
         tiers: Mapping[str, Tier],
         device: torch.device,
         *,
-        spill: int = 0,
+        spill_blocks: int = 0,
     ) -> None:
         """Take the memory; `placement` gives (tier, slots, blocks), the local tier first."""
-        self.device, self._layout, self.spill = device, layout, spill
+        self.device, self._layout, self.spill_blocks = device, layout, spill_blocks
         self.counts = tuple(slots for _, slots, _ in placement)
         self.blocks = tuple(blocks for _, _, blocks in placement)
         self.parts = [
@@ -79,7 +79,7 @@ class KVCache:
         self._tier = [t for t, count in enumerate(self.counts) for _ in range(count)]
         self._free = [list(reversed(range(count))) for count in self.blocks]
         self._blocks: list[list[int]] = [[] for _ in self._tier]
-        self._away = [0] * len(self._tier)  # leading blocks of each slot that lie in tier 1
+        self._spilled = [0] * len(self._tier)  # leading blocks of each slot that lie in tier 1
         self._shared = [0] * len(self._tier)  # leading blocks of each slot that `share` gave it
         self._prefixes = [PrefixCache() for _ in self.counts]
         self._has_tables = isinstance(layout, KVShape)
@@ -109,23 +109,23 @@ class KVCache:
         """Blocks of a tier that slots have by `share`, each counted once."""
         return len(self._prefixes[tier].borrowers)
 
-    def away(self, slot: int) -> int:
+    def spilled(self, slot: int) -> int:
         """Leading blocks of a local slot that lie in the first remote tier."""
-        return self._away[slot]
+        return self._spilled[slot]
 
     def remote_blocks(self, slot: int) -> int:
         """Blocks of a slot outside the local tier; they are its leading ones."""
-        return len(self._blocks[slot]) if self._tier[slot] else self._away[slot]
+        return len(self._blocks[slot]) if self._tier[slot] else self._spilled[slot]
 
-    def span(self, slot: int, blocks: int) -> bool:
-        """Give an empty local slot its first `blocks` in the first remote tier, if `spill` allows.
+    def spill(self, slot: int, blocks: int) -> bool:
+        """Give an empty local slot its first `blocks` in the first remote tier, if there is room.
 
         Blocks of such a slot are not shared.
         """
-        if blocks > self.spill - sum(self._away) or blocks > self.free(1):
+        if blocks > self.spill_blocks - sum(self._spilled) or blocks > self.free(1):
             return False
         assert self._tier[slot] == 0 and not self._blocks[slot], "expected an empty local slot"
-        self._away[slot] = blocks
+        self._spilled[slot] = blocks
         for number in range(blocks):
             self._take(1, slot)
             self._note(slot, number)
@@ -133,7 +133,7 @@ class KVCache:
 
     def common(self, slot: int) -> list[int]:
         """Numbers, in the tier, of the first blocks of `slot` that other slots have, too."""
-        if self._away[slot]:
+        if self._spilled[slot]:
             return []
         references = self._prefixes[self._tier[slot]].references
         return list(itertools.takewhile(lambda block: references[block] > 1, self._blocks[slot]))
@@ -146,7 +146,7 @@ class KVCache:
         """
         tier, held = self._tier[slot], self._blocks[slot]
         pool, number = self._prefixes[tier], self._shared[slot]
-        if self._away[slot]:
+        if self._spilled[slot]:
             return 0
         while number < len(names) and (block := pool.find(names[number])) is not None:
             pool.lend(block)
@@ -162,7 +162,7 @@ class KVCache:
 
     def publish(self, slot: int, names: Sequence[bytes]) -> None:
         """Name the first blocks of `slot`, which launches so far fill, to be shared from now on."""
-        if self._away[slot]:
+        if self._spilled[slot]:
             return
         for block, name in zip(self._blocks[slot], names, strict=False):
             self._prefixes[self._tier[slot]].name(block, name)
@@ -189,7 +189,7 @@ class KVCache:
             self._prefixes[tier].end_loan(block)
         for number in reversed(range(len(held))):
             self._give_back(self._tier_of(slot, number), held[number])
-        self._blocks[slot], self._shared[slot], self._away[slot] = [], 0, 0
+        self._blocks[slot], self._shared[slot], self._spilled[slot] = [], 0, 0
 
     def release_all(self) -> None:
         """Take back all blocks of all slots, and forget all names."""
@@ -224,7 +224,7 @@ class KVCache:
 
         They are a copy on `device`.
         """
-        border, found = max(start, min(stop, self._away[slot])), []
+        border, found = max(start, min(stop, self._spilled[slot])), []
         for first, last in ((start, border), (border, stop)):
             if first < last or start == stop:
                 part = self._on_device[self._tier_of(slot, first)]
@@ -255,22 +255,22 @@ class KVCache:
 
         Slots share blocks if there are too few. Takes back the blocks of all slots. Returns how
         many leading blocks of each slot are then in the first remote tier: as large a part of
-        those of local slots as `spill` is of all that these may have.
+        those of local slots as `spill_blocks` is of all that these may have.
         """
         self.release_all()
-        count, most = ceil_div(positions, KV_BLOCK), self.blocks[0] + self.spill
-        away = ceil_div(count * self.spill, most) if self.spill else 0
+        count, most = ceil_div(positions, KV_BLOCK), self.blocks[0] + self.spill_blocks
+        spilled = ceil_div(count * self.spill_blocks, most) if self.spill_blocks else 0
         for slot, tier in enumerate(self._tier):
             for number in range(count):
-                at = 1 if tier == 0 and number < away else tier
+                at = 1 if tier == 0 and number < spilled else tier
                 address = self._address(at, (slot * count + number) % self.blocks[at])
                 self._changes[slot * self.slot_blocks + number] = address
         self.flush()
-        return [0 if tier else away for tier in self._tier]
+        return [0 if tier else spilled for tier in self._tier]
 
     def _tier_of(self, slot: int, number: int) -> int:
         """Number of the tier of block `number` of a slot."""
-        return 1 if number < self._away[slot] else self._tier[slot]
+        return 1 if number < self._spilled[slot] else self._tier[slot]
 
     def _take(self, tier: int, slot: int) -> None:
         """Give `slot` one block more, of `tier`."""

@@ -51,7 +51,7 @@ class _Args(ctypes.Structure):
         *operands.ints("split_blocks", "chunk_blocks", "item_splits"),
         *operands.ints("max_splits", "max_chunks", "stages"),
         ("scale", ctypes.c_float),
-        *operands.pointers("prefix_blocks", "prefixes", "away_blocks", "q_norm", "k_norm"),
+        *operands.pointers("prefix_blocks", "prefixes", "spilled_blocks", "q_norm", "k_norm"),
         ("norm_eps", ctypes.c_float),
     )
 
@@ -104,7 +104,7 @@ def splitk_flash_attn(
     table_of: torch.Tensor | None = None,
     rotations: torch.Tensor | None = None,
     prefixes: PrefixAttention | None = None,
-    away: torch.Tensor | None = None,
+    spilled: torch.Tensor | None = None,
     head_norms: HeadNorms | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -119,9 +119,9 @@ def splitk_flash_attn(
     Scores are q k^T times `scale`. With `rotations`, float32 [positions, D / 2, 2] of cosines and
     sines, q and k are rotated first (RoPE, half-split as in Llama). With `prefixes`, whose launch
     for the same rows came before, the leading KV blocks that rows share are not read again.
-    `away`, int32 [B], is for a config that is spanning: the number of leading KV blocks of each
-    local slot that lie in the first remote tier. `head_norms` are applied to q and k before they
-    are rotated; not with `prefixes`, whose queries are to be normalized before.
+    `spilled`, int32 [B], is for a config that reads_spilled: the number of leading KV blocks of
+    each local slot that lie in the first remote tier. `head_norms` are applied to q and k before
+    they are rotated; not with `prefixes`, whose queries are to be normalized before.
     With `pdl` the launch may start before its predecessor ends; it then reads tables, lengths and
     cached positions, which no kernel still running may write.
     Raises ValueError if an operand has the wrong shape, dtype, device or strides.
@@ -158,7 +158,7 @@ def splitk_flash_attn(
         scale=scale * math.log2(math.e),
         prefix_blocks=0 if prefixes is None else prefixes.blocks.data_ptr(),
         prefixes=0 if prefixes is None else prefixes.results.data_ptr(),
-        away_blocks=operands.address(away),
+        spilled_blocks=operands.address(spilled),
         q_norm=0 if head_norms is None else head_norms.q_weight.data_ptr(),
         k_norm=0 if head_norms is None else head_norms.k_weight.data_ptr(),
         norm_eps=0.0 if head_norms is None else head_norms.eps,
@@ -176,8 +176,12 @@ def splitk_flash_attn(
         slot += count
         cta += config.ctas[number]
     args.tiers[len(config.slots)] = _Tier(first_slot=slot, first_cta=cta)  # the end of the last
-    if config.spanning != (away is not None) or (away is not None and away.shape != lengths.shape):
-        raise ValueError("expected `away` for each slot with a spanning config, and only there")
+    if config.reads_spilled != (spilled is not None) or (
+        spilled is not None and spilled.shape != lengths.shape
+    ):
+        raise ValueError(
+            "expected `spilled` for each slot with a config that reads_spilled, and only there"
+        )
     if head_norms is not None:
         if prefixes is not None:
             raise ValueError("expected normalized heads with prefixes, and no norms of them")
@@ -187,7 +191,7 @@ def splitk_flash_attn(
         }
         operands.check_operands(q.device, weights)
     macros = defines(
-        q.dtype, dim, group, prefixes=prefixes is not None, spanning=config.spanning,
+        q.dtype, dim, group, prefixes=prefixes is not None, reads_spilled=config.reads_spilled,
         head_norms=head_norms is not None,
     )  # fmt: skip
     kernel = jit.kernel(SOURCE, "splitk_flash_attn", macros)
@@ -271,10 +275,14 @@ def defines(
     group: int,
     *,
     prefixes: bool = False,
-    spanning: bool = False,
+    reads_spilled: bool = False,
     head_norms: bool = False,
 ) -> dict[str, int]:
     """Macros of the kernel's variant for `group` query heads per KV head."""
     tiles = {"GROUP_TILES": ceil_div(group, 8)}
-    tiles |= {"PREFIXES": int(prefixes), "SPANNING": int(spanning), "HEAD_NORMS": int(head_norms)}
+    tiles |= {
+        "PREFIXES": int(prefixes),
+        "SPILLED": int(reads_spilled),
+        "HEAD_NORMS": int(head_norms),
+    }
     return {**operands.defines(dtype), "HEAD_DIM": head_dim, **tiles}

@@ -67,7 +67,7 @@ class Products:
         # Rows of X up to which SplitK_GEMM is faster, even in two launches.
         self.few_rows = 2 * SPLITK_MAX_ROWS if self._tiles is None else FEW_ROWS
 
-    def by(self, n: int, weight: PackedTensor) -> By:
+    def kernel_for(self, n: int, weight: PackedTensor) -> By:
         """Choose the kernel for `n` rows of X."""
         remote = any(part.split.row_blocks for part in weight.parts if part.tier != LOCAL)
         # Two launches would read a remote part twice.
@@ -121,9 +121,9 @@ class Products:
         With `pdl` the launch may start while its predecessor ends. `ahead` may be prefetched into
         L2 for a later product.
         """
-        by = self.by(len(x), weight)
+        by = self.kernel_for(len(x), weight)
         if norm != "none" and (by != "splitk" or len(x) > FEW_ROWS):
-            x = normalize(x, torch.empty_like(x), norm, eps=eps, pdl=pdl, fills_sms=by == "splitk")
+            x = normalize(x, torch.empty_like(x), norm, eps=eps, pdl=pdl, pad_grid=by == "splitk")
             norm = "none"
         if by == "torch":
             _unpacked(x, weight, out, bias, residual, activation)
@@ -147,7 +147,7 @@ class Products:
 
         None for many rows, or if the weight's first part is not in the GPU's own memory.
         """
-        if n > FEW_ROWS or self.by(n, weight) != "splitk":
+        if n > FEW_ROWS or self.kernel_for(n, weight) != "splitk":
             return None
         splits, sms = tuple(part.split for part in weight.parts), sm_count(self._device)
         return gemm.look_ahead(weight, _splitk_config(n, splits, tuple(accesses), sms=sms, cols=0))

@@ -70,7 +70,7 @@ def tiled_config(
         left -= launches[0].ctas
     if row_blocks[0]:
         _, shape = local(left)
-        tier = local_tier(n, row_blocks[0], shape, left, atoms, limits, window=tiers[0])
+        tier = local_tier(n, row_blocks[0], shape, left, atoms, limits, access=tiers[0])
         stages = shape.stages(limits, tier.tile_row_blocks)
         others = [TierTiles(0) for _ in row_blocks[1:]]
         launches.append(Launch(shape, stages, (tier, *others)).with_max_blocks(limits))
@@ -100,13 +100,13 @@ def local_tier(
     limits: Limits,
     *,
     stream_k: bool | None = None,
-    window: TierAccess | None = None,
+    access: TierAccess | None = None,
 ) -> TierTiles:
     """Tiles of a tier that is computed on `sms`; Stream-K as given, or where it is faster.
 
-    The access `window` limits the bytes in flight, and says if waves are aligned.
+    The tier's `access` limits the bytes in flight, and says if waves are aligned.
     """
-    clusters, access = limits.max_clusters(sms, shape.ctas), window or TierAccess()
+    clusters, access = limits.max_clusters(sms, shape.ctas), access or TierAccess()
     options = list(_tile_options(n, row_blocks, sms, atoms, shape, limits))
     wanted = [option for option in options if stream_k in (None, option[2])]
     _, size, chosen = min(wanted or options)
