@@ -215,6 +215,7 @@ class Workload:
 
 
 MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs
+MAX_SEED_BITS = 96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,9 +224,9 @@ class SamplingParams:
 
     Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. A request ends at a stop string,
     at `max_tokens`, or at an end-of-sequence token unless `ignore_eos`. The result depends on
-    `seed` and on the request, not on the other requests in the batch. With `logprobs`, a number up
-    to MAX_LOGPROBS, the result has for each new token its log-probability, and those of this many
-    likeliest tokens in its place.
+    `seed`, of up to 96 bits, and on the request, not on the other requests in the batch. With
+    `logprobs`, a number up to MAX_LOGPROBS, the result has for each new token its log-probability,
+    and those of this many likeliest tokens in its place.
     """
 
     max_tokens: int = 128
@@ -244,6 +245,10 @@ class SamplingParams:
         object.__setattr__(self, "logprobs", count)
         for field, minimum in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
             object.__setattr__(self, field, check_count(field, getattr(self, field), minimum))
+        if self.seed >> MAX_SEED_BITS:
+            raise UsageError(
+                f"seed has {self.seed.bit_length()} bits", hint=f"at most {MAX_SEED_BITS} are read"
+            )
         for field, high in (("temperature", 100.0), ("top_p", 1.0)):
             object.__setattr__(self, field, check_number(field, getattr(self, field), 0.0, high))
         if self.top_p == 0:

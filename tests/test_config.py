@@ -334,8 +334,8 @@ def test_workload_is_of_positive_integers(change: dict[str, Any], said: str) -> 
 @pytest.mark.parametrize(
     "change",
     [{"max_tokens": 0}, {"max_tokens": 1.5}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1},
-     {"temperature": -1}, {"temperature": float("nan")}, {"seed": "1"}, {"stop": ("",)},
-     {"stop": "end"}, {"ignore_eos": 1}],
+     {"temperature": -1}, {"temperature": float("nan")}, {"seed": "1"}, {"seed": 1 << 96},
+     {"stop": ("",)}, {"stop": "end"}, {"ignore_eos": 1}],
 )  # fmt: skip
 def test_sampling_params_are_checked(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:

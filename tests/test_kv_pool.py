@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dakrun.config import SamplingParams, Workload
 from dakrun.engine import Admission, Engine, NextTokens, PromptPart, Row, admission
 from dakrun.engine.progress import RequestState
+from dakrun.engine.swap import Saved
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVCache, KVShape, RowLayout
@@ -165,6 +166,29 @@ def test_few_slots_are_divided_over_tiers(path: Path) -> None:
             assert not llm.engine.stats.preempted
             assert (max(spans) > 0, min(spans)) == (ratio > 0, 0)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("from_copies", [False, True])
+def test_a_preempted_request_gets_blocks_for_its_last_position(from_copies: bool) -> None:
+    """Of 4 blocks one request takes 2, and at the same step the other 3: they do not both fit."""
+    with allocate_tiers({"hbm": 2**20}, CPU) as tiers:
+        cache = KVCache((("hbm", 2, 4),), 1, RowLayout(1, 8, 256, torch.float32), tiers, CPU)
+        found = Admission(cache, range(2))
+        first, second = (
+            RequestState(
+                Request(
+                    id=str(limit), line=1, prompt_ids=tuple(range(64)),
+                    params=SamplingParams(max_tokens=limit, ignore_eos=True),
+                ),
+                None, 0, limit, tuple(range(64)),
+            )
+            for limit in (65, 66)
+        )  # fmt: skip
+        assert found.admit(first, [], [])
+        second.tokens, second.prompt = [1, 2], (*second.prompt, 1, 2)
+        second.saved = Saved([0, 1]) if from_copies else None
+        assert not found.admit(second, [first], [])
+        assert second.cached + second.remaining == 64 + 66 - 1
 
 
 def test_blocks_are_kept_for_expected_lengths() -> None:

@@ -48,6 +48,10 @@ def batch(**body: Any) -> dict[str, Any]:
         ({"prompt": "x", "max_tokens": True}, NOTHING),
         (batch(prompt="x", n=0), NOTHING),
         (batch(prompt="x", n="2"), NOTHING),
+        (batch(prompt="x", n=8), RowLengths(1, 5, 8)),
+        (batch(prompt="x", n=9), NOTHING),
+        (batch(prompt="x", n=10**400), NOTHING),
+        (batch(prompt=["x"] * 1025), NOTHING),
         ({"body": 5}, NOTHING),
     ],
 )

@@ -136,6 +136,16 @@ def test_equal_prompts_of_one_step_are_computed_once(path: Path) -> None:
         assert computed == 2 * len(prompt) + 6 * rest, "once in each of two tiers"
 
 
+def test_tiers_do_not_wait_for_each_other_s_blocks(path: Path) -> None:
+    parts: list[PromptPart] = []
+    with load(path, 4, parts) as llm:
+        prompt = [5 + i % 50 for i in range(150)]
+        llm.generate([prompt] * 4, SamplingParams(max_tokens=2))
+        first = [part for part in parts if part.start == 0]
+        assert len({llm.engine.runner.cache.tier(part.row.slot) for part in first}) == 2
+        assert parts[: len(first)] == first
+
+
 def cache_of(blocks: int) -> KVCache:
     layout = RowLayout(kv_heads=1, head_dim=8, positions=4 * KV_BLOCK, dtype=torch.float32)
     device = torch.device("cpu")

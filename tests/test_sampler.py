@@ -227,6 +227,17 @@ def test_noise_is_that_of_splitmix64(seed: int, position: int) -> None:
     assert noise(seed, position, 1000) == pytest.approx(np.array(wanted), rel=1e-5, abs=1e-5)
 
 
+def test_a_token_that_is_not_kept_is_never_drawn() -> None:
+    """Even if the noise of the only one that is kept is the lowest, once in 2^25 tokens."""
+    seed, position, kept, vocabulary = 114, 5, 110_485, 151_936
+    assert noise(seed, position, vocabulary)[kept] == np.finfo(np.float32).min
+    logits = torch.zeros(1, vocabulary)
+    logits[0, kept] = 9.0
+    for params in ({"top_k": 1}, {"top_p": 0.01}):
+        some = SamplingParams(temperature=1.0, **params)  # type: ignore[arg-type]
+        assert sample(logits, [some], [seed], [position]).item() == kept
+
+
 def test_noise_is_spread_evenly() -> None:
     by_token = noise(3, 5, 50_000)
     by_position = np.array([noise(3, position, 1)[0] for position in range(50_000)])

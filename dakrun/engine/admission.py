@@ -57,8 +57,10 @@ class Admission:
         """
         cache = self._cache
         names = block_names(r.prompt)
-        # The newest token of a request that goes on from copies is not in the cache yet.
+        # A request that goes on from copies has its newest token, which is not in the cache yet;
+        # of others the end of the prompt gives a new one.
         r.cached = len(r.prompt) - (r.saved is not None)
+        r.launched = len(r.tokens) + (r.saved is None)
         tried: set[int] = set()  # tiers
         for slot in self._free:
             if cache.tier(slot) in tried:

@@ -48,7 +48,7 @@ class Preemption:
         computes its prompt and tokens again, and the result is False. Full blocks are also kept as
         long as others leave room for them.
         """
-        r.prompt, r.launched = (*r.request.prompt_ids, *r.tokens), len(r.tokens) + 1
+        r.prompt = (*r.request.prompt_ids, *r.tokens)
         cached = (len(r.prompt) - 1) // KV_BLOCK  # in full blocks; the last token is not
         self._runner.cache.publish(r.slot, block_names(r.prompt)[:cached])
         saved = self._save(r, ceil_div(r.cached, KV_BLOCK), running)
@@ -63,7 +63,7 @@ class Preemption:
         """Start to copy the saved blocks of `r` to the slot that it has again."""
         assert r.saved is not None
         copied = self.swap.restore(r.saved, r.slot, r.shared // KV_BLOCK)
-        r.saved, r.launched = None, len(r.tokens)
+        r.saved = None
         self._swapping_in.append((r, copied))
 
     def resume(self, *, idle: bool) -> list[RequestState]:

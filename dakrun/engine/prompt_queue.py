@@ -46,27 +46,28 @@ class PromptQueue:
         """The parts of prompts that the next step computes beside `rows` rows.
 
         Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
-        A request waits for the next step if its next block is one that an earlier part computes.
+        A request waits for the next step if an earlier part computes its next block in its tier.
         """
         most, now, parts = self._runner.chunk_tokens, time.perf_counter(), []
         room = max(most // 2, most - ceil_div(rows, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)
-        computed: set[bytes] = set()  # names of blocks, in this step
+        computed: set[tuple[int, bytes]] = set()  # tiers and names of blocks, in this step
         for r in self.requests:
             if not room:
                 break
-            prompt = r.prompt
+            prompt, tier = r.prompt, self._runner.cache.tier(r.slot)
             if r.launched_prompt == r.shared:
                 self._admission.share_more(r)
                 number = r.shared // KV_BLOCK
                 usable = r.names[: (len(prompt) - 1) // KV_BLOCK]
-                if number < len(usable) and usable[number] in computed:
+                if number < len(usable) and (tier, usable[number]) in computed:
                     continue
             start = r.launched_prompt
             tokens = prompt[start : start + room]
             r.started = r.started or now
             r.launched_prompt += len(tokens)
             room -= len(tokens)
-            computed.update(r.names[start // KV_BLOCK : ceil_div(r.launched_prompt, KV_BLOCK)])
+            names = r.names[start // KV_BLOCK : ceil_div(r.launched_prompt, KV_BLOCK)]
+            computed.update((tier, name) for name in names)
             row = Row(r.slot, len(prompt) - 1, r.request.params, r.seed)
             ends = r.launched_prompt == len(prompt)
             parts.append((r, PromptPart(row, start, tokens, ends)))

@@ -67,7 +67,8 @@ def noise(seed: int, position: int, vocabulary: int) -> np.ndarray:
     steps = np.arange(1, vocabulary + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     bits = (_mix64(state + steps) >> np.uint64(32)).astype(np.float32)
     with np.errstate(divide="ignore"):  # v may round up to 1, whose noise is the lowest
-        return -np.log(-np.log1p(-(bits + np.float32(0.5)) * np.float32(2.0**-32)))
+        found = -np.log(-np.log1p(-(bits + np.float32(0.5)) * np.float32(2.0**-32)))
+    return np.maximum(found, np.finfo(np.float32).min)  # above that of tokens that are not kept
 
 
 def _mix64(z: np.ndarray) -> np.ndarray:

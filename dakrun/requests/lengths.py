@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 from dakrun.geometry import KV_BLOCK
+from dakrun.requests.openai_rows import MAX_N, MAX_PROMPTS
 
 CHARACTERS_PER_TOKEN = 4  # of English text, about, in the vocabularies of these models
 MOST_BLOCKS = 1 << 18  # whose hashes are kept: some 20 MB
@@ -117,7 +118,9 @@ def json_lengths(
         prompts = prompt
     own = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
     new = next((value for value in own if value is not None), max_tokens)
-    if type(new) is not int or new < 1 or not (n is None or (type(n) is int and n > 0)):
+    if type(new) is not int or new < 1 or len(prompts) > MAX_PROMPTS:
+        return NOTHING
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_N):
         return NOTHING
     longest = max(prompts, key=_tokens)
     return _limited(longest, new, max_model_len, starts, len(prompts) * (n or 1))

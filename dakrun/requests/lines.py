@@ -113,7 +113,7 @@ class Lines(LineSource):
         while data := self._read():
             number += 1
             start = self._position - len(data)
-            if is_long := len(data) > self.max_line_bytes:
+            if is_long := len(data) > self.max_line_bytes and not data.endswith(b"\n"):
                 while data and not data.endswith(b"\n"):
                     data = self._read()
             elif number == 1 and data.startswith(b"\xef\xbb\xbf"):  # byte order mark

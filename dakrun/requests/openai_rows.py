@@ -20,9 +20,9 @@ _COMMON_FIELDS = ("model", "n", "logprobs", "max_tokens", *SAMPLING_FIELDS, "sto
 _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata")
-_MAX_N = 8
+MAX_N = 8
 _MAX_LOGPROBS = 5  # of /v1/completions
-_MAX_PROMPTS = 1024
+MAX_PROMPTS = 1024
 _SEED_BITS = 64  # of a row's seed: a choice's number is added above them
 # Unsupported fields and the neutral value of each, which changes nothing and is accepted.
 _NEUTRAL: Mapping[str, object] = {
@@ -71,7 +71,7 @@ def parse_batch(
     model = given.get("model")
     if not isinstance(model, str | None):
         raise BadRow("invalid_field", f"model is {json_kind(model)}, not a string")
-    params, n = _parameters(given, defaults), _count_of(given, "n", 1, _MAX_N)
+    params, n = _parameters(given, defaults), _count_of(given, "n", 1, MAX_N)
     params = replace(params, logprobs=_logprobs(given, is_chat=is_chat))
     prompts = (
         [chat_prompt(given.get("messages"), rules)] if is_chat else _text_prompts(given, rules)
@@ -159,8 +159,8 @@ def _text_prompts(given: dict[str, Any], rules: PromptRules) -> list[tuple[int, 
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
     if not isinstance(prompt, list) or not several:
         return [_text_prompt(prompt, rules)]
-    if len(prompt) > _MAX_PROMPTS:
-        raise BadRow("invalid_prompt", f"prompt has {len(prompt)} prompts, above {_MAX_PROMPTS}")
+    if len(prompt) > MAX_PROMPTS:
+        raise BadRow("invalid_prompt", f"prompt has {len(prompt)} prompts, above {MAX_PROMPTS}")
     found = []
     for number, one in enumerate(prompt, 1):
         try:
