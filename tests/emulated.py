@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from compiled import kept
 
 from dakrun.geometry import CUDA_CONSTANTS
 from dakrun.kernels.gemm import AFTER_REMOTE
@@ -20,7 +21,7 @@ from dakrun.resources import resource_dir
 EMULATOR = Path(__file__).parent / "emulator"
 HEADER = "ptx.cuh"
 # _FORTIFY_SOURCE aborts on jumps between stacks, by which fibers switch.
-COMPILER = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{EMULATOR}"]
+COMPILER = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE"]
 ENTRY = """
 #include "{source}"
 
@@ -46,16 +47,20 @@ class EmulatedKernel:
     def __init__(
         self, source: str, name: str, struct: str, defines: dict[str, int], folder: Path
     ) -> None:
-        for path in resource_dir("native").iterdir():
-            if path.suffix in (".cu", ".cuh") and not (EMULATOR / path.name).exists():
-                (folder / path.name).write_text(_for_the_host(path.read_text("utf-8")), "utf-8")
-        entry = folder / "entry.cpp"
-        entry.write_text(ENTRY.format(source=source, struct=struct, name=name), "utf-8")
+        entry = ENTRY.format(source=source, struct=struct, name=name)
+        macros = [f"-D{key}={value}" for key, value in {**CUDA_CONSTANTS, **defines}.items()]
         library = folder / "kernel.so"
-        constants = {**CUDA_CONSTANTS, **defines}
-        macros = [f"-D{key}={value}" for key, value in constants.items()]
-        command = [*COMPILER, "-shared", "-include", f"{_machine().name}/{HEADER}", *macros]
-        subprocess.run([*command, "-o", library, entry], check=True)
+
+        def compile_it() -> bytes:
+            for path, text in _sources().items():
+                (folder / path).write_text(text, "utf-8")
+            (folder / "entry.cpp").write_text(entry, "utf-8")
+            header = f"{_precompiled().name}/{HEADER}"
+            _compile("-shared", "-include", header, *macros, folder / "entry.cpp", to=library)
+            return library.read_bytes()
+
+        _load_machine()
+        library.write_bytes(kept([*_emulator(), *_sources().values(), entry, *macros], compile_it))
         self._launch = ctypes.CDLL(str(library)).launch
         self.seed = 0
         self.together = 1  # clusters that run concurrently
@@ -115,20 +120,52 @@ def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
     return kernel
 
 
-@functools.cache
-def _machine() -> tempfile.TemporaryDirectory[str]:
-    """A folder with the emulator's header precompiled, whose machine is compiled and loaded.
+def _compile(*arguments: str | Path, to: Path) -> None:
+    subprocess.run([*COMPILER, f"-I{EMULATOR}", *arguments, "-o", to], check=True)
 
-    That takes two thirds of a kernel's compile time. It is removed when the process ends.
+
+@functools.cache
+def _precompiled() -> tempfile.TemporaryDirectory[str]:
+    """A folder with the emulator's header precompiled; it is removed when the process ends.
+
+    That halves a kernel's compile time.
     """
     folder = tempfile.TemporaryDirectory()
-    compiled, library = f"{folder.name}/{HEADER}.gch", f"{folder.name}/machine.so"
-    header = [*COMPILER, "-x", "c++-header", EMULATOR / HEADER, "-o", compiled]
-    subprocess.run(header, check=True)
-    machine = [*COMPILER, "-O2", "-shared", EMULATOR / "machine.cpp", "-o", library]
-    subprocess.run(machine, check=True)
-    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    header = Path(folder.name, f"{HEADER}.gch")
+    _compile("-x", "c++-header", EMULATOR / HEADER, to=header)
     return folder
+
+
+@functools.cache
+def _load_machine() -> None:
+    """Compile and load the machine, which all kernels call."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "machine.so")
+
+        def compile_it() -> bytes:
+            _compile("-O2", "-shared", EMULATOR / "machine.cpp", to=library)
+            return library.read_bytes()
+
+        library.write_bytes(kept([*_emulator(), "machine"], compile_it))
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
+def _emulator() -> tuple[str, ...]:
+    """The compiler's version and options, and the emulator's sources."""
+    version = subprocess.run([*COMPILER[:1], "--version"], check=True, capture_output=True).stdout
+    texts = (path.read_text("utf-8") for path in sorted(EMULATOR.iterdir()) if path.is_file())
+    return (version.decode(), *COMPILER[1:], *texts)
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    """Files of native/ by name, for the host, but for those that the emulator replaces."""
+    return {
+        path.name: _for_the_host(path.read_text("utf-8"))
+        for path in sorted(resource_dir("native").iterdir())
+        if path.suffix in (".cu", ".cuh") and not (EMULATOR / path.name).exists()
+    }
 
 
 def _for_the_host(source: str) -> str:

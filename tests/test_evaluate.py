@@ -84,6 +84,13 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_steps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dakrun.evaluate.scope.QUICK_STEPS", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")

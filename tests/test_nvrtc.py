@@ -2,16 +2,18 @@
 
 import functools
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from compiled import kept
 
 from dakrun.errors import CannotRun
 from dakrun.geometry import CUDA_CONSTANTS, FEW_ROWS, SPLITK_THREADS
@@ -30,6 +32,7 @@ from dakrun.kernels.runtime import (
     jit,
     nvrtc,
 )
+from dakrun.kernels.runtime.nvrtc import source_digest
 from dakrun.resources import resource_dir
 from dakrun.units import ceil_div
 
@@ -61,7 +64,11 @@ def compiled(source: str, arch: str, defines: dict[str, int]) -> Compiled:
 
 @functools.cache
 def _compiled(source: str, arch: str, macros: tuple[tuple[str, int], ...]) -> Compiled:
-    return compile_cubin(source, arch, dict(macros))
+    def compile_it() -> bytes:
+        return pickle.dumps(compile_cubin(source, arch, dict(macros)))
+
+    digest = source_digest(source, arch, dict(macros))
+    return cast(Compiled, pickle.loads(kept(["nvrtc", digest], compile_it)))
 
 
 @pytest.mark.parametrize(("source", "defines", "arch"), variants())
