@@ -22,10 +22,11 @@ from dakrun.engine import (
     staged_bytes,
     tier_accesses,
 )
+from dakrun.engine.kv_cache import KVCache
 from dakrun.geometry import NO_TOKEN, TILED_PORTABLE_X_TILES, TILED_X_TILES
 from dakrun.hardware import load_profile
 from dakrun.kernels import variants
-from dakrun.kernels.attention import KVCache, KVShape
+from dakrun.kernels.attention import KVShape
 from dakrun.kernels.gemm import Limits
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm

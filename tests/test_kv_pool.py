@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
 from dakrun.engine import Admission, Engine, NextTokens, PromptPart, Row, admission
+from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.progress import RequestState
 from dakrun.engine.swap import Saved
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention import KVCache, KVShape, RowLayout
+from dakrun.kernels.attention import KVShape
 from dakrun.llm import LLM
 from dakrun.memory import allocate_tiers
 from dakrun.plan import Plan, Policy, kept_positions, peak_blocks

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dakrun.config import SamplingParams
-from dakrun.engine.prefixes import block_names
+from dakrun.engine.kv_cache import KVCache, RowLayout
+from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.runner import PromptPart, Row
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention import KVCache, RowLayout
 from dakrun.llm import LLM
 from dakrun.memory import allocate_tiers
 from dakrun.plan import Plan, Policy

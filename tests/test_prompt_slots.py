@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dakrun.engine import KVWriter
-from dakrun.kernels.attention import KVCache, kv_blocks
+from dakrun.engine.kv_cache import KVCache
+from dakrun.kernels.attention import kv_blocks
 from dakrun.memory import allocate_tiers
 from dakrun.plan import Segment
 from dakrun.units import ceil_div

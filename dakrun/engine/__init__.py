@@ -2,12 +2,12 @@
 
 engine.py has the loop of steps: admission.py gives requests slots and KV blocks, preemption.py
 keeps those that give theirs up, prompt_queue.py cuts prompts into parts, results.py makes results.
-progress.py has the state of a request, prefixes.py names the KV blocks that prompts may share, and
-swap.py copies blocks to host memory and back. A runner (runner.py) computes the steps:
-graph_runner.py on the GPU's kernels (decode_step.py, prefill.py, cached_attention.py,
-kernel_backend.py, staging.py), reference_runner.py in plain torch. sampler.py chooses tokens in
-torch, logprobs.py has their log-probabilities. machine_planner.py plans for this machine's free
-memory, build.py makes the runner that a plan asks for.
+progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
+prefix_cache.py those that prompts share, and swap.py copies blocks to host memory and back. A
+runner (runner.py) computes the steps: graph_runner.py on the GPU's kernels (decode_step.py,
+prefill.py, cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
+sampler.py chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py
+plans for this machine's free memory, build.py makes the runner that a plan asks for.
 """
 
 from dakrun.engine.admission import Admission

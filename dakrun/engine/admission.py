@@ -8,10 +8,10 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
-from dakrun.engine.prefixes import block_names
+from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.progress import NO_SLOT, RequestState
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention import KVCache
 from dakrun.plan import peak_blocks
 
 ENDED_TO_EXPECT = 32  # requests that have ended before others are expected to end like them

@@ -10,6 +10,7 @@ import torch
 from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
@@ -17,7 +18,7 @@ from dakrun.engine.staging import Staging, staged_bytes
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK, MAX_GROUP_HEADS, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels import Variant, variants
-from dakrun.kernels.attention import KVCache, KVShape, RowLayout
+from dakrun.kernels.attention import KVShape
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.kernels.gemm.tiled import x_tiles
 from dakrun.kernels.runtime import architecture as gpu_architecture

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.config import ModelConfig
+from dakrun.engine.kv_cache import KVCache
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import (
     BlockTables,
-    KVCache,
     KVShape,
     PromptSegment,
     PromptWork,

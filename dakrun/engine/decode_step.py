@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.engine.kv_cache import KVCache
 from dakrun.kernels import SAMPLING_WORDS, select_token
 from dakrun.kernels.attention import (
     AttentionConfig,
     AttentionWorkspace,
-    KVCache,
     KVShape,
     PrefixAttention,
     RowGroup,

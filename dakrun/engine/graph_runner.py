@@ -22,11 +22,12 @@ from dakrun.engine.decode_step import (
     fill_order,
     fitting,
 )
+from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import sampling_words
-from dakrun.kernels.attention import KVCache, KVShape, RowGroup, SharedPrefix, shared_prefixes
+from dakrun.kernels.attention import KVShape, RowGroup, SharedPrefix, shared_prefixes
 from dakrun.kernels.runtime import capture, edge_kinds, replay_seconds
 from dakrun.memory.device import upload
 from dakrun.plan import Segment

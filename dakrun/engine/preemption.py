@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from dakrun.engine.prefixes import block_names
+from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.progress import RequestState
 from dakrun.engine.runner import Row, Runner
 from dakrun.engine.swap import Saved, SwapSpace, swap_beats_recompute

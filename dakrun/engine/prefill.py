@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from dakrun.engine.cached_attention import BlockPlaces, CachedAttention
 from dakrun.engine.decode_step import Bucket, DecodeStep
 from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.engine.kv_cache import KVCache
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import store_kv
-from dakrun.kernels.attention import KVCache, KVShape
+from dakrun.kernels.attention import KVShape
 from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Attention, Decoder

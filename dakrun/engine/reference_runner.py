@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from dakrun.config import ModelConfig
+from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import reference
-from dakrun.kernels.attention import KVCache, RowLayout
 from dakrun.memory.tiers import PartitionedTensor
 from dakrun.models.architectures import Architecture, Norm
 from dakrun.models.decoder import Attention, Decoder

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dakrun.config import SamplingParams
+from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import log_probabilities
 from dakrun.engine.sampler import sample
 from dakrun.errors import GpuFailed
-from dakrun.kernels.attention import KVCache
 from dakrun.memory.device import download, is_out_of_memory, out_of_memory, upload
 from dakrun.memory.tiers import LOCAL_HINT
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dakrun.engine.kv_cache import KVCache
 from dakrun.errors import CannotRun
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention import KVCache
 from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.tiers import HOST, Tier
 from dakrun.plan import Links, Plan, pass_seconds

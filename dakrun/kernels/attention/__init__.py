@@ -2,8 +2,7 @@
 
 splitk.py launches SplitK_FlashAttn, for decoding, as config.py chooses; prompt.py launches prompt
 attention, and cascade.py that of decode rows to the prefixes that they share, which
-shared_prefixes.py finds. kv_blocks.py has the layout of KV blocks, kv_cache.py the blocks of all
-tiers, prefix_cache.py those that later requests may share.
+shared_prefixes.py finds. kv_blocks.py has the layout of KV blocks.
 """
 
 from dakrun.kernels.attention import kv_blocks
@@ -15,7 +14,6 @@ from dakrun.kernels.attention.config import (
     stage_bytes,
 )
 from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
-from dakrun.kernels.attention.kv_cache import KVCache, RowLayout
 from dakrun.kernels.attention.prompt import PromptSegment, PromptWork, prompt_attn
 from dakrun.kernels.attention.shared_prefixes import SharedPrefix, shared_prefixes
 from dakrun.kernels.attention.splitk import AttentionWorkspace, cta_threads, splitk_flash_attn
@@ -24,13 +22,11 @@ __all__ = [
     "AttentionConfig",
     "AttentionWorkspace",
     "BlockTables",
-    "KVCache",
     "KVShape",
     "PrefixAttention",
     "PromptSegment",
     "PromptWork",
     "RowGroup",
-    "RowLayout",
     "SharedPrefix",
     "attention_config",
     "cta_threads",

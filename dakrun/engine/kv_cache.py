@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dakrun.engine.prefix_cache import PrefixCache
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
-from dakrun.kernels.attention.prefix_cache import PrefixCache
+from dakrun.kernels.attention import BlockTables, KVShape
 from dakrun.memory.device import device_view, upload
 from dakrun.memory.tiers import Tier
 from dakrun.units import ceil_div
