@@ -21,11 +21,11 @@ from dakrun.plan import (
     Plan,
     Policy,
     advise,
+    bound_time,
     busy_shares,
     limits,
     make_plan,
     resource_text,
-    time_of,
 )
 
 GIB = 2**30
@@ -207,7 +207,7 @@ def test_lines_are_named_by_what_limits(staged: bool) -> None:
     )
     named = links.lines(100.0, 1.0, staged=staged)
     assert list(named) == ["compute", "hbm", "host", "peer:1", "host+peer:1"]
-    assert time_of(named.values(), [0.0, 0.5, 0.5]) == pytest.approx(25.0)
+    assert bound_time(named.values(), [0.0, 0.5, 0.5]) == pytest.approx(25.0)
 
 
 def test_ties_name_one_change_of_a_kind() -> None:

@@ -16,7 +16,7 @@ from dakrun.plan import (
     Policy,
     compute_time,
     decode_ops,
-    kernel_time,
+    kernel_compute_time,
     linear_op,
     make_plan,
     many_rows_sms,
@@ -54,12 +54,12 @@ def test_few_rows_do_not_ask_for_many() -> None:
     for n in (1, 8, 64):
         op = linear_op("m", (4096, 4096), n=n, element_bytes=2)
         assert predicted_time(op, 1e-5, AFTER) == predicted_time(op, 1e-5, BEFORE)
-        assert kernel_time(op, 1e-5, AFTER) == 1e-5
+        assert kernel_compute_time(op, 1e-5, AFTER) == 1e-5
 
 
 def test_many_rows_have_costs_of_their_own() -> None:
     op = linear_op("m", (4096, 4096), n=512, element_bytes=2)
-    assert kernel_time(op, 4e-5, AFTER) == pytest.approx(5e-5)
+    assert kernel_compute_time(op, 4e-5, AFTER) == pytest.approx(5e-5)
     assert predicted_time(op, 4e-5, AFTER) == pytest.approx(5.4e-5)
     assert predicted_time(op, 4e-5, AFTER, link=1e-3) == pytest.approx(1e-3 + 4e-6)
     seconds, efficiency = BEFORE.linear.at(512)
@@ -160,7 +160,7 @@ def test_every_part_has_sms_and_no_more_than_help(n: int, counts: list[int]) -> 
     def seconds(far: int) -> float:
         shared = AFTER.sms - far, far
         kernel, link = many_rows_times(op, counts, shared, compute, AFTER, remote)
-        return max(kernel_time(op, kernel, AFTER), link)
+        return max(kernel_compute_time(op, kernel, AFTER), link)
 
     best = min(seconds(far) for far in range(1, AFTER.sms))
     assert seconds(sms[1]) == pytest.approx(best)

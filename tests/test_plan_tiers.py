@@ -19,10 +19,10 @@ from dakrun.plan import (
     Plan,
     Policy,
     best_total,
+    bound_time,
     decode_ops,
     greedy_ratios,
     make_plan,
-    time_of,
 )
 from dakrun.plan.linear_program import OpLines, best_ratios, minimise
 
@@ -125,7 +125,7 @@ def test_shares_equal_the_optimum_of_a_solver(
     if best is None or shares is None:
         assert best is None and shares is None
         return
-    found = sum(time_of(op.lines, share) for op, share in zip(ops, shares, strict=True))
+    found = sum(bound_time(op.lines, share) for op, share in zip(ops, shares, strict=True))
     assert found == pytest.approx(best, rel=1e-6, abs=1e-9)
     for share in shares:
         assert sum(share) == pytest.approx(1, abs=1e-9)
@@ -137,7 +137,7 @@ def test_shares_equal_the_optimum_of_a_solver(
     if not uniform:
         alike = best_ratios(ops, capacities, remote, uniform=True)
         if alike is not None:
-            slower = sum(time_of(op.lines, share) for op, share in zip(ops, alike, strict=True))
+            slower = sum(bound_time(op.lines, share) for op, share in zip(ops, alike, strict=True))
             assert found <= slower + 1e-6 * slower
 
 

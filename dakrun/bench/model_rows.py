@@ -14,7 +14,7 @@ from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.model_sweep import ModelRatio, ModelSweep, Point, Rival, TransportChoice
 from dakrun.bench.output import Column, microseconds
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.plan import Links, OpPlan, Plan, Strategy, predict_prefill, time_of
+from dakrun.plan import Links, OpPlan, Plan, Strategy, bound_time, predict_prefill
 from dakrun.probe.measurement import spread
 from dakrun.units import format_decimal, format_seconds
 
@@ -154,7 +154,7 @@ def _op_s(op: OpPlan, links: Links) -> float:
         return op.op.layers * read / links.direct[LOCAL]
     lines = links.lines(read, 0.0).values()
     return sum(
-        layers * time_of(lines, op.op.shares(counts))
+        layers * bound_time(lines, op.op.shares(counts))
         for counts, layers in Counter(op.placement).items()
     )
 

@@ -17,11 +17,11 @@ from dakrun.plan import (
     Links,
     Op,
     Policy,
+    bound_times,
     compute_time,
     launch_times,
     predicted_time,
     sms_by_tier,
-    times_of,
 )
 from dakrun.units import ceil_div
 
@@ -121,7 +121,7 @@ def forecast(
     compute = compute_time(op, profile, dtype)
     ratios = [count / sum(case.units) for count in case.units]
     lines = Links.of(profile, remote).lines(op.read_bytes, compute)
-    kernel, link = times_of(lines, ratios)
+    kernel, link = bound_times(lines, ratios)
     sms = sms_by_tier(op, [case.units], compute, max(kernel, link), profile, remote)
     launched = launch_times(op, case.units, sms, compute, profile, remote)
     kernel, link = max(kernel, launched[0]), max(link, launched[1])

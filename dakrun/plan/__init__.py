@@ -59,13 +59,13 @@ from dakrun.plan.prefill import (
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import (
     Links,
+    bound_time,
+    bound_times,
     compute_time,
     is_windowed,
-    kernel_time,
+    kernel_compute_time,
     predicted_time,
     sampling_time,
-    time_of,
-    times_of,
 )
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios
 from dakrun.plan.run_bound import run_bound
@@ -106,6 +106,8 @@ __all__ = [
     "batch_candidates",
     "best_total",
     "best_uniform_total",
+    "bound_time",
+    "bound_times",
     "busy_shares",
     "choose_batch_size",
     "climb",
@@ -118,7 +120,7 @@ __all__ = [
     "ideal_ratios",
     "is_windowed",
     "kept_positions",
-    "kernel_time",
+    "kernel_compute_time",
     "kv_positions",
     "kv_staging_bytes",
     "launch_times",
@@ -146,8 +148,6 @@ __all__ = [
     "slot_candidates",
     "sms_by_tier",
     "staging_bytes",
-    "time_of",
-    "times_of",
     "uniform_ratios",
     "vector_bytes",
     "waits_s",

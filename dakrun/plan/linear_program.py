@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dakrun.plan.roofline import Line, time_of
+from dakrun.plan.roofline import Line, bound_time
 
 _TOLERANCE = 1e-10
 Matrix = npt.NDArray[np.float64]
@@ -46,7 +46,7 @@ def best_ratios(
     if total == 0 or min(capacities) < 0:
         return None
     floors = [max(c for c, by in op.lines if not by) for op in ops]
-    scale = max(time_of(op.lines, [1.0] + [0.0] * (tiers - 1)) for op in ops)
+    scale = max(bound_time(op.lines, [1.0] + [0.0] * (tiers - 1)) for op in ops)
 
     def column(op: int, tier: int) -> int:
         return (0 if uniform else op) * tiers + tier

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dakrun.geometry import ATOM_BYTES, ROWS_PER_BLOCK, TILE_ROW_BLOCKS, TILED_MAX_STAGES
 from dakrun.hardware import HardwareProfile, KernelModel, RemoteTier
 from dakrun.plan.ops import Op
-from dakrun.plan.roofline import bytes_in_flight, kernel_time
+from dakrun.plan.roofline import bytes_in_flight, kernel_compute_time
 from dakrun.units import ceil_div
 
 # A stage of a CTA's ring has an atom for each row block of W and for every 8 rows of X.
@@ -74,7 +74,7 @@ def many_rows_sms(
     layer = [n * op.units / sum(counts) for n in counts]
     sms = [int(n > 0) for n in counts]
     tiers = [tier for tier, n in enumerate(counts) if tier and n]
-    inefficiency = kernel_time(op, 1.0, profile)
+    inefficiency = kernel_compute_time(op, 1.0, profile)
 
     def with_sms(tier: int, count: int) -> list[int]:
         """SMs per tier with `count` for one remote tier; the local one gets the rest."""

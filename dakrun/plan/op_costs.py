@@ -13,11 +13,11 @@ from dakrun.plan.plan import PlacedOp
 from dakrun.plan.policy import Transport
 from dakrun.plan.roofline import (
     Links,
+    bound_times,
     compute_time,
-    kernel_time,
+    kernel_compute_time,
     predicted_time,
     staged_time,
-    times_of,
 )
 
 Counts = tuple[int, ...]  # units or slots by tier
@@ -45,7 +45,9 @@ class StepCosts:
         divided = divides_slots and len(remote) == 1
         self.ops = decode_ops(model, workload, divides_slots=divided)
         self.compute = {op.name: compute_time(op, profile, model.dtype) for op in self.ops}
-        self.work = {op.name: kernel_time(op, self.compute[op.name], profile) for op in self.ops}
+        self.work = {
+            op.name: kernel_compute_time(op, self.compute[op.name], profile) for op in self.ops
+        }
         self._placed: dict[tuple[str, tuple[Counts, ...], Transport], PlacedOp] = {}
 
     def over(self, tier: str) -> "StepCosts":
@@ -61,7 +63,7 @@ class StepCosts:
     ) -> tuple[float, float]:
         """(kernel, link) seconds of one layer of `op` that reads `tier_bytes` of each tier."""
         lines = self.links.lines(op.read_bytes, self.compute[op.name], staged=transport == "staged")
-        return times_of(lines, [n / op.read_bytes for n in tier_bytes])
+        return bound_times(lines, [n / op.read_bytes for n in tier_bytes])
 
     def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
         """Seconds of one layer of `op` at full rates: the longer of both `roofline` times."""

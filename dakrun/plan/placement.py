@@ -20,7 +20,7 @@ from dakrun.plan.greedy import (
 from dakrun.plan.op_costs import Counts, StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.problem import Problem
-from dakrun.plan.roofline import kernel_time
+from dakrun.plan.roofline import kernel_compute_time
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios, split_units
 
 REACH = 16  # maximum row blocks by which an op is moved up or down to balance it
@@ -188,7 +188,7 @@ def _balanced_units(costs: StepCosts, op: Op, curve: Curve, start: int) -> int:
         counts, least = (op.units - units, units), bound(units)
         sms = sms_by_tier(op, [counts], compute, least, profile, remote)
         kernel, link = launch_times(op, counts, sms, compute, profile, remote)
-        work = kernel_time(op, max(kernel, compute), profile)
+        work = kernel_compute_time(op, max(kernel, compute), profile)
         return max(least, work, link)
 
     near = range(max(1, start - REACH), min(op.units, start + REACH + 1))

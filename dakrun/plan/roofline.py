@@ -92,20 +92,20 @@ def line_time(line: Line, ratios: Sequence[float]) -> float:
     return constant + sum(k * ratios[tier] for tier, k in by_tier.items())
 
 
-def time_of(lines: Iterable[Line], ratios: Sequence[float]) -> float:
+def bound_time(lines: Iterable[Line], ratios: Sequence[float]) -> float:
     """Seconds of an op: the largest of its lower bounds."""
     return max(line_time(line, ratios) for line in lines)
 
 
-def times_of(lines: Mapping[str, Line], ratios: Sequence[float]) -> tuple[float, float]:
+def bound_times(lines: Mapping[str, Line], ratios: Sequence[float]) -> tuple[float, float]:
     """(kernel, link) seconds of an op with such `lines`; it takes the longer of both.
 
     Kernel seconds are those of arithmetic and the local tier, link seconds those of links.
     """
     here = (COMPUTE, LOCAL)
     links = [line for name, line in lines.items() if name not in here]
-    kernel = time_of((lines[name] for name in here), ratios)
-    return kernel, time_of(links, ratios) if links else 0.0
+    kernel = bound_time((lines[name] for name in here), ratios)
+    return kernel, bound_time(links, ratios) if links else 0.0
 
 
 def is_windowed(tier: RemoteTier) -> bool:
@@ -155,7 +155,7 @@ def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
     return profile.products.at(op.batch_size)
 
 
-def kernel_time(op: Op, compute: float, profile: HardwareProfile) -> float:
+def kernel_compute_time(op: Op, compute: float, profile: HardwareProfile) -> float:
     """Seconds of the kernel's arithmetic that takes `compute` seconds at the profile's rate.
 
     With many rows, the op's efficiency is that of arithmetic and is applied here. With few rows it

@@ -134,9 +134,9 @@ class Dispatcher:
             ray.kill(worker.actor)
         self.workers = []
 
-    def _add(self, name: str, loading: int) -> None:
-        """Start a worker; `loading` workers, it included, have yet to take their memory."""
-        worker = WorkerState(name, self._start(loading))
+    def _add(self, name: str, memory_sharers: int) -> None:
+        """Start a worker; so many, it included, have yet to take their memory."""
+        worker = WorkerState(name, self._start(memory_sharers))
         self.workers.append(worker)
         self._calls[worker.actor.node.remote()] = worker, self._on_node
 

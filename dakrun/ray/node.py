@@ -26,19 +26,19 @@ def load_on_node(
     device: Literal["auto", "cuda", "cpu"] = "auto",
     profile: str | HardwareProfile = "auto",
     policy: Policy | None = None,
-    workers: int = 1,
+    memory_sharers: int = 1,
     **options: Any,
 ) -> LLM:
     """The model, planned for this node and loaded; `options` are LLM's.
 
-    "auto" takes the profile that this node keeps of its GPU, or measures it, once. Where up to
-    `workers` actors like this one may share the node, each plans with its part of the host memory
-    that is free. Raises UsageError or CannotRun.
+    "auto" takes the profile that this node keeps of its GPU, or measures it, once. Up to
+    `memory_sharers` actors like this one share the node's free host memory, as many as there is
+    room for: each plans with its part. Raises UsageError or CannotRun.
     """
     if profile == "auto":
         with _one_at_a_time():
             profile = kept_or_measured(measured_device(device), lambda _: None)
-    sharing = min(workers, _room_for())
+    sharing = min(memory_sharers, _room_for())
     policy = _part_of(policy or Policy(), sharing, measured_device(device))
     return LLM(model, device=device, profile=profile, policy=policy, **options)
 

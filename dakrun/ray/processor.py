@@ -77,7 +77,7 @@ class DakrunProcessor:
         options.setdefault("expected_tokens", self._params.max_tokens)
 
         def make() -> LLM:
-            return load_on_node(model, workers=workers, **options)
+            return load_on_node(model, memory_sharers=workers, **options)
 
         parser = RowParser("jsonl", self._params, MAX_LINE_BYTES)
         self._thread = ModelThread(make, parser, self._finish, self._end)

@@ -92,8 +92,9 @@ def generate_on_ray(
             }
             parser = reader.parser
 
-            def start(sharing: int) -> Any:
-                return actor.remote(Setup(parser=parser, options={**options, "workers": sharing}))
+            def start(memory_sharers: int) -> Any:
+                given = {**options, "memory_sharers": memory_sharers}
+                return actor.remote(Setup(parser=parser, options=given))
 
             actor = ray.remote(Worker).options(max_concurrency=8, **each.options())
             job = _Job(reader, parts, most_tokens, console)

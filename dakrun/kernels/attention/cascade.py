@@ -132,7 +132,7 @@ class PrefixAttention:
 
         Operands are as for splitk_flash_attn(): q before its rotation to the positions `lengths`,
         int32 [n]. Blocks of layers lie `layer_bytes` apart, and those of KV heads `head_bytes`; by
-        default as in a KVCache.
+        default as in kv_blocks.py.
         """
         shape = self._shape
         layer_bytes = shape.layer_bytes if layer_bytes is None else layer_bytes
