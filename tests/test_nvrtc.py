@@ -71,7 +71,7 @@ def _compiled(source: str, arch: str, macros: tuple[tuple[str, int], ...]) -> Co
     return cast(Compiled, pickle.loads(kept(["nvrtc", digest], compile_it)))
 
 
-@pytest.mark.parametrize(("source", "defines", "arch"), variants())
+@pytest.mark.parametrize(("source", "defines", "arch"), list(variants()))
 def test_every_kernel_compiles_without_spills_or_warnings(
     source: str, defines: dict[str, int], arch: str, kernel_reports: list[str]
 ) -> None:
