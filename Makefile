@@ -12,7 +12,7 @@ demo: $(VENV)/.base ## run the main job on a tiny bundled model
 test: lint ## lint, then run the tests (the gpu ones where there is a GPU)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not archs"
 
-test-archs: $(VENV)/.dev ## compile every kernel for the other architectures
+test-archs: $(VENV)/.dev ## compile further kernels, and those of other architectures
 	$(BIN)/python -m pytest --numprocesses 2 -m archs tests/test_nvrtc.py
 
 explore: $(VENV)/.dev ## try the planner's laws on new random examples
