@@ -9,10 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from dakrun.cli import main
-from dakrun.config import Workload
+from dakrun.config import SamplingParams, Workload
 from dakrun.hardware import load_profile
 from dakrun.models.hub import find_model
-from dakrun.plan import Plan, Policy, RequestLengths, foretell, make_plan
+from dakrun.plan import Plan, Policy, RequestLengths, foretell, foretell_file, make_plan
+from dakrun.requests import RowLengths
 
 
 def plan_of(batch: int, prompt: int, new: int, model: str = "llama-3-8b") -> Plan:
@@ -45,6 +46,21 @@ def test_more_to_do_takes_longer() -> None:
     assert seconds([r._replace(shared=64) for r in rows]) < whole < seconds(rows, thresholds=True)
     assert seconds(rows, share=0.5) == pytest.approx(2 * whole)
     assert seconds([]) == 0 and foretell(plan, []).tokens_per_s == 0
+
+
+def test_of_very_many_choices_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, greedy = plan_of(64, 256, 128), SamplingParams()
+    rows = [RowLengths(100 + 7 * i % 300, 20 + 11 * i % 200, choices=8) for i in range(1000)]
+    whole = foretell_file(plan, (rows, 0.5), greedy)
+    monkeypatch.setattr("dakrun.plan.run_time.MAX_CHOICES", 2000)
+    some = foretell_file(plan, (rows, 0.5), greedy)
+    assert whole is not None and some is not None and whole.requests == some.requests == 16_000
+    assert some.seconds == pytest.approx(whole.seconds, rel=0.05)
+    assert some.shared_tokens == pytest.approx(whole.shared_tokens, rel=0.05)
+    huge = [rows[0]._replace(choices=8192)] * 65_536
+    monkeypatch.undo()
+    found = foretell_file(plan, (huge, 1.0), greedy)
+    assert found is not None and found.requests == 8192 * 65_536
 
 
 def test_few_blocks_make_requests_wait() -> None:

@@ -29,6 +29,7 @@ PREFIX_LAUNCH_SECONDS = 10e-6  # of a launch that attends to prefixes, where the
 PREFIX_EFFICIENCY = 0.4  # of its arithmetic
 THRESHOLD_PASSES = 20  # over a row's logits, to find the thresholds of top-k and top-p
 MAX_REQUESTS = 8192  # of more, every second, third, ... is scheduled
+MAX_CHOICES = 1 << 18  # of a file's rows; of more, every second, third, ... is looked at
 
 
 class RequestLengths(NamedTuple):
@@ -183,14 +184,23 @@ def foretell_file(
         return None
     rows, share = lengths
     thresholds = defaults.temperature > 0 and (defaults.top_k > 0 or defaults.top_p < 1)
-    requests = (
-        RequestLengths(
-            row.prompt, row.new, (row.prompt - 1) // KV_BLOCK * KV_BLOCK if choice else row.shared
-        )
-        for row in rows
-        for choice in range(row.choices)
-    )
-    return foretell(plan, requests, share=share, thresholds=thresholds)
+    count = sum(row.choices for row in rows)
+    every = (
+        ceil_div(count, MAX_CHOICES) | 1
+    )  # odd, so that all of a row's 2, 4 or 8 have their turn
+    if count:
+        share *= ceil_div(count, every) / count
+    return foretell(plan, _choices(rows, every), share=share, thresholds=thresholds)
+
+
+def _choices(rows: Iterable[RowTokens], every: int) -> Iterator[RequestLengths]:
+    """Every so many-th of all choices of the rows, from the first on."""
+    before = 0
+    for row in rows:
+        again = (row.prompt - 1) // KV_BLOCK * KV_BLOCK  # shared by all choices but the first
+        for choice in range(-before % every, row.choices, every):
+            yield RequestLengths(row.prompt, row.new, again if choice else row.shared)
+        before += row.choices
 
 
 def _computed(r: _Request) -> int:
