@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family, whose every matrix has at least five row blocks."""
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def reference(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' model of that name with seeded random weights, biases and norms included."""
     torch.manual_seed(sum(name.encode()))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    config = copy.deepcopy(CONFIGS[name])  # which gets the dtype in which the model is saved
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
