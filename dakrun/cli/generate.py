@@ -75,6 +75,16 @@ def generate(
     from dakrun.config import SamplingParams
 
     params = SamplingParams(**sampling)
+    llm_options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "batch_size": batch_size or "auto",
+        "max_decode_step": max_decode_step,
+        "max_model_len": max_model_len,
+        "policy": policy,
+        "load_format": load_format,
+        "threads": threads,
+    }
     if ray is not None:
         if ordered:
             raise UsageError("--ordered does not go with --ray", hint="drop it: parts have ids")
@@ -88,16 +98,7 @@ def generate(
             source=source,
             output=output,
             params=params,
-            llm_options={
-                "dtype": dtype,
-                "device": device,
-                "batch_size": batch_size or "auto",
-                "max_decode_step": max_decode_step,
-                "max_model_len": max_model_len,
-                "policy": policy,
-                "load_format": load_format,
-                "threads": threads,
-            },
+            llm_options=llm_options,
             profile=profile,
             report_path=report_path,
             resume=resume,
@@ -135,17 +136,10 @@ def generate(
         with load_bar(progress) as on_load:
             llm = LLM(
                 model,
-                dtype=dtype,
-                device=device,
                 profile=hardware,
-                batch_size=batch_size or "auto",
-                max_decode_step=max_decode_step,
-                max_model_len=max_model_len,
+                **llm_options,
                 **expectations(lengths, params),
-                policy=policy,
                 needs_tokenizer=reader.needs_tokenizer(),
-                load_format=load_format,
-                threads=threads,
                 on_load=on_load,
             )
         foretold = None

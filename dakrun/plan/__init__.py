@@ -4,7 +4,6 @@ planner.py makes plans in three stages: op_costs.py (time of an op), placement.p
 rounded), assemble.py (the Plan). README.md has the formulas. Needs no torch, GPU or weights.
 """
 
-from dakrun.plan.admission import peak_blocks
 from dakrun.plan.advice import (
     MIN_GAIN,
     ORIGINS,
@@ -42,6 +41,7 @@ from dakrun.plan.ops import (
     vector_bytes,
     weight_bytes,
 )
+from dakrun.plan.peak_blocks import peak_blocks
 from dakrun.plan.placement import ideal_ratios, place, slot_candidates
 from dakrun.plan.plan import STAGING_BUFFERS, OpPlan, PlacedOp, Plan, PrefillPlan, staging_bytes
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN, climb, make_plan

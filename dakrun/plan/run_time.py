@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 from dakrun.config import DTYPE_BYTES, SamplingParams
 from dakrun.geometry import KV_BLOCK, TILED_MAX_ROWS
 from dakrun.hardware import LOCAL
-from dakrun.plan.admission import peak_blocks
 from dakrun.plan.op_costs import StepCosts
+from dakrun.plan.peak_blocks import peak_blocks
 from dakrun.plan.plan import Plan
 from dakrun.plan.prefill import pass_seconds, requests_per_admission
 from dakrun.plan.roofline import Links
