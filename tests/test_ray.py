@@ -3,6 +3,7 @@
 The cluster is started once. Runs of the command are in this process, which is connected to it.
 """
 
+import asyncio
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -29,6 +31,10 @@ from dakrun.ray import DakrunProcessor
 from dakrun.ray import run as ray_run
 from dakrun.ray.cluster import connected, resources
 from dakrun.ray.dispatch import Dispatcher
+from dakrun.ray.worker import NONE_YET, Finished, Loaded, Reply
+from dakrun.requests import AheadRow
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import tests
 
 OPTIONS = ("--model", str(MODEL), "--device", "cpu", "--dtype", "float32", "--batch-size", "8")
 
@@ -203,29 +209,25 @@ class Dying:
     async def node(self) -> str:
         return "here"
 
-    async def load(self) -> Any:
-        from dakrun.ray.worker import Loaded
-
+    async def load(self) -> Loaded:
         return Loaded(4, 1.0)
 
     async def exchange(self, rows: list[Any]) -> None:
         os._exit(1)
 
 
-class Ten:
-    """Ten rows."""
+class Numbered:
+    """Rows 0 to `count`, each shorter than the one before."""
 
-    def __init__(self) -> None:
-        self._rows = iter([((number,), None) for number in range(10)])
+    def __init__(self, count: int) -> None:
+        self._rows = [AheadRow(0, n - count, 0, n, 1, 0, 1, 1, None, None, 0) for n in range(count)]
 
     def __iter__(self) -> Iterator[Any]:
-        from dakrun.requests import AheadRow
-
-        for (number,), _ in self._rows:
-            yield AheadRow(0, 0, 0, number, 1, 0, 1, 1, None, None, 0), b"{}"
+        while self._rows:
+            yield self._rows.pop(0), b"{}"
 
     def left(self) -> int | None:
-        return None
+        return len(self._rows)
 
 
 def test_workers_that_keep_dying_end_the_run(cluster: str) -> None:
@@ -239,12 +241,49 @@ def test_workers_that_keep_dying_end_the_run(cluster: str) -> None:
         note=notes.append,
     )
     with pytest.raises(CannotRun, match="has ended 3 times with no row finished between"):
-        dispatcher.run(Ten())
+        dispatcher.run(Numbered(10))
     dispatcher.close()
     assert [("done again" in note, "left out" in note) for note in notes] == [
         *[(True, False)] * 2,
         (False, True),
     ]
+    assert all("died unexpectedly" in note for note in notes), notes
+
+
+class Slow:
+    """A worker with room for all rows, which takes as long for many as for few."""
+
+    def __init__(self, name: bytes, load_s: float) -> None:
+        self._name, self._load_s = name, load_s
+
+    async def node(self) -> str:
+        return "here"
+
+    async def load(self) -> Loaded:
+        await asyncio.sleep(self._load_s)
+        return Loaded(100, 1.0)
+
+    async def exchange(self, rows: list[Any]) -> Reply:
+        await asyncio.sleep(2)
+        done = [Finished(row.number, 1, 1, -row.minus_new, self._name) for row, _ in rows]
+        return Reply(done, NONE_YET, None)
+
+
+def test_the_first_to_load_does_not_get_all_long_rows(cluster: str) -> None:
+    actor = ray.remote(Slow).options(num_cpus=1)
+    to_start = iter([(b"late", 1.0), (b"early", 0.0)])
+    tokens: Counter[bytes] = Counter()
+    dispatcher = Dispatcher(
+        lambda _: actor.remote(*next(to_start)),
+        2,
+        on_finished=lambda rows: [tokens.update({one.line: one.new_tokens}) for _, one in rows],
+        on_progress=lambda _: None,
+        note=lambda _: None,
+    )
+    dispatcher.run(Numbered(60))
+    dispatcher.close()
+    assert tokens[b"early"] + tokens[b"late"] == sum(range(61))
+    assert tokens[b"early"] - tokens[b"late"] == 30  # rows 0, 2, ... and 1, 3, ...
 
 
 def test_a_pipeline_of_ray_data(cluster: str) -> None:

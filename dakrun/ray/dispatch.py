@@ -5,11 +5,11 @@ Knows workers as Ray actors and rows by number; knows neither files nor models.
 
 import math
 import time
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import Any, Protocol
 
 import ray
@@ -21,6 +21,7 @@ from dakrun.ray.worker import NONE_YET, Failed, Finished, Loaded, Progress, Repl
 
 MAX_DEATHS = 3  # of a worker and those in its place, with no row finished between them
 ROWS_AHEAD = 16  # that a worker has at least beyond its slots
+MAX_DEALT = 8192  # rows among which those of a worker are chosen
 WAIT_S = 1.0  # for the next call to end
 REPORT_S = 60.0  # for a worker's report
 WAITING_S = 30.0  # after which a note says that Ray has no room for workers
@@ -59,6 +60,41 @@ class WorkerState:
         return f"{self.name} on {self.node}" if self.node else self.name
 
 
+class _Untaken:
+    """The rows that no worker has."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._source = rows, iter(rows)
+        self._read: list[Row] = []  # in order
+
+    def __bool__(self) -> bool:
+        self._read_to(1)
+        return bool(self._read)
+
+    def count(self) -> int | None:
+        """How many there are, or fewer; None if there are too many to know."""
+        left = self._rows.left()
+        return None if left is None else left + len(self._read)
+
+    def give_back(self, row: Row) -> None:
+        """Add a row whose worker has died."""
+        insort(self._read, row)
+
+    def take(self, count: int, share: float) -> list[Row]:
+        """`count` of the next `count` / `share`, evenly spaced: those left are about as long."""
+        among = max(count, min(MAX_DEALT, math.ceil(count / share)))
+        self._read_to(among)
+        among, count = min(among, len(self._read)), min(count, len(self._read))
+        places = {place * among // count for place in range(count)}
+        taken = [row for place, row in enumerate(self._read) if place in places]
+        self._read = [row for place, row in enumerate(self._read) if place not in places]
+        return taken
+
+    def _read_to(self, count: int) -> None:
+        while len(self._read) < count and (row := next(self._source, None)) is not None:
+            insort(self._read, row)
+
+
 _Call = tuple[WorkerState, Callable[[WorkerState, Any], None]]  # whose it is, what takes its result
 
 
@@ -68,9 +104,9 @@ class Dispatcher:
     `start` makes one; it takes the number of workers that are to share the memory that is free now.
     `on_finished` takes rows with their results as they come, `on_progress` the workers after each
     turn, and `note` a line for people. A worker holds up to twice its slots + 16 rows; near the end
-    of the input no more than its share, by tokens/s, of the unfinished ones, so that all end
-    together. If one dies, others do its rows again, and a new worker takes its place. One that
-    cannot run the model, or keeps dying, is left out, with a note.
+    of the input no more than its share, by tokens/s, of the unfinished ones, long and short, so
+    that all end together. If one dies, others do its rows again, and a new worker takes its place.
+    One that cannot run the model, or keeps dying, is left out, with a note.
     """
 
     def __init__(
@@ -84,37 +120,30 @@ class Dispatcher:
     ) -> None:
         self._start, self._on_finished = start, on_finished
         self._on_progress, self._note = on_progress, note
-        self._to_redo: list[Row] = []  # of workers that have died; a heap
         self._calls: dict[Any, _Call] = {}  # under way
         self._deaths: Counter[str] = Counter()  # by the worker's name
         self.began = 0.0  # time at which the first worker had its first rows
-        self._late: float | None = None  # when to say that some workers wait
+        self._late: float | None = None  # when workers without a node are taken to have no room
         self._count = count
         self.workers: list[WorkerState] = []
         self.ended: list[WorkerState] = []
 
     def run(self, rows: Rows) -> None:
         """Start the workers, if there are rows, and do all. Raises CannotRun if no worker can."""
-        source = iter(rows)
-        next_row = next(source, None)
-        if next_row is None:
+        self._untaken = _Untaken(rows)
+        if not self._untaken:
             return
         self._late = time.perf_counter() + WAITING_S
         for number in range(self._count):
             self._add(f"worker {number + 1}", self._count)
         while True:
             for worker in [w for w in self.workers if w.loaded and not self._is_called(w)]:
-                left = rows.left()
-                room = self._room(worker, None if left is None else left + (next_row is not None))
-                batch = [heappop(self._to_redo) for _ in self._to_redo[:room]]
-                for _ in range(room - len(batch)):
-                    if next_row is None:
-                        break
-                    batch.append(next_row)
-                    next_row = next(source, None)
+                share = self._share(worker)
+                room = self._room(worker, share)
+                batch = self._untaken.take(room, share) if room else []
                 if batch or worker.rows:
                     self._hand_over(worker, batch)
-            if next_row is None and not self._to_redo and not any(w.rows for w in self.workers):
+            if not self._untaken and not any(w.rows for w in self.workers):
                 return
             self._take_turn()
 
@@ -143,15 +172,21 @@ class Dispatcher:
     def _is_called(self, worker: WorkerState) -> bool:
         return any(worker is called for called, _ in self._calls.values())
 
-    def _room(self, worker: WorkerState, left: int | None) -> int:
-        """How many more rows `worker` should have, with `left` that no worker had yet."""
+    def _share(self, worker: WorkerState) -> float:
+        """The part of the rows that `worker`, which has a plan, can do while others do the rest.
+
+        Others are those that Ray has room for; at first, all.
+        """
+        others = [w for w in self.workers if w.node or self._late is not None]
+        return worker.tokens_per_s / sum(w.tokens_per_s or worker.tokens_per_s for w in others)
+
+    def _room(self, worker: WorkerState, share: float) -> int:
+        """How many more rows `worker` should have."""
         assert worker.loaded is not None
         most = 2 * worker.loaded.slots + ROWS_AHEAD
-        if left is not None:
-            unfinished = left + len(self._to_redo) + sum(len(w.rows) for w in self.workers)
-            speeds = [w.tokens_per_s or worker.tokens_per_s for w in self.workers if w.node]
-            part = worker.tokens_per_s / sum(speeds)
-            most = min(most, math.ceil(unfinished * part))
+        if (left := self._untaken.count()) is not None:
+            unfinished = left + sum(len(w.rows) for w in self.workers)
+            most = min(most, math.ceil(unfinished * share))
         return max(0, most - len(worker.rows))
 
     def _hand_over(self, worker: WorkerState, batch: list[Row]) -> None:
@@ -211,7 +246,7 @@ class Dispatcher:
     def _replace(self, worker: WorkerState, reason: str) -> None:
         """Let others do the rows of `worker`, which has ended, and a new worker take its place."""
         for row in worker.rows.values():
-            heappush(self._to_redo, row)
+            self._untaken.give_back(row)
         self._deaths[worker.name] += 1
         if self._deaths[worker.name] < MAX_DEATHS:
             self._note(f"{worker} has ended, and its rows are done again: {reason}")
