@@ -181,10 +181,13 @@ class LLM:
     ) -> list[Completion]:
         """Complete texts or token id sequences; results are in the order of `prompts`.
 
+        Those that may take the most tokens begin first, so that none runs alone at the end.
+
         Raises CannotRun if one of them does not fit in the KV cache, or its logits are NaN or
         infinite.
         """
         requests = as_requests(prompts, params, self.rules)
+        requests.sort(key=lambda r: (-r.params.max_tokens, -len(r.prompt_ids)))
         results = {}
         for result in self.stream(requests):
             if isinstance(result, RowError):

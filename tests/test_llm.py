@@ -67,6 +67,16 @@ def test_threads_are_the_cores_that_may_be_used(
         LLM(path, threads=0)
 
 
+def test_the_longest_completions_begin_first(path: Path) -> None:
+    tokens = [2, 2, 2, 2, 9]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in tokens]
+    with LLM(path, device="cpu", batch_size=2) as llm:
+        found = llm.generate([[5, 6, 7]] * 5, params)
+        steps = llm.report()["time"]
+    assert [len(one.token_ids) for one in found] == tokens
+    assert steps["prefill_steps"] + steps["decode_steps"] == 9
+
+
 def test_a_stream_ends_with_its_llm(path: Path, blocks: list[HostBlock]) -> None:
     llm = LLM(path, device="cpu", batch_size=1, policy=POLICY)
     params = SamplingParams(max_tokens=2)

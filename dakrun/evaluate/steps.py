@@ -76,7 +76,7 @@ class Steps:
         return Result(
             source="measured",
             seconds=row.step_s,
-            predicted_s=row.predicted_s,
+            predicted_s=None if point.without else row.predicted_s,
             limit_s=row.limit_s,
             ratio=row.ratio,
             required_ratio=run.plan.required_ratio,
@@ -95,8 +95,12 @@ class Steps:
         return Ceilings({LOCAL: self.ceilings.rates[LOCAL], name: direct}, {name: copied})
 
     def file(self, point: FilePoint) -> Result:
-        """Measure a whole file, from the first step to the last completion."""
-        config, rows = self.scope.models[point.model], lengths(point)
+        """Measure a whole file, from the first step to the last completion.
+
+        As in `dakrun generate`, the longest requests begin first.
+        """
+        config = self.scope.models[point.model]
+        rows = sorted(lengths(point), key=lambda r: (-r.new, -r.prompt))
         mean = max(1, point.longest // 2)
         with LLM(
             self.names[point.model],
