@@ -22,11 +22,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
-from dakrun.plan import MAX_BATCH_SIZE
 from dakrun.requests import (
     Choices,
     Completion,
@@ -34,7 +32,6 @@ from dakrun.requests import (
     RequestReader,
     ResultWriter,
     RowError,
-    WorkloadLengths,
     fingerprint_path,
     same_file,
 )
@@ -144,19 +141,6 @@ class BatchJob:
                 description=f"{self.counts.done} done, {self.counts.failed} failed, "
                 f"{tokens} tokens",
             )
-
-
-def expectations(lengths: WorkloadLengths | None, defaults: SamplingParams) -> dict[str, Any]:
-    """The arguments with which LLM plans for a file with these `lengths`; None is a pipe's."""
-    if lengths is None:
-        return {"expected_tokens": defaults.max_tokens}
-    most = {"max_batch_size": min(max(1, lengths.requests), MAX_BATCH_SIZE)}
-    if not lengths.requests:
-        return most | {"expected_tokens": defaults.max_tokens}
-    return most | {
-        "expected_tokens": max(1, round(lengths.mean_new)),
-        "expected_prompt": max(1, round(lengths.mean_prompt)),
-    }
 
 
 def check_report(report: str, *, source: str, output: str, profile: str) -> None:

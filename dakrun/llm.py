@@ -39,6 +39,7 @@ from dakrun.models.architectures import architecture
 from dakrun.plan import (
     MAX_BATCH_SIZE,
     RESERVE_BYTES,
+    ExpectedRun,
     Policy,
 )
 from dakrun.report import make_report
@@ -61,6 +62,8 @@ class LLM:
     - `expected_tokens`, `expected_prompt`: lengths of completions and prompts to plan for, in
       tokens. The default prompt is half of the tokens of max_model_len that are left
       after `expected_tokens`.
+    - `expected_run`: the lengths of all requests, if they are known (see plan.ExpectedRun): they
+      take the place of both, and "auto" takes the batch size with which they are done first.
     - `profile`: a HardwareProfile, its name or file. "auto" takes the profile that
       `dakrun profile` saved for this device, else a shipped one; it never measures.
     - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
@@ -92,6 +95,7 @@ class LLM:
         max_model_len: int | None = None,
         expected_tokens: int = 128,
         expected_prompt: int | None = None,
+        expected_run: ExpectedRun | None = None,
         policy: Policy | None = None,
         needs_tokenizer: bool = False,
         load_format: LoadFormat = "auto",
@@ -130,6 +134,7 @@ class LLM:
             max_model_len=max_model_len,
             expected_tokens=expected_tokens,
             expected_prompt=expected_prompt,
+            expected_run=expected_run,
         )
         self.plan = self._planner.plan(policy or Policy())
         self.rules = PromptRules(
@@ -187,7 +192,7 @@ class LLM:
         infinite.
         """
         requests = as_requests(prompts, params, self.rules)
-        requests.sort(key=lambda r: (-r.params.max_tokens, -len(r.prompt_ids)))
+        requests.sort(key=lambda r: -r.params.max_tokens)
         results = {}
         for result in self.stream(requests):
             if isinstance(result, RowError):

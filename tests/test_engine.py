@@ -21,7 +21,7 @@ from dakrun.hardware import load_profile
 from dakrun.llm import LLM
 from dakrun.plan import Policy
 from dakrun.report import _spread, render
-from dakrun.requests import Completion, Request
+from dakrun.requests import Completion, Request, as_requests
 
 NAME = "llama-gqa3-tied"
 
@@ -96,8 +96,13 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
             launch(rows, parts)
 
         engine.runner.launch = counted  # type: ignore[method-assign]
-        found = [one.token_ids for one in llm.generate(prompts, params)]
-    assert found == alone and sum(groups) == 11 and groups[0] == min(4, chunk_tokens // 3)
+        asked = as_requests(prompts, params, llm.rules)  # in this order
+        found = {one.id: one.token_ids for one in llm.stream(asked)}  # type: ignore[union-attr]
+    assert (
+        [found[str(i)] for i in range(11)] == alone
+        and sum(groups) == 11
+        and groups[0] == min(4, chunk_tokens // 3)
+    )
     least = min(together, chunk_tokens // 6)  # prompts have 3 tokens, and half is for rows
     assert groups[2:-1] == [least] * (len(groups) - 3) and groups[-1] <= least
 

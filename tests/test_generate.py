@@ -12,12 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dakrun.cli import main
-from dakrun.config import SamplingParams
 from dakrun.demo import MODEL, task
-from dakrun.generate import expectations
 from dakrun.llm import LLM
-from dakrun.plan import MAX_BATCH_SIZE
-from dakrun.requests import RowLengths, WorkloadLengths
 from dakrun.resources import resource_dir
 
 SUMS = [(47, 85), (3, 4), (99, 99), (20, 30)]
@@ -293,19 +289,6 @@ def test_the_plan_is_made_for_the_lengths_in_the_file(
     workload = plans[0].workload
     assert (workload.prompt_len, workload.new_tokens) == (5, 5)
     assert workload.batch_size <= 3
-
-
-def test_what_is_planned_for() -> None:
-    defaults, rows = SamplingParams(max_tokens=7), [RowLengths(4, 2, 3), RowLengths(8, 6)]
-    assert expectations(None, defaults) == {"expected_tokens": 7}
-    assert expectations(WorkloadLengths.of([]), defaults) == {
-        "max_batch_size": 1, "expected_tokens": 7,
-    }  # fmt: skip
-    found = {"max_batch_size": 4, "expected_tokens": 3, "expected_prompt": 5}
-    assert expectations(WorkloadLengths.of(rows), defaults) == found
-    assert (
-        expectations(WorkloadLengths.of(rows, 1e-6), defaults)["max_batch_size"] == MAX_BATCH_SIZE
-    )
 
 
 @pytest.mark.parametrize(

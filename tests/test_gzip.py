@@ -36,8 +36,8 @@ def test_gzip_prompts_are_known_by_their_bytes(make: Callable[..., Path], name: 
     assert rows == read(make(ROWS, "plain.jsonl"))
     assert len(rows) == 5 and all(isinstance(row, Request) for row in rows)
     assert reader.bytes_read == reader.bytes_total == len(packed)
-    lengths = open_reader(path).lengths(20)
-    assert lengths and lengths.requests == 5
+    run = open_reader(path).expected_run(20)
+    assert run and run.requests == 5
 
 
 def test_gzip_text_and_plain_files_named_gz(make: Callable[..., Path]) -> None:
@@ -68,8 +68,8 @@ def test_rows_before_the_damage_are_read(
         for row in longest_first(open_reader(path)):
             rows.append(row.id)
     assert rows[:5] == list("01234") and "--resume" in raised.value.hint
-    lengths = open_reader(path).lengths(20)
-    assert lengths and lengths.requests >= 5
+    run = open_reader(path).expected_run(20)
+    assert run and run.requests >= 5
 
 
 # --- writing

@@ -21,7 +21,7 @@ from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVShape
 from dakrun.llm import LLM
 from dakrun.memory import allocate_tiers
-from dakrun.plan import Plan, Policy, kept_positions, peak_blocks
+from dakrun.plan import Plan, Policy, blocks_suffice, kept_positions, peak_blocks
 from dakrun.requests import Completion, Request, RowError
 
 CPU = torch.device("cpu")
@@ -72,6 +72,8 @@ def test_the_peak_is_that_of_a_simulation(requests: list[tuple[int, int]]) -> No
         for step in range(max(remaining) + 1)
     ]
     assert peak_blocks(cached, remaining) == max(used)
+    for blocks in range(max(used) - 3, max(used) + len(requests) + 3):
+        assert blocks_suffice(cached, remaining, blocks) == (blocks >= max(used))
 
 
 def test_slots_take_blocks_of_their_tier_one_by_one() -> None:

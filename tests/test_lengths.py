@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from prompt_files import open_reader
 
-from dakrun.requests import RowLengths, WorkloadLengths
+from dakrun.plan import ExpectedRun
+from dakrun.requests import RowLengths
 from dakrun.requests.lengths import NOTHING, PromptStarts, json_lengths, text_lengths
 
 CHAT = [
@@ -64,33 +65,33 @@ def test_text() -> None:
 
 
 def test_means_are_over_choices() -> None:
-    found = WorkloadLengths.of([RowLengths(10, 2, 3), NOTHING, RowLengths(2, 30)])
-    assert found == WorkloadLengths(requests=4, mean_prompt=8, mean_new=9)
-    assert WorkloadLengths.of([NOTHING]).requests == WorkloadLengths.of([]).mean_new == 0
+    run = ExpectedRun([RowLengths(10, 2, 3), NOTHING, RowLengths(2, 30)], share=0.5)
+    assert (run.requests, run.mean_prompt, run.mean_new) == (8, 8, 9)
+    assert ExpectedRun([NOTHING]).requests == ExpectedRun([]).mean_new == 0
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_a_file(make: Callable[..., Path], pack: Callable[[bytes], bytes]) -> None:
     lines = ['{"prompt_token_ids": [1, 2, 3, 4]}', "", "{bad", '{"prompt": "x", "max_tokens": 9}']
     reader = open_reader(make(pack("\n".join(lines).encode())))
-    found = reader.lengths(20)
-    assert found == WorkloadLengths.of([RowLengths(4, 5), RowLengths(1, 9)])
-    text = open_reader(make(pack(b"abcde\n\xff\nab"), "p.txt")).lengths(20)
-    assert text == WorkloadLengths.of([RowLengths(2, 5), RowLengths(1, 5), RowLengths(1, 5)])
-    empty = open_reader(make(pack(b""))).lengths(20)
+    found = reader.expected_run(20)
+    assert found and sorted(found.rows) == [NOTHING, RowLengths(1, 9), RowLengths(4, 5)]
+    text = open_reader(make(pack(b"abcde\n\xff\nab"), "p.txt")).expected_run(20)
+    assert text and sorted(text.rows) == [*[RowLengths(1, 5)] * 2, RowLengths(2, 5)]
+    empty = open_reader(make(pack(b""))).expected_run(20)
     assert empty and empty.requests == 0
 
 
 def test_a_long_file_goes_on_like_its_start(make: Callable[..., Path]) -> None:
     rows = 150_000
-    found = open_reader(make(b'{"prompt_token_ids": [1, 2, 3]}\n' * rows)).lengths(20)
+    found = open_reader(make(b'{"prompt_token_ids": [1, 2, 3]}\n' * rows)).expected_run(20)
     assert found and found.requests == rows
     assert (found.mean_prompt, found.mean_new) == (3, 5)
 
 
 def test_a_pipe_has_no_lengths(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps({}).encode())))
-    assert open_reader("-").lengths(20) is None
+    assert open_reader("-").expected_run(20) is None
 
 
 def test_prompts_that_begin_alike_share_blocks() -> None:

@@ -16,8 +16,8 @@ from dakrun.errors import UsageError
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
 from dakrun.memory import HostBlock, tiers
-from dakrun.plan import Policy
-from dakrun.requests import Request
+from dakrun.plan import ExpectedRun, Policy
+from dakrun.requests import Request, RowLengths
 
 NAME = "llama-gqa3-tied"
 POLICY = Policy(offload_ratio=0.3, kv_offload_ratio=0.5)
@@ -155,6 +155,15 @@ def test_options_that_cannot_be_meant(path: Path, option: str, value: object) ->
         LLM(path, **({"device": "cpu"} | {option: value}))  # type: ignore[arg-type]
     assert str(caught.value) == f"{option} is {value!r}"
     assert caught.value.hint.startswith(f"{option} must be ")
+
+
+def test_a_run_says_what_to_plan_for(path: Path) -> None:
+    run = ExpectedRun([RowLengths(4, 2, 3), RowLengths(8, 6)])
+    with LLM(path, device="cpu", expected_tokens=7, expected_run=run) as llm:
+        work = llm.plan.workload
+        assert (work.prompt_len, work.new_tokens) == (5, 3) and work.batch_size <= 4
+    with LLM(path, device="cpu", expected_tokens=7, expected_run=ExpectedRun([])) as llm:
+        assert (llm.plan.workload.new_tokens, llm.plan.workload.batch_size) == (7, 1)
 
 
 def test_a_time_per_token_is_no_use_beside_a_batch_size(path: Path) -> None:

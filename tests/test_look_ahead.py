@@ -122,7 +122,7 @@ def test_rows_of_a_pipe_do_not_wait_for_more(pipe: Callable[[], int]) -> None:
     writing = pipe()
     os.write(writing, lines(native(1, 3)))
     reader = open_reader("-")
-    assert not reader.needs_tokenizer() and reader.lengths(20) is None
+    assert not reader.needs_tokenizer() and reader.expected_run(20) is None
     rows = longest_first(reader)
     assert next(rows).line == 1
     assert next(reader.rows(RULES)) is None
@@ -152,7 +152,7 @@ def test_a_pipe_in_the_order_of_lengths(pipe: Callable[[], int]) -> None:
     os.write(writing, ROWS)
     os.close(writing)
     reader = open_reader("-")
-    reader.lengths(20)
+    reader.expected_run(20)
     assert reader._ahead is not None and reader._ahead._thread is not None
     reader._ahead._thread.join()
     assert order(reader) == ORDER and not sys.stdin.closed
@@ -281,7 +281,7 @@ def test_texts_of_rows_ahead_are_not_held(make: Callable[..., Path]) -> None:
     for pack in (bytes, gzip.compress):
         reader = open_reader(make(pack(lines(*({"id": i, "prompt": text} for i in range(count))))))
         tracemalloc.start()
-        reader.lengths(20)
+        reader.expected_run(20)
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert held < 500 * count + 500_000

@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from dakrun.cli.main import main
 from dakrun.errors import UsageError
-from dakrun.plan.nodes import NodeCount, parse_nodes, spread
+from dakrun.plan import ExpectedRun
+from dakrun.plan.nodes import NodeCount, parse_nodes
 from dakrun.requests import RowLengths
 
 
@@ -38,7 +39,7 @@ def test_nodes_are_profiles_and_counts() -> None:
 @pytest.mark.parametrize("part", [0.001, 0.1, 0.37, 1.0])
 def test_a_part_is_spread_over_all_lengths(part: float) -> None:
     rows = [RowLengths(10, new) for new in range(1, 1001)]
-    taken = spread(rows, part)
+    taken = ExpectedRun(rows).part(part).rows
     assert len(taken) == round(part * len(rows)) == len(set(taken))
     assert abs(sum(row.new for row in taken) / len(taken) - 500) < 12
 

@@ -1,6 +1,7 @@
 """Runs foretold: against measured ones, laws of their schedule, and what the commands print."""
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,18 @@ import pytest
 from click.testing import CliRunner
 
 from dakrun.cli import main
-from dakrun.config import SamplingParams, Workload
+from dakrun.config import Workload
 from dakrun.hardware import load_profile
 from dakrun.models.hub import find_model
-from dakrun.plan import Plan, Policy, RequestLengths, foretell, foretell_file, make_plan
+from dakrun.plan import (
+    ExpectedRun,
+    Plan,
+    Policy,
+    RequestLengths,
+    choose_batch_size,
+    foretell,
+    make_plan,
+)
 from dakrun.requests import RowLengths
 
 
@@ -49,18 +58,48 @@ def test_more_to_do_takes_longer() -> None:
 
 
 def test_of_very_many_choices_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, greedy = plan_of(64, 256, 128), SamplingParams()
+    plan = plan_of(64, 256, 128)
     rows = [RowLengths(100 + 7 * i % 300, 20 + 11 * i % 200, choices=8) for i in range(1000)]
-    whole = foretell_file(plan, (rows, 0.5), greedy)
-    monkeypatch.setattr("dakrun.plan.run_time.MAX_CHOICES", 2000)
-    some = foretell_file(plan, (rows, 0.5), greedy)
-    assert whole is not None and some is not None and whole.requests == some.requests == 16_000
+    whole = ExpectedRun(rows, 0.5).forecast(plan)
+    monkeypatch.setattr("dakrun.plan.expected_run.MAX_CHOICES", 2000)
+    some = ExpectedRun(rows, 0.5).forecast(plan)
+    assert whole.requests == some.requests == 16_000
     assert some.seconds == pytest.approx(whole.seconds, rel=0.05)
     assert some.shared_tokens == pytest.approx(whole.shared_tokens, rel=0.05)
     huge = [rows[0]._replace(choices=8192)] * 65_536
     monkeypatch.undo()
-    found = foretell_file(plan, (huge, 1.0), greedy)
-    assert found is not None and found.requests == 8192 * 65_536
+    assert ExpectedRun(huge).forecast(plan).requests == 8192 * 65_536
+
+
+def test_the_batch_size_is_that_of_the_shortest_run() -> None:
+    """The last rows of a file do not fill a large batch, whose KV cache took room from weights."""
+    config, _ = find_model("llama-3-8b", "auto", "dummy")
+    profile, chance = load_profile("h200-nvlink-peer"), random.Random(0)
+    rows = [
+        RowLengths(int(chance.uniform(20, 330)), int(min(512, chance.expovariate(1 / 170) + 4)))
+        for _ in range(512)
+    ]
+    run = ExpectedRun(rows)
+    workload = Workload(
+        batch_size=1,
+        prompt_len=round(run.mean_prompt),
+        new_tokens=round(run.mean_new),
+        max_model_len=2048,
+    )
+    policy = Policy(hbm_budget=33 << 30, remote=("peer",))
+
+    def chosen(**more: object) -> Plan:
+        size = choose_batch_size(config, workload, profile, policy, limit=512, **more)  # type: ignore[arg-type]
+        return make_plan(config, size, profile, policy)
+
+    full, whole = chosen(), chosen(run=run)
+    assert (
+        full.workload.batch_size / full.predicted_s > whole.workload.batch_size / whole.predicted_s
+    )
+    assert run.forecast(whole).seconds < 0.85 * run.forecast(full).seconds
+    assert chosen(run=ExpectedRun([])).workload == full.workload
+    many = ExpectedRun(rows, share=0.001)  # 512,000 of them: few steps are not full
+    assert many.forecast(chosen(run=many)).seconds <= many.forecast(full).seconds
 
 
 def test_few_blocks_make_requests_wait() -> None:

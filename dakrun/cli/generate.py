@@ -110,10 +110,9 @@ def generate(
         raise UsageError(f"{given} needs --ray", hint="add --ray local, or drop it")
 
     from dakrun.config import model_len
-    from dakrun.generate import BatchJob, check_report, expectations, load_bar, write_report
+    from dakrun.generate import BatchJob, check_report, load_bar, write_report
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
-    from dakrun.plan import foretell_file
     from dakrun.probe import describe_profile
     from dakrun.report import render
     from dakrun.requests import RequestReader, ResultWriter, make_fingerprint
@@ -129,7 +128,7 @@ def generate(
         run = make_fingerprint(config, weights, reader.row_format(), params)
         if note := writer.identify(run):
             eprint(note)
-        lengths = reader.lengths(model_len(config, max_model_len))
+        expected = reader.expected_run(model_len(config, max_model_len))
         hardware = resolve_run_profile(profile, device, eprint)
         console = stderr_console()
         progress = console if sys.stderr.isatty() else None
@@ -138,15 +137,16 @@ def generate(
                 model,
                 profile=hardware,
                 **llm_options,
-                **expectations(lengths, params),
+                expected_tokens=params.max_tokens,
+                expected_run=expected,
                 needs_tokenizer=reader.needs_tokenizer(),
                 on_load=on_load,
             )
         foretold = None
-        if llm.profile.comparable and not resume:  # the rows that are left are not known yet
-            rows = reader.row_lengths(llm.plan.workload.max_model_len)
-            if foretold := foretell_file(llm.plan, rows, params):
-                eprint(f"{foretold} (with as many tokens as rows may take)")
+        # With --resume the rows that are left are not known yet.
+        if expected is not None and llm.profile.comparable and not resume:
+            foretold = expected.forecast(llm.plan)
+            eprint(f"{foretold} (with as many tokens as rows may take)")
         with llm:
             start = time.perf_counter()
             with writer, BatchJob(llm, reader, writer, progress) as job:

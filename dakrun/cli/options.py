@@ -164,7 +164,7 @@ workload_options = together(
         COUNT,
         "auto|N",
         "Requests decoded together at most; auto: the number with the most predicted tokens per "
-        "second.",
+        "second, over the whole file if there is one.",
         is_eager=True,  # the callback of --max-decode-step reads it
     ),
     option(

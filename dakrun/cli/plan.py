@@ -24,9 +24,8 @@ from dakrun.errors import UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig, SamplingParams
-    from dakrun.plan import Plan, Policy
+    from dakrun.plan import ExpectedRun, Plan, Policy
     from dakrun.plan.nodes import ClusterForecast
-    from dakrun.requests import RowLengths
 
 
 @click.command()
@@ -72,11 +71,11 @@ def plan(
     own), and the time of its run is predicted.
     """
     from dakrun.config import SamplingParams, Workload, model_len
-    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, foretell_file, make_plan
+    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
     from dakrun.plan.show import Overview, overview_dict, plot_plan
     from dakrun.probe import describe_profile
 
-    params, rows, limit = SamplingParams(max_tokens=max_tokens), None, MAX_BATCH_SIZE
+    params, run, limit = SamplingParams(max_tokens=max_tokens), None, MAX_BATCH_SIZE
     if nodes is not None:
         if source is None or profile != "auto" or plot:
             raise UsageError(
@@ -85,10 +84,8 @@ def plan(
             )
         config = resolve_model(model, dtype)
         longest = model_len(config, max_model_len)
-        rows = _rows_of(source, params, longest)
-        forecast = _plan_nodes(
-            nodes, config, policy, batch_size, max_decode_step, longest, rows, params
-        )
+        run = _expected_run(source, params, longest)
+        forecast = _plan_nodes(nodes, config, policy, batch_size, max_decode_step, longest, run)
         if as_json:
             click.echo(json.dumps(forecast.as_dict()))
             return
@@ -101,12 +98,9 @@ def plan(
         max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
     else:
         max_model_len = model_len(config, max_model_len)
-        from dakrun.requests import WorkloadLengths
-
-        rows = _rows_of(source, params, max_model_len)
-        lengths = WorkloadLengths.of(*rows)
-        prompt_len, max_tokens = round(lengths.mean_prompt), round(lengths.mean_new)
-        limit = min(lengths.requests, limit)
+        run = _expected_run(source, params, max_model_len)
+        prompt_len, max_tokens = round(run.mean_prompt), round(run.mean_new)
+        limit = min(run.requests, limit)
     workload = Workload(
         batch_size=batch_size or 1,
         prompt_len=prompt_len,
@@ -115,18 +109,19 @@ def plan(
     )
     if batch_size is None:
         workload = choose_batch_size(
-            config, workload, hardware, policy, limit=limit, max_decode_step=max_decode_step
-        )
+            config, workload, hardware, policy,
+            limit=limit, max_decode_step=max_decode_step, run=run,
+        )  # fmt: skip
     decision = make_plan(config, workload, hardware, policy)
     if plot:
         plot_plan(decision, Path(plot))
     shown = Overview.of(decision, max_decode_step)
     if profile == "auto":
         eprint(describe_profile(hardware))
-    foretold = foretell_file(decision, rows, params)
+    foretold = run and run.forecast(decision)
     if as_json:
-        run = {} if foretold is None else {"run": vars(foretold)}
-        click.echo(json.dumps(overview_dict(shown) | run))
+        found = {} if foretold is None else {"run": vars(foretold)}
+        click.echo(json.dumps(overview_dict(shown) | found))
         return
     from dakrun.plan.show import render
 
@@ -142,49 +137,44 @@ def _plan_nodes(
     batch_size: int | None,
     max_decode_step: float | None,
     max_model_len: int,
-    rows: "tuple[list[RowLengths], float]",
-    params: "SamplingParams",
+    run: "ExpectedRun",
 ) -> "ClusterForecast":
-    """The run of the rows on --nodes; machines that cannot run the model are left out."""
+    """The run on --nodes; machines that cannot run the model are left out."""
     from dakrun.config import Workload
     from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
     from dakrun.plan.nodes import foretell_cluster, parse_nodes
-    from dakrun.requests import WorkloadLengths
 
-    lengths = WorkloadLengths.of(*rows)
-
-    def plan_of(name: str, requests: int) -> "Plan":
+    def plan_of(name: str, part: "ExpectedRun") -> "Plan":
         hardware = resolve_profile(name)
         workload = Workload(
             batch_size=batch_size or 1,
-            prompt_len=round(lengths.mean_prompt),
-            new_tokens=round(lengths.mean_new),
+            prompt_len=round(run.mean_prompt),
+            new_tokens=round(run.mean_new),
             max_model_len=max_model_len,
         )
         if batch_size is None:
-            limit = min(max(1, requests), MAX_BATCH_SIZE)
+            limit = min(max(1, part.requests), MAX_BATCH_SIZE)
             workload = choose_batch_size(
-                config, workload, hardware, policy, limit=limit, max_decode_step=max_decode_step
-            )
+                config, workload, hardware, policy,
+                limit=limit, max_decode_step=max_decode_step, run=part,
+            )  # fmt: skip
         return make_plan(config, workload, hardware, policy)
 
-    return foretell_cluster(parse_nodes(nodes), plan_of, rows, params, eprint)
+    return foretell_cluster(parse_nodes(nodes), plan_of, run, eprint)
 
 
-def _rows_of(
-    source: str, params: "SamplingParams", max_model_len: int
-) -> "tuple[list[RowLengths], float]":
-    """Lengths of the rows of a file, and their share of it. Raises UsageError if there are none."""
+def _expected_run(source: str, params: "SamplingParams", max_model_len: int) -> "ExpectedRun":
+    """The run of a file's rows. Raises UsageError if there are none."""
     from dakrun.requests import RequestReader
 
     with RequestReader(source, defaults=params) as reader:
-        found = reader.row_lengths(max_model_len)
+        found = reader.expected_run(max_model_len)
     if found is None:
         raise UsageError(
             f"{source}: a plan needs a file that it can read to its end",
             hint="write the prompts to a file, and give that to -i",
         )
-    if not any(row.choices for row in found[0]):
+    if not found.requests:
         raise UsageError(
             f"{source}: no row can be run", hint="dakrun generate says what is wrong with each row"
         )

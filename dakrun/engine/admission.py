@@ -12,7 +12,7 @@ from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.progress import NO_SLOT, RequestState
 from dakrun.geometry import KV_BLOCK
-from dakrun.plan import peak_blocks
+from dakrun.plan import blocks_suffice
 
 ENDED_TO_EXPECT = 32  # requests that have ended before others are expected to end like them
 
@@ -116,8 +116,8 @@ class Admission:
         others = itertools.chain(running, beginning)
         here = [new, *(r for r in others if self._cache.tier(r.slot) == tier)]
         part = self._expected_part(running)
-        needed = peak_blocks([r.own_positions for r in here], [_expected(r, part) for r in here])
-        return needed <= room
+        positions = [r.own_positions for r in here]
+        return blocks_suffice(positions, [_expected(r, part) for r in here], room)
 
     def _expected_part(self, running: Sequence[RequestState]) -> float:
         """The part of its limit that a request is expected to have at its end, if it may end early.

@@ -8,7 +8,7 @@ import torch
 from dakrun.config import ModelConfig, Workload, model_len
 from dakrun.hardware import HardwareProfile
 from dakrun.memory import available_host_memory, free_on_peers
-from dakrun.plan import Plan, Policy, choose_batch_size, make_plan
+from dakrun.plan import ExpectedRun, Plan, Policy, choose_batch_size, make_plan
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,17 @@ class MachinePlanner:
     max_model_len: int | None
     expected_tokens: int
     expected_prompt: int | None
+    expected_run: ExpectedRun | None
 
     def plan(self, policy: Policy) -> Plan:
         """The plan under `policy`; budgets that it leaves open are the free memory.
 
         Raises CannotRun if the budgets are too small.
         """
-        workload = self._workload()
+        workload, run = self._workload(), self.expected_run
+        limit = self.max_batch_size
+        if run is not None:
+            limit = min(limit, max(1, run.requests))
         local, host = self.free_memory()
         # On a CPU both tiers are the same memory; its free bytes count once.
         given = (policy.hbm_budget, policy.host_budget)
@@ -53,8 +57,9 @@ class MachinePlanner:
                 workload,
                 self.profile,
                 room,
-                limit=self.max_batch_size,
+                limit=limit,
                 max_decode_step=self.max_decode_step,
+                run=run,
             )
         return make_plan(self.config, workload, self.profile, policy)
 
@@ -68,10 +73,14 @@ class MachinePlanner:
     def _workload(self) -> Workload:
         """The workload; with a batch size to be chosen, that of one request."""
         length = model_len(self.config, self.max_model_len)
-        new_tokens = min(self.expected_tokens, max(1, length - 1))
+        new_tokens, prompt_len = self.expected_tokens, self.expected_prompt
+        if self.expected_run is not None and self.expected_run.requests:
+            new_tokens = max(1, round(self.expected_run.mean_new))
+            prompt_len = max(1, round(self.expected_run.mean_prompt))
+        new_tokens = min(new_tokens, max(1, length - 1))
         return Workload(
             batch_size=1 if self.batch_size == "auto" else self.batch_size,
-            prompt_len=self.expected_prompt or max(1, (length - new_tokens) // 2),
+            prompt_len=prompt_len or max(1, (length - new_tokens) // 2),
             new_tokens=new_tokens,
             max_model_len=length,
         )

@@ -24,15 +24,15 @@ from dakrun.evaluate.points import (
 from dakrun.evaluate.scope import Scope
 from dakrun.hardware import LOCAL
 from dakrun.plan import (
+    ExpectedRun,
     Links,
     Plan,
     Policy,
-    RequestLengths,
     choose_batch_size,
-    foretell,
     is_windowed,
     make_plan,
 )
+from dakrun.requests import RowLengths
 
 ROOM = 10**15  # bytes
 SPARE = 1.05  # budgets count nominal GB, capacities the memory that is left
@@ -242,11 +242,11 @@ def _read(point: ReadPoint, scope: Scope) -> Result:
     )
 
 
-def lengths(point: FilePoint) -> list[RequestLengths]:
+def lengths(point: FilePoint) -> list[RowLengths]:
     """Prompts and completions of the file's requests, uniform from 1 with a fixed seed."""
     draw = random.Random(0)
     return [
-        RequestLengths(draw.randint(1, point.longest), draw.randint(1, point.longest))
+        RowLengths(draw.randint(1, point.longest), draw.randint(1, point.longest))
         for _ in range(point.requests)
     ]
 
@@ -259,13 +259,15 @@ def _file(point: FilePoint, scope: Scope) -> Result:
         batch_size=1, prompt_len=mean, new_tokens=mean, max_model_len=2 * point.longest
     )
     model = scope.models[point.model]
-    chosen = choose_batch_size(model, workload, scope.profile, policy, limit=point.requests)
+    chosen = choose_batch_size(
+        model, workload, scope.profile, policy, limit=point.requests, run=ExpectedRun(rows)
+    )
     return of_file(make_plan(model, chosen, scope.profile, policy), rows)
 
 
-def of_file(plan: Plan, rows: list[RequestLengths]) -> Result:
+def of_file(plan: Plan, rows: list[RowLengths]) -> Result:
     """The predicted run of `rows` with `plan`."""
-    run = foretell(plan, rows)
+    run = ExpectedRun(rows).forecast(plan)
     return Result(
         source="predicted",
         seconds=run.seconds,

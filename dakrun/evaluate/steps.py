@@ -22,8 +22,8 @@ from dakrun.evaluate.scope import Scope
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.llm import LLM
-from dakrun.plan import Policy, RequestLengths
-from dakrun.requests import Request, RowError
+from dakrun.plan import ExpectedRun, Policy
+from dakrun.requests import Request, RowError, RowLengths
 
 WARM_UP_TOKENS = 4
 
@@ -101,20 +101,17 @@ class Steps:
         """
         config = self.scope.models[point.model]
         rows = sorted(lengths(point), key=lambda r: (-r.new, -r.prompt))
-        mean = max(1, point.longest // 2)
         with LLM(
             self.names[point.model],
             dtype=config.dtype,
             device="cuda" if self.device.type == "cuda" else "cpu",
             profile=self.scope.profile,
-            max_batch_size=point.requests,
             max_model_len=2 * point.longest,
-            expected_prompt=mean,
-            expected_tokens=mean,
+            expected_run=ExpectedRun(rows),
             policy=Policy(offload_ratio=point.ratio, remote=(point.remote,)),
             load_format="dummy",
         ) as llm:
-            short = [RequestLengths(row.prompt, min(row.new, WARM_UP_TOKENS)) for row in rows]
+            short = [row._replace(new=min(row.new, WARM_UP_TOKENS)) for row in rows]
             _finish(llm, requests(short, config.vocab_size))
             start = time.perf_counter()
             tokens = _finish(llm, requests(rows, config.vocab_size))
@@ -148,7 +145,7 @@ def _finish(llm: LLM, asked: Iterator[Request]) -> int:
     return tokens
 
 
-def requests(rows: Sequence[RequestLengths], vocabulary: int) -> Iterator[Request]:
+def requests(rows: Sequence[RowLengths], vocabulary: int) -> Iterator[Request]:
     """Requests of random token ids with a fixed seed; end-of-sequence is ignored."""
     draw = random.Random(0)
     for number, row in enumerate(rows):

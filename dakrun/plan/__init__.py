@@ -17,6 +17,7 @@ from dakrun.plan.advice import (
 from dakrun.plan.assemble import Candidate, cost_placement
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, batch_candidates, choose_batch_size
 from dakrun.plan.cta_model import launch_times, read_times, sms_by_tier
+from dakrun.plan.expected_run import ExpectedRun, RowTokens
 from dakrun.plan.greedy import (
     Curve,
     best_total,
@@ -41,7 +42,7 @@ from dakrun.plan.ops import (
     vector_bytes,
     weight_bytes,
 )
-from dakrun.plan.peak_blocks import peak_blocks
+from dakrun.plan.peak_blocks import blocks_suffice, peak_blocks
 from dakrun.plan.placement import ideal_ratios, place, slot_candidates
 from dakrun.plan.plan import STAGING_BUFFERS, OpPlan, PlacedOp, Plan, PrefillPlan, staging_bytes
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN, climb, make_plan
@@ -69,7 +70,7 @@ from dakrun.plan.roofline import (
 )
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios
 from dakrun.plan.run_bound import run_bound
-from dakrun.plan.run_time import RequestLengths, RunForecast, foretell, foretell_file
+from dakrun.plan.run_time import RequestLengths, RunForecast, foretell
 
 __all__ = [
     "MAX_BATCH_SIZE",
@@ -84,6 +85,7 @@ __all__ = [
     "Alternative",
     "Candidate",
     "Curve",
+    "ExpectedRun",
     "Links",
     "Op",
     "OpPlan",
@@ -95,6 +97,7 @@ __all__ = [
     "Problem",
     "RemoteGoal",
     "RequestLengths",
+    "RowTokens",
     "RunForecast",
     "Segment",
     "StepCosts",
@@ -106,6 +109,7 @@ __all__ = [
     "batch_candidates",
     "best_total",
     "best_uniform_total",
+    "blocks_suffice",
     "bound_time",
     "bound_times",
     "busy_shares",
@@ -115,7 +119,6 @@ __all__ = [
     "cost_placement",
     "decode_ops",
     "foretell",
-    "foretell_file",
     "greedy_ratios",
     "ideal_ratios",
     "is_windowed",

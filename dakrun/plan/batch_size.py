@@ -1,19 +1,22 @@
-"""The batch size with the most predicted tokens per second.
+"""The batch size with the most predicted tokens per second, in full steps or over a whole run.
 
 Compares quick plans of the planner; batches that do not fit the budgets are skipped.
 """
 
-import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
+from dakrun.plan.expected_run import ExpectedRun
+from dakrun.plan.plan import Plan
 from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Policy
 from dakrun.units import format_seconds
 
 MAX_BATCH_SIZE = 2048
+MIN_RUN_GAIN = 0.02  # fraction of a run's time; a smaller gain is within prediction error
 FINENESS = 16  # steps are halved as long as they exceed the best power of two / FINENESS
 
 
@@ -25,27 +28,32 @@ def choose_batch_size(
     *,
     limit: int = MAX_BATCH_SIZE,
     max_decode_step: float | None = None,
+    run: ExpectedRun | None = None,
 ) -> Workload:
-    """`workload` with the best batch size up to `limit`.
+    """`workload` with the best batch size up to `limit`: that with the most tokens per second.
 
     Tries the powers of two and `limit`, then sizes around the best of them by halving steps. Skips
-    sizes with a predicted decode step above `max_decode_step` seconds. Raises CannotRun where no
-    size fits the budgets, or none is fast enough.
+    sizes with a predicted decode step above `max_decode_step` seconds. Of all that were tried, the
+    one whose `run` is shorter by MIN_RUN_GAIN or more is better: the last requests of a run do not
+    fill a large batch, but its KV cache took room from weights all along. Raises CannotRun where
+    no size fits the budgets, or none is fast enough.
     """
     refusals: list[CannotRun] = []
-    steps_s: dict[int, float] = {}
+    plans: dict[int, Plan | None] = {}
 
     def rate(n: int) -> float:
         """Tokens per second of a batch of `n`; 0 where it is skipped."""
-        if n not in steps_s:
-            steps_s[n] = math.inf
+        if n not in plans:
             try:
                 candidate = replace(workload, batch_size=n)
-                plan = make_plan(model, candidate, profile, policy, thorough=False)
-                steps_s[n] = plan.predicted_s
+                plans[n] = make_plan(model, candidate, profile, policy, thorough=False)
             except CannotRun as refusal:
+                plans[n] = None
                 refusals.append(refusal)
-        return n / steps_s[n] if max_decode_step is None or steps_s[n] <= max_decode_step else 0.0
+        if (plan := plans[n]) is None:
+            return 0.0
+        enough = max_decode_step is None or plan.predicted_s <= max_decode_step
+        return n / plan.predicted_s if enough else 0.0
 
     best = max(batch_candidates(limit), key=rate)
     step, least = best // 2, best // FINENESS
@@ -53,10 +61,14 @@ def choose_batch_size(
         around = (n for n in (best - step, best + step) if n <= limit)
         best, step = max(best, *around, key=rate), step // 2
     if rate(best) > 0:
+        if run is not None and run.requests:
+            fast = {n: plan for n, plan in plans.items() if plan and 2 * rate(n) >= rate(best)}
+            best = _best_for_run(run, fast, best)
         return replace(workload, batch_size=best)
-    fastest = min(steps_s.values())
-    if max_decode_step is None or math.isinf(fastest):
+    steps_s = [plan.predicted_s for plan in plans.values() if plan]
+    if max_decode_step is None or not steps_s:
         raise refusals[0]
+    fastest = min(steps_s)
     enough = fastest * 1.0005e3  # ms, with a margin for rounding
     raise CannotRun(
         "no batch size is predicted to have a decode step of "
@@ -64,6 +76,18 @@ def choose_batch_size(
         hint=f"raise --max-decode-step to {enough:.4g} or more, or raise --hbm-budget; "
         "dakrun plan shows what limits the speed",
     )
+
+
+def _best_for_run(run: ExpectedRun, plans: Mapping[int, Plan], best: int) -> int:
+    """The size of `plans` with the shortest `run`, or `best` if that is about as short."""
+    first = run.forecast(plans[best])
+    soonest, found = first.seconds * (1 - MIN_RUN_GAIN), best
+    for n, plan in sorted(plans.items(), key=lambda item: item[1].predicted_s / item[0]):
+        if first.new_tokens * plan.predicted_s / n >= soonest:
+            break  # even if all its steps were full
+        if n != best and (seconds := run.forecast(plan).seconds) < soonest:
+            soonest, found = seconds, n
+    return found
 
 
 def batch_candidates(limit: int) -> list[int]:

@@ -3,15 +3,14 @@
 Knows profiles and lengths; knows neither Ray nor files.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
+from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.plan import Plan
-from dakrun.plan.run_time import RowTokens, RunForecast, foretell_file
+from dakrun.plan.run_time import RunForecast
 
 MAX_NODES = 10_000
 BALANCING = 8  # iterations that even out the machines' times
@@ -100,25 +99,23 @@ class ClusterForecast:
 
 def foretell_cluster(
     machines: Sequence[NodeCount],
-    plan_of: Callable[[str, int], Plan],
-    lengths: tuple[Sequence[RowTokens], float],
-    defaults: SamplingParams,
+    plan_of: Callable[[str, ExpectedRun], Plan],
+    whole: ExpectedRun,
     note: Callable[[str], None],
 ) -> ClusterForecast:
-    """The run of rows of these `lengths`, and their share of the file, on `machines`.
+    """The run of `whole` on `machines`.
 
-    `plan_of(profile, requests)` plans for a machine that gets so many requests. Each machine runs a
-    part of the rows, spread over the file; parts are changed until all take about the same time.
+    `plan_of(profile, run)` plans for a machine with such a part of it. Each machine runs a part of
+    the rows, spread over the file; parts are changed until all take about the same time.
     `note` takes a line about machines that cannot run the model, which get none; raises CannotRun
     if none can.
     """
-    rows, share = lengths
     total = sum(nodes.count for nodes in machines)
     able: list[tuple[NodeCount, Plan]] = []
     problem: CannotRun | None = None
     for nodes in machines:
         try:
-            able.append((nodes, plan_of(nodes.name, math.ceil(len(rows) / share / total))))
+            able.append((nodes, plan_of(nodes.name, whole.part(1 / total))))
         except CannotRun as found:
             problem = found
             note(f"{nodes.name} is left out: {found}")
@@ -130,9 +127,9 @@ def foretell_cluster(
     for _ in range(BALANCING):
         kinds = []
         for (nodes, plan), part in zip(able, parts, strict=True):
-            own = spread(rows, part)
-            run = foretell_file(plan, (own, share), defaults) if own else None
-            kinds.append(NodeForecast(nodes, plan, round(len(own) / share), run))
+            own = whole.part(part)
+            run = own.forecast(plan) if own.rows else None
+            kinds.append(NodeForecast(nodes, plan, round(len(own.rows) / own.share), run))
         found_now = ClusterForecast(tuple(kinds))
         if best is None or found_now.seconds < best.seconds:
             best = found_now
@@ -140,14 +137,7 @@ def foretell_cluster(
             part / kind.seconds if kind.seconds else part / found_now.seconds
             for part, kind in zip(parts, kinds, strict=True)
         ]
-        whole = sum(speed * nodes.count for speed, (nodes, _) in zip(speeds, able, strict=True))
-        parts = [speed / whole for speed in speeds]
+        all_s = sum(speed * nodes.count for speed, (nodes, _) in zip(speeds, able, strict=True))
+        parts = [speed / all_s for speed in speeds]
     assert best is not None
     return best
-
-
-def spread(rows: Sequence[RowTokens], part: float) -> list[RowTokens]:
-    """A `part` of the rows, evenly from all of them in order of their length; at least one."""
-    order = sorted(rows, key=lambda row: (-row.new, -row.prompt))
-    count = min(len(order), max(1, round(part * len(order))))
-    return [order[(2 * i + 1) * len(order) // (2 * count)] for i in range(count)]

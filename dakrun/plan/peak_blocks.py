@@ -8,6 +8,23 @@ from collections.abc import Sequence
 from dakrun.geometry import KV_BLOCK
 
 
+def blocks_suffice(cached: Sequence[int], remaining: Sequence[int], blocks: int) -> bool:
+    """Whether `blocks` suffice at every later step: whether peak_blocks() is at most that.
+
+    As ceil(n / KV_BLOCK) lies between n / KV_BLOCK and that + 1, sums of positions mostly decide.
+    """
+    import numpy as np  # late, for a quick start of commands that do not get here
+
+    order = np.argsort(-np.asarray(remaining), kind="stable")
+    counts = np.arange(1, len(order) + 1)
+    positions = np.cumsum(np.asarray(cached)[order]) + counts * np.asarray(remaining)[order]
+    if (positions > blocks * KV_BLOCK).any():
+        return False
+    if (positions <= (blocks - counts) * KV_BLOCK).all():
+        return True
+    return peak_blocks(cached, remaining) <= blocks
+
+
 def peak_blocks(cached: Sequence[int], remaining: Sequence[int]) -> int:
     """The most KV blocks that requests have at once if each step adds a position to all of them.
 

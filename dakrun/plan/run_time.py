@@ -7,16 +7,15 @@ neither files nor the engine.
 """
 
 import functools
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from dakrun.config import DTYPE_BYTES, SamplingParams
+from dakrun.config import DTYPE_BYTES
 from dakrun.geometry import KV_BLOCK, TILED_MAX_ROWS
 from dakrun.hardware import LOCAL
 from dakrun.plan.op_costs import StepCosts
-from dakrun.plan.peak_blocks import peak_blocks
 from dakrun.plan.plan import Plan
 from dakrun.plan.prefill import pass_seconds, requests_per_admission
 from dakrun.plan.roofline import Links
@@ -29,7 +28,6 @@ PREFIX_LAUNCH_SECONDS = 10e-6  # of a launch that attends to prefixes, where the
 PREFIX_EFFICIENCY = 0.4  # of its arithmetic
 THRESHOLD_PASSES = 20  # over a row's logits, to find the thresholds of top-k and top-p
 MAX_REQUESTS = 8192  # of more, every second, third, ... is scheduled
-MAX_CHOICES = 1 << 18  # of a file's rows; of more, every second, third, ... is looked at
 
 
 class RequestLengths(NamedTuple):
@@ -41,19 +39,6 @@ class RequestLengths(NamedTuple):
     prompt: int
     new: int
     shared: int = 0
-
-
-class RowTokens(Protocol):
-    """RequestLengths of a row of a file, and the number of its `choices`."""
-
-    @property
-    def prompt(self) -> int: ...
-    @property
-    def new(self) -> int: ...
-    @property
-    def choices(self) -> int: ...
-    @property
-    def shared(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +70,94 @@ class RunForecast:
 
 @dataclass
 class _Request:
-    """A request that has begun: tokens of its prompt left to compute, and steps to its end."""
+    """A request that has begun: the tokens of its prompt left to compute, and its last step."""
 
     lengths: RequestLengths
     left: int
-    steps: int
-    cached: int  # positions of its own, shared ones left out
+    end: int = 0
+
+    @property
+    def own(self) -> int:
+        """Tokens of its prompt that it computes."""
+        return self.lengths.prompt - self.lengths.shared
+
+    @property
+    def steps(self) -> int:
+        """Steps from its first new token to its last."""
+        return self.lengths.new - 1
+
+    @property
+    def blocks_at_end(self) -> int:
+        """KV blocks of its own at its last step."""
+        return ceil_div(self.own + self.steps, KV_BLOCK)
+
+
+class _Running:
+    """The requests that have begun; those whose prompts are computed have a row of each step.
+
+    A request whose last step is e, with E positions of its own, has E + t - e of them at step t. So
+    the number of requests and the sum of E - e, by e, give the positions of all at any later step.
+    """
+
+    def __init__(self, most_steps: int) -> None:
+        """`most_steps` is the most that a request takes after its first new token."""
+        import numpy as np  # late, for a quick start of commands that do not get here
+
+        self.rows = self.positions = self.shared = 0  # cached positions, and shared ones
+        self._step, self._blocks_at_end = 0, 0
+        self._most_steps = most_steps
+        self._by_end: defaultdict[int, list[_Request]] = defaultdict(list)
+        self._counts = np.zeros(1024 + 2 * most_steps, dtype=np.int64)
+        self._offsets = np.zeros_like(self._counts)
+
+    def begin(self, r: _Request) -> None:
+        """Count `r` as if its prompt were computed now."""
+        r.end = self._step + r.steps
+        self._count(r, 1)
+
+    def refuse(self, r: _Request) -> None:
+        """Let `r`, which has just begun, not have begun."""
+        self._count(r, -1)
+
+    def advance(self, computed: Iterable[_Request]) -> bool:
+        """Do a step in which also `computed` prompts end; whether it is any request's last."""
+        self._step += 1
+        self.positions += self.rows
+        for r in computed:
+            self._count(r, -1)
+            self.begin(r)
+            self._by_end[r.end].append(r)
+            self.rows += 1
+            self.positions += r.own
+            self.shared += r.lengths.shared
+        ended = self._by_end.pop(self._step, ())
+        for r in ended:
+            self._count(r, -1)
+            self.rows -= 1
+            self.positions -= r.own + r.steps
+            self.shared -= r.lengths.shared
+        return bool(ended)
+
+    def fit(self, blocks: int) -> bool:
+        """Whether so many KV blocks suffice to the ends of all, with half of each last one full."""
+        if self._blocks_at_end <= blocks:
+            return True
+        later = slice(self._step, self._step + self._most_steps + 1)
+        counts = self._counts[later][::-1].cumsum()  # of those that end then or after it
+        ends = range(self._step + self._most_steps, self._step - 1, -1)
+        positions = self._offsets[later][::-1].cumsum() + counts * ends
+        return bool((positions <= KV_BLOCK * (blocks - counts / 2)).all())
+
+    def _count(self, r: _Request, by: int) -> None:
+        import numpy as np
+
+        self._blocks_at_end += by * r.blocks_at_end
+        if r.end + self._most_steps >= len(self._counts):
+            self._counts, self._offsets = (
+                np.concatenate((old, np.zeros_like(old))) for old in (self._counts, self._offsets)
+            )
+        self._counts[r.end] += by
+        self._offsets[r.end] += by * (r.own + r.steps - r.end)
 
 
 def foretell(
@@ -112,47 +179,44 @@ def foretell(
     order = sorted(requests, key=lambda r: (-r.new, -r.prompt))
     stride = max(1, ceil_div(len(order), MAX_REQUESTS))
     costs, waiting = _Costs(plan, thresholds), deque(order[::stride])
-    running: list[_Request] = []
+    running = _Running(max((r.new for r in order), default=1) - 1)
     beginning: deque[_Request] = deque()
     seconds = mixed_s = 0.0
     kv_bytes = 0.0
     steps = 0
     blocked = False
     together = requests_per_admission(plan)
-    while waiting or beginning or running:
-        while waiting and not blocked and len(running) + len(beginning) < costs.slots:
-            r = waiting[0]
-            new = _Request(r, r.prompt - r.shared, r.new - 1, r.prompt - r.shared)
-            if (running or beginning) and not costs.fit([*running, *beginning, new]):
+    while waiting or beginning or running.rows:
+        while waiting and not blocked and running.rows + len(beginning) < costs.slots:
+            new = _Request(waiting[0], waiting[0].prompt - waiting[0].shared)
+            running.begin(new)
+            if (running.rows or beginning) and not running.fit(costs.blocks):
+                running.refuse(new)
                 blocked = True
                 break
-            beginning.append(waiting.popleft() and new)
-        there = len(running) + len(beginning)
+            waiting.popleft()
+            beginning.append(new)
+        there = running.rows + len(beginning)
         tokens = sum(r.left for r in beginning)
         enough = not waiting or len(beginning) * costs.slots >= together * there
-        begun = bool(beginning) and beginning[0].left < _computed(beginning[0])
+        begun = bool(beginning) and beginning[0].left < beginning[0].own
         parts: list[tuple[_Request, int, int]] = []
-        if beginning and (not running or enough or begun or tokens >= costs.chunk):
-            parts = list(_parts(beginning, costs.room(len(running))))
-        positions = sum(r.cached for r in running)
-        shared = sum(r.lengths.shared for r in running)
-        kv_bytes += positions * plan.model.kv_bytes_per_token
+        if beginning and (not running.rows or enough or begun or tokens >= costs.chunk):
+            parts = list(_parts(beginning, costs.room(running.rows)))
+        kv_bytes += running.positions * plan.model.kv_bytes_per_token
         if parts:
             spans = Counter((start, length) for _, start, length in parts)
             ends = sum(r.left == 0 for r, _, _ in parts)
-            took = costs.mixed(len(running), positions, shared, ends, tuple(sorted(spans.items())))
+            took = costs.mixed(running, ends, tuple(sorted(spans.items())))
             mixed_s += took
         else:
-            took = costs.decode(len(running), positions, shared)
+            took = costs.decode(running)
         seconds += took
         steps += 1
-        for one in running:
-            one.cached += 1
-            one.steps -= 1
+        computed = []
         while beginning and beginning[0].left == 0:
-            running.append(beginning.popleft())
-        if any(r.steps <= 0 for r in running):
-            running = [r for r in running if r.steps > 0]
+            computed.append(beginning.popleft())
+        if running.advance(computed):
             blocked = False
     totals = [sum(lengths) for lengths in zip(*order, strict=True)] or [0, 0, 0]
     limits = run_limits(
@@ -168,44 +232,6 @@ def foretell(
         new_tokens=round(totals[1] / share),
         waits_for=max(limits, key=limits.__getitem__),
     )
-
-
-def foretell_file(
-    plan: Plan,
-    lengths: tuple[Sequence[RowTokens], float] | None,
-    defaults: SamplingParams,
-) -> RunForecast | None:
-    """The run of rows of these `lengths`, and their share of the file; None of a pipe.
-
-    Choices of a row share its prompt. `defaults` say whether tokens are drawn with top-k or top-p;
-    what rows say of it is not known yet.
-    """
-    if lengths is None:
-        return None
-    rows, share = lengths
-    thresholds = defaults.temperature > 0 and (defaults.top_k > 0 or defaults.top_p < 1)
-    count = sum(row.choices for row in rows)
-    every = (
-        ceil_div(count, MAX_CHOICES) | 1
-    )  # odd, so that all of a row's 2, 4 or 8 have their turn
-    if count:
-        share *= ceil_div(count, every) / count
-    return foretell(plan, _choices(rows, every), share=share, thresholds=thresholds)
-
-
-def _choices(rows: Iterable[RowTokens], every: int) -> Iterator[RequestLengths]:
-    """Every so many-th of all choices of the rows, from the first on."""
-    before = 0
-    for row in rows:
-        again = (row.prompt - 1) // KV_BLOCK * KV_BLOCK  # shared by all choices but the first
-        for choice in range(-before % every, row.choices, every):
-            yield RequestLengths(row.prompt, row.new, again if choice else row.shared)
-        before += row.choices
-
-
-def _computed(r: _Request) -> int:
-    """Tokens of the prompt that the request computes."""
-    return r.lengths.prompt - r.lengths.shared
 
 
 def _parts(beginning: Iterable[_Request], room: int) -> Iterator[tuple[_Request, int, int]]:
@@ -228,43 +254,34 @@ class _Costs:
         logits = THRESHOLD_PASSES * plan.model.vocab_size * DTYPE_BYTES[plan.model.dtype]
         self._row_s = thresholds * logits / Links.of(plan.profile, ()).direct[LOCAL]
         self.slots, self.chunk = plan.workload.batch_size, plan.prefill.chunk_tokens
-        self._blocks = sum(blocks for _, _, blocks in plan.kv_placement())
+        self.blocks = sum(blocks for _, _, blocks in plan.kv_placement())
         attention = plan.op("attention").op
         full = attention.layers * attention.read_bytes
         self._attention_s = sum(plan.op("attention").predicted_s) / full  # per KV byte
         self._kv_bytes = plan.model.kv_bytes_per_token
 
-    def fit(self, requests: Iterable[_Request]) -> bool:
-        """Whether the KV blocks suffice for `requests`, to their ends."""
-        lengths = [(r.cached, r.steps) for r in requests]
-        at_ends = sum(ceil_div(cached + steps, KV_BLOCK) for cached, steps in lengths)
-        return at_ends <= self._blocks or peak_blocks(*zip(*lengths, strict=True)) <= self._blocks
-
     def room(self, rows: int) -> int:
         """Tokens of prompts in a step with `rows` rows."""
         return max(self.chunk // 2, self.chunk - rows)
 
-    def decode(self, rows: int, positions: int, shared: int) -> float:
-        """A step of `rows` rows with `positions` cached positions in all, and `shared` ones."""
+    def decode(self, running: _Running) -> float:
+        """A step of the `running` requests."""
+        rows = running.rows
         step = min(rows, MANY_ROWS_STEP if rows > MANY_ROWS else ROWS_STEP)
         bucket = min(self.slots, ceil_div(rows, step) * step)
-        others = self._attention(positions) + self._prefixes(shared) + rows * self._row_s
-        return self._products(bucket) + others
+        return self._products(bucket) + self._rows(running, rows)
 
     def mixed(
-        self,
-        rows: int,
-        positions: int,
-        shared: int,
-        ends: int,
-        spans: tuple[tuple[tuple[int, int], int], ...],
+        self, running: _Running, ends: int, spans: tuple[tuple[tuple[int, int], int], ...]
     ) -> float:
-        """A step of such rows and parts of prompts, given as ((start, length), count)."""
-        others = self._attention(positions) + self._prefixes(shared) + (rows + ends) * self._row_s
-        return pass_seconds(self._plan, rows, ends, spans, others) / SUSTAINED
+        """A step with parts of prompts, given as ((start, length), count); `ends` of them end."""
+        others = self._rows(running, running.rows + ends)
+        return pass_seconds(self._plan, running.rows, ends, spans, others) / SUSTAINED
 
-    def _attention(self, positions: int) -> float:
-        return positions * self._kv_bytes * self._attention_s
+    def _rows(self, running: _Running, tokens: int) -> float:
+        """Attention of the running requests, and the thresholds of `tokens` new tokens."""
+        attention = running.positions * self._kv_bytes * self._attention_s
+        return attention + self._prefixes(running.shared) + tokens * self._row_s
 
     def _prefixes(self, shared: int) -> float:
         """Attention to prefixes that rows share: arithmetic, since they are read once."""

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dakrun.config import SamplingParams, model_len
 from dakrun.errors import UsageError
-from dakrun.generate import Counts, expectations, progress_bar
+from dakrun.generate import Counts, progress_bar
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.interrupt import Interrupted
 from dakrun.models.hub import find_model
@@ -27,7 +27,6 @@ from dakrun.ray.parts import PartFormat, ResultParts
 from dakrun.ray.worker import Finished, Setup, Worker
 from dakrun.requests import RequestReader, make_fingerprint
 from dakrun.tables import Column, print_table
-from dakrun.units import ceil_div
 
 SCHEMA = 1
 
@@ -79,11 +78,11 @@ def generate_on_ray(
         threads = llm_options["threads"]
         with connected(on.address, cpus=(on.workers or 1) * (threads or 1)):
             each, workers = resources(llm_options["device"], threads, on.workers)
-            plans_for = expectations(reader.lengths(most_tokens), params)
-            plans_for["max_batch_size"] = ceil_div(plans_for["max_batch_size"], workers)
+            expected = reader.expected_run(most_tokens)
             options = {
                 **llm_options,
-                **plans_for,
+                "expected_tokens": params.max_tokens,
+                "expected_run": expected and expected.part(1 / workers),
                 "model": model,
                 "device": "cuda" if each.gpus else "cpu",
                 "threads": max(1, int(each.cpus)) if not each.gpus else threads,

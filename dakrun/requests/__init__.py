@@ -14,7 +14,7 @@ formats.
 from dakrun.requests.choices import Choices
 from dakrun.requests.files import same_file
 from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
-from dakrun.requests.lengths import PromptStarts, RowLengths, WorkloadLengths
+from dakrun.requests.lengths import PromptStarts, RowLengths
 from dakrun.requests.look_ahead import AheadRow
 from dakrun.requests.prompts import BadRow, PromptRules, as_requests
 from dakrun.requests.reader import RequestReader
@@ -50,7 +50,6 @@ __all__ = [
     "StopStrings",
     "TokenLogprob",
     "Tokenizer",
-    "WorkloadLengths",
     "as_requests",
     "fingerprint_path",
     "make_fingerprint",

@@ -4,8 +4,7 @@ Knows the fields of rows that set lengths, no files. A prompt's tokens are exact
 token ids; otherwise they are estimated from the characters.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from dakrun.geometry import KV_BLOCK
@@ -30,36 +29,6 @@ class RowLengths(NamedTuple):
 
 
 NOTHING = RowLengths(0, 0, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadLengths:
-    """Lengths of a file's requests, in tokens, before it is run.
-
-    `requests` counts the choices of all rows; the means are over them. Prompts are estimated where
-    the file has text. New tokens are those that a request may have at most: `max_tokens`, or what
-    the maximum length leaves. With 0 requests all is 0.
-    """
-
-    requests: int
-    mean_prompt: float
-    mean_new: float
-
-    @classmethod
-    def of(cls, rows: Iterable[RowLengths], share: float = 1.0) -> "WorkloadLengths":
-        """The lengths of a file of which `rows` are a `share`, above 0 to 1, from its start."""
-        seen = [row for row in rows if row.choices]
-        count = sum(row.choices for row in seen)
-
-        def mean(lengths: Iterable[int]) -> float:
-            weighted = (n * row.choices for n, row in zip(lengths, seen, strict=True))
-            return sum(weighted) / count if count else 0.0
-
-        return cls(
-            requests=round(count / share),
-            mean_prompt=mean(row.prompt for row in seen),
-            mean_new=mean(row.new for row in seen),
-        )
 
 
 class PromptStarts:

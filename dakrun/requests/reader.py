@@ -12,13 +12,12 @@ from typing import Any, Literal
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
+from dakrun.plan import ExpectedRun
 from dakrun.requests.gzip_files import without_gz
 from dakrun.requests.json_rows import id_of, json_object
 from dakrun.requests.lengths import (
     NOTHING,
     PromptStarts,
-    RowLengths,
-    WorkloadLengths,
     json_lengths,
     text_lengths,
 )
@@ -104,21 +103,16 @@ class RequestReader:
         row = self._first_row
         return kind_of(row).name if isinstance(row, dict) else row and NATIVE.name
 
-    def lengths(self, max_model_len: int) -> WorkloadLengths | None:
-        """Lengths of the file's requests for a model of `max_model_len` tokens; None for a pipe.
+    def expected_run(self, max_model_len: int) -> ExpectedRun | None:
+        """The run of the file's rows by a model of `max_model_len` tokens; None for a pipe.
 
         Looks at the first LOOK_AHEAD rows. A longer file is taken to go on like these: the number
         of its requests follows from its bytes. Of a pipe it only begins to read.
         """
         if (share := self._share(max_model_len)) is None:
             return None
-        return WorkloadLengths.of(self._look_ahead(max_model_len).lengths(), share)
-
-    def row_lengths(self, max_model_len: int) -> tuple[list[RowLengths], float] | None:
-        """The lengths of these rows, and their share of the file; None for a pipe."""
-        if (share := self._share(max_model_len)) is None:
-            return None
-        return list(self._look_ahead(max_model_len).lengths()), share
+        rows = list(self._look_ahead(max_model_len).lengths())
+        return ExpectedRun.of(rows, share, self._defaults)
 
     def _share(self, max_model_len: int) -> float | None:
         """Look at the first rows; the share of the file that they are, None for a pipe."""
