@@ -102,6 +102,23 @@ def test_the_batch_size_is_that_of_the_shortest_run() -> None:
     assert many.forecast(chosen(run=many)).seconds <= many.forecast(full).seconds
 
 
+def test_hbm_is_reserved_for_prompts_where_that_shortens_the_run() -> None:
+    config, _ = find_model("llama-2-70b", "auto", "dummy")
+    profile, run = load_profile("h100-sxm"), ExpectedRun([RowLengths(200, 180)] * 1500)
+    workload = Workload(batch_size=512, prompt_len=200, new_tokens=180, max_model_len=2048)
+
+    def plan(policy: Policy, **more: ExpectedRun) -> Plan:
+        return make_plan(config, workload, profile, policy, **more)  # type: ignore[arg-type]
+
+    alone, whole = plan(Policy()), plan(Policy(), run=run)
+    assert alone.prefill.transport == "direct" and whole.prefill.transport == "staged"
+    assert sum(whole.memory(0).values()) <= whole.budgets[0]
+    assert whole.predicted_s >= alone.predicted_s
+    assert run.forecast(whole).seconds < 0.98 * run.forecast(alone).seconds
+    direct = Policy(transport="direct")
+    assert plan(direct, run=run) == plan(direct)
+
+
 def test_few_blocks_make_requests_wait() -> None:
     plan = plan_of(64, 256, 128)
     rows = [RequestLengths(300, 100)] * 64

@@ -112,7 +112,7 @@ def plan(
             config, workload, hardware, policy,
             limit=limit, max_decode_step=max_decode_step, run=run,
         )  # fmt: skip
-    decision = make_plan(config, workload, hardware, policy)
+    decision = make_plan(config, workload, hardware, policy, run=run)
     if plot:
         plot_plan(decision, Path(plot))
     shown = Overview.of(decision, max_decode_step)
@@ -158,7 +158,7 @@ def _plan_nodes(
                 config, workload, hardware, policy,
                 limit=limit, max_decode_step=max_decode_step, run=part,
             )  # fmt: skip
-        return make_plan(config, workload, hardware, policy)
+        return make_plan(config, workload, hardware, policy, run=part)
 
     return foretell_cluster(parse_nodes(nodes), plan_of, run, eprint)
 

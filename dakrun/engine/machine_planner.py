@@ -61,7 +61,7 @@ class MachinePlanner:
                 max_decode_step=self.max_decode_step,
                 run=run,
             )
-        return make_plan(self.config, workload, self.profile, policy)
+        return make_plan(self.config, workload, self.profile, policy, run=run)
 
     def free_memory(self) -> tuple[int, int]:
         """Free bytes of the local tier, those of the CUDA context included, and of the host."""

@@ -259,10 +259,11 @@ def _file(point: FilePoint, scope: Scope) -> Result:
         batch_size=1, prompt_len=mean, new_tokens=mean, max_model_len=2 * point.longest
     )
     model = scope.models[point.model]
+    run = ExpectedRun(rows)
     chosen = choose_batch_size(
-        model, workload, scope.profile, policy, limit=point.requests, run=ExpectedRun(rows)
+        model, workload, scope.profile, policy, limit=point.requests, run=run
     )
-    return of_file(make_plan(model, chosen, scope.profile, policy), rows)
+    return of_file(make_plan(model, chosen, scope.profile, policy, run=run), rows)
 
 
 def of_file(plan: Plan, rows: list[RowLengths]) -> Result:

@@ -3,7 +3,7 @@
 Compares quick plans of the planner; batches that do not fit the budgets are skipped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
@@ -11,12 +11,11 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.plan import Plan
-from dakrun.plan.planner import make_plan
+from dakrun.plan.planner import MIN_RUN_GAIN, make_plan
 from dakrun.plan.policy import Policy
 from dakrun.units import format_seconds
 
 MAX_BATCH_SIZE = 2048
-MIN_RUN_GAIN = 0.02  # fraction of a run's time; a smaller gain is within prediction error
 FINENESS = 16  # steps are halved as long as they exceed the best power of two / FINENESS
 
 
@@ -55,15 +54,10 @@ def choose_batch_size(
         enough = max_decode_step is None or plan.predicted_s <= max_decode_step
         return n / plan.predicted_s if enough else 0.0
 
-    best = max(batch_candidates(limit), key=rate)
-    step, least = best // 2, best // FINENESS
-    while step > least:
-        around = (n for n in (best - step, best + step) if n <= limit)
-        best, step = max(best, *around, key=rate), step // 2
+    best = _best_around(max(batch_candidates(limit), key=rate), rate, limit)
     if rate(best) > 0:
         if run is not None and run.requests:
-            fast = {n: plan for n, plan in plans.items() if plan and 2 * rate(n) >= rate(best)}
-            best = _best_for_run(run, fast, best)
+            best = _best_for_run(run, best, rate, plans, limit)
         return replace(workload, batch_size=best)
     steps_s = [plan.predicted_s for plan in plans.values() if plan]
     if max_decode_step is None or not steps_s:
@@ -78,16 +72,40 @@ def choose_batch_size(
     )
 
 
-def _best_for_run(run: ExpectedRun, plans: Mapping[int, Plan], best: int) -> int:
-    """The size of `plans` with the shortest `run`, or `best` if that is about as short."""
-    first = run.forecast(plans[best])
-    soonest, found = first.seconds * (1 - MIN_RUN_GAIN), best
-    for n, plan in sorted(plans.items(), key=lambda item: item[1].predicted_s / item[0]):
-        if first.new_tokens * plan.predicted_s / n >= soonest:
-            break  # even if all its steps were full
-        if n != best and (seconds := run.forecast(plan).seconds) < soonest:
-            soonest, found = seconds, n
-    return found
+def _best_around(best: int, rate: Callable[[int], float], limit: int) -> int:
+    """The size with the highest `rate` of `best` and those around it, by halving steps."""
+    step, least = best // 2, best // FINENESS
+    while step > least:
+        around = (n for n in (best - step, best + step) if n <= limit)
+        best, step = max(best, *around, key=rate), step // 2
+    return best
+
+
+def _best_for_run(
+    run: ExpectedRun,
+    best: int,
+    rate: Callable[[int], float],
+    plans: Mapping[int, Plan | None],
+    limit: int,
+) -> int:
+    """The size with the shortest `run`, or `best` if that is about as short.
+
+    `rate(n)` is that of full steps, and makes the plan of size n. `plans` has those made so far.
+    """
+    highest, rates = rate(best), {0: 0.0}
+
+    def run_rate(n: int) -> float:
+        """New tokens per second of the run; 0 if even its full steps are slower than the best."""
+        if n not in rates:
+            full, plan = rate(n), plans[n]
+            slow = plan is None or full <= max(highest / 2, *rates.values())
+            rates[n] = 0.0 if slow or plan is None else run.forecast(plan).tokens_per_s
+        return rates[n]
+
+    run_rate(best)
+    tried = sorted(plans, key=rate, reverse=True)
+    found = _best_around(max(tried, key=run_rate), run_rate, limit)
+    return found if (1 - MIN_RUN_GAIN) * run_rate(found) > run_rate(best) else best
 
 
 def batch_candidates(limit: int) -> list[int]:

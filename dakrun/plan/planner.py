@@ -7,6 +7,7 @@ chooses the fastest and assembles its Plan. The loader and the engine obey the P
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,11 +15,12 @@ from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.assemble import Candidate, assemble, cost_placement
+from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.op_costs import Counts, StepCosts
 from dakrun.plan.placement import place, slot_candidates
-from dakrun.plan.plan import Plan, staging_bytes
+from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
-from dakrun.plan.prefill import with_prefill
+from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, with_prefill
 from dakrun.plan.problem import Problem
 
 Key = TypeVar("Key")
@@ -26,6 +28,8 @@ Key = TypeVar("Key")
 STEPS = (256, 64, 16, 4, 1)  # changes tried to a number of remote KV slots, one after the other
 MAX_MOVES = 4  # moves by each step
 MIN_OFFLOAD_GAIN = 0.02  # fraction of a step's time; a smaller gain is within prediction error
+MIN_RUN_GAIN = 0.02  # the same of a run's time
+RESERVED_PASSES = (1, 2)  # prompt passes for which HBM may be reserved, in PREFILL_LAUNCH_ROWS
 
 
 def make_plan(
@@ -35,14 +39,16 @@ def make_plan(
     policy: Policy,
     *,
     thorough: bool = True,
+    run: ExpectedRun | None = None,
 ) -> Plan:
     """Choose every op's offload ratio and transport, round to row blocks and slots, plan prefill.
 
     If everything fits in HBM, the plan offloads only for a gain of MIN_OFFLOAD_GAIN or more, unless
     `policy` fixes a ratio. Without `thorough` the search is much shorter, and the plan a few
-    percent slower where HBM is full. Raises CannotRun if the budgets are too small for the model,
-    saying by how much, and UsageError if the workload's `max_model_len` exceeds the model's
-    positions.
+    percent slower where HBM is full. With `run` a plan that reserves HBM for the prefill is
+    preferred if that run is shorter by MIN_RUN_GAIN or more. Raises CannotRun if the budgets are
+    too small for the model, saying by how much, and UsageError if the workload's `max_model_len`
+    exceeds the model's positions.
     """
     if workload.max_model_len > model.max_positions:
         raise UsageError(
@@ -52,6 +58,23 @@ def make_plan(
         )
     costs = StepCosts(model, workload, profile, policy.remote_tiers(profile))
     problem = Problem.of(costs, policy)
+    plan = _planned(problem, thorough)
+    if run is None or plan.ratio == 0 or plan.prefill.transport == "staged":
+        return plan
+    if policy.transport is not None or profile.device != "cuda":
+        return plan
+    soonest = (1 - MIN_RUN_GAIN) * run.forecast(plan).seconds
+    for passes in RESERVED_PASSES:
+        prefill = PrefillPlan(chunk_tokens=passes * PREFILL_LAUNCH_ROWS, transport="staged")
+        with suppress(CannotRun):
+            other = _planned(replace(problem, prefill=prefill), thorough)
+            if (seconds := run.forecast(other).seconds) < soonest:
+                plan, soonest = other, seconds
+    return plan
+
+
+def _planned(problem: Problem, thorough: bool) -> Plan:
+    """The plan with the fastest decode step, and the best prefill in the HBM that this leaves."""
     plan = assemble(problem, *_fastest(problem, thorough))
     return with_prefill(_local_if_as_fast(problem, plan)).with_spare_kv_blocks()
 
@@ -115,7 +138,7 @@ def _with_buffers(problem: Problem, thorough: bool) -> Candidate:
     with the buffers reserved until they suffice.
     """
     found = _search(problem, thorough)
-    while (needed := staging_bytes(found.ops)) > problem.staging:
+    while (needed := staging_bytes(found.ops, problem.prefill.transport)) > problem.staging:
         problem = problem.with_staging(needed)
         found = _search(problem, thorough)
     return found

@@ -5,7 +5,7 @@ Chooses nothing: placement.py makes placements, op_costs.py their times, planner
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL
@@ -13,6 +13,7 @@ from dakrun.plan import ops as inventory
 from dakrun.plan.greedy import Curve
 from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.ops import Op
+from dakrun.plan.plan import PrefillPlan
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import Line
 from dakrun.plan.rounding import remote_bytes
@@ -24,8 +25,8 @@ class Problem:
     """The ops to place and the room for them; sizes are in bytes, times in seconds.
 
     `strategy` and `transport` are the policy's, or one of the choices that it leaves open.
-    `staging` bytes of the local tier are reserved for staging buffers. Raises CannotRun if the
-    budgets are too small.
+    `staging` bytes of the local tier are reserved for staging buffers, and the activations of
+    passes of `prefill`. Raises CannotRun if the budgets are too small.
     """
 
     costs: StepCosts
@@ -33,6 +34,7 @@ class Problem:
     strategy: Strategy
     transport: Transport | None
     staging: int = 0
+    prefill: PrefillPlan = field(default_factory=PrefillPlan)
 
     def __post_init__(self) -> None:
         if self.caps[0] < 0:
@@ -95,7 +97,7 @@ class Problem:
         model, workload = self.costs.model, self.costs.workload
         purposes = {
             "vectors": inventory.vector_bytes(model),
-            "activations": inventory.activation_bytes(model, workload),
+            "activations": inventory.activation_bytes(model, workload, self.prefill.chunk_tokens),
             "context": self.costs.profile.context_bytes,
         } | ({"staging": self.staging} if self.staging else {})
         if self.costs.profile.device == "cuda":
