@@ -81,8 +81,13 @@ def test_every_matrix_has_at_least_five_row_blocks(name: str, checkpoints: dict[
     assert min(op.op.units for op in llm.plan.weights()) >= 5
 
 
-@pytest.mark.parametrize(("ratio", "kv_ratio"), [(0, 0), (0.1, 1), (0.37, 0.5), (1, 1)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "ratio", "kv_ratio"),
+    [
+        *((name, *ratios) for name in NAMES for ratios in ((0.1, 1), (0.37, 0.5))),
+        *((name, *ratios) for name in ONE_OF_EACH for ratios in ((0, 0), (1, 1))),
+    ],
+)
 def test_greedy_tokens_equal_transformers(
     name: str,
     ratio: float,

@@ -309,9 +309,13 @@ def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
         assert torch.equal(found, wanted), (tile_row_blocks, window, row_blocks)
 
 
-@pytest.mark.parametrize("shape", [*(Shape(tiles, 1) for tiles in (8, 16, 32)), WIDE])
 @pytest.mark.parametrize(
-    ("activation", "segments"), [("relu", 2), ("relu", 5), ("silu_mul", 3), ("silu_mul", 4)]
+    ("shape", "activation", "segments"),
+    [
+        *((Shape(tiles, 1), *how) for tiles in (8, 32) for how in (("relu", 2), ("silu_mul", 3))),
+        *((Shape(16, 1), *how) for how in (("relu", 5), ("silu_mul", 4))),
+        *((WIDE, *how) for how in (("relu", 2), ("relu", 5), ("silu_mul", 3), ("silu_mul", 4))),
+    ],
 )
 def test_split_k(shape: Shape, segments: int, activation: Activation, build: Build) -> None:
     """Bits are the same in any tiles, one or several a cluster, with W shared or not."""
