@@ -24,6 +24,7 @@ SCHEMA = 1
 _MODEL_KEYS = ("name", "family", "dtype", "weight_bytes")  # keys taken from plan_dict's "model"
 FIGURE_COLUMNS = Column("", "left"), Column("", "left", wraps=True)
 ERROR_BAR = 0.10  # relative error of a prediction; `render` lists the ops that exceed it
+MIN_ERROR = 0.01  # of a step's time
 
 
 def make_report(
@@ -166,11 +167,16 @@ def render(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _large_errors(ops: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The ops whose time differs from the prediction by more than ERROR_BAR, and by how much."""
+    """The ops whose time differs from the prediction by more than ERROR_BAR, and by how much.
+
+    Those with an error of less than MIN_ERROR of the whole step are left out.
+    """
+    known = [op for op in ops if op["measured_s"] and op["predicted_s"]]
+    least = MIN_ERROR * sum(op["measured_s"] for op in known)
     errors = {
         op["name"]: op["measured_s"] / op["predicted_s"] - 1
-        for op in ops
-        if op["measured_s"] and op["predicted_s"]
+        for op in known
+        if abs(op["measured_s"] - op["predicted_s"]) >= least
     }
     return [f"{name} {error:+.0%}" for name, error in errors.items() if abs(error) > ERROR_BAR]
 

@@ -356,6 +356,10 @@ def test_a_report_names_the_ops_that_the_plan_was_wrong_about(path: Path) -> Non
     render(report, Console(file=text, width=200))
     names = [op["name"] for op in report["ops"]]
     assert f"full batch: {names[1]} -50%, {names[2]} +100%\n" in text.getvalue()
+    report["ops"][3]["measured_s"] *= 1000  # the others' errors are nothing beside this one's
+    text = io.StringIO()
+    render(report, Console(file=text, width=200))
+    assert f"full batch: {names[3]} +94900%\n" in text.getvalue()
 
 
 def test_predictions_of_round_numbers_are_not_compared(path: Path) -> None:
