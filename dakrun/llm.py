@@ -118,6 +118,8 @@ class LLM:
         max_model_len = check_count("max_model_len", max_model_len, or_one_of=(None,))
         expected_tokens = check_count("expected_tokens", expected_tokens)
         expected_prompt = check_count("expected_prompt", expected_prompt, or_one_of=(None,))
+        if not isinstance(expected_run, ExpectedRun | None):
+            raise invalid_value("expected_run", expected_run, "an ExpectedRun or None")
         if not isinstance(policy, Policy | None):
             raise invalid_value("policy", policy, "a Policy or None")
         torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))

@@ -142,6 +142,7 @@ def test_a_failed_load_gives_the_memory_back(
         ("batch_size", "8"),
         ("batch_size", None),
         ("max_batch_size", None),
+        ("expected_run", [RowLengths(1, 1)]),
         ("max_model_len", 0),
         ("max_model_len", "20"),
         ("expected_tokens", 0),

@@ -44,6 +44,12 @@ def test_a_part_is_spread_over_all_lengths(part: float) -> None:
     assert abs(sum(row.new for row in taken) / len(taken) - 500) < 12
 
 
+def test_a_part_has_rows_that_can_be_run() -> None:
+    run = ExpectedRun([RowLengths(10, 7), *[RowLengths(0, 0, 0)] * 9])
+    assert run.part(0.5).rows == [RowLengths(10, 7)] and ExpectedRun([]).part(0.5).rows == []
+    assert len(ExpectedRun([RowLengths(10, 7)] * 5).part(1 / 2).rows) == 3
+
+
 def test_machines_of_a_kind_share_the_run(prompts: Path) -> None:
     one, four = (foretold(prompts, f"h200-pcie5:{count}") for count in (1, 4))
     assert one["nodes"][0]["rows_each"] == 400 and four["nodes"][0]["rows_each"] == 100

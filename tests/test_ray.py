@@ -30,7 +30,7 @@ from dakrun.errors import CannotRun
 from dakrun.ray import DakrunProcessor
 from dakrun.ray import run as ray_run
 from dakrun.ray.cluster import connected, resources
-from dakrun.ray.dispatch import Dispatcher
+from dakrun.ray.dispatch import Dispatcher, _Untaken
 from dakrun.ray.worker import NONE_YET, Finished, Loaded, Reply
 from dakrun.requests import AheadRow
 
@@ -217,14 +217,17 @@ class Dying:
 
 
 class Numbered:
-    """Rows 0 to `count`, each shorter than the one before."""
+    """Rows 0 to `count`, each shorter than the one before; only every `step`-th is to be done."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, step: int = 1) -> None:
         self._rows = [AheadRow(0, n - count, 0, n, 1, 0, 1, 1, None, None, 0) for n in range(count)]
+        self._step = step
 
     def __iter__(self) -> Iterator[Any]:
         while self._rows:
-            yield self._rows.pop(0), b"{}"
+            row = self._rows.pop(0)
+            if row.number % self._step == 0:
+                yield row, b"{}"
 
     def left(self) -> int | None:
         return len(self._rows)
@@ -248,6 +251,13 @@ def test_workers_that_keep_dying_end_the_run(cluster: str) -> None:
         (False, True),
     ]
     assert all("died unexpectedly" in note for note in notes), notes
+
+
+def test_rows_that_are_done_are_not_counted_as_left() -> None:
+    left = _Untaken(Numbered(1000, step=25))
+    assert left and left.count() == 40
+    first = [row.number for row, _ in left.take(10, 1 / 4)]
+    assert first == list(range(0, 1000, 100)) and left.count() == 30
 
 
 class Slow:

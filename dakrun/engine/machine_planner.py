@@ -61,6 +61,8 @@ class MachinePlanner:
                 max_decode_step=self.max_decode_step,
                 run=run,
             )
+        if self.max_decode_step is not None:
+            run = None  # which may choose a slower step
         return make_plan(self.config, workload, self.profile, policy, run=run)
 
     def free_memory(self) -> tuple[int, int]:

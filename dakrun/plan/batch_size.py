@@ -92,13 +92,14 @@ def _best_for_run(
 
     `rate(n)` is that of full steps, and makes the plan of size n. `plans` has those made so far.
     """
-    highest, rates = rate(best), {0: 0.0}
+    highest = rate(best)
+    rates: dict[int, float] = {}
 
     def run_rate(n: int) -> float:
         """New tokens per second of the run; 0 if even its full steps are slower than the best."""
         if n not in rates:
             full, plan = rate(n), plans[n]
-            slow = plan is None or full <= max(highest / 2, *rates.values())
+            slow = plan is None or full <= max([highest / 2, *rates.values()])
             rates[n] = 0.0 if slow or plan is None else run.forecast(plan).tokens_per_s
         return rates[n]
 

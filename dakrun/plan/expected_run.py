@@ -3,6 +3,7 @@
 Knows lengths; neither files nor what rows say.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,10 +63,11 @@ class ExpectedRun:
         """Mean of the new tokens that requests may have at most; 0 without requests."""
         return self._mean(lambda row: row.new)
 
-    def part(self, part: float) -> "ExpectedRun":
-        """A `part` of the rows, evenly from all in the order of their lengths; at least one."""
-        order = sorted(self.rows, key=lambda row: (-row.new, -row.prompt))
-        count = min(len(order), max(1, round(part * len(order))))
+    def part(self, fraction: float) -> "ExpectedRun":
+        """A fraction of the rows that can be run, rounded up, evenly over all their lengths."""
+        able = (row for row in self.rows if row.choices)
+        order = sorted(able, key=lambda row: (-row.new, -row.prompt))
+        count = min(len(order), max(1, math.ceil(fraction * len(order) - 1e-9)))
         rows = [order[(2 * i + 1) * len(order) // (2 * count)] for i in range(count)]
         return ExpectedRun(rows, self.share, self.thresholds)
 

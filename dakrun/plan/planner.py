@@ -45,8 +45,9 @@ def make_plan(
 
     If everything fits in HBM, the plan offloads only for a gain of MIN_OFFLOAD_GAIN or more, unless
     `policy` fixes a ratio. Without `thorough` the search is much shorter, and the plan a few
-    percent slower where HBM is full. With `run` a plan that reserves HBM for the prefill is
-    preferred if that run is shorter by MIN_RUN_GAIN or more. Raises CannotRun if the budgets are
+    percent slower where HBM is full. With `run` a plan that reserves HBM to stage the matrices of
+    prompt passes, which takes longer for a decode step, is preferred if that run is shorter by
+    MIN_RUN_GAIN or more. Raises CannotRun if the budgets are
     too small for the model, saying by how much, and UsageError if the workload's `max_model_len`
     exceeds the model's positions.
     """
@@ -61,7 +62,7 @@ def make_plan(
     plan = _planned(problem, thorough)
     if run is None or plan.ratio == 0 or plan.prefill.transport == "staged":
         return plan
-    if policy.transport is not None or profile.device != "cuda":
+    if policy.transport is not None or profile.device != "cuda" or model.dtype == "float32":
         return plan
     soonest = (1 - MIN_RUN_GAIN) * run.forecast(plan).seconds
     for passes in RESERVED_PASSES:

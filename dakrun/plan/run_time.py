@@ -105,10 +105,10 @@ class _Running:
 
         self.rows = self.positions = self.shared = 0  # cached positions, and shared ones
         self._step, self._blocks_at_end = 0, 0
-        self._most_steps = most_steps
         self._by_end: defaultdict[int, list[_Request]] = defaultdict(list)
-        self._counts = np.zeros(1024 + 2 * most_steps, dtype=np.int64)
+        self._counts = np.zeros(4096 + 2 * most_steps, dtype=np.int64)  # by e modulo the length
         self._offsets = np.zeros_like(self._counts)
+        self._later = np.arange(most_steps, -1, -1)  # steps from now
 
     def begin(self, r: _Request) -> None:
         """Count `r` as if its prompt were computed now."""
@@ -142,22 +142,17 @@ class _Running:
         """Whether so many KV blocks suffice to the ends of all, with half of each last one full."""
         if self._blocks_at_end <= blocks:
             return True
-        later = slice(self._step, self._step + self._most_steps + 1)
-        counts = self._counts[later][::-1].cumsum()  # of those that end then or after it
-        ends = range(self._step + self._most_steps, self._step - 1, -1)
-        positions = self._offsets[later][::-1].cumsum() + counts * ends
+        ends = self._step + self._later
+        places = ends % len(self._counts)
+        counts = self._counts[places].cumsum()  # of those that end then or after it
+        positions = self._offsets[places].cumsum() + counts * ends
         return bool((positions <= KV_BLOCK * (blocks - counts / 2)).all())
 
     def _count(self, r: _Request, by: int) -> None:
-        import numpy as np
-
+        place = r.end % len(self._counts)
         self._blocks_at_end += by * r.blocks_at_end
-        if r.end + self._most_steps >= len(self._counts):
-            self._counts, self._offsets = (
-                np.concatenate((old, np.zeros_like(old))) for old in (self._counts, self._offsets)
-            )
-        self._counts[r.end] += by
-        self._offsets[r.end] += by * (r.own + r.steps - r.end)
+        self._counts[place] += by
+        self._offsets[place] += by * (r.own + r.steps - r.end)
 
 
 def foretell(

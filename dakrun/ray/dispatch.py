@@ -32,7 +32,7 @@ class Rows(Protocol):
 
     def __iter__(self) -> Iterator[Row]: ...
     def left(self) -> int | None:
-        """How many have not been taken, or fewer; None if there are too many to know."""
+        """How many have not been taken, at most; None if there are too many to know."""
 
 
 @dataclass(eq=False)
@@ -72,9 +72,11 @@ class _Untaken:
         return bool(self._read)
 
     def count(self) -> int | None:
-        """How many there are, or fewer; None if there are too many to know."""
-        left = self._rows.left()
-        return None if left is None else left + len(self._read)
+        """How many there are; None if there are too many to know. Of many it may be too high."""
+        if self._rows.left() is None:
+            return None
+        self._read_to(MAX_DEALT)  # of which some may be done already
+        return (self._rows.left() or 0) + len(self._read)
 
     def give_back(self, row: Row) -> None:
         """Add a row whose worker has died."""

@@ -151,7 +151,8 @@ class LookAhead:
         with self._changed:
             self._ended = True
             if self._count > LOOK_AHEAD:  # now the last two groups may be one
-                self._rows = [row._replace(group=0) for row in self._rows]
+                first = min((row.group for row in self._rows), default=0)
+                self._rows = [row._replace(group=first) for row in self._rows]
                 heapify(self._rows)
             self._changed.notify_all()
 
