@@ -1,4 +1,4 @@
-"""The most KV blocks that running requests need at any later step.
+"""The most KV blocks that running requests need at any later step, and whether so many are there.
 
 Pure arithmetic; knows neither tiers nor slots.
 """

@@ -47,9 +47,10 @@ def make_plan(
     `policy` fixes a ratio. Without `thorough` the search is much shorter, and the plan a few
     percent slower where HBM is full. With `run` a plan that reserves HBM to stage the matrices of
     prompt passes, which takes longer for a decode step, is preferred if that run is shorter by
-    MIN_RUN_GAIN or more. Raises CannotRun if the budgets are
-    too small for the model, saying by how much, and UsageError if the workload's `max_model_len`
-    exceeds the model's positions.
+    MIN_RUN_GAIN or more; not on a CPU, for float32, or with a transport fixed by `policy`.
+
+    Raises CannotRun if the budgets are too small for the model, saying by how much, and UsageError
+    if the workload's `max_model_len` exceeds the model's positions.
     """
     if workload.max_model_len > model.max_positions:
         raise UsageError(

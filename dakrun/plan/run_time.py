@@ -106,7 +106,8 @@ class _Running:
         self.rows = self.positions = self.shared = 0  # cached positions, and shared ones
         self._step, self._blocks_at_end = 0, 0
         self._by_end: defaultdict[int, list[_Request]] = defaultdict(list)
-        self._counts = np.zeros(4096 + 2 * most_steps, dtype=np.int64)  # by e modulo the length
+        # By e modulo the length, which exceeds `most_steps` and the steps that a prompt may wait.
+        self._counts = np.zeros(4096 + 2 * most_steps, dtype=np.int64)
         self._offsets = np.zeros_like(self._counts)
         self._later = np.arange(most_steps, -1, -1)  # steps from now
 
