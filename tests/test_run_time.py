@@ -18,6 +18,7 @@ from dakrun.plan import (
     Plan,
     Policy,
     RequestLengths,
+    RunForecast,
     choose_batch_size,
     foretell,
     make_plan,
@@ -100,6 +101,34 @@ def test_the_batch_size_is_that_of_the_shortest_run() -> None:
     assert chosen(run=ExpectedRun([])).workload == full.workload
     many = ExpectedRun(rows, share=0.001)  # 512,000 of them: few steps are not full
     assert many.forecast(chosen(run=many)).seconds <= many.forecast(full).seconds
+
+
+@pytest.mark.parametrize(("gain", "offloads"), [(1.03, True), (1.01, False), (0.9, False)])
+def test_of_runs_about_as_short_that_with_less_offloading_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, gain: float, offloads: bool
+) -> None:
+    """`gain`: of a run with bytes outside HBM; predictions of links are less certain than 2%."""
+    config, _ = find_model("llama-3-8b", "auto", "dummy")
+    profile, policy = load_profile("h200-pcie5"), Policy(hbm_budget=33 << 30)
+    run = ExpectedRun([RowLengths(300, 200)] * 512)
+    workload = Workload(batch_size=1, prompt_len=300, new_tokens=200, max_model_len=2048)
+
+    def forecast_by_ratio(self: ExpectedRun, plan: Plan) -> RunForecast:
+        seconds = 10 / gain if plan.ratio else 10.0
+        return RunForecast(
+            seconds=seconds,
+            mixed_s=0.0,
+            requests=512,
+            prompt_tokens=153_600,
+            shared_tokens=0,
+            new_tokens=102_400,
+            waits_for="hbm",
+        )
+
+    monkeypatch.setattr(ExpectedRun, "forecast", forecast_by_ratio)
+    assert make_plan(config, replace(workload, batch_size=512), profile, policy).required_ratio > 0
+    chosen = choose_batch_size(config, workload, profile, policy, limit=512, run=run)
+    assert (make_plan(config, chosen, profile, policy).ratio > 0) == offloads
 
 
 def test_hbm_is_reserved_for_prompts_where_that_shortens_the_run() -> None:

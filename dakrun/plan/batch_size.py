@@ -33,9 +33,10 @@ def choose_batch_size(
 
     Tries the powers of two and `limit`, then sizes around the best of them by halving steps. Skips
     sizes with a predicted decode step above `max_decode_step` seconds. Of all that were tried, the
-    one whose `run` is shorter by MIN_RUN_GAIN or more is better: the last requests of a run do not
-    fill a large batch, but its KV cache took room from weights all along. Raises CannotRun where
-    no size fits the budgets, or none is fast enough.
+    one whose `run` is shorter by MIN_RUN_GAIN or more is better, or about as short with fewer bytes
+    outside the local tier: the last requests of a run do not fill a large batch, but its KV cache
+    took room from weights all along. Raises CannotRun where no size fits the budgets, or none is
+    fast enough.
     """
     refusals: list[CannotRun] = []
     plans: dict[int, Plan | None] = {}
@@ -88,7 +89,7 @@ def _best_for_run(
     plans: Mapping[int, Plan | None],
     limit: int,
 ) -> int:
-    """The size with the shortest `run`, or `best` if that is about as short.
+    """The size with the shortest `run`, or `best` if that is about as short and offloads no more.
 
     `rate(n)` is that of full steps, and makes the plan of size n. `plans` has those made so far.
     """
@@ -106,7 +107,13 @@ def _best_for_run(
     run_rate(best)
     tried = sorted(plans, key=rate, reverse=True)
     found = _best_around(max(tried, key=run_rate), run_rate, limit)
-    return found if (1 - MIN_RUN_GAIN) * run_rate(found) > run_rate(best) else best
+    shorter = (1 - MIN_RUN_GAIN) * run_rate(found) > run_rate(best)
+    return found if shorter or _ratio(plans[found]) < _ratio(plans[best]) else best
+
+
+def _ratio(plan: Plan | None) -> float:
+    """The offload ratio of a plan; without one, all is outside the local tier."""
+    return plan.ratio if plan else 1.0
 
 
 def batch_candidates(limit: int) -> list[int]:
