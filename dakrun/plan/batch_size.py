@@ -32,11 +32,11 @@ def choose_batch_size(
     """`workload` with the best batch size up to `limit`: that with the most tokens per second.
 
     Tries the powers of two and `limit`, then sizes around the best of them by halving steps. Skips
-    sizes with a predicted decode step above `max_decode_step` seconds. Of all that were tried, the
-    one whose `run` is shorter by MIN_RUN_GAIN or more is better, or about as short with fewer bytes
-    outside the local tier: the last requests of a run do not fill a large batch, but its KV cache
-    took room from weights all along. Raises CannotRun where no size fits the budgets, or none is
-    fast enough.
+    sizes with a predicted decode step above `max_decode_step` seconds. With a `run`
+    the size with the shortest run is better: the last requests of a run do not fill a large batch,
+    but its KV cache took room from weights all along. Of sizes within MIN_RUN_GAIN of it, the one
+    with the lowest offload ratio, then the most tokens per second. Raises CannotRun where no size
+    fits the budgets, or none is fast enough.
     """
     refusals: list[CannotRun] = []
     plans: dict[int, Plan | None] = {}
@@ -89,8 +89,9 @@ def _best_for_run(
     plans: Mapping[int, Plan | None],
     limit: int,
 ) -> int:
-    """The size with the shortest `run`, or `best` if that is about as short and offloads no more.
+    """The size with the lowest offload ratio, then the highest rate, of those with short runs.
 
+    A run is short if it is within MIN_RUN_GAIN of the shortest found; `best` has the highest rate.
     `rate(n)` is that of full steps, and makes the plan of size n. `plans` has those made so far.
     """
     highest = rate(best)
@@ -107,13 +108,9 @@ def _best_for_run(
     run_rate(best)
     tried = sorted(plans, key=rate, reverse=True)
     found = _best_around(max(tried, key=run_rate), run_rate, limit)
-    shorter = (1 - MIN_RUN_GAIN) * run_rate(found) > run_rate(best)
-    return found if shorter or _ratio(plans[found]) < _ratio(plans[best]) else best
-
-
-def _ratio(plan: Plan | None) -> float:
-    """The offload ratio of a plan; without one, all is outside the local tier."""
-    return plan.ratio if plan else 1.0
+    least = (1 - MIN_RUN_GAIN) * run_rate(found)
+    short = {n: plan for n, plan in plans.items() if plan and rates.get(n, 0.0) >= least}
+    return min(short, key=lambda n: (short[n].ratio, -rate(n)))
 
 
 def batch_candidates(limit: int) -> list[int]:
