@@ -141,14 +141,16 @@ def test_hbm_is_reserved_for_prompts_where_that_shortens_the_run() -> None:
     profile, run = load_profile("h100-sxm"), ExpectedRun([RowLengths(200, 180)] * 1500)
     workload = Workload(batch_size=512, prompt_len=200, new_tokens=180, max_model_len=2048)
 
-    def plan(policy: Policy, **more: ExpectedRun) -> Plan:
+    def plan(policy: Policy, **more: object) -> Plan:
         return make_plan(config, workload, profile, policy, **more)  # type: ignore[arg-type]
 
     alone, whole = plan(Policy()), plan(Policy(), run=run)
     assert alone.prefill.transport == "direct" and whole.prefill.transport == "staged"
     assert sum(whole.memory(0).values()) <= whole.budgets[0]
-    assert whole.predicted_s >= alone.predicted_s
     assert run.forecast(whole).seconds < 0.98 * run.forecast(alone).seconds
+    assert whole.predicted_s > alone.predicted_s
+    assert plan(Policy(), run=run, max_decode_step=alone.predicted_s) == alone
+    assert plan(Policy(), run=run, max_decode_step=whole.predicted_s) == whole
     direct = Policy(transport="direct")
     assert plan(direct, run=run) == plan(direct)
 

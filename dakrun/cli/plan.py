@@ -112,8 +112,9 @@ def plan(
             config, workload, hardware, policy,
             limit=limit, max_decode_step=max_decode_step, run=run,
         )  # fmt: skip
-    of_run = run if max_decode_step is None else None  # which may choose a slower step
-    decision = make_plan(config, workload, hardware, policy, run=of_run)
+    decision = make_plan(
+        config, workload, hardware, policy, run=run, max_decode_step=max_decode_step
+    )
     if plot:
         plot_plan(decision, Path(plot))
     shown = Overview.of(decision, max_decode_step)
@@ -159,8 +160,9 @@ def _plan_nodes(
                 config, workload, hardware, policy,
                 limit=limit, max_decode_step=max_decode_step, run=part,
             )  # fmt: skip
-        of_run = part if max_decode_step is None else None  # which may choose a slower step
-        return make_plan(config, workload, hardware, policy, run=of_run)
+        return make_plan(
+            config, workload, hardware, policy, run=part, max_decode_step=max_decode_step
+        )
 
     return foretell_cluster(parse_nodes(nodes), plan_of, run, eprint)
 

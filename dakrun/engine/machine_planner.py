@@ -61,9 +61,14 @@ class MachinePlanner:
                 max_decode_step=self.max_decode_step,
                 run=run,
             )
-        if self.max_decode_step is not None:
-            run = None  # which may choose a slower step
-        return make_plan(self.config, workload, self.profile, policy, run=run)
+        return make_plan(
+            self.config,
+            workload,
+            self.profile,
+            policy,
+            run=run,
+            max_decode_step=self.max_decode_step,
+        )
 
     def free_memory(self) -> tuple[int, int]:
         """Free bytes of the local tier, those of the CUDA context included, and of the host."""

@@ -40,14 +40,16 @@ def make_plan(
     *,
     thorough: bool = True,
     run: ExpectedRun | None = None,
+    max_decode_step: float | None = None,
 ) -> Plan:
     """Choose every op's offload ratio and transport, round to row blocks and slots, plan prefill.
 
     If everything fits in HBM, the plan offloads only for a gain of MIN_OFFLOAD_GAIN or more, unless
     `policy` fixes a ratio. Without `thorough` the search is much shorter, and the plan a few
     percent slower where HBM is full. With `run` a plan that reserves HBM to stage the matrices of
-    prompt passes, which takes longer for a decode step, is preferred if that run is shorter by
-    MIN_RUN_GAIN or more; not on a CPU, for float32, or with a transport fixed by `policy`.
+    prompt passes, which takes longer for a decode step (up to `max_decode_step` seconds, if given),
+    is preferred if that run is shorter by MIN_RUN_GAIN or more; not on a CPU, for float32, or with
+    a transport fixed by `policy`.
 
     Raises CannotRun if the budgets are too small for the model, saying by how much, and UsageError
     if the workload's `max_model_len` exceeds the model's positions.
@@ -70,6 +72,8 @@ def make_plan(
         prefill = PrefillPlan(chunk_tokens=passes * PREFILL_LAUNCH_ROWS, transport="staged")
         with suppress(CannotRun):
             other = _planned(replace(problem, prefill=prefill), thorough)
+            if max_decode_step is not None and other.predicted_s > max_decode_step:
+                continue
             if (seconds := run.forecast(other).seconds) < soonest:
                 plan, soonest = other, seconds
     return plan
