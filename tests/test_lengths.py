@@ -41,6 +41,7 @@ def batch(**body: Any) -> dict[str, Any]:
         (batch(messages=CHAT, max_completion_tokens=4), RowLengths(11, 4)),
         (batch(messages="what"), NOTHING),
         (batch(messages=[{"role": "user", "content": 5}]), NOTHING),
+        ({"prompt": ""}, RowLengths(1, 5)),
         ({"prompt": None}, NOTHING),
         ({"prompt": {}}, NOTHING),
         ({"prompt_token_ids": []}, NOTHING),

@@ -70,7 +70,8 @@ from dakrun.plan.roofline import (
 )
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios
 from dakrun.plan.run_bound import run_bound
-from dakrun.plan.run_time import RequestLengths, RunForecast, foretell
+from dakrun.plan.run_time import RunForecast, foretell
+from dakrun.plan.running_requests import RequestLengths
 
 __all__ = [
     "MAX_BATCH_SIZE",

@@ -11,7 +11,8 @@ from typing import Protocol
 from dakrun.config import SamplingParams
 from dakrun.geometry import KV_BLOCK
 from dakrun.plan.plan import Plan
-from dakrun.plan.run_time import RequestLengths, RunForecast, foretell
+from dakrun.plan.run_time import RunForecast, foretell
+from dakrun.plan.running_requests import RequestLengths
 from dakrun.units import ceil_div
 
 MAX_CHOICES = 1 << 18  # of the rows; of more, every second, third, ... is looked at

@@ -7,19 +7,19 @@ neither files nor the engine.
 """
 
 import functools
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from dakrun.config import DTYPE_BYTES
-from dakrun.geometry import KV_BLOCK, TILED_MAX_ROWS
+from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import LOCAL
 from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.plan import Plan
 from dakrun.plan.prefill import pass_seconds, requests_per_admission
 from dakrun.plan.roofline import Links
 from dakrun.plan.run_bound import run_limits
+from dakrun.plan.running_requests import BegunRequest, RequestLengths, RunningRequests
 from dakrun.units import ceil_div
 
 ROWS_STEP, MANY_ROWS, MANY_ROWS_STEP = 32, 512, 64  # about the engine's batch buckets
@@ -28,17 +28,6 @@ PREFIX_LAUNCH_SECONDS = 10e-6  # of a launch that attends to prefixes, where the
 PREFIX_EFFICIENCY = 0.4  # of its arithmetic
 THRESHOLD_PASSES = 20  # over a row's logits, to find the thresholds of top-k and top-p
 MAX_REQUESTS = 8192  # of more, every second, third, ... is scheduled
-
-
-class RequestLengths(NamedTuple):
-    """Tokens of a request: its prompt, new ones at most, and those of the prompt that it shares.
-
-    The KV blocks of the shared ones are computed by earlier requests.
-    """
-
-    prompt: int
-    new: int
-    shared: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,94 +57,6 @@ class RunForecast:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass
-class _Request:
-    """A request that has begun: the tokens of its prompt left to compute, and its last step."""
-
-    lengths: RequestLengths
-    left: int
-    end: int = 0
-
-    @property
-    def own(self) -> int:
-        """Tokens of its prompt that it computes."""
-        return self.lengths.prompt - self.lengths.shared
-
-    @property
-    def steps(self) -> int:
-        """Steps from its first new token to its last."""
-        return self.lengths.new - 1
-
-    @property
-    def blocks_at_end(self) -> int:
-        """KV blocks of its own at its last step."""
-        return ceil_div(self.own + self.steps, KV_BLOCK)
-
-
-class _Running:
-    """The requests that have begun; those whose prompts are computed have a row of each step.
-
-    A request whose last step is e, with E positions of its own, has E + t - e of them at step t. So
-    the number of requests and the sum of E - e, by e, give the positions of all at any later step.
-    """
-
-    def __init__(self, most_steps: int) -> None:
-        """`most_steps` is the most that a request takes after its first new token."""
-        import numpy as np  # late, for a quick start of commands that do not get here
-
-        self.rows = self.positions = self.shared = 0  # cached positions, and shared ones
-        self._step, self._blocks_at_end = 0, 0
-        self._by_end: defaultdict[int, list[_Request]] = defaultdict(list)
-        # By e modulo the length, which exceeds `most_steps` and the steps that a prompt may wait.
-        self._counts = np.zeros(4096 + 2 * most_steps, dtype=np.int64)
-        self._offsets = np.zeros_like(self._counts)
-        self._later = np.arange(most_steps, -1, -1)  # steps from now
-
-    def begin(self, r: _Request) -> None:
-        """Count `r` as if its prompt were computed now."""
-        r.end = self._step + r.steps
-        self._count(r, 1)
-
-    def refuse(self, r: _Request) -> None:
-        """Let `r`, which has just begun, not have begun."""
-        self._count(r, -1)
-
-    def advance(self, computed: Iterable[_Request]) -> bool:
-        """Do a step in which also `computed` prompts end; whether it is any request's last."""
-        self._step += 1
-        self.positions += self.rows
-        for r in computed:
-            self._count(r, -1)
-            self.begin(r)
-            self._by_end[r.end].append(r)
-            self.rows += 1
-            self.positions += r.own
-            self.shared += r.lengths.shared
-        ended = self._by_end.pop(self._step, ())
-        for r in ended:
-            self._count(r, -1)
-            self.rows -= 1
-            self.positions -= r.own + r.steps
-            self.shared -= r.lengths.shared
-        return bool(ended)
-
-    def fit(self, blocks: int) -> bool:
-        """Whether so many KV blocks suffice to the ends of all, with half of each last one full."""
-        if self._blocks_at_end <= blocks:
-            return True
-        ends = self._step + self._later
-        places = ends % len(self._counts)
-        counts = self._counts[places].cumsum()  # of those that end then or after it
-        positions = self._offsets[places].cumsum() + counts * ends
-        return bool((positions <= KV_BLOCK * (blocks - counts / 2)).all())
-
-    def _count(self, r: _Request, by: int) -> None:
-        place = r.end % len(self._counts)
-        self._blocks_at_end += by * r.blocks_at_end
-        self._counts[place] += by
-        self._offsets[place] += by * (r.own + r.steps - r.end)
-
-
 def foretell(
     plan: Plan,
     requests: Iterable[RequestLengths],
@@ -175,8 +76,8 @@ def foretell(
     order = sorted(requests, key=lambda r: (-r.new, -r.prompt))
     stride = max(1, ceil_div(len(order), MAX_REQUESTS))
     costs, waiting = _Costs(plan, thresholds), deque(order[::stride])
-    running = _Running(max((r.new for r in order), default=1) - 1)
-    beginning: deque[_Request] = deque()
+    running = RunningRequests(max((r.new for r in order), default=1) - 1)
+    beginning: deque[BegunRequest] = deque()
     seconds = mixed_s = 0.0
     kv_bytes = 0.0
     steps = 0
@@ -184,7 +85,7 @@ def foretell(
     together = requests_per_admission(plan)
     while waiting or beginning or running.rows:
         while waiting and not blocked and running.rows + len(beginning) < costs.slots:
-            new = _Request(waiting[0], waiting[0].prompt - waiting[0].shared)
+            new = BegunRequest(waiting[0], waiting[0].prompt - waiting[0].shared)
             running.begin(new)
             if (running.rows or beginning) and not running.fit(costs.blocks):
                 running.refuse(new)
@@ -196,7 +97,7 @@ def foretell(
         tokens = sum(r.left for r in beginning)
         enough = not waiting or len(beginning) * costs.slots >= together * there
         begun = bool(beginning) and beginning[0].left < beginning[0].own
-        parts: list[tuple[_Request, int, int]] = []
+        parts: list[tuple[BegunRequest, int, int]] = []
         if beginning and (not running.rows or enough or begun or tokens >= costs.chunk):
             parts = list(_parts(beginning, costs.room(running.rows)))
         kv_bytes += running.positions * plan.model.kv_bytes_per_token
@@ -230,7 +131,7 @@ def foretell(
     )
 
 
-def _parts(beginning: Iterable[_Request], room: int) -> Iterator[tuple[_Request, int, int]]:
+def _parts(beginning: Iterable[BegunRequest], room: int) -> Iterator[tuple[BegunRequest, int, int]]:
     """Requests, first positions and tokens of the parts of prompts in a step; they are taken."""
     for r in beginning:
         length = min(r.left, room)
@@ -260,7 +161,7 @@ class _Costs:
         """Tokens of prompts in a step with `rows` rows."""
         return max(self.chunk // 2, self.chunk - rows)
 
-    def decode(self, running: _Running) -> float:
+    def decode(self, running: RunningRequests) -> float:
         """A step of the `running` requests."""
         rows = running.rows
         step = min(rows, MANY_ROWS_STEP if rows > MANY_ROWS else ROWS_STEP)
@@ -268,13 +169,13 @@ class _Costs:
         return self._products(bucket) + self._rows(running, rows)
 
     def mixed(
-        self, running: _Running, ends: int, spans: tuple[tuple[tuple[int, int], int], ...]
+        self, running: RunningRequests, ends: int, spans: tuple[tuple[tuple[int, int], int], ...]
     ) -> float:
         """A step with parts of prompts, given as ((start, length), count); `ends` of them end."""
         others = self._rows(running, running.rows + ends)
         return pass_seconds(self._plan, running.rows, ends, spans, others) / SUSTAINED
 
-    def _rows(self, running: _Running, tokens: int) -> float:
+    def _rows(self, running: RunningRequests, tokens: int) -> float:
         """Attention of the running requests, and the thresholds of `tokens` new tokens."""
         attention = running.positions * self._kv_bytes * self._attention_s
         return attention + self._prefixes(running.shared) + tokens * self._row_s

@@ -82,7 +82,7 @@ def json_lengths(
     n = fields.get("n")
     prompts = [prompt]
     if (messages := fields.get("messages")) is not None:
-        prompts = [_chat_text(messages)]
+        prompts = [_chat_text(messages) or None]
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompts = prompt
     own = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
@@ -112,9 +112,9 @@ def _are_numbers(prompt: list[Any]) -> bool:
 
 
 def _tokens(prompt: object) -> int:
-    """Tokens of a text or an array of token ids; 0 for anything else."""
+    """Tokens of a text, one at least, or of an array of token ids; 0 for anything else."""
     if isinstance(prompt, str):
-        return -(-len(prompt) // CHARACTERS_PER_TOKEN)
+        return max(1, -(-len(prompt) // CHARACTERS_PER_TOKEN))  # an empty text has a BOS token
     return len(prompt) if isinstance(prompt, list) else 0
 
 

@@ -1,0 +1,111 @@
+"""The requests that run at a step of a simulated run, and whether KV blocks suffice to their ends.
+
+Counts them by their last steps, so that a step costs the same however many run.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dakrun.geometry import KV_BLOCK
+from dakrun.units import ceil_div
+
+
+class RequestLengths(NamedTuple):
+    """Tokens of a request: its prompt, new ones at most, and those of the prompt that it shares.
+
+    The KV blocks of the shared ones are computed by earlier requests.
+    """
+
+    prompt: int
+    new: int
+    shared: int = 0
+
+
+@dataclass
+class BegunRequest:
+    """A request that has begun: the tokens of its prompt left to compute, and its last step."""
+
+    lengths: RequestLengths
+    left: int
+    end: int = 0
+
+    @property
+    def own(self) -> int:
+        """Tokens of its prompt that it computes."""
+        return self.lengths.prompt - self.lengths.shared
+
+    @property
+    def steps(self) -> int:
+        """Steps from its first new token to its last."""
+        return self.lengths.new - 1
+
+    @property
+    def blocks_at_end(self) -> int:
+        """KV blocks of its own at its last step."""
+        return ceil_div(self.own + self.steps, KV_BLOCK)
+
+
+class RunningRequests:
+    """The requests that have begun; those whose prompts are computed have a row of each step.
+
+    A request whose last step is e, with E positions of its own, has E + t - e of them at step t. So
+    the number of requests and the sum of E - e, by e, give the positions of all at any later step.
+    """
+
+    def __init__(self, most_steps: int) -> None:
+        """`most_steps` is the most that a request takes after its first new token."""
+        import numpy as np  # late, for a quick start of commands that do not get here
+
+        self.rows = self.positions = self.shared = 0  # cached positions, and shared ones
+        self._step, self._blocks_at_end = 0, 0
+        self._by_end: defaultdict[int, list[BegunRequest]] = defaultdict(list)
+        # By e modulo the length, which exceeds `most_steps` and the steps that a prompt may wait.
+        self._counts = np.zeros(4096 + 2 * most_steps, dtype=np.int64)
+        self._offsets = np.zeros_like(self._counts)
+        self._later = np.arange(most_steps, -1, -1)  # steps from now
+
+    def begin(self, r: BegunRequest) -> None:
+        """Count `r` as if its prompt were computed now."""
+        r.end = self._step + r.steps
+        self._count(r, 1)
+
+    def refuse(self, r: BegunRequest) -> None:
+        """Let `r`, which has just begun, not have begun."""
+        self._count(r, -1)
+
+    def advance(self, computed: Iterable[BegunRequest]) -> bool:
+        """Do a step in which also `computed` prompts end; whether it is any request's last."""
+        self._step += 1
+        self.positions += self.rows
+        for r in computed:
+            self._count(r, -1)
+            self.begin(r)
+            self._by_end[r.end].append(r)
+            self.rows += 1
+            self.positions += r.own
+            self.shared += r.lengths.shared
+        ended = self._by_end.pop(self._step, ())
+        for r in ended:
+            self._count(r, -1)
+            self.rows -= 1
+            self.positions -= r.own + r.steps
+            self.shared -= r.lengths.shared
+        return bool(ended)
+
+    def fit(self, blocks: int) -> bool:
+        """Whether so many KV blocks suffice to the ends of all, with half of each last one full."""
+        if self._blocks_at_end <= blocks:
+            return True
+        ends = self._step + self._later
+        places = ends % len(self._counts)
+        counts = self._counts[places].cumsum()  # of those that end then or after it
+        positions = self._offsets[places].cumsum() + counts * ends
+        return bool((positions <= KV_BLOCK * (blocks - counts / 2)).all())
+
+    def _count(self, r: BegunRequest, by: int) -> None:
+        place = r.end % len(self._counts)
+        self._blocks_at_end += by * r.blocks_at_end
+        self._counts[place] += by
+        self._offsets[place] += by * (r.own + r.steps - r.end)
