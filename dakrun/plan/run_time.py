@@ -8,7 +8,7 @@ neither files nor the engine.
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dakrun.config import DTYPE_BYTES
@@ -28,6 +28,8 @@ PREFIX_LAUNCH_SECONDS = 10e-6  # of a launch that attends to prefixes, where the
 PREFIX_EFFICIENCY = 0.4  # of its arithmetic
 THRESHOLD_PASSES = 20  # over a row's logits, to find the thresholds of top-k and top-p
 MAX_REQUESTS = 8192  # of more, every second, third, ... is scheduled
+MAX_STEPS = 1 << 17  # about; of more, likewise, down to MIN_ROUNDS requests for each slot
+MIN_ROUNDS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,9 @@ def foretell(
     free and the KV blocks suffice for all that run, to their ends.
     """
     order = sorted(requests, key=lambda r: (-r.new, -r.prompt))
-    stride = max(1, ceil_div(len(order), MAX_REQUESTS))
-    costs, waiting = _Costs(plan, thresholds), deque(order[::stride])
+    costs = _Costs(plan, thresholds)
+    stride = _stride(order, costs.slots)
+    waiting = deque(order[::stride])
     running = RunningRequests(max((r.new for r in order), default=1) - 1)
     beginning: deque[BegunRequest] = deque()
     seconds = mixed_s = 0.0
@@ -129,6 +132,13 @@ def foretell(
         new_tokens=round(totals[1] / share),
         waits_for=max(limits, key=limits.__getitem__),
     )
+
+
+def _stride(order: Sequence[RequestLengths], slots: int) -> int:
+    """1 to schedule all requests; n to schedule every n-th, which is quicker."""
+    steps = sum(r.new for r in order) // slots
+    few_steps = min(ceil_div(steps, MAX_STEPS), len(order) // (MIN_ROUNDS * slots))
+    return max(1, ceil_div(len(order), MAX_REQUESTS), few_steps)
 
 
 def _parts(beginning: Iterable[BegunRequest], room: int) -> Iterator[tuple[BegunRequest, int, int]]:
