@@ -72,6 +72,15 @@ def test_of_very_many_choices_some_are_looked_at(monkeypatch: pytest.MonkeyPatch
     assert ExpectedRun(huge).forecast(plan).requests == 8192 * 65_536
 
 
+def test_of_very_many_steps_some_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, draw = plan_of(4, 256, 128), random.Random(0)
+    rows = [RequestLengths(draw.randint(1, 300), draw.randint(1, 300)) for _ in range(600)]
+    whole = foretell(plan, rows)
+    monkeypatch.setattr("dakrun.plan.run_time.MAX_STEPS", 5000)
+    assert foretell(plan, rows).seconds == pytest.approx(whole.seconds, rel=0.05)
+    assert foretell(plan, rows).seconds != whole.seconds
+
+
 def test_the_batch_size_is_that_of_the_shortest_run() -> None:
     """The last rows of a file do not fill a large batch, whose KV cache took room from weights."""
     config, _ = find_model("llama-3-8b", "auto", "dummy")
