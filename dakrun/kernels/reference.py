@@ -10,14 +10,16 @@ import torch.nn.functional as F
 
 from dakrun.memory.tiers import PartitionedTensor
 
+# From so many rows on, a CPU multiplies float32 weights by x^T faster than x by weights^T: up to
+# twice as fast; with fewer rows, or types of 16 bits, the latter is 3 to 10 times as fast.
+WEIGHT_FIRST_ROWS = 16
+
 
 def linear(
     x: torch.Tensor, weight: PartitionedTensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [N, K] weight [M, K]^T + bias [M]: [N, M] in x's dtype, contiguous.
 
-    Computed as weight x^T: for few rows N the CPU's BLAS then streams the weight at up to twice the
-    speed, and every part writes its own rows of the result.
     Raises ValueError for shapes or dtypes that do not match.
     """
     rows, cols = weight.shape
@@ -27,13 +29,19 @@ def linear(
         )
     if bias is not None and bias.shape != (rows,):
         raise ValueError(f"expected bias [{rows}], got {tuple(bias.shape)}")
-    xt = x.t().contiguous()
-    out = x.new_empty(rows, x.shape[0])
-    for part in weight.parts:
-        torch.mm(part.data.to(x.device), xt, out=out[part.rows])
+    if x.dtype == torch.float32 and x.shape[0] >= WEIGHT_FIRST_ROWS:
+        xt = x.t().contiguous()
+        transposed = x.new_empty(rows, x.shape[0])
+        for part in weight.parts:
+            torch.mm(part.data.to(x.device), xt, out=transposed[part.rows])
+        out = transposed.t().contiguous()
+    else:
+        out = x.new_empty(x.shape[0], rows)
+        for part in weight.parts:
+            out[:, part.rows] = torch.mm(x, part.data.to(x.device).t())
     if bias is not None:
-        out += bias[:, None]
-    return out.t().contiguous()
+        out += bias
+    return out
 
 
 def gather_rows(table: PartitionedTensor, ids: torch.Tensor) -> torch.Tensor:
