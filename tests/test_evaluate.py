@@ -88,6 +88,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dakrun.evaluate.scope.QUICK_STEPS", 2)
+        patch.setattr("dakrun.bench.model.WARM_UP_TOKENS", 1)
         yield
 
 

@@ -25,7 +25,7 @@ class Store:
 
     def __init__(self, folder: Path, machine: str, *, quick: bool = False) -> None:
         self.folder, self.machine, self.quick = folder, machine, quick
-        self._path = folder / "points.jsonl"
+        self._path, self._commit = folder / "points.jsonl", commit()
         folder.mkdir(parents=True, exist_ok=True)
         self.results: dict[str, Result] = {}  # by key
         self._read()
@@ -33,7 +33,7 @@ class Store:
     def add(self, point: Point, result: Result) -> None:
         """Keep `result` of `point`, on disk before this returns."""
         known = {name: value for name, value in asdict(result).items() if value is not None}
-        run = {"machine": self.machine, "quick": self.quick, "commit": commit()}
+        run = {"machine": self.machine, "quick": self.quick, "commit": self._commit}
         line = {"key": point.key, **run, "result": known}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
