@@ -10,7 +10,8 @@ demo: $(VENV)/.base ## run the main job on a tiny bundled model
 	$(BIN)/dakrun demo
 
 test: lint ## lint, then run the tests (the gpu ones where there is a GPU)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not archs"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		-m "not archs"
 
 test-archs: $(VENV)/.dev ## compile further kernels, and those of other architectures
 	$(BIN)/python -m pytest --numprocesses 2 -m archs tests/test_nvrtc.py

@@ -24,7 +24,21 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dakrun"))
 
 
+# Files that take longest begin first, so that processes which take file after file end together.
+LONG = (
+    "ray", "nvrtc", "evaluate", "tiled_gemm_emulated", "gemm_emulated", "models", "attention_emulated",
+    "survival", "generate", "kv_pool", "swap", "bench_model", "checkpoint", "cascade_emulated",
+    "sampler", "look_ahead", "advice", "plan_laws", "soak", "results", "engine",
+)  # fmt: skip
+
+
+def _place(item: pytest.Item) -> int:
+    name = item.path.stem.removeprefix("test_")
+    return LONG.index(name) if name in LONG else len(LONG)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
