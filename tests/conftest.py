@@ -26,9 +26,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dakrun"))
 
 # Files that take longest begin first, so that processes which take file after file end together.
 LONG = (
-    "ray", "nvrtc", "evaluate", "tiled_gemm_emulated", "gemm_emulated", "models", "attention_emulated",
-    "survival", "generate", "kv_pool", "swap", "bench_model", "checkpoint", "cascade_emulated",
-    "sampler", "look_ahead", "advice", "plan_laws", "soak", "results", "engine",
+    "ray", "tiled_gemm_emulated", "nvrtc", "models", "evaluate", "gemm_emulated", "survival",
+    "kv_pool", "bench_model", "generate", "attention_emulated", "cascade_emulated", "swap",
+    "nn_huggingface", "cli_plan", "advice", "sampler", "checkpoint", "plot", "plan_laws", "engine",
+    "look_ahead", "kernel_decoder", "prefill", "results", "run_time",
 )  # fmt: skip
 
 

@@ -210,8 +210,7 @@ def test_tiles(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(16, 2), Shape(24, 1, wide=True), ALONG_X])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("m", [240, 235])
+@pytest.mark.parametrize(("residual", "m"), [(False, 240), (True, 235)])
 def test_any_number_of_blocks(shape: Shape, residual: bool, m: int, build: Build) -> None:
     """Output blocks, for a Y whose rows tensor maps take, or do not."""
     k, n = 72, 300
@@ -266,8 +265,13 @@ def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
         assert torch.equal(found, wanted), row_blocks
 
 
-@pytest.mark.parametrize("shape", [ALONG_W, ALONG_X, Shape(8, 2, 2), Shape(8, 1, 1, 2), WIDE])
-@pytest.mark.parametrize("clusters", [2, 3])
+@pytest.mark.parametrize(
+    ("shape", "clusters"),
+    [
+        *((ALONG_W, 2), (ALONG_W, 3), (ALONG_X, 3), (Shape(8, 2, 2), 2), (Shape(8, 1, 1, 2), 3)),
+        (WIDE, 2),
+    ],
+)
 def test_stream_k(shape: Shape, clusters: int, build: Build) -> None:
     """Tiles that one cluster begins and another ends have one cluster's bits, behind any waves."""
     m, k = 300, 200
