@@ -23,13 +23,16 @@ from dakrun.plan import (
     foretell,
     make_plan,
 )
+from dakrun.plan.running_requests import BegunRequest, RunningRequests
 from dakrun.requests import RowLengths
 
 
-def plan_of(batch: int, prompt: int, new: int, model: str = "llama-3-8b") -> Plan:
+def plan_of(
+    batch: int, prompt: int, new: int, model: str = "llama-3-8b", budget: int = 139 << 30
+) -> Plan:
     config, _ = find_model(model, "auto", "dummy")
     workload = Workload(batch_size=batch, prompt_len=prompt, new_tokens=new, max_model_len=2048)
-    policy = Policy(hbm_budget=139 << 30, host_budget=100 << 30)
+    policy = Policy(hbm_budget=budget, host_budget=100 << 30)
     return make_plan(config, workload, load_profile("h200-pcie5"), policy)
 
 
@@ -72,13 +75,29 @@ def test_of_very_many_choices_some_are_looked_at(monkeypatch: pytest.MonkeyPatch
     assert ExpectedRun(huge).forecast(plan).requests == 8192 * 65_536
 
 
-def test_of_very_many_steps_some_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, draw = plan_of(4, 256, 128), random.Random(0)
-    rows = [RequestLengths(draw.randint(1, 300), draw.randint(1, 300)) for _ in range(600)]
-    whole = foretell(plan, rows)
-    monkeypatch.setattr("dakrun.plan.run_time.MAX_STEPS", 5000)
-    assert foretell(plan, rows).seconds == pytest.approx(whole.seconds, rel=0.05)
-    assert foretell(plan, rows).seconds != whole.seconds
+@pytest.mark.parametrize("gib", [24, 75])
+def test_steps_at_once_take_as_long_as_one_by_one(
+    gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(gib)
+    plan = plan_of(16, 256, 128, budget=gib << 30)
+    rows = [
+        RequestLengths(draw.randint(65, 3000), draw.randint(1, 300), 64 * draw.randint(0, 1))
+        for _ in range(100)
+    ]
+    at_once = foretell(plan, rows, thresholds=True)
+    monkeypatch.setattr(RunningRequests, "steps_left", 1)
+    one_by_one = foretell(plan, rows, thresholds=True)
+    assert at_once.seconds == pytest.approx(one_by_one.seconds, rel=1e-9)
+    assert at_once.mixed_s == pytest.approx(one_by_one.mixed_s, rel=1e-9)
+
+
+def test_blocks_of_requests_that_wait_for_their_prompts_are_counted() -> None:
+    running = RunningRequests(2)
+    running.begin(BegunRequest(RequestLengths(6400, 3), 6400))
+    for _ in range(6):
+        assert running.fit(102) and not running.fit(10)
+        running.advance([])
 
 
 def test_the_batch_size_is_that_of_the_shortest_run() -> None:

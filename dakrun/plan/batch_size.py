@@ -32,11 +32,11 @@ def choose_batch_size(
     """`workload` with the best batch size up to `limit`: that with the most tokens per second.
 
     Tries the powers of two and `limit`, then sizes around the best of them by halving steps. Skips
-    sizes with a predicted decode step above `max_decode_step` seconds. With a `run`
-    the size with the shortest run is better: the last requests of a run do not fill a large batch,
-    but its KV cache took room from weights all along. Of sizes within MIN_RUN_GAIN of it, the one
-    with the lowest offload ratio, then the most tokens per second. Raises CannotRun where no size
-    fits the budgets, or none is fast enough.
+    sizes with a predicted decode step above `max_decode_step` seconds. Without a `run`, tokens per
+    second are those of full steps. With one they are the run's: its last requests do not fill a
+    large batch, whose KV cache took room from weights all along. Then a size that offloads nothing
+    is preferred to one whose run is shorter by less than MIN_RUN_GAIN. Raises CannotRun where no
+    size fits the budgets, or none is fast enough.
     """
     refusals: list[CannotRun] = []
     plans: dict[int, Plan | None] = {}
@@ -89,10 +89,10 @@ def _best_for_run(
     plans: Mapping[int, Plan | None],
     limit: int,
 ) -> int:
-    """The size with the lowest offload ratio, then the highest rate, of those with short runs.
+    """The size with the shortest run, or the shortest run without offloading if about as short.
 
-    A run is short if it is within MIN_RUN_GAIN of the shortest found; `best` has the highest rate.
-    `rate(n)` is that of full steps, and makes the plan of size n. `plans` has those made so far.
+    About: longer by up to MIN_RUN_GAIN. `rate(n)` is that of full steps, the highest for `best`,
+    and makes the plan of size n. `plans` has those made so far.
     """
     highest = rate(best)
     rates: dict[int, float] = {}
@@ -110,7 +110,7 @@ def _best_for_run(
     found = _best_around(max(tried, key=run_rate), run_rate, limit)
     least = (1 - MIN_RUN_GAIN) * run_rate(found)
     short = {n: plan for n, plan in plans.items() if plan and rates.get(n, 0.0) >= least}
-    return min(short, key=lambda n: (short[n].ratio, -rate(n)))
+    return min(short, key=lambda n: (short[n].ratio > 0, -rates[n]))
 
 
 def batch_candidates(limit: int) -> list[int]:

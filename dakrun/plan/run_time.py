@@ -8,7 +8,7 @@ neither files nor the engine.
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from dakrun.config import DTYPE_BYTES
@@ -28,8 +28,6 @@ PREFIX_LAUNCH_SECONDS = 10e-6  # of a launch that attends to prefixes, where the
 PREFIX_EFFICIENCY = 0.4  # of its arithmetic
 THRESHOLD_PASSES = 20  # over a row's logits, to find the thresholds of top-k and top-p
 MAX_REQUESTS = 8192  # of more, every second, third, ... is scheduled
-MAX_STEPS = 1 << 17  # about; of more, likewise, down to MIN_ROUNDS requests for each slot
-MIN_ROUNDS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +75,8 @@ def foretell(
     """
     order = sorted(requests, key=lambda r: (-r.new, -r.prompt))
     costs = _Costs(plan, thresholds)
-    stride = _stride(order, costs.slots)
-    waiting = deque(order[::stride])
+    stride = max(1, ceil_div(len(order), MAX_REQUESTS))
+    waiting = deque(order[(stride - 1) // 2 :: stride])
     running = RunningRequests(max((r.new for r in order), default=1) - 1)
     beginning: deque[BegunRequest] = deque()
     seconds = mixed_s = 0.0
@@ -103,20 +101,22 @@ def foretell(
         parts: list[tuple[BegunRequest, int, int]] = []
         if beginning and (not running.rows or enough or begun or tokens >= costs.chunk):
             parts = list(_parts(beginning, costs.room(running.rows)))
-        kv_bytes += running.positions * plan.model.kv_bytes_per_token
+        at_once = 1 if parts else running.steps_left  # until then no step differs but in positions
+        positions = running.positions * at_once + running.rows * at_once * (at_once - 1) // 2
+        kv_bytes += positions * plan.model.kv_bytes_per_token
         if parts:
             spans = Counter((start, length) for _, start, length in parts)
             ends = sum(r.left == 0 for r, _, _ in parts)
             took = costs.mixed(running, ends, tuple(sorted(spans.items())))
             mixed_s += took
         else:
-            took = costs.decode(running)
+            took = costs.decode(running, at_once, positions)
         seconds += took
-        steps += 1
+        steps += at_once
         computed = []
         while beginning and beginning[0].left == 0:
             computed.append(beginning.popleft())
-        if running.advance(computed):
+        if running.advance(computed, at_once):
             blocked = False
     totals = [sum(lengths) for lengths in zip(*order, strict=True)] or [0, 0, 0]
     limits = run_limits(
@@ -132,13 +132,6 @@ def foretell(
         new_tokens=round(totals[1] / share),
         waits_for=max(limits, key=limits.__getitem__),
     )
-
-
-def _stride(order: Sequence[RequestLengths], slots: int) -> int:
-    """1 to schedule all requests; n to schedule every n-th, which is quicker."""
-    steps = sum(r.new for r in order) // slots
-    few_steps = min(ceil_div(steps, MAX_STEPS), len(order) // (MIN_ROUNDS * slots))
-    return max(1, ceil_div(len(order), MAX_REQUESTS), few_steps)
 
 
 def _parts(beginning: Iterable[BegunRequest], room: int) -> Iterator[tuple[BegunRequest, int, int]]:
@@ -171,24 +164,26 @@ class _Costs:
         """Tokens of prompts in a step with `rows` rows."""
         return max(self.chunk // 2, self.chunk - rows)
 
-    def decode(self, running: RunningRequests) -> float:
-        """A step of the `running` requests."""
+    def decode(self, running: RunningRequests, steps: int, positions: int) -> float:
+        """Steps of the `running` requests, which attend to so many positions in all of them."""
         rows = running.rows
         step = min(rows, MANY_ROWS_STEP if rows > MANY_ROWS else ROWS_STEP)
         bucket = min(self.slots, ceil_div(rows, step) * step)
-        return self._products(bucket) + self._rows(running, rows)
+        each = self._products(bucket) + self._prefixes(running.shared) + rows * self._row_s
+        return steps * each + self._attention(positions)
 
     def mixed(
         self, running: RunningRequests, ends: int, spans: tuple[tuple[tuple[int, int], int], ...]
     ) -> float:
         """A step with parts of prompts, given as ((start, length), count); `ends` of them end."""
-        others = self._rows(running, running.rows + ends)
+        tokens = running.rows + ends
+        others = self._attention(running.positions) + self._prefixes(running.shared)
+        others += tokens * self._row_s
         return pass_seconds(self._plan, running.rows, ends, spans, others) / SUSTAINED
 
-    def _rows(self, running: RunningRequests, tokens: int) -> float:
-        """Attention of the running requests, and the thresholds of `tokens` new tokens."""
-        attention = running.positions * self._kv_bytes * self._attention_s
-        return attention + self._prefixes(running.shared) + tokens * self._row_s
+    def _attention(self, positions: int) -> float:
+        """Attention to `positions` of requests."""
+        return positions * self._kv_bytes * self._attention_s
 
     def _prefixes(self, shared: int) -> float:
         """Attention to prefixes that rows share: arithmetic, since they are read once."""

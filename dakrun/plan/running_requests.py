@@ -3,6 +3,7 @@
 Counts them by their last steps, so that a step costs the same however many run.
 """
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -61,48 +62,76 @@ class RunningRequests:
         self.rows = self.positions = self.shared = 0  # cached positions, and shared ones
         self._step, self._blocks_at_end = 0, 0
         self._by_end: defaultdict[int, list[BegunRequest]] = defaultdict(list)
+        self._ends: list[int] = []  # a heap
+        self._waiting: dict[int, BegunRequest] = {}  # for their prompts to be computed, by id()
+        self._late = False  # they are counted with ends that are too early
         # By e modulo the length, which exceeds `most_steps` and the steps that a prompt may wait.
         self._counts = np.zeros(4096 + 2 * most_steps, dtype=np.int64)
         self._offsets = np.zeros_like(self._counts)
         self._later = np.arange(most_steps, -1, -1)  # steps from now
 
+    @property
+    def steps_left(self) -> int:
+        """Steps to the next one that is a request's last, if no other prompt is computed."""
+        return self._ends[0] - self._step
+
     def begin(self, r: BegunRequest) -> None:
         """Count `r` as if its prompt were computed now."""
-        r.end = self._step + r.steps
-        self._count(r, 1)
+        self._waiting[id(r)] = r
+        self._count_now(r)
 
     def refuse(self, r: BegunRequest) -> None:
         """Let `r`, which has just begun, not have begun."""
+        del self._waiting[id(r)]
         self._count(r, -1)
 
-    def advance(self, computed: Iterable[BegunRequest]) -> bool:
-        """Do a step in which also `computed` prompts end; whether it is any request's last."""
-        self._step += 1
-        self.positions += self.rows
+    def advance(self, computed: Iterable[BegunRequest], steps: int = 1) -> bool:
+        """Do a step in which also `computed` prompts end; whether it is any request's last.
+
+        Or so many `steps`, up to `steps_left`, in the last of which they end.
+        """
+        self._step += steps
+        self.positions += self.rows * steps
         for r in computed:
+            del self._waiting[id(r)]
             self._count(r, -1)
-            self.begin(r)
+            self._count_now(r)
+            if r.end not in self._by_end:
+                heapq.heappush(self._ends, r.end)
             self._by_end[r.end].append(r)
             self.rows += 1
             self.positions += r.own
             self.shared += r.lengths.shared
         ended = self._by_end.pop(self._step, ())
+        if ended:
+            heapq.heappop(self._ends)
         for r in ended:
             self._count(r, -1)
             self.rows -= 1
             self.positions -= r.own + r.steps
             self.shared -= r.lengths.shared
+        self._late = True
         return bool(ended)
 
     def fit(self, blocks: int) -> bool:
         """Whether so many KV blocks suffice to the ends of all, with half of each last one full."""
         if self._blocks_at_end <= blocks:
             return True
+        if self._late:
+            for r in self._waiting.values():
+                self._count(r, -1)
+                self._count_now(r)
+            self._late = False
         ends = self._step + self._later
         places = ends % len(self._counts)
         counts = self._counts[places].cumsum()  # of those that end then or after it
         positions = self._offsets[places].cumsum() + counts * ends
         return bool((positions <= KV_BLOCK * (blocks - counts / 2)).all())
+
+    def _count_now(self, r: BegunRequest) -> None:
+        """Count `r`, with the end that it has if its prompt is computed now."""
+        r.end = self._step + r.steps
+        self._count(r, 1)
 
     def _count(self, r: BegunRequest, by: int) -> None:
         place = r.end % len(self._counts)
