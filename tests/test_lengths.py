@@ -39,6 +39,7 @@ def batch(**body: Any) -> dict[str, Any]:
         (batch(prompt=[5] * 8), RowLengths(8, 5)),
         (batch(prompt=["x" * 9, [5, 6], "x" * 40], n=2), RowLengths(10, 5, 6)),
         (batch(messages=CHAT, max_completion_tokens=4), RowLengths(11, 4)),
+        (batch(messages=[{"role": "user", "content": ""}]), RowLengths(1, 5)),
         (batch(messages="what"), NOTHING),
         (batch(messages=[{"role": "user", "content": 5}]), NOTHING),
         ({"prompt": ""}, RowLengths(1, 5)),

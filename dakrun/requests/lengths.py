@@ -82,7 +82,7 @@ def json_lengths(
     n = fields.get("n")
     prompts = [prompt]
     if (messages := fields.get("messages")) is not None:
-        prompts = [_chat_text(messages) or None]
+        prompts = [_chat_text(messages)]
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompts = prompt
     own = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
@@ -114,18 +114,20 @@ def _are_numbers(prompt: list[Any]) -> bool:
 def _tokens(prompt: object) -> int:
     """Tokens of a text, one at least, or of an array of token ids; 0 for anything else."""
     if isinstance(prompt, str):
-        return max(1, -(-len(prompt) // CHARACTERS_PER_TOKEN))  # an empty text has a BOS token
+        return max(
+            1, -(-len(prompt) // CHARACTERS_PER_TOKEN)
+        )  # with most tokenizers an empty text has a BOS token
     return len(prompt) if isinstance(prompt, list) else 0
 
 
-def _chat_text(messages: object) -> str:
-    """All text of a chat's messages."""
+def _chat_text(messages: object) -> str | None:
+    """All text of a chat's messages; None if they have none, not even an empty one."""
     contents = [one.get("content") for one in messages] if _are_objects(messages) else []
     parts = [content for content in contents if isinstance(content, str)]
     for content in contents:
         if _are_objects(content):
             parts += [text for part in content if isinstance(text := part.get("text"), str)]
-    return "".join(parts)
+    return "".join(parts) if parts else None
 
 
 def _are_objects(values: object) -> TypeGuard[list[dict[str, Any]]]:
