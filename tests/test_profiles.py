@@ -45,7 +45,7 @@ def keep(folder: Path, name: str, device_name: str, *, like: str = "cpu", age: i
 
 def test_what_is_shipped() -> None:
     assert shipped_profiles() == [
-        "b200", "cpu", "gh200", "h100-sxm", "h200-nvlink-peer", "h200-pcie5", "h200-spec",
+        "b200", "cpu", "gh200", "h100-pcie5", "h100-sxm", "h200-nvlink-peer", "h200-pcie5", "h200-spec",
         "rtx-pro-6000",
     ]  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_host_memory_that_is_slower_than_its_link() -> None:
     [
         ("NVIDIA H200", "h200-pcie5"),
         ("NVIDIA GH200 480GB", "gh200"),
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 80GB HBM3", "h100-pcie5"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
     ],
