@@ -45,8 +45,8 @@ def keep(folder: Path, name: str, device_name: str, *, like: str = "cpu", age: i
 
 def test_what_is_shipped() -> None:
     assert shipped_profiles() == [
-        "b200", "cpu", "gh200", "h100-pcie5", "h100-sxm", "h200-nvlink-peer", "h200-pcie5", "h200-spec",
-        "rtx-pro-6000",
+        "b200", "cpu", "gh200", "h100-pcie5", "h100-sxm", "h200-nvlink-peer", "h200-pcie5",
+        "h200-spec", "rtx-pro-6000",
     ]  # fmt: skip
 
 
