@@ -132,7 +132,7 @@ def test_the_batch_size_is_that_of_the_shortest_run() -> None:
 
 
 @pytest.mark.parametrize(("gain", "offloads"), [(1.03, True), (1.01, False), (0.9, False)])
-def test_of_runs_about_as_short_that_with_less_offloading_is_chosen(
+def test_of_runs_about_as_short_one_without_offloading_is_chosen(
     monkeypatch: pytest.MonkeyPatch, gain: float, offloads: bool
 ) -> None:
     """`gain`: of a run with bytes outside HBM; predictions of links are less certain than 2%."""

@@ -65,8 +65,8 @@ class RunningRequests:
         self._ends: list[int] = []  # a heap
         self._waiting: dict[int, BegunRequest] = {}  # for their prompts to be computed, by id()
         self._late = False  # they are counted with ends that are too early
-        # By e modulo the length, which exceeds `most_steps` and the steps that a prompt may wait.
-        self._counts = np.zeros(4096 + 2 * most_steps, dtype=np.int64)
+        # By e modulo the length: whenever they are read, no e is more than `most_steps` ahead.
+        self._counts = np.zeros(most_steps + 1, dtype=np.int64)
         self._offsets = np.zeros_like(self._counts)
         self._later = np.arange(most_steps, -1, -1)  # steps from now
 

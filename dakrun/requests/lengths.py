@@ -114,9 +114,8 @@ def _are_numbers(prompt: list[Any]) -> bool:
 def _tokens(prompt: object) -> int:
     """Tokens of a text, one at least, or of an array of token ids; 0 for anything else."""
     if isinstance(prompt, str):
-        return max(
-            1, -(-len(prompt) // CHARACTERS_PER_TOKEN)
-        )  # with most tokenizers an empty text has a BOS token
+        # With most tokenizers an empty text has a BOS token.
+        return max(1, -(-len(prompt) // CHARACTERS_PER_TOKEN))
     return len(prompt) if isinstance(prompt, list) else 0
 
 
