@@ -264,10 +264,11 @@ class Staging:
     """A stand-in for the engine's Staging that records what is fetched."""
 
     def __init__(
-        self, matrices: dict[str, PackedTensor], staged: list[str], ring: torch.Tensor
-    ) -> None:
+        self, matrices: dict[str, PackedTensor], staged: list[str], ring: torch.Tensor, *,
+        together: int,
+    ) -> None:  # fmt: skip
         sizes = [sum(part.data.nbytes for part in w.parts[1:]) for w in matrices.values()]
-        assert list(matrices) == staged and ring.numel() >= 2 * max(sizes)
+        assert list(matrices) == staged and ring.numel() >= 2 * max(sizes) and together == 1
         self.matrices, self.fetched, self.filled = matrices, list[str](), False
 
     def fill(self) -> None:
@@ -287,7 +288,7 @@ class Staging:
     def release(self, name: str) -> None:
         assert self.fetched[-1] == name
 
-    def has(self, name: str) -> bool:
+    def waits(self, name: str) -> bool:
         return False  # the stand-in's products check for PDL
 
 

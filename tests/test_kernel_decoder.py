@@ -133,7 +133,7 @@ def staging(backend: KernelBackend) -> Staging:
     ring = 2 * max(staged_bytes(matrix) for matrix in backend.matrices.values())
     names = [name for name in backend.order if staged_bytes(backend.matrices[name])]
     room = torch.empty(ring, dtype=torch.uint8)
-    return Staging(backend.matrices, names, room, ahead=False)
+    return Staging(backend.matrices, names, room, together=1, early=False)
 
 
 @torch.no_grad()

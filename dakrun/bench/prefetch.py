@@ -32,9 +32,7 @@ class Prefetch:
         self._sources = [tiers[HOST].allocate((nbytes,), torch.uint8) for _ in range(count)]
         room = tiers[LOCAL].allocate((buffers(count) * nbytes,), torch.uint8)
         # A single layer is copied while those before it compute: its one buffer is free then.
-        self._ring = StagingRing(
-            [[source] for source in self._sources], room, ahead=min(1, count - 1)
-        )
+        self._ring = StagingRing([[source] for source in self._sources], room, early=count > 1)
         self._numbers = {layers[at]: number for number, at in enumerate(spread(count, len(layers)))}
         model.register_forward_pre_hook(lambda *_: self._ring.begin())
         for layer, number in self._numbers.items():

@@ -4,6 +4,7 @@ Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
-from dakrun.engine.staging import Staging, staged_bytes
+from dakrun.engine.staging import Staging, grouped, staged_bytes
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK, MAX_GROUP_HEADS, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels import Variant, variants
@@ -26,7 +27,7 @@ from dakrun.kernels.runtime import compiling, has_kernels
 from dakrun.memory.tiers import Tier
 from dakrun.models.architectures import architecture
 from dakrun.plan import (
-    STAGING_BUFFERS,
+    STAGED_TOGETHER,
     OpPlan,
     Plan,
     kv_positions,
@@ -132,13 +133,16 @@ def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Stagin
     ]
     in_steps = [name for name in remote if plan.op(name.split(".")[-1]).transport == "staged"]
     in_prefill = remote if plan.prefill.transport == "staged" else []
-    sizes = [staged_bytes(matrices[name]) for name in {*in_steps, *in_prefill}]
-    ring = torch.empty(
-        STAGING_BUFFERS * max(sizes, default=0), dtype=torch.uint8, device=backend.like.device
-    )
+    largest = 0
+    for names in (in_steps, in_prefill):
+        sizes = [staged_bytes(matrices[name]) for name in names]
+        groups = grouped(sizes, STAGED_TOGETHER)
+        largest = max(largest, *(sum(sizes[i] for i in group) for group in groups), 0)
+    ring = torch.empty(2 * largest, dtype=torch.uint8, device=backend.like.device)
+    staging = partial(Staging, matrices, ring=ring, together=STAGED_TOGETHER)
     return (
-        Staging(matrices, in_steps, ring) if in_steps else None,
-        Staging(matrices, in_prefill, ring, ahead=False) if in_prefill else None,
+        staging(staged=in_steps) if in_steps else None,
+        staging(staged=in_prefill, early=False) if in_prefill else None,
     )
 
 

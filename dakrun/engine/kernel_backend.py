@@ -147,7 +147,8 @@ class KernelBackend:
             x, weight, self._tier_accesses(name, weight), out,
             bias=self._vectors.get(f"{name}.bias"), residual=residual,
             activation=matrix.activation, norm=norm, eps=self.model.config.norm_eps,
-            pdl=self._pdl and not self._is_staged(name), ahead=self._ahead(name, len(x)),
+            pdl=self._pdl and not (staging and staging.waits(name)),
+            ahead=self._ahead(name, len(x)),
         )  # fmt: skip
         if staging:
             staging.release(name)
@@ -194,9 +195,6 @@ class KernelBackend:
             return self._buffers[matrix.op][:n]
         return self.like.new_empty(n, matrix.rows)
 
-    def _is_staged(self, name: str) -> bool:
-        return self.staging is not None and self.staging.has(name)
-
     def _tier_accesses(self, name: str, weight: PackedTensor) -> tuple[TierAccess, ...]:
         """How kernels read the parts of `weight`, the matrix `name` or its staged copy."""
         return tuple(
@@ -205,11 +203,11 @@ class KernelBackend:
         )
 
     def _ahead(self, name: str, n: int) -> torch.Tensor | None:
-        """The bytes of the next matrix to prefetch into L2, unless it is staged."""
+        """The bytes of the next matrix to prefetch into L2, of its part in HBM."""
         following = self._following.get(name)
-        if following is None or self._is_staged(following):
+        if following is None:
             return None
-        weight = self.matrices[following]
+        weight = self.staging.matrix(following) if self.staging else self.matrices[following]
         return self._products.ahead(n, weight, self._tier_accesses(following, weight))
 
     def _normalize(

@@ -1,11 +1,12 @@
 """Staging: the copy engine brings remote bytes into a ring of HBM ahead of their use.
 
-Knows the order in which a pass uses matrices, not their ops. The ring holds the matrices used
-next, those of the next layer and of the next decode step included.
+Knows the order in which a pass uses matrices, not their ops. The ring has two halves: one is read
+while the other is filled, with what the next layers or the next decode step will use.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,55 +14,17 @@ from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.tiers import aligned
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of an item in the ring: bytes `start` to `end`.
-
-    The copy may start once the kernels that use item number `after` of the step have run, or, with
-    None, as soon as the step begins. `early` copies, those of the first items, are made by the
-    step before, so that no step begins with a wait.
-    """
-
-    start: int
-    end: int
-    after: int | None
-    early: bool
-
-
-def places(sizes: Sequence[int], ring: int) -> list[Place]:
-    """Places in a ring of `ring` bytes for items of `sizes` bytes, used in order every step.
-
-    Each follows the previous one, or starts at the ring's beginning if there is no room left. The
-    first ones, which fit in together, are early. Raises ValueError for a size above the ring's.
-    """
-    spans, at, lap, laps = [], 0, 0, []
-    for size in sizes:
-        if size > ring:
-            raise ValueError(f"expected at most {ring} bytes, got {size}")
-        if at + size > ring:
-            at, lap = 0, lap + 1
-        spans.append((at, at + size))
-        laps.append(lap)
-        at += size
-    found = []
-    for number, (start, end) in enumerate(spans):
-        early = laps[number] == 0
-        before = range(len(spans)) if early else range(number)
-        shared = [i for i in before if spans[i][0] < end and start < spans[i][1]]
-        found.append(Place(start, end, max(shared, default=None), early))
-    return found
+from dakrun.units import ceil_div
 
 
 class StagingRing:
     """Copies bytes of remote tiers into a ring of HBM ahead of their use, the same in every pass.
 
-    A pass uses item after item; item i is `sources[i]`, uint8 1-D of each remote tier, and is
-    `staged[i]` in the ring. `begin` and `end` enclose the launches of a pass, which may be captured
-    in a CUDA graph. Every pass leaves the first items of the next one in the ring; `fill` does so
-    for the first pass, and after others have used the ring. One stream for each remote tier copies,
-    so that links work side by side.
+    A pass uses item after item; item i is `sources[i]`, uint8 1-D tensors, and is `staged[i]` in
+    half i % 2 of the ring. `begin` and `end` enclose the launches of a pass, which may be captured
+    in a CUDA graph. An `early` ring has the first item at the start of every pass: the pass before
+    copies it, before the first pass and after others have used the ring `fill` does. Each of
+    `links` streams copies every `links`-th tensor of an item, so that links work side by side.
     """
 
     def __init__(
@@ -69,41 +32,43 @@ class StagingRing:
         sources: Sequence[Sequence[torch.Tensor]],
         ring: torch.Tensor,
         *,
-        ahead: int | None = None,
+        links: int = 1,
+        early: bool = True,
     ) -> None:
-        """`ring` is uint8, 1-D, in HBM. Raises ValueError where an item does not fit into it.
+        """`ring` is uint8, 1-D, in HBM. Raises ValueError where an item does not fit into a half.
 
-        `ahead` items, or with None as many as the ring holds, are left for the next pass.
+        A single item has all of the ring.
         """
-        found = places([_item_bytes(item) for item in sources], ring.numel())
-        if ahead is not None:
-            found = [
-                replace(place, after=None, early=False) if place.early and i >= ahead else place
-                for i, place in enumerate(found)
-            ]
-        self._places, self._sources = found, sources
+        half = ring.numel() // min(2, len(sources))
+        largest = max(map(_item_bytes, sources))
+        if largest > half:
+            raise ValueError(f"expected at most {half} bytes, got {largest}")
+        self._sources = sources
         self.staged = [
-            _views(item, ring[place.start : place.end])
-            for item, place in zip(sources, found, strict=True)
+            _views(item, ring[half * (number % 2) :]) for number, item in enumerate(sources)
         ]
-        self._streams = [CopyStream(ring.device) for _ in sources[0]]
-        self._early = [i for i, place in enumerate(found) if place.early]
-        # Numbers of a pass's copies in their order; the early ones are for the next pass.
-        self._order = [*range(len(self._early), len(found)), *self._early]
+        self._streams = [CopyStream(ring.device) for _ in range(links)]
+        self._early = early
+        # Numbers of a pass's copies in their order; an early one is for the next pass.
+        numbers = range(len(sources))
+        self._order = [*numbers[1:], 0] if early else [*numbers]
         self._next, self._copied = 0, dict[int, list[torch.cuda.Event | None]]()
 
     def fill(self) -> None:
-        """Copy the first items of the next pass, as the previous pass usually does."""
-        self._follow()
-        for number in self._early:
-            self._copy(number)
-        self.end()
+        """Copy the first item of the next pass, if it is early, as the previous pass usually does.
+
+        The next launches wait for it.
+        """
+        if self._early:
+            self._follow()
+            self._copy(0)
+            self.end()
 
     def begin(self) -> None:
         """Start a pass's copies."""
         self._follow()
         self._next, self._copied = 0, {}
-        self._advance(None)
+        self._advance(-1)
 
     def end(self) -> None:
         """Let the next launches wait for the copies."""
@@ -120,22 +85,24 @@ class StagingRing:
         """Free the place of item `number` for the next copy, once its readers are launched."""
         self._advance(number)
 
-    def _advance(self, done: int | None) -> None:
+    def _advance(self, done: int) -> None:
         """Start the copies that waited for item number `done` of the pass."""
         waited = False
-        while self._next < len(self._order):
-            number = self._order[self._next]
-            place = self._places[number]
-            after = place.after
-            if after is not None and (done is None or after > done):
-                return
+        while self._next < len(self._order) and self._before(self._order[self._next]) <= done:
             if not waited:
                 self._follow()
                 waited = True
+            number = self._order[self._next]
             self._copy(number)
-            if not place.early:
+            if number or not self._early:
                 self._copied[number] = [stream.copied() for stream in self._streams]
             self._next += 1
+
+    def _before(self, number: int) -> int:
+        """Number of the item that has item `number`'s half before it; -1 as a pass begins."""
+        if number == 0 and self._early:  # for the next pass
+            return (len(self._sources) - 1) // 2 * 2
+        return max(-1, number - 2)
 
     def _follow(self) -> None:
         """Let the next copies wait for all launches so far."""
@@ -143,8 +110,8 @@ class StagingRing:
             stream.follow()
 
     def _copy(self, number: int) -> None:
-        items = zip(self._streams, self.staged[number], self._sources[number], strict=True)
-        for stream, here, there in items:
+        pairs = zip(self.staged[number], self._sources[number], strict=True)
+        for stream, (here, there) in zip(itertools.cycle(self._streams), pairs):
             if there.nbytes:
                 stream.copy((here, there))
 
@@ -153,7 +120,8 @@ class Staging(StagingRing):
     """Copies the remote rows of matrices into a ring of HBM ahead of their use.
 
     `staged` names those matrices in the order of their use; the others are read where they lie.
-    With `ahead` every pass leaves the first matrices of the next one in the ring.
+    Small ones that follow each other are one item of the ring (`grouped`), so that kernels wait
+    for few copies. With `early` every pass leaves the first item of the next one in the ring.
     """
 
     def __init__(
@@ -162,30 +130,66 @@ class Staging(StagingRing):
         staged: Sequence[str],
         ring: torch.Tensor,
         *,
-        ahead: bool = True,
+        together: int,
+        early: bool = True,
     ) -> None:
-        """`ring` is uint8, 1-D, in HBM. Raises ValueError where a matrix does not fit into it."""
-        remote = [[part.data for part in matrices[name].parts[1:]] for name in staged]
-        super().__init__(remote, ring, ahead=None if ahead else 0)
-        self._number = {name: number for number, name in enumerate(staged)}
+        """`ring` is uint8, 1-D, in HBM; small matrices are copied in groups of up to `together` bytes.
+
+        Raises ValueError where a group does not fit into half of the ring.
+        """
+        groups = grouped([staged_bytes(matrices[name]) for name in staged], together)
+        remote = {name: [part.data for part in matrices[name].parts[1:]] for name in staged}
+        sources = [[data for i in group for data in remote[staged[i]]] for group in groups]
+        super().__init__(sources, ring, links=len(remote[staged[0]]), early=early)
         self._matrices = dict(matrices)
-        for name, here in zip(staged, self.staged, strict=True):
-            self._matrices[name] = _moved(matrices[name], here)
+        self._first, self._last = dict[str, int](), dict[str, int]()  # of the matrices of a group
+        for number, group in enumerate(groups):
+            views = iter(self.staged[number])
+            for name in (staged[i] for i in group):
+                here = list(itertools.islice(views, len(remote[name])))
+                self._matrices[name] = _moved(matrices[name], here)
+            self._first[staged[group[0]]] = number
+            self._last[staged[group[-1]]] = number
+
+    def matrix(self, name: str) -> PackedTensor:
+        """The matrix, its remote rows in the ring where it is staged."""
+        return self._matrices[name]
 
     def fetch(self, name: str) -> PackedTensor:
-        """The matrix, its remote rows in the ring where it is staged."""
-        if name in self._number:
-            self.wait(self._number[name])
-        return self._matrices[name]
+        """The same; the next launches wait for its copy."""
+        if name in self._first:
+            self.wait(self._first[name])
+        return self.matrix(name)
 
     def release(self, name: str) -> None:
         """Free a matrix's place in the ring for the next copy, once its readers are launched."""
-        if name in self._number:
-            self.free(self._number[name])
+        if name in self._last:
+            self.free(self._last[name])
 
-    def has(self, name: str) -> bool:
-        """Whether the matrix is staged: a kernel that reads it starts when its copy has ended."""
-        return name in self._number
+    def waits(self, name: str) -> bool:
+        """Whether a kernel that reads the matrix starts when a copy has ended."""
+        return name in self._first
+
+
+def grouped(sizes: Sequence[int], together: int) -> list[list[int]]:
+    """Indexes of `sizes` in groups of neighbours, of up to `together` bytes or a single size.
+
+    A group of several has at most half of all bytes. The number of groups is even if any has several: the halves of a ring then take turns from one
+    pass to the next, too.
+    """
+    together = min(together, ceil_div(sum(sizes), 2))
+    groups, held = list[list[int]](), 0
+    for number, size in enumerate(sizes):
+        if groups and held + size <= together:
+            groups[-1].append(number)
+            held += size
+        else:
+            groups.append([number])
+            held = size
+    at = max(range(len(groups)), key=lambda i: len(groups[i]), default=0)
+    if len(groups) % 2 and (middle := len(groups[at]) // 2):
+        groups[at : at + 1] = groups[at][:middle], groups[at][middle:]
+    return groups
 
 
 def staged_bytes(matrix: PackedTensor) -> int:

@@ -44,7 +44,7 @@ from dakrun.plan.ops import (
 )
 from dakrun.plan.peak_blocks import blocks_suffice, peak_blocks
 from dakrun.plan.placement import ideal_ratios, place, slot_candidates
-from dakrun.plan.plan import STAGING_BUFFERS, OpPlan, PlacedOp, Plan, PrefillPlan, staging_bytes
+from dakrun.plan.plan import OpPlan, PlacedOp, Plan, PrefillPlan, staging_bytes
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN, climb, make_plan
 from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
 from dakrun.plan.prefill import (
@@ -59,6 +59,7 @@ from dakrun.plan.prefill import (
 )
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import (
+    STAGED_TOGETHER,
     Links,
     bound_time,
     bound_times,
@@ -81,7 +82,7 @@ __all__ = [
     "PREFILL_CHUNK_TOKENS",
     "PREFILL_LAUNCH_ROWS",
     "RESERVE_BYTES",
-    "STAGING_BUFFERS",
+    "STAGED_TOGETHER",
     "Advice",
     "Alternative",
     "Candidate",

@@ -100,7 +100,8 @@ class StepCosts:
                 launched = launch_times(op, counts, sms, compute, profile, remote)
                 kernel, link = max(kernel, launched[0]), max(link, launched[1])
             elif any(counts[1:]):
-                return staged_time(op, kernel, profile, link=link)
+                staged = sum(op.tier_bytes(counts)[1:])
+                return staged_time(op, kernel, profile, link=link, nbytes=staged)
             return predicted_time(op, kernel, profile, link=link)
 
         predictions = {counts: predicted(counts) for counts in times}

@@ -11,9 +11,8 @@ from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, kv_positions, weight_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
-from dakrun.plan.roofline import Regime
-
-STAGING_BUFFERS = 2  # number of buffers, each of the size of the largest remote part of a matrix
+from dakrun.plan.roofline import STAGED_TOGETHER, Regime
+from dakrun.units import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +56,11 @@ class PlacedOp:
         return 1 - self.resident_bytes(0) / (self.op.layers * self.op.resident_bytes)
 
     @property
+    def remote_bytes(self) -> int:
+        """Bytes that all layers keep outside the local tier."""
+        return sum(self._tier_bytes[1:])
+
+    @property
     def largest_remote_part(self) -> int:
         """Most bytes of one layer outside the local tier."""
         sizes = (self.op.unit_bytes(of[0], self.op.units) for of in set(self.placement))
@@ -64,17 +68,19 @@ class PlacedOp:
 
 
 def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int:
-    """Bytes of the local tier's buffers for the staged parts of `ops`.
+    """Bytes of the local tier's buffers for the staged parts of `ops`, at most.
 
     Decode steps stage the ops of that transport, a staged `prefill` all matrices. Both use the
-    same buffers.
+    same two buffers; each holds a part, or a group of parts of up to STAGED_TOGETHER bytes.
     """
-    sizes = [
-        op.largest_remote_part
+    staged = [
+        op
         for op in ops
         if op.transport == "staged" or (prefill == "staged" and op.op.category == "linear")
     ]
-    return STAGING_BUFFERS * max(sizes, default=0)
+    total = sum(op.remote_bytes for op in staged)
+    largest = max((op.largest_remote_part for op in staged), default=0)
+    return 2 * max(largest, min(STAGED_TOGETHER, ceil_div(total, 2)))
 
 
 @dataclass(frozen=True, kw_only=True)

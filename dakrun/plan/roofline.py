@@ -16,6 +16,7 @@ from dakrun.plan.ops import Op
 
 COMPUTE = "compute"
 MIN_TENSOR_ROWS = 8  # rows of X that a tensor core multiplies at least
+STAGED_TOGETHER = 2**24  # bytes; smaller staged parts are copied in groups of this size
 
 Regime = Literal["memory-bound", "mixed", "compute-bound"]
 
@@ -177,13 +178,17 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
     return max(kernel / efficiency + norm_time(op, profile), link) + seconds
 
 
-def staged_time(op: Op, kernel: float, profile: HardwareProfile, *, link: float) -> float:
-    """Predicted seconds of one layer of `op` whose remote bytes are staged by the copy engine.
+def staged_time(
+    op: Op, kernel: float, profile: HardwareProfile, *, link: float, nbytes: float
+) -> float:
+    """Predicted seconds of one layer of `op`, of which the copy engine stages `nbytes`.
 
     The copy takes `link` seconds and overlaps with earlier ops. The kernel takes `kernel` seconds
-    as in `predicted_time`, and the profile's extra cost of waiting for the copy.
+    as in `predicted_time`, and the profile's extra cost of waiting for the copy, of which small
+    parts have a share: a group of them is waited for once.
     """
-    return max(predicted_time(op, kernel, profile) + profile.staged_seconds, link)
+    wait = profile.staged_seconds * min(1.0, nbytes / STAGED_TOGETHER)
+    return max(predicted_time(op, kernel, profile) + wait, link)
 
 
 def norm_time(op: Op, profile: HardwareProfile) -> float:

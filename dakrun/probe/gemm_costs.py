@@ -139,13 +139,13 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
     offloaded = matrices(remote_parts)
     sizes = [staged_bytes(weight) for weight in offloaded.values()]
     ring = torch.empty(STAGING_BUFFERS * max(sizes), dtype=torch.uint8, device=memory.device)
-    staged = Staging(offloaded, list(offloaded), ring)
+    staged = Staging(offloaded, list(offloaded), ring, together=1)  # each is waited for
     staged.fill()
 
     def staging() -> None:
         staged.begin()
         for name in resident:
-            pdl = not staged.has(name)
+            pdl = not staged.waits(name)
             splitk_gemm(x, staged.fetch(name), config, out, pdl=pdl)
             staged.release(name)
         staged.end()
