@@ -1,6 +1,6 @@
 """Where staged matrices come to lie, and when they may be copied there."""
 
-import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,65 +8,77 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_matrices import normal, packed
 
-from dakrun.engine import Staging, StagingRing, grouped, staged_bytes
+from dakrun.engine import Place, Staging, grouped, places, staged_bytes
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import Split
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
-def items(sizes: list[int]) -> list[list[torch.Tensor]]:
-    """One tensor of each size, with its number in every byte."""
-    return [[torch.full((size,), i, dtype=torch.uint8)] for i, size in enumerate(sizes)]
+def test_a_ring_of_two() -> None:
+    first, *others = places([60, 60, 60, 30], 120)
+    assert first == Place(0, 60, 2, early=True)
+    assert others == [
+        Place(60, 120, None, early=False),  # the last item is there before
+        Place(0, 60, 0, early=False),
+        Place(60, 90, 1, early=False),
+    ]
+    assert places([60, 60, 60, 30], 120, early=False) == [
+        replace(first, after=None, early=False),
+        *others,
+    ]
 
 
 def test_what_never_fits_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most 512 bytes, got 768"):
-        StagingRing(items([1, 600]), torch.empty(1024, dtype=torch.uint8))
-    StagingRing(items([600]), torch.empty(1024, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="at most 8 bytes, got 9"):
+        places([1, 9], 8)
 
 
-@given(SIZES, st.booleans())
-def test_a_half_is_filled_as_soon_as_it_is_free(sizes: list[int], early: bool) -> None:
-    """With the item after next; an early first one when its half has been read for the last time.
+@given(SIZES, st.integers(50, 150), st.booleans())
+def test_nothing_is_copied_over_what_is_still_to_be_read(
+    sizes: list[int], ring: int, ahead: bool
+) -> None:
+    """Two passes after the other, with copies as early as their places allow."""
+    found = places(sizes, ring, early=ahead)
+    count = len(sizes)
+    early = [i for i, place in enumerate(found) if place.early]
+    assert early == list(range(len(early))) and bool(early) == ahead, "the first ones"
+    assert all(found[i].after != count - 1 for i in early[1:])
+    held: dict[int, int] = {}  # what byte belongs to which matrix
 
-    On a CPU a copy is complete at once: what is still to be read must not be copied over.
-    """
-    ring = StagingRing(items(sizes), torch.zeros(2 * 256, dtype=torch.uint8), early=early)
-    copied: list[int] = []
-    ring._copy = lambda number, copy=ring._copy: (copied.append(number), copy(number))  # type: ignore[assignment,misc]
-    ring.fill()
-    assert copied == [0] * early
-    last = len(sizes) - 1
+    def copy(number: int) -> None:
+        held.update(dict.fromkeys(range(found[number].start, found[number].end), number))
+
+    for number in early:
+        copy(number)
     for _ in range(2):
-        copied.clear()
-        ring.begin()
-        for number, size in enumerate(sizes):
-            expected = [*range(early, min(number + 2, len(sizes)))]
-            assert copied[: len(expected)] == expected
-            ring.wait(number)
-            assert ring.staged[number][0].tolist() == [number] * size
-            ring.free(number)
-            assert (copied[-1:] == [0]) == (early and number >= last - last % 2) or not last
-        ring.end()
-        assert sorted(copied) == [*range(len(sizes))]
+        waiting = [*range(len(early), count), *early]
+        for number in range(-1, count):
+            if number >= 0:
+                span = range(found[number].start, found[number].end)
+                assert len(span) == sizes[number] and {held[byte] for byte in span} == {number}
+            while waiting and (
+                found[waiting[0]].after is None or found[waiting[0]].after <= number
+            ):
+                copy(waiting.pop(0))
+        assert not waiting, "the next pass finds its first matrices"
 
 
-@given(SIZES, st.integers(1, 200))
+@given(SIZES, st.integers(1, 100))
 def test_small_items_are_grouped(sizes: list[int], together: int) -> None:
     groups = grouped(sizes, together)
     assert [i for group in groups for i in group] == [*range(len(sizes))]
-    together = min(together, -(-sum(sizes) // 2))
-    several = [group for group in groups if len(group) > 1]
-    assert all(sum(sizes[i] for i in group) <= together for group in several)
-    assert len(groups) % 2 == 0 or not several, "the first and the last are in different halves"
-    count = sum(sum(sizes[i] for i in a + b) <= together for a, b in itertools.pairwise(groups))
-    assert count <= 3, "only the group that was split, and its neighbours"
+    held = [sum(sizes[i] for i in group) for group in groups]
+    assert all(n <= together or len(group) == 1 for n, group in zip(held, groups, strict=True))
+    for size, group in zip(held, groups[1:], strict=False):
+        assert size + sizes[group[0]] > together
 
 
-def test_large_items_stay_alone() -> None:
-    assert grouped([30, 10, 40, 40], 8) == [[0], [1], [2], [3]]
-    assert grouped([], 8) == []
+@pytest.mark.parametrize("count", range(2, 40))
+def test_the_first_and_the_last_item_are_apart(count: int) -> None:
+    """The pass before copies the first one while kernels read the last one."""
+    first = places([4 + count % 2, *[4, 5] * count][:count], 18)[0]
+    assert first.after is not None and first.after < count - 1
 
 
 @pytest.mark.parametrize("together", [1, 60_000])
@@ -78,9 +90,9 @@ def test_passes_find_their_matrices(device: str, together: int) -> None:
     matrices = {name: packed(weight, tiers) for name, weight in dense.items()}
     staged = [name for name in matrices if name != "3"]
     size = staged_bytes(matrices["0"])
-    groups = grouped([size] * len(staged), together)
-    assert len(groups) == (6 if together == 1 else 2)
-    ring = torch.empty(2 * size * len(groups[0]), dtype=torch.uint8, device=device)
+    ring = torch.empty((2 if together == 1 else 8) * size, dtype=torch.uint8, device=device)
+    groups = grouped([size] * len(staged), min(together, ring.numel() // 4))
+    assert len(groups) == (6 if together == 1 else 3)
     steps = Staging(matrices, staged, ring, together=together)
     prompts = Staging(matrices, staged, ring, together=together, early=False)
     assert sum(map(steps.waits, dense)) == len(groups)

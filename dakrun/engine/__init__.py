@@ -27,7 +27,7 @@ from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner, gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
-from dakrun.engine.staging import Staging, StagingRing, grouped, staged_bytes
+from dakrun.engine.staging import Place, Staging, StagingRing, grouped, places, staged_bytes
 from dakrun.engine.swap import Saved, SwapSpace, swap_beats_recompute
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "KernelBackend",
     "Lengths",
     "NextTokens",
+    "Place",
     "Prefill",
     "PromptPart",
     "ReferenceRunner",
@@ -60,6 +61,7 @@ __all__ = [
     "gpu_errors",
     "grouped",
     "noise",
+    "places",
     "request_seed",
     "runs_on_kernels",
     "sample",

@@ -15,7 +15,7 @@ from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
-from dakrun.engine.staging import Staging, grouped, staged_bytes
+from dakrun.engine.staging import Staging, staged_bytes
 from dakrun.geometry import HEAD_DIMS, KV_BLOCK, MAX_GROUP_HEADS, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels import Variant, variants
@@ -33,6 +33,7 @@ from dakrun.plan import (
     kv_positions,
     kv_staging_bytes,
     pass_tokens,
+    ring_bytes,
 )
 from dakrun.weights.loading import OnLoad, Packing, Tensors, can_pack, load
 from dakrun.weights.manifest import manifest_of
@@ -133,12 +134,10 @@ def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Stagin
     ]
     in_steps = [name for name in remote if plan.op(name.split(".")[-1]).transport == "staged"]
     in_prefill = remote if plan.prefill.transport == "staged" else []
-    largest = 0
-    for names in (in_steps, in_prefill):
-        sizes = [staged_bytes(matrices[name]) for name in names]
-        groups = grouped(sizes, STAGED_TOGETHER)
-        largest = max(largest, *(sum(sizes[i] for i in group) for group in groups), 0)
-    ring = torch.empty(2 * largest, dtype=torch.uint8, device=backend.like.device)
+    sizes = [staged_bytes(matrices[name]) for name in {*in_steps, *in_prefill}]
+    ring = torch.empty(
+        ring_bytes(max(sizes, default=0), sum(sizes)), dtype=torch.uint8, device=backend.like.device
+    )
     staging = partial(Staging, matrices, ring=ring, together=STAGED_TOGETHER)
     return (
         staging(staged=in_steps) if in_steps else None,

@@ -1,12 +1,12 @@
 """Staging: the copy engine brings remote bytes into a ring of HBM ahead of their use.
 
-Knows the order in which a pass uses matrices, not their ops. The ring has two halves: one is read
-while the other is filled, with what the next layers or the next decode step will use.
+Knows the order in which a pass uses matrices, not their ops. The ring holds the matrices used
+next, those of the next layer and of the next decode step included.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,17 +14,81 @@ from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.tiers import aligned
-from dakrun.units import ceil_div
+
+MIN_GROUPS = 4  # groups of small matrices for which a ring has room
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of an item in the ring: bytes `start` to `end`.
+
+    The copy may start once the kernels that use item number `after` of the pass have run, or, with
+    None, as soon as the pass begins. `early` copies, those of the first items, are made by the
+    pass before, so that no pass begins with a wait.
+    """
+
+    start: int
+    end: int
+    after: int | None
+    early: bool
+
+
+def places(sizes: Sequence[int], ring: int, *, early: bool = True) -> list[Place]:
+    """Places in a ring of `ring` bytes for items of `sizes` bytes, used in order every pass.
+
+    Without `early` no copy is; with it the first one is, and others whose places are free before
+    the pass uses its last item: a pass that copies as fast as it computes would end with waiting
+    for later ones. Raises ValueError for a size above the ring's.
+    """
+    spans = _spans(sizes, ring)
+
+    def last_in(span: tuple[int, int], items: range) -> int | None:
+        shared = [i for i in items if spans[i][0] < span[1] and span[0] < spans[i][1]]
+        return max(shared, default=None)
+
+    found, last = list[Place](), len(spans) - 1
+    for number, span in enumerate(spans):
+        after = last_in(span, range(number))
+        if early := early and after is None:
+            before = last_in(span, range(len(spans)))
+            early = number == 0 or before != last
+            after = before if early else None
+        found.append(Place(*span, after, early))
+    return found
+
+
+def _spans(sizes: Sequence[int], ring: int) -> list[tuple[int, int]]:
+    """First byte and end of each item: behind the previous one, or from 0 if there is no room left.
+
+    The last lap of the ring begins early enough for the last item to lie behind the first one's
+    place, if there is room: the first one is copied for the next pass while the last one is read.
+    """
+    spans, at = list[tuple[int, int]](), 0
+    for size in sizes:
+        if size > ring:
+            raise ValueError(f"expected at most {ring} bytes, got {size}")
+        if at + size > ring:
+            at = 0
+        spans.append((at, at + size))
+        at += size
+    before, number = 0, len(sizes) - 1
+    while number > 1 and spans[-1][0] < sizes[0] > before:
+        number -= 1
+        before += sizes[number]
+    if 0 < before <= ring - sizes[-1] and before >= sizes[0]:
+        ends = [*itertools.accumulate(sizes[number:])]
+        spans[number:] = zip([0, *ends], ends, strict=False)
+    return spans
 
 
 class StagingRing:
     """Copies bytes of remote tiers into a ring of HBM ahead of their use, the same in every pass.
 
     A pass uses item after item; item i is `sources[i]`, uint8 1-D tensors, and is `staged[i]` in
-    half i % 2 of the ring. `begin` and `end` enclose the launches of a pass, which may be captured
-    in a CUDA graph. An `early` ring has the first item at the start of every pass: the pass before
-    copies it, before the first pass and after others have used the ring `fill` does. Each of
-    `links` streams copies every `links`-th tensor of an item, so that links work side by side.
+    the ring. `begin` and `end` enclose the launches of a pass, which may be captured in a CUDA
+    graph. With `early` every pass leaves the first items of the next one in the ring; `fill` does
+    so for the first pass, and after others have used the ring. Each of `links` streams copies every
+    `links`-th tensor of an item, so that links work side by side.
     """
 
     def __init__(
@@ -35,40 +99,31 @@ class StagingRing:
         links: int = 1,
         early: bool = True,
     ) -> None:
-        """`ring` is uint8, 1-D, in HBM. Raises ValueError where an item does not fit into a half.
-
-        A single item has all of the ring.
-        """
-        half = ring.numel() // min(2, len(sources))
-        largest = max(map(_item_bytes, sources))
-        if largest > half:
-            raise ValueError(f"expected at most {half} bytes, got {largest}")
+        """`ring` is uint8, 1-D, in HBM. Raises ValueError where an item does not fit into it."""
+        self._places = places([_item_bytes(item) for item in sources], ring.numel(), early=early)
         self._sources = sources
         self.staged = [
-            _views(item, ring[half * (number % 2) :]) for number, item in enumerate(sources)
+            _views(item, ring[place.start : place.end])
+            for item, place in zip(sources, self._places, strict=True)
         ]
         self._streams = [CopyStream(ring.device) for _ in range(links)]
-        self._early = early
-        # Numbers of a pass's copies in their order; an early one is for the next pass.
-        numbers = range(len(sources))
-        self._order = [*numbers[1:], 0] if early else [*numbers]
+        self._early = [i for i, place in enumerate(self._places) if place.early]
+        # Numbers of a pass's copies in their order; the early ones are for the next pass.
+        self._order = [*range(len(self._early), len(sources)), *self._early]
         self._next, self._copied = 0, dict[int, list[torch.cuda.Event | None]]()
 
     def fill(self) -> None:
-        """Copy the first item of the next pass, if it is early, as the previous pass usually does.
-
-        The next launches wait for it.
-        """
-        if self._early:
-            self._follow()
-            self._copy(0)
-            self.end()
+        """Copy the first items of the next pass, as the previous pass usually does."""
+        self._follow()
+        for number in self._early:
+            self._copy(number)
+        self.end()
 
     def begin(self) -> None:
         """Start a pass's copies."""
         self._follow()
         self._next, self._copied = 0, {}
-        self._advance(-1)
+        self._advance(None)
 
     def end(self) -> None:
         """Let the next launches wait for the copies."""
@@ -85,24 +140,21 @@ class StagingRing:
         """Free the place of item `number` for the next copy, once its readers are launched."""
         self._advance(number)
 
-    def _advance(self, done: int) -> None:
+    def _advance(self, done: int | None) -> None:
         """Start the copies that waited for item number `done` of the pass."""
         waited = False
-        while self._next < len(self._order) and self._before(self._order[self._next]) <= done:
+        while self._next < len(self._order):
+            number = self._order[self._next]
+            place = self._places[number]
+            if place.after is not None and (done is None or place.after > done):
+                return
             if not waited:
                 self._follow()
                 waited = True
-            number = self._order[self._next]
             self._copy(number)
-            if number or not self._early:
+            if not place.early:
                 self._copied[number] = [stream.copied() for stream in self._streams]
             self._next += 1
-
-    def _before(self, number: int) -> int:
-        """Number of the item that has item `number`'s half before it; -1 as a pass begins."""
-        if number == 0 and self._early:  # for the next pass
-            return (len(self._sources) - 1) // 2 * 2
-        return max(-1, number - 2)
 
     def _follow(self) -> None:
         """Let the next copies wait for all launches so far."""
@@ -121,7 +173,7 @@ class Staging(StagingRing):
 
     `staged` names those matrices in the order of their use; the others are read where they lie.
     Small ones that follow each other are one item of the ring (`grouped`), so that kernels wait
-    for few copies. With `early` every pass leaves the first item of the next one in the ring.
+    for few copies. With `early` every pass leaves the first ones of the next one in the ring.
     """
 
     def __init__(
@@ -133,11 +185,12 @@ class Staging(StagingRing):
         together: int,
         early: bool = True,
     ) -> None:
-        """`ring` is uint8, 1-D, in HBM; small matrices are copied in groups of up to `together` bytes.
+        """`ring` is uint8, 1-D, in HBM; a group has up to `together` bytes or a single matrix.
 
-        Raises ValueError where a group does not fit into half of the ring.
+        Raises ValueError where one does not fit into the ring.
         """
-        groups = grouped([staged_bytes(matrices[name]) for name in staged], together)
+        sizes = [staged_bytes(matrices[name]) for name in staged]
+        groups = grouped(sizes, min(together, ring.numel() // MIN_GROUPS))
         remote = {name: [part.data for part in matrices[name].parts[1:]] for name in staged}
         sources = [[data for i in group for data in remote[staged[i]]] for group in groups]
         super().__init__(sources, ring, links=len(remote[staged[0]]), early=early)
@@ -172,12 +225,7 @@ class Staging(StagingRing):
 
 
 def grouped(sizes: Sequence[int], together: int) -> list[list[int]]:
-    """Indexes of `sizes` in groups of neighbours, of up to `together` bytes or a single size.
-
-    A group of several has at most half of all bytes. The number of groups is even if any has several: the halves of a ring then take turns from one
-    pass to the next, too.
-    """
-    together = min(together, ceil_div(sum(sizes), 2))
+    """Indexes of `sizes` in groups of neighbours, of up to `together` bytes or a single size."""
     groups, held = list[list[int]](), 0
     for number, size in enumerate(sizes):
         if groups and held + size <= together:
@@ -186,9 +234,6 @@ def grouped(sizes: Sequence[int], together: int) -> list[list[int]]:
         else:
             groups.append([number])
             held = size
-    at = max(range(len(groups)), key=lambda i: len(groups[i]), default=0)
-    if len(groups) % 2 and (middle := len(groups[at]) // 2):
-        groups[at : at + 1] = groups[at][:middle], groups[at][middle:]
     return groups
 
 

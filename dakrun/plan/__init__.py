@@ -44,7 +44,7 @@ from dakrun.plan.ops import (
 )
 from dakrun.plan.peak_blocks import blocks_suffice, peak_blocks
 from dakrun.plan.placement import ideal_ratios, place, slot_candidates
-from dakrun.plan.plan import OpPlan, PlacedOp, Plan, PrefillPlan, staging_bytes
+from dakrun.plan.plan import OpPlan, PlacedOp, Plan, PrefillPlan, ring_bytes, staging_bytes
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN, climb, make_plan
 from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
 from dakrun.plan.prefill import (
@@ -146,6 +146,7 @@ __all__ = [
     "remote_bytes",
     "requests_per_admission",
     "resource_text",
+    "ring_bytes",
     "ring_stages",
     "round_ratios",
     "run_bound",

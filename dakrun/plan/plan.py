@@ -12,7 +12,8 @@ from dakrun.hardware import HardwareProfile
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, kv_positions, weight_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import STAGED_TOGETHER, Regime
-from dakrun.units import ceil_div
+
+RING_GROUPS = 4  # groups of STAGED_TOGETHER bytes for which staging has room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,10 @@ class PlacedOp:
 
 
 def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int:
-    """Bytes of the local tier's buffers for the staged parts of `ops`, at most.
+    """Bytes of the local tier's buffers for the staged parts of `ops`.
 
     Decode steps stage the ops of that transport, a staged `prefill` all matrices. Both use the
-    same two buffers; each holds a part, or a group of parts of up to STAGED_TOGETHER bytes.
+    same buffers.
     """
     staged = [
         op
@@ -80,7 +81,15 @@ def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int
     ]
     total = sum(op.remote_bytes for op in staged)
     largest = max((op.largest_remote_part for op in staged), default=0)
-    return 2 * max(largest, min(STAGED_TOGETHER, ceil_div(total, 2)))
+    return ring_bytes(largest, total)
+
+
+def ring_bytes(largest: int, total: int) -> int:
+    """Bytes of the buffers for staged parts of `total` bytes, of which one has at most `largest`.
+
+    There is room for two of the largest, or for some groups of small ones.
+    """
+    return min(total, max(2 * largest, RING_GROUPS * STAGED_TOGETHER))
 
 
 @dataclass(frozen=True, kw_only=True)
