@@ -3,6 +3,7 @@
 Knows the model, the workload and the machine; knows neither budgets nor a policy.
 """
 
+import math
 from collections.abc import Sequence
 
 from dakrun.config import ModelConfig, Workload
@@ -116,10 +117,10 @@ class StepCosts:
 
 
 def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
-    """Seconds that direct and staged reads of matrices from the same tier wait for each other.
+    """Seconds that direct and staged reads from the same tier wait for each other.
 
-    Copies run ahead while other ops read directly. Each takes the link from the other, for as
-    long as the shorter of both needs it. `links` has the tiers of `ops` in their order.
+    Copies run ahead while other ops read directly. Among matrices each takes the link from the
+    other, for as long as the shorter of both needs it; attention waits as in `_attention_waits_s`.
     """
     seconds = 0.0
     for tier, name in enumerate(links.direct):
@@ -129,4 +130,36 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
                 rates = links.staged if op.transport == "staged" else links.direct
                 needed[op.transport] += op.read_bytes(tier) / rates[name]
         seconds += min(needed.values())
+        if needed["staged"]:
+            seconds += _attention_waits_s(ops, links, tier)
     return seconds
+
+
+def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> float:
+    """Seconds that attention's direct reads of a tier wait for copies from it, in a step.
+
+    A copy starts when its place in the ring is free, during attention, too. With c seconds of
+    copies, k of other ops and a of attention's reads, alone on the link, both share it for a
+    fraction p of attention's time, a (1 + p): p (k + a + a p) = c + a p. Attention waits for all
+    copies at most. If copies take longer than all ops, ops wait for them, and nothing is lost.
+    """
+    name, local = list(links.direct)[tier], next(iter(links.direct.values()))
+    copies = kernels = reads = attention = predicted = 0.0
+    for op in ops:
+        seconds = sum(op.predicted_s)
+        predicted += seconds
+        if op.op.category == "attention":
+            attention += seconds
+            reads += op.read_bytes(tier) / links.direct[name]
+            continue
+        if op.transport == "staged":
+            copied = op.read_bytes(tier) / links.staged[name]
+            copies += copied
+            if seconds <= copied:  # it waits for the link
+                seconds = op.op.layers * op.op.read_bytes / local
+        kernels += seconds
+    if not reads:
+        return 0.0
+    shared = (math.sqrt(kernels**2 + 4 * reads * copies) - kernels) / (2 * reads)
+    longer = reads + min(reads * min(1.0, shared), copies)
+    return max(0.0, kernels + max(attention, longer) - predicted)

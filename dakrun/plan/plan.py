@@ -123,7 +123,7 @@ class Plan:
     `fixed_bytes` are the local tier's bytes besides weights and KV, by purpose. `required_ratio`
     is the ratio of weight and KV bytes that capacity forces out of the local tier. `phase` is the
     extent of offloading: 1 up to the ops' a, 2 up to their b, 3 beyond. `sampling_s` is the time
-    of choosing a step's tokens, `waits_s` the time in which direct and staged reads of matrices
+    of choosing a step's tokens, `waits_s` the time in which direct and staged reads of a tier
     wait for each other. `forgone` is an offloading plan whose gain is below MIN_OFFLOAD_GAIN.
     `spare_kv_blocks` are KV blocks of the local tier beyond those of expected lengths: they use
     memory that is left.

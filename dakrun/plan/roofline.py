@@ -16,7 +16,8 @@ from dakrun.plan.ops import Op
 
 COMPUTE = "compute"
 MIN_TENSOR_ROWS = 8  # rows of X that a tensor core multiplies at least
-STAGED_TOGETHER = 2**23  # bytes; smaller staged parts are copied in groups of this size
+STAGED_TOGETHER = 2**24  # bytes; smaller staged parts are copied in groups of this size
+WHOLE_WAIT = 2**22  # bytes; smaller staged parts have a share of the cost of waiting
 
 Regime = Literal["memory-bound", "mixed", "compute-bound"]
 
@@ -184,10 +185,10 @@ def staged_time(
     """Predicted seconds of one layer of `op`, of which the copy engine stages `nbytes`.
 
     The copy takes `link` seconds and overlaps with earlier ops. The kernel takes `kernel` seconds
-    as in `predicted_time`, and the profile's extra cost of waiting for the copy, of which small
-    parts have a share: a group of them is waited for once.
+    as in `predicted_time`, and the profile's extra cost of waiting for the copy. Small parts have a
+    share of it: a group of them is waited for once, but copies slow down kernels meanwhile.
     """
-    wait = profile.staged_seconds * min(1.0, nbytes / STAGED_TOGETHER)
+    wait = profile.staged_seconds * min(1.0, nbytes / WHOLE_WAIT)
     return max(predicted_time(op, kernel, profile) + wait, link)
 
 
