@@ -13,6 +13,7 @@ from dakrun.plan.ops import Op, decode_ops
 from dakrun.plan.plan import PlacedOp
 from dakrun.plan.policy import Transport
 from dakrun.plan.roofline import (
+    STAGED_TOGETHER,
     Links,
     bound_times,
     compute_time,
@@ -138,13 +139,14 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
 def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> float:
     """Seconds that attention's direct reads of a tier wait for copies from it, in a step.
 
-    A copy starts when its place in the ring is free, during attention, too. With c seconds of
-    copies, k of other ops and a of attention's reads, alone on the link, both share it for a
-    fraction p of attention's time, a (1 + p): p (k + a + a p) = c + a p. Attention waits for all
-    copies at most. If copies take longer than all ops, ops wait for them, and nothing is lost.
+    A copy starts when its place in the ring is free: as a product ends, or, of a group with parts
+    of several layers, at any time of a layer. With c seconds of such copies, k of other ops and a
+    of attention's reads, each alone on the link, both share it for a fraction p of attention's
+    time, a (1 + p): p (k + a + a p) = c + a p. Attention waits for all copies at most. If copies
+    take longer than all ops, ops wait for them, and nothing is lost.
     """
     name, local = list(links.direct)[tier], next(iter(links.direct.values()))
-    copies = kernels = reads = attention = predicted = 0.0
+    copies = kernels = reads = attention = predicted = staged = 0.0
     for op in ops:
         seconds = sum(op.predicted_s)
         predicted += seconds
@@ -155,6 +157,7 @@ def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> floa
         if op.transport == "staged":
             copied = op.read_bytes(tier) / links.staged[name]
             copies += copied
+            staged += op.read_bytes(tier) / op.op.layers if op.op.in_layer else 0.0
             if seconds <= copied:  # it waits for the link
                 seconds = op.op.layers * op.op.read_bytes / local
         kernels += seconds
@@ -162,4 +165,5 @@ def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> floa
         return 0.0
     shared = (math.sqrt(kernels**2 + 4 * reads * copies) - kernels) / (2 * reads)
     longer = reads + min(reads * min(1.0, shared), copies)
-    return max(0.0, kernels + max(attention, longer) - predicted)
+    waits = max(0.0, kernels + max(attention, longer) - predicted)
+    return waits * min(1.0, max(0.0, STAGED_TOGETHER / max(staged, 1.0) - 1))
