@@ -30,6 +30,9 @@ SEGMENTS = (1, 2, 4, 5)  # of K; 3 and 6 gained at most 1% where they were measu
 SMALL_TILE_ROWS = 128  # rows of X up to which reading W from HBM takes longer than products
 LINK_CYCLES = 6000  # latency of a copy over a link: a host on PCIe 5, under load
 
+# Cycles of a local part beside so many clusters of so many CTAs.
+Local = Callable[[int, int], float]
+
 
 def tiled_config(
     n: int,
@@ -55,22 +58,25 @@ def tiled_config(
     _, best = _best(n, sum(row_blocks), sms, atoms, shapes(limits), limits)
     segments = best.k_ctas
     launches = []
-    left = sms
+    left, room = sms, limits
 
     @functools.cache
-    def local(sms: int) -> tuple[float, Shape]:
-        return _best(n, row_blocks[0], sms, atoms, shapes(limits, segments), limits)
+    def local(clusters: int, ctas: int) -> float:
+        others = limits.beside(clusters, ctas)
+        options = shapes(limits, segments)
+        return _best(n, row_blocks[0], sms - clusters * ctas, atoms, options, others)[0]
 
     if any(row_blocks[1:]) and all(access == TierAccess() for access in tiers[1:]):
         launches.append(_remote_on_all_sms(n, row_blocks, segments, sms, atoms, limits))
     elif any(row_blocks[1:]):
         remote = RemotePart(n, tuple(row_blocks[1:]), tuple(tiers[1:]), atoms, segments, limits)
-        rest = (lambda sms: local(sms)[0]) if row_blocks[0] else None
+        rest = local if row_blocks[0] else None
         launches.append(remote.launch(sms, rest, multicast=multicast))
         left -= launches[0].ctas
+        room = limits.beside(launches[0].clusters, launches[0].shape.ctas)
     if row_blocks[0]:
-        _, shape = local(left)
-        tier = local_tier(n, row_blocks[0], shape, left, atoms, limits, access=tiers[0])
+        _, shape = _best(n, row_blocks[0], left, atoms, shapes(limits, segments), room)
+        tier = local_tier(n, row_blocks[0], shape, left, atoms, room, access=tiers[0])
         stages = shape.stages(limits, tier.tile_row_blocks)
         others = [TierTiles(0) for _ in row_blocks[1:]]
         launches.append(Launch(shape, stages, (tier, *others)).with_max_blocks(limits))
@@ -132,9 +138,9 @@ class RemotePart:
     limits: Limits
 
     def launch(
-        self, sms: int, local: Callable[[int], float] | None, *, multicast: bool = True
+        self, sms: int, local: Local | None, *, multicast: bool = True
     ) -> Launch:
-        """Choose the launch on a GPU of `sms` SMs; `local` gives a local part's cycles by SMs."""
+        """Choose the launch on a GPU of `sms` SMs, beside a local part if there is one."""
         parts = sum(count > 0 for count in self.row_blocks)
         shapes = [
             shape
@@ -156,12 +162,12 @@ class RemotePart:
             if shape.fits(self.limits):
                 yield from (replace(shape, x_ctas=count) for count in {1, min(limit, x_ctas)})
 
-    def _max_clusters(self, shape: Shape, sms: int, local: Callable[[int], float] | None) -> int:
+    def _max_clusters(self, shape: Shape, sms: int, local: Local | None) -> int:
         """Most clusters that leave SMs for the local part, if there is one."""
         return self.limits.max_clusters(sms - self.segments * (local is not None), shape.ctas)
 
-    def _launch(self, shape: Shape, sms: int, local: Callable[[int], float] | None) -> Launch:
-        """A launch with the fewest clusters that end no later than the local part."""
+    def _launch(self, shape: Shape, sms: int, local: Local | None) -> Launch:
+        """A launch with the fewest clusters that end no later than the local part, or its link."""
         clusters = [int(count > 0) for count in self.row_blocks]
         parts = [tier for tier, count in enumerate(self.row_blocks) if count]
         for tier in parts * min(2, len(parts)):  # the second time with the others' clusters known
@@ -171,11 +177,11 @@ class RemotePart:
             def ends(count: int, tier: int = tier, others: int = others) -> bool:
                 if local is None:
                     return False
-                rest = local(sms - shape.ctas * (others + count))
+                rest = local(others + count, shape.ctas)
                 found = self._tiles(shape, tier, count)
                 products, link = self._cycles(shape, tier, found)
                 window_is_full = found.window < self._stages(shape)
-                return products <= rest and (link <= rest or window_is_full)
+                return products <= max(rest, link) and (link <= rest or window_is_full)
 
             counts = range(1, max(1, limit))
             clusters[tier] = 1 + bisect.bisect_left(counts, True, key=ends)
@@ -232,11 +238,11 @@ class RemotePart:
         return products, cycles * self.atoms * row_blocks * ceil_div(n, shape.rows) / in_flight
 
     def _key(
-        self, launch: Launch, sms: int, local: Callable[[int], float] | None
+        self, launch: Launch, sms: int, local: Local | None
     ) -> tuple[float, ...]:
         """Cycles until the last part ends; then, for ties, the sizes of tiles and clusters."""
         shape = launch.shape
-        parts = [local(sms - launch.ctas)] if local else []
+        parts = [local(launch.clusters, shape.ctas)] if local else []
         for tier, tiles in enumerate(launch.tiers[1:]):
             if tiles.clusters:
                 parts += self._cycles(shape, tier, tiles)

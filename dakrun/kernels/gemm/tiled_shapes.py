@@ -75,6 +75,16 @@ class Limits:
         """Clusters of `ctas` CTAs that run at a time on `sms` SMs."""
         return sms if ctas == 1 else min(sms // ctas, self.clusters[ctas - 2])
 
+    def beside(self, clusters: int, ctas: int) -> "Limits":
+        """The limits for another launch while `clusters` of `ctas` CTAs run.
+
+        Each takes the place of whole clusters. Single CTAs are taken to run on SMs left free.
+        """
+        if ctas == 1:
+            return self
+        left = (count - clusters * ceil_div(ctas, n) for n, count in enumerate(self.clusters, 2))
+        return replace(self, clusters=tuple(max(1, count) for count in left))
+
 
 H200 = Limits()
 
@@ -210,9 +220,14 @@ class Launch:
         return replace(self, blocks=blocks)
 
     @property
+    def clusters(self) -> int:
+        """Clusters of all tiers."""
+        return sum(tier.clusters for tier in self.tiers)
+
+    @property
     def ctas(self) -> int:
         """CTAs of all tiers."""
-        return self.shape.ctas * sum(tier.clusters for tier in self.tiers)
+        return self.shape.ctas * self.clusters
 
     @property
     def shared_bytes(self) -> int:
