@@ -134,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   const Place place(args);
   const Ring ring(args, args.tiers[place.tier], place, barriers);
   if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
+  if (threadIdx.x == kConsumers + 32) ptx::prefetch_tensor_map(&args.x_rest);
   if (threadIdx.x == 0 && args.boxes) ptx::prefetch_tensor_map(&args.y_boxes);
   const SplitKBarriers split_k_barriers(ptx::smem_address(barriers + 2 * kMaxStages));
   if (threadIdx.x == kTiledThreads - 1 && args.k_ctas > 1)

@@ -36,11 +36,14 @@ enum Order : int {
 };
 
 struct TiledGemmArgs {
-  TensorMap x;        // [1][N][K], box of 1 x box_rows x 64, 128-byte swizzle
+  // [1][N][K], 128-byte swizzle: boxes of 1 x box_rows x 64, and of 1 x rest_rows x 64.
+  TensorMap x, x_rest;
   TensorMap y_boxes;  // [N][width], box of a block of outputs
   int boxes;          // whether y_boxes is there; not with kSiluMul
   int m, n;
-  int box_rows;  // of X; w_ctas boxes hold a warpgroup's rows, or all n rows if n is less
+  // Rows of X in a box: w_ctas of the one hold a warpgroup's rows, of the other those of the last
+  // warpgroup along X if they are fewer. 0: they are not.
+  int box_rows, rest_rows;
   int activation;
   int order;
   // CTAs of a cluster: w_ctas side by side along W share X, of which each loads a part; x_ctas
@@ -70,7 +73,7 @@ __device__ __forceinline__ int tier_of(const TiledGemmArgs& args, int cluster) {
 // Fetches the parameters into the constant cache, a line by each warp: all at once instead of one
 // after the other when they are needed.
 __device__ __forceinline__ void fetch_parameters(const TiledGemmArgs& args) {
-  constexpr int kWords = (sizeof args - 2 * sizeof(TensorMap)) / sizeof(int);
+  constexpr int kWords = (sizeof args - 3 * sizeof(TensorMap)) / sizeof(int);
   const int line = threadIdx.x / 32 * (64 / sizeof(int));
   if (line < kWords) ptx::fetch_parameter((&args.boxes)[line]);
 }

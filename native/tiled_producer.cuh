@@ -63,33 +63,38 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
   }
 }
 
-// The X producer, a warp of which one thread copies. A box is no larger than X: rows beyond it
-// would come as zeros, and slowly.
+// The X producer, a warp of which one thread copies. The rows of the last warpgroup along X have a
+// box of their own size: rows beyond X would come as zeros, and slowly. Their sums are not stored.
 __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring& ring,
                                           const Place& place, const SplitKBarriers& barriers) {
+  constexpr int kRowBytes = kAtomK * 2;
   const int max_boxes = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
   // CTAs along W load a part of each box each and multicast it.
   const bool multicast = args.w_ctas > 1, copies = ptx::elect_one();
-  const int part = multicast ? args.box_rows * place.sharer : 0;
-  const int box_bytes = args.w_ctas * args.box_rows * kAtomK * 2;
+  const int sharer = multicast ? place.sharer : 0;
   RingPosition fill;
   for (Tiles tile(args, place); tile.next();) {
     if (tile.first()) wait_for_input(args);
-    const int boxes = max(0, min(max_boxes, (args.n - tile.n + kXRows - 1) / kXRows));
+    const int left = max(0, args.n - tile.n), whole = min(max_boxes, left / kXRows);
+    const int boxes = min(max_boxes, (left + kXRows - 1) / kXRows);
+    const int rows = whole * args.box_rows + (boxes - whole) * args.rest_rows;
     if (copies) {
 #pragma unroll 1
       for (int k = tile.k; k < tile.k_end; k++) {
         wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
         const uint32_t full_barrier = ring.full_barrier[fill.stage];
-        ptx::mbarrier_arrive_expect_tx(full_barrier, boxes * box_bytes);
-        uint32_t to = ring.smem_x(fill.stage) + part * kAtomK * 2;
+        ptx::mbarrier_arrive_expect_tx(full_barrier, args.w_ctas * rows * kRowBytes);
 #pragma unroll 1
-        for (int i = 0, n = tile.n + part; i < boxes; i++, n += kXRows, to += kXAtomBytes) {
+        for (int i = 0; i < boxes; i++) {
+          const TensorMap* map = i < whole ? &args.x : &args.x_rest;
+          const int part = (i < whole ? args.box_rows : args.rest_rows) * sharer;
+          const int n = tile.n + i * kXRows + part;
+          const uint32_t to = ring.smem_x(fill.stage) + i * kXAtomBytes + part * kRowBytes;
           if (multicast) {
-            ptx::tensor_load_multicast(to, &args.x, k * kAtomK, n, 0, full_barrier,
+            ptx::tensor_load_multicast(to, map, k * kAtomK, n, 0, full_barrier,
                                        place.multicast_mask());
           } else {
-            ptx::tensor_load(to, &args.x, k * kAtomK, n, 0, full_barrier);
+            ptx::tensor_load(to, map, k * kAtomK, n, 0, full_barrier);
           }
         }
         fill.advance(ring.stages);

@@ -57,9 +57,10 @@ class _Args(ctypes.Structure):
 
     _fields_ = (
         ("x", ctypes.c_uint64 * 16),
+        ("x_rest", ctypes.c_uint64 * 16),
         ("y_boxes", ctypes.c_uint64 * 16),
-        *ints("boxes", "m", "n", "box_rows", "activation", "order", "w_ctas", "x_ctas", "k_ctas"),
-        *ints("segment_atoms", "output_blocks", "width"),
+        *ints("boxes", "m", "n", "box_rows", "rest_rows", "activation", "order"),
+        *ints("w_ctas", "x_ctas", "k_ctas", "segment_atoms", "output_blocks", "width"),
         *pointers("bias", "residual", "y", "partials", "partial_flags"),
         ("tiers", _TierTiles * (MAX_TIERS + 1)),
         ("weight", PackedMatrix),
@@ -158,10 +159,11 @@ def tiled_gemm(
         args.w_ctas, args.x_ctas, args.k_ctas = shape.w_ctas, shape.x_ctas, shape.k_ctas
         args.segment_atoms = ceil_div(args.weight.atoms, shape.k_ctas)
         args.output_blocks = launch.blocks
-        args.box_rows = ROWS_PER_BLOCK * ceil_div(
-            min(shape.x_tiles, ceil_div(n, ROWS_PER_BLOCK)), shape.w_ctas
-        )
-        args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), args.box_rows, 1)
+        whole = ROWS_PER_BLOCK * shape.x_tiles
+        args.box_rows = whole // shape.w_ctas
+        args.rest_rows = ROWS_PER_BLOCK * ceil_div(n % whole, ROWS_PER_BLOCK * shape.w_ctas)
+        for field, rows in ((args.x, args.box_rows), (args.x_rest, args.rest_rows)):
+            field[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), rows or args.box_rows, 1)
         if args.boxes:
             args.y_boxes[:] = boxes_map(out.data_ptr(), out.dtype, (n, width), shape.output_box)
         args.tiers[:] = _tiers(n, weight, launch)
