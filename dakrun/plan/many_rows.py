@@ -54,8 +54,9 @@ def _part_times(
     kernel = work * profile.sms / sms
     if tier == 0:
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
-    link = profile.tier(remote[tier - 1])
-    return kernel, nbytes / _ring_rate(link, op.batch_size, sms, profile.kernel_model)
+    link, model = profile.tier(remote[tier - 1]), profile.kernel_model
+    seconds = nbytes / _ring_rate(link, op.batch_size, sms, model)
+    return kernel, seconds + model.launch_gap_seconds if nbytes else 0.0  # idle between launches
 
 
 def many_rows_sms(

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig
-from dakrun.geometry import SHARED_BYTES_PAIRED
+from dakrun.geometry import FEW_ROWS, SHARED_BYTES_PAIRED
 from dakrun.hardware import LOCAL, HardwareProfile, KernelModel, RemoteTier
 from dakrun.plan.ops import Op
 
 COMPUTE = "compute"
 MIN_TENSOR_ROWS = 8  # rows of X that a tensor core multiplies at least
 STAGED_TOGETHER = 2**24  # bytes; smaller staged parts are copied in groups of this size
-WHOLE_WAIT = 2**22  # bytes; smaller staged parts have a share of the cost of waiting
+WHOLE_WAIT = 2**22  # bytes; with few rows, smaller staged parts have a share of the cost of waiting
 
 Regime = Literal["memory-bound", "mixed", "compute-bound"]
 
@@ -186,9 +186,11 @@ def staged_time(
 
     The copy takes `link` seconds and overlaps with earlier ops. The kernel takes `kernel` seconds
     as in `predicted_time`, and the profile's extra cost of waiting for the copy. Small parts have a
-    share of it: a group of them is waited for once, but copies slow down kernels meanwhile.
+    share of it: a group of them is waited for once, but copies slow down products of few rows,
+    which HBM limits.
     """
-    wait = profile.staged_seconds * min(1.0, nbytes / WHOLE_WAIT)
+    whole = WHOLE_WAIT if op.batch_size <= FEW_ROWS else STAGED_TOGETHER
+    wait = profile.staged_seconds * min(1.0, nbytes / whole)
     return max(predicted_time(op, kernel, profile) + wait, link)
 
 

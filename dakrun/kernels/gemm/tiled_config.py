@@ -137,9 +137,7 @@ class RemotePart:
     segments: int  # of K
     limits: Limits
 
-    def launch(
-        self, sms: int, local: Local | None, *, multicast: bool = True
-    ) -> Launch:
+    def launch(self, sms: int, local: Local | None, *, multicast: bool = True) -> Launch:
         """Choose the launch on a GPU of `sms` SMs, beside a local part if there is one."""
         parts = sum(count > 0 for count in self.row_blocks)
         shapes = [
@@ -237,9 +235,7 @@ class RemotePart:
         in_flight = tiles.clusters * shape.k_ctas * tiles.window * size
         return products, cycles * self.atoms * row_blocks * ceil_div(n, shape.rows) / in_flight
 
-    def _key(
-        self, launch: Launch, sms: int, local: Local | None
-    ) -> tuple[float, ...]:
+    def _key(self, launch: Launch, sms: int, local: Local | None) -> tuple[float, ...]:
         """Cycles until the last part ends; then, for ties, the sizes of tiles and clusters."""
         shape = launch.shape
         parts = [local(launch.clusters, shape.ctas)] if local else []

@@ -34,13 +34,13 @@ BARRIER_BYTES = 1024  # shared memory for barriers, besides the stages and outpu
 # Costs of a stage, in cycles of an SM at 1.75 GHz.
 ATOM_CYCLES = 36.2  # products of an 8 x 64 tile
 STAGE_CYCLES = 360  # the whole stage, at least: its issue
-LANDING_CYCLES = 1530  # latency of the stage's copies
+LANDING_CYCLES = 2000  # latency of the stage's copies
 SHARED_CYCLES = 7.1  # each KiB to or from shared memory
 SHARING_CYCLES = 43  # wait for the CTAs that share X
 # Reads, while all SMs read.
 HBM_BYTES = 19.8  # bytes per cycle that an SM gets from HBM
 L2_BYTES = 68  # bytes per cycle that an SM gets from L2
-W_READ_WEIGHT = 4.3  # factor for bytes of W, many of which miss L2
+W_READ_WEIGHT = 5.5  # factor for bytes of W, many of which miss L2
 READ_FRACTION, WIDE_READ_FRACTION = 0.188, 0.168  # of a read's time that adds to products
 STREAM_K_READ_WEIGHT = 1.24  # factor with Stream-K, where clusters are at different columns
 # Costs of a tile, in cycles in which nothing is multiplied.
