@@ -87,9 +87,9 @@ def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int
 def ring_bytes(largest: int, total: int) -> int:
     """Bytes of the buffers for staged parts of `total` bytes, of which one has at most `largest`.
 
-    There is room for two of the largest, or for some groups of small ones.
+    There is room for two of the largest, or for half of all parts, up to some groups of them.
     """
-    return min(total, max(2 * largest, RING_GROUPS * STAGED_TOGETHER))
+    return min(total, max(2 * largest, min(total // 2, RING_GROUPS * STAGED_TOGETHER)))
 
 
 @dataclass(frozen=True, kw_only=True)
