@@ -173,7 +173,7 @@ def test_products_with_a_mixed_part(shape: tuple[int, int]) -> None:
     measured = MIXED_PRODUCTS[shape]
     for row_blocks, us in measured.items():
         gain = predicted(row_blocks) / predicted(0)
-        assert gain == pytest.approx(us / measured[0], abs=0.016), row_blocks
+        assert gain == pytest.approx(us / measured[0], abs=0.02), row_blocks
 
 
 @pytest.mark.parametrize("shape", PEER_PRODUCTS)

