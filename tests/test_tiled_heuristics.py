@@ -199,6 +199,27 @@ def test_tiles_are_as_small_as_makes_no_more_waves(
     assert Shape(32, 2).smallest_tile(512, row_blocks, clusters) == size
 
 
+def test_local_clusters_have_the_places_that_remote_ones_leave() -> None:
+    """22 clusters of 5 CTAs run at a time; one more would run after all others."""
+    access = [LOCAL, TierAccess(8, 2**18)]
+    config = tiled_config(96, [504, 8], access, cols=14336, sms=132)
+    assert [launch.shape.ctas for launch in config.launches] == [5, 5]
+    assert sum(launch.clusters for launch in config.launches) == H200.max_clusters(132, 5)
+    beside = H200.beside(3, 4)
+    assert beside.clusters == (60, 33, 27, 19, 14, 12, 12)
+    assert H200.beside(9, 1) == H200 and min(H200.beside(15, 8).clusters) == 1
+
+
+def test_a_part_that_waits_for_its_link_has_few_clusters() -> None:
+    """More would divide the window into stages that do not fill it."""
+    config = tiled_config(96, [460, 52], [LOCAL, TierAccess(8, 2**18)], cols=16384, sms=132)
+    remote, local = config.launches
+    tiles = remote.tiers[1]
+    in_flight = tiles.clusters * remote.shape.k_ctas * tiles.window * tiles.tile_row_blocks
+    assert 0.9 * 2**18 < in_flight * 1024 <= 2**18
+    assert local.ctas > 100
+
+
 @pytest.mark.parametrize("n", [0, 4097])
 def test_rows_that_no_launch_takes(n: int) -> None:
     with pytest.raises(ValueError, match=f"expected 1 to 4096 rows, got {n}"):
