@@ -41,8 +41,8 @@ struct TiledGemmArgs {
   TensorMap y_boxes;  // [N][width], box of a block of outputs
   int boxes;          // whether y_boxes is there; not with kSiluMul
   int m, n;
-  // Rows of X in a box: w_ctas of the one hold a warpgroup's rows, of the other those of the last
-  // warpgroup along X if they are fewer. 0: they are not.
+  // Rows of X in a box. w_ctas boxes of box_rows hold a warpgroup's rows, w_ctas of rest_rows the
+  // last ones, which are fewer; rest_rows is 0 if there are none.
   int box_rows, rest_rows;
   int activation;
   int order;

@@ -173,6 +173,7 @@ def test_products_with_a_mixed_part(shape: tuple[int, int]) -> None:
     measured = MIXED_PRODUCTS[shape]
     for row_blocks, us in measured.items():
         gain = predicted(row_blocks) / predicted(0)
+        # The profile is of another pair.
         assert gain == pytest.approx(us / measured[0], abs=0.02), row_blocks
 
 

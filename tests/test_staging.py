@@ -36,13 +36,13 @@ def test_what_never_fits_is_refused() -> None:
 
 @given(SIZES, st.integers(50, 150), st.booleans())
 def test_nothing_is_copied_over_what_is_still_to_be_read(
-    sizes: list[int], ring: int, ahead: bool
+    sizes: list[int], ring: int, first: bool
 ) -> None:
     """Two passes after the other, with copies as early as their places allow."""
-    found = places(sizes, ring, early=ahead)
+    found = places(sizes, ring, early=first)
     count = len(sizes)
     early = [i for i, place in enumerate(found) if place.early]
-    assert early == list(range(len(early))) and bool(early) == ahead, "the first ones"
+    assert early == list(range(len(early))) and bool(early) == first, "the first ones"
     assert all(found[i].after != count - 1 for i in early[1:])
     held: dict[int, int] = {}  # what byte belongs to which matrix
 
@@ -91,7 +91,8 @@ def test_passes_find_their_matrices(device: str, together: int) -> None:
     staged = [name for name in matrices if name != "3"]
     size = staged_bytes(matrices["0"])
     ring = torch.empty((2 if together == 1 else 8) * size, dtype=torch.uint8, device=device)
-    groups = grouped([size] * len(staged), min(together, ring.numel() // 4))
+    together = min(together, ring.numel() // 4)
+    groups = grouped([size] * len(staged), together)
     assert len(groups) == (6 if together == 1 else 3)
     steps = Staging(matrices, staged, ring, together=together)
     prompts = Staging(matrices, staged, ring, together=together, early=False)

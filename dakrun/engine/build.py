@@ -27,6 +27,7 @@ from dakrun.kernels.runtime import compiling, has_kernels
 from dakrun.memory.tiers import Tier
 from dakrun.models.architectures import architecture
 from dakrun.plan import (
+    RING_GROUPS,
     STAGED_TOGETHER,
     OpPlan,
     Plan,
@@ -138,7 +139,8 @@ def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Stagin
     ring = torch.empty(
         ring_bytes(max(sizes, default=0), sum(sizes)), dtype=torch.uint8, device=backend.like.device
     )
-    staging = partial(Staging, matrices, ring=ring, together=STAGED_TOGETHER)
+    together = min(STAGED_TOGETHER, ring.numel() // RING_GROUPS)
+    staging = partial(Staging, matrices, ring=ring, together=together)
     return (
         staging(staged=in_steps) if in_steps else None,
         staging(staged=in_prefill, early=False) if in_prefill else None,

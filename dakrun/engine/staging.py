@@ -15,8 +15,6 @@ from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.tiers import aligned
 
-MIN_GROUPS = 4  # groups of small matrices for which a ring has room
-
 
 @dataclass(frozen=True)
 class Place:
@@ -36,9 +34,9 @@ class Place:
 def places(sizes: Sequence[int], ring: int, *, early: bool = True) -> list[Place]:
     """Places in a ring of `ring` bytes for items of `sizes` bytes, used in order every pass.
 
-    Without `early` no copy is; with it the first one is, and others whose places are free before
-    the pass uses its last item: a pass that copies as fast as it computes would end with waiting
-    for later ones. Raises ValueError for a size above the ring's.
+    Without `early` no copy is; with it the first one is, and those behind it up to one whose place
+    the last item holds: its copy could start only after the pass's last kernel, and the pass would
+    end with waiting for it. Raises ValueError for a size above the ring's.
     """
     spans = _spans(sizes, ring)
 
@@ -132,6 +130,7 @@ class StagingRing:
 
     def wait(self, number: int) -> None:
         """Let the next launches wait for the copy of item `number` of the pass."""
+        assert number in self._copied or self._places[number].early, "items are used in order"
         for copied in self._copied.get(number, ()):  # else the pass before has copied it
             if copied is not None:
                 torch.cuda.current_stream().wait_event(copied)
@@ -190,7 +189,7 @@ class Staging(StagingRing):
         Raises ValueError where one does not fit into the ring.
         """
         sizes = [staged_bytes(matrices[name]) for name in staged]
-        groups = grouped(sizes, min(together, ring.numel() // MIN_GROUPS))
+        groups = grouped(sizes, together)
         remote = {name: [part.data for part in matrices[name].parts[1:]] for name in staged}
         sources = [[data for i in group for data in remote[staged[i]]] for group in groups]
         super().__init__(sources, ring, links=len(remote[staged[0]]), early=early)

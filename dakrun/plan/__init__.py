@@ -44,7 +44,15 @@ from dakrun.plan.ops import (
 )
 from dakrun.plan.peak_blocks import blocks_suffice, peak_blocks
 from dakrun.plan.placement import ideal_ratios, place, slot_candidates
-from dakrun.plan.plan import OpPlan, PlacedOp, Plan, PrefillPlan, ring_bytes, staging_bytes
+from dakrun.plan.plan import (
+    RING_GROUPS,
+    OpPlan,
+    PlacedOp,
+    Plan,
+    PrefillPlan,
+    ring_bytes,
+    staging_bytes,
+)
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN, climb, make_plan
 from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
 from dakrun.plan.prefill import (
@@ -82,6 +90,7 @@ __all__ = [
     "PREFILL_CHUNK_TOKENS",
     "PREFILL_LAUNCH_ROWS",
     "RESERVE_BYTES",
+    "RING_GROUPS",
     "STAGED_TOGETHER",
     "Advice",
     "Alternative",

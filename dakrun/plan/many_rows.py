@@ -29,7 +29,7 @@ def many_rows_times(
 
     `sms[t]` SMs multiply `counts[t]` row blocks of tier t; all SMs together would take `compute`
     seconds for the whole op. HBM limits the local part. The bytes that the rings of a remote part's
-    CTAs hold limit the rate of its link.
+    CTAs hold limit the rate of its link, which also idles for a while between launches.
     """
     parts = [
         _part_times(op, tier, n, s, compute, profile, remote)
@@ -56,7 +56,7 @@ def _part_times(
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
     link, model = profile.tier(remote[tier - 1]), profile.kernel_model
     seconds = nbytes / _ring_rate(link, op.batch_size, sms, model)
-    return kernel, seconds + model.launch_gap_seconds if nbytes else 0.0  # idle between launches
+    return kernel, seconds + model.launch_gap_seconds  # the link idles between launches
 
 
 def many_rows_sms(

@@ -139,31 +139,33 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
 def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> float:
     """Seconds that attention's direct reads of a tier wait for copies from it, in a step.
 
-    A copy starts when its place in the ring is free: as a product ends, or, of a group with parts
-    of several layers, at any time of a layer. With c seconds of such copies, k of other ops and a
-    of attention's reads, each alone on the link, both share it for a fraction p of attention's
-    time, a (1 + p): p (k + a + a p) = c + a p. Attention waits for all copies at most. If copies
-    take longer than all ops, ops wait for them, and nothing is lost.
+    A copy starts when its place in the ring is free: of a group with parts of several layers, at
+    any time of a layer. With c seconds of copies, k of other ops and a of attention's reads, each
+    alone on the link, both share it for a fraction p of attention's time, a (1 + p):
+    p (k + a + a p) = c + a p. Attention waits for all copies at most. If copies take longer than
+    all ops, ops wait for them, and nothing is lost. Nor is anything if a group has a part of a
+    layer or less: its place is free as a product ends; in between, a share of it is.
     """
-    name, local = list(links.direct)[tier], next(iter(links.direct.values()))
-    copies = kernels = reads = attention = predicted = staged = 0.0
+    name, hbm_rate = list(links.direct)[tier], next(iter(links.direct.values()))
+    copy_s = kernel_s = read_s = attention_s = predicted_s = layer_bytes = 0.0
     for op in ops:
         seconds = sum(op.predicted_s)
-        predicted += seconds
+        predicted_s += seconds
         if op.op.category == "attention":
-            attention += seconds
-            reads += op.read_bytes(tier) / links.direct[name]
+            attention_s += seconds
+            read_s += op.read_bytes(tier) / links.direct[name]
             continue
         if op.transport == "staged":
             copied = op.read_bytes(tier) / links.staged[name]
-            copies += copied
-            staged += op.read_bytes(tier) / op.op.layers if op.op.in_layer else 0.0
-            if seconds <= copied:  # it waits for the link
-                seconds = op.op.layers * op.op.read_bytes / local
-        kernels += seconds
-    if not reads:
+            copy_s += copied
+            layer_bytes += op.read_bytes(tier) / op.op.layers if op.op.in_layer else 0.0
+            if seconds <= copied * (1 + 1e-9):  # it waits for the link
+                seconds = op.op.layers * op.op.read_bytes / hbm_rate
+        kernel_s += seconds
+    if not read_s or not layer_bytes:
         return 0.0
-    shared = (math.sqrt(kernels**2 + 4 * reads * copies) - kernels) / (2 * reads)
-    longer = reads + min(reads * min(1.0, shared), copies)
-    waits = max(0.0, kernels + max(attention, longer) - predicted)
-    return waits * min(1.0, max(0.0, STAGED_TOGETHER / max(staged, 1.0) - 1))
+    shared = (math.sqrt(kernel_s**2 + 4 * read_s * copy_s) - kernel_s) / (2 * read_s)
+    longer = read_s + min(read_s * min(1.0, shared), copy_s)
+    waits = max(0.0, kernel_s + max(attention_s, longer) - predicted_s)
+    layers_of_a_group = STAGED_TOGETHER / layer_bytes
+    return waits * min(1.0, max(0.0, layers_of_a_group - 1))

@@ -13,7 +13,7 @@ from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, kv_positio
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import STAGED_TOGETHER, Regime
 
-RING_GROUPS = 4  # groups of STAGED_TOGETHER bytes for which staging has room
+RING_GROUPS = 4  # groups of small parts for which the staging buffers have room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,8 @@ def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int
 def ring_bytes(largest: int, total: int) -> int:
     """Bytes of the buffers for staged parts of `total` bytes, of which one has at most `largest`.
 
-    There is room for two of the largest, or for half of all parts, up to some groups of them.
+    There is room for two of the largest, or, of small parts, for RING_GROUPS groups of up to
+    STAGED_TOGETHER bytes, but for half of all parts at most.
     """
     return min(total, max(2 * largest, min(total // 2, RING_GROUPS * STAGED_TOGETHER)))
 

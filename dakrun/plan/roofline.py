@@ -16,7 +16,7 @@ from dakrun.plan.ops import Op
 
 COMPUTE = "compute"
 MIN_TENSOR_ROWS = 8  # rows of X that a tensor core multiplies at least
-STAGED_TOGETHER = 2**24  # bytes; smaller staged parts are copied in groups of this size
+STAGED_TOGETHER = 2**24  # bytes; smaller staged parts are copied in groups of up to this size
 WHOLE_WAIT = 2**22  # bytes; with few rows, smaller staged parts have a share of the cost of waiting
 
 Regime = Literal["memory-bound", "mixed", "compute-bound"]

@@ -47,7 +47,7 @@ WEIGHT_ROW_BLOCKS, WEIGHT_COLS = 1536, 4096
 STAGED_ROW_BLOCKS = 8
 STAGED_ROWS = 8  # rows of X
 STAGED_ACCESS = TierAccess(), TierAccess(1)
-STAGING_BUFFERS = 2
+STAGING_BUFFERS = 2  # the ring's size, in staged parts
 MAX_STAGED_OPS = 64
 
 

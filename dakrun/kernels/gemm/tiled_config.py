@@ -161,8 +161,14 @@ class RemotePart:
                 yield from (replace(shape, x_ctas=count) for count in {1, min(limit, x_ctas)})
 
     def _max_clusters(self, shape: Shape, sms: int, local: Local | None) -> int:
-        """Most clusters that leave SMs for the local part, if there is one."""
-        return self.limits.max_clusters(sms - self.segments * (local is not None), shape.ctas)
+        """Most clusters that leave SMs, and the place of a cluster, for a local part."""
+        if local is None:
+            return self.limits.max_clusters(sms, shape.ctas)
+        most = self.limits.max_clusters(sms - self.segments, shape.ctas)
+        if self.segments == 1:
+            return most
+        places = self.limits.clusters[self.segments - 2] - 1
+        return min(most, places // ceil_div(shape.ctas, self.segments))
 
     def _launch(self, shape: Shape, sms: int, local: Local | None) -> Launch:
         """A launch with the fewest clusters that end no later than the local part, or its link."""

@@ -1,6 +1,7 @@
 """Launches of the tiled GEMM: shapes of tiles, rings, tiers, a GPU's limits, and what tiles cost.
 
-Needs no GPU, and chooses nothing. Costs are fitted to an H200; no shape has a special case.
+Needs no GPU, and chooses nothing. Costs are fitted to an H200 and an H100; no shape has a special
+case.
 """
 
 import bisect
@@ -78,7 +79,8 @@ class Limits:
     def beside(self, clusters: int, ctas: int) -> "Limits":
         """The limits for another launch while `clusters` of `ctas` CTAs run.
 
-        Each takes the place of whole clusters. Single CTAs are taken to run on SMs left free.
+        Each takes the place of whole clusters. Single CTAs are taken to run on SMs left free. A
+        cluster of any size can run at least, if only when others have ended.
         """
         if ctas == 1:
             return self
