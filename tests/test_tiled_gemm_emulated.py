@@ -368,7 +368,7 @@ def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
 
 
 @pytest.mark.parametrize("shape", [ALONG_W, Shape(8, 1, 2), Shape(16, 1), replace(WIDE, w_ctas=2)])
-@pytest.mark.parametrize("n", [1, 8, 63, 64, 65, 80, 100, 128, 200])
+@pytest.mark.parametrize("n", [8, 65, 200])
 def test_few_rows_behind_x_are_copied(
     n: int, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,20 +127,25 @@ class HardwareProfile:
 
         Raises UsageError where the machine has no such tier.
         """
-        for tier in self.remote:
-            if tier.name == name:
-                total = self.link_groups.get(tier.group or "", math.inf)
-                if max(tier.direct_bytes_per_s, tier.staged_bytes_per_s) <= total:
-                    return tier
-                return replace(
-                    tier,
-                    direct_bytes_per_s=min(tier.direct_bytes_per_s, total),
-                    staged_bytes_per_s=min(tier.staged_bytes_per_s, total),
-                )
+        if name in self._tiers:
+            return self._tiers[name]
         names = ", ".join(tier.name for tier in self.remote) or "none"
         raise UsageError(
             f"profile {self.name} has no remote tier {name!r}", hint=f"it has: {names}"
         )
+
+    @functools.cached_property
+    def _tiers(self) -> dict[str, RemoteTier]:
+        """The remote tiers by name, their rates capped."""
+        found = {}
+        for tier in self.remote:
+            total = self.link_groups.get(tier.group or "", math.inf)
+            found[tier.name] = replace(
+                tier,
+                direct_bytes_per_s=min(tier.direct_bytes_per_s, total),
+                staged_bytes_per_s=min(tier.staged_bytes_per_s, total),
+            )
+        return found
 
     def flops_per_s(self, dtype: Dtype, n: int) -> float:
         """Matrix multiply rate in FLOP/s, in `dtype` and for `n` rows; UsageError if unknown."""
