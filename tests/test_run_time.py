@@ -115,7 +115,7 @@ def test_the_batch_size_is_that_of_the_shortest_run() -> None:
         new_tokens=round(run.mean_new),
         max_model_len=2048,
     )
-    policy = Policy(hbm_budget=33 << 30, remote=("peer",))
+    policy = Policy(hbm_budget=int(33.2 * 2**30), remote=("peer",))
 
     def chosen(**more: object) -> Plan:
         size = choose_batch_size(config, workload, profile, policy, limit=512, **more)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_the_batch_size_is_that_of_the_shortest_run() -> None:
     assert (
         full.workload.batch_size / full.predicted_s > whole.workload.batch_size / whole.predicted_s
     )
-    assert run.forecast(whole).seconds < 0.96 * run.forecast(full).seconds
+    assert run.forecast(whole).seconds < 0.85 * run.forecast(full).seconds
     assert chosen(run=ExpectedRun([])).workload == full.workload
     many = ExpectedRun(rows, share=0.001)  # 512,000 of them: few steps are not full
     assert many.forecast(chosen(run=many)).seconds <= many.forecast(full).seconds

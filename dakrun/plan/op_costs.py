@@ -122,6 +122,7 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
 
     Copies run ahead while other ops read directly. Among matrices each takes the link from the
     other, for as long as the shorter of both needs it; attention waits as in `_attention_waits_s`.
+    `links` has the tiers of `ops` in their order.
     """
     seconds = 0.0
     for tier, name in enumerate(links.direct):
