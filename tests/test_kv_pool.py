@@ -21,6 +21,7 @@ from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVShape
 from dakrun.llm import LLM
 from dakrun.memory import allocate_tiers
+from dakrun.memory.device import in_order
 from dakrun.plan import Plan, Policy, blocks_suffice, kept_positions, peak_blocks
 from dakrun.requests import Completion, Request, RowError
 
@@ -103,6 +104,29 @@ def test_slots_take_blocks_of_their_tier_one_by_one() -> None:
         assert cache.free(0) == 3 and cache.reserve(2, 129)
         cache.release_all()
         assert (cache.free(0), cache.free(1)) == (5, 4)
+
+
+def test_gathers_on_a_peer_are_between_the_launches_of_this_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[tuple[int | None, int | None]] = []  # who waits for whom
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def wait_stream(self, other: "Stream") -> None:
+            waits.append((self.device.index, other.device.index))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    here, peer = torch.device("cuda", 0), torch.device("cuda", 1)
+    with in_order(peer, here):
+        assert waits == [(1, 0)]
+    assert waits == [(1, 0), (0, 1)]
+    for other, device in ((here, here), (CPU, CPU), (CPU, here)):
+        with in_order(other, device):
+            pass
+    assert len(waits) == 2
 
 
 def test_a_local_slot_may_span_tiers() -> None:

@@ -11,8 +11,12 @@ import pytest
 import torch
 from peers import readable_peer
 
+from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.errors import CannotRun
+from dakrun.geometry import KV_BLOCK
+from dakrun.kernels.runtime import copy
 from dakrun.memory import PartitionedTensor, allocate_tiers
+from dakrun.memory.device import in_order
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,3 +144,38 @@ def test_a_matrix_over_all_tiers(device: torch.device) -> None:
         assert matrix.dense().device == device and torch.equal(matrix.dense().cpu(), dense)
         assert [part.data.is_cuda for part in matrix.parts] == [True, False]
         del matrix, part
+
+
+def test_blocks_of_a_peer_are_gathered_after_they_are_written(device: torch.device) -> None:
+    peer = readable_peer()
+    layout = RowLayout(kv_heads=1, head_dim=64, positions=2 * KV_BLOCK, dtype=torch.float16)
+    with allocate_tiers({"hbm": 2**20, f"peer:{peer}": 2**20}, device) as tiers:
+        cache = KVCache((("hbm", 1, 2), (f"peer:{peer}", 1, 2)), 2, layout, tiers, device)
+        assert cache.reserve(1, 2 * KV_BLOCK)
+        new = torch.randint(0, 256, cache.parts[1].shape, dtype=torch.uint8, device=device)
+        cache.parts[1].zero_()
+        cache.gather(0, 1, 2)  # what a first call sets up
+        for gpu in (device.index, peer):
+            torch.cuda.synchronize(gpu)
+        torch.cuda._sleep(10**9)  # half a second: the writer of this GPU is late
+        copy(cache.parts[1], new)
+        assert not torch.cuda.current_stream(device).query(), "expected the writer to be delayed"
+        found = cache.gather(0, 1, 2)
+        order = [cache.block(1, number).data_ptr() for number in range(2)]
+        numbers = [(at - cache.parts[1].data_ptr()) // cache.parts[1].stride(0) for at in order]
+        assert torch.equal(found, new[numbers, 0])
+
+
+def test_a_later_write_to_a_peer_waits_for_the_gather(device: torch.device) -> None:
+    peer = torch.device("cuda", readable_peer())
+    with allocate_tiers({"hbm": 0, f"peer:{peer.index}": 2**20}, device) as tiers:
+        there = tiers[f"peer:{peer.index}"].allocate((2**20,), torch.uint8)
+        there.zero_()
+        _ = there + 1  # loads the kernel
+        with in_order(peer, device), torch.cuda.device(peer):
+            torch.cuda._sleep(10**9)  # the reader on the peer is late
+            found = there + 1
+        copy(there, torch.full_like(there, 7, device=device))
+        assert torch.equal(found.cpu(), torch.ones(2**20, dtype=torch.uint8))
+        torch.cuda.synchronize(device)
+        assert torch.equal(there.cpu(), torch.full((2**20,), 7, dtype=torch.uint8))

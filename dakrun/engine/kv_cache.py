@@ -17,7 +17,7 @@ import torch
 from dakrun.engine.prefix_cache import PrefixCache
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import BlockTables, KVShape
-from dakrun.memory.device import device_view, upload
+from dakrun.memory.device import device_view, in_order, upload
 from dakrun.memory.tiers import Tier
 from dakrun.units import ceil_div
 
@@ -222,15 +222,16 @@ class KVCache:
     def gather(self, layer: int, slot: int, stop: int, start: int = 0) -> torch.Tensor:
         """The slot's blocks numbered `start` to `stop` - 1 in one layer, uint8 [n, layer_bytes].
 
-        They are a copy on `device`.
+        They are a copy on `device`, in the order of its current stream.
         """
         border, found = max(start, min(stop, self._spilled[slot])), []
         for first, last in ((start, border), (border, stop)):
             if first < last or start == stop:
                 part = self._on_device[self._tier_of(slot, first)]
                 held = torch.tensor(self._blocks[slot][first:last], dtype=torch.int64)
-                numbers = upload(held, part.device)
-                found.append(part[:, layer].index_select(0, numbers).to(self.device))
+                with in_order(part.device, self.device):  # a peer gathers on a stream of its own
+                    numbers = upload(held, part.device)
+                    found.append(part[:, layer].index_select(0, numbers).to(self.device))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     @property

@@ -4,8 +4,8 @@ Knows CUDA device numbers and bytes, not the contents of the memory.
 """
 
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -172,6 +172,24 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@contextmanager
+def in_order(other: torch.device, device: torch.device) -> Iterator[None]:
+    """Order torch's ops on GPU `other` between work launched on `device` before and after.
+
+    torch runs an op on the GPU of its tensors, on that GPU's current stream, which knows nothing of
+    kernels on `device` that write the same memory through the link. Does nothing on one device.
+    """
+    if other == device or other.type != "cuda":
+        yield
+        return
+    streams = torch.cuda.current_stream(other), torch.cuda.current_stream(device)
+    streams[0].wait_stream(streams[1])
+    try:
+        yield
+    finally:
+        streams[1].wait_stream(streams[0])
 
 
 class _CudaArray:
