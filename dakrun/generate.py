@@ -28,10 +28,12 @@ from dakrun.llm import LLM
 from dakrun.requests import (
     Choices,
     Completion,
+    InputRow,
     Request,
     RequestReader,
     ResultWriter,
     RowError,
+    digests_path,
     fingerprint_path,
     same_file,
 )
@@ -72,7 +74,8 @@ class BatchJob:
         self._llm, self._reader, self._writer = llm, reader, writer
         self._progress = progress_bar(console) if console else None
         self._choices = Choices()
-        self._running: dict[str, int] = {}  # bytes of the rows that have begun, by id
+        # Bytes and digests of the rows that have begun, by id.
+        self._running: dict[str, tuple[int, int]] = {}
         self._bytes_done = 0
         self.counts = Counts(writer.failed_before)
 
@@ -103,8 +106,8 @@ class BatchJob:
                     self._reader.wait()
                 continue
             self._writer.expect(row.id, row.line)
-            self._running[row.id] = row.nbytes
-            if self._writer.is_done(row.id):
+            self._running[row.id] = row.nbytes, row.digest
+            if self._writer.is_done(row.id, InputRow(row.id, row.line, row.digest)):
                 self.counts.skipped += 1
                 self._end(row.id)
             elif isinstance(row, RowError):
@@ -121,7 +124,7 @@ class BatchJob:
         if isinstance(row, RowError):
             self._fail(row)
         else:
-            self._writer.write(*row)
+            self._writer.write(*row, digest=self._running[result.id][1])
             self.counts.done += 1
             self._end(result.id)
 
@@ -132,7 +135,7 @@ class BatchJob:
 
     def _end(self, row_id: str) -> None:
         """Count a row as done, and show it."""
-        self._bytes_done += self._running.pop(row_id)
+        self._bytes_done += self._running.pop(row_id)[0]
         if self._progress:
             tokens = self._llm.engine.stats.new_tokens
             self._progress.update(
@@ -155,8 +158,13 @@ def check_report(report: str, *, source: str, output: str, profile: str) -> None
         raise UsageError(f"{folder}: no such folder", hint="make it, or change --report")
     if same_file(output, report):
         raise UsageError(f"{report}: the report would overwrite the results (-o)", hint=hint)
-    if output != "-" and same_file(str(fingerprint_path(output)), report):
-        raise UsageError(f"{report}: the report would overwrite the run's fingerprint", hint=hint)
+    if output != "-":
+        for path, what in (
+            (fingerprint_path(output), "the run's fingerprint"),
+            (digests_path(output), "the digests of its rows"),
+        ):
+            if same_file(str(path), report):
+                raise UsageError(f"{report}: the report would overwrite {what}", hint=hint)
     if same_file(report, source):
         raise UsageError(f"{report}: the report would overwrite the prompts (-i)", hint=hint)
     if profile != "auto" and same_file(report, profile):

@@ -27,7 +27,7 @@ def write(path: Path, ids: list[str], **options: bool) -> ResultWriter:
         for id in ids:
             if not writer.is_done(id):
                 writer.write(completion(id=id, text=id * 9))
-        writer.put_in_order()
+        writer.finish()
     return writer
 
 

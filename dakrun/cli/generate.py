@@ -39,6 +39,8 @@ from dakrun.errors import EXIT_FAILED, UsageError
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
 @click.option("--force", is_flag=True, help="With --resume: even if the model or options differ.")
+@click.option("--changed", is_flag=True, help="With --resume: run rows that changed again.")
+@click.option("--retry-failed", is_flag=True, help="With --resume: run failed rows again.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 @click.option("--ordered", is_flag=True, help="At the end, put the rows in the input's order.")
 @ray_options
@@ -59,6 +61,8 @@ def generate(
     report_path: str | None,
     resume: bool,
     force: bool,
+    changed: bool,
+    retry_failed: bool,
     overwrite: bool,
     ordered: bool,
     ray: str | None,
@@ -88,6 +92,11 @@ def generate(
     if ray is not None:
         if ordered:
             raise UsageError("--ordered does not go with --ray", hint="drop it: parts have ids")
+        if changed or retry_failed:
+            given = "--changed" if changed else "--retry-failed"
+            raise UsageError(
+                f"{given} does not go with --ray", hint="drop it, or run without --ray"
+            )
         from dakrun.cli.ray import run_on_ray
 
         return run_on_ray(
@@ -118,16 +127,33 @@ def generate(
     from dakrun.requests import RequestReader, ResultWriter, make_fingerprint
 
     writer = ResultWriter(
-        output, source=source, overwrite=overwrite, resume=resume, force=force, ordered=ordered
+        output,
+        source=source,
+        overwrite=overwrite,
+        resume=resume,
+        force=force,
+        ordered=ordered,
+        changed=changed,
+        retry_failed=retry_failed,
     )
     if report_path is not None:
         check_report(report_path, source=source, output=output, profile=profile)
     with RequestReader(source, defaults=params) as reader:
         config, folder = find_model(model, dtype, load_format)
         weights = None if load_format == "dummy" else folder
-        run = make_fingerprint(config, weights, reader.row_format(), params)
+        run = make_fingerprint(
+            config,
+            weights,
+            reader.row_format(),
+            params,
+            max_model_len=model_len(config, max_model_len),
+            tokenizer_directory=folder,
+        )
         if note := writer.identify(run):
             eprint(note)
+        if resume and (rows := reader.input_rows()) is not None:
+            for note in writer.compare(rows):
+                eprint(note)
         expected = reader.expected_run(model_len(config, max_model_len))
         hardware = resolve_run_profile(profile, device, eprint)
         console = stderr_console()
@@ -152,7 +178,7 @@ def generate(
             with writer, BatchJob(llm, reader, writer, progress) as job:
                 for result in llm.stream(job.requests()):
                     job.finish(result)
-                writer.put_in_order()
+                writer.finish()
             report = llm.report(time.perf_counter() - start)
     report["rows"] = vars(job.counts)
     report["time"]["predicted_s"] = foretold and foretold.seconds

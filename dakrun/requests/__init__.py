@@ -5,10 +5,10 @@ keeps the lines of pipes on disk (spool.py); reader.py reads rows, row_parser.py
 Requests, in the formats of native_rows.py and openai_rows.py (messages.py has chats, json_rows.py
 shared checks); choices.py collects the results of a row, openai_results.py puts them in OpenAI's
 format, writer.py writes them durably (files.py), written_rows.py reads them again, input_order.py
-puts them in order, fingerprint.py tells one run from another; gzip_files.py knows gzip; prompts.py
-says which prompts a model accepts, tokenizer.py wraps the model's tokenizer, chat_template.py runs
-its chat template, request.py holds the shared types. README.md describes the
-formats.
+puts them in order, fingerprint.py tells one run from another, row_digests.py one row from another;
+gzip_files.py knows gzip; prompts.py says which prompts a model accepts, tokenizer.py wraps the
+model's tokenizer, chat_template.py runs its chat template, request.py holds the shared types.
+README.md describes the formats.
 """
 
 from dakrun.requests.choices import Choices
@@ -27,6 +27,7 @@ from dakrun.requests.request import (
     RowError,
     TokenLogprob,
 )
+from dakrun.requests.row_digests import InputRow, digests_path
 from dakrun.requests.row_parser import RowParser
 from dakrun.requests.tokenizer import StopStrings, Tokenizer
 from dakrun.requests.writer import ResultWriter, result_line
@@ -37,6 +38,7 @@ __all__ = [
     "Choices",
     "Completion",
     "IdSet",
+    "InputRow",
     "Logprobs",
     "PromptRules",
     "PromptStarts",
@@ -51,6 +53,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenizer",
     "as_requests",
+    "digests_path",
     "fingerprint_path",
     "make_fingerprint",
     "result_line",

@@ -38,6 +38,7 @@ class OutputFile:
         self._fd = _stdout_fd() if self._is_stdout else _open_for_append(name)
         self._is_regular = self._fd >= 0 and stat.S_ISREG(os.fstat(self._fd).st_mode)
         self._fsync = self._fd >= 0
+        self._size: int | None = None  # after the last append
 
     @property
     def can_be_truncated(self) -> bool:
@@ -61,6 +62,19 @@ class OutputFile:
     def truncate(self, size: int) -> None:
         """Cut the file to its first `size` bytes."""
         os.ftruncate(self._fd, size)
+        self._size = size
+
+    def check(self) -> None:
+        """Raise OSError (ESTALE) if another program deleted, replaced or changed the file."""
+        if not self.can_be_truncated:
+            return
+        own, now = os.fstat(self._fd), _stat(self._name, None)
+        if now is None:
+            raise OSError(errno.ESTALE, "another program deleted or moved it")
+        if not os.path.samestat(own, now):
+            raise OSError(errno.ESTALE, "another program replaced it")
+        if self._size is not None and own.st_size != self._size:
+            raise OSError(errno.ESTALE, "another program changed it")
 
     def append(self, data: bytes) -> None:
         """Append `data`; on return it is on disk.
@@ -72,7 +86,9 @@ class OutputFile:
             sys.stdout.flush()
         elif self._is_regular:
             with defer_signals():
+                self.check()
                 self._append_or_undo(data)
+                self._size = os.fstat(self._fd).st_size
         else:
             self._write(data)
             self._sync()

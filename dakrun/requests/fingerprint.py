@@ -3,10 +3,10 @@
 Knows the model's files and the sampling parameters; knows neither prompts nor results.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,38 @@ Fingerprint = dict[str, Any]
 _SCHEMA = 1
 _ABSENT = "absent"
 _FILES = ("weights", "input")  # sections with an entry for each file
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
+_TEMPLATE = "chat template"
+_BY_CONTENT = ("tokenizer", _TEMPLATE, "weights")  # digests, which say nothing to people
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file's content
 
 
 def make_fingerprint(
-    config: ModelConfig, directory: Path | None, row_format: str | None, params: SamplingParams
+    config: ModelConfig,
+    directory: Path | None,
+    row_format: str | None,
+    params: SamplingParams,
+    *,
+    max_model_len: int | None = None,
+    tokenizer_directory: Path | None = None,
 ) -> Fingerprint:
     """The fingerprint of a run of the checkpoint in `directory`; of random weights without one.
 
-    `row_format` is RequestReader.row_format(), `params` are the defaults of all rows. The model's
-    name is left out: another path to the same files is the same model. Raises UsageError if the
-    index of the weight files is malformed.
+    `row_format` is RequestReader.row_format(), `params` are the defaults of all rows, and
+    `max_model_len` is the length, in tokens, at which their completions end. The model's name and
+    its files' dates are left out: a copy of the same files is the same model. Of weight files the
+    headers and samples of the content are compared. Raises UsageError if the index of the weight
+    files is malformed.
     """
     model = asdict(config)
     del model["name"]
     weights = {}
     for path in safetensors_files(directory) if directory else ():
         if path.is_file():  # the loader reports one that is missing
-            stat = path.stat()
-            date = datetime.fromtimestamp(stat.st_mtime, UTC).isoformat()
-            weights[path.name] = {"bytes": stat.st_size, "modified": date}
+            weights[path.name] = {"bytes": path.stat().st_size, "content": _sampled(path)}
     fingerprint = {
         "dakrun_run": _SCHEMA,
         "dtype": model.pop("dtype"),
@@ -45,8 +58,46 @@ def make_fingerprint(
         "model": model,
         "weights": weights or "random",
         "sampling": asdict(params),
+        "max_model_len": max_model_len,
+        **_texts(tokenizer_directory or directory),
     }
     return dict(json.loads(json.dumps(fingerprint)))  # lists for tuples, as when read
+
+
+def _texts(directory: Path | None) -> dict[str, Any]:
+    """Digests of a tokenizer's files and of its chat template; nothing without a tokenizer."""
+    if directory is None:
+        return {}
+    files, template = {}, hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        path = directory / name
+        if not path.is_file():
+            continue
+        data = path.read_bytes()
+        if name == "tokenizer_config.json":
+            try:
+                fields = json.loads(data.decode("utf-8-sig"))
+                template.update(json.dumps(fields.pop("chat_template", None)).encode())
+                data = json.dumps(fields, sort_keys=True).encode()
+            except (ValueError, AttributeError, RecursionError):
+                pass  # the tokenizer's loader reports it
+        files[name] = hashlib.sha256(data).hexdigest()
+    for path in sorted([*directory.glob("chat_template.*"), *directory.glob("*templates/*.jinja")]):
+        if path.is_file():
+            template.update(path.name.encode() + b"\0" + path.read_bytes())
+    return {"tokenizer": files, _TEMPLATE: {"sha256": template.hexdigest()}} if files else {}
+
+
+def _sampled(path: Path) -> str:
+    """A digest of a weight file's start (its header) and of pieces that are evenly spaced."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        found.update(file.read(1 << 20))
+        for number in range(_SAMPLES + 1):
+            file.seek(max(0, size - _SAMPLE_BYTES) * number // _SAMPLES)
+            found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def fingerprint_path(output: str) -> Path:
@@ -79,14 +130,22 @@ def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:
         file.write(json.dumps(fingerprint, indent=1).encode() + b"\n")
 
 
-def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+def differences(
+    before: Fingerprint, now: Fingerprint, *, lengths_may_differ: bool = False
+) -> list[str]:
     """Each entry that differs, with both values; empty if one run may continue the other.
 
     An entry that only one of them has is not compared, unless it is a file; nor is a format
-    that is null.
+    that is null, nor, with `lengths_may_differ`, the lengths at which completions end.
     """
+    if lengths_may_differ:
+        rest = {name: v for name, v in now["sampling"].items() if name != "max_tokens"}
+        now = {**now, "sampling": rest, "max_model_len": None}
     found = []
-    for section in ("dtype", "format", "model", "weights", "sampling", "input"):
+    for section in (
+        *("dtype", "format", "model", "weights", "tokenizer", _TEMPLATE),
+        *("sampling", "max_model_len", "input"),
+    ):
         old, new = before.get(section), now.get(section)
         if old is None or new is None:
             continue
@@ -95,8 +154,19 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
             continue
         combine = set.union if section in _FILES else set.intersection
         for key in sorted(combine(set(old), set(new))):
+            if section in _BY_CONTENT:
+                if not _same_content(old.get(key), new.get(key)):
+                    found.append(f"{section if section == _TEMPLATE else key} differs")
+                continue
             found += _difference(f"{section}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT))
     return found
+
+
+def _same_content(old: Any, new: Any) -> bool:
+    """Whether two entries of a file agree; older versions kept the date in place of a digest."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(old[key] == new[key] for key in old.keys() & new.keys())
+    return bool(old == new)
 
 
 def _difference(name: str, old: object, new: object) -> list[str]:

@@ -39,11 +39,12 @@ class InputOrder:
         return np.where(own[found] == wanted, lines[found], lines.max() + 1)
 
 
-def put_in_order(name: str, order: InputOrder) -> None:
-    """Replace the output `name`, a path, by the same rows in `order`, in one step.
+def put_in_order(name: str, order: InputOrder | None) -> None:
+    """Replace the output `name`, a path, by the same rows in `order`, if there is one, in one step.
 
-    Rows that the input does not have come last. The old output stays until the new one is whole, so
-    the disk holds both, and for gzip the unpacked rows too. Raises OSError.
+    Of several rows of one id only the last stays. Rows that the input does not have come last. The
+    old output stays until the new one is whole, so the disk holds both, and for gzip the unpacked
+    rows too. Raises OSError.
     """
     path = Path(name).resolve()
     rows = WrittenRows(name)
@@ -54,8 +55,11 @@ def put_in_order(name: str, order: InputOrder) -> None:
             ends.append(ends[-1] + len(row.line))
             if rows.is_gzip:
                 lines.write(row.line)
-        sequence = np.argsort(order.ranks(hashes), kind="stable")
-        if np.array_equal(sequence, np.arange(len(sequence))):
+        _, from_end = np.unique(np.frombuffer(hashes, dtype=np.uint64)[::-1], return_index=True)
+        kept = np.sort(len(hashes) - 1 - from_end)  # the last row of each id
+        ranks = order.ranks(hashes)[kept] if order else kept
+        sequence = kept[np.argsort(ranks, kind="stable")]
+        if np.array_equal(sequence, np.arange(len(hashes))):
             return
         with replacement(path) as file:
             if rows.is_gzip:

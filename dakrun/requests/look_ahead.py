@@ -21,12 +21,13 @@ class Look(NamedTuple):
     """The findings of a first look at a row, in the order of the input.
 
     `kind` is that of the file's rows, None before the first JSON row. `new_id` is the row's if an
-    earlier row has its own.
+    earlier row has its own. `digest` is of what it says (row_digests.py).
     """
 
     lengths: RowLengths
     kind: RowFormat | None = None
     new_id: str | None = None
+    digest: int = 0
 
 
 class AheadRow(NamedTuple):
@@ -47,6 +48,7 @@ class AheadRow(NamedTuple):
     kind: RowFormat | None
     new_id: str | None
     shared: int
+    digest: int = 0
 
 
 class LookAhead:
@@ -175,6 +177,7 @@ class LookAhead:
                 look.kind,
                 look.new_id,
                 look.lengths.shared,
+                look.digest,
             )
             heappush(self._rows, row)
             self._count += 1

@@ -26,6 +26,7 @@ from dakrun.requests.look_ahead import AheadRow, Look, LookAhead
 from dakrun.requests.native_rows import NATIVE, RowFormat
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import IdSet, Request, RowError
+from dakrun.requests.row_digests import InputRow, bytes_digest, json_digest
 from dakrun.requests.row_parser import Format, RowParser, kind_of
 
 MAX_LINE_BYTES = 2**24
@@ -147,6 +148,25 @@ class RequestReader:
         ahead = self._ahead
         return ahead.count() if ahead is not None and ahead.ended else None
 
+    def input_rows(self) -> Iterator[InputRow] | None:
+        """The ids and digests of all rows, read beside this reader; None for a pipe."""
+        lines = self._lines
+        if not isinstance(lines, Lines) or lines.bytes_total is None:
+            return None
+        _ = self._first_row  # which sets the format
+        return self._read_digests(lines)
+
+    def _read_digests(self, lines: Lines) -> Iterator[InputRow]:
+        with RequestReader(
+            lines.name,
+            defaults=self._defaults,
+            format=self._format,
+            max_line_bytes=lines.max_line_bytes,
+        ) as again:
+            for line in again._lines:
+                row_id, look = again._identify(line)
+                yield InputRow(look.new_id or row_id, line.number, look.digest)
+
     def wait(self) -> None:
         """Return once `rows` has something else than None to give."""
         if self._ahead is not None:
@@ -178,20 +198,29 @@ class RequestReader:
 
     def _look(self, line: Line) -> Look:
         """Note the kind and id of the next row in the input, and estimate its lengths."""
+        return self._identify(line)[1]
+
+    def _identify(self, line: Line) -> tuple[str, Look]:
+        """The row's own id, and what `_look` finds."""
         lengths, row_id = NOTHING, f"line-{line.number}"
         limits = self._defaults.max_tokens, self._max_model_len
         if self._format == "text":  # whose ids are unique
             text = line.data and line.data.decode(errors="replace")
-            return Look(text_lengths(text, *limits, self._starts) if text else lengths)
+            look = Look(text_lengths(text, *limits, self._starts) if text else lengths)
+            return row_id, look._replace(digest=bytes_digest(line.data or b""))
+        digest = bytes_digest(line.data or b"")
         with suppress(BadRow):
             if line.data is not None:
                 row = json_object(line.data)
                 kind = kind_of(row)
                 self._row_kind = self._row_kind or kind
+                with suppress(RecursionError):
+                    digest = json_digest(row, kind.id_field)
                 row_id = id_of(row, kind.id_field) or row_id
                 if kind is self._row_kind:
                     lengths = json_lengths(row, *limits, self._starts)
-        return Look(lengths, self._row_kind, self._new_id(row_id, line.number))
+        new_id = self._new_id(row_id, line.number)
+        return row_id, Look(lengths, self._row_kind, new_id, digest)
 
     def _new_id(self, row_id: str, number: int) -> str | None:
         """An id for a row whose own, `row_id`, an earlier row has; None if none has."""

@@ -32,7 +32,7 @@ class Request:
     """A tokenized prompt and how to continue it; `line` is its 1-based line in the input.
 
     `further` are the requests for the other choices of its row, which have the same id. `nbytes`
-    is the row's share of the input file.
+    is the row's share of the input file, `digest` that of row_digests.py.
     """
 
     id: str
@@ -42,6 +42,7 @@ class Request:
     reply: Reply = Reply()
     further: tuple["Request", ...] = ()
     nbytes: int = field(default=0, compare=False)
+    digest: int = field(default=0, compare=False)
 
 
 class TokenLogprob(NamedTuple):
@@ -83,7 +84,7 @@ class Completion:
 class RowError:
     """An input row that cannot be run: `code` is for programs, `message` for people.
 
-    `nbytes` is as in Request.
+    `nbytes` and `digest` are as in Request.
     """
 
     id: str
@@ -92,6 +93,7 @@ class RowError:
     message: str
     reply: Reply = Reply()
     nbytes: int = field(default=0, compare=False)
+    digest: int = field(default=0, compare=False)
 
 
 class IdSet:

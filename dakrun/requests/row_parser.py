@@ -75,7 +75,13 @@ class RowParser:
         except UsageError as bad:
             return _error(row, row_id, "invalid_field", f"{bad}; {bad.hint}")
         first, *further = (
-            Request(id=row_id, line=row.number, nbytes=row.nbytes, **choice._asdict())
+            Request(
+                id=row_id,
+                line=row.number,
+                nbytes=row.nbytes,
+                digest=row.digest,
+                **choice._asdict(),
+            )
             for choice in parsed
         )
         return replace(first, further=tuple(further))
@@ -98,4 +104,5 @@ def _error(row: AheadRow, row_id: str, code: str, message: str) -> RowError:
         message=message,
         reply=(row.kind or NATIVE).reply,
         nbytes=row.nbytes,
+        digest=row.digest,
     )

@@ -7,7 +7,7 @@ The rows' formats are in native_rows.py and openai_results.py.
 import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dakrun.errors import CannotRun, UsageError
@@ -23,7 +23,8 @@ from dakrun.requests.fingerprint import (
 )
 from dakrun.requests.gzip_files import pack, without_gz
 from dakrun.requests.input_order import InputOrder, put_in_order
-from dakrun.requests.request import Completion, IdSet, RowError
+from dakrun.requests.request import Completion, IdSet, RowError, id_hash
+from dakrun.requests.row_digests import InputRow, RowDigests, digests_path
 from dakrun.requests.written_rows import WrittenRows
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -44,6 +45,11 @@ class ResultWriter:
     `resume` it drops a last row that was cut off and reads which ids are done, errors included, so
     that each id is written once; `failed_before` counts the error rows that it found.
 
+    Digests of the rows are kept beside the output (row_digests.py). A row that has changed since
+    its result was written is refused; with `changed` it is run again, with `force` it keeps the
+    result. With `retry_failed` error rows are run again. A result that is replaced stays until the
+    new one is on disk; `finish` then drops it.
+
     A write that fails raises CannotRun and leaves whole rows only.
 
     With `ordered`, `put_in_order` writes the rows anew in the order of the lines in `expect` calls.
@@ -60,7 +66,12 @@ class ResultWriter:
         resume: bool = False,
         force: bool = False,
         ordered: bool = False,
+        changed: bool = False,
+        retry_failed: bool = False,
     ) -> None:
+        self._changed, self._retry_failed = changed, retry_failed
+        self._digests: RowDigests | None = None
+        self._replaced = False  # whether the output has ids twice
         self._order = InputOrder() if ordered else None
         self.failed_before = 0
         self._force = force
@@ -79,6 +90,14 @@ class ResultWriter:
             )
         if force and not resume:
             raise UsageError("--force needs --resume", hint="give both, or --overwrite alone")
+        for option, given in (("--changed", changed), ("--retry-failed", retry_failed)):
+            if given and not resume:
+                raise UsageError(f"{option} needs --resume", hint=f"give both, or drop {option}")
+        if changed and force:
+            raise UsageError(
+                "--changed and --force exclude each other",
+                hint="--changed runs changed rows again, --force keeps their results",
+            )
         if source is not None and same_file(self._name, str(source)):
             raise UsageError(
                 f"{self._name}: the output is the file that the prompts come from",
@@ -126,43 +145,101 @@ class ResultWriter:
         instead = " instead of --overwrite" if self._overwrite else ""
         return f"to go on, run again with --resume{instead}"
 
+    def compare(self, rows: Iterable[InputRow]) -> list[str]:
+        """Compare the output to resume with the rows of the input; changes nothing.
+
+        Returns notes for people. Raises UsageError if rows have changed since their results were
+        written, unless `changed` or `force` was given, and CannotRun if reading fails.
+        """
+        if not self._resume or not os.path.isfile(self._name):
+            return []
+        try:
+            digests = RowDigests(digests_path(self._name))
+        except OSError as problem:
+            raise self._failure(problem) from problem
+        found = digests.compare((row.id for row in WrittenRows(self._name)), rows)
+        notes = []
+        if found.first is not None:
+            if not (self._changed or self._force):
+                raise _changed(self._name, found.changed, found.first)
+            what = (
+                "are run again" if self._changed else "keep the results of the old ones (--force)"
+            )
+            notes.append(
+                f"{_rows(found.changed)} of the input changed since the last run: they {what}"
+            )
+        if found.lacking:
+            notes.append(f"{_rows(found.lacking)} of the output are not in the input: they stay")
+        if found.unknown:
+            notes.append(
+                f"{_rows(found.unknown)} of the output are taken as results of this input: it is "
+                "not known which prompts they are of"
+            )
+        return notes
+
     def expect(self, request_id: str, line: int) -> None:
         """Note the line of a row in the input, for --ordered."""
         if self._order is not None:
             self._order.add(request_id, line)
 
-    def put_in_order(self) -> None:
-        """The last step of --ordered, after which nothing can be written; else does nothing.
+    def finish(self) -> None:
+        """Put rows in the input's order for --ordered, and drop results that were replaced.
 
-        A kill or an error leaves all rows in the output, in order or not. Raises CannotRun.
+        Nothing can be written afterwards. A kill or an error leaves all rows in the output, in
+        order or not, and old results before new ones. Raises CannotRun.
         """
-        if self._order is None or self._file is None:
+        if self._file is None:
+            return
+        try:
+            self._file.check()
+        except OSError as problem:
+            raise self._failure(problem) from problem
+        if self._order is None and not self._replaced:
             return
         try:
             put_in_order(self._name, self._order)
         except OSError as problem:
+            lack = "in order" if self._order else "without the results that were replaced"
             raise CannotRun(
-                f"{self.name}: all rows are in it, but not in order ({problem.strerror})",
+                f"{self.name}: all rows are in it, but not {lack} ({problem.strerror})",
                 hint=f"free as much disk space as it takes; {self.resume_hint}",
             ) from problem
         self._close(silent=False)
 
-    def is_done(self, request_id: str) -> bool:
-        """Whether the output that this run resumes already has a row with this id."""
-        return request_id in self._ids
+    def is_done(self, request_id: str, row: InputRow | None = None) -> bool:
+        """Whether the output that this run resumes already has a row with this id.
 
-    def write(self, *choices: Completion) -> None:
-        """Append the choices of a finished row; on return it is on disk. Raises CannotRun."""
-        self._append(result_line(choices))
+        With the input's `row`, raises UsageError if it has the result of another one, unless
+        `changed` or `force` was given.
+        """
+        if request_id not in self._ids:
+            return False
+        known = self._digests.find(request_id) if self._digests else None
+        if row is None or known in (None, row.digest) or self._force:
+            return True
+        if not self._changed:
+            raise _changed(self._name, 1, row)
+        self._replaced = True
+        return False
+
+    def write(self, *choices: Completion, digest: int = 0) -> None:
+        """Append the choices of a finished row; on return it is on disk. Raises CannotRun.
+
+        `digest` is that of the input's row, 0 if it is not known.
+        """
+        self._append(result_line(choices), choices[0].id, digest)
 
     def write_error(self, error: RowError) -> None:
         """Append a row that could not be run; on return it is on disk. Raises CannotRun."""
-        self._append(result_line(error))
+        self._append(result_line(error), error.id, error.digest)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, data: bytes, id: str, digest: int) -> None:
         assert self._file is not None, "rows are written inside the `with` block"
         try:
-            self._file.append(pack(data) if self._is_packed else data)
+            with defer_signals():
+                self._file.append(pack(data) if self._is_packed else data)
+                if self._digests is not None and digest:  # behind the result: see row_digests.py
+                    self._digests.add(id, digest)
         except OSError as problem:
             raise self._failure(problem) from problem
 
@@ -171,6 +248,8 @@ class ResultWriter:
         if file is None:
             return
         try:
+            if self._digests is not None:
+                self._digests.close()
             file.close()
         except OSError as problem:
             if not silent:
@@ -230,6 +309,8 @@ class ResultWriter:
                     path.unlink(missing_ok=True)
             elif self._fingerprint != read_fingerprint(path):
                 write_fingerprint(self._fingerprint, path)
+            self._digests = RowDigests(digests_path(self._name))
+            self._digests.begin(afresh=not self._resume)
 
     def _check_run(self) -> str | None:
         """Compare the fingerprint with that of the output to resume; see `identify`."""
@@ -242,7 +323,7 @@ class ResultWriter:
         if not self._resume or not os.path.exists(self._name) or not os.path.getsize(self._name):
             return None
         known = before or {"format": WrittenRows(self._name).row_format()}
-        different = differences(known, self._fingerprint)
+        different = differences(known, self._fingerprint, lengths_may_differ=self._retry_failed)
         if different and not self._force:
             raise UsageError(
                 f"{self._name}: the output of another run: {'; '.join(different)}",
@@ -254,11 +335,22 @@ class ResultWriter:
         return None
 
     def _read_done(self) -> int:
-        """Read the ids of the rows in the output; returns the size of all whole rows in bytes."""
-        rows = WrittenRows(self._name)
+        """Read the ids of the rows in the output; returns the size of all whole rows in bytes.
+
+        Of several rows of an id the last counts: a run that was to replace the others was killed.
+        """
+        rows, seen = WrittenRows(self._name), IdSet()
+        failed: set[int] = set()
         for row in rows:
-            self._ids.add(row.id)
-            self.failed_before += row.failed
+            self._replaced |= not seen.add(row.id)
+            (failed.add if row.failed else failed.discard)(id_hash(row.id))
+        if self._retry_failed:
+            for row in rows:
+                if id_hash(row.id) not in failed:
+                    self._ids.add(row.id)
+            self._replaced |= bool(failed)
+        else:
+            self._ids, self.failed_before = seen, len(failed)
         if rows.size:
             self._is_packed = rows.is_gzip
         return rows.size
@@ -266,11 +358,27 @@ class ResultWriter:
     def _failure(self, problem: OSError) -> CannotRun:
         if isinstance(problem, BrokenPipeError):
             hint = "the program that reads the rows has ended; give -o a file to keep them"
+        elif problem.errno == errno.ESTALE:
+            hint = "let no other program change the output, in which rows may be missing now; "
+            hint += self.resume_hint
         elif problem.errno in _DISK_FULL:
             hint = f"finished rows are kept: free some space; {self.resume_hint}"
         else:
             hint = f"finished rows are kept: make the output writable; {self.resume_hint}"
         return CannotRun(f"{self.name}: cannot be written ({problem.strerror})", hint=hint)
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
+
+
+def _changed(name: str, count: int, first: InputRow) -> UsageError:
+    """The error for rows of the input that are not those that their results are of."""
+    return UsageError(
+        f"{name}: {_rows(count)} of the input changed since the results were written, the first "
+        f"with id {first.id!r} in line {first.line}",
+        hint="--resume --changed runs changed rows again, --resume --force keeps the old results",
+    )
 
 
 def result_line(result: Sequence[Completion] | RowError) -> bytes:

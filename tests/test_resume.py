@@ -1,0 +1,177 @@
+"""--resume: a result belongs to the row that it was made of, and a run to its texts and limits."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dakrun.cli import main
+from dakrun.demo import MODEL
+from dakrun.errors import CannotRun
+from dakrun.requests import InputRow, ResultWriter, RowError, digests_path
+from dakrun.requests.row_digests import RowDigests, json_digest
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(MODEL, "model")
+    return tmp_path
+
+
+def run(*flags: str, source: str = "p.txt") -> Result:
+    base = ["generate", "--model", "model", "-i", source, "-o", "out.jsonl", "--device", "cpu"]
+    return CliRunner().invoke(main, [*base, "--max-tokens", "2", *flags])
+
+
+def texts() -> dict[str, Any]:
+    rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row.get("text") for row in rows}
+
+
+def written() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path().glob("out.jsonl*")}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_line_inserted_at_the_top_is_refused_or_run(packed: bool) -> None:
+    Path("p.txt").write_text("one plus two =\nsix plus two =\n")
+    assert run().exit_code == 0
+    first = texts()
+    Path("p.txt").write_text("nine plus nine =\none plus two =\nsix plus two =\n")
+    before = written()
+    refused = run("--resume")
+    assert refused.exit_code == 2 and written() == before
+    error, hint = refused.stderr.splitlines()
+    assert "2 rows of the input changed" in error and "'line-1' in line 1" in error
+    assert "--changed" in hint and "--force" in hint
+    again = run("--resume", "--changed")
+    assert again.exit_code == 0, again.output
+    assert "2 rows of the input changed since the last run: they are run again" in again.stderr
+    assert texts() == {
+        "line-1": texts()["line-1"],
+        "line-2": first["line-1"],
+        "line-3": first["line-2"],
+    }
+    assert run("--resume").exit_code == 0  # nothing has changed since
+
+
+def test_force_keeps_old_answers_and_appended_rows_always_run() -> None:
+    Path("p.txt").write_text("one plus two =\n")
+    assert run().exit_code == 0
+    old = texts()["line-1"]
+    Path("p.txt").write_text("nine plus nine =\nsix plus two =\n")
+    result = run("--resume", "--force")
+    assert result.exit_code == 0 and "keep the results of the old ones" in result.stderr
+    assert texts()["line-1"] == old and set(texts()) == {"line-1", "line-2"}
+
+
+def test_order_of_keys_and_spaces_are_no_change_and_other_prompts_are() -> None:
+    Path("p.jsonl").write_text('{"id": "a", "prompt": "one plus two =", "max_tokens": 2}\n')
+    assert run(source="p.jsonl").exit_code == 0
+    Path("p.jsonl").write_text('{"max_tokens":2,"prompt":"one plus two =",  "id":"a"}\n')
+    assert run("--resume", source="p.jsonl").exit_code == 0
+    Path("p.jsonl").write_text('{"id": "a", "prompt": "one plus three =", "max_tokens": 2}\n')
+    assert run("--resume", source="p.jsonl").exit_code == 2
+    assert json_digest({"id": 1, "n": 2}, "id") == json_digest({"n": 2, "id": 3}, "id")
+
+
+def test_a_changed_row_of_a_pipe_is_refused_when_it_arrives() -> None:
+    Path("p.txt").write_text("one plus two =\n")
+    assert run().exit_code == 0
+    flags = ["--model", "model", "-i", "-", "-o", "out.jsonl", "--device", "cpu", "--resume"]
+    result = CliRunner().invoke(
+        main, ["generate", *flags, "--max-tokens", "2"], input="six plus two =\n"
+    )
+    assert result.exit_code == 2 and "'line-1' in line 1" in result.stderr
+
+
+def test_rows_that_the_input_lacks_and_results_without_a_digest_are_counted() -> None:
+    Path("p.txt").write_text("one plus two =\nsix plus two =\n")
+    assert run().exit_code == 0
+    digests_path("out.jsonl").unlink()
+    Path("p.txt").write_text("one plus two =\n")
+    result = run("--resume")
+    assert result.exit_code == 0
+    assert "1 row of the output are not in the input" in result.stderr
+    assert "2 rows of the output are taken as results of this input" in result.stderr
+
+
+def test_a_cut_off_record_is_dropped(folder: Path) -> None:
+    path = folder / "d"
+    digests = RowDigests(path)
+    digests.begin(afresh=True)
+    digests.add("a", 1)
+    digests.add("a", 2)
+    digests.add("b", 3)
+    digests.close()
+    path.write_bytes(path.read_bytes()[:-3])
+    digests = RowDigests(path)
+    assert (digests.find("a"), digests.find("b")) == (2, None)
+    digests.begin(afresh=False)
+    digests.add("b", 4)
+    digests.close()
+    assert RowDigests(path).find("b") == 4
+    found = RowDigests(path).compare(
+        ["a", "b", "x"], [InputRow("a", 1, 2), InputRow("b", 2, 9), InputRow("c", 3, 1)]
+    )
+    assert found == (1, InputRow("b", 2, 9), 1, 1)
+
+
+def test_what_changed_of_the_texts_is_named() -> None:
+    Path("p.txt").write_text("one plus two =\n")
+    assert run().exit_code == 0
+    for name in os.listdir("model"):  # another date is no other model
+        os.utime(f"model/{name}", (1, 1))
+    assert run("--resume").exit_code == 0
+    config = json.loads(Path("model/tokenizer_config.json").read_text())
+    Path("model/tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "x"}))
+    result = run("--resume")
+    assert result.exit_code == 2 and "chat template differs" in result.stderr
+    assert "tokenizer_config.json" not in result.stderr
+    assert run("--resume", "--force", "--max-model-len", "40").exit_code == 0
+    result = run("--resume", "--max-model-len", "50")
+    assert result.exit_code == 2 and "max_model_len was 40, now 50" in result.stderr
+
+
+def test_failed_rows_are_run_again_with_more_room() -> None:
+    Path("p.txt").write_text("one plus two =\ntwo plus two plus three =\n")
+    assert run("--max-model-len", "6").exit_code == 1
+    before = texts()
+    assert before["line-2"] is None and before["line-1"] is not None
+    assert "1 failed before" in run("--resume", "--max-model-len", "6").stderr
+    result = run("--resume", "--retry-failed", "--max-model-len", "20")
+    assert result.exit_code == 0, result.output
+    assert texts()["line-2"] is not None and texts()["line-1"] == before["line-1"]
+    assert run("--resume", "--max-model-len", "20").exit_code == 0
+    assert run("--resume", "--max-model-len", "6").exit_code == 2
+
+
+def test_the_options_need_resume() -> None:
+    Path("p.txt").write_text("one plus two =\n")
+    for flags in (["--changed"], ["--retry-failed"], ["--resume", "--changed", "--force"]):
+        assert run(*flags).exit_code == 2
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "truncated"])
+def test_an_output_that_another_program_changes_ends_the_run(how: str) -> None:
+    out = Path("out.jsonl")
+    with ResultWriter(out) as writer:
+        writer.write_error(RowError(id="a", line=1, code="c", message="m"))
+        if how == "truncated":
+            os.truncate(out, 0)
+        else:
+            out.unlink()
+        if how == "replaced":
+            out.write_text("")
+        with pytest.raises(CannotRun, match="another program"):
+            writer.write_error(RowError(id="b", line=2, code="c", message="m"))
+        with pytest.raises(CannotRun, match="another program") as stopped:
+            writer.finish()
+    assert "rows may be missing" in stopped.value.hint
+    assert stopped.value.exit_code == 3
