@@ -223,7 +223,8 @@ class SamplingParams:
     """Sampling parameters and stop conditions of a request.
 
     Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. A request ends at a stop string,
-    at `max_tokens`, or at an end-of-sequence token unless `ignore_eos`. The result depends on
+    at `max_tokens`, at one of `stop_token_ids`, or at an end-of-sequence token unless `ignore_eos`.
+    Stop strings are searched in the text with special tokens spelled out. The result depends on
     `seed`, of up to 96 bits, and on the request, not on the other requests in the batch. With
     `logprobs`, a number up to MAX_LOGPROBS, the result has for each new token its log-probability,
     and those of this many likeliest tokens in its place.
@@ -235,6 +236,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
@@ -253,11 +255,15 @@ class SamplingParams:
             object.__setattr__(self, field, check_number(field, getattr(self, field), 0.0, high))
         if self.top_p == 0:
             raise invalid_value("top_p", 0, "above 0")
-        for field, kind in (("stop", tuple), ("ignore_eos", bool)):
+        kinds = (("stop", tuple), ("stop_token_ids", tuple), ("ignore_eos", bool))
+        for field, kind in kinds:
             if not isinstance(getattr(self, field), kind):
                 raise invalid_value(field, getattr(self, field), f"a {kind.__name__}")
         if not all(isinstance(s, str) and s for s in self.stop):
             raise invalid_value("stop", list(self.stop), "made of non-empty strings")
+        if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
+            found = list(self.stop_token_ids)
+            raise invalid_value("stop_token_ids", found, "made of token ids, from 0")
 
 
 def model_len(config: ModelConfig, given: int | None) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, SamplingParams
+from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, SamplingParams
 from dakrun.engine.build import build_runner, runs_on_kernels
 from dakrun.engine.engine import Engine
 from dakrun.engine.machine_planner import MachinePlanner
@@ -126,6 +126,8 @@ class LLM:
         self.config, directory = hub.find_model(str(model), dtype, load_format)
         self.device = _device(device)
         self.profile = _profile(profile, self.device)
+        tokenizer = _tokenizer(directory, needed=needs_tokenizer)
+        self.config = _with_end_token(self.config, tokenizer)
         self._planner = MachinePlanner(
             self.config,
             self.profile,
@@ -143,7 +145,7 @@ class LLM:
             vocab_size=self.config.vocab_size,
             max_model_len=self.plan.workload.max_model_len,
             max_positions=self.config.max_positions,
-            tokenizer=_tokenizer(directory, needed=needs_tokenizer),
+            tokenizer=tokenizer,
         )
         self._directory = None if load_format == "dummy" else directory
         self._on_load = on_load
@@ -353,6 +355,14 @@ def _tokenizer(directory: Path | None, *, needed: bool) -> Tokenizer | None:
             )
         return None
     return Tokenizer.load(directory) if needed or Tokenizer.is_in(directory) else None
+
+
+def _with_end_token(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """`config` whose end tokens are also the tokenizer's own."""
+    token = tokenizer.eos_token_id if tokenizer else None
+    if token is None or token in config.eos_token_ids:
+        return config
+    return replace(config, eos_token_ids=(*config.eos_token_ids, token))
 
 
 def _profile(profile: str | Path | HardwareProfile, device: torch.device) -> HardwareProfile:

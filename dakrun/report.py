@@ -63,7 +63,10 @@ def make_report(
     )
     return {
         "schema": SCHEMA,
-        "model": {key: planned["model"][key] for key in _MODEL_KEYS},
+        "model": {
+            **{key: planned["model"][key] for key in _MODEL_KEYS},
+            "eos_token_ids": list(plan.model.eos_token_ids),
+        },
         "requests": {
             "finished": stats.requests,
             "capped": stats.capped,

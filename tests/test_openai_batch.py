@@ -224,7 +224,7 @@ def test_a_native_row_may_be_a_chat(make: Callable[..., Path]) -> None:
         CHAT_RULES,
     )
     assert isinstance(batch, Request) and isinstance(chat, Request)
-    assert chat.prompt_ids == batch.prompt_ids and chat.reply == Reply()
+    assert chat.prompt_ids == batch.prompt_ids and chat.reply == Reply(of_messages=True)
     assert isinstance(both, RowError) and both.code == "invalid_prompt"
 
 

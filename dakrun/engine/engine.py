@@ -161,7 +161,9 @@ class Engine:
         if params.stop:
             if self._tokenizer is None:
                 raise ValueError("stop strings need a tokenizer")
-            stop = StopStrings(params.stop, self._tokenizer.decode)
+            is_chat = request.reply.is_chat
+            added = self._tokenizer.continuation(request.prompt_ids, is_chat=is_chat)
+            stop = StopStrings(params.stop, added.spelled)
         limit = min(params.max_tokens, self._max_len - length)
         seed = request_seed(params.seed, request.id)
         return RequestState(request, stop, seed, limit, request.prompt_ids)
@@ -309,6 +311,8 @@ class Engine:
         if r.tokens[-1] == NO_TOKEN:
             return "error"
         if r.tokens[-1] in self._eos and not params.ignore_eos:
+            return "stop"
+        if r.tokens[-1] in params.stop_token_ids:
             return "stop"
         if r.stop is not None and r.stop.hit(r.tokens):
             return "stop"

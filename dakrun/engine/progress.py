@@ -89,7 +89,8 @@ class RequestState:
     @property
     def may_end_early(self) -> bool:
         """Whether its tokens may end it before it has as many as it may."""
-        return not self.request.params.ignore_eos or self.stop is not None
+        params = self.request.params
+        return not params.ignore_eos or self.stop is not None or bool(params.stop_token_ids)
 
     @property
     def blocks_at_end(self) -> int:

@@ -19,9 +19,15 @@ def completion(
 ) -> Completion:
     """The result of `r`, which ended for that reason."""
     further = len(r.tokens) - 1
-    text = tokenizer.decode(r.tokens) if tokenizer else None
-    if text is not None and r.stop is not None:
-        text = r.stop.cut(text)
+    text = offsets = None
+    if tokenizer:
+        tokens = r.tokens
+        if tokens[-1] in r.request.params.stop_token_ids:
+            tokens = tokens[:-1]
+        added = tokenizer.continuation(r.request.prompt_ids, is_chat=r.request.reply.is_chat)
+        text = added.text(tokens, r.stop)
+        if r.request.params.logprobs is not None:
+            offsets = tuple(min(at, len(text)) for at in added.offsets(r.tokens))
     return Completion(
         id=r.request.id,
         text=text,
@@ -32,6 +38,7 @@ def completion(
         tpot_s=(r.last_token - r.first_token) / further if further else 0.0,
         reply=r.request.reply,
         logprobs=_logprobs(r, tokenizer),
+        text_offset=offsets,
     )
 
 

@@ -17,7 +17,7 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed")
 NATIVE_FIELDS = (
     *("id", *PROMPT_FIELDS, "max_tokens"),
-    *(*SAMPLING_FIELDS, "stop", "ignore_eos", "logprobs"),
+    *(*SAMPLING_FIELDS, "stop", "stop_token_ids", "ignore_eos", "logprobs"),
 )
 _COPIED = ("max_tokens", *SAMPLING_FIELDS, "logprobs")  # into SamplingParams
 
@@ -61,7 +61,8 @@ def parse_native(
     given = {name: value for name, value in row.items() if value is not None}
     changes = {name: given[name] for name in _COPIED if name in given}
     params = replace(defaults, **changes, **stop_and_eos(given))
-    return [ParsedRow(_prompt_ids(given, rules), params)]
+    reply = Reply(of_messages="messages" in given)
+    return [ParsedRow(_prompt_ids(given, rules), params, reply)]
 
 
 def completion_row(completion: Completion) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def error_row(error: RowError) -> dict[str, Any]:
 
 
 def stop_and_eos(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields `stop` and `ignore_eos`, where given, as SamplingParams takes them.
+    """The fields `stop`, `stop_token_ids` and `ignore_eos`, where given, for SamplingParams.
 
     Raises BadRow.
     """
@@ -105,6 +106,11 @@ def stop_and_eos(given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(stop, str | list):
             raise BadRow("invalid_field", f"stop is {json_kind(stop)}, not a string or an array")
         changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "stop_token_ids" in given:
+        ids = given["stop_token_ids"]
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise BadRow("invalid_field", "stop_token_ids is not an array of integers")
+        changes["stop_token_ids"] = tuple(ids)
     if "ignore_eos" in given:
         flag = given["ignore_eos"]
         if not isinstance(flag, bool):

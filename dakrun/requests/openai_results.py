@@ -62,18 +62,25 @@ def _choice(completion: Completion, *, is_chat: bool) -> dict[str, Any]:
         choice["token_ids"] = completion.token_ids
     found = None
     if completion.logprobs is not None:
-        found = (_chat_logprobs if is_chat else _text_logprobs)(completion.logprobs)
+        logprobs = completion.logprobs
+        found = _chat_logprobs(logprobs) if is_chat else _text_logprobs(completion, logprobs)
     return choice | {"finish_reason": completion.finish_reason, "logprobs": found}
 
 
-def _text_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/completions; offsets are in characters from its first token."""
+def _text_logprobs(completion: Completion, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    """`logprobs` of a choice of /v1/completions; offsets are those of its text's characters.
+
+    Without a text, they are those of the joined names.
+    """
+    offsets = completion.text_offset
     names = [_name(chosen) for chosen, _ in logprobs]
     return {
         "tokens": names,
         "token_logprobs": [_rounded(chosen) for chosen, _ in logprobs],
         "top_logprobs": [_by_name((*top, chosen)) for chosen, top in logprobs],
-        "text_offset": [0, *accumulate(map(len, names))][: len(names)],
+        "text_offset": [0, *accumulate(map(len, names))][: len(names)]
+        if offsets is None
+        else list(offsets),
     }
 
 

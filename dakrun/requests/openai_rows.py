@@ -16,7 +16,10 @@ from dakrun.requests.request import Reply
 
 _URLS = ("/v1/completions", "/v1/chat/completions")
 ROW_FIELDS = ("custom_id", "method", "url", "body")
-_COMMON_FIELDS = ("model", "n", "logprobs", "max_tokens", *SAMPLING_FIELDS, "stop", "ignore_eos")
+_COMMON_FIELDS = (
+    *("model", "n", "logprobs", "max_tokens", *SAMPLING_FIELDS),
+    *("stop", "stop_token_ids", "ignore_eos"),
+)
 _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata")

@@ -17,7 +17,8 @@ class Reply:
 
     The format is native, or OpenAI's, which repeats the request's `model` and may have several
     choices, `n` for each of the row's prompts. The request is for number `choice`, from 0, of
-    `choices` in all; those of one prompt are neighbours.
+    `choices` in all; those of one prompt are neighbours. `of_messages` marks a native row that has
+    messages.
     """
 
     kind: Literal["native", "completion", "chat"] = "native"
@@ -25,6 +26,12 @@ class Reply:
     choice: int = 0
     choices: int = 1
     n: int = 1
+    of_messages: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it answers messages, in any format."""
+        return self.kind == "chat" or self.of_messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +71,8 @@ class Logprobs(NamedTuple):
 class Completion:
     """A finished request. `text` ends before EOS or the stop string; None without a tokenizer.
 
-    `logprobs` has an element for each of `token_ids`; it is None if the request asked for none.
+    `logprobs` has an element for each of `token_ids`; it is None if the request asked for none. So
+    has `text_offset`, where each token begins in `text`; it is None without a text, too.
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
     """
@@ -78,6 +86,7 @@ class Completion:
     tpot_s: float
     reply: Reply = Reply()
     logprobs: tuple[Logprobs, ...] | None = None
+    text_offset: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

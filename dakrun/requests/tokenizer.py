@@ -7,7 +7,7 @@ transformers late and silences its warnings. Knows nothing of requests.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ Decode = Callable[[Sequence[int]], str]
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # Maximum UTF-8 bytes of a character, which may be spread over as many tokens.
 _CHARACTER_BYTES = 4
+# Tokens before a text that are decoded with it: more than a character's, for byte tokens.
+_CONTEXT = 8
 
 
 class Tokenizer:
@@ -29,6 +31,11 @@ class Tokenizer:
         # The reader checks lengths against the model; the tokenizer's own limit only warns.
         tokenizer.model_max_length = 10**30
         self.token_text = cache(self._token_text)
+        added = tokenizer.added_tokens_decoder
+        self._special = {token: text.content for token, text in added.items() if text.special}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        # Without a decoder, words are joined by spaces that belong to no token.
+        self._has_decoder = backend is None or backend.decoder is not None
         self._chat_template: ChatTemplate | None = None
 
     @staticmethod
@@ -76,6 +83,24 @@ class Tokenizer:
         )
         return str(text)
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the tokenizer's own end token."""
+        token = self._tokenizer.eos_token_id
+        return token if isinstance(token, int) else None
+
+    def continuation(self, prompt_ids: Sequence[int], *, is_chat: bool = False) -> "Continuation":
+        """The texts of tokens that continue a prompt.
+
+        A completion keeps the space at its start that a SentencePiece tokenizer's decoder drops;
+        the answer of a chat loses it.
+        """
+        context: list[int] = []
+        if self._has_decoder and not is_chat:
+            plain = (token for token in reversed(prompt_ids) if token not in self._special)
+            context = list(islice(plain, _CONTEXT))[::-1]
+        return Continuation(self.decode, self._special, context)
+
     def _token_text(self, token: int) -> str:
         """The text of a token within a text, or its name if it is special.
 
@@ -117,6 +142,76 @@ class Tokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
+class Continuation:
+    """Texts of tokens behind the tokens `context`, which are decoded with them.
+
+    `special` has the names of special tokens, which a text omits. `decode` takes other tokens.
+    """
+
+    def __init__(
+        self, decode: Decode, special: Mapping[int, str], context: Sequence[int] = ()
+    ) -> None:
+        self._special, self._context = special, list(context)
+        self._decode = decode
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """The text of `ids` with the names of special tokens."""
+        return "".join(text for text, _ in self._runs(ids))
+
+    def text(self, ids: Sequence[int], stop: "StopStrings | None" = None) -> str:
+        """The text of `ids` without special tokens, up to the first stop string in `spelled`."""
+        runs = list(self._runs(ids))
+        left = len("".join(text for text, _ in runs))
+        if stop is not None:
+            left = len(stop.cut("".join(text for text, _ in runs)))
+        shown = []
+        for text, is_special in runs:
+            if not is_special:
+                shown.append(text[: max(left, 0)])
+            left -= len(text)
+        return "".join(shown)
+
+    def offsets(self, ids: Sequence[int]) -> list[int]:
+        """Where each token's text begins in the text of `ids`; that of a special token is empty.
+
+        The tokens of one character begin where it begins.
+        """
+        found, shown, context = [], 0, self._context
+        pending: list[int] = []  # tokens of a character that is not complete
+        for token in ids:
+            found.append(shown)
+            if token in self._special:
+                shown += len(_behind(self._decode, context, pending))
+                context, pending = [*context, *pending][-_CONTEXT:], []
+                continue
+            pending.append(token)
+            text = _behind(self._decode, context, pending)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) >= _CHARACTER_BYTES:
+                shown += len(text)
+                context, pending = [*context, *pending][-_CONTEXT:], []
+        return found
+
+    def _runs(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+        """Texts of runs of tokens, and whether each is of a special token."""
+        context = self._context
+        for is_special, tokens in groupby(ids, self._special.__contains__):
+            run = list(tokens)
+            if is_special:
+                yield from ((self._special[token], True) for token in run)
+            else:
+                yield _behind(self._decode, context, run), False
+                context = [*context, *run[-_CONTEXT:]][-_CONTEXT:]
+
+
+def _behind(decode: Decode, context: Sequence[int], ids: Sequence[int]) -> str:
+    """The text that `ids` add to that of `context`, whose last character they may complete."""
+    if not context:
+        return decode(ids)
+    before, whole = decode(context), decode([*context, *ids])
+    pairs = enumerate(zip(before, whole, strict=False))
+    return whole[next((at for at, (a, b) in pairs if a != b), len(before)) :]
+
+
 class StopStrings:
     """Finds any of the strings `stop` in generated tokens; `decode` turns tokens into text."""
 
@@ -130,7 +225,7 @@ class StopStrings:
     def hit(self, token_ids: Sequence[int]) -> bool:
         """Whether the newest of `token_ids` completes a stop string. Call it after each token.
 
-        A token with text (special tokens have none) is at least one byte. So it is enough to
+        A token with text is at least one byte. So it is enough to
         decode the last tokens, one per byte of the longest stop string and of one more character.
         All tokens are decoded to confirm a hit.
         """
