@@ -56,11 +56,10 @@ class Tokenizer:
             with _quiet():
                 from transformers import AutoTokenizer
 
-                return cls(
-                    AutoTokenizer.from_pretrained(
-                        directory, local_files_only=True, trust_remote_code=False
-                    )
+                found = AutoTokenizer.from_pretrained(
+                    directory, local_files_only=True, trust_remote_code=False
                 )
+                return cls(_of_its_file(found, directory))
         except Exception as problem:  # tokenizers raises plain Exception for broken files
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
@@ -246,6 +245,41 @@ class StopStrings:
     def cut(self, text: str) -> str:
         """`text` up to the first stop string in it, or all of it."""
         return text[: min((at for s in self._stop if (at := text.find(s)) >= 0), default=None)]
+
+
+def _of_its_file(found: Any, directory: Path) -> Any:
+    """`found`, or the tokenizer of tokenizer.json where its class replaced a part of that pipeline.
+
+    transformers 5 makes the normalizer and pre-tokenizer of a LlamaTokenizer anew, which changes
+    ids. The rule for begin tokens and the named tokens stay those of `found`.
+    """
+    path = directory / "tokenizer.json"
+    backend = getattr(found, "backend_tokenizer", None)
+    if backend is None or not path.is_file():
+        return found
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    if _pipeline(Backend.from_file(str(path))) == _pipeline(backend):
+        return found
+    own = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    own.backend_tokenizer.post_processor = backend.post_processor
+    for name, text in found.special_tokens_map.items():
+        if isinstance(text, str) and getattr(own, name, None) is None:
+            setattr(own, name, text)
+    if own.chat_template is None:
+        own.chat_template = found.chat_template
+    return own
+
+
+def _pipeline(backend: Any) -> list[object]:
+    """The parts of a tokenizer that decide on ids and texts, but the vocabulary."""
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
+    flags = ("fuse_unk", "byte_fallback", "ignore_merges", "unk_token")
+    return [
+        *(part and part.__getstate__() for part in parts),
+        *(getattr(backend.model, flag, None) for flag in flags),
+    ]
 
 
 @contextmanager
