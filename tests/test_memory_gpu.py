@@ -146,6 +146,15 @@ def test_a_matrix_over_all_tiers(device: torch.device) -> None:
         del matrix, part
 
 
+@pytest.fixture
+def side_stream(device: torch.device) -> Iterator[None]:
+    """A stream of its own: copies between GPUs on the default one wait for both of them."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
+@pytest.mark.usefixtures("side_stream")
 def test_blocks_of_a_peer_are_gathered_after_they_are_written(device: torch.device) -> None:
     peer = readable_peer()
     layout = RowLayout(kv_heads=1, head_dim=64, positions=2 * KV_BLOCK, dtype=torch.float16)
@@ -166,16 +175,20 @@ def test_blocks_of_a_peer_are_gathered_after_they_are_written(device: torch.devi
         assert torch.equal(found, new[numbers, 0])
 
 
+@pytest.mark.usefixtures("side_stream")
 def test_a_later_write_to_a_peer_waits_for_the_gather(device: torch.device) -> None:
     peer = torch.device("cuda", readable_peer())
     with allocate_tiers({"hbm": 0, f"peer:{peer.index}": 2**20}, device) as tiers:
         there = tiers[f"peer:{peer.index}"].allocate((2**20,), torch.uint8)
         there.zero_()
         _ = there + 1  # loads the kernel
+        new = torch.full_like(there, 7, device=device)
+        for gpu in (device.index, peer.index):
+            torch.cuda.synchronize(gpu)
         with in_order(peer, device), torch.cuda.device(peer):
             torch.cuda._sleep(10**9)  # the reader on the peer is late
             found = there + 1
-        copy(there, torch.full_like(there, 7, device=device))
+        copy(there, new)
         assert torch.equal(found.cpu(), torch.ones(2**20, dtype=torch.uint8))
         torch.cuda.synchronize(device)
         assert torch.equal(there.cpu(), torch.full((2**20,), 7, dtype=torch.uint8))
