@@ -399,7 +399,7 @@ ROWS = {
     "row is text": Row("one plus one equals", "invalid_json", "not JSON"),
     "row is a list": Row('["one"]', "invalid_json", "an array, not an object"),
     "row is no UTF-8": Row(b'{"prompt": "\xff"}', "invalid_utf8", "byte 0xff"),
-    "row is binary": Row(b"\x00\x01\x02\x80", "invalid_utf8", "byte 0x80"),
+    "row is binary": Row(b"\x01\x02\x80", "invalid_utf8", "byte 0x80"),
     "row is too deep": Row("[" * 100_000, "invalid_json", "too deep"),
     "row has a huge number": Row('{"seed": ' + "9" * 5000 + "}", "invalid_json", "too long"),
     "row without prompt": Row('{"id": "bad"}', "invalid_prompt", "exactly one of"),
@@ -418,7 +418,7 @@ ROWS = {
     "no token ids": Row('{"prompt_token_ids": []}', "invalid_prompt", "no tokens"),
     "token beyond the model": Row('{"prompt_token_ids": [64]}', "invalid_prompt", "of 64"),
     "token is a fraction": Row('{"prompt_token_ids": [1.5]}', "invalid_prompt", "integers"),
-    "unknown field": Row('{"prompt": "one", "tools": []}', "unsupported_field", "'tools'"),
+    "unknown field": Row('{"prompt": "one", "tools": [1]}', "unsupported_field", "'tools'"),
     "temperature is a word": Row(
         '{"prompt": "one", "temperature": "hot"}', "invalid_field", "temperature is 'hot'"
     ),

@@ -143,7 +143,7 @@ BAD = [
     (row({"prompt": "a", "model": 3}), "invalid_field", "model is a number"),
     (row({"prompt": "a", "n": 0}), "invalid_field", "n is 0, not an integer"),
     (row({"prompt": "a", "n": True}), "invalid_field", "n is a boolean"),
-    (row({"prompt": "a", "n": 2.0}), "invalid_field", "n is a number"),
+    (row({"prompt": "a", "n": 2.5}), "invalid_field", "n is a number"),
     (row({"messages": HI, "n": 9}, CHAT), "invalid_field", "n is 9"),
     (row({"prompt": "a", "stream": True}), "unsupported_field", "'stream'"),
     (row({"prompt": "a", "logprobs": 6}), "invalid_field", "logprobs is 6, not an integer from 0"),

@@ -65,11 +65,20 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
             f"{path}: no such file", hint="copy the shard that the index names, or repair the link"
         ) from None
     except (SafetensorError, OSError) as problem:
+        if _is_lfs_pointer(path):
+            raise CannotRun(
+                f"{path}: a git-lfs pointer, not the weights", hint="run git lfs pull in its folder"
+            ) from None
         raise CannotRun(
             f"{path}: not a complete safetensors file ({problem})", hint="copy the file again"
         ) from None
     entries.pop(RESERVED, None)
     return HEADER_SIZE_BYTES + size, entries
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).startswith(b"version https://git-lfs")
 
 
 def check_is_file(path: Path) -> None:
@@ -103,7 +112,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`; raises UsageError if there is none."""
     try:
         check_is_file(path)
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UsageError(
             f"{path}: no such file", hint="give a Hugging Face model directory"

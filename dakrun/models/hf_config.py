@@ -54,6 +54,7 @@ _DEFAULTS: dict[FamilyName, _Defaults] = {
     "qwen3": _Defaults(32_768, None, head_dim=128, kv_heads=32, window=4096),
     "phi3": _Defaults(4096, 32_000),
 }
+_ADAPTER = "adapter_config.json"
 _SHOWN = 60  # characters of a malformed value in messages
 
 
@@ -132,6 +133,12 @@ def read_model_config(directory: Path) -> ModelConfig:
             f"{directory}: no such model directory",
             hint="give a folder with config.json and safetensors files, or a hub id",
         )
+    if (directory / _ADAPTER).is_file():
+        raise CannotRun(
+            f"{directory}: holds a LoRA adapter ({_ADAPTER}), which is not supported",
+            hint="merge it into its base model (peft: merge_and_unload), or move it away to run "
+            "the base model alone",
+        )
     raw = read_json_object(directory / "config.json")
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw["dtype"] = stored_dtype(directory)
@@ -161,9 +168,11 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     model_type = raw.get("model_type")
     family = model_type or FAMILIES.get(architecture or "")
     fields = _Fields(raw, f"{name}: config.json")
-    if family == "opt":
+    # A classifier, a reward model or a base model has its family's model_type, and another head.
+    is_known = architecture is None or architecture in FAMILIES
+    if family == "opt" and is_known:
         return _from_opt(fields, name)
-    if family in _DEFAULTS:
+    if family in _DEFAULTS and is_known:
         return _from_rotary(fields, name, family)
     named = model_type if architecture in FAMILIES else architecture or model_type
     raise CannotRun(

@@ -12,6 +12,9 @@ from typing import IO, Any, BinaryIO, NamedTuple
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked
 
+_CHECKED_BYTES = 4096  # at the start of a file, for another encoding than UTF-8
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
 
 class Line(NamedTuple):
     """A line that is not blank, without its line end; `data` is None if it is too long to keep.
@@ -113,6 +116,7 @@ class Lines(LineSource):
         while data := self._read():
             number += 1
             start = self._position - len(data)
+            self._check_encoding(data, start)
             if is_long := len(data) > self.max_line_bytes and not data.endswith(b"\n"):
                 while data and not data.endswith(b"\n"):
                     data = self._read()
@@ -122,6 +126,16 @@ class Lines(LineSource):
                 kept = None if is_long else data.removesuffix(b"\n").removesuffix(b"\r")
                 yield Line(number, kept, start, self.bytes_read - before)
                 before = self.bytes_read
+
+    def _check_encoding(self, data: bytes, start: int) -> None:
+        """Raise UsageError if a line at `start` shows that the file is UTF-16 or binary."""
+        if b"\0" in data[: max(0, _CHECKED_BYTES - start)] or (
+            start == 0 and data.startswith(_UTF16_MARKS)
+        ):
+            raise UsageError(
+                f"{self.name}: not UTF-8, but UTF-16 or binary",
+                hint="make UTF-8 of it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
+            )
 
     def _read(self) -> bytes:
         """The next line, or the start of one that is too long."""

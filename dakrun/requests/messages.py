@@ -1,6 +1,7 @@
 """Chats in a row: messages checked, and put through the model's chat template."""
 
 from dakrun.requests.json_rows import json_kind, names, shown
+from dakrun.requests.neutral import OF_MESSAGES, is_neutral
 from dakrun.requests.prompts import BadRow, PromptRules
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -18,7 +19,11 @@ def _message(number: int, message: object) -> dict[str, str]:
     if not isinstance(message, dict):
         raise BadRow("invalid_prompt", f"message {number} is {json_kind(message)}, not an object")
     given = {name: value for name, value in message.items() if value is not None}
-    unknown = [name for name in given if name not in ("role", "content")]
+    unknown = [
+        name
+        for name, value in given.items()
+        if name not in ("role", "content") and not is_neutral(name, value, OF_MESSAGES)
+    ]
     if unknown:
         raise BadRow("unsupported_field", f"message {number} has unsupported {names(unknown)}")
     if given.get("role") not in _ROLES:

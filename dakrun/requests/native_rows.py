@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from dakrun.config import SamplingParams
 from dakrun.requests.json_rows import json_kind, names
 from dakrun.requests.messages import chat_prompt
+from dakrun.requests.neutral import supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Completion, Reply, RowError, TokenLogprob
 
@@ -54,11 +55,10 @@ def parse_native(
 
     A field that is null counts as absent. Raises BadRow, or UsageError for parameters.
     """
-    unknown = [name for name in row if name not in NATIVE_FIELDS]
+    given, unknown = supported_fields(row, NATIVE_FIELDS)
     if unknown:
         known = ", ".join(NATIVE_FIELDS)
         raise BadRow("unsupported_field", f"unsupported {names(unknown)}; the fields are {known}")
-    given = {name: value for name, value in row.items() if value is not None}
     changes = {name: given[name] for name in _COPIED if name in given}
     params = replace(defaults, **changes, **stop_and_eos(given))
     reply = Reply(of_messages="messages" in given)

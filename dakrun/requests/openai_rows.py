@@ -11,6 +11,7 @@ from dakrun.config import MAX_LOGPROBS, SamplingParams
 from dakrun.requests.json_rows import json_kind, names, shown
 from dakrun.requests.messages import chat_prompt
 from dakrun.requests.native_rows import SAMPLING_FIELDS, ParsedRow, RowFormat, stop_and_eos
+from dakrun.requests.neutral import supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
 
@@ -22,25 +23,11 @@ _COMMON_FIELDS = (
 )
 _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *_COMMON_FIELDS)
-_IGNORED = ("user", "metadata")
+_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MAX_N = 8
 _MAX_LOGPROBS = 5  # of /v1/completions
 MAX_PROMPTS = 1024
 _SEED_BITS = 64  # of a row's seed: a choice's number is added above them
-# Unsupported fields and the neutral value of each, which changes nothing and is accepted.
-_NEUTRAL: Mapping[str, object] = {
-    "best_of": 1,
-    "stream": False,
-    "echo": False,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "suffix": "",
-    "tools": [],
-    "store": False,
-    "service_tier": "auto",
-    "response_format": {"type": "text"},
-}
 
 
 def is_batch_row(row: Mapping[str, Any]) -> bool:
@@ -65,6 +52,8 @@ def parse_batch(
     if row.get("method") != "POST":
         raise BadRow("invalid_field", f"method is {shown(row.get('method'))}, not 'POST'")
     url, body = row.get("url"), row.get("body")
+    if isinstance(url, str) and f"/v1{url}" in _URLS:  # as Azure has them
+        url = f"/v1{url}"
     if url not in _URLS:
         raise BadRow("unsupported_url", f"url is {shown(url)}, not {' or '.join(_URLS)}")
     if not isinstance(body, dict):
@@ -107,20 +96,14 @@ BATCH = RowFormat("OpenAI Batch", "custom_id", parse_batch, needs_tokenizer, Rep
 
 def _supported(body: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
     """The supported fields of `body`; raises BadRow, which names fields that are not supported."""
-    given = {k: v for k, v in body.items() if v is not None and k not in _IGNORED}
-    unknown = [k for k, v in given.items() if k not in fields and not _is_neutral(k, v)]
+    body = {name: value for name, value in body.items() if name not in _IGNORED}
+    given, unknown = supported_fields(body, fields)
     if unknown:
         raise BadRow(
             "unsupported_field",
             f"unsupported {names(unknown)}; the fields of the body are {', '.join(fields)}",
         )
-    return {k: v for k, v in given.items() if k in fields}
-
-
-def _is_neutral(name: str, value: object) -> bool:
-    neutral = _NEUTRAL.get(name)
-    same_kind = isinstance(value, bool) == isinstance(neutral, bool)
-    return name in _NEUTRAL and same_kind and value == neutral
+    return given
 
 
 def _parameters(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:

@@ -1,0 +1,57 @@
+"""Fields that a row may have although they are not supported, with values that change nothing."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),  # tools are refused, so there are none
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "response_format": ({"type": "text"},),
+}
+OF_MESSAGES: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "annotations": ([],)}
+_INTEGERS = (
+    *("max_tokens", "max_completion_tokens", "n", "top_k", "seed", "logprobs", "top_logprobs"),
+)
+
+
+def is_neutral(name: str, value: object, table: Mapping[str, tuple[object, ...]] = NEUTRAL) -> bool:
+    """Whether a field that is not supported changes nothing: 0 and 0.0 are equal, false is not."""
+    return any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in table.get(name, ())
+    )
+
+
+def supported_fields(
+    row: Mapping[str, Any], fields: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The supported fields of a row, and the names of those that it may not have.
+
+    A field that is null counts as absent. Whole floats become integers where one is wanted, and a
+    `top_k` of -1 becomes 0, both of which keep all tokens.
+    """
+    given = {name: value for name, value in row.items() if value is not None}
+    unknown = [n for n, value in given.items() if n not in fields and not is_neutral(n, value)]
+    found = {name: value for name, value in given.items() if name in fields}
+    for name in _INTEGERS:
+        if isinstance(found.get(name), float) and found[name].is_integer():
+            found[name] = int(found[name])
+    if found.get("top_k") == -1:
+        found["top_k"] = 0
+    return found, unknown
