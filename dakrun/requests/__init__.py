@@ -5,7 +5,8 @@ keeps the lines of pipes on disk (spool.py); reader.py reads rows, row_parser.py
 Requests, in the formats of native_rows.py and openai_rows.py (messages.py has chats, json_rows.py
 shared checks, neutral.py values that change nothing); choices.py collects the results of a row,
 openai_results.py puts them in OpenAI's format, writer.py writes them durably (files.py),
-written_rows.py reads them again, input_order.py puts them in order, fingerprint.py tells one run from another, row_digests.py one row from another;
+written_rows.py reads them again, input_order.py puts them in order, fingerprint.py tells one run
+from another, row_digests.py one row from another;
 gzip_files.py knows gzip; prompts.py says which prompts a model accepts, tokenizer.py wraps the
 model's tokenizer, chat_template.py runs its chat template, request.py holds the shared types.
 README.md describes the formats.
