@@ -53,7 +53,9 @@ class Counts:
 
     def __str__(self) -> str:
         text = f"{self.done} rows done, {self.failed} failed, {self.skipped} skipped"
-        return text + (f"; {self.failed_before} failed before" if self.failed_before else "")
+        if self.failed_before:
+            text += f"; {self.failed_before} failed before, which --retry-failed runs again"
+        return text
 
 
 class BatchJob:
@@ -107,7 +109,9 @@ class BatchJob:
                 continue
             self._writer.expect(row.id, row.line)
             self._running[row.id] = row.nbytes, row.digest
-            if self._writer.is_done(row.id, InputRow(row.id, row.line, row.digest)):
+            is_done = self._writer.is_done(row.id, InputRow(row.id, row.line, row.digest))
+            self.counts.failed_before = self._writer.failed_before
+            if is_done:
                 self.counts.skipped += 1
                 self._end(row.id)
             elif isinstance(row, RowError):

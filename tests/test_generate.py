@@ -113,7 +113,8 @@ def test_error_rows_count_in_resumed_runs_too(prompts: Path, tmp_path: Path) -> 
     for done, skipped in ((3, 1), (0, 4)):
         result = run(*base(prompts, out, "--resume"))
         assert result.exit_code == 1
-        last = f"{done} rows done, 0 failed, {skipped} skipped; 2 failed before"
+        last = f"{done} rows done, 0 failed, {skipped} skipped; 2 failed before, "
+        last += "which --retry-failed runs again"
         assert result.stderr.splitlines()[-1] == last
     assert len(rows(out)) == 5
 

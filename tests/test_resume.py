@@ -144,7 +144,11 @@ def test_failed_rows_are_run_again_with_more_room() -> None:
     assert run("--max-model-len", "6").exit_code == 1
     before = texts()
     assert before["line-2"] is None and before["line-1"] is not None
-    assert "1 failed before" in run("--resume", "--max-model-len", "6").stderr
+    plain = run("--resume", "--max-model-len", "6")
+    assert "1 failed before, which --retry-failed runs again" in plain.stderr
+    Path("q.txt").write_text("one plus two =\n")  # the input lacks the failed row: it stays
+    lacking = run("--resume", "--retry-failed", "--max-model-len", "6", source="q.txt")
+    assert lacking.exit_code == 1 and "1 failed before" in lacking.stderr
     result = run("--resume", "--retry-failed", "--max-model-len", "20")
     assert result.exit_code == 0, result.output
     assert texts()["line-2"] is not None and texts()["line-1"] == before["line-1"]

@@ -72,7 +72,14 @@ def generate_on_ray(
     most_tokens = model_len(config, llm_options["max_model_len"])
     with RequestReader(files, defaults=params, format=files.format) as reader:
         weights = None if load_format == "dummy" else folder
-        fingerprint = make_fingerprint(config, weights, reader.row_format(), params)
+        fingerprint = make_fingerprint(
+            config,
+            weights,
+            reader.row_format(),
+            params,
+            max_model_len=most_tokens,
+            tokenizer_directory=folder,
+        )
         names = {file.path: file.size for file in files.files}
         parts.identify(fingerprint | {"input": names})
         threads = llm_options["threads"]

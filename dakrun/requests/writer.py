@@ -43,7 +43,8 @@ class ResultWriter:
 
     Entering locks the file against other runs. With `overwrite` it truncates the file. With
     `resume` it drops a last row that was cut off and reads which ids are done, errors included, so
-    that each id is written once; `failed_before` counts the error rows that it found.
+    that each id is written once; `failed_before` counts the error rows that it found and
+    that are not run again.
 
     Digests of the rows are kept beside the output (row_digests.py). A row that has changed since
     its result was written is refused; with `changed` it is run again, with `force` it keeps the
@@ -71,6 +72,7 @@ class ResultWriter:
     ) -> None:
         self._changed, self._retry_failed = changed, retry_failed
         self._digests: RowDigests | None = None
+        self._to_retry: set[int] = set()  # hashes of failed ids that the input has not had yet
         self._replaced = False  # whether the output has ids twice
         self._order = InputOrder() if ordered else None
         self.failed_before = 0
@@ -213,6 +215,9 @@ class ResultWriter:
         `changed` or `force` was given.
         """
         if request_id not in self._ids:
+            if (hashed := id_hash(request_id)) in self._to_retry:
+                self._to_retry.remove(hashed)
+                self.failed_before -= 1
             return False
         known = self._digests.find(request_id) if self._digests else None
         if row is None or known in (None, row.digest) or self._force:
@@ -349,8 +354,10 @@ class ResultWriter:
                 if id_hash(row.id) not in failed:
                     self._ids.add(row.id)
             self._replaced |= bool(failed)
+            self._to_retry = failed
         else:
-            self._ids, self.failed_before = seen, len(failed)
+            self._ids = seen
+        self.failed_before = len(failed)
         if rows.size:
             self._is_packed = rows.is_gzip
         return rows.size
