@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, SamplingParams
-from dakrun.engine.build import build_runner, runs_on_kernels
+from dakrun.engine.build import build_runner, runs_on_kernels, why_plain_torch
 from dakrun.engine.engine import Engine
 from dakrun.engine.machine_planner import MachinePlanner
 from dakrun.engine.runner import Runner, gpu_errors
@@ -173,6 +173,11 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    @property
+    def fallback(self) -> str | None:
+        """Why this GPU runs the model on plain torch, not on dakrun's kernels; None if it does."""
+        return why_plain_torch(self.plan, self.device)
 
     @property
     def engine(self) -> Engine:

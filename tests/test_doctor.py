@@ -143,6 +143,10 @@ def test_direct_transport() -> None:
     found = machine_checks.direct_transport([H200, A100])
     assert (found.status, found.finding) == ("lack", "gpu 1 (8.0): no TMA")
     assert "compute capability 9.0 or later" in found.remedy
+    rtx = Gpu(0, "NVIDIA RTX PRO 6000", (12, 0), 96_000_000_000, "0000:1b:00.0", 99 * 1024)
+    found = machine_checks.direct_transport([rtx])
+    assert found.status == "lack" and "gpu 0 (99 KiB)" in found.finding
+    assert "227 KiB" in found.finding and "plain torch" in found.finding
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +167,7 @@ def test_gpus_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
 
     properties = SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, total_memory=H200.memory_bytes,
+        shared_memory_per_block_optin=227 * 1024,
         pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

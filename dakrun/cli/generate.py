@@ -168,6 +168,8 @@ def generate(
                 needs_tokenizer=reader.needs_tokenizer(),
                 on_load=on_load,
             )
+        if llm.fallback:
+            eprint(f"runs on plain torch, slower than planned: {llm.fallback}")
         foretold = None
         # With --resume the rows that are left are not known yet.
         if expected is not None and llm.profile.comparable and not resume:

@@ -50,6 +50,15 @@ def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
     return fits and has_kernels(device)
 
 
+def why_plain_torch(plan: Plan, device: torch.device) -> str | None:
+    """Why a GPU runs plain torch in place of the kernels; None where it runs them, or on a CPU."""
+    if device.type != "cuda" or runs_on_kernels(plan, device):
+        return None
+    if not has_kernels(device):
+        return f"{torch.cuda.get_device_name(device)} lacks what the kernels need (dakrun doctor)"
+    return f"there are no kernels for {plan.model.name}'s dtype or shapes"
+
+
 def build_runner(
     source: Tensors,
     plan: Plan,

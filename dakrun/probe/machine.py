@@ -9,8 +9,9 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from dakrun.geometry import SHARED_BYTES_ALONE
 from dakrun.hardware import gpu_names
 from dakrun.memory import (
     available_host_memory,
@@ -52,6 +53,7 @@ class Gpu:
     capability: tuple[int, int]
     memory_bytes: int
     address: str
+    shared_bytes: int = SHARED_BYTES_ALONE  # of a block at most
 
 
 def visible_gpus() -> list[Gpu]:
@@ -60,11 +62,18 @@ def visible_gpus() -> list[Gpu]:
         from torch import cuda
 
         count = cuda.device_count() if cuda.is_available() else 0
-        properties = [cuda.get_device_properties(index) for index in range(count)]
+        properties: list[Any] = [cuda.get_device_properties(index) for index in range(count)]
     except Exception:
         return []
     return [
-        Gpu(index, p.name, (p.major, p.minor), p.total_memory, pci_address(p))
+        Gpu(
+            index,
+            p.name,
+            (p.major, p.minor),
+            p.total_memory,
+            pci_address(p),
+            p.shared_memory_per_block_optin,
+        )
         for index, p in enumerate(properties)
     ]
 
@@ -116,6 +125,16 @@ def direct_transport(gpus: Sequence[Gpu]) -> Check:
     if old:
         return Check("direct transport", "lack", f"{', '.join(old)}: no TMA",
                      f"direct reads need {needs}, as H100, H200, GH200 and B200 have")  # fmt: skip
+    small = [
+        f"gpu {g.index} ({g.shared_bytes >> 10} KiB)"
+        for g in gpus
+        if g.shared_bytes < SHARED_BYTES_ALONE
+    ]
+    if small:
+        needed = f"{SHARED_BYTES_ALONE >> 10} KiB of shared memory a block"
+        return Check("direct transport", "lack", f"{', '.join(small)}: kernels need {needed}, so "
+                     "models run on plain torch there, which is slower",
+                     "the kernels run on H100, H200, GH200 and B200")  # fmt: skip
     return Check("direct transport", "ok", "kernels can read remote memory directly (TMA)")
 
 

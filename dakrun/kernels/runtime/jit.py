@@ -121,7 +121,7 @@ def architecture(device: int) -> str:
     if found not in ARCHITECTURES:
         raise CannotRun(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}",
-            hint="dakrun's kernels run on 9.0 (H100, H200, GH200), 10.0 (B200) and 12.0",
+            hint="dakrun's kernels run on 9.0 (H100, H200, GH200) and 10.0 (B200)",
         )
     return found
 

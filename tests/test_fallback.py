@@ -1,0 +1,33 @@
+"""A GPU that cannot run the kernels says so, and why."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dakrun.config import Workload
+from dakrun.engine.build import why_plain_torch
+from dakrun.hardware import load_profile
+from dakrun.kernels.runtime import has_kernels
+from dakrun.models.known import known_model
+from dakrun.plan import Policy, make_plan
+
+
+@pytest.mark.parametrize(("major", "shared_kib", "runs"), [(9, 227, True), (12, 99, False)])
+def test_a_card_with_little_shared_memory_falls_back_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, major: int, shared_kib: int, runs: bool
+) -> None:
+    card = SimpleNamespace(
+        major=major, minor=0, shared_memory_per_block_optin=shared_kib << 10, name="a card"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card.name)
+    model = known_model("opt-6.7b")
+    assert model is not None
+    workload = Workload(batch_size=8, prompt_len=64, new_tokens=32, max_model_len=128)
+    plan = make_plan(model, workload, load_profile("h100-sxm"), Policy())
+    gpu = torch.device("cuda", 0)
+    assert has_kernels(gpu) is runs
+    reason = why_plain_torch(plan, gpu)
+    assert reason is None if runs else reason is not None and "a card lacks" in reason
+    assert why_plain_torch(plan, torch.device("cpu")) is None
