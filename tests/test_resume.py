@@ -123,6 +123,17 @@ def test_a_cut_off_record_is_dropped(folder: Path) -> None:
     assert found == (1, InputRow("b", 2, 9), 1, 1)
 
 
+def test_digests_of_an_output_that_was_deleted_are_dropped() -> None:
+    Path("p.txt").write_text("one plus two =\n")
+    assert run().exit_code == 0
+    old = digests_path("out.jsonl").read_bytes()
+    Path("out.jsonl").unlink()
+    Path("p.txt").write_text("six plus two =\n")
+    assert run("--resume").exit_code == 0
+    assert len(digests_path("out.jsonl").read_bytes()) == len(old) == 16
+    assert digests_path("out.jsonl").read_bytes() != old
+
+
 def test_what_changed_of_the_texts_is_named() -> None:
     Path("p.txt").write_text("one plus two =\n")
     assert run().exit_code == 0

@@ -304,8 +304,9 @@ class ResultWriter:
             )
         self._check_destination()  # again: another run may have filled it before the lock
         self._check_run()
+        kept = self._read_done() if self._resume else 0  # bytes
         if self._overwrite or self._resume:
-            file.truncate(self._read_done() if self._resume else 0)
+            file.truncate(kept)
         # Only now, after the truncation: an old output must not get a new fingerprint.
         path = fingerprint_path(self._name)
         with defer_signals():
@@ -315,7 +316,7 @@ class ResultWriter:
             elif self._fingerprint != read_fingerprint(path):
                 write_fingerprint(self._fingerprint, path)
             self._digests = RowDigests(digests_path(self._name))
-            self._digests.begin(afresh=not self._resume)
+            self._digests.begin(afresh=not kept)
 
     def _check_run(self) -> str | None:
         """Compare the fingerprint with that of the output to resume; see `identify`."""
