@@ -124,7 +124,12 @@ def generate(
     from dakrun.models.hub import find_model
     from dakrun.probe import describe_profile
     from dakrun.report import render
-    from dakrun.requests import RequestReader, ResultWriter, make_fingerprint
+    from dakrun.requests import (
+        RequestReader,
+        ResultWriter,
+        check_sentencepiece,
+        make_fingerprint,
+    )
 
     writer = ResultWriter(
         output,
@@ -140,6 +145,8 @@ def generate(
         check_report(report_path, source=source, output=output, profile=profile)
     with RequestReader(source, defaults=params) as reader:
         config, folder = find_model(model, dtype, load_format)
+        if folder is not None:
+            check_sentencepiece(folder)
         weights = None if load_format == "dummy" else folder
         run = make_fingerprint(
             config,

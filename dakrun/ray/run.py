@@ -25,7 +25,7 @@ from dakrun.ray.inputs import InputFiles
 from dakrun.ray.model_thread import Row
 from dakrun.ray.parts import PartFormat, ResultParts
 from dakrun.ray.worker import Finished, Setup, Worker
-from dakrun.requests import RequestReader, make_fingerprint
+from dakrun.requests import RequestReader, check_sentencepiece, make_fingerprint
 from dakrun.tables import Column, print_table
 
 SCHEMA = 1
@@ -68,6 +68,8 @@ def generate_on_ray(
     _check_apart(files, source, output)
     dtype, load_format = llm_options["dtype"], llm_options["load_format"]
     config, folder = find_model(model, dtype, load_format)
+    if folder is not None:
+        check_sentencepiece(folder)
     hardware: str | HardwareProfile = profile if profile == "auto" else load_profile(profile)
     most_tokens = model_len(config, llm_options["max_model_len"])
     with RequestReader(files, defaults=params, format=files.format) as reader:

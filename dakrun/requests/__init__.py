@@ -8,7 +8,8 @@ openai_results.py puts them in OpenAI's format, writer.py writes them durably (f
 written_rows.py reads them again, input_order.py puts them in order, fingerprint.py tells one run
 from another, row_digests.py one row from another;
 gzip_files.py knows gzip; prompts.py says which prompts a model accepts, tokenizer.py wraps the
-model's tokenizer, chat_template.py runs its chat template, request.py holds the shared types.
+model's tokenizer, sentencepiece_model.py that of a tokenizer.model alone, chat_template.py runs its
+chat template, request.py holds the shared types.
 README.md describes the formats.
 """
 
@@ -30,6 +31,7 @@ from dakrun.requests.request import (
 )
 from dakrun.requests.row_digests import InputRow, digests_path
 from dakrun.requests.row_parser import RowParser
+from dakrun.requests.sentencepiece_model import check_sentencepiece
 from dakrun.requests.tokenizer import StopStrings, Tokenizer
 from dakrun.requests.writer import ResultWriter, result_line
 
@@ -54,6 +56,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenizer",
     "as_requests",
+    "check_sentencepiece",
     "digests_path",
     "fingerprint_path",
     "make_fingerprint",

@@ -1,7 +1,8 @@
 """Text to token ids and back, and the search for stop strings in generated tokens.
 
-Wraps the tokenizer that transformers' AutoTokenizer finds in a model directory. Imports
-transformers late and silences its warnings. Knows nothing of requests.
+Wraps the tokenizer that transformers' AutoTokenizer finds in a model directory, or that of a
+tokenizer.model alone (sentencepiece_model.py). Imports transformers late and silences its warnings.
+Knows nothing of requests.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,11 @@ from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests.chat_template import ChatTemplate
+from dakrun.requests.sentencepiece_model import (
+    SentencePieceTokenizer,
+    check_sentencepiece,
+    needs_sentencepiece,
+)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -52,7 +58,10 @@ class Tokenizer:
                 hint=f"copy {' or '.join(_FILES)} from where the model was published, "
                 "or give prompt_token_ids instead of text",
             )
+        check_sentencepiece(directory)
         try:
+            if needs_sentencepiece(directory):
+                return cls(SentencePieceTokenizer(directory))
             with _quiet():
                 from transformers import AutoTokenizer
 
