@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -68,6 +69,7 @@ class LLM:
       `dakrun profile` saved for this device, else a shipped one; it never measures.
     - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
       that has none takes and returns token ids.
+    - `started`: the local time that chat templates stamp (`strftime_now`); by default that of now.
     - `threads`: CPU threads of torch, in the whole process; by default as many as there are cores
       that it may use, and at most torch's own default. Where other programs need the CPU, set
       OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
@@ -100,6 +102,7 @@ class LLM:
         needs_tokenizer: bool = False,
         load_format: LoadFormat = "auto",
         threads: int | None = None,
+        started: datetime | None = None,
         on_load: OnLoad = lambda done, total: None,
     ) -> None:
         check_choice("dtype", dtype, ("auto", *DTYPE_BYTES))
@@ -120,13 +123,15 @@ class LLM:
         expected_prompt = check_count("expected_prompt", expected_prompt, or_one_of=(None,))
         if not isinstance(expected_run, ExpectedRun | None):
             raise invalid_value("expected_run", expected_run, "an ExpectedRun or None")
+        if not isinstance(started, datetime | None):
+            raise invalid_value("started", started, "a datetime or None")
         if not isinstance(policy, Policy | None):
             raise invalid_value("policy", policy, "a Policy or None")
         torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
         self.config, directory = hub.find_model(str(model), dtype, load_format)
         self.device = _device(device)
         self.profile = _profile(profile, self.device)
-        tokenizer = _tokenizer(directory, needed=needs_tokenizer)
+        tokenizer = _tokenizer(directory, started or datetime.now(), needed=needs_tokenizer)
         self.config = _with_end_token(self.config, tokenizer)
         self._planner = MachinePlanner(
             self.config,
@@ -351,7 +356,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def _tokenizer(directory: Path | None, *, needed: bool) -> Tokenizer | None:
+def _tokenizer(directory: Path | None, started: datetime, *, needed: bool) -> Tokenizer | None:
     if directory is None:
         if needed:
             raise UsageError(
@@ -359,7 +364,9 @@ def _tokenizer(directory: Path | None, *, needed: bool) -> Tokenizer | None:
                 hint="give prompt_token_ids, or a folder with config.json and the tokenizer",
             )
         return None
-    return Tokenizer.load(directory) if needed or Tokenizer.is_in(directory) else None
+    if not needed and not Tokenizer.is_in(directory):
+        return None
+    return Tokenizer.load(directory, started=started)
 
 
 def _with_end_token(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,51 @@ def test_a_link_to_the_output_has_the_fingerprint_of_the_output(folder: Path) ->
     os.symlink("out.jsonl", "link.jsonl")
     assert "sampling.seed" in refused("--seed", "9", "-o", "link.jsonl")
     assert run("-o", "/dev/null").exit_code == 0 and not Path("/dev/null.run.json").exists()
+
+
+# --- the date that chat templates stamp
+
+CHAT = '{{"id": "{}", "messages": [{{"role": "user", "content": "1"}}]}}\n'
+STAMP = "{% if strftime_now('%d %B %Y, %H:%M') == '03 February 2001, 04:05' %}forty {% endif %}"
+STAMP += "two plus one equals"
+
+
+def prompt_tokens() -> dict[str, int]:
+    rows = map(json.loads, Path("out.jsonl").read_text().splitlines())
+    return {row["id"]: row["usage"]["prompt_tokens"] for row in rows}
+
+
+def test_a_resumed_run_keeps_the_date_of_its_start(folder: Path) -> None:
+    Path("model/chat_template.jinja").write_text(STAMP)
+    path = Path("out.jsonl.run.json")
+    Path("p.jsonl").write_text(CHAT.format("a"))
+    before = datetime.now().replace(microsecond=0)
+    assert run("--overwrite").exit_code == 0
+    found = json.loads(path.read_text())
+    assert before <= datetime.fromisoformat(found["started"]) <= datetime.now()
+    now = prompt_tokens()["a"]
+
+    path.write_text(json.dumps(found | {"started": "2001-02-03T04:05:06"}))
+    Path("p.jsonl").write_text("".join(map(CHAT.format, "ab")))
+    result = run("--resume")
+    assert result.exit_code == 0 and "started" not in result.stderr
+    assert prompt_tokens() == {"a": now, "b": now + 1}
+    assert json.loads(path.read_text()) == found | {"started": "2001-02-03T04:05:06"}
+
+    del found["started"]  # as in files of older versions
+    path.write_text(json.dumps(found))
+    Path("p.jsonl").write_text("".join(map(CHAT.format, "abc")))
+    assert run("--resume").exit_code == 0
+    assert prompt_tokens() == {"a": now, "b": now + 1, "c": now}
+    assert datetime.fromisoformat(json.loads(path.read_text())["started"]) >= before
+
+    path.write_text(json.dumps(found | {"started": "2001-02-03T04:05:06"}))
+    assert run("--overwrite").exit_code == 0  # another run
+    assert prompt_tokens() == {"a": now, "b": now, "c": now}
+    for broken in (None, 5, "yesterday"):
+        path.write_text(json.dumps(found | {"started": broken}))
+        result = run("--resume")
+        assert result.exit_code == 2 and "not the fingerprint of a run" in result.stderr
 
 
 # --- a kill between any two steps

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,20 @@ def test_a_row_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
         parts.write([result(1)])
         parts.end_part()
     assert rows_of(tmp_path) == ["q0", "q1"]
+
+
+def test_parts_that_are_resumed_keep_the_date_of_their_run(tmp_path: Path) -> None:
+    def started(day: int, *, resume: bool = False) -> datetime | None:
+        parts = ResultParts(str(tmp_path), resume=resume, overwrite=not resume)
+        parts.identify(RUN | {"started": f"2001-02-0{day}T04:05:06"})
+        with parts:
+            parts.write([result(0)])
+        kept = json.loads((tmp_path / "run.json").read_text())["started"]
+        assert parts.started == datetime.fromisoformat(kept)
+        return parts.started
+
+    assert started(1) == started(2, resume=True) == datetime(2001, 2, 1, 4, 5, 6)
+    assert started(3) == datetime(2001, 2, 3, 4, 5, 6)
 
 
 def test_parts_of_another_run_are_refused(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def generate(
                 expected_tokens=params.max_tokens,
                 expected_run=expected,
                 needs_tokenizer=reader.needs_tokenizer(),
+                started=writer.started,
                 on_load=on_load,
             )
         if llm.fallback:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,8 @@ from dakrun.requests.fingerprint import (
     Fingerprint,
     differences,
     read_fingerprint,
+    resumed,
+    start_of,
     write_fingerprint,
 )
 from dakrun.requests.native_rows import NATIVE
@@ -87,7 +90,9 @@ class ResultParts:
             raise _no_parquet()
         if not self._resume or not self._has_results():
             return
-        different = differences(read_fingerprint(self.folder / _RUN) or {}, fingerprint)
+        before = read_fingerprint(self.folder / _RUN)
+        self._fingerprint = resumed(fingerprint, before)
+        different = differences(before or {}, fingerprint)
         if different and not self._force:
             raise UsageError(
                 f"{self.folder}: the results of another run: {'; '.join(different)}",
@@ -117,6 +122,11 @@ class ResultParts:
 
     def __exit__(self, *exc: object) -> None:
         self._close()
+
+    @property
+    def started(self) -> datetime | None:
+        """When the run began that `identify` told of, or the one that it resumes."""
+        return start_of(self._fingerprint) if self._fingerprint else None
 
     @property
     def resume_hint(self) -> str:

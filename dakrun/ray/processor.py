@@ -60,7 +60,8 @@ class DakrunProcessor:
     `logprobs`; these replace columns of the same names. Noise of sampled rows follows from their
     seed and id; without ids, from their fields and their place in the batch.
 
-    `options` are those of LLM, such as `dtype`, `batch_size`, `max_model_len`, `expected_tokens`;
+    `options` are those of LLM, such as `dtype`, `batch_size`, `max_model_len`, `expected_tokens`,
+    and `started`, with which the chat template of every actor stamps the same date;
     `workers` says how many actors there are at most, which share a node's host memory. Raises
     UsageError, or CannotRun if the node cannot run the model.
     """

@@ -97,6 +97,7 @@ def generate_on_ray(
                 "threads": max(1, int(each.cpus)) if not each.gpus else threads,
                 "profile": hardware,
                 "needs_tokenizer": reader.needs_tokenizer(),
+                "started": parts.started,
             }
             parser = reader.parser
 

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ MAX_CHARACTERS = 32 << 20  # of a rendered chat
 class ChatTemplate:
     """A Jinja template with the tokenizer's special tokens by name, as transformers renders it.
 
-    The process starts with the first chat, and again after a chat that it did not survive.
+    `started` is the local time that `strftime_now` stamps, by default that of this call: all chats
+    of a run get the same. The process starts with the first chat, and again after a chat that it
+    did not survive.
     """
 
-    def __init__(self, template: str, special_tokens: Mapping[str, Any]) -> None:
+    def __init__(
+        self, template: str, special_tokens: Mapping[str, Any], *, started: datetime | None = None
+    ) -> None:
         self._settings = {"chat_template": template, **special_tokens}
+        self._started = started or datetime.now()
         self._process: subprocess.Popen[str] | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -64,7 +70,7 @@ class ChatTemplate:
     def _start(self) -> "subprocess.Popen[str]":
         limits = map(str, (LIMIT_S, LIMIT_BYTES, MAX_CHARACTERS))
         process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).resolve()), *limits],
+            [sys.executable, "-P", str(Path(__file__).resolve()), *limits, str(self._started)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -89,10 +95,11 @@ def _end(process: "subprocess.Popen[str]") -> int:
     return process.wait()
 
 
-def _serve(limit_s: float, limit_bytes: int, max_characters: int) -> None:
+def _serve(limit_s: float, limit_bytes: int, max_characters: int, started: datetime) -> None:
     """Render the chats on stdin, each within the limits; SIGALRM kills the process."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    _set_clock(started)
     settings = json.loads(sys.stdin.readline())
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + limit_bytes
@@ -118,5 +125,25 @@ def _serve(limit_s: float, limit_bytes: int, max_characters: int) -> None:
         sys.stdout.flush()
 
 
+def _set_clock(started: datetime) -> None:
+    """Make transformers' `strftime_now`, which takes no time, format that of the run's start."""
+    from transformers.utils import chat_template_utils
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Clock":
+            return cls.fromisoformat(str(started))
+
+    chat_template_utils.datetime = Clock
+    stamp = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}"
+    ((made,), _) = chat_template_utils.render_jinja_template([[]], chat_template=stamp)
+    assert made == f"{started:%Y-%m-%d %H:%M:%S}", f"strftime_now gives {made}, not {started}"
+
+
 if __name__ == "__main__":
-    _serve(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _serve(
+        float(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        datetime.fromisoformat(sys.argv[4]),
+    )

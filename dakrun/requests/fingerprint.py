@@ -1,12 +1,14 @@
 """The fingerprint of a run, kept beside its output OUT as OUT.run.json: what its results depend on.
 
-Knows the model's files and the sampling parameters; knows neither prompts nor results.
+Knows the model's files, the sampling parameters and when the run began, which a chat template may
+stamp; knows neither prompts nor results.
 """
 
 import hashlib
 import json
 import os
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from dakrun.requests.files import replacement
 Fingerprint = dict[str, Any]
 _SCHEMA = 1
 _ABSENT = "absent"
+_STARTED = "started"  # local time; a run that is resumed keeps it, so it never differs
 _FILES = ("weights", "input")  # sections with an entry for each file
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt"),
@@ -59,6 +62,7 @@ def make_fingerprint(
         "weights": weights or "random",
         "sampling": asdict(params),
         "max_model_len": max_model_len,
+        _STARTED: datetime.now().isoformat(timespec="seconds"),
         **_texts(tokenizer_directory or directory),
     }
     return dict(json.loads(json.dumps(fingerprint)))  # lists for tuples, as when read
@@ -113,15 +117,29 @@ def read_fingerprint(path: Path) -> Fingerprint | None:
     try:
         found = json.loads(path.read_bytes())
         if isinstance(found, dict) and "dakrun_run" in found:
+            if _STARTED in found:
+                start_of(found)
             return found
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         pass
     raise UsageError(
         f"{path}: not the fingerprint of a run, although it is named like one",
         hint="move it away, or give -o another file",
     )
+
+
+def start_of(fingerprint: Fingerprint) -> datetime:
+    """When the run of a fingerprint began. Raises TypeError or ValueError if that is malformed."""
+    return datetime.fromisoformat(fingerprint[_STARTED])
+
+
+def resumed(fingerprint: Fingerprint, before: Fingerprint | None) -> Fingerprint:
+    """`fingerprint` with the start of the run `before`, which it goes on, if that is known."""
+    if before is None or _STARTED not in before:
+        return fingerprint
+    return {**fingerprint, _STARTED: before[_STARTED]}
 
 
 def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:

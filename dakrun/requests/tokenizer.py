@@ -7,6 +7,7 @@ Knows nothing of requests.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
@@ -30,9 +31,13 @@ _CONTEXT = 8
 
 
 class Tokenizer:
-    """A model's tokenizer; `load` reads it from the model directory."""
+    """A model's tokenizer; `load` reads it from the model directory.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `started` is the local time that chat templates may stamp (see ChatTemplate).
+    """
+
+    def __init__(self, tokenizer: Any, *, started: datetime | None = None) -> None:
+        self._started = started
         self._tokenizer = tokenizer
         # The reader checks lengths against the model; the tokenizer's own limit only warns.
         tokenizer.model_max_length = 10**30
@@ -50,7 +55,7 @@ class Tokenizer:
         return any((directory / name).is_file() for name in _FILES)
 
     @classmethod
-    def load(cls, directory: Path) -> "Tokenizer":
+    def load(cls, directory: Path, *, started: datetime | None = None) -> "Tokenizer":
         """Load the tokenizer in a model directory; CannotRun if it is missing or broken."""
         if not cls.is_in(directory):
             raise CannotRun(
@@ -61,14 +66,14 @@ class Tokenizer:
         check_sentencepiece(directory)
         try:
             if needs_sentencepiece(directory):
-                return cls(SentencePieceTokenizer(directory))
+                return cls(SentencePieceTokenizer(directory), started=started)
             with _quiet():
                 from transformers import AutoTokenizer
 
                 found = AutoTokenizer.from_pretrained(
                     directory, local_files_only=True, trust_remote_code=False
                 )
-                return cls(_of_its_file(found, directory))
+                return cls(_of_its_file(found, directory), started=started)
         except Exception as problem:  # tokenizers raises plain Exception for broken files
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
@@ -139,7 +144,9 @@ class Tokenizer:
         try:
             if self._chat_template is None:
                 template = self._tokenizer.get_chat_template()
-                self._chat_template = ChatTemplate(template, self._tokenizer.special_tokens_map)
+                self._chat_template = ChatTemplate(
+                    template, self._tokenizer.special_tokens_map, started=self._started
+                )
             text = self._chat_template.render(messages)
         except ValueError as problem:
             reason = " ".join(str(problem).split())

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from dakrun.errors import CannotRun, UsageError
@@ -19,6 +20,8 @@ from dakrun.requests.fingerprint import (
     differences,
     fingerprint_path,
     read_fingerprint,
+    resumed,
+    start_of,
     write_fingerprint,
 )
 from dakrun.requests.gzip_files import pack, without_gz
@@ -133,6 +136,11 @@ class ResultWriter:
             return self._check_run()
         except OSError as problem:
             raise self._failure(problem) from problem
+
+    @property
+    def started(self) -> datetime | None:
+        """When the run began that `identify` told of, or the one that it resumes."""
+        return start_of(self._fingerprint) if self._fingerprint else None
 
     @property
     def name(self) -> str:
@@ -336,6 +344,7 @@ class ResultWriter:
                 hint="--resume with that run's model and options, --resume --force to go on all "
                 "the same, or --overwrite to start afresh",
             )
+        self._fingerprint = resumed(self._fingerprint, before)
         if before is None:
             return f"{self._name} has no {path.name}: its rows are taken as this run's"
         return None
