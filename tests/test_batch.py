@@ -14,7 +14,7 @@ from prompt_files import MAX_LEN, RULES, in_order, open_reader, read
 
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
-from dakrun.requests import Request, RowError
+from dakrun.requests import Reply, Request, RowError, result_line
 from dakrun.requests.look_ahead import LOOK_AHEAD
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -104,7 +104,20 @@ def test_one_stop_string(make: Callable[..., Path]) -> None:
 )
 def test_ids_are_strings_or_integers(make: Callable[..., Path], value: str, expected: str) -> None:
     (row,) = read(make(f'{{"id": {value}, "prompt_token_ids": [3]}}'))
-    assert row == Request(id=expected, line=1, prompt_ids=(3,), params=SamplingParams(max_tokens=5))
+    reply = Reply(integer_id=not value.startswith('"'))
+    params = SamplingParams(max_tokens=5)
+    assert row == Request(id=expected, line=1, prompt_ids=(3,), params=params, reply=reply)
+
+
+@pytest.mark.parametrize(("first", "second"), [("7", '"7"'), ('"7"', "7"), ("-1", "-1")])
+def test_an_integer_id_and_its_digits_are_one_id(
+    make: Callable[..., Path], first: str, second: str
+) -> None:
+    content = "\n".join(f'{{"id": {id}, "prompt_token_ids": [3]}}' for id in (first, second))
+    row, again = read(make(content))
+    assert isinstance(row, Request) and isinstance(again, RowError)
+    assert (again.id, again.code) == ("line-2", "duplicate_id")
+    assert json.loads(result_line(again))["id"] == "line-2"
 
 
 BAD_ROWS = [

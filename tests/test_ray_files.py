@@ -18,7 +18,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.ray import parts as parts_module
 from dakrun.ray.inputs import InputFiles
 from dakrun.ray.parts import ResultParts
-from dakrun.requests import RequestReader
+from dakrun.requests import Reply, RequestReader, RowError, result_line
 
 RUN = {"dakrun_run": 1, "format": "native", "model": {"layers": 2}, "input": {"a": 1}}
 
@@ -149,6 +149,19 @@ def test_a_part_is_there_when_it_is_whole(
     ]
     with ResultParts(str(out), overwrite=True) as parts:
         assert rows_of(out) == [] and not parts.is_done("q0")
+
+
+def test_integer_ids_in_a_parquet_part_are_strings(tmp_path: Path) -> None:
+    line = result_line(
+        RowError(id="7", line=1, code="c", message="m", reply=Reply(integer_id=True))
+    )
+    assert json.loads(line)["id"] == 7
+    with ResultParts(str(tmp_path), form="parquet") as parts:
+        parts.write([line, result(1)])
+        parts.end_part()
+    assert rows_of(tmp_path) == ["7", "q1"]
+    with ResultParts(str(tmp_path), form="parquet", resume=True) as parts:
+        assert parts.is_done("7")
 
 
 def test_a_kill_while_a_part_is_made_doubles_no_row(tmp_path: Path) -> None:

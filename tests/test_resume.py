@@ -81,6 +81,29 @@ def test_order_of_keys_and_spaces_are_no_change_and_other_prompts_are() -> None:
     assert json_digest({"id": 1, "n": 2}, "id") == json_digest({"n": 2, "id": 3}, "id")
 
 
+def test_integer_ids_stay_integers_and_are_found_again() -> None:
+    """In results and in errors, of which no second ones are written; 7 and "7" are one id."""
+    rows = ['{"id": 7, "prompt": "one plus two ="}', '{"id": -3, "prompt": "six plus two ="}']
+    bad = ['{"id": 9, "max_tokens": 2}', '{"id": 10, "prompt": "one", "temperature": -1}']
+    Path("p.jsonl").write_text("\n".join([*rows, *bad, '{"id": "8", "prompt": "one"}']))
+    assert run("--ordered", source="p.jsonl").exit_code == 1
+    assert [type(id) for id in texts()] == [int, int, int, int, str]
+    assert list(texts()) == [7, -3, 9, 10, "8"]
+    before = Path("out.jsonl").read_bytes()
+    Path("p.jsonl").write_text("\n".join([rows[0].replace("7", '"7"'), rows[1], *bad]))
+    result = run("--resume", source="p.jsonl")
+    assert result.exit_code == 1 and "4 skipped" in result.stderr, result.output
+    assert Path("out.jsonl").read_bytes() == before
+
+
+def test_a_custom_id_is_a_string() -> None:
+    row = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "one plus two ="}}
+    Path("p.jsonl").write_text(json.dumps({"custom_id": 7, **row}))
+    assert run(source="p.jsonl").exit_code == 0
+    assert json.loads(Path("out.jsonl").read_text())["custom_id"] == "7"
+    assert "1 skipped" in run("--resume", source="p.jsonl").stderr
+
+
 def test_a_changed_row_of_a_pipe_is_refused_when_it_arrives() -> None:
     Path("p.txt").write_text("one plus two =\n")
     assert run().exit_code == 0

@@ -33,7 +33,7 @@ def row_lines(table: pa.Table, columns: Sequence[str] = NATIVE_FIELDS) -> Iterab
 def result_table(rows: Sequence[Mapping[str, Any]], *, from_file: bool, logprobs: bool) -> pa.Table:
     """Native result rows as a table, with a column `logprobs` if asked for.
 
-    Rows `from_file` also have their ids, and errors the lines they are from.
+    Rows `from_file` also have their ids, as strings, and errors the lines they are from.
     """
     error = pa.struct([*_ERROR, ("line", pa.int64())] if from_file else _ERROR)
     fields = [
@@ -45,4 +45,6 @@ def result_table(rows: Sequence[Mapping[str, Any]], *, from_file: bool, logprobs
         pa.field("error", error),
         *([LOGPROBS] if logprobs else []),
     ]
+    if from_file:  # a column has one type
+        rows = [{**row, "id": str(row["id"])} for row in rows]
     return pa.Table.from_pylist(list(rows), schema=pa.schema(fields))

@@ -68,7 +68,7 @@ def parse_native(
 def completion_row(completion: Completion) -> dict[str, Any]:
     """The native result row of a finished request."""
     row: dict[str, Any] = {
-        "id": completion.id,
+        "id": _shown_id(completion),
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -92,7 +92,12 @@ def _logprob(token: TokenLogprob) -> dict[str, Any]:
 def error_row(error: RowError) -> dict[str, Any]:
     """The native result row of a row that could not be run."""
     detail = {"code": error.code, "message": error.message, "line": error.line}
-    return {"id": error.id, "error": detail}
+    return {"id": _shown_id(error), "error": detail}
+
+
+def _shown_id(result: Completion | RowError) -> str | int:
+    """The row's id as the row has it, a string or an integer."""
+    return int(result.id) if result.reply.integer_id else result.id
 
 
 def stop_and_eos(given: Mapping[str, Any]) -> dict[str, Any]:

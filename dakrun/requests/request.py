@@ -18,7 +18,7 @@ class Reply:
     The format is native, or OpenAI's, which repeats the request's `model` and may have several
     choices, `n` for each of the row's prompts. The request is for number `choice`, from 0, of
     `choices` in all; those of one prompt are neighbours. `of_messages` marks a native row that has
-    messages.
+    messages, `integer_id` one whose id is an integer, which a result repeats as one.
     """
 
     kind: Literal["native", "completion", "chat"] = "native"
@@ -27,6 +27,7 @@ class Reply:
     choices: int = 1
     n: int = 1
     of_messages: bool = False
+    integer_id: bool = False
 
     @property
     def is_chat(self) -> bool:

@@ -52,7 +52,7 @@ class RowParser:
 
     def _parse(self, row: AheadRow, data: bytes | None, rules: PromptRules) -> Request | RowError:
         """The row, whether or not its id is an earlier row's."""
-        row_id = _line_id(row)
+        row_id, is_integer = _line_id(row), False
         try:
             if data is None:
                 limit = self.max_line_bytes
@@ -63,6 +63,7 @@ class RowParser:
                 fields = json_object(data)
                 kind = kind_of(fields)
                 row_id = id_of(fields, kind.id_field) or row_id
+                is_integer = kind is NATIVE and isinstance(fields.get("id"), int)
                 if row.kind is not None and kind.name != row.kind.name:
                     raise BadRow(
                         "mixed_formats",
@@ -71,16 +72,18 @@ class RowParser:
                 parsed = kind.parse(fields, self.defaults, rules)
             rules.check_stop(parsed[0].params)
         except BadRow as bad:
-            return _error(row, row_id, bad.code, str(bad))
+            return _error(row, row_id, bad.code, str(bad), is_integer)
         except UsageError as bad:
-            return _error(row, row_id, "invalid_field", f"{bad}; {bad.hint}")
+            return _error(row, row_id, "invalid_field", f"{bad}; {bad.hint}", is_integer)
         first, *further = (
             Request(
                 id=row_id,
                 line=row.number,
                 nbytes=row.nbytes,
                 digest=row.digest,
-                **choice._asdict(),
+                prompt_ids=choice.prompt_ids,
+                params=choice.params,
+                reply=replace(choice.reply, integer_id=is_integer),
             )
             for choice in parsed
         )
@@ -96,13 +99,15 @@ def _line_id(row: AheadRow) -> str:
     return f"line-{row.number}"
 
 
-def _error(row: AheadRow, row_id: str, code: str, message: str) -> RowError:
+def _error(
+    row: AheadRow, row_id: str, code: str, message: str, is_integer: bool = False
+) -> RowError:
     return RowError(
         id=row_id,
         line=row.number,
         code=code,
         message=message,
-        reply=(row.kind or NATIVE).reply,
+        reply=replace((row.kind or NATIVE).reply, integer_id=is_integer),
         nbytes=row.nbytes,
         digest=row.digest,
     )

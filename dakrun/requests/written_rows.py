@@ -111,8 +111,12 @@ class WrittenRows:
             row = json.loads(line)
             is_batch = "custom_id" in row
             id = row["custom_id" if is_batch else "id"]
-            if isinstance(id, str) and ("finish_reason" in row or "error" in row):
-                return WrittenRow(id, row.get("error") is not None, is_batch, line)
+            if type(id) is int and not is_batch:  # 7 and "7" are one id
+                id = str(id)
+            failed = row.get("error") is not None
+            is_result = "error" in row if is_batch else failed or "finish_reason" in row
+            if isinstance(id, str) and is_result:
+                return WrittenRow(id, failed, is_batch, line)
         raise self._not_a_result()
 
     def _not_a_result(self) -> UsageError:
