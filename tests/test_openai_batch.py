@@ -23,6 +23,7 @@ from dakrun.requests import (
     RowError,
     TokenLogprob,
 )
+from dakrun.requests.chats import string_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -32,10 +33,10 @@ class ChatTokenizer(ByteTokenizer):
 
     has_chat_template = True
 
-    def chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+    def chat(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
         if messages[-1]["role"] == "assistant":
             raise UsageError("the last message is the assistant's", hint="end with a user's")
-        return (*(b for m in messages for b in (m["role"] + m["content"]).encode()), 2)
+        return (*(b for m in messages for b in (m["role"] + string_of(m["content"])).encode()), 2)
 
 
 CHAT_RULES = replace(RULES, tokenizer=ChatTokenizer(), max_model_len=40)
@@ -106,7 +107,7 @@ def test_choices_of_a_chat(make: Callable[..., Path]) -> None:
 
 
 def test_chat_rows(make: Callable[..., Path]) -> None:
-    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    parts = [{"type": "text", "text": "hi"}]
     bodies = [
         {"model": "m", "messages": HI, "max_completion_tokens": 7, "logprobs": False},
         {"messages": [{"role": "user", "content": parts, "name": None}], "max_tokens": 7},

@@ -134,7 +134,7 @@ def test_a_chat_template_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_process_of_a_chat_template_ends_with_its_tokenizer(tmp_path: Path) -> None:
     chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=TEMPLATE))
     chatty.chat([{"role": "user", "content": "hi"}])
-    process = chatty._chat_template._process  # type: ignore[union-attr]
+    process = chatty._chats._template._process  # type: ignore[union-attr]
     assert process is not None and process.poll() is None
     del chatty
     gc.collect()
@@ -275,3 +275,81 @@ def test_without_stop_strings_nothing_is_decoded_or_cut() -> None:
     finder = StopStrings((), lambda ids: pytest.fail("decoded"))
     assert not finder.hit([1, 2, 3]) and finder.cut("all of it") == "all of it"
     assert StopStrings(("zz",), lambda ids: "").cut("all of it") == "all of it"
+
+
+PARTS = (
+    "{% for m in messages %}{{ m['role'][0] }}{% for p in m['content'] %}"
+    "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %};{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{{ m['role'][0] }}{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}<parts>{% endif %};{% endfor %}"
+)
+TEXT_PARTS = [{"type": "text", "text": "hi"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "text"),
+    [
+        (PARTS, TEXT_PARTS, "uhib;"),
+        (PARTS, "hi", "uhi;"),
+        (EITHER, TEXT_PARTS, "uhi\nb;"),
+        (EITHER, "hi", "uhi;"),
+        ("{{ messages[0]['content'] | upper }}", TEXT_PARTS, "HI\nB"),
+        ("{{ messages[0]['content'] + '!' }}", TEXT_PARTS, "hi\nb!"),
+    ],
+)
+def test_content_has_the_form_that_the_template_uses(
+    tmp_path: Path, template: str, content: object, text: str
+) -> None:
+    chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=template))
+    assert chatty.decode(chatty.chat([{"role": "user", "content": content}])) == text
+
+
+def test_the_form_of_content_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each sequence of roles: a chat is otherwise rendered once."""
+    chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=PARTS))
+    rendered = []
+    render = chat_template.ChatTemplate.render
+
+    def count(self: chat_template.ChatTemplate, messages: list[dict[str, object]]) -> str:
+        rendered.append(messages)
+        return render(self, messages)
+
+    monkeypatch.setattr(chat_template.ChatTemplate, "render", count)
+    for text in ("a", "b", "c"):
+        chatty.chat([{"role": "user", "content": text}])
+    assert len(rendered) == 3 + 2 + 1
+
+
+USER_ONLY = "{% for m in messages if m['role'] == 'user' %}<u>{{ m['content'][:12] }}{% endfor %}"
+THOUGHTS = "{% for m in messages %}{{ m['content'].split('</think>')[-1] | trim }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "lost"),
+    [
+        (USER_ONLY, [("system", "u"), ("user", "hi")], 1),
+        (USER_ONLY, [("user", "hi"), ("developer", "Be brief"), ("user", "b")], 2),
+        (USER_ONLY, [("user", "hi"), ("assistant", "a thought"), ("user", "bb")], None),
+        (USER_ONLY, [("user", "one long line of text")], None),
+        ("{{ messages[-1]['content'] | upper }}", [("user", "hi")], None),
+        ("{{ messages[-1]['content'] | upper }}", [("user", "h"), ("user", "hi")], 1),
+        ("{% if messages[0]['content'] %}x{% endif %}", [("user", "x")], 1),
+        (THOUGHTS, [("user", "hi</think>")], 1),
+        (THOUGHTS, [("user", "hi</think> b"), ("assistant", "a</think>")], None),
+        (THOUGHTS, [("user", "  "), ("user", "b")], None),
+        ("{{ messages | map(attribute='content') | join | e }}", [("user", "<&>")], None),
+    ],
+)
+def test_a_message_that_a_template_loses_is_an_error(
+    tmp_path: Path, template: str, chat: list[tuple[str, str]], lost: int | None
+) -> None:
+    """Unless it is an assistant's; parts of messages may be lost."""
+    chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=template))
+    messages = [{"role": role, "content": text} for role, text in chat]
+    if lost is None:
+        assert chatty.chat(messages)
+        return
+    with pytest.raises(UsageError, match=f"nothing of message {lost}, whose role is"):
+        chatty.chat(messages)

@@ -1,5 +1,7 @@
 """Chats in a row: messages checked, and put through the model's chat template."""
 
+from typing import Any
+
 from dakrun.requests.json_rows import json_kind, names, shown
 from dakrun.requests.neutral import OF_MESSAGES, is_neutral
 from dakrun.requests.prompts import BadRow, PromptRules
@@ -14,8 +16,8 @@ def chat_prompt(messages: object, rules: PromptRules) -> tuple[int, ...]:
     return rules.chat([_message(n, message) for n, message in enumerate(messages, 1)])
 
 
-def _message(number: int, message: object) -> dict[str, str]:
-    """A message as chat templates take it: its role, and all its text in one string."""
+def _message(number: int, message: object) -> dict[str, Any]:
+    """A message's role, and its content: a string, or an array of text parts."""
     if not isinstance(message, dict):
         raise BadRow("invalid_prompt", f"message {number} is {json_kind(message)}, not an object")
     given = {name: value for name, value in message.items() if value is not None}
@@ -42,4 +44,4 @@ def _message(number: int, message: object) -> dict[str, str]:
             raise BadRow("unsupported_field", f"message {number} has a part that is not text")
         if not isinstance(part["text"], str):
             raise BadRow("invalid_prompt", f"message {number} has text that is not a string")
-    return {"role": given["role"], "content": "".join(part["text"] for part in parts)}
+    return {"role": given["role"], "content": content}

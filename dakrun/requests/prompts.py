@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
+from typing import Any
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
+from dakrun.requests.chats import string_of
 from dakrun.requests.request import Request
 from dakrun.requests.tokenizer import Tokenizer
 
@@ -38,14 +40,14 @@ class PromptRules:
         _check_encodable(text, "the prompt")
         return self.check(self.tokenizer.encode(text))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids of `{"role", "content"}` messages, checked."""
         if self.tokenizer is None:
             raise BadRow("no_tokenizer", "the model has no tokenizer, which chats need")
         if not self.tokenizer.has_chat_template:
             raise BadRow("no_chat_template", "the model has no chat template; give prompts as text")
         for number, message in enumerate(messages, 1):
-            _check_encodable(message["content"], f"message {number}")
+            _check_encodable(string_of(message["content"]), f"message {number}")
         try:
             return self.check(self.tokenizer.chat(messages))
         except UsageError as problem:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests.chat_template import ChatTemplate
+from dakrun.requests.chats import Chats
 from dakrun.requests.sentencepiece_model import (
     SentencePieceTokenizer,
     check_sentencepiece,
@@ -47,7 +48,7 @@ class Tokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         # Without a decoder, words are joined by spaces that belong to no token.
         self._has_decoder = backend is None or backend.decoder is not None
-        self._chat_template: ChatTemplate | None = None
+        self._chats: Chats | None = None
 
     @staticmethod
     def is_in(directory: Path) -> bool:
@@ -134,7 +135,7 @@ class Tokenizer:
         """Token ids of `{"role", "content"}` messages and the start of the assistant's answer.
 
         Raises UsageError if the tokenizer has no chat template or the template does not accept the
-        messages, does not end, or fills the memory (see chat_template.py).
+        messages, loses one (see chats.py), does not end, or fills the memory (chat_template.py).
         """
         if not self.has_chat_template:
             raise UsageError(
@@ -142,12 +143,11 @@ class Tokenizer:
                 hint="use an instruction-tuned model, or give prompts instead of messages",
             )
         try:
-            if self._chat_template is None:
+            if self._chats is None:
                 template = self._tokenizer.get_chat_template()
-                self._chat_template = ChatTemplate(
-                    template, self._tokenizer.special_tokens_map, started=self._started
-                )
-            text = self._chat_template.render(messages)
+                specials = self._tokenizer.special_tokens_map
+                self._chats = Chats(ChatTemplate(template, specials, started=self._started))
+            text = self._chats.render(messages)
         except ValueError as problem:
             reason = " ".join(str(problem).split())
             raise UsageError(
