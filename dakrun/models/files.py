@@ -65,7 +65,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
             f"{path}: no such file", hint="copy the shard that the index names, or repair the link"
         ) from None
     except (SafetensorError, OSError) as problem:
-        if _is_lfs_pointer(path):
+        if is_lfs_pointer(path):
             raise CannotRun(
                 f"{path}: a git-lfs pointer, not the weights", hint="run git lfs pull in its folder"
             ) from None
@@ -76,7 +76,8 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
     return HEADER_SIZE_BYTES + size, entries
 
 
-def _is_lfs_pointer(path: Path) -> bool:
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether the file `path` is what git keeps in place of a file of git-lfs."""
     with path.open("rb") as file:
         return file.read(64).startswith(b"version https://git-lfs")
 
@@ -120,6 +121,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except CannotRun as problem:
         raise UsageError(str(problem), hint=problem.hint) from None
     except (OSError, ValueError, RecursionError) as problem:
+        if isinstance(problem, ValueError) and is_lfs_pointer(path):
+            raise UsageError(
+                f"{path}: a git-lfs pointer, not the file", hint="run git lfs pull in its folder"
+            ) from None
         raise UsageError(f"{path}: cannot be read ({problem})", hint="copy it again") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: not a JSON object", hint="copy it again")

@@ -25,6 +25,7 @@ from dakrun.config import (
 )
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import read_json_object, stored_dtype
+from dakrun.models.folders import check_folder
 
 FAMILIES: dict[str, FamilyName] = {  # by architecture
     "OPTForCausalLM": "opt",
@@ -54,7 +55,6 @@ _DEFAULTS: dict[FamilyName, _Defaults] = {
     "qwen3": _Defaults(32_768, None, head_dim=128, kv_heads=32, window=4096),
     "phi3": _Defaults(4096, 32_000),
 }
-_ADAPTER = "adapter_config.json"
 _SHOWN = 60  # characters of a malformed value in messages
 
 
@@ -133,12 +133,7 @@ def read_model_config(directory: Path) -> ModelConfig:
             f"{directory}: no such model directory",
             hint="give a folder with config.json and safetensors files, or a hub id",
         )
-    if (directory / _ADAPTER).is_file():
-        raise CannotRun(
-            f"{directory}: holds a LoRA adapter ({_ADAPTER}), which is not supported",
-            hint="merge it into its base model (peft: merge_and_unload), or move it away to run "
-            "the base model alone",
-        )
+    check_folder(directory)
     raw = read_json_object(directory / "config.json")
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw["dtype"] = stored_dtype(directory)

@@ -17,6 +17,7 @@ from typing import Literal
 from dakrun.config import Dtype, LoadFormat, ModelConfig
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.models.files import read_json_object
+from dakrun.models.folders import check_not_gguf
 from dakrun.models.hf_config import parse_model_config, read_model_config
 from dakrun.models.known import hub_id, known_model, known_names
 
@@ -62,6 +63,7 @@ def model_config(name: str) -> ModelConfig:
     if path.is_dir():
         return read_model_config(path)
     if path.is_file():
+        check_not_gguf(path)
         return parse_model_config(read_json_object(path), name=path.resolve().parent.name)
     known = known_model(name)
     if known is not None:
@@ -83,6 +85,7 @@ def model_directory(name: str) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
+        check_not_gguf(path)
         raise UsageError(
             f"{name}: a file, not a model directory",
             hint="give the folder that holds config.json and the safetensors files",

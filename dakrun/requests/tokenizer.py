@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
+from dakrun.models.files import is_lfs_pointer
 from dakrun.requests.chat_template import ChatTemplate
 from dakrun.requests.chats import Chats
 from dakrun.requests.sentencepiece_model import (
@@ -65,6 +66,12 @@ class Tokenizer:
                 "or give prompt_token_ids instead of text",
             )
         check_sentencepiece(directory)
+        for name in _FILES:
+            if (directory / name).is_file() and is_lfs_pointer(directory / name):
+                raise CannotRun(
+                    f"{directory / name}: a git-lfs pointer, not the tokenizer",
+                    hint="run git lfs pull in its folder",
+                )
         try:
             if needs_sentencepiece(directory):
                 return cls(SentencePieceTokenizer(directory), started=started)

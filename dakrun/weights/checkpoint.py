@@ -12,6 +12,7 @@ import torch
 
 from dakrun.errors import CannotRun
 from dakrun.models.files import HEAD, read_header, safetensors_files
+from dakrun.models.folders import GGUF_HINT, first
 from dakrun.weights.manifest import Manifest, Request, Source
 from dakrun.weights.streaming import Extent, read, stream
 
@@ -19,6 +20,12 @@ DTYPES = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 COPY_BYTES = 8 << 20
+# Ends of names that GPTQ and AWQ, compressed-tensors and bitsandbytes give to packed weights.
+_QUANTIZED = (
+    *(".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
+    *(".weight.absmax", ".weight.quant_map", ".SCB"),
+)
+_WRAPPER = re.compile(r"_orig_mod\.")  # torch.compile's, also around a part of a model
 _OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.\d+\..+\.(weight|bias)")
 
 
@@ -66,11 +73,7 @@ class Checkpoint:
             for name, shape in sources:
                 used.add(name)
                 if name not in self._tensors:
-                    raise CannotRun(
-                        f"{self.directory}: tensor {name} is missing",
-                        hint="config.json and the safetensors files do not belong together, "
-                        "or a file was not copied",
-                    )
+                    raise self._missing(name)
                 stored, extent = self._tensors[name]
                 if extent is None:
                     raise CannotRun(
@@ -98,6 +101,32 @@ class Checkpoint:
                     f"{self.directory}: config.json does not account for tensor {name}",
                     hint="config.json and the safetensors files do not belong together",
                 )
+
+    def _missing(self, name: str) -> CannotRun:
+        """The error for a tensor that is not there, by what is there in its place."""
+        for stored in sorted(self._tensors):
+            if stored.endswith(_QUANTIZED):
+                return CannotRun(
+                    f"{self.directory}: the checkpoint is quantized (tensor {stored}), which is "
+                    "not supported",
+                    hint="use the original float16, bfloat16 or float32 checkpoint",
+                )
+        for stored in sorted(self._tensors):
+            wrapped = _WRAPPER.search(stored)
+            prefix = wrapped[0] if wrapped else stored.removesuffix(name)
+            if prefix.endswith("."):
+                return CannotRun(
+                    f"{self.directory}: the names of its tensors have {prefix!r} added, as in "
+                    f"{stored}",
+                    hint="save the model inside the wrapper (torch.compile adds _orig_mod, "
+                    f"DataParallel module), or take {prefix!r} out of the names in the "
+                    "safetensors files",
+                )
+        return CannotRun(
+            f"{self.directory}: tensor {name} is missing",
+            hint="config.json and the safetensors files do not belong together, "
+            "or a file was not copied",
+        )
 
     def _is_equal(self, name: str, other: str) -> bool:
         """Whether two tensors are bit for bit the same."""
@@ -161,6 +190,11 @@ def _weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint; CannotRun where it has none."""
     if files := safetensors_files(directory):
         return files
+    if gguf := first(directory, "*.gguf"):
+        raise CannotRun(
+            f"{directory}: holds GGUF files, which are not read as they are",
+            hint=f"{GGUF_HINT} {gguf} OUTPUT_DIR",
+        )
     if list(directory.glob("*.bin")):
         raise CannotRun(
             f"{directory}: holds .bin files, which can contain code",
