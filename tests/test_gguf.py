@@ -1,6 +1,7 @@
 """Converting GGUF files: weights, configuration and tokenizer are those of the model in them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from transformers import (
 )
 
 from dakrun.cli import main
-from dakrun.config import SamplingParams
+from dakrun.config import LinearRope, SamplingParams
 from dakrun.errors import CannotRun, DakrunError, UsageError
 from dakrun.llm import LLM
 from dakrun.models import read_model_config
+from dakrun.requests import Tokenizer
 from dakrun.weights import convert_gguf
+from dakrun.weights.convert import Conversion
 
 gguf = pytest.importorskip("gguf")
 
@@ -73,8 +76,13 @@ def write(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     architecture: str = "",
     extra: tuple[str, ...] = (),
+    tokenizer: tuple[str, str] = ("gpt2", "qwen2"),
+    more: Callable[[gguf.GGUFWriter], object] = lambda file: None,
 ) -> PreTrainedModel:
-    """The tiny model of `family` as a GGUF file, its matrices of type `kind`."""
+    """The tiny model of `family` as a GGUF file, its matrices of type `kind`.
+
+    `tokenizer` names the vocabulary's kind and its pre-tokenizer; `more` adds further keys.
+    """
     model, config = model_of(family), CONFIGS[family]
     file = gguf.GGUFWriter(path, architecture or family)
     file.add_context_length(config.max_position_embeddings)
@@ -87,8 +95,10 @@ def write(
     file.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if family == "qwen3":
         file.add_key_length(config.head_dim)
-    file.add_tokenizer_model("gpt2")
-    file.add_tokenizer_pre("default")
+    file.add_tokenizer_model(tokenizer[0])
+    file.add_tokenizer_pre(tokenizer[1])
+    if tokenizer[0] == "llama":
+        file.add_token_scores([-float(i) for i in range(300)])
     letters = [chr(ord("a") + i) for i in range(26)]
     tokens = ["<pad>", "<s>", "</s>", *letters, "ab", *(f"<{i}>" for i in range(270))]
     file.add_token_list(tokens)
@@ -99,6 +109,7 @@ def write(
     file.add_eos_token_id(2)
     file.add_pad_token_id(0)
     file.add_chat_template(TEMPLATE)
+    more(file)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -169,6 +180,98 @@ def test_the_tokenizer_and_its_chat_template_are_there(tmp_path: Path) -> None:
     assert tokenizer.encode("cab", add_special_tokens=False)[0] == 3 + ord("c") - ord("a")
     config = json.loads((tmp_path / "new" / "config.json").read_text(encoding="utf-8"))
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 0)
+
+
+def converted(folder: Path, **options: Any) -> Conversion:
+    write(folder / "m.gguf", "llama", **options)
+    return convert_gguf(folder / "m.gguf", folder / "new", dtype="float32")
+
+
+def test_all_end_tokens_end_a_completion(tmp_path: Path) -> None:
+    def ends(file: gguf.GGUFWriter) -> None:
+        file.add_eot_token_id(40)
+        file.add_eom_token_id(41)
+
+    found = converted(tmp_path, more=ends)
+    assert read_model_config(tmp_path / "new").eos_token_ids == (2, 40, 41) and not found.unread
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "add", "begins"),
+    [
+        (("gpt2", "llama-bpe"), None, True),
+        (("gpt2", "tekken"), None, True),
+        (("gpt2", "qwen2"), None, False),
+        (("gpt2", "llama-bpe"), False, False),
+        (("gpt2", "qwen2"), True, True),
+        (("llama", "default"), None, True),
+        (("llama", "default"), False, False),
+    ],
+)
+def test_texts_begin_with_bos_where_they_do_in_llama_cpp(
+    tokenizer: tuple[str, str], add: bool | None, begins: bool, tmp_path: Path
+) -> None:
+    def flag(file: gguf.GGUFWriter) -> None:
+        if add is not None:
+            file.add_add_bos_token(add)
+
+    converted(tmp_path, tokenizer=tokenizer, more=flag)
+    ids = Tokenizer.load(tmp_path / "new").encode("cab")
+    assert ids[-2:] == (3 + ord("c") - ord("a"), 29)
+    assert ids[:-2] == ((1,) if begins else ())
+
+
+def test_a_word_that_is_a_token_is_whole_where_it_is_in_llama_cpp(tmp_path: Path) -> None:
+    for pre, whole in (("llama-bpe", True), ("qwen2", False)):
+        folder = tmp_path / pre
+        folder.mkdir()
+        converted(folder, tokenizer=("gpt2", pre))
+        backend = AutoTokenizer.from_pretrained(folder / "new").backend_tokenizer
+        assert backend.model.ignore_merges is whole
+
+
+@pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
+def test_rope_is_scaled_linearly_without_a_type(key: str, tmp_path: Path) -> None:
+    found = converted(tmp_path, more=lambda file: file.add_float32(f"llama.{key}", 4.0))
+    assert read_model_config(tmp_path / "new").rope_scaling == LinearRope(4.0)
+    assert not found.unread
+
+
+def test_keys_that_may_change_the_output_are_named_in_one_warning(tmp_path: Path) -> None:
+    def unknown(file: gguf.GGUFWriter) -> None:
+        file.add_float32("llama.logit_scale", 0.5)
+        file.add_sliding_window(64)
+        file.add_float32("general.sampling.min_p", 0.25)
+        file.add_name("of no weight")
+        file.add_rope_dimension_count(32)
+
+    write(tmp_path / "m.gguf", "llama", tokenizer=("gpt2", "smollm"), more=unknown)
+    result = CliRunner().invoke(main, ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "new")])
+    assert result.exit_code == 0
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("warning:")]
+    assert warnings == [
+        "warning: not translated, and may change the output: tokenizer.ggml.pre = smollm, "
+        "llama.logit_scale = 0.5, llama.attention.sliding_window = 64, "
+        "general.sampling.min_p = 0.25"
+    ]
+
+
+def test_suggested_sampling_becomes_the_generation_config(tmp_path: Path) -> None:
+    def sampling(file: gguf.GGUFWriter) -> None:
+        file.add_float32("general.sampling.temp", 0.6)
+        file.add_int32("general.sampling.top_k", 20)
+
+    assert not converted(tmp_path, more=sampling).unread
+    text = (tmp_path / "new" / "generation_config.json").read_text(encoding="utf-8")
+    wanted = {"eos_token_id": [2], "temperature": 0.6, "top_k": 20, "do_sample": True}
+    assert json.loads(text) == wanted
+
+
+def test_values_that_no_such_model_has_here_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", "llama", more=lambda file: file.add_causal_attention(False))
+    refused(tmp_path / "a.gguf", CannotRun, "llama.attention.causal is False, not True")
+    write(tmp_path / "b.gguf", "llama", more=lambda file: file.add_rope_dimension_count(16))
+    refused(tmp_path / "b.gguf", CannotRun, "llama.rope.dimension_count is 16, not 32")
 
 
 def refused(source: Path, kind: type[DakrunError], said: str) -> None:

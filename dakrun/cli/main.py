@@ -100,6 +100,8 @@ def convert(*, source: Path, target: Path, shard_size: int, dtype: "Dtype | None
             source, target, dtype=dtype or "bfloat16", shard_bytes=shard_size, note=note
         )
         eprint(found.summary())
+        if found.unread:
+            eprint(f"warning: not translated, and may change the output: {', '.join(found.unread)}")
         return
     if dtype is not None:
         raise UsageError("--dtype is for GGUF files", hint="leave it out: .bin files keep theirs")

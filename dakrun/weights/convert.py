@@ -33,7 +33,7 @@ class Conversion:
     """The files, tensors and bytes that a conversion wrote, and the entries that it dropped.
 
     `tied` names the heads left out because they are the embedding, `not_tensors` the entries left
-    out because they are no tensors.
+    out because they are no tensors, `unread` the keys of a GGUF file that are not translated.
     """
 
     target: Path
@@ -42,6 +42,7 @@ class Conversion:
     files: int
     tied: tuple[str, ...]
     not_tensors: tuple[str, ...]
+    unread: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """One line for people."""

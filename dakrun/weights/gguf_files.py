@@ -7,6 +7,7 @@ chat template are transformers' reading of the file. Knows GGUF's names of llama
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,8 @@ from dakrun.weights.convert import (
     name_shards,
     staged,
 )
+from dakrun.weights.gguf_metadata import ROPE_FACTORS, Metadata, model_config
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-EMBEDDING = "token_embd.weight"
-ROPE_FACTORS = "rope_freqs.weight"  # by which the frequencies of RoPE are divided
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -66,7 +61,8 @@ def convert_gguf(
     package is missing, the model's architecture or a tensor is not known, or the disk is too small.
     """
     file = _opened(source)
-    config = _config(file, source, dtype)
+    metadata = Metadata(file, source)
+    config, generation = model_config(metadata, dtype), metadata.generation_config()
     target = target.resolve()
     done = Progress()
     with disk_errors(target):
@@ -75,11 +71,12 @@ def convert_gguf(
         with staged(target) as folder:
             _write(file, source, folder, config, getattr(torch, dtype), shard_bytes, done, note)
             name_shards(folder, done)
-            text = json.dumps(config, indent=2) + "\n"
-            (folder / "config.json").write_text(text, encoding="utf-8")
+            for name, values in (("config", config), ("generation_config", generation)):
+                text = json.dumps(values, indent=2) + "\n"
+                (folder / f"{name}.json").write_text(text, encoding="utf-8")
             note("converting the tokenizer")
-            _save_tokenizer(source, folder)
-    return done.conversion(target)
+            _save_tokenizer(metadata, folder)
+    return replace(done.conversion(target), unread=tuple(metadata.unread()))
 
 
 def _opened(source: Path) -> Any:
@@ -101,85 +98,6 @@ def _opened(source: Path) -> Any:
             f"{source}: not a GGUF file, or damaged ({brief(problem)})",
             hint="download it again, and compare its size with the published one",
         ) from None
-
-
-def _config(file: Any, source: Path, dtype: Dtype) -> dict[str, Any]:
-    """config.json from the file's metadata."""
-
-    def found(key: str, default: Any = None) -> Any:
-        field = file.get_field(key)
-        if field is not None:
-            return field.contents()
-        if default is None:
-            raise UsageError(
-                f"{source}: its metadata has no {key}",
-                hint="download the file again, or convert the model anew",
-            )
-        return default
-
-    family = found("general.architecture")
-    if family not in ARCHITECTURES:
-        raise CannotRun(
-            f"{source}: architecture {family} is not supported",
-            hint=f"supported in GGUF files are {', '.join(ARCHITECTURES)}",
-        )
-    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
-    if EMBEDDING not in shapes or found("split.count", 1) > 1:
-        raise CannotRun(
-            f"{source}: is a part of a model",
-            hint="join the parts into one file with llama-gguf-split --merge",
-        )
-    heads, hidden = found(f"{family}.attention.head_count"), found(f"{family}.embedding_length")
-    config = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "vocab_size": int(shapes[EMBEDDING][1]),
-        "hidden_size": hidden,
-        "intermediate_size": found(f"{family}.feed_forward_length"),
-        "num_hidden_layers": found(f"{family}.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": found(f"{family}.attention.head_count_kv", heads),
-        "head_dim": found(f"{family}.attention.key_length", hidden // heads),
-        "max_position_embeddings": found(f"{family}.context_length"),
-        # Stored in float32, of which the published decimal is the shortest.
-        "rms_norm_eps": _decimal(found(f"{family}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _decimal(found(f"{family}.rope.freq_base", 10_000.0)),
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "torch_dtype": dtype,
-    }
-    if family != "qwen2":
-        config["attention_bias"] = "blk.0.attn_q.bias" in shapes
-    for kind in ("bos", "eos", "pad"):
-        key = f"tokenizer.ggml.{'padding' if kind == 'pad' else kind}_token_id"
-        if file.get_field(key) is not None:
-            config[f"{kind}_token_id"] = found(key)
-    scaling = found(f"{family}.rope.scaling.type", "none")
-    if ROPE_FACTORS in shapes:
-        factors = next(t.data for t in file.tensors if t.name == ROPE_FACTORS)
-        config["rope_scaling"] = {
-            "rope_type": "longrope",
-            "factor": 1.0,
-            "attention_factor": 1.0,
-            "short_factor": factors.tolist(),
-            "long_factor": factors.tolist(),
-            "original_max_position_embeddings": config["max_position_embeddings"],
-        }
-    elif scaling != "none":
-        scaled = {"rope_type": scaling, "factor": found(f"{family}.rope.scaling.factor")}
-        original = f"{family}.rope.scaling.original_context_length"
-        if file.get_field(original) is not None:
-            scaled["original_max_position_embeddings"] = found(original)
-        config["rope_scaling"] = scaled
-    return config
-
-
-def _decimal(number: float) -> float:
-    """The shortest decimal with the float32 value `number`."""
-    return next(
-        short for digits in range(1, 10)
-        if torch.tensor(short := float(f"{number:.{digits}g}"), dtype=torch.float32).item()
-        == torch.tensor(number, dtype=torch.float32).item()
-    )  # fmt: skip
 
 
 def _write(
@@ -258,15 +176,36 @@ def _paired_in_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _save_tokenizer(source: Path, folder: Path) -> None:
-    """Write the tokenizer and its chat template, as transformers reads them from `source`."""
+def _save_tokenizer(metadata: Metadata, folder: Path) -> None:
+    """Write the tokenizer and its chat template, as transformers reads them from the file.
+
+    BOS and EOS around a text, and whole words before merges, are as in llama.cpp.
+    """
+    from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
+    source = metadata.source
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+        ids = metadata.token_ids()
+        names = {kind: tokenizer.convert_ids_to_tokens(token) for kind, token in ids.items()}
+        for kind, name in names.items():
+            if getattr(tokenizer, f"{kind}_token") is None:
+                setattr(tokenizer, f"{kind}_token", name)
+        first = [names["bos"]] if metadata.begins and "bos" in names else []
+        last = [names["eos"]] if metadata.ends and "eos" in names else []
+        backend = tokenizer.backend_tokenizer
+        backend.post_processor = TemplateProcessing(
+            single=[*first, "$A", *last],
+            pair=[*first, "$A", *last, *(f"{name}:1" for name in first), "$B:1"]
+            + [f"{name}:1" for name in last],
+            special_tokens=[(names[kind], ids[kind]) for kind in ("bos", "eos") if kind in names],
+        )
+        if metadata.keeps_whole_words:
+            backend.model.ignore_merges = True
+        tokenizer.save_pretrained(folder)
     except Exception as problem:  # of many kinds, from files that are not ours
         raise CannotRun(
             f"{source}: its tokenizer cannot be converted ({brief(problem)})",
             hint="convert a file whose tokenizer transformers supports",
         ) from None
-    tokenizer.save_pretrained(folder)
