@@ -245,9 +245,10 @@ _policy_options = together(
     ),
     option(
         "--remote",
-        default="host",
-        metavar="TIER,...",
-        help="Remote tiers to offload to, by their names in the profile.",
+        default="auto",
+        metavar="auto|TIER,...",
+        help="Remote tiers to offload to, by their names in the profile; auto: host, or none where "
+        "the profile has none.",
     ),
 )
 
@@ -268,7 +269,7 @@ def policy_options(command: Command) -> Command:
 
         policy = Policy(
             transport=None if transport == "auto" else transport,
-            remote=parse_remote(remote),
+            remote=None if remote == "auto" else parse_remote(remote),
             **{name: options.pop(name) for name in _POLICY_FIELDS},
         )
         return command(policy=policy, **options)

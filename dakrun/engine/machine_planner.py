@@ -36,12 +36,13 @@ class MachinePlanner:
         if run is not None:
             limit = min(limit, max(1, run.requests))
         local, host = self.free_memory()
+        remote = policy.remote_tiers(self.profile)
         # On a CPU both tiers are the same memory; its free bytes count once.
         given = (policy.hbm_budget, policy.host_budget)
-        shared = self.device.type == "cpu" and given == (None, None)
+        shared = self.device.type == "cpu" and given == (None, None) and len(remote) > 0
         peer = policy.peer_budget
         if peer is None and self.device.type == "cuda":
-            peer = free_on_peers(policy.remote_tiers(self.profile), self.device)
+            peer = free_on_peers(remote, self.device)
         policy = replace(
             policy,
             hbm_budget=local if policy.hbm_budget is None else policy.hbm_budget,

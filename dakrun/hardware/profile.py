@@ -129,9 +129,12 @@ class HardwareProfile:
         """
         if name in self._tiers:
             return self._tiers[name]
-        names = ", ".join(tier.name for tier in self.remote) or "none"
+        names = ", ".join(tier.name for tier in self.remote)
         raise UsageError(
-            f"profile {self.name} has no remote tier {name!r}", hint=f"it has: {names}"
+            f"profile {self.name} has no remote tier {name!r}",
+            hint=f"it has: {names}"
+            if names
+            else "it has none: leave out --remote to use HBM alone",
         )
 
     @functools.cached_property

@@ -35,6 +35,8 @@ def ideal_ratios(
 
     `remote` fixes the bytes outside the local tier. Raises CannotRun where nothing fits.
     """
+    if len(caps) == 1:
+        return [(1.0,)] * len(ops)
     resident = sum(op.layers * op.resident_bytes for op in ops)
     uniform = problem.strategy == "uniform"
     required, limit = max(0.0, resident - caps[0]), max(0.0, sum(caps[1:]))
@@ -110,6 +112,8 @@ def place(problem: Problem, slots: Counts) -> Placement:
     CannotRun where they do not fit there.
     """
     attention, weights, policy = problem.attention, problem.weights, problem.policy
+    if len(problem.tiers) == 1:
+        return all_local(problem)
     local_slots = attention.units - sum(slots)
     kv = [attention.layers * size for size in attention.tier_bytes((local_slots, *slots))]
     caps = [cap - held for cap, held in zip(problem.caps, kv, strict=True)]
@@ -149,6 +153,12 @@ def place(problem: Problem, slots: Counts) -> Placement:
     }
     placed[attention.name] = ((local_slots, *slots),) * attention.layers
     return placed
+
+
+def all_local(problem: Problem) -> Placement:
+    """Every unit in the local tier."""
+    nowhere_else = (0,) * (len(problem.tiers) - 1)
+    return {op.name: ((op.units, *nowhere_else),) * op.layers for op in problem.costs.ops}
 
 
 def balanced(

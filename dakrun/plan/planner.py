@@ -17,7 +17,7 @@ from dakrun.hardware import HardwareProfile
 from dakrun.plan.assemble import Candidate, assemble, cost_placement
 from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.op_costs import Counts, StepCosts
-from dakrun.plan.placement import place, slot_candidates
+from dakrun.plan.placement import all_local, place, slot_candidates
 from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, with_prefill
@@ -218,10 +218,7 @@ def _local_if_as_fast(problem: Problem, plan: Plan) -> Plan:
     free = policy.offload_ratio is None and policy.kv_offload_ratio is None
     if not free or plan.required_ratio > 0 or plan.ratio == 0:
         return plan
-    local = {
-        op.name: ((op.units, *(0 for _ in plan.tiers[1:])),) * op.layers for op in problem.costs.ops
-    }
     same = replace(problem, strategy=plan.strategy)
-    alone = assemble(problem, cost_placement(same, local), plan.tried_s, forgone=plan)
+    alone = assemble(problem, cost_placement(same, all_local(problem)), plan.tried_s, forgone=plan)
     gain = 1 - plan.predicted_s / alone.predicted_s
     return plan if gain >= MIN_OFFLOAD_GAIN else alone

@@ -10,6 +10,8 @@ from dakrun.hardware import HardwareProfile
 Strategy = Literal["auto", "greedy", "uniform"]
 Transport = Literal["direct", "staged"]
 
+DEFAULT_REMOTE = ("host",)
+
 
 def parse_remote(text: str) -> tuple[str, ...]:
     """The remote tiers in a text such as "host,peer"."""
@@ -26,8 +28,9 @@ class Policy:
     ratio of remote KV slots, it is that of weight bytes alone. Ratios are met to the nearest unit
     or refused. `transport` reads remote bytes in place (direct), or from HBM after the copy engine
     has copied them (staged). The `strategy` greedy gives each op a ratio of its own, uniform
-    gives all ops one, and auto takes what is predicted to be fastest. Raises UsageError for values
-    out of range.
+    gives all ops one, and auto takes what is predicted to be fastest. `remote` names the tiers that
+    may be used besides HBM; by default it is the host, or none if the profile has no remote tiers.
+    Raises UsageError for values out of range.
     """
 
     hbm_budget: int | None = None
@@ -37,7 +40,7 @@ class Policy:
     kv_offload_ratio: float | None = None
     strategy: Strategy = "auto"
     transport: Transport | None = None
-    remote: tuple[str, ...] = ("host",)
+    remote: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         limits = dict.fromkeys(("hbm_budget", "host_budget", "peer_budget"), math.inf)
@@ -46,6 +49,8 @@ class Policy:
             object.__setattr__(self, name, value)
         check_choice("strategy", self.strategy, get_args(Strategy))
         check_choice("transport", self.transport, (*get_args(Transport), None))
+        if self.remote is None:
+            return
         if not isinstance(self.remote, tuple) or not all(isinstance(n, str) for n in self.remote):
             raise invalid_value("remote", self.remote, "a tuple of tier names")
         if not self.remote or len(set(self.remote)) < len(self.remote):
@@ -57,13 +62,18 @@ class Policy:
     def remote_tiers(self, profile: HardwareProfile) -> tuple[str, ...]:
         """Names of the remote tiers in `profile`; "peer" is its first peer.
 
-        Raises UsageError where the profile has no such tier, or a tier is named twice.
+        Raises UsageError where the profile has no such tier, or a tier is named twice, or a ratio
+        is to lie outside HBM and the profile has no remote tiers.
         """
+        if self.remote is None and not profile.remote:
+            self._check_all_local(profile)
+            return ()
         peers = [tier.name for tier in profile.remote if tier.name.startswith("peer")]
-        named = [peers[0] if name == "peer" and peers else name for name in self.remote]
+        remote = self.remote or DEFAULT_REMOTE
+        named = [peers[0] if name == "peer" and peers else name for name in remote]
         if len(set(named)) < len(named):
             raise UsageError(
-                f"remote tiers {', '.join(self.remote)}: peer and {peers[0]} are the same",
+                f"remote tiers {', '.join(remote)}: peer and {peers[0]} are the same",
                 hint="name each tier once",
             )
         for name in named:
@@ -75,6 +85,17 @@ class Policy:
                     "read, and dakrun doctor shows them",
                 )
         return tuple(profile.tier(name).name for name in named)
+
+    def _check_all_local(self, profile: HardwareProfile) -> None:
+        """Raise UsageError if a fixed ratio is above 0, for a profile without remote tiers."""
+        ratios = {"offload": self.offload_ratio, "KV offload": self.kv_offload_ratio}
+        for name, ratio in ratios.items():
+            if ratio:
+                raise UsageError(
+                    f"the {name} ratio is {ratio:g}, but profile {profile.name} has no "
+                    "remote tiers",
+                    hint="leave the ratios at auto or 0: everything then lies in HBM",
+                )
 
     def budget(self, tier: str, capacity: int) -> int:
         """Bytes that may be used of a remote tier with `capacity` bytes."""

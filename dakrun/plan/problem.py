@@ -145,13 +145,13 @@ class Problem:
 
     def too_small(self, short: float) -> CannotRun:
         """The error for budgets that are `short` bytes too small for weights and KV."""
-        remote = " and ".join(
-            f"{format_bytes(budget)} of {tier} memory"
-            for tier, budget in zip(self.tiers[1:], self.budgets[1:], strict=True)
+        room = " and ".join(
+            f"{format_bytes(budget)} of {'HBM' if tier == LOCAL else f'{tier} memory'}"
+            for tier, budget in zip(self.tiers, self.budgets, strict=True)
         )
         return CannotRun(
-            f"the budgets are {format_bytes(short)} too small: {format_bytes(self.budgets[0])} of "
-            f"HBM and {remote} for {format_bytes(self.total)} of weights and KV cache",
+            f"the budgets are {format_bytes(short)} too small: {room} "
+            f"for {format_bytes(self.total)} of weights and KV cache",
             hint=f"raise {' or '.join(self._budget_options())}, or lower --batch-size or "
             "--max-model-len",
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from dakrun.errors import CannotRun
+from dakrun.errors import CannotRun, DakrunError
 from dakrun.hardware import Published
 from dakrun.plan.advice import Advice, advise
 from dakrun.plan.plan import Plan
@@ -98,6 +98,6 @@ def _published(plan: Plan) -> Iterator[Comparison]:
     for figure in plan.profile.published:
         if (figure.model, figure.batch_size) == (name, plan.workload.batch_size):
             policy = replace(plan.policy, offload_ratio=figure.offload_ratio, kv_offload_ratio=None)
-            with suppress(CannotRun):
+            with suppress(DakrunError):
                 alike = make_plan(plan.model, plan.workload, plan.profile, policy)
                 yield Comparison(published=figure, plan=alike)

@@ -74,7 +74,8 @@ def roofs(profile: HardwareProfile, remote: Iterable[str]) -> list[tuple[str, fl
     """
     links = Links.of(profile, tuple(remote))
     rates = [(name.upper() if name == LOCAL else name, r) for name, r in links.direct.items()]
-    rates.append((" + ".join(name for name, _ in rates), links.total_rate()))
+    if len(rates) > 1:
+        rates.append((" + ".join(name for name, _ in rates), links.total_rate()))
     merged: list[tuple[str, float]] = []
     for name, rate in sorted(rates, key=lambda roof: -roof[1]):
         if merged and merged[-1][1] / rate < SAME:

@@ -85,10 +85,11 @@ def clusters(found: Iterable[Point]) -> list[list[Point]]:
 def ratio_curve(plan: Plan, strategy: Strategy, steps: int) -> list[tuple[float, float, float]]:
     """(offload ratio, bound EB, predicted EB) of plans at fixed ratios from 0 to 1.
 
-    EB is in bytes/s. Ratios that exceed a budget are left out.
+    EB is in bytes/s. Ratios that exceed a budget are left out; without remote tiers 0 is the only
+    one.
     """
     curve = []
-    for step in range(steps + 1):
+    for step in range(steps + 1 if len(plan.tiers) > 1 else 1):
         policy = replace(plan.policy, offload_ratio=step / steps, strategy=strategy)
         try:
             other = make_plan(plan.model, plan.workload, plan.profile, policy)

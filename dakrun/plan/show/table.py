@@ -97,11 +97,12 @@ def choice_legend(plan: Plan) -> str:
     tiers = "/".join(plan.tiers)
     sampling = f" Sampling is predicted to take {format_seconds(plan.sampling_s)} more."
     mixed = f" Where a tier has no SMs, those of {plan.tiers[0]} read it among their own units."
+    links = "/".join(plan.tiers[1:]) or "a link"
     waits = f" Direct and staged reads wait {format_seconds(plan.waits_s)} for each other."
     return (
         f"ratio: share of the bytes outside {plan.tiers[0]}; "
         "units (row blocks of 8 rows, or KV slots) "
-        f"and SMs: {tiers}; window: bytes in flight from {'/'.join(plan.tiers[1:])}; via: how "
+        f"and SMs: {tiers}; window: bytes in flight from {links}; via: how "
         "remote bytes are read; EB: bytes read over predicted time."
         + (mixed if any(op.mixed(t) for op in plan.ops for t in range(len(plan.tiers))) else "")
         + (sampling if plan.sampling_s else "")
