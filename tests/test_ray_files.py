@@ -11,6 +11,7 @@ pytest.importorskip("pyarrow")
 
 import fsspec
 import pyarrow as pa
+import pyarrow.dataset as dataset
 import pyarrow.parquet as pq
 
 from dakrun.config import SamplingParams
@@ -217,5 +218,72 @@ def test_parts_of_another_run_are_refused(tmp_path: Path) -> None:
         ResultParts(str(tmp_path), resume=True, form="parquet").identify(
             RUN | {"format": "OpenAI Batch"}
         )
+    other_file = tmp_path / "other"
+    other_file.touch()
     with pytest.raises(UsageError, match="a folder of part files"):
-        ResultParts(str(tmp_path / "run.json"))
+        ResultParts(str(other_file))
+
+
+def surrogate(row_id: str) -> bytes:
+    return json.dumps({"id": row_id, "error": {"code": "c", "message": row_id, "line": 1}}).encode()
+
+
+def test_ids_that_parquet_cannot_hold(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    rows = ({"id": "a\ud800", "prompt": "\udc00"}, {"id": "a\udfff"}, {"id": "\U0001f600"})
+    source.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    kept = [json.loads(data or b"") for _, data in lines(source)]
+    assert kept == list(rows)
+    files = InputFiles(str(source), well_formed_ids=True)
+    with RequestReader(files, defaults=SamplingParams(), format="jsonl") as reader:
+        found = {reader.parser.row_id(*row): row[1] for row in reader.unparsed_rows(9) if row}
+    # The second is a duplicate now, so it is called by its line.
+    assert set(found) == {"a\ufffd", "line-2", "\U0001f600"}
+    assert json.loads(found["a\ufffd"] or b"") == {"id": "a\ufffd", "prompt": "\udc00"}
+
+    out = tmp_path / "out"
+    out.mkdir()
+    left = [surrogate("a\ud800"), result(0).strip(), surrogate("a\udfff")]  # by an older version
+    (out / ".rows.jsonl").write_bytes(b"\n".join(left) + b"\n")
+    with ResultParts(str(out), form="parquet", resume=True) as parts:
+        assert parts.is_done("q0") and not parts.is_done("a\ufffd") and parts.failed_before == 0
+        message = {"code": "c", "message": "of \udc00", "line": 2}
+        parts.write([json.dumps({"id": "line-2", "error": message}).encode() + b"\n"])
+        parts.end_part()
+    assert rows_of(out) == ["q0", "line-2"]
+    assert pq.read_table(out / "part-00000.parquet")["error"][1]["message"].as_py() == "of \ufffd"
+
+
+def test_a_folder_of_parts_is_a_parquet_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "ROWS_PER_PART", 1)
+    parts = ResultParts(str(tmp_path), form="parquet")
+    parts.identify(RUN)
+    top = {"token_id": 5, "text": "so", "logprob": -0.5}
+    with_logprobs = json.loads(result(1)) | {"logprobs": [{**top, "top": [top]}]}
+    with parts:
+        parts.write([result(0)])
+        parts.write([json.dumps(with_logprobs).encode() + b"\n"])
+        parts.write([result(2, failed=True)])
+        parts.write([json.dumps(json.loads(result(3)) | {"id": 3}).encode() + b"\n"])
+    paths = sorted(tmp_path.glob("part-*"))
+    assert len({pq.read_schema(path) for path in paths}) == 1
+    for table in (dataset.dataset(tmp_path).to_table(), pq.read_table(tmp_path)):
+        assert table["id"].to_pylist() == ["q0", "q1", "q2", "3"]
+        assert table["logprobs"].to_pylist() == [None, with_logprobs["logprobs"], None, None]
+
+    # As an older version left it: the fingerprint's name, and a part without logprobs.
+    (tmp_path / "_run.json").rename(tmp_path / "run.json")
+    pq.write_table(pq.read_table(paths[0]).drop_columns("logprobs"), paths[0])
+    other = RUN | {"input": {"a": 2}}
+    with pytest.raises(UsageError, match=r"another run: input\.a was 1, now 2"):
+        ResultParts(str(tmp_path), form="parquet", resume=True).identify(other)
+    parts = ResultParts(str(tmp_path), form="parquet", resume=True)
+    parts.identify(RUN)
+    with parts:
+        assert all(parts.is_done(name) for name in ("q0", "q1", "q2", "3"))
+    assert not (tmp_path / "run.json").exists()
+    assert json.loads((tmp_path / "_run.json").read_text()) == RUN
+    assert len({pq.read_schema(path) for path in paths}) == 1
+    assert dataset.dataset(tmp_path).to_table()["logprobs"][1].as_py() == with_logprobs["logprobs"]

@@ -4,6 +4,7 @@ Knows the names and types of columns.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ _ERROR = [("code", pa.string()), ("message", pa.string())]
 LOGPROBS = pa.field(
     "logprobs", pa.list_(pa.struct([*_LOGPROB, ("top", pa.list_(pa.struct(_LOGPROB)))]))
 )
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def row_lines(table: pa.Table, columns: Sequence[str] = NATIVE_FIELDS) -> Iterable[bytes]:
@@ -30,8 +32,13 @@ def row_lines(table: pa.Table, columns: Sequence[str] = NATIVE_FIELDS) -> Iterab
         yield json.dumps(given, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def result_table(rows: Sequence[Mapping[str, Any]], *, from_file: bool, logprobs: bool) -> pa.Table:
-    """Native result rows as a table, with a column `logprobs` if asked for.
+def well_formed(text: str) -> str:
+    """`text` with U+FFFD for each lone surrogate, which UTF-8, and so Arrow, does not have."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def result_table(rows: Iterable[Mapping[str, Any]], *, from_file: bool) -> pa.Table:
+    """Native result rows as a table; `logprobs` are null where a row did not ask for them.
 
     Rows `from_file` also have their ids, as strings, and errors the lines they are from.
     """
@@ -43,7 +50,7 @@ def result_table(rows: Sequence[Mapping[str, Any]], *, from_file: bool, logprobs
         pa.field("finish_reason", pa.string()),
         pa.field("usage", _USAGE),
         pa.field("error", error),
-        *([LOGPROBS] if logprobs else []),
+        LOGPROBS,
     ]
     if from_file:  # a column has one type
         rows = [{**row, "id": str(row["id"])} for row in rows]

@@ -4,6 +4,7 @@ Files are read through fsspec, as Ray Data reads them. Knows files and lines, no
 """
 
 import io
+import json
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import PurePosixPath
@@ -14,11 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.ray.arrow import row_lines
+from dakrun.ray.arrow import row_lines, well_formed
 from dakrun.requests.gzip_files import without_gz
+from dakrun.requests.json_rows import json_object
 from dakrun.requests.lines import Line, Lines, LineSource
 from dakrun.requests.native_rows import NATIVE_FIELDS, PROMPT_FIELDS
 from dakrun.requests.openai_rows import ROW_FIELDS
+from dakrun.requests.prompts import BadRow
 from dakrun.requests.reader import MAX_LINE_BYTES
 from dakrun.requests.row_parser import Format
 
@@ -50,8 +53,8 @@ class InputFiles(LineSource):
     may_wait = False
     max_line_bytes = MAX_LINE_BYTES
 
-    def __init__(self, source: str) -> None:
-        self.name = source
+    def __init__(self, source: str, *, well_formed_ids: bool = False) -> None:
+        self.name, self._well_formed_ids = source, well_formed_ids
         self._system, path = _file_system(source)
         try:
             self.files = self._find(path)
@@ -109,6 +112,8 @@ class InputFiles(LineSource):
                         number = line.number
                         at = done + min(file.size, _position(opened, file.size))
                         nbytes, self.bytes_read = max(0, at - self.bytes_read), at
+                        if self._well_formed_ids and self.format == "jsonl" and line.data:
+                            line = line._replace(data=_with_well_formed_id(line.data))
                         yield line._replace(number=before + number, start=0, nbytes=nbytes)
             except (OSError, pa.ArrowException) as problem:
                 raise CannotRun(
@@ -139,6 +144,20 @@ class InputFiles(LineSource):
                     f"{file.path}: row {number + 1}: {problem}",
                     hint="columns must have the types of native rows",
                 ) from None
+
+
+def _with_well_formed_id(data: bytes) -> bytes:
+    """A JSON row whose id has no lone surrogates; the same bytes if it had none, or is no row."""
+    if rb"\ud" not in data.lower():  # such characters can only be written as escapes
+        return data
+    try:
+        row = json_object(data)
+        row_id = row.get("id")
+        if isinstance(row_id, str) and well_formed(row_id) != row_id:
+            return json.dumps(row | {"id": well_formed(row_id)}).encode()
+    except (BadRow, RecursionError):
+        pass  # the parser reports it
+    return data
 
 
 def _file_system(source: str) -> tuple[Any, str]:

@@ -8,16 +8,17 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import defer_signals
-from dakrun.ray.arrow import result_table
+from dakrun.ray.arrow import LOGPROBS, result_table, well_formed
 from dakrun.requests import IdSet
 from dakrun.requests.files import OutputFile, replacement
 from dakrun.requests.fingerprint import (
@@ -34,7 +35,8 @@ from dakrun.requests.written_rows import WrittenRows
 PartFormat = Literal["jsonl", "parquet"]
 ROWS_PER_PART = 10_000
 _PART = re.compile(r"part-([0-9]{5,})\.(jsonl|parquet)")
-_HIDDEN, _LOCK, _RUN = ".rows.jsonl", ".lock", "run.json"
+_HIDDEN, _LOCK, _RUN = ".rows.jsonl", ".lock", "_run.json"  # names that Parquet readers skip
+_OLD_RUN = "run.json"  # of older versions
 
 
 class ResultParts:
@@ -45,7 +47,8 @@ class ResultParts:
     other runs. With `overwrite` it removes the parts; with `resume` it reads which ids are done,
     errors included, of which `failed_before` counts the errors.
 
-    folder/run.json is the run's fingerprint (fingerprint.py). A write that fails raises CannotRun.
+    folder/_run.json is the run's fingerprint (fingerprint.py). All Parquet parts have one schema. A
+    write that fails raises CannotRun.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class ResultParts:
             raise _no_parquet()
         if not self._resume or not self._has_results():
             return
-        before = read_fingerprint(self.folder / _RUN)
+        before = read_fingerprint(self.folder / _RUN) or read_fingerprint(self.folder / _OLD_RUN)
         self._fingerprint = resumed(fingerprint, before)
         different = differences(before or {}, fingerprint)
         if different and not self._force:
@@ -112,6 +115,7 @@ class ResultParts:
             self._take_over()
             if self._fingerprint is not None:
                 write_fingerprint(self._fingerprint, self.folder / _RUN)
+                _remove_old_fingerprint(self.folder / _OLD_RUN)
             self._file = OutputFile(str(self._hidden))
         except BaseException as problem:
             self._close()
@@ -158,12 +162,11 @@ class ResultParts:
         part = self.folder / f"part-{self._next:05}.{self._form}"
         try:
             if self._form == "parquet":
-                rows = [json.loads(line) for line in self._hidden.read_bytes().splitlines()]
+                rows = [_loaded(line) for line in self._hidden.read_bytes().splitlines()]
                 if any("custom_id" in row for row in rows):
                     raise _no_parquet()
-                asked = any("logprobs" in row for row in rows)
                 with replacement(part) as file:
-                    pq.write_table(result_table(rows, from_file=True, logprobs=asked), file)
+                    pq.write_table(result_table(rows, from_file=True), file)
                 self._file.truncate(0)
             else:
                 with defer_signals():
@@ -196,12 +199,16 @@ class ResultParts:
                 path.unlink(missing_ok=True)
             return
         for path in parts.values():
+            if path.suffix == ".parquet":
+                _give_logprobs(path)
             for row_id, failed in _ids_of(path):
                 self._ids.add(row_id)
                 self.failed_before += failed
         self._next = max(parts, default=-1) + 1
         if not self._hidden.exists():
             return
+        if self._form == "parquet":
+            self._drop_surrogates()
         written = WrittenRows(str(self._hidden))
         rows = [(row.id, row.failed) for row in written]
         is_in_a_part = any(self.is_done(row_id) for row_id, _ in rows)  # killed after it was made
@@ -211,6 +218,17 @@ class ResultParts:
             for row_id, failed in rows:
                 self._ids.add(row_id)
                 self.failed_before += failed
+
+    def _drop_surrogates(self) -> None:
+        """Drop rows with ids that Parquet cannot hold: they run again, under ids that it can.
+
+        Older versions left such rows in the hidden file, and ended.
+        """
+        lines = [(row.id, row.line) for row in WrittenRows(str(self._hidden))]
+        kept = [line for row_id, line in lines if well_formed(row_id) == row_id]
+        if len(kept) < len(lines):
+            with replacement(self._hidden) as file:
+                file.write(b"".join(kept))
 
     def _close(self) -> None:
         for file in (self._file, self._lock):
@@ -233,6 +251,40 @@ def _no_parquet() -> UsageError:
     )
 
 
+def _loaded(line: bytes) -> dict[str, Any]:
+    """A result row as Parquet can hold it."""
+    row: dict[str, Any] = json.loads(line)
+    if rb"\ud" in line:  # as the writer spells lone surrogates, which an error may quote
+        row = json.loads(well_formed(json.dumps(row, ensure_ascii=False)))
+    return row
+
+
+def _remove_old_fingerprint(path: Path) -> None:
+    """Remove a fingerprint with the name that older versions gave it; nothing else."""
+    with suppress(UsageError):
+        if read_fingerprint(path) is not None:
+            path.unlink()
+
+
+def _give_logprobs(part: Path) -> None:
+    """Add the column `logprobs` to a part of an older version, where a part may lack it."""
+    try:
+        if LOGPROBS.name in pq.read_schema(part).names:
+            return
+        table = pq.read_table(part, partitioning=None)
+    except (OSError, pa.ArrowException) as problem:
+        raise _unreadable(part, problem) from None
+    nulls = pa.nulls(len(table), LOGPROBS.type)
+    with replacement(part) as file:
+        pq.write_table(table.append_column(LOGPROBS, nulls), file)
+
+
+def _unreadable(part: Path, problem: Exception) -> UsageError:
+    return UsageError(
+        f"{part}: cannot be read ({problem})", hint="remove it; its rows are then done again"
+    )
+
+
 def _ids_of(part: Path) -> Iterator[tuple[str, bool]]:
     """The id of each row of a part, and whether it is an error."""
     if part.suffix == ".jsonl":
@@ -242,9 +294,7 @@ def _ids_of(part: Path) -> Iterator[tuple[str, bool]]:
     try:
         table = pq.read_table(part, columns=["id", "error"])
     except (OSError, pa.ArrowException) as problem:
-        raise UsageError(
-            f"{part}: cannot be read ({problem})", hint="remove it; its rows are then done again"
-        ) from None
+        raise _unreadable(part, problem) from None
     yield from zip(
         table["id"].to_pylist(),
         (error is not None for error in table["error"].to_pylist()),

@@ -64,7 +64,7 @@ def generate_on_ray(
     parts = ResultParts(
         output, form=on.part_format, resume=resume, force=force, overwrite=overwrite
     )
-    files = InputFiles(source)
+    files = InputFiles(source, well_formed_ids=on.part_format == "parquet")
     _check_apart(files, source, output)
     dtype, load_format = llm_options["dtype"], llm_options["load_format"]
     config, folder = find_model(model, dtype, load_format)
