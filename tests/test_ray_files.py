@@ -91,6 +91,51 @@ def test_a_url_is_read_through_fsspec() -> None:
     assert lines("memory://bucket") == [(1, b'{"prompt":"1"}')]
 
 
+def test_globs_leave_out_hidden_and_unfinished_folders(tmp_path: Path) -> None:
+    for number, name in enumerate(
+        (
+            *("a/1.jsonl", "a/_temporary/0/2.jsonl", "a/.hid/3.jsonl", "_b/4.jsonl"),
+            *("c.jsonl/5.jsonl", "c.jsonl/_x/6.jsonl", "c.jsonl/notes.md", "d.jsonl", "_e.jsonl"),
+        ),
+        1,
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"%d\n" % number)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a", target_is_directory=True)
+
+    def found(pattern: str) -> list[bytes | None]:
+        return [data for _, data in lines(f"{tmp_path}/{pattern}")]
+
+    assert found("**/*.jsonl") == [b"1", b"5", b"8", b"1"]  # the last by the link
+    assert found("*.jsonl") == [b"5", b"8", b"1"]
+    assert found("[ac]*") == found("?*")[:2] == [b"1", b"5"]
+    assert found("*/*.jsonl") == [b"1", b"5"]  # fsspec follows no links on its way
+    assert found("_b/*.jsonl") == [b"4"]
+    assert found("*/_temporary/*/*.jsonl") == [b"2"]
+    assert found("a/.hid/*") == [b"3"]
+    for none in ("_*", "*/_*/*.jsonl", "*/_temporary/nothing*"):
+        with pytest.raises(UsageError, match="no prompt files there"):
+            found(none)
+
+
+def test_a_column_that_is_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    columns = [pa.array(["one"]), pa.array(["two"]), pa.array([3])]
+    pq.write_table(pa.table(columns, names=["prompt", "prompt", "label"]), path)
+    with pytest.raises(UsageError, match=r"rows\.parquet: has the column prompt 2 times") as error:
+        lines(path)
+    assert error.value.exit_code == 2 and error.value.hint
+    pq.write_table(pa.table(columns, names=["prompt", "label", "label"]), path)
+    assert lines(path) == [(1, b'{"prompt": "one"}')]  # a column that is left out anyway
+    roles = [pa.array(["user"]), pa.array(["system"]), pa.array(["hi"])]
+    message = pa.StructArray.from_arrays(roles, names=["role", "role", "content"])
+    messages = pa.ListArray.from_arrays([0, 1], message)
+    pq.write_table(pa.table([messages], names=["messages"]), path)
+    with pytest.raises(UsageError, match=r"row 1: .*duplicate field names"):
+        lines(path)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

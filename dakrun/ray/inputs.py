@@ -5,8 +5,10 @@ Files are read through fsspec, as Ray Data reads them. Knows files and lines, no
 
 import io
 import json
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from glob import has_magic
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -44,8 +46,9 @@ class InputFile(NamedTuple):
 class InputFiles(LineSource):
     """The lines of all files at `source`, in the order of their names.
 
-    A folder's files are those with a known suffix, in it and in its folders. Of folders and globs,
-    names that begin with "." or "_" are left out. Lines are counted on from file to file. A row of
+    A folder's files are those with a known suffix, in it and in its folders; a folder that a glob
+    matches is read so, too. Names of files and folders that begin with "." or "_" are left out,
+    unless `source` has them. Lines are counted on from file to file. A row of
     a .parquet file is a line: its columns that are fields of rows, as JSON. Raises UsageError if
     there is nothing to read, CannotRun if reading fails.
     """
@@ -78,12 +81,11 @@ class InputFiles(LineSource):
     def _find(self, path: str) -> list[InputFile]:
         """The files at `path`; raises UsageError if there are none, or one of another kind."""
         if self._system.isdir(path):
-            names = [n for n in self._system.find(path) if _is_taken(n[len(path) :])]
-            names = [name for name in names if InputFile(name, 0).suffix in SUFFIXES]
+            names = self._inside(path)
         elif self._system.exists(path):
-            names = [path]
+            names = {path}
         else:
-            names = [n for n in self._system.glob(path) if _is_taken(PurePosixPath(n).name)]
+            names = self._matches(path)
         found = [InputFile(name, int(self._system.size(name) or 0)) for name in sorted(names)]
         if not found:
             raise UsageError(
@@ -97,6 +99,25 @@ class InputFiles(LineSource):
                     hint=".jsonl and .txt may be packed, as .jsonl.gz",
                 )
         return found
+
+    def _inside(self, folder: str) -> set[str]:
+        """The prompt files in a folder and in its folders."""
+        names = (n for n in self._system.find(folder) if _is_taken(n[len(folder) :]))
+        return {name for name in names if InputFile(name, 0).suffix in SUFFIXES}
+
+    def _matches(self, pattern: str) -> set[str]:
+        """The files that a glob matches, and the prompt files of the folders that it matches."""
+        wanted = PurePosixPath(pattern).parts
+        named = {part for part in wanted if not has_magic(part)}
+        first = next((n for n, part in enumerate(wanted) if has_magic(part)), len(wanted))
+        names = set[str]()
+        for name, info in self._system.glob(pattern, detail=True).items():
+            matched = PurePosixPath(name).parts[first:]
+            if not all(_is_taken(part) for part in matched if part not in named):
+                continue
+            is_file = info["type"] == "file" or not self._system.isdir(name)
+            names |= {name} if is_file else self._inside(name)
+        return names
 
     def _read(self) -> Generator[Line]:
         before = done = 0  # lines, bytes
@@ -126,6 +147,7 @@ class InputFiles(LineSource):
         """The rows of a Parquet file."""
         table = pq.ParquetFile(opened)
         names = set(table.schema_arrow.names)
+        counts = Counter(table.schema_arrow.names)
         is_batch = "body" in names and not names & set(PROMPT_FIELDS)
         columns = sorted(names & set(ROW_FIELDS if is_batch else NATIVE_FIELDS))
         if not set(columns) & {*PROMPT_FIELDS, "body"}:
@@ -133,13 +155,18 @@ class InputFiles(LineSource):
                 f"{file.path}: has no column {', '.join(PROMPT_FIELDS)} or body",
                 hint="rename the column of the prompts",
             )
+        if twice := [name for name in columns if counts[name] > 1]:
+            raise UsageError(
+                f"{file.path}: has the column {twice[0]} {counts[twice[0]]} times",
+                hint="rename or drop all but one of them",
+            )
         number = 0
         for batch in table.iter_batches(PARQUET_ROWS, columns=columns):
             try:
                 for data in row_lines(pa.Table.from_batches([batch]), columns):
                     number += 1
                     yield Line(number, data if len(data) <= MAX_LINE_BYTES else None, 0, 0)
-            except TypeError as problem:
+            except (TypeError, ValueError) as problem:  # also text that is not UTF-8
                 raise UsageError(
                     f"{file.path}: row {number + 1}: {problem}",
                     hint="columns must have the types of native rows",
