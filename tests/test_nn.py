@@ -23,6 +23,7 @@ from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm.packing import DTYPES
 from dakrun.memory import PartitionedTensor
 from dakrun.nn import SplitKGEMM, replace_linears
+from dakrun.nn import gemm as gemm_module
 
 RATIOS = (0.0, 0.1, 1.0)
 ACCESS = TierAccess(sms=8, window_bytes=256 * 1024)
@@ -207,6 +208,54 @@ def test_what_is_replaced() -> None:
     assert replace_linears(attention) == {}
 
 
+def test_training_and_attributes_are_carried_over() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)).eval()
+    model[1].train()
+    model[0].scale = 3
+    replace_linears(model)
+    assert [module.training for module in model] == [False, True]
+    assert model[0].scale == 3 and not hasattr(model[1], "scale")
+    model.train()
+    assert SplitKGEMM.from_linear(nn.Linear(16, 8).eval()).training is False
+
+
+def test_linears_that_somebody_has_changed_are_kept_and_named() -> None:
+    def twice(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return 2 * output
+
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(9)))
+    model[0].register_forward_hook(twice)
+    model[1].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    model[2].register_full_backward_hook(lambda *_: None)
+    model[3].register_state_dict_post_hook(lambda *_: None)
+    model[4]._old_forward = model[4].forward  # as accelerate does
+    model[4].forward = lambda x: 3 * model[4]._old_forward(x)
+    model[5].register_buffer("scale", torch.ones(6))
+    model[6].lora = nn.Linear(6, 6)
+    torch.nn.utils.weight_norm(model[7])
+    model[8].ratio = 2
+    x = torch.randn(5, 6)
+    wanted = model(x)
+    with pytest.warns(UserWarning, match="keeps 9 nn.Linear: ") as warned:
+        replaced = replace_linears(nn.ModuleDict({"a": model, "b": nn.Linear(6, 6)}))
+    assert list(replaced) == ["a.6.lora", "b"], "an adapter inside a Linear is an nn.Linear, too"
+    said = str(warned[0].message)
+    for number in (0, 1, 2, 3, 7):
+        assert f"a.{number} (has hooks)" in said
+    assert "a.4 (has its own forward)" in said and "a.8 (has its own ratio)" in said
+    for number in (5, 6):
+        assert f"a.{number} (has further parameters, buffers or modules)" in said
+    assert all(type(linear) is nn.Linear for linear in model)
+    assert torch.equal(model(x), wanted)
+    known = set(vars(SplitKGEMM(8, 8))) - set(vars(nn.Linear(8, 8)))
+    assert known == set(gemm_module._OF_TIERS)
+
+
+def test_a_linear_alone_cannot_be_replaced() -> None:
+    with pytest.raises(ValueError, match=r"use SplitKGEMM\.from_linear\(linear, \.\.\.\)"):
+        replace_linears(nn.Linear(16, 8))
+
+
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """CPU weights packed as on an H200, stand-ins for its kernels; which, and rows, of launches."""
@@ -262,6 +311,34 @@ def test_packed_weights(
     for x in (flat[1 : 1 + cols], flat[1:].view(40, 5, cols), torch.empty(3, 0, cols).bfloat16()):
         torch.testing.assert_close(module(x), linear(x), rtol=2e-2, atol=2e-2)
     assert kernels_on_the_cpu == [("splitk", 1), ("tiled", 200)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_fast_paths_of_torch_are_not_taken(
+    dtype: torch.dtype, kernels_on_the_cpu: list[tuple[str, int]]
+) -> None:
+    """Torch's encoders read the weights of their Linears in eval, where nothing forbids it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dtype=dtype)
+    plain = nn.TransformerEncoder(layer, 2).eval()
+    mixed = copy.deepcopy(plain)
+    replaced = replace_linears(mixed, ratio=0.5, access=ACCESS, pdl=True)
+    assert list(replaced) == [f"layers.{n}.linear{m}" for n in (0, 1) for m in (1, 2)]
+    x = torch.randn(2, 7, 64, dtype=dtype)
+    padding = torch.tensor([7 * [False], 4 * [False] + 3 * [True]])
+    for mask in (None, padding):
+        got, wanted = mixed(x, src_key_padding_mask=mask), plain(x, src_key_padding_mask=mask)
+        if mask is not None:  # of padding the fast path gives zeros
+            got, wanted = got[~mask], wanted[~mask]
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    assert bool(kernels_on_the_cpu) == (dtype == torch.bfloat16)
+    weight = replaced["layers.0.linear1"].weight
+    assert (weight.device, weight.dtype, weight.shape) == (x.device, dtype, (128, 64))
+    assert not weight.requires_grad
+    with pytest.raises(TypeError, match="linear"):
+        F.linear(x, weight)
 
 
 def test_how_the_remote_tier_is_read(kernels_on_the_cpu: list[tuple[str, int]]) -> None:

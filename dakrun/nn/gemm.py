@@ -3,6 +3,7 @@
 Knows modules, tensors and tiers, no plans: the caller chooses the ratio.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -123,7 +124,7 @@ class SplitKGEMM(nn.Module):
             **{"device": linear.weight.device} | options,
         )
         module.load_state_dict(linear.state_dict())
-        return module
+        return module.train(linear.training)
 
     @property
     def weight(self) -> TieredWeight:
@@ -221,22 +222,57 @@ def replace_linears(model: nn.Module, **options: Any) -> dict[str, SplitKGEMM]:
     {'0': SplitKGEMM(in_features=16, out_features=32, bias=True, ratio=0.5, remote=host)}
 
     Returns the new modules by name. Modules are replaced one at a time, each freeing its old
-    weight. Two kinds are kept: a Linear that shares its weight with another module, such as a tied
-    lm_head, and subclasses of nn.Linear, which may compute something else.
+    weight. A new module has its Linear's `training` and further attributes.
+
+    Kept are a Linear that shares its weight with another module, such as a tied lm_head; subclasses
+    of nn.Linear, which may compute something else; and, named in a warning, a Linear with hooks,
+    with a method of its own (such as a `forward` patched by accelerate), or with further
+    parameters, buffers or modules. Raises ValueError if `model` is itself an nn.Linear.
     """
+    if type(model) is nn.Linear:
+        raise ValueError(
+            "expected a model that contains nn.Linear, got an nn.Linear, which cannot be replaced "
+            "in place; use SplitKGEMM.from_linear(linear, ...) and put the result in its place"
+        )
     owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    names = [
-        name
+    linears = {
+        name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1
-    ]
+        if type(module) is nn.Linear and owners[id(module.weight)] <= 1
+    }
+    kept = {name: reason for name, linear in linears.items() if (reason := _why_kept(linear))}
     replaced = {}
-    for name in names:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
+    for name in [name for name in linears if name not in kept]:
+        linear = linears.pop(name)
         replaced[name] = SplitKGEMM.from_linear(linear, **options)
+        for attribute in _further_attributes(linear):
+            setattr(replaced[name], attribute, getattr(linear, attribute))
         model.set_submodule(name, replaced[name])
+    if kept:
+        listed = ", ".join(f"{name} ({reason})" for name, reason in kept.items())
+        warnings.warn(f"replace_linears keeps {len(kept)} nn.Linear: {listed}", stacklevel=2)
     return replaced
+
+
+_PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta")))  # the attributes of each nn.Linear
+_OF_TIERS = frozenset(("ratio", "remote", "pdl", "_device", "_access", "_tiers", "_weight"))
+
+
+def _further_attributes(linear: nn.Linear) -> list[str]:
+    """Attributes that somebody has given this Linear."""
+    return [name for name in vars(linear) if name not in _PLAIN]
+
+
+def _why_kept(linear: nn.Linear) -> str | None:
+    """Why a SplitKGEMM in its place would do something else; None if it would not."""
+    for name, value in vars(linear).items():
+        if "_hooks" in name and value:
+            return "has hooks"
+        if name in _OF_TIERS or (name not in _PLAIN and hasattr(SplitKGEMM, name)):
+            return f"has its own {name}"
+    if linear._modules or linear._buffers or set(linear._parameters) != {"weight", "bias"}:
+        return "has further parameters, buffers or modules"
+    return None
 
 
 def _check(rows: int, cols: int, like: torch.Tensor) -> None:

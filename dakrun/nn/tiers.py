@@ -6,6 +6,8 @@ tiers, no modules.
 
 import math
 import re
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +20,37 @@ from dakrun.kernels.runtime import jit, sm_count
 from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
 from dakrun.plan import is_windowed
 
-TieredWeight = PackedTensor | PartitionedTensor
+
+class _LikeATensor:
+    """What other modules read of nn.Linear's weight, beside its shape and dtype.
+
+    torch takes it for a tensor of another library, so that its fast paths, which read the memory
+    of weights, are not taken; functions of torch that are given it raise TypeError.
+    """
+
+    device: torch.device
+    requires_grad = False
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return NotImplemented
+
+
+@dataclass(frozen=True)
+class PackedWeight(PackedTensor, _LikeATensor):
+    """A packed matrix that the kernels of the GPU `device` read."""
+
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class PartitionedWeight(PartitionedTensor, _LikeATensor):
+    """A matrix of rows with which `device` computes."""
+
+    device: torch.device
+
+
+TieredWeight = PackedWeight | PartitionedWeight
 
 
 def check_remote(ratio: float, remote: str) -> None:
@@ -79,9 +111,11 @@ def allocate(
     tiers = allocate_tiers(dict(zip((LOCAL, remote), sizes, strict=True)), like.device)
     placement = ((LOCAL, local_blocks), (remote, remote_blocks))
     if not packed:
-        return tiers, PartitionedTensor.empty(shape, like.dtype, placement, tiers)
+        rowwise = PartitionedTensor.empty(shape, like.dtype, placement, tiers)
+        return tiers, PartitionedWeight(shape, like.dtype, rowwise.parts, like.device)
     accesses, sms = (TierAccess(), access), sm_count(like.device)
-    return tiers, storage.allocate(shape, like.dtype, placement, accesses, tiers, sms=sms)
+    found = storage.allocate(shape, like.dtype, placement, accesses, tiers, sms=sms)
+    return tiers, PackedWeight(shape, like.dtype, found.parts, like.device)
 
 
 def remote_ratio(weight: TieredWeight) -> float:
