@@ -111,6 +111,12 @@ def test_results_are_those_of_a_run_without_ray(tmp_path: Path) -> None:
 
     again = generate(folder, out, "--ray", "auto", "--resume", "--part-format", "parquet")
     assert again.exit_code == 1 and "0 rows done, 0 failed, 74 skipped; 3 failed" in again.stderr
+    kept = (folder / "b.jsonl").read_bytes()
+    (folder / "b.jsonl").write_bytes(kept.replace(b"2+2=", b"3+2="))
+    refused = generate(folder, out, "--ray", "auto", "--resume")
+    changed = "1 row of the input changed since the results were written, the first with id"
+    assert refused.exit_code == 2 and f"{changed} 'line-75'" in refused.stderr
+    (folder / "b.jsonl").write_bytes(kept)
     (folder / "c.jsonl").write_bytes(b'{"id":"new","prompt":"3+3="}\n')
     refused = generate(folder, out, "--ray", "auto", "--resume")
     assert refused.exit_code == 2 and "was absent, now" in refused.stderr

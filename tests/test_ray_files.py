@@ -332,3 +332,54 @@ def test_a_folder_of_parts_is_a_parquet_dataset(
     assert json.loads((tmp_path / "_run.json").read_text()) == RUN
     assert len({pq.read_schema(path) for path in paths}) == 1
     assert dataset.dataset(tmp_path).to_table()["logprobs"][1].as_py() == with_logprobs["logprobs"]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_results_belong_to_their_rows(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "ROWS_PER_PART", 2)
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+
+    def reader(*prompts: str) -> RequestReader:
+        """Rows in two files of two kinds."""
+        rows = [f'{{"id": "q{n}", "prompt": "{text}"}}' for n, text in enumerate(prompts)]
+        (source / "a.jsonl").write_text("".join(f"{row}\n" for row in rows[:2]))
+        table = pa.table({"prompt": prompts[2:], "id": [f"q{n}" for n in range(2, len(prompts))]})
+        pq.write_table(table, source / "b.parquet")
+        return RequestReader(InputFiles(str(source)), defaults=SamplingParams(), format="jsonl")
+
+    def compared(*prompts: str, force: bool = False) -> list[str]:
+        parts = ResultParts(str(out), form=form, resume=True, force=force)
+        return parts.compare(reader(*prompts).input_rows())
+
+    assert compared("zero") == [], "nothing is there yet"
+    with reader("zero", "one", "two", "three") as first, ResultParts(str(out), form=form) as parts:
+        rows = list(first.input_rows())
+        assert [(row.id, row.line) for row in rows] == [("q0", 1), ("q1", 2), ("q2", 3), ("q3", 4)]
+        for n in (2, 0, 1):
+            parts.write([result(n)], [rows[n]])
+    assert rows_of(out) == ["q2", "q0"], "one is in the hidden file"
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert compared("zero", "one", "two", "THREE", "four") == []
+    with pytest.raises(
+        UsageError, match=r"out: 2 rows of the input changed .* with id 'q1' in line 2$"
+    ) as refused:
+        compared("zero", "ONE", "TWO", "THREE")
+    assert refused.value.exit_code == 2 and "--force" in refused.value.hint
+    (note,) = compared("zero", "ONE", "TWO", force=True)
+    assert "2 rows of the input changed" in note and "keep the results" in note
+    assert compared("zero", "one", "two") == []
+    assert compared("zero", "one") == ["1 row of the output are not in the input: they stay"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+    with ResultParts(str(out), form=form, resume=True) as parts:
+        parts.write([result(3)])  # killed before its digest was written
+    assert compared("zero", "one", "two", "three") == [
+        "1 row of the output are taken as results of this input: it is not known which prompts "
+        "they are of"
+    ]
+    with ResultParts(str(out), form=form, overwrite=True) as parts:
+        parts.write([result(0)])
+    assert "not known" in compared("other")[0], "the old digest went with the old results"

@@ -74,6 +74,10 @@ class InputFiles(LineSource):
         self.bytes_read = 0
         self._rest = self._reading = self._read()
 
+    def reopened(self) -> "InputFiles":
+        """The same files from their first line, beside this one."""
+        return InputFiles(self.name, well_formed_ids=self._well_formed_ids)
+
     def close(self) -> None:
         """Close the file that is open."""
         self._reading.close()

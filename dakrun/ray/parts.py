@@ -4,22 +4,22 @@ Rows that no part has yet lie in a hidden file, so that a kill loses none. Knows
 result rows; knows neither prompts nor workers.
 """
 
-import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import defer_signals
-from dakrun.ray.arrow import LOGPROBS, result_table, well_formed
-from dakrun.requests import IdSet
+from dakrun.ray.arrow import result_table, well_formed
+from dakrun.ray.part_digests import compare, part_digests
+from dakrun.ray.part_files import give_logprobs, ids_of, loaded
+from dakrun.requests import IdSet, InputRow
 from dakrun.requests.files import OutputFile, replacement
 from dakrun.requests.fingerprint import (
     Fingerprint,
@@ -30,6 +30,7 @@ from dakrun.requests.fingerprint import (
     write_fingerprint,
 )
 from dakrun.requests.native_rows import NATIVE
+from dakrun.requests.row_digests import RowDigests
 from dakrun.requests.written_rows import WrittenRows
 
 PartFormat = Literal["jsonl", "parquet"]
@@ -46,6 +47,8 @@ class ResultParts:
     `overwrite` or `resume`), or if its path is that of a file. Entering locks the folder against
     other runs. With `overwrite` it removes the parts; with `resume` it reads which ids are done,
     errors included, of which `failed_before` counts the errors.
+
+    Digests of the rows lie beside them (part_digests.py).
 
     folder/_run.json is the run's fingerprint (fingerprint.py). All Parquet parts have one schema. A
     write that fails raises CannotRun.
@@ -68,6 +71,7 @@ class ResultParts:
         self._fingerprint: Fingerprint | None = None
         self._lock: OutputFile | None = None
         self._file: OutputFile | None = None
+        self._digests: RowDigests | None = None
         if overwrite and resume:
             raise UsageError("--overwrite and --resume exclude each other", hint="give one of them")
         if force and not resume:
@@ -103,6 +107,21 @@ class ResultParts:
                 "all the same, or --overwrite to start afresh",
             )
 
+    def compare(self, rows: Iterable[InputRow]) -> list[str]:
+        """Compare the results to resume with the rows of the input; changes nothing.
+
+        Returns notes for people. Raises UsageError if rows have changed since their results were
+        written, unless `force` was given.
+        """
+        if not self._resume or not self._has_results():
+            return []
+        paths = [*self._parts().values(), *([self._hidden] if self._hidden.exists() else [])]
+        written = (row_id for path in paths for row_id, _ in ids_of(path))
+        try:
+            return compare(self.folder, written, rows, force=self._force)
+        except OSError as problem:
+            raise self._failure(problem) from problem
+
     def __enter__(self) -> "ResultParts":
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,6 +136,8 @@ class ResultParts:
                 write_fingerprint(self._fingerprint, self.folder / _RUN)
                 _remove_old_fingerprint(self.folder / _OLD_RUN)
             self._file = OutputFile(str(self._hidden))
+            self._digests = part_digests(self.folder)
+            self._digests.begin(afresh=not self._resume)
         except BaseException as problem:
             self._close()
             if isinstance(problem, OSError):
@@ -143,11 +164,13 @@ class ResultParts:
         """Whether the results that this run resumes have a row with this id."""
         return row_id in self._ids
 
-    def write(self, lines: Sequence[bytes]) -> None:
-        """Add result rows; on return they are on disk."""
-        assert self._file is not None, "rows are written inside the `with` block"
+    def write(self, lines: Sequence[bytes], rows: Iterable[InputRow] = ()) -> None:
+        """Add result rows, those of the input's `rows`; on return they are on disk."""
+        assert self._file and self._digests, "rows are written inside the `with` block"
         try:
             self._file.append(b"".join(lines))
+            for row in rows:  # behind the results: see row_digests.py
+                self._digests.add(row.id, row.digest)
             self._count += len(lines)
             if self._count >= ROWS_PER_PART:
                 self.end_part()
@@ -162,7 +185,7 @@ class ResultParts:
         part = self.folder / f"part-{self._next:05}.{self._form}"
         try:
             if self._form == "parquet":
-                rows = [_loaded(line) for line in self._hidden.read_bytes().splitlines()]
+                rows = [loaded(line) for line in self._hidden.read_bytes().splitlines()]
                 if any("custom_id" in row for row in rows):
                     raise _no_parquet()
                 with replacement(part) as file:
@@ -200,8 +223,8 @@ class ResultParts:
             return
         for path in parts.values():
             if path.suffix == ".parquet":
-                _give_logprobs(path)
-            for row_id, failed in _ids_of(path):
+                give_logprobs(path)
+            for row_id, failed in ids_of(path):
                 self._ids.add(row_id)
                 self.failed_before += failed
         self._next = max(parts, default=-1) + 1
@@ -231,10 +254,10 @@ class ResultParts:
                 file.write(b"".join(kept))
 
     def _close(self) -> None:
-        for file in (self._file, self._lock):
+        for file in (self._file, self._digests, self._lock):
             if file is not None:
                 file.close()
-        self._file = self._lock = None
+        self._file = self._digests = self._lock = None
 
     def _failure(self, problem: OSError) -> CannotRun:
         return CannotRun(
@@ -251,52 +274,8 @@ def _no_parquet() -> UsageError:
     )
 
 
-def _loaded(line: bytes) -> dict[str, Any]:
-    """A result row as Parquet can hold it."""
-    row: dict[str, Any] = json.loads(line)
-    if rb"\ud" in line:  # as the writer spells lone surrogates, which an error may quote
-        row = json.loads(well_formed(json.dumps(row, ensure_ascii=False)))
-    return row
-
-
 def _remove_old_fingerprint(path: Path) -> None:
     """Remove a fingerprint with the name that older versions gave it; nothing else."""
     with suppress(UsageError):
         if read_fingerprint(path) is not None:
             path.unlink()
-
-
-def _give_logprobs(part: Path) -> None:
-    """Add the column `logprobs` to a part of an older version, where a part may lack it."""
-    try:
-        if LOGPROBS.name in pq.read_schema(part).names:
-            return
-        table = pq.read_table(part, partitioning=None)
-    except (OSError, pa.ArrowException) as problem:
-        raise _unreadable(part, problem) from None
-    nulls = pa.nulls(len(table), LOGPROBS.type)
-    with replacement(part) as file:
-        pq.write_table(table.append_column(LOGPROBS, nulls), file)
-
-
-def _unreadable(part: Path, problem: Exception) -> UsageError:
-    return UsageError(
-        f"{part}: cannot be read ({problem})", hint="remove it; its rows are then done again"
-    )
-
-
-def _ids_of(part: Path) -> Iterator[tuple[str, bool]]:
-    """The id of each row of a part, and whether it is an error."""
-    if part.suffix == ".jsonl":
-        for row in WrittenRows(str(part)):
-            yield row.id, row.failed
-        return
-    try:
-        table = pq.read_table(part, columns=["id", "error"])
-    except (OSError, pa.ArrowException) as problem:
-        raise _unreadable(part, problem) from None
-    yield from zip(
-        table["id"].to_pylist(),
-        (error is not None for error in table["error"].to_pylist()),
-        strict=True,
-    )

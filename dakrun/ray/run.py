@@ -25,7 +25,7 @@ from dakrun.ray.inputs import InputFiles
 from dakrun.ray.model_thread import Row
 from dakrun.ray.parts import PartFormat, ResultParts
 from dakrun.ray.worker import Finished, Setup, Worker
-from dakrun.requests import RequestReader, check_sentencepiece, make_fingerprint
+from dakrun.requests import InputRow, RequestReader, check_sentencepiece, make_fingerprint
 from dakrun.tables import Column, print_table
 
 SCHEMA = 1
@@ -84,6 +84,9 @@ def generate_on_ray(
         )
         names = {file.path: file.size for file in files.files}
         parts.identify(fingerprint | {"input": names})
+        if resume and (rows := reader.input_rows()) is not None:
+            for told in parts.compare(rows):
+                note(told)
         threads = llm_options["threads"]
         with connected(on.address, cpus=(on.workers or 1) * (threads or 1)):
             each, workers = resources(llm_options["device"], threads, on.workers)
@@ -199,7 +202,9 @@ class _Job:
 
     def _finish(self, finished: Sequence[tuple[Row, Finished]]) -> None:
         """Write results; on return they are on disk."""
-        self._parts.write([one.line for _, one in finished])
+        parser = self._reader.parser
+        rows = (InputRow(parser.row_id(*row), row[0].number, row[0].digest) for row, _ in finished)
+        self._parts.write([one.line for _, one in finished], rows)
         for (row, _), one in finished:
             self.counts.failed += not one.requests
             self.counts.done += one.requests > 0

@@ -63,6 +63,10 @@ class LineSource:
         """The bytes of a line that was read before; needs `can_seek`. Raises CannotRun."""
         raise NotImplementedError
 
+    def reopened(self) -> "LineSource":
+        """The same input from its first line, beside this one; not for a pipe."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Close the input."""
         raise NotImplementedError
@@ -105,6 +109,10 @@ class Lines(LineSource):
                 hint="let no other program change it, then run again with --resume",
             )
         return data
+
+    def reopened(self) -> "Lines":
+        """The same file from its first line, beside this one; not for a pipe."""
+        return Lines(self.name, self.max_line_bytes)
 
     def close(self) -> None:
         """Close the file; standard input stays open. No other thread may be reading."""

@@ -150,15 +150,14 @@ class RequestReader:
 
     def input_rows(self) -> Iterator[InputRow] | None:
         """The ids and digests of all rows, read beside this reader; None for a pipe."""
-        lines = self._lines
-        if not isinstance(lines, Lines) or lines.bytes_total is None:
+        if self._lines.bytes_total is None:
             return None
         _ = self._first_row  # which sets the format
-        return self._read_digests(lines)
+        return self._read_digests(self._lines)
 
-    def _read_digests(self, lines: Lines) -> Iterator[InputRow]:
+    def _read_digests(self, lines: LineSource) -> Iterator[InputRow]:
         with RequestReader(
-            lines.name,
+            lines.reopened(),
             defaults=self._defaults,
             format=self._format,
             max_line_bytes=lines.max_line_bytes,

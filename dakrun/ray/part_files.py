@@ -1,0 +1,61 @@
+"""One part of a run on Ray: its ids, and what its rows are as Parquet.
+
+Knows one file; parts.py knows the folder.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dakrun.errors import UsageError
+from dakrun.ray.arrow import LOGPROBS, well_formed
+from dakrun.requests.files import replacement
+from dakrun.requests.written_rows import WrittenRows
+
+
+def ids_of(part: Path) -> Iterator[tuple[str, bool]]:
+    """The id of each row of a part, and whether it is an error."""
+    if part.suffix == ".jsonl":  # the hidden file, too
+        for row in WrittenRows(str(part)):
+            yield row.id, row.failed
+        return
+    try:
+        table = pq.read_table(part, columns=["id", "error"])
+    except (OSError, pa.ArrowException) as problem:
+        raise _unreadable(part, problem) from None
+    yield from zip(
+        table["id"].to_pylist(),
+        (error is not None for error in table["error"].to_pylist()),
+        strict=True,
+    )
+
+
+def loaded(line: bytes) -> dict[str, Any]:
+    """A result row as Parquet can hold it."""
+    row: dict[str, Any] = json.loads(line)
+    if rb"\ud" in line:  # as the writer spells lone surrogates, which an error may quote
+        row = json.loads(well_formed(json.dumps(row, ensure_ascii=False)))
+    return row
+
+
+def give_logprobs(part: Path) -> None:
+    """Add the column `logprobs` to a part of an older version, where a part may lack it."""
+    try:
+        if LOGPROBS.name in pq.read_schema(part).names:
+            return
+        table = pq.read_table(part, partitioning=None)
+    except (OSError, pa.ArrowException) as problem:
+        raise _unreadable(part, problem) from None
+    nulls = pa.nulls(len(table), LOGPROBS.type)
+    with replacement(part) as file:
+        pq.write_table(table.append_column(LOGPROBS, nulls), file)
+
+
+def _unreadable(part: Path, problem: Exception) -> UsageError:
+    return UsageError(
+        f"{part}: cannot be read ({problem})", hint="remove it; its rows are then done again"
+    )
