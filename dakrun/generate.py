@@ -52,9 +52,14 @@ class Counts:
     skipped: int = 0
 
     def __str__(self) -> str:
+        return self.summary()
+
+    def summary(self, *, can_retry: bool = True) -> str:
+        """One line for people; `can_retry` says whether --retry-failed may be given."""
         text = f"{self.done} rows done, {self.failed} failed, {self.skipped} skipped"
         if self.failed_before:
-            text += f"; {self.failed_before} failed before, which --retry-failed runs again"
+            text += f"; {self.failed_before} failed before"
+            text += ", which --retry-failed runs again" if can_retry else ""
         return text
 
 

@@ -111,6 +111,7 @@ def test_results_are_those_of_a_run_without_ray(tmp_path: Path) -> None:
 
     again = generate(folder, out, "--ray", "auto", "--resume", "--part-format", "parquet")
     assert again.exit_code == 1 and "0 rows done, 0 failed, 74 skipped; 3 failed" in again.stderr
+    assert "--retry-failed" not in again.stderr, "which does not go with --ray"
     kept = (folder / "b.jsonl").read_bytes()
     (folder / "b.jsonl").write_bytes(kept.replace(b"2+2=", b"3+2="))
     refused = generate(folder, out, "--ray", "auto", "--resume")

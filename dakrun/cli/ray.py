@@ -43,5 +43,5 @@ def run_on_ray(
         write_report(report, Path(report_path))
     with quiet_stderr():
         render(report, console)
-    eprint(str(counts))
+    eprint(counts.summary(can_retry=False))
     return EXIT_FAILED if counts.failed or counts.failed_before else 0
