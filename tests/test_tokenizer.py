@@ -91,6 +91,24 @@ def test_a_wrong_config_is_not_blamed_on_the_tokenizer_alone(tmp_path: Path) -> 
     assert "config.json" in raised.value.hint
 
 
+def test_files_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """All of them, without a copy of the weights; a template's mark is not in the chat."""
+    plain = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=TEMPLATE))
+    plain._tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text('{"unk_token": "</s>"}')
+    (tmp_path / "model.safetensors").write_bytes(b"\xef\xbb\xbf")
+    texts = [*tmp_path.glob("*.json"), *tmp_path.glob("*.jinja")]
+    assert {"tokenizer.json", "chat_template.jinja", "config.json"} <= {p.name for p in texts}
+    for path in texts:
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    marked = Tokenizer.load(tmp_path)
+    assert marked.encode(" hello é") == plain.encode(" hello é")
+    chat = [{"role": "user", "content": "hi"}]
+    assert marked.chat(chat) == plain.chat(chat) and plain.decode(plain.chat(chat)) == "hi>"
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
 def test_missing_folder(tmp_path: Path) -> None:
     assert not Tokenizer.is_in(tmp_path / "none")
     with pytest.raises(CannotRun, match="no tokenizer files"):

@@ -22,6 +22,7 @@ from dakrun.requests.sentencepiece_model import (
     check_sentencepiece,
     needs_sentencepiece,
 )
+from dakrun.requests.tokenizer_files import without_marks
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -75,13 +76,13 @@ class Tokenizer:
         try:
             if needs_sentencepiece(directory):
                 return cls(SentencePieceTokenizer(directory), started=started)
-            with _quiet():
+            with _quiet(), without_marks(directory) as folder:
                 from transformers import AutoTokenizer
 
                 found = AutoTokenizer.from_pretrained(
-                    directory, local_files_only=True, trust_remote_code=False
+                    folder, local_files_only=True, trust_remote_code=False
                 )
-                return cls(_of_its_file(found, directory), started=started)
+                return cls(_of_its_file(found, folder), started=started)
         except Exception as problem:  # tokenizers raises plain Exception for broken files
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
