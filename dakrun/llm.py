@@ -74,6 +74,7 @@ class LLM:
       that it may use, and at most torch's own default. Where other programs need the CPU, set
       OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
     - `on_load`: called while weights load, with the bytes loaded so far and those of all weights.
+    - `chat_template`: a Jinja template in place of the tokenizer's own.
     - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
       with only a config.json.
 
@@ -100,6 +101,7 @@ class LLM:
         expected_run: ExpectedRun | None = None,
         policy: Policy | None = None,
         needs_tokenizer: bool = False,
+        chat_template: str | None = None,
         load_format: LoadFormat = "auto",
         threads: int | None = None,
         started: datetime | None = None,
@@ -131,7 +133,8 @@ class LLM:
         self.config, directory = hub.find_model(str(model), dtype, load_format)
         self.device = _device(device)
         self.profile = _profile(profile, self.device)
-        tokenizer = _tokenizer(directory, started or datetime.now(), needed=needs_tokenizer)
+        started = started or datetime.now()
+        tokenizer = _tokenizer(directory, chat_template, started, needed=needs_tokenizer)
         self.config = _with_end_token(self.config, tokenizer)
         self._planner = MachinePlanner(
             self.config,
@@ -356,7 +359,9 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def _tokenizer(directory: Path | None, started: datetime, *, needed: bool) -> Tokenizer | None:
+def _tokenizer(
+    directory: Path | None, chat_template: str | None, started: datetime, *, needed: bool
+) -> Tokenizer | None:
     if directory is None:
         if needed:
             raise UsageError(
@@ -366,7 +371,7 @@ def _tokenizer(directory: Path | None, started: datetime, *, needed: bool) -> To
         return None
     if not needed and not Tokenizer.is_in(directory):
         return None
-    return Tokenizer.load(directory, started=started)
+    return Tokenizer.load(directory, chat_template=chat_template, started=started)
 
 
 def _with_end_token(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

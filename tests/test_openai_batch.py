@@ -33,7 +33,7 @@ class ChatTokenizer(ByteTokenizer):
 
     has_chat_template = True
 
-    def chat(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+    def chat(self, messages: list[dict[str, Any]], *, continues: bool = False) -> tuple[int, ...]:
         if messages[-1]["role"] == "assistant":
             raise UsageError("the last message is the assistant's", hint="end with a user's")
         return (*(b for m in messages for b in (m["role"] + string_of(m["content"])).encode()), 2)

@@ -237,7 +237,7 @@ def test_parts_that_are_resumed_keep_the_date_of_their_run(tmp_path: Path) -> No
         parts.identify(RUN | {"started": f"2001-02-0{day}T04:05:06"})
         with parts:
             parts.write([result(0)])
-        kept = json.loads((tmp_path / "run.json").read_text())["started"]
+        kept = json.loads((tmp_path / "_run.json").read_text())["started"]
         assert parts.started == datetime.fromisoformat(kept)
         return parts.started
 

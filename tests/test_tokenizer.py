@@ -161,19 +161,19 @@ def test_the_process_of_a_chat_template_ends_with_its_tokenizer(tmp_path: Path) 
 
 def test_a_template_gets_the_date_of_the_run(tmp_path: Path) -> None:
     template = "{% macro day() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ day() }} at "
-    template += "{{ strftime_now('%H:%M:%S') }}"
+    template += "{{ strftime_now('%H:%M:%S') }} {{ messages[0]['content'] }}"
     folder = make_tokenizer_files(tmp_path, chat_template=template)
     messages = [{"role": "user", "content": "hi"}]
     started = datetime(2001, 2, 3, 4, 5, 6)
     chatty = Tokenizer.load(folder, started=started)
-    assert chatty.chat(messages) == tuple(byte_ids(b"03 Feb 2001 at 04:05:06"))
-    process = chatty._chat_template._process  # type: ignore[union-attr]
+    assert chatty.chat(messages) == tuple(byte_ids(b"03 Feb 2001 at 04:05:06 hi"))
+    process = chatty._chats._template._process  # type: ignore[union-attr]
     assert process is not None
     process.kill()
     process.wait()
     with pytest.raises(UsageError, match="its process ended"):
         chatty.chat(messages)
-    assert chatty.chat(messages) == tuple(byte_ids(b"03 Feb 2001 at 04:05:06"))
+    assert chatty.chat(messages) == tuple(byte_ids(b"03 Feb 2001 at 04:05:06 hi"))
 
 
 def test_chat_without_template(tokenizer: Tokenizer) -> None:

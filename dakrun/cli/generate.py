@@ -9,6 +9,7 @@ import click
 
 from dakrun.cli.console import eprint, quiet_stderr, stderr_console
 from dakrun.cli.options import (
+    chat_template_option,
     device_option,
     load_format_option,
     model_options,
@@ -35,6 +36,7 @@ from dakrun.errors import EXIT_FAILED, UsageError
 @profile_option
 @policy_options
 @load_format_option()
+@chat_template_option
 @threads_option()
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
@@ -57,6 +59,7 @@ def generate(
     profile: str,
     policy: Any,
     load_format: Any,
+    chat_template: str | None,
     threads: int | None,
     report_path: str | None,
     resume: bool,
@@ -87,6 +90,7 @@ def generate(
         "max_model_len": max_model_len,
         "policy": policy,
         "load_format": load_format,
+        "chat_template": chat_template,
         "threads": threads,
     }
     if ray is not None:
@@ -155,6 +159,7 @@ def generate(
             params,
             max_model_len=model_len(config, max_model_len),
             tokenizer_directory=folder,
+            chat_template=chat_template,
         )
         if note := writer.identify(run):
             eprint(note)
@@ -200,5 +205,7 @@ def generate(
         eprint(describe_profile(llm.profile))
     if llm.replanned:
         eprint(llm.replanned)
+    if llm.rules.tokenizer is not None and (own := llm.rules.tokenizer.own_begin):
+        eprint(f"prompts that begin with a begin token of their own got no second one: {own}")
     eprint(str(job.counts))
     return EXIT_FAILED if job.counts.failed or job.counts.failed_before else 0

@@ -6,6 +6,7 @@ Knows click; the commands, and the decorators that one of them alone has, are in
 import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -134,6 +135,27 @@ def load_format_option(prefix: str = "") -> Decorator:
         help=f"{prefix}Weights of the checkpoint (auto), or random ones (dummy), for which a "
         "config.json or a known name is enough.",
     )
+
+
+def _template(ctx: click.Context, param: click.Parameter, name: str | None) -> str | None:
+    """The text of --chat-template."""
+    if name is None:
+        return None
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "not UTF-8"
+        raise UsageError(
+            f"--chat-template {name}: cannot be read ({reason})", hint="give a file with a template"
+        ) from None
+
+
+chat_template_option = click.option(
+    "--chat-template",
+    metavar="FILE",
+    callback=_template,
+    help="A Jinja template for chats, in place of the tokenizer's own.",
+)
 
 
 def _seconds(

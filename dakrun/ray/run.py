@@ -81,6 +81,7 @@ def generate_on_ray(
             params,
             max_model_len=most_tokens,
             tokenizer_directory=folder,
+            chat_template=llm_options.get("chat_template"),
         )
         names = {file.path: file.size for file in files.files}
         parts.identify(fingerprint | {"input": names})

@@ -36,9 +36,11 @@ class ChatTemplate:
         self._started = started or datetime.now()
         self._process: subprocess.Popen[str] | None = None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False) -> str:
         """The text of `messages` and the start of the assistant's answer.
 
+        With `continues` the text ends within the last message, as transformers'
+        continue_final_message has it.
         Raises ValueError with the reason if there are none, or the template raises an exception or
         takes more than LIMIT_S seconds or LIMIT_BYTES of memory.
         """
@@ -47,7 +49,7 @@ class ChatTemplate:
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
-            process.stdin.write(json.dumps(list(messages)) + "\n")
+            process.stdin.write(json.dumps([list(messages), continues]) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BaseException as problem:
@@ -109,8 +111,12 @@ def _serve(limit_s: float, limit_bytes: int, max_characters: int, started: datet
         problem: str | None = None
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
+            chat, continues = json.loads(line)
             ((made,), _) = render_jinja_template(
-                [json.loads(line)], add_generation_prompt=True, **settings
+                [chat],
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **settings,
             )
             if len(made) > max_characters:
                 problem = f"it makes {len(made)} characters, of at most {max_characters}"

@@ -26,15 +26,15 @@ class Chats:
         self._template = template
         self._survivors = lru_cache(_SHAPES)(self._find_survivors)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The text of `messages`.
+    def render(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+        """The text of `messages`; with `continues` it ends within the last one.
 
         Raises ValueError for a system or user message of which nothing is in that text.
         """
-        text = self._rendered(messages)
+        text = self._rendered(messages, continues)
         for number, message in enumerate(messages):
             if self._may_be_lost(messages, number, text) and any(
-                self._tried(with_content(messages, number, other)) == text
+                self._tried(with_content(messages, number, other), continues) == text
                 for other in _others(string_of(message["content"]))
             ):
                 raise ValueError(
@@ -52,14 +52,15 @@ class Chats:
         )
         return as_parts and not as_string
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    def _rendered(self, messages: Sequence[Message], continues: bool) -> str:
         if not messages:
             raise ValueError("there are no messages")
         if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
             raise ValueError("a message has no role or no content")
         form = parts_of if self.takes_parts else string_of
         return self._template.render(
-            [{**message, "content": form(message["content"])} for message in messages]
+            [{**message, "content": form(message["content"])} for message in messages],
+            continues=continues,
         )
 
     def _may_be_lost(self, messages: Sequence[Message], number: int, text: str) -> bool:
@@ -76,14 +77,14 @@ class Chats:
         """The messages of which a probe is in the text of a chat with these roles."""
         probes = [f"{_PROBE}{number:06}" for number in range(len(roles))]
         text = self._tried(
-            [{"role": r, "content": probe} for r, probe in zip(roles, probes, strict=True)]
+            [{"role": r, "content": probe} for r, probe in zip(roles, probes, strict=True)], False
         )
         return frozenset(n for n, probe in enumerate(probes) if probe in (text or ""))
 
-    def _tried(self, messages: Sequence[Message]) -> str | None:
+    def _tried(self, messages: Sequence[Message], continues: bool) -> str | None:
         """The text of messages made here; None if the template does not accept them."""
         try:
-            return self._rendered(messages)
+            return self._rendered(messages, continues)
         except ValueError:
             return None
 

@@ -39,13 +39,15 @@ def make_fingerprint(
     *,
     max_model_len: int | None = None,
     tokenizer_directory: Path | None = None,
+    chat_template: str | None = None,
 ) -> Fingerprint:
     """The fingerprint of a run of the checkpoint in `directory`; of random weights without one.
 
     `row_format` is RequestReader.row_format(), `params` are the defaults of all rows, and
     `max_model_len` is the length, in tokens, at which their completions end. The model's name and
     its files' dates are left out: a copy of the same files is the same model. Of weight files the
-    headers and samples of the content are compared. Raises UsageError if the index of the weight
+    headers and samples of the content are compared. `chat_template` is what takes the place of the
+    tokenizer's own. Raises UsageError if the index of the weight
     files is malformed.
     """
     model = asdict(config)
@@ -63,12 +65,12 @@ def make_fingerprint(
         "sampling": asdict(params),
         "max_model_len": max_model_len,
         _STARTED: datetime.now().isoformat(timespec="seconds"),
-        **_texts(tokenizer_directory or directory),
+        **_texts(tokenizer_directory or directory, chat_template),
     }
     return dict(json.loads(json.dumps(fingerprint)))  # lists for tuples, as when read
 
 
-def _texts(directory: Path | None) -> dict[str, Any]:
+def _texts(directory: Path | None, chat_template: str | None) -> dict[str, Any]:
     """Digests of a tokenizer's files and of its chat template; nothing without a tokenizer."""
     if directory is None:
         return {}
@@ -89,6 +91,8 @@ def _texts(directory: Path | None) -> dict[str, Any]:
     for path in sorted([*directory.glob("chat_template.*"), *directory.glob("*templates/*.jinja")]):
         if path.is_file():
             template.update(path.name.encode() + b"\0" + path.read_bytes())
+    if chat_template is not None:
+        template = hashlib.sha256(b"--chat-template\0" + chat_template.encode())
     return {"tokenizer": files, _TEMPLATE: {"sha256": template.hexdigest()}} if files else {}
 
 

@@ -4,7 +4,7 @@ Knows nothing of fields or files.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dakrun.requests.prompts import BadRow
@@ -45,6 +45,14 @@ def id_of(row: dict[str, Any], name: str) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise BadRow("invalid_field", f"{name} is not a string or an integer, or is empty")
     return str(value)
+
+
+def flag(row: Mapping[str, Any], name: str, default: bool) -> bool:
+    """The boolean in a field of a row; raises BadRow."""
+    value = row.get(name, default)
+    if not isinstance(value, bool):
+        raise BadRow("invalid_field", f"{name} is {json_kind(value)}, not true or false")
+    return value
 
 
 def json_kind(value: object) -> str:

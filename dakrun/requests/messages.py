@@ -1,19 +1,36 @@
 """Chats in a row: messages checked, and put through the model's chat template."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from dakrun.requests.json_rows import json_kind, names, shown
+from dakrun.requests.json_rows import flag, json_kind, names, shown
 from dakrun.requests.neutral import OF_MESSAGES, is_neutral
 from dakrun.requests.prompts import BadRow, PromptRules
 
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def chat_prompt(messages: object, rules: PromptRules) -> tuple[int, ...]:
-    """Token ids of a chat, an array of messages with a role and text. Raises BadRow."""
+def chat_prompt(given: Mapping[str, Any], rules: PromptRules) -> tuple[int, ...]:
+    """Token ids of a row's chat, an array `messages` of messages with a role and text.
+
+    With `continue_final_message` they end within the last message. Raises BadRow.
+    """
+    messages = given.get("messages")
+    continues = flag(given, "continue_final_message", False)
+    if flag(given, "add_generation_prompt", not continues) is continues:
+        raise BadRow(
+            "invalid_field", "add_generation_prompt is not the opposite of continue_final_message"
+        )
+    if flag(given, "add_special_tokens", False):
+        raise BadRow("invalid_field", "add_special_tokens is true: a chat template adds its own")
     if not isinstance(messages, list) or not messages:
         raise BadRow("invalid_prompt", "messages is not an array of at least one message")
-    return rules.chat([_message(n, message) for n, message in enumerate(messages, 1)])
+    chat = [_message(n, message) for n, message in enumerate(messages, 1)]
+    if continues and chat[-1]["role"] != "assistant":
+        raise BadRow(
+            "invalid_prompt", "continue_final_message needs a last message of the assistant"
+        )
+    return rules.chat(chat, continues=continues)
 
 
 def _message(number: int, message: object) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dakrun.config import SamplingParams
-from dakrun.requests.json_rows import json_kind, names
+from dakrun.requests.json_rows import flag, json_kind, names
 from dakrun.requests.messages import chat_prompt
 from dakrun.requests.neutral import supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
@@ -16,9 +16,11 @@ from dakrun.requests.request import Completion, Reply, RowError, TokenLogprob
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed")
+CHAT_FLAGS = ("continue_final_message", "add_generation_prompt")
 NATIVE_FIELDS = (
     *("id", *PROMPT_FIELDS, "max_tokens"),
     *(*SAMPLING_FIELDS, "stop", "stop_token_ids", "ignore_eos", "logprobs"),
+    *("add_special_tokens", *CHAT_FLAGS),
 )
 _COPIED = ("max_tokens", *SAMPLING_FIELDS, "logprobs")  # into SamplingParams
 
@@ -61,7 +63,8 @@ def parse_native(
         raise BadRow("unsupported_field", f"unsupported {names(unknown)}; the fields are {known}")
     changes = {name: given[name] for name in _COPIED if name in given}
     params = replace(defaults, **changes, **stop_and_eos(given))
-    reply = Reply(of_messages="messages" in given)
+    continues = given.get("continue_final_message") is True
+    reply = Reply(of_messages="messages" in given, continues=continues)
     return [ParsedRow(_prompt_ids(given, rules), params, reply)]
 
 
@@ -117,10 +120,7 @@ def stop_and_eos(given: Mapping[str, Any]) -> dict[str, Any]:
             raise BadRow("invalid_field", "stop_token_ids is not an array of integers")
         changes["stop_token_ids"] = tuple(ids)
     if "ignore_eos" in given:
-        flag = given["ignore_eos"]
-        if not isinstance(flag, bool):
-            raise BadRow("invalid_field", f"ignore_eos is {json_kind(flag)}, not true or false")
-        changes["ignore_eos"] = flag
+        changes["ignore_eos"] = flag(given, "ignore_eos", False)
     return changes
 
 
@@ -129,11 +129,14 @@ def _prompt_ids(given: dict[str, Any], rules: PromptRules) -> tuple[int, ...]:
         fields = "prompt, prompt_token_ids and messages"
         raise BadRow("invalid_prompt", f"exactly one of {fields} is needed")
     if "messages" in given:
-        return chat_prompt(given["messages"], rules)
+        return chat_prompt(given, rules)
+    if any(name in given for name in CHAT_FLAGS):
+        raise BadRow("invalid_field", f"{' and '.join(CHAT_FLAGS)} need messages")
+    special = flag(given, "add_special_tokens", True)
     if "prompt" in given:
         if not isinstance(given["prompt"], str):
             raise BadRow("invalid_prompt", f"prompt is {json_kind(given['prompt'])}, not a string")
-        return rules.encode(given["prompt"])
+        return rules.encode(given["prompt"], add_special_tokens=special)
     ids = given["prompt_token_ids"]
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise BadRow("invalid_prompt", "prompt_token_ids is not an array of integers")

@@ -8,9 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from dakrun.config import MAX_LOGPROBS, SamplingParams
-from dakrun.requests.json_rows import json_kind, names, shown
+from dakrun.requests.json_rows import flag, json_kind, names, shown
 from dakrun.requests.messages import chat_prompt
-from dakrun.requests.native_rows import SAMPLING_FIELDS, ParsedRow, RowFormat, stop_and_eos
+from dakrun.requests.native_rows import (
+    CHAT_FLAGS,
+    SAMPLING_FIELDS,
+    ParsedRow,
+    RowFormat,
+    stop_and_eos,
+)
 from dakrun.requests.neutral import supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
@@ -19,10 +25,10 @@ _URLS = ("/v1/completions", "/v1/chat/completions")
 ROW_FIELDS = ("custom_id", "method", "url", "body")
 _COMMON_FIELDS = (
     *("model", "n", "logprobs", "max_tokens", *SAMPLING_FIELDS),
-    *("stop", "stop_token_ids", "ignore_eos"),
+    *("stop", "stop_token_ids", "ignore_eos", "add_special_tokens"),
 )
 _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
-_CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *_COMMON_FIELDS)
+_CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *CHAT_FLAGS, *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MAX_N = 8
 _MAX_LOGPROBS = 5  # of /v1/completions
@@ -65,10 +71,9 @@ def parse_batch(
         raise BadRow("invalid_field", f"model is {json_kind(model)}, not a string")
     params, n = _parameters(given, defaults), _count_of(given, "n", 1, MAX_N)
     params = replace(params, logprobs=_logprobs(given, is_chat=is_chat))
-    prompts = (
-        [chat_prompt(given.get("messages"), rules)] if is_chat else _text_prompts(given, rules)
-    )
+    prompts = [chat_prompt(given, rules)] if is_chat else _text_prompts(given, rules)
     reply = Reply("chat" if is_chat else "completion", model, choices=n * len(prompts), n=n)
+    reply = replace(reply, continues=given.get("continue_final_message") is True)
     # Each choice has its own seed. That of a prompt's first choice does not depend on n.
     return [
         ParsedRow(
@@ -141,24 +146,24 @@ def _count_of(given: dict[str, Any], name: str, low: int, high: int) -> int:
 
 def _text_prompts(given: dict[str, Any], rules: PromptRules) -> list[tuple[int, ...]]:
     """Token ids of each prompt: a single one (text or token ids), or all in an array of these."""
-    prompt = given.get("prompt")
+    prompt, special = given.get("prompt"), flag(given, "add_special_tokens", True)
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
     if not isinstance(prompt, list) or not several:
-        return [_text_prompt(prompt, rules)]
+        return [_text_prompt(prompt, rules, special)]
     if len(prompt) > MAX_PROMPTS:
         raise BadRow("invalid_prompt", f"prompt has {len(prompt)} prompts, above {MAX_PROMPTS}")
     found = []
     for number, one in enumerate(prompt, 1):
         try:
-            found.append(_text_prompt(one, rules))
+            found.append(_text_prompt(one, rules, special))
         except BadRow as bad:
             raise BadRow(bad.code, f"prompt {number} of the array: {bad}") from None
     return found
 
 
-def _text_prompt(prompt: object, rules: PromptRules) -> tuple[int, ...]:
+def _text_prompt(prompt: object, rules: PromptRules, special: bool) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return rules.encode(prompt)
+        return rules.encode(prompt, add_special_tokens=special)
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return rules.check(tuple(prompt))
     kind = "missing" if prompt is None else json_kind(prompt)

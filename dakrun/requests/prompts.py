@@ -33,15 +33,19 @@ class PromptRules:
     max_positions: int
     tokenizer: Tokenizer | None = None
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text prompt, checked."""
         if self.tokenizer is None:
             raise BadRow("no_tokenizer", "the model has no tokenizer; give prompt_token_ids")
         _check_encodable(text, "the prompt")
-        return self.check(self.tokenizer.encode(text))
+        if add_special_tokens:
+            return self.check(self.tokenizer.encode(text))
+        return self.check(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Token ids of `{"role", "content"}` messages, checked."""
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
+    ) -> tuple[int, ...]:
+        """Token ids of `{"role", "content"}` messages, checked; see Tokenizer.chat."""
         if self.tokenizer is None:
             raise BadRow("no_tokenizer", "the model has no tokenizer, which chats need")
         if not self.tokenizer.has_chat_template:
@@ -49,7 +53,7 @@ class PromptRules:
         for number, message in enumerate(messages, 1):
             _check_encodable(string_of(message["content"]), f"message {number}")
         try:
-            return self.check(self.tokenizer.chat(messages))
+            return self.check(self.tokenizer.chat(messages, continues=continues))
         except UsageError as problem:
             raise BadRow("invalid_prompt", str(problem)) from None
 

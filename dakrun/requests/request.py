@@ -18,7 +18,8 @@ class Reply:
     The format is native, or OpenAI's, which repeats the request's `model` and may have several
     choices, `n` for each of the row's prompts. The request is for number `choice`, from 0, of
     `choices` in all; those of one prompt are neighbours. `of_messages` marks a native row that has
-    messages, `integer_id` one whose id is an integer, which a result repeats as one.
+    messages, `integer_id` one whose id is an integer, which a result repeats as one. `continues`
+    marks a completion that continues the last message.
     """
 
     kind: Literal["native", "completion", "chat"] = "native"
@@ -28,11 +29,12 @@ class Reply:
     n: int = 1
     of_messages: bool = False
     integer_id: bool = False
+    continues: bool = False
 
     @property
     def is_chat(self) -> bool:
-        """Whether it answers messages, in any format."""
-        return self.kind == "chat" or self.of_messages
+        """Whether it answers messages, in any format, with a message of its own."""
+        return (self.kind == "chat" or self.of_messages) and not self.continues
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         # The reader checks lengths against the model; the tokenizer's own limit only warns.
         tokenizer.model_max_length = 10**30
+        self.own_begin = 0
         self.token_text = cache(self._token_text)
         added = tokenizer.added_tokens_decoder
         self._special = {token: text.content for token, text in added.items() if text.special}
@@ -58,8 +59,17 @@ class Tokenizer:
         return any((directory / name).is_file() for name in _FILES)
 
     @classmethod
-    def load(cls, directory: Path, *, started: datetime | None = None) -> "Tokenizer":
-        """Load the tokenizer in a model directory; CannotRun if it is missing or broken."""
+    def load(
+        cls,
+        directory: Path,
+        *,
+        chat_template: str | None = None,
+        started: datetime | None = None,
+    ) -> "Tokenizer":
+        """Load the tokenizer in a model directory; CannotRun if it is missing or broken.
+
+        `chat_template` takes the place of the tokenizer's own.
+        """
         if not cls.is_in(directory):
             raise CannotRun(
                 f"{directory}: no tokenizer files",
@@ -75,14 +85,19 @@ class Tokenizer:
                 )
         try:
             if needs_sentencepiece(directory):
-                return cls(SentencePieceTokenizer(directory), started=started)
+                own = SentencePieceTokenizer(directory)
+                own.chat_template = own.chat_template if chat_template is None else chat_template
+                return cls(own, started=started)
             with _quiet(), without_marks(directory) as folder:
                 from transformers import AutoTokenizer
 
                 found = AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
-                return cls(_of_its_file(found, folder), started=started)
+                found = _of_its_file(found, folder)
+                if chat_template is not None:
+                    found.chat_template = chat_template
+                return cls(found, started=started)
         except Exception as problem:  # tokenizers raises plain Exception for broken files
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
@@ -91,12 +106,20 @@ class Tokenizer:
                 "from where the model was published",
             ) from problem
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of `text` with the special tokens that the model expects around it.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of `text`, by default with the special tokens that the model expects around it.
 
+        A begin token that the text begins with is not doubled; `own_begin` counts such texts.
         `text` must be encodable in UTF-8 (no lone surrogates).
         """
-        return tuple(self._tokenizer.encode(text))
+        ids = tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        begin = self._tokenizer.bos_token_id
+        if add_special_tokens and begin is not None and ids[:2] == (begin, begin):
+            plain = self._tokenizer.encode(text, add_special_tokens=False)
+            if plain[:1] == [begin] and ids[: len(plain) + 1] == (begin, *plain):
+                self.own_begin += 1
+                return ids[1:]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens; incomplete characters become U+FFFD."""
@@ -139,9 +162,12 @@ class Tokenizer:
         """Whether the tokenizer has a chat template, which `chat` needs."""
         return bool(self._tokenizer.chat_template)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
+    ) -> tuple[int, ...]:
         """Token ids of `{"role", "content"}` messages and the start of the assistant's answer.
 
+        With `continues` they end within the last message, which the model continues.
         Raises UsageError if the tokenizer has no chat template or the template does not accept the
         messages, loses one (see chats.py), does not end, or fills the memory (chat_template.py).
         """
@@ -155,7 +181,7 @@ class Tokenizer:
                 template = self._tokenizer.get_chat_template()
                 specials = self._tokenizer.special_tokens_map
                 self._chats = Chats(ChatTemplate(template, specials, started=self._started))
-            text = self._chats.render(messages)
+            text = self._chats.render(messages, continues=continues)
         except ValueError as problem:
             reason = " ".join(str(problem).split())
             raise UsageError(
