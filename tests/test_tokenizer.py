@@ -330,9 +330,11 @@ def test_the_form_of_content_is_tried_once(tmp_path: Path, monkeypatch: pytest.M
     rendered = []
     render = chat_template.ChatTemplate.render
 
-    def count(self: chat_template.ChatTemplate, messages: list[dict[str, object]]) -> str:
+    def count(
+        self: chat_template.ChatTemplate, messages: list[dict[str, object]], *, continues: bool
+    ) -> str:
         rendered.append(messages)
-        return render(self, messages)
+        return render(self, messages, continues=continues)
 
     monkeypatch.setattr(chat_template.ChatTemplate, "render", count)
     for text in ("a", "b", "c"):

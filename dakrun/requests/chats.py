@@ -90,7 +90,7 @@ class Chats:
 
     def _shows(self, messages: Sequence[Message]) -> bool:
         try:
-            return _PROBE in self._template.render(messages)
+            return _PROBE in self._template.render(messages, continues=False)
         except ValueError:
             return False
 
