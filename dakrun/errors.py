@@ -90,6 +90,15 @@ def check_number(
     return _one_of(name, value, f"a number {limits}", or_one_of)
 
 
+def check_file_name(name: object) -> None:
+    """Raise UsageError if `name` has a NUL character, which no file's name can have."""
+    if "\0" in str(name):
+        raise UsageError(
+            f"{str(name)!r} has a NUL character, which no file name can have",
+            hint="take it out of the name",
+        )
+
+
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
     """Raise UsageError unless `value` is one of `choices`."""
     if not isinstance(value, str | None) or value not in choices:

@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import CannotRun, UsageError, check_file_name
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
 from dakrun.requests import (
@@ -160,6 +160,7 @@ def check_report(report: str, *, source: str, output: str, profile: str) -> None
     hint = "give --report another file that ends in .json"
     if report in ("", "-"):
         raise UsageError(f"{report!r} is not a file name for the report", hint=hint)
+    check_file_name(report)
     if os.path.isdir(report):
         raise UsageError(f"{report}: is a directory", hint=hint)
     folder = os.path.dirname(os.path.realpath(report))

@@ -33,6 +33,7 @@ from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import (
     Tiers,
     allocate_tiers,
+    check_threads,
     usable_cores,
 )
 from dakrun.models import hub
@@ -111,6 +112,8 @@ class LLM:
         check_choice("device", device, ("auto", "cuda", "cpu"))
         check_choice("load_format", load_format, get_args(LoadFormat))
         threads = check_count("threads", threads, or_one_of=(None,))
+        if threads is not None:
+            check_threads(threads)
         batch_size = check_count("batch_size", batch_size, or_one_of=("auto",))
         max_batch_size = check_count("max_batch_size", max_batch_size)
         max_decode_step = check_number("max_decode_step", max_decode_step, 0, or_one_of=(None,))

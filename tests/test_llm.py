@@ -65,6 +65,8 @@ def test_threads_are_the_cores_that_may_be_used(
     assert chosen == [3, 16, 5]
     with pytest.raises(UsageError, match="threads is 0"):
         LLM(path, threads=0)
+    with pytest.raises(UsageError, match="threads is 100,000, above"):
+        LLM(path, threads=100_000)
 
 
 def test_the_longest_completions_begin_first(path: Path) -> None:

@@ -320,7 +320,9 @@ PROFILES = {
     "profile of another schema": profile_call("schema is 99", put("mine.toml", "schema = 99")),
     "profile without table": profile_call("'device' is missing", profile("[device]", "[gadget]")),
     "profile with a word": profile_call("sms is 'many'", profile("sms = ", 'sms = "many" # ')),
-    "profile without rate": profile_call("bytes_per_s", profile("\nbytes_per_s", "\nspeed")),
+    "profile without rate": profile_call(
+        "hbm.speed is unknown", profile("\nbytes_per_s", "\nspeed")
+    ),
     "profile with other types": profile_call(
         "compute.int4 is unknown", profile("[compute.float32]", "[compute.int4]"), "generate"
     ),
@@ -376,12 +378,31 @@ FLAGS = {
         CANNOT_RUN, "too small",
         "--hbm-budget", "16MiB", "--host-budget", "1KiB", "--batch-size", "64",
     ),
+    "more threads than can start": flags(
+        USAGE, "threads is 100,000, above the maximum", "--threads", "100000", hint="all cores"
+    ),
+    "NUL in the prompts' name": flags(USAGE, "NUL", "-i", "a\0.jsonl", hint="take it out"),
+    "NUL in the output's name": flags(USAGE, "NUL", "-o", "a\0.jsonl", hint="take it out"),
+    "NUL in the model's name": flags(USAGE, "NUL", "--model", "a\0", hint="take it out"),
+    "NUL in the profile's name": flags(USAGE, "NUL", "--profile", "a\0.toml", hint="take it out"),
+    "NUL in the report's name": flags(USAGE, "NUL", "--report", "a\0.json", hint="take it out"),
+    "NUL in the plan's model": flags(USAGE, "NUL", "--model", "a\0", command="plan"),
+    "NUL in the plan's profile": flags(USAGE, "NUL", "--profile", "a\0.toml", command="plan"),
     "other type wanted": flags(USAGE, "--dtype", "--dtype", "int4"),
     "other device": flags(USAGE, "--device", "--device", "tpu"),
     "unknown remote": flags(USAGE, "moon", "--remote", "moon"),
     "plan without tokens": flags(USAGE, "--max-tokens", "--max-tokens", "0", command="plan"),
     "plan of another type": flags(USAGE, "--dtype", "--dtype", "int4", command="plan"),
     "plan of a size in words": flags(USAGE, "size", "--host-budget", "all", command="plan"),
+    "plan of a million layers": Call(
+        USAGE, "num_layers is 1,000,000, above the maximum of 10,000",
+        spoil=edit("config.json", num_hidden_layers=10**6),
+        flags=("--model", "model"), command="plan",
+    ),
+    "a size beyond sense": Call(
+        USAGE, "hidden_size is 1,000,000,000,000, above the maximum",
+        spoil=edit("config.json", hidden_size=10**12),
+    ),
     "plan of a folder without model": flags(
         USAGE, "config.json: no such file", "--model", "folder", command="plan"
     ),

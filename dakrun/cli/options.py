@@ -123,8 +123,19 @@ def device_option(help: str) -> Decorator:
 def threads_option() -> Decorator:
     """The option --threads."""
     return count_option(
-        "--threads", help="CPU threads to compute with; default: the cores that may be used."
+        "--threads",
+        callback=_threads,
+        help="CPU threads to compute with; default: the cores that may be used.",
     )
+
+
+def _threads(ctx: click.Context, param: click.Parameter, threads: int | None) -> int | None:
+    """--threads, if the machine can start as many."""
+    from dakrun.memory.limits import check_threads
+
+    if threads is not None:
+        check_threads(threads)
+    return threads
 
 
 def load_format_option(prefix: str = "") -> Decorator:

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import Literal
 
-from dakrun.errors import UsageError
+from dakrun.errors import UsageError, check_file_name
 from dakrun.hardware.parts import OtherSchema
 from dakrun.hardware.profile import HardwareProfile
 from dakrun.resources import cache_dir, resource_dir
@@ -19,6 +19,7 @@ def load_profile(name: str) -> HardwareProfile:
 
     Raises UsageError where there is none, or it breaks the schema.
     """
+    check_file_name(name)
     folders = (resource_dir("profiles"), kept_profiles_dir())
     paths = [Path(name)] if name.endswith(".toml") else [f / f"{name}.toml" for f in folders]
     for path in paths:

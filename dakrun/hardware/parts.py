@@ -5,7 +5,7 @@ Each part checks its own values. profile.py joins them to a machine and reads an
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,6 +81,8 @@ class ComputeRate:
     def __post_init__(self) -> None:
         ns = [n for n, _ in self.measured]
         rates = [self.peak, *(rate for _, rate in self.measured)]
+        if not all(is_number(rate) for rate in rates):
+            raise bad(f"compute rates are {rates}", "numbers of FLOP/s")
         if not all(MIN <= rate < math.inf for rate in rates) or not _ascending(ns):
             raise bad("compute rates are not positive with N ascending", "a list [[N, FLOP/s]]")
 
@@ -112,6 +114,9 @@ class OpCosts:
             raise bad("costs are not of one length", "as many rows as seconds and efficiencies")
         if not _ascending(self.rows):
             raise bad(f"costs are of {list(self.rows)} rows", "positive integers, ascending")
+        for name in ("seconds", "efficiency"):
+            if not all(map(is_number, getattr(self, name))):
+                raise bad(f"{name} are {list(getattr(self, name))}", "numbers")
         if not all(0 <= seconds <= MAX_SECONDS for seconds in self.seconds):
             raise bad("a fixed cost is negative, above an hour or not finite", "seconds")
         if not all(MIN_EFFICIENCY <= value <= 1 for value in self.efficiency):
@@ -202,7 +207,7 @@ class Published:
             raise bad("a published figure has no model or source", "both, as text")
         check_whole(self, f"published {self.model}", "batch_size")
         check_positive(self, f"published {self.model}", "eb_bytes_per_s")
-        if not 0 <= self.offload_ratio <= 1:
+        if not (is_number(self.offload_ratio) and 0 <= self.offload_ratio <= 1):
             raise bad(f"published offload_ratio is {self.offload_ratio}", "from 0 to 1")
 
 
@@ -241,6 +246,16 @@ def _around(ns: Sequence[int], n: int) -> tuple[int, int]:
 def _ascending(ns: Sequence[int]) -> bool:
     """Whether `ns` are positive integers in strictly ascending order."""
     return list(ns) == sorted({n for n in ns if type(n) is int and n > 0})
+
+
+def check_keys(table: Mapping[str, object], name: str, known: Iterable[str]) -> None:
+    """Raise UsageError unless the keys of the table `name` ("" for the top level) are `known`."""
+    if not isinstance(table, Mapping):
+        raise TypeError(f"{name} is not one table")
+    known = sorted(known)
+    for key in table:
+        if key not in known:
+            raise bad(f"{name and f'{name}.'}{key} is unknown", f"one of {', '.join(known)}")
 
 
 def is_number(value: object) -> bool:

@@ -9,7 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
@@ -27,13 +27,31 @@ from dakrun.hardware.parts import (
     RemoteTier,
     Sweep,
     bad,
+    check_keys,
     check_positive,
     check_whole,
+    is_number,
 )
 
 SCHEMA = 2
 COSTS = ("linear", "many_rows", "norm", "attention", "sampling")  # tables under [costs]
 OPTIONAL_COSTS = ("many_rows", "norm", "sampling")
+
+
+def _fields(part: Any) -> list[str]:
+    """The keys of a table that is as `part`."""
+    return [field.name for field in fields(part)]
+
+
+_HEAD = ("schema", "name", "description")
+_TABLES: dict[str, Iterable[str]] = {  # keys
+    "device": ("kind", "name", "sms"),
+    "hbm": ("capacity_bytes", "bytes_per_s", "group"),
+    "costs": ("context_bytes", "staged_seconds", *COSTS),
+    "kernel_model": _fields(KernelModel),
+    "provenance": _fields(Provenance),
+}
+_OTHERS = ("remote", "compute", "link_groups", "facts", "sweeps", "published")
 STAGED_SECONDS = 5.5e-6  # mean over OPT-6.7B's ops on an H200, 0.5 to 10% in host memory
 
 
@@ -84,13 +102,13 @@ class HardwareProfile:
         check_positive(self, self.name, "hbm_capacity_bytes", "hbm_bytes_per_s")
         if self.device not in ("cuda", "cpu"):
             raise bad(f"device is {self.device!r}", "cuda or cpu")
-        if not 0 <= self.context_bytes <= MAX:
-            raise bad(f"context_bytes is {self.context_bytes}", "at least 0")
-        if not 0 <= self.staged_seconds <= MAX_SECONDS:
-            raise bad(f"staged_seconds is {self.staged_seconds}", f"0 to {MAX_SECONDS:g}")
+        if type(self.context_bytes) is not int or not 0 <= self.context_bytes <= MAX:
+            raise bad(f"context_bytes is {self.context_bytes!r}", "an integer of at least 0")
+        if not (is_number(self.staged_seconds) and 0 <= self.staged_seconds <= MAX_SECONDS):
+            raise bad(f"staged_seconds is {self.staged_seconds!r}", f"0 to {MAX_SECONDS:g}")
         if self.many_rows and self.many_rows.rows[0] <= self.linear.rows[-1]:
             raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "above the rows of linear")
-        if not all(MIN <= rate <= MAX for rate in self.link_groups.values()):
+        if not all(is_number(r) and MIN <= r <= MAX for r in self.link_groups.values()):
             raise bad("the rate of a link group is out of range", f"{MIN:g} to {MAX:g} bytes/s")
         names = [tier.name for tier in self.remote]
         if len(set(names)) < len(names):
@@ -221,12 +239,24 @@ class HardwareProfile:
 
 def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
     device, hbm, costs = raw["device"], raw["hbm"], raw["costs"]
+    check_keys(raw, "", (*_HEAD, *_TABLES, *_OTHERS))
+    for name, keys in _TABLES.items():
+        check_keys(raw.get(name, {}), name, keys)
+    for kind in COSTS:
+        check_keys(costs.get(kind, {}), f"costs.{kind}", _fields(OpCosts))
+    for table in raw.get("remote", []):
+        check_keys(table, "remote", _fields(RemoteTier))
+    for table in raw.get("published", []):
+        check_keys(table, "published", _fields(Published))
+    for name, table in raw.get("sweeps", {}).items():
+        check_keys(table, f"sweeps.{name}", _fields(Sweep))
     compute: dict[Dtype, ComputeRate] = {}
     for dtype, table in raw["compute"].items():
         if dtype not in DTYPE_BYTES:
             raise bad(f"compute.{dtype} is unknown", ", ".join(DTYPE_BYTES))
-        points = tuple((n, float(rate)) for n, rate in table.get("measured", []))
-        compute[dtype] = ComputeRate(peak=float(table["peak_flops_per_s"]), measured=points)
+        check_keys(table, f"compute.{dtype}", ("peak_flops_per_s", "measured"))
+        points = tuple((n, _float(rate)) for n, rate in table.get("measured", []))
+        compute[dtype] = ComputeRate(peak=_float(table["peak_flops_per_s"]), measured=points)
     return HardwareProfile(
         name=raw["name"],
         description=raw["description"],
@@ -250,7 +280,7 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
         sweeps={
             name: Sweep(
                 columns=tuple(table["columns"]),
-                rows=tuple(tuple(map(float, row)) for row in table["rows"]),
+                rows=tuple(tuple(map(_float, row)) for row in table["rows"]),
             )
             for name, table in raw.get("sweeps", {}).items()
         },
@@ -260,6 +290,13 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
 
 def _op_costs(table: Mapping[str, Any]) -> OpCosts:
     return OpCosts(**{name: tuple(values) for name, values in table.items()})
+
+
+def _float(value: object) -> float:
+    """`value` as a float; raises TypeError unless it is a number."""
+    if not is_number(value):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _number(value: float) -> float:

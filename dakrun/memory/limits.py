@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dakrun.errors import CannotRun
+from dakrun.errors import CannotRun, UsageError
 from dakrun.units import ceil_div, format_bytes
 
 ROOT = Path("/")
+THREADS_PER_CORE, LEAST_MAX_THREADS = 4, 64
 NO_LIMIT = 1 << 60  # cgroup 1 writes a larger number for "no limit"
 CGROUP_FILES = (
     ("memory.max", "memory.current"),
@@ -137,6 +138,16 @@ def usable_cores(root: Path = ROOT) -> int:
         if quota.isdigit() and period.isdigit():  # else "max", or -1 in cgroup 1
             cores = min(cores, ceil_div(int(quota), int(period)))
     return max(1, cores)
+
+
+def check_threads(threads: int) -> None:
+    """Raise UsageError for more threads than make sense: OpenMP crashes if it cannot start them."""
+    most = max(LEAST_MAX_THREADS, THREADS_PER_CORE * usable_cores())
+    if threads > most:
+        raise UsageError(
+            f"threads is {threads:,}, above the maximum of {most} on this machine",
+            hint="leave it out to use all cores; more threads than cores compute more slowly",
+        )
 
 
 def numa_nodes(root: Path = ROOT) -> int:

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Literal
 
 from dakrun.config import Dtype, LoadFormat, ModelConfig
-from dakrun.errors import CannotRun, DakrunError, UsageError
+from dakrun.errors import CannotRun, DakrunError, UsageError, check_file_name
 from dakrun.models.files import read_json_object
 from dakrun.models.folders import check_not_gguf
 from dakrun.models.hf_config import parse_model_config, read_model_config
@@ -41,6 +41,7 @@ def find_model(
 
 
 def _find(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:
+    check_file_name(name)
     folder = Path(name).expanduser()
     if load_format == "dummy":
         config = model_config(name)
@@ -59,6 +60,7 @@ def model_config(name: str) -> ModelConfig:
     Raises UsageError for an unknown name or a malformed config.json, CannotRun for an architecture
     that is not supported or a failed download.
     """
+    check_file_name(name)
     path = Path(name).expanduser()
     if path.is_dir():
         return read_model_config(path)
@@ -81,6 +83,7 @@ def model_directory(name: str) -> Path:
     Raises UsageError for other names (known names stand for architectures without weights),
     CannotRun if the download fails or has no safetensors files.
     """
+    check_file_name(name)
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import CannotRun, UsageError, check_file_name
 from dakrun.requests.gzip_files import GZIP_ERRORS, unpacked
 
 _CHECKED_BYTES = 4096  # at the start of a file, for another encoding than UTF-8
@@ -177,6 +177,7 @@ def _open(name: str) -> BinaryIO:
             return sys.stdin.buffer
         # Not sys.stdin.buffer, which must not be in use by a thread when Python ends.
         return open(sys.stdin.fileno(), "rb", closefd=False)
+    check_file_name(name)
     try:
         return open(name, "rb")
     except OSError as problem:

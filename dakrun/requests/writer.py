@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import CannotRun, UsageError, check_file_name
 from dakrun.interrupt import defer_signals
 from dakrun.requests import native_rows, openai_results
 from dakrun.requests.files import OutputFile, same_file
@@ -85,6 +85,8 @@ class ResultWriter:
         self._is_packed = self._name.lower().endswith(".gz")
         self._ids = IdSet()
         self._file: OutputFile | None = None
+        for name in (self._name, source):
+            check_file_name(name)
         if overwrite and resume:
             raise UsageError("--overwrite and --resume exclude each other", hint="give one of them")
         is_file = os.path.isfile(self._name) or not os.path.exists(self._name)
