@@ -24,7 +24,7 @@ from dakrun.requests.lines import Line, Lines, LineSource
 from dakrun.requests.native_rows import NATIVE_FIELDS, PROMPT_FIELDS
 from dakrun.requests.openai_rows import ROW_FIELDS
 from dakrun.requests.prompts import BadRow
-from dakrun.requests.reader import MAX_LINE_BYTES
+from dakrun.requests.reader import MAX_LINE_BYTES, conversion_hint
 from dakrun.requests.row_parser import Format
 
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".parquet": "jsonl", ".txt": "text"}
@@ -100,7 +100,8 @@ class InputFiles(LineSource):
             if file.suffix not in SUFFIXES:
                 raise UsageError(
                     f"{file.path}: prompt files end in .jsonl, .parquet or .txt",
-                    hint=".jsonl and .txt may be packed, as .jsonl.gz",
+                    hint=conversion_hint(file.path)
+                    or ".jsonl and .txt may be packed, as .jsonl.gz",
                 )
         return found
 

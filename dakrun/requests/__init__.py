@@ -9,8 +9,8 @@ written_rows.py reads them again, input_order.py puts them in order, fingerprint
 from another, row_digests.py one row from another;
 gzip_files.py knows gzip; prompts.py says which prompts a model accepts, tokenizer.py wraps the
 model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py that of a
-tokenizer.model alone, chats.py makes text of chats, chat_template.py runs their template, request.py
-holds the shared types. README.md describes the formats.
+tokenizer.model alone, chats.py makes text of chats, chat_template.py runs their template,
+request.py holds the shared types. README.md describes the formats.
 """
 
 from dakrun.requests.choices import Choices

@@ -31,6 +31,12 @@ from dakrun.requests.row_parser import Format, RowParser, kind_of
 
 MAX_LINE_BYTES = 2**24
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl"}
+_ROWS = 'a .jsonl file holds one JSON object a line, such as {"prompt": "..."}'
+_FROM_ARRAY = f"{_ROWS}; make one: jq -c '.[]' ARRAY.json > ROWS.jsonl"
+_TO_ROWS = (
+    "make it one: python -c \"import pandas; pandas.read_{}('{}').to_json('ROWS.jsonl', {})\""
+)
+_AS_LINES = "orient='records', lines=True"
 
 
 class RequestReader:
@@ -183,6 +189,7 @@ class RequestReader:
         line = self._lines.peek()
         if line is None:
             return None
+        self._check_no_array(line.data or b"")
         if self._format is None:
             is_json = line.data is not None and line.data.lstrip().startswith(b"{")
             self._format = "jsonl" if is_json else "text"
@@ -194,6 +201,19 @@ class RequestReader:
             return json_object(line.data)
         except BadRow:
             return None
+
+    def _check_no_array(self, data: bytes) -> None:
+        """Raise UsageError if the first line shows that the input is one JSON array."""
+        start = data.strip()
+        if self._format == "jsonl":
+            is_array = start.startswith(b"[")
+        else:  # text may begin with "[", as in "[INST]"
+            rest = start.removeprefix(b"[").lstrip()
+            is_array = start == b"[" or (start != rest and rest.startswith(b'{"'))
+        if is_array and self._format != "text":
+            raise UsageError(
+                f"{self._lines.name}: a JSON array, not one JSON object a line", hint=_FROM_ARRAY
+            )
 
     def _look(self, line: Line) -> Look:
         """Note the kind and id of the next row in the input, and estimate its lengths."""
@@ -239,6 +259,18 @@ def format_of(name: str) -> Format | None:
     if suffix not in _SUFFIXES:
         raise UsageError(
             f"{name}: prompt files end in .txt or .jsonl, with or without .gz",
-            hint="a .txt file holds one prompt a line, a .jsonl file one JSON object a line",
+            hint=conversion_hint(name)
+            or "a .txt file holds one prompt a line, a .jsonl file one JSON object a line",
         )
     return _SUFFIXES[suffix]
+
+
+def conversion_hint(name: str) -> str:
+    """How to make a .jsonl file of the table or array called `name`; empty for other files."""
+    suffix = Path(without_gz(name)).suffix.lower()
+    if suffix == ".json":
+        return _FROM_ARRAY
+    if suffix in (".parquet", ".csv"):
+        to_rows = f"{_ROWS}; " + _TO_ROWS.format(suffix[1:], name, _AS_LINES)
+        return to_rows + ("; --ray local reads .parquet" if suffix == ".parquet" else "")
+    return ""
