@@ -28,6 +28,7 @@ MAX_GROUP_HEADS = 16  # query heads of one KV head
 # Shared memory of a CTA. An SM of a Hopper has 228 KiB, of which the driver keeps 1 KiB a CTA.
 SHARED_BYTES_PAIRED = 112 * 1024  # per CTA with two on an SM, 1 KiB for barriers already deducted
 SHARED_BYTES_ALONE = 227 * 1024  # per CTA with one on an SM
+KERNEL_TARGETS = ("sm_90a", "sm_100a", "sm_120a")  # that kernels are compiled for
 
 # SplitK_GEMM
 SPLITK_MAX_ROWS = 64  # rows of X in one launch

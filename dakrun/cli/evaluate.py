@@ -14,6 +14,7 @@ from dakrun.cli.console import eprint, stderr_console
 from dakrun.cli.options import (
     choice_option,
     device_option,
+    note_no_kernels,
     option,
     resolve_model,
     resolve_profile,
@@ -118,6 +119,7 @@ def evaluate(
     named = _names(models)
     if predict:
         hardware = resolve_profile(profile)
+        note_no_kernels(hardware)
     else:
         hardware = resolve_run_profile(profile, device, eprint)
         _check_device(hardware, device)

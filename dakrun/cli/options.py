@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from dakrun.cli.console import eprint
 from dakrun.errors import UsageError
 from dakrun.units import parse_bytes
 
@@ -326,6 +327,14 @@ def resolve_profile(name: str) -> "HardwareProfile":
     if name != "auto":
         return load_profile(name)
     return find_profile(device="cuda" if gpu_names() else "cpu")
+
+
+def note_no_kernels(profile: "HardwareProfile") -> None:
+    """Say on stderr if the kernels that plans assume do not run on the profile's card."""
+    from dakrun.hardware import why_no_kernels
+
+    if (why := why_no_kernels(profile)) is not None:
+        eprint(f"note: {why}")
 
 
 def resolve_run_profile(

@@ -13,6 +13,7 @@ from dakrun.cli.console import eprint, stdout_console
 from dakrun.cli.options import (
     length_options,
     model_options,
+    note_no_kernels,
     policy_options,
     profile_option,
     resolve_model,
@@ -120,6 +121,7 @@ def plan(
     shown = Overview.of(decision, max_decode_step)
     if profile == "auto":
         eprint(describe_profile(hardware))
+    note_no_kernels(hardware)
     foretold = run and run.forecast(decision)
     if as_json:
         found = {} if foretold is None else {"run": vars(foretold)}
@@ -146,6 +148,8 @@ def _plan_nodes(
     from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
     from dakrun.plan.nodes import foretell_cluster, parse_nodes
 
+    noted: set[str] = set()
+
     def plan_of(name: str, part: "ExpectedRun") -> "Plan":
         hardware = resolve_profile(name)
         workload = Workload(
@@ -160,9 +164,13 @@ def _plan_nodes(
                 config, workload, hardware, policy,
                 limit=limit, max_decode_step=max_decode_step, run=part,
             )  # fmt: skip
-        return make_plan(
+        found = make_plan(
             config, workload, hardware, policy, run=part, max_decode_step=max_decode_step
         )
+        if name not in noted:
+            noted.add(name)
+            note_no_kernels(hardware)
+        return found
 
     return foretell_cluster(parse_nodes(nodes), plan_of, run, eprint)
 

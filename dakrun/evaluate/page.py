@@ -95,6 +95,8 @@ def facts(scope: Scope, found: Iterable[Found], run: Mapping[str, Any]) -> str:
         ("Profile", f"{scope.profile.name}, remote tier {scope.remote}"),
         ("Models", ", ".join(scope.models)),
     ]
+    if why := run.get("why_no_kernels"):
+        rows.append(("Note", str(why)))
     if versions := run.get("versions"):
         rows.append(("Versions", ", ".join(f"{name} {of}" for name, of in versions.items())))
     rows += [(name.capitalize(), str(run[name])) for name in ("date", "commit") if run.get(name)]

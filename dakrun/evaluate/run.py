@@ -19,7 +19,7 @@ from dakrun.evaluate.points import Entry, Found, Point, Result
 from dakrun.evaluate.predict import predict
 from dakrun.evaluate.scope import Scope
 from dakrun.evaluate.store import Store, read_run, write_csv, write_run, write_text
-from dakrun.hardware import LOCAL, cpu_name
+from dakrun.hardware import LOCAL, cpu_name, why_no_kernels
 
 COPIED = " by the copy engine"  # behind a tier's name in run.json
 Progress = Callable[[int, int, str], None]  # points done, points in all, the next one's name
@@ -97,6 +97,7 @@ def facts(scope: Scope, command: str) -> dict[str, Any]:
     return {
         "machine": machine,
         "profile": scope.profile.name,
+        "why_no_kernels": why_no_kernels(scope.profile) if scope.predict else None,
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "versions": versions,

@@ -1,7 +1,8 @@
 """A machine in figures: profiles of bandwidths, rates and costs, in TOML files.
 
 profile.py has HardwareProfile and its TOML form, parts.py the parts of a profile, files.py the
-profiles that are shipped or kept. Imports neither torch nor CUDA.
+profiles that are shipped or kept, kernels.py the cards that dakrun's kernels
+run on. Imports neither torch nor CUDA.
 """
 
 from dakrun.hardware.files import (
@@ -13,6 +14,7 @@ from dakrun.hardware.files import (
     load_profile,
     shipped_profiles,
 )
+from dakrun.hardware.kernels import kernels_run, shared_bytes_per_block, why_no_kernels
 from dakrun.hardware.parts import (
     LOCAL,
     ComputeRate,
@@ -43,6 +45,9 @@ __all__ = [
     "gpu_names",
     "kept_profile",
     "kept_profiles_dir",
+    "kernels_run",
     "load_profile",
+    "shared_bytes_per_block",
     "shipped_profiles",
+    "why_no_kernels",
 ]

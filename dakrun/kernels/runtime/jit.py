@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dakrun.errors import CannotRun
-from dakrun.geometry import SHARED_BYTES_ALONE
+from dakrun.hardware import kernels_run
 from dakrun.interrupt import Workers
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
@@ -131,10 +131,8 @@ def has_kernels(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     properties: Any = torch.cuda.get_device_properties(device)
-    target = f"sm_{properties.major}{properties.minor}a"
-    return (
-        target in ARCHITECTURES and properties.shared_memory_per_block_optin >= SHARED_BYTES_ALONE
-    )
+    capability = f"{properties.major}.{properties.minor}"
+    return kernels_run(capability, properties.shared_memory_per_block_optin)
 
 
 @functools.cache

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.errors import CannotRun
-from dakrun.geometry import CUDA_CONSTANTS
+from dakrun.geometry import CUDA_CONSTANTS, KERNEL_TARGETS
 from dakrun.resources import resource_dir
 
-ARCHITECTURES = ("sm_90a", "sm_100a", "sm_120a")
+ARCHITECTURES = KERNEL_TARGETS
 HINT = "install dakrun's CUDA packages: pip install 'dakrun[cuda13]'"
 
 # -v: ptxas reports registers, spills and wgmma warnings (C75xx) in the log.

@@ -8,7 +8,7 @@ from typing import Any
 
 from dakrun.errors import CannotRun
 from dakrun.geometry import KV_BLOCK
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware import HardwareProfile, why_no_kernels
 from dakrun.plan.advice import Advice, Alternative
 from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import OpPlan, Plan
@@ -171,6 +171,7 @@ def _profile_dict(plan: Plan) -> dict[str, Any]:
         "description": profile.description,
         "device": profile.device,
         "device_name": profile.device_name,
+        "why_no_kernels": why_no_kernels(profile),
         "provenance": {"kind": source.kind, "date": source.date, "source": source.source},
         "sms": profile.sms,
         "hbm_bytes_per_s": profile.hbm_bytes_per_s,

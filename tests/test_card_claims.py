@@ -1,0 +1,128 @@
+"""What the cards of shipped profiles can do, against the claims of plans, pages and READMEs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from dakrun.cli import main
+from dakrun.hardware import (
+    kernels_run,
+    load_profile,
+    shared_bytes_per_block,
+    shipped_profiles,
+    why_no_kernels,
+)
+from dakrun.kernels.runtime import has_kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+RTX = "rtx-pro-6000"
+
+# Compute capability and KiB of shared memory a block of each card, from the CUDA C++ Programming
+# Guide (technical specifications by compute capability).
+CARDS = {
+    "NVIDIA H100 80GB HBM3": ("9.0", 227),
+    "NVIDIA H200": ("9.0", 227),
+    "NVIDIA GH200": ("9.0", 227),
+    "NVIDIA B200": ("10.0", 227),
+    "NVIDIA RTX PRO 6000 Blackwell": ("12.0", 99),
+}
+GPUS = [name for name in shipped_profiles() if load_profile(name).device == "cuda"]
+
+
+def run(*args: str) -> Result:
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(main, list(args))
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_profile_says_what_its_card_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its facts are the card's, and its note says what a GPU of that kind really does."""
+    profile = load_profile(name)
+    capability, shared_kib = CARDS[profile.device_name]
+    assert profile.facts["compute_capability"] == capability
+    assert shared_bytes_per_block(profile) == shared_kib << 10
+    major, minor = map(int, capability.split("."))
+    card = SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=shared_kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    assert has_kernels(torch.device("cuda", 0)) is (why_no_kernels(profile) is None)
+    assert (why_no_kernels(profile) is None) is (name != RTX)
+
+
+def test_the_reason_names_the_card_what_it_lacks_and_the_cost() -> None:
+    why = why_no_kernels(load_profile(RTX))
+    assert why == (
+        "dakrun's kernels do not run on NVIDIA RTX PRO 6000 Blackwell (they need 227 KiB of shared "
+        "memory a block, it has 99 KiB): generate runs plain torch there, slower than predicted"
+    )
+    h100 = load_profile("h100-sxm")
+    b300 = replace(h100, facts={"compute_capability": "10.3", "shared_bytes_per_sm": 233_472})
+    assert "not built for compute capability 10.3" in (why_no_kernels(b300) or "")
+    unknown = why_no_kernels(replace(h100, facts={}))
+    assert unknown is not None and "may lack" in unknown and "227 KiB" in unknown
+    assert why_no_kernels(load_profile("cpu")) is None
+    assert not kernels_run("8.0", 163 << 10) and kernels_run("10.0", 227 << 10)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_plan_says_so(name: str) -> None:
+    why = why_no_kernels(load_profile(name))
+    result = run("plan", "--model", "opt-6.7b", "--batch-size", "8", "--profile", name, "--json")
+    assert json.loads(result.stdout)["profile"]["why_no_kernels"] == why
+    assert result.stderr == ("" if why is None else f"note: {why}\n")
+
+
+def test_a_plan_of_several_machines_says_so_once(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text("hello there\n" * 8)
+    result = run(
+        *("plan", "--model", "opt-6.7b", "--batch-size", "2", "-i", str(source), "--json"),
+        *("--nodes", f"{RTX}:2,h100-sxm:1"),
+    )
+    why = why_no_kernels(load_profile(RTX))
+    nodes = json.loads(result.stdout)["nodes"]
+    assert [kind["why_no_kernels"] for kind in nodes] == [why, None]
+    assert result.stderr == f"note: {why}\n"
+
+
+@pytest.mark.parametrize("name", [RTX, "h100-sxm"])
+def test_predicted_figures_say_so(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    why = why_no_kernels(load_profile(name))
+    args = ("evaluate", "--predict", "--quick", "--only", "table1", "--profile", name)
+    result = run(*args, "-o", str(tmp_path))
+    assert json.loads((tmp_path / "run.json").read_text())["why_no_kernels"] == why
+    assert (f"note: {why}" in result.stderr) is (why is not None)
+    page = (tmp_path / "index.html").read_text()
+    assert ("do not run on NVIDIA RTX PRO 6000 Blackwell" in page) is (why is not None)
+
+
+def test_the_readmes_claim_what_the_cards_can() -> None:
+    """README.md names cards with and without kernels; profiles/README.md the profiles without."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    claim = re.search(
+        r"kernels need (.*?) \((\d+) KiB of shared memory a block; not (.*?)\)", readme
+    )
+    assert claim is not None
+    having, needed, lacking = claim.groups()
+    for card, (_, shared_kib) in CARDS.items():
+        runs = shared_kib >= int(needed)
+        if runs:
+            family = "B200" if "B200" in card else "Hopper"
+            assert family in having
+        else:
+            assert card.removeprefix("NVIDIA ").removesuffix(" Blackwell") in lacking
+        assert kernels_run(CARDS[card][0], shared_kib << 10) is runs
+    rows = (ROOT / "profiles" / "README.md").read_text().splitlines()
+    for name in GPUS:
+        (row,) = [line for line in rows if line.startswith("| `") and f"`{name}`" in line]
+        if why_no_kernels(load_profile(name)) is not None:
+            shared = shared_bytes_per_block(load_profile(name))
+            assert shared is not None and f"in `{name}` " in row
+            assert f"cannot run yet ({shared >> 10} KiB of shared memory a block)" in row
