@@ -19,6 +19,7 @@ from dakrun.hardware import (
     why_no_kernels,
 )
 from dakrun.kernels.runtime import has_kernels
+from dakrun.probe import kept_or_measured
 
 ROOT = Path(__file__).resolve().parent.parent
 RTX = "rtx-pro-6000"
@@ -126,3 +127,17 @@ def test_the_readmes_claim_what_the_cards_can() -> None:
             shared = shared_bytes_per_block(load_profile(name))
             assert shared is not None and f"in `{name}` " in row
             assert f"cannot run yet ({shared >> 10} KiB of shared memory a block)" in row
+
+
+def test_a_card_without_kernels_is_not_measured_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shipped profile takes the place of a measurement, for which the kernels are launched."""
+    card = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+    small = SimpleNamespace(major=12, minor=0, shared_memory_per_block_optin=99 << 10)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: small)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr("dakrun.probe.run.device_name", lambda _: card)
+    said: list[str] = []
+    assert kept_or_measured("cuda", said.append).name == RTX
+    assert said[-1] == f"not measured: {card} does not run the kernels that measure it"

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dakrun.config import Dtype
+from dakrun.errors import CannotRun
 from dakrun.geometry import FEW_ROWS, SPLITK_MAX_ROWS, TILED_X_TILES
 from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import Variant, variants
 from dakrun.kernels.gemm.tiled import x_tiles
-from dakrun.kernels.runtime import architecture, compiling
+from dakrun.kernels.runtime import architecture, compiling, has_kernels
 from dakrun.memory import allocate_tiers, available_host_memory
 from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
 from dakrun.probe.congestion import (
@@ -74,6 +75,11 @@ def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measu
 
 def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
     device = torch.device("cuda", torch.cuda.current_device())
+    if not has_kernels(device):
+        raise CannotRun(
+            f"{torch.cuda.get_device_name(device)} does not run the kernels that measure it",
+            hint="name a profile with --profile; dakrun doctor says what the kernels need",
+        )
     free, total = torch.cuda.mem_get_info(device)
     host_memory = available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
