@@ -66,6 +66,35 @@ def test_the_text_behind_a_prompt(
     assert (made.text(ids), made.spelled(ids), made.offsets(ids)) == (text, spelled, offsets)
 
 
+KHMER = "\u1781\u17d2\u1798\u17c2"  # characters of three bytes, none of them in the vocabulary
+
+
+@pytest.mark.parametrize("before", range(1, 5))
+@pytest.mark.parametrize("partial", range(3))  # bytes of the prompt's last character
+def test_a_prompt_of_byte_tokens_spoils_no_text(
+    llama: tokenizers.Tokenizer, tmp_path: Path, before: int, partial: int
+) -> None:
+    llama.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}'
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    prompt = [BYTE + byte for byte in KHMER[:before].encode()]
+    new = [BYTE + byte for byte in (KHMER + "\n" + KHMER).encode()]
+    made = tokenizer.continuation([*prompt, *new[:partial]])
+    assert made.text(new[partial:]) == f"{KHMER}\n{KHMER}"
+    finder = StopStrings(("\n",), made.spelled)
+    ends = [n for n in range(1, len(new) + 1 - partial) if finder.hit(new[partial : partial + n])]
+    assert ends[0] == 3 * len(KHMER) + 1 - partial
+    assert made.text(new[partial : partial + ends[0]], finder) == KHMER
+    starts = [at for at, char in enumerate(f"{KHMER}\n{KHMER}") for _ in char.encode()]
+    assert made.offsets(new[partial:]) == starts[partial:]
+    eos = tokenizer.eos_token_id
+    assert made.text([*new[partial:], eos, *new[:12]]) == f"{KHMER}\n{KHMER}{KHMER}"
+    # Cut inside a character, byte tokens are spoiled as transformers has it: those before are not.
+    assert made.text(new[partial:11]) == tokenizer.decode(new[:11])
+
+
 @pytest.mark.parametrize(
     ("stop", "ends", "text"),
     [("</s>", 3, " ab"), ("b</s", 3, " a"), ("</s> b", 4, " ab"), (" a", 1, ""), ("s> ", 4, " ab")],

@@ -183,6 +183,7 @@ def test_failed_rows_are_run_again_with_more_room() -> None:
     Path("q.txt").write_text("one plus two =\n")  # the input lacks the failed row: it stays
     lacking = run("--resume", "--retry-failed", "--max-model-len", "6", source="q.txt")
     assert lacking.exit_code == 1 and "1 failed before" in lacking.stderr
+    Path("p.txt").write_text("one plus two =\ntwo plus two plus four =\n")  # corrected meanwhile
     result = run("--resume", "--retry-failed", "--max-model-len", "20")
     assert result.exit_code == 0, result.output
     assert texts()["line-2"] is not None and texts()["line-1"] == before["line-1"]

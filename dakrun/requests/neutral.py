@@ -5,6 +5,7 @@ from typing import Any
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
     "best_of": (1,),
+    "n": (1,),  # of native rows
     "stream": (False,),
     "echo": (False,),
     "presence_penalty": (0,),

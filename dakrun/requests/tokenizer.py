@@ -8,7 +8,7 @@ Knows nothing of requests.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache, partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CHARACTER_BYTES = 4
 # Tokens before a text that are decoded with it: more than a character's, for byte tokens.
 _CONTEXT = 8
+_CONTEXTS = 8  # whose texts are kept
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
@@ -143,7 +145,7 @@ class Tokenizer:
         context: list[int] = []
         if self._has_decoder and not is_chat:
             plain = (token for token in reversed(prompt_ids) if token not in self._special)
-            context = list(islice(plain, _CONTEXT))[::-1]
+            context = _context(self.decode, list(islice(plain, _CONTEXT + 1))[::-1])
         return Continuation(self.decode, self._special, context)
 
     def _token_text(self, token: int) -> str:
@@ -202,6 +204,8 @@ class Continuation:
     ) -> None:
         self._special, self._context = special, list(context)
         self._decode = decode
+        # StopStrings asks once a token, mostly with the same context.
+        self._complete = lru_cache(_CONTEXTS)(partial(_complete_text, decode))
 
     def spelled(self, ids: Sequence[int]) -> str:
         """The text of `ids` with the names of special tokens."""
@@ -230,15 +234,30 @@ class Continuation:
         for token in ids:
             found.append(shown)
             if token in self._special:
-                shown += len(_behind(self._decode, context, pending))
-                context, pending = [*context, *pending][-_CONTEXT:], []
+                shown += len(self._behind(context, pending))
+                context, pending = _context(self._decode, [*context, *pending]), []
                 continue
             pending.append(token)
-            text = _behind(self._decode, context, pending)
+            text = self._behind(context, pending)
             if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) >= _CHARACTER_BYTES:
                 shown += len(text)
-                context, pending = [*context, *pending][-_CONTEXT:], []
+                context, pending = _context(self._decode, [*context, *pending]), []
         return found
+
+    def _behind(self, context: Sequence[int], ids: Sequence[int]) -> str:
+        """The text that `ids` add to that of `context`, whose last character they may complete."""
+        if not context:
+            return self._decode(ids)
+        count, before = self._complete(tuple(context))
+        whole = self._decode([*context, *ids])
+        if whole.startswith(before):
+            return whole[len(before) :]
+        pairs = enumerate(zip(before, whole, strict=False))
+        at = next((at for at, (a, b) in pairs if a != b), len(before))
+        if at < len(before) and _REPLACEMENT in whole[at:]:
+            # Byte tokens are decoded together: the incomplete last one spoils those of `context`.
+            return self._decode([*context[count:], *ids])
+        return whole[at:]
 
     def _runs(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
         """Texts of runs of tokens, and whether each is of a special token."""
@@ -248,17 +267,36 @@ class Continuation:
             if is_special:
                 yield from ((self._special[token], True) for token in run)
             else:
-                yield _behind(self._decode, context, run), False
-                context = [*context, *run[-_CONTEXT:]][-_CONTEXT:]
+                yield self._behind(context, run), False
+                context = _context(self._decode, [*context, *run[-_CONTEXT - 1 :]])
 
 
-def _behind(decode: Decode, context: Sequence[int], ids: Sequence[int]) -> str:
-    """The text that `ids` add to that of `context`, whose last character they may complete."""
-    if not context:
-        return decode(ids)
-    before, whole = decode(context), decode([*context, *ids])
-    pairs = enumerate(zip(before, whole, strict=False))
-    return whole[next((at for at, (a, b) in pairs if a != b), len(before)) :]
+def _complete_text(decode: Decode, ids: tuple[int, ...]) -> tuple[int, str]:
+    """How many of `ids` `_complete` leaves, and their text."""
+    complete = _complete(decode, ids)
+    return len(complete), decode(complete)
+
+
+def _complete(decode: Decode, ids: Sequence[int]) -> Sequence[int]:
+    """`ids` without the first tokens of a character at their end."""
+    if not decode(ids).endswith(_REPLACEMENT):
+        return ids
+    ends = range(len(ids), max(0, len(ids) - _CHARACTER_BYTES), -1)
+    return ids[: min(ends, key=lambda end: decode(ids[:end]).count(_REPLACEMENT))]
+
+
+def _context(decode: Decode, ids: Sequence[int]) -> list[int]:
+    """The last of `ids`, up to _CONTEXT, from the start of a character on.
+
+    Byte tokens of a tokenizer like Llama 2's are decoded together, and none of them if the first is
+    not the first of a character.
+    """
+    last = list(ids[-_CONTEXT:])
+    if len(ids) <= _CONTEXT or _REPLACEMENT not in decode(last):
+        return last
+    starts = range(_CHARACTER_BYTES)
+    lost = [decode(_complete(decode, last[at:])).count(_REPLACEMENT) for at in starts]
+    return last[lost.index(min(lost)) :]
 
 
 class StopStrings:

@@ -169,7 +169,10 @@ class ResultWriter:
             digests = RowDigests(digests_path(self._name))
         except OSError as problem:
             raise self._failure(problem) from problem
-        found = digests.compare((row.id for row in WrittenRows(self._name)), rows)
+        written = (
+            row.id for row in WrittenRows(self._name) if not (row.failed and self._retry_failed)
+        )
+        found = digests.compare(written, rows)
         notes = []
         if found.first is not None:
             if not (self._changed or self._force):
