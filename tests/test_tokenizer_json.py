@@ -41,7 +41,8 @@ def test_a_file_in_the_style_of_llama_2(
         )
     made.save(str(tmp_path / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} if named else {}
-    config = {"tokenizer_class": kind, "legacy": True, "chat_template": "{{ bos_token }}x", **names}
+    template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    config = {"tokenizer_class": kind, "legacy": True, "chat_template": template, **names}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     tokenizer, begin = Tokenizer.load(tmp_path), [1] * begins
