@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ from dakrun.errors import EXIT_FAILED, UsageError
     "-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results; with --ray a folder."
 )
 @sampling_options
+@click.option(
+    "--generation-config", default="none", metavar="auto|none|DIR", show_default=True,
+    help="Take the sampling that generation_config.json suggests, of the model or of a folder; "
+    "options that are given come first.",
+)  # fmt: skip
 @workload_options
 @device_option("Where to compute.")
 @profile_option
@@ -69,6 +75,7 @@ def generate(
     overwrite: bool,
     ordered: bool,
     ray: str | None,
+    generation_config: str,
     workers: int | None,
     part_format: Any,
     **sampling: Any,
@@ -82,6 +89,12 @@ def generate(
     from dakrun.config import SamplingParams
 
     params = SamplingParams(**sampling)
+    if generation_config != "none":
+        from dakrun.models.generation import with_suggestion
+        from dakrun.models.hub import suggesting_directory
+
+        directory = suggesting_directory(generation_config, model)
+        params = with_suggestion(params, directory, _given(sampling))
     llm_options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -151,6 +164,8 @@ def generate(
         config, folder = find_model(model, dtype, load_format)
         if folder is not None:
             check_sentencepiece(folder)
+            if generation_config == "none" and not params.temperature:
+                _say_suggestion(folder)
         weights = None if load_format == "dummy" else folder
         run = make_fingerprint(
             config,
@@ -209,3 +224,23 @@ def generate(
         eprint(f"prompts that begin with a begin token of their own got no second one: {own}")
     eprint(str(job.counts))
     return EXIT_FAILED if job.counts.failed or job.counts.failed_before else 0
+
+
+def _given(names: Iterable[str]) -> frozenset[str]:
+    """Those of the options `names` that are on the command line."""
+    default = click.core.ParameterSource.DEFAULT
+    context = click.get_current_context()
+    return frozenset(name for name in names if context.get_parameter_source(name) is not default)
+
+
+def _say_suggestion(folder: Path) -> None:
+    """Say which sampling the model suggests, if any, before a greedy run."""
+    from dakrun.models.generation import described, suggestion, unsupported
+
+    if suggested := suggestion(folder):
+        others = ", ".join(unsupported(suggested))
+        end = f"of which {others} is not supported" if others else ""
+        eprint(
+            f"greedy; the model's generation_config.json suggests {described(suggested)}, "
+            + (end or "which --generation-config auto takes")
+        )

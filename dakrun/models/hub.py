@@ -118,6 +118,11 @@ def model_directory(name: str) -> Path:
     return Path(folder)
 
 
+def suggesting_directory(choice: str, model: str) -> Path:
+    """The folder whose generation_config.json is taken: `choice`, or `model`'s if that is auto."""
+    return model_directory(model) if choice == "auto" else Path(choice).expanduser()
+
+
 def _require_hub_id(name: str) -> None:
     """Raise UsageError unless `name` has the form of a hub id."""
     if _HUB_ID.fullmatch(name):
