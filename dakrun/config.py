@@ -14,7 +14,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
 DEFAULT_MAX_MODEL_LEN = 4096  # by default, where a model has more positions
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1  # of a model; beyond them its config.json is wrong
+MAX_LAYERS, MAX_SIZE = 1_000, 2**31 - 1  # of a model; beyond them its config.json is wrong
 _HINT = "compare config.json with the published one"
 _FLAGS = (
     *("tied_embeddings", "attention_bias", "o_bias", "mlp_bias"),

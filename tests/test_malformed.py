@@ -395,7 +395,7 @@ FLAGS = {
     "plan of another type": flags(USAGE, "--dtype", "--dtype", "int4", command="plan"),
     "plan of a size in words": flags(USAGE, "size", "--host-budget", "all", command="plan"),
     "plan of a million layers": Call(
-        USAGE, "num_layers is 1,000,000, above the maximum of 10,000",
+        USAGE, "num_layers is 1,000,000, above the maximum of 1,000",
         spoil=edit("config.json", num_hidden_layers=10**6),
         flags=("--model", "model"), command="plan",
     ),
