@@ -123,7 +123,8 @@ def test_strategies_are_distinguished() -> None:
     both = sweep(ratios=("0.3",), strategies=("greedy", "uniform", "greedy"))
     greedy, uniform = both.points()
     free = replace(greedy, strategy="auto")
-    assert uniform.policy(both.policy) == Policy(offload_ratio=0.3, strategy="uniform")
+    expected = Policy(offload_ratio=0.3, strategy="uniform", remote=("host",))
+    assert uniform.policy(both.policy) == expected
     assert (str(greedy), str(uniform)) == (f"{free}, greedy", f"{free}, uniform")
     assert "strategy" in [column.key for column in model_columns(both)]
     assert "strategy" not in [column.key for column in model_columns(sweep())]

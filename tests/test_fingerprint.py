@@ -180,7 +180,7 @@ def test_a_link_to_the_output_has_the_fingerprint_of_the_output(folder: Path) ->
 
 CHAT = '{{"id": "{}", "messages": [{{"role": "user", "content": "1"}}]}}\n'
 STAMP = "{% if strftime_now('%d %B %Y, %H:%M') == '03 February 2001, 04:05' %}forty {% endif %}"
-STAMP += "two plus one equals"
+STAMP += "{{ messages[0]['content'] }}"
 
 
 def prompt_tokens() -> dict[str, int]:

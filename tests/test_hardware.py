@@ -252,7 +252,7 @@ def test_costs_are_linear_in_the_rows() -> None:
         ("sms = 132", "sms = 132\nwarps = 4", "device.warps is unknown"),
         ("capacity_bytes =", "ranks = 2\ncapacity_bytes =", "hbm.ranks is unknown"),
         ("context_bytes =", "context = 1\ncontext_bytes =", "costs.context is unknown"),
-        ("rows = [8]", "rows = [8]\ncolumns = [8]", "costs.linear.columns is unknown"),
+        ("rows = [8]", "rows = [8]\ncolumns = [8]", "costs.attention.columns is unknown"),
         (
             "[compute.float16]",
             "[compute.float16]\nboost = 1e15",
