@@ -50,8 +50,16 @@ struct Combiner {
     const int thread = ptx::opaque<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (end) {
       if (args.max_chunks == 1) return;
+      __syncwarp();  // all lanes have read the record
       if (!partial && lane == 0 && warp < kWarps) shared.records[warp].kv_head = kNoKvHead;
+#if DAK_POISON
+      ptx::sleep(poison_ns(warp, 0));
+#endif
       __syncthreads();
+#if DAK_POISON
+      if (warp < kWarps) poison(warp);
+      ptx::sleep(poison_ns(warp, 1));
+#endif
     }
     if (partial) {
       const ItemRecord record = shared.records[warp];
@@ -65,6 +73,7 @@ struct Combiner {
         bool last = false;
         if (lane == 0) last = arrive(kv_head.chunk_arrivals(record.split), 1, record.chunks);
         if (!__ballot_sync(0xffffffff, last)) return;
+        __syncwarp();  // what lane 0 acquired, other lanes read
       }
     }
     if (end) __syncthreads();
@@ -72,6 +81,23 @@ struct Combiner {
   }
 
  private:
+#if DAK_POISON
+  // For a test: warps reach the barriers at different times, and a region of the ring holds NaN from
+  // the first barrier until its warp stores. Reads that pass a barrier too early find NaN, and so do
+  // warps whose stages are overwritten too early.
+  __device__ __forceinline__ void poison(int warp) const {
+    const int size = args.group * kPartial;
+    for (int i = threadIdx.x % 32; i < size; i += 32)
+      reinterpret_cast<uint32_t*>(smem)[warp * size + i] = 0x7fffffff;
+    __syncwarp();
+  }
+  // Nanoseconds that a warp sleeps, up to 32 us: half of the warps not at all.
+  __device__ __forceinline__ uint32_t poison_ns(int warp, int place) const {
+    uint32_t bits = (static_cast<uint32_t>(ptx::globaltimer()) >> 5) + blockIdx.x * 97;
+    bits = (bits + warp * 2 + place) * 2654435761u;
+    return bits >> 31 ? bits >> 16 & 0x7fff : 0;
+  }
+#endif
   // Combine the chunks of the warp's split; then the splits of every KV head that is now complete.
   // At the `end` all warps do this for the splits of all warps, with query heads round-robin.
   __device__ __forceinline__ void combine(bool end) const {
@@ -133,6 +159,7 @@ struct Combiner {
     }
     // 4. Combine the splits of these heads.
     uint32_t all = __ballot_sync(0xffffffff, last);
+    __syncwarp();  // what some lanes acquired, all read
     if (!end) {  // one split: lane i has head i
       const KvHead kv_head(args, shared.records[ptx::opaque<uint32_t>(threadIdx.x) / 32]);
       if (kv_head.splits <= kFewSplits) {

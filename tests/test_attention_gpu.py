@@ -15,6 +15,7 @@ from dakrun.kernels.attention import (
     BlockTables,
     splitk_flash_attn,
 )
+from dakrun.kernels.runtime import jit
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1055, 1, 64, -1, 63, 2048, 700)
@@ -126,3 +127,28 @@ def test_slots_that_span_tiers_change_no_bit(dim: int, group: int) -> None:
         for spilled in ([0] * 7, [16, 0, 1, 3, 0, 30, 0], [20, 20, 20, 20, 20, 40, 20]):
             out = case.run(config, case.slots(), spilled=spilled)
             assert torch.equal(out[kept], wanted[kept]), (tiers, spilled)
+
+
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_late_warps_and_poisoned_regions_change_no_bit(
+    dim: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warps sleep at random around the barriers at the end, between which regions hold NaN."""
+    case = on_the_gpu(group, dim, torch.float16, rope=True)
+    configs = [case.config(sms=sms) for sms in (all_sms(), 20)]
+    wanted = [case.run(config, case.slots()) for config in configs]
+    plain, built = jit.kernel, []
+
+    def poisoned(source: str, name: str, defines: dict[str, int]) -> jit.Kernel:
+        built.append(name)
+        return plain(source, name, {**defines, "DAK_POISON": 1})
+
+    monkeypatch.setattr(jit, "kernel", poisoned)
+    for _ in range(20):
+        for config, same in zip(configs, wanted, strict=True):
+            slots = case.slots()
+            out = case.run(config, slots)
+            assert torch.equal(out.view(torch.int16), same.view(torch.int16))
+    case.check(out, slots, 1e-3)
+    assert built == ["splitk_flash_attn"] * 40

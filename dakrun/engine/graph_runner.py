@@ -28,13 +28,20 @@ from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import sampling_words
 from dakrun.kernels.attention import KVShape, RowGroup, SharedPrefix, shared_prefixes
-from dakrun.kernels.runtime import capture, edge_kinds, replay_seconds
+from dakrun.kernels.runtime import (
+    capture,
+    edge_kinds,
+    graph_edges,
+    programmatic_lead,
+    replay_seconds,
+)
 from dakrun.memory.device import upload
 from dakrun.plan import Segment
 
 # KV bytes of a layer that reading prefixes once has to save, in HBM and in remote tiers: about
 # what memory reads while the further kernel is launched.
 MIN_SAVED_BYTES, MIN_REMOTE_SAVED_BYTES = 16 << 20, 256 << 10
+MAX_PDL_LEAD = 1  # from embed to a norm; the first product then waits for both
 MIN_PDL_EDGES = 2  # per layer: launches that may start before their predecessor kernel ends
 
 
@@ -207,6 +214,9 @@ class GraphRunner:
                 pdl, others = edge_kinds(graph)
                 minimum = MIN_PDL_EDGES * self._backend.model.config.num_layers
                 assert pdl >= minimum, f"expected {minimum} PDL edges, got {pdl}, {others} others"
+                # Attention reads lengths and block tables before its PDL wait (native/README.md).
+                lead = programmatic_lead(graph_edges(graph))
+                assert lead <= MAX_PDL_LEAD, f"expected a full edge behind embed, got {lead} PDL"
             self.graphs[bucket] = graph
         self._filled = False
 

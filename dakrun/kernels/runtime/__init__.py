@@ -5,7 +5,14 @@ tensor_map describes matrices to TMA, operands has what wrappers share.
 """
 
 from dakrun.kernels.runtime.copy_engine import CopyStream, copy
-from dakrun.kernels.runtime.graph import capture, capture_id, edge_kinds, replay_seconds
+from dakrun.kernels.runtime.graph import (
+    capture,
+    capture_id,
+    edge_kinds,
+    graph_edges,
+    programmatic_lead,
+    replay_seconds,
+)
 from dakrun.kernels.runtime.jit import (
     Kernel,
     architecture,
@@ -39,8 +46,10 @@ __all__ = [
     "compiling",
     "copy",
     "edge_kinds",
+    "graph_edges",
     "has_kernels",
     "kernel",
+    "programmatic_lead",
     "replay_seconds",
     "sm_count",
 ]

@@ -5,7 +5,8 @@ Knows nothing of the kernels launched.
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,16 +76,53 @@ def edge_kinds(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:
 
     The second kernel of a programmatic edge (PDL) may start before the first has ended.
     """
+    edges = graph_edges(graph)
+    pdl = sum(edge.programmatic for edge in edges)
+    return pdl, len(edges) - pdl
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An edge of a graph, between nodes that are numbered by their handles."""
+
+    start: int
+    end: int
+    programmatic: bool
+
+
+def graph_edges(graph: torch.cuda.CUDAGraph) -> list[Edge]:
+    """The edges between the nodes of `graph`."""
     from cuda.bindings import runtime
 
     handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
     status, *_, count = runtime.cudaGraphGetEdges(handle, 0)
     _check(status)
-    status, _, _, edges, count = runtime.cudaGraphGetEdges(handle, count)
+    status, starts, ends, edges, count = runtime.cudaGraphGetEdges(handle, count)
     _check(status)
     programmatic = runtime.cudaGraphDependencyType.cudaGraphDependencyTypeProgrammatic
-    pdl = sum(edge.type == programmatic for edge in edges[:count])
-    return pdl, count - pdl
+    return [
+        Edge(int(start), int(end), edge.type == programmatic)
+        for start, end, edge in list(zip(starts, ends, edges, strict=False))[:count]
+    ]
+
+
+def programmatic_lead(edges: Sequence[Edge]) -> int:
+    """Most programmatic edges on a way from a node without predecessors, before a full edge.
+
+    The kernels behind the full edge start after all those ahead of it have ended.
+    """
+    behind = {edge.end for edge in edges}
+    reached = [(edge.start, 0) for edge in edges if edge.start not in behind]
+    following: dict[int, list[int]] = {}
+    for edge in edges:
+        if edge.programmatic:
+            following.setdefault(edge.start, []).append(edge.end)
+    most = 0
+    while reached:
+        node, lead = reached.pop()
+        most = max(most, lead)
+        reached += [(end, lead + 1) for end in following.get(node, ())]
+    return most
 
 
 def _check(status: Any) -> None:
