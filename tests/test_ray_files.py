@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("pyarrow")
+pytest.importorskip("ray")
 
 import fsspec
 import pyarrow as pa

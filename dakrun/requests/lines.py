@@ -140,9 +140,14 @@ class Lines(LineSource):
         if b"\0" in data[: max(0, _CHECKED_BYTES - start)] or (
             start == 0 and data.startswith(_UTF16_MARKS)
         ):
+            # Characters below U+0100 have their NUL first in big-endian files, else second.
+            places = [start + at for at, byte in enumerate(data[:_CHECKED_BYTES]) if byte == 0]
+            marked = start == 0 and data.startswith(_UTF16_MARKS)
+            side = "BE" if 2 * sum(at % 2 for at in places) < len(places) else "LE"
             raise UsageError(
                 f"{self.name}: not UTF-8, but UTF-16 or binary",
-                hint="make UTF-8 of it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
+                hint="make UTF-8 of UTF-16: iconv -f UTF-16"
+                f"{'' if marked else side} -t UTF-8 OLD > NEW",
             )
 
     def _read(self) -> bytes:
