@@ -1,7 +1,7 @@
 """The metadata of a GGUF file, translated to config.json and generation_config.json.
 
-Keeps account of the keys that were read: others that may change a model's output are named. Defaults
-are llama.cpp's (llama-vocab.cpp and llama-model.cpp).
+Keeps account of the keys that were read: others that may change a model's output are named.
+Defaults are llama.cpp's (llama-vocab.cpp and llama-model.cpp).
 """
 
 from pathlib import Path
