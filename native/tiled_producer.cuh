@@ -11,7 +11,8 @@ __device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
 }
 
 // By a producer at the end of a tile: CTAs that split K exchange partial sums in the memory of the
-// stages, so the producer waits until all have been read.
+// stages, so the producer waits until all have been read. Every lane polls the barrier, so the lanes
+// that copy have acquired it themselves, and no __syncwarp() is needed behind it.
 __device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, const Tiles& tile,
                                                    const SplitKBarriers& barriers) {
   if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.reduced(), tile.parity());
