@@ -37,6 +37,7 @@ from dakrun.requests import (
     fingerprint_path,
     same_file,
 )
+from dakrun.units import counted
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Counts:
 
     def summary(self, *, can_retry: bool = True) -> str:
         """One line for people; `can_retry` says whether --retry-failed may be given."""
-        text = f"{self.done} rows done, {self.failed} failed, {self.skipped} skipped"
+        text = f"{counted(self.done, 'row')} done, {self.failed} failed, {self.skipped} skipped"
         if self.failed_before:
             text += f"; {self.failed_before} failed before"
             text += ", which --retry-failed runs again" if can_retry else ""

@@ -1,6 +1,6 @@
 """The report of a run: its plan, the measured times and rates, and the machine.
 
-`make_report` makes the JSON of --report, `render` prints a summary. Units are in the keys.
+`make_report` makes the JSON of --report, which summary.py shows. Units are in the keys.
 TTFT: time to first token. TPOT: time per output token. EB: effective bandwidth.
 """
 
@@ -11,20 +11,15 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import dakrun
 from dakrun.engine.progress import EngineStats
 from dakrun.plan import Plan, run_bound
 from dakrun.plan.show import plan_dict
-from dakrun.tables import Column, print_table
-from dakrun.units import ceil_div, format_bytes, format_seconds
+from dakrun.units import ceil_div
 
 SCHEMA = 1
 _MODEL_KEYS = ("name", "family", "dtype", "weight_bytes")  # keys taken from plan_dict's "model"
-FIGURE_COLUMNS = Column("", "left"), Column("", "left", wraps=True)
-ERROR_BAR = 0.10  # relative error of a prediction; `render` lists the ops that exceed it
-MIN_ERROR = 0.01  # of a step's time
 
 
 def make_report(
@@ -144,110 +139,6 @@ def _sampling(plan: Plan, op_seconds: Mapping[str, float]) -> list[dict[str, Any
     ]
 
 
-def render(report: Mapping[str, Any], console: Console) -> None:
-    """Print a summary of `report`."""
-    print_table(console, FIGURE_COLUMNS, _figures(report), gap=2)
-    comparable = report["predictions_comparable"]
-    times = ("bound", "predicted", "measured") if comparable else ("measured",)
-    rows = [
-        (op["name"], str(op["layers"]), *(_seconds(op[f"{time}_s"]) for time in times))
-        for op in report["ops"]
-    ]
-    columns = Column("op", "left"), *map(Column, ("layers", *times))
-    console.print("Per decode step", highlight=False)
-    print_table(console, columns, rows, gap=2)
-    if not comparable:
-        console.print(
-            f"no predictions: profile {report['plan']['profile']['name']} has round numbers; "
-            "dakrun profile --device cpu measures this machine",
-            highlight=False,
-            markup=False,
-        )
-    elif errors := _large_errors(report["ops"]):
-        console.print(
-            "measured time relative to the prediction for a full batch: " + ", ".join(errors)
-        )
-
-
-def _large_errors(ops: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The ops whose time differs from the prediction by more than ERROR_BAR, and by how much.
-
-    Those with an error of less than MIN_ERROR of the whole step are left out.
-    """
-    known = [op for op in ops if op["measured_s"] and op["predicted_s"]]
-    least = MIN_ERROR * sum(op["measured_s"] for op in known)
-    errors = {
-        op["name"]: op["measured_s"] / op["predicted_s"] - 1
-        for op in known
-        if abs(op["measured_s"] - op["predicted_s"]) >= least
-    }
-    return [f"{name} {error:+.0%}" for name, error in errors.items() if abs(error) > ERROR_BAR]
-
-
-def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, text) of the run's figures and tiers."""
-    model, requests, times = report["model"], report["requests"], report["time"]
-    plan = report["plan"]
-    rows = {
-        "model": f"{model['name']} ({model['dtype']}, {format_bytes(model['weight_bytes'])})",
-        "machine": f"{report['machine']['device']}, profile {plan['profile']['name']}, "
-        f"{report['machine']['threads']} CPU threads",
-        "requests": f"{requests['finished']} finished, {requests['prompt_tokens']} prompt and "
-        f"{requests['new_tokens']} new tokens"
-        + _shared(requests["shared_prompt_tokens"])
-        + _capped(requests["capped"], plan)
-        + _preempted(requests["preempted"], requests["swapped"]),
-        "time": f"load {_seconds(times['load_s'])}, prefill {_seconds(times['prefill_s'])}, "
-        f"decode {_seconds(times['decode_s'])} in {times['decode_steps']} steps",
-        "TTFT": _spread_text(report["ttft_s"]),
-        "TPOT": _spread_text(report["tpot_s"]),
-        "decode step": _spread_text(report["decode_step_s"]) + _predicted(report),
-        "throughput": f"{report['tokens_per_s'] or 0:.1f} tokens/s" + _share(report),
-        "EB": f"{_rate(report['eb_bytes_per_s'])}; all weight and KV bytes read "
-        f"{_rate(report['eb_total_bytes_per_s'])}",
-    }
-    for tier in report["tiers"]:
-        parts = {k.removesuffix("_bytes"): v for k, v in tier.items() if k != "name" and v}
-        text = ", ".join(f"{k} {format_bytes(v)}" for k, v in parts.items())
-        rows[f"tier {tier['name']}"] = text or "empty"
-    return list(rows.items())
-
-
-def _predicted(report: Mapping[str, Any]) -> str:
-    """The predicted time of a decode step; empty if it is not comparable with the measured one."""
-    if not report["predictions_comparable"]:
-        return ""
-    return f"; predicted {_seconds(report['predicted_step_s'])} with a full batch"
-
-
-def _share(report: Mapping[str, Any]) -> str:
-    """The share of the run's bound; empty where the profile's rates are not those of the device."""
-    times = report["time"]
-    if not report["predictions_comparable"] or not times["wall_s"]:
-        return ""
-    share = times["bound_s"] / times["wall_s"]
-    predicted = times.get("predicted_s")
-    before = f" (predicted {predicted:.1f} s)" if predicted else ""
-    bound = f"{share:.0%} of what arithmetic, memory and link allow ({times['bound_s']:.1f} s)"
-    return f" in {times['wall_s']:.1f} s{before}, {bound}"
-
-
-def _shared(count: int) -> str:
-    return f"; {count} prompt tokens shared with earlier requests" if count else ""
-
-
-def _preempted(count: int, swapped: int) -> str:
-    """The requests that made room for others; empty if there are none."""
-    copied = f" ({swapped} copied to host memory meanwhile)" if swapped else ""
-    return f"; {count} made room for others, as the KV cache was full{copied}" if count else ""
-
-
-def _capped(count: int, plan: Mapping[str, Any]) -> str:
-    """The requests that ended before their max_tokens; empty if there are none."""
-    length = plan["workload"]["max_model_len_tokens"]
-    return f"; {count} capped at {length} tokens, the maximum length" if count else ""
-
-
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
     """Mean, median and 99th percentile (nearest rank) in the unit of `values`."""
     if not values:
@@ -258,17 +149,3 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
         "median": statistics.median(ordered),
         "p99": ordered[ceil_div(99 * len(ordered), 100) - 1],
     }
-
-
-def _spread_text(spread: Mapping[str, float] | None) -> str:
-    if spread is None:
-        return "-"
-    return ", ".join(f"{name} {format_seconds(value)}" for name, value in spread.items())
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else format_seconds(value)
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value / 1e9:.2f} GB/s"

@@ -1,4 +1,4 @@
-"""Byte sizes in text form ("20GiB", "1.5 GB"), numbers formatted with units, and ceil_div."""
+"""Byte sizes in text form ("20GiB", "1.5 GB"), numbers with units or nouns, and ceil_div."""
 
 import math
 import re
@@ -59,3 +59,8 @@ def format_seconds(s: float) -> str:
 def ceil_div(a: int, b: int) -> int:
     """`a` / `b`, rounded up."""
     return -(-a // b)
+
+
+def counted(count: int, noun: str) -> str:
+    """`count` and the noun in its number: "1 row", "2 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -110,7 +110,7 @@ def test_force_goes_on_and_renews_it(folder: Path) -> None:
     Path("p.jsonl").write_text("".join(map(NATIVE.format, "abc")))
     refused("--seed", "3")
     result = run("--resume", "--force", "--seed", "3")
-    assert result.exit_code == 0 and "1 rows done, 0 failed, 2 skipped" in result.stderr
+    assert result.exit_code == 0 and "1 row done, 0 failed, 2 skipped" in result.stderr
     assert json.loads(Path("out.jsonl.run.json").read_text())["sampling"]["seed"] == 3
     assert run("--resume", "--seed", "3").exit_code == 0
     assert "sampling.seed was 3, now 0" in refused()

@@ -59,6 +59,38 @@ def test_threads_wait_without_spinning(prompts: Path, tmp_path: Path) -> None:
     assert json.loads(report.read_text())["machine"]["threads"] == 2
 
 
+def test_the_summary_has_eight_lines_and_verbose_the_rest(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    for columns in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        result = run(*base(prompts, out, "--overwrite"))
+        lines = result.stderr.splitlines()
+        assert len(lines) <= 8 and max(map(len, lines)) <= 100
+        first = [line.split()[0] for line in lines]
+        assert first == ["model", "machine", "requests", "time", "throughput", "profile", "4"]
+        assert lines[-1] == "4 rows done, 0 failed, 0 skipped"
+    result = run(*base(prompts, out, "--overwrite", "--verbose"))
+    assert {"tier", "attention", "TPOT", "EB"} <= {s.split()[0] for s in result.stderr.splitlines()}
+    assert result.stderr.splitlines()[-1] == "4 rows done, 0 failed, 0 skipped"
+
+
+def test_quiet_shows_nothing_but_errors(tmp_path: Path) -> None:
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "one plus one equals"}\n')
+    result = run(*base(source, out, "--quiet"))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    source.write_text('{"prompt": "one plus one equals"}\n{"best_of": 2, "prompt": "a"}\n')
+    result = run(*base(source, out, "--quiet", "--overwrite"))
+    assert (result.exit_code, result.stderr) == (1, "1 row done, 1 failed, 0 skipped\n")
+    result = run(*base(source, out, "--quiet"))
+    assert result.exit_code == 2 and result.stderr.startswith("error: ")
+    result = run(*base(source, out, "--quiet", "--verbose"))
+    error, hint = result.stderr.splitlines()
+    assert result.exit_code == 2 and "exclude each other" in error and hint.startswith("hint: ")
+
+
 def test_text_file_in_rows_and_report_out(prompts: Path, tmp_path: Path) -> None:
     out, report_path = tmp_path / "out.jsonl", tmp_path / "report.json"
     result = run(

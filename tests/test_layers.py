@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("cli", "__main__"),
     ("evaluate", "ray"),
-    ("bench", "demo", "report", "llm", "generate"),
+    ("bench", "demo", "report", "summary", "llm", "generate"),
     ("engine", "probe"),
     ("nn", "requests"),
     ("weights",),

@@ -528,7 +528,7 @@ def becomes_an_error_row(row: Row, folder: Path, *, is_batch: bool) -> None:
     (folder / "prompts.jsonl").write_bytes(good.encode() + b"\n" + line + b"\n")
     result = CliRunner().invoke(main, generate(folder))
     assert result.exit_code == 1, result.output
-    assert "1 rows done, 1 failed, 0 skipped" in result.stderr
+    assert "1 row done, 1 failed, 0 skipped" in result.stderr
     assert "Traceback" not in result.stderr and result.stdout == ""
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     (error,) = [found["error"] for found in rows if found.get("error")]

@@ -217,7 +217,7 @@ def test_error_rows_of_a_run(tmp_path: Path) -> None:
             main, ["generate", "--model", str(damaged), "-i", str(source), "-o", str(out), *options]
         )
         assert result.exit_code == 1, result.stderr
-        assert result.stderr.splitlines()[-1] == "1 rows done, 1 failed, 0 skipped"
+        assert result.stderr.splitlines()[-1] == "1 row done, 1 failed, 0 skipped"
         found = {row[key]: row for row in map(json.loads, out.read_text().splitlines())}
         assert found["0"].get("error") is None
         error = found["1"]["error"]

@@ -13,7 +13,7 @@ from test_bench_model import record as model_record
 from test_bench_model import row as model_row
 from test_bench_model import sweep as model_sweep
 
-from dakrun import bench, probe, report
+from dakrun import bench, probe, summary
 from dakrun.bench import Record, as_text, attention_sweep, gemm_sweep, model_columns
 from dakrun.bench import columns as kernel_columns
 from dakrun.cli import Check, doctor
@@ -189,8 +189,12 @@ def test_a_runs_report(columns: int) -> None:
         "ops": [{"name": name, "layers": 64, "bound_s": 0.1, "predicted_s": 0.5, "measured_s": 1}
                 for name in ("attention", "gate_up")],
     }  # fmt: skip
-    lines = check_numbers(lambda console: report.render(found, console), columns)
-    assert lines[0].split()[:3] == ["model", "opt-66b", "[b]"]
+    short = check_numbers(lambda console: summary.render(found, console), columns)
+    lines = check_numbers(lambda console: summary.render(found, console, verbose=True), columns)
+    assert lines[0].split()[:3] == short[0].split()[:3] == ["model", "opt-66b", "[b]"]
+    assert len(short) <= 6  # with the lines on the profile and the rows eight at most
+    assert not any(line.startswith(("tier", "attention")) for line in short)
+    assert {"tier", "attention", "gate_up"} <= {line.split()[0] for line in lines}
 
 
 def test_columns_of_high_rank_are_left_out_first_and_named() -> None:

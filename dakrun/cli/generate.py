@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ from dakrun.errors import EXIT_FAILED, UsageError
 @click.option("--retry-failed", is_flag=True, help="With --resume: run failed rows again.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 @click.option("--ordered", is_flag=True, help="At the end, put the rows in the input's order.")
+@click.option("--verbose", is_flag=True, help="At the end, show all figures, ops and tiers.")
+@click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @ray_options
 def generate(
     *,
@@ -74,6 +76,8 @@ def generate(
     retry_failed: bool,
     overwrite: bool,
     ordered: bool,
+    verbose: bool,
+    quiet: bool,
     ray: str | None,
     generation_config: str,
     workers: int | None,
@@ -88,6 +92,9 @@ def generate(
     """
     from dakrun.config import SamplingParams
 
+    if verbose and quiet:
+        raise UsageError("--verbose and --quiet exclude each other", hint="give one of them")
+    say = _say_nothing if quiet else eprint
     params = SamplingParams(**sampling)
     if generation_config != "none":
         from dakrun.models.generation import with_suggestion
@@ -109,6 +116,11 @@ def generate(
     if ray is not None:
         if ordered:
             raise UsageError("--ordered does not go with --ray", hint="drop it: parts have ids")
+        if verbose:
+            raise UsageError(
+                "--verbose does not go with --ray",
+                hint="drop it: --report has each worker's ops and tiers",
+            )
         if changed or retry_failed:
             given = "--changed" if changed else "--retry-failed"
             raise UsageError(
@@ -130,6 +142,7 @@ def generate(
             resume=resume,
             force=force,
             overwrite=overwrite,
+            quiet=quiet,
         )
     if workers is not None or part_format is not None:
         given = "--workers" if workers is not None else "--part-format"
@@ -140,13 +153,13 @@ def generate(
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
     from dakrun.probe import describe_profile
-    from dakrun.report import render
     from dakrun.requests import (
         RequestReader,
         ResultWriter,
         check_sentencepiece,
         make_fingerprint,
     )
+    from dakrun.summary import render
 
     writer = ResultWriter(
         output,
@@ -165,7 +178,7 @@ def generate(
         if folder is not None:
             check_sentencepiece(folder)
             if generation_config == "none" and not params.temperature:
-                _say_suggestion(folder)
+                _say_suggestion(folder, say)
         weights = None if load_format == "dummy" else folder
         run = make_fingerprint(
             config,
@@ -177,14 +190,14 @@ def generate(
             chat_template=chat_template,
         )
         if note := writer.identify(run):
-            eprint(note)
+            say(note)
         if resume and (rows := reader.input_rows()) is not None:
             for note in writer.compare(rows):
-                eprint(note)
+                say(note)
         expected = reader.expected_run(model_len(config, max_model_len))
-        hardware = resolve_run_profile(profile, device, eprint)
+        hardware = resolve_run_profile(profile, device, say)
         console = stderr_console()
-        progress = console if sys.stderr.isatty() else None
+        progress = console if sys.stderr.isatty() and not quiet else None
         with load_bar(progress) as on_load:
             llm = LLM(
                 model,
@@ -197,12 +210,12 @@ def generate(
                 on_load=on_load,
             )
         if llm.fallback:
-            eprint(f"runs on plain torch, slower than planned: {llm.fallback}")
+            say(f"runs on plain torch, slower than planned: {llm.fallback}")
         foretold = None
         # With --resume the rows that are left are not known yet.
         if expected is not None and llm.profile.comparable and not resume:
             foretold = expected.forecast(llm.plan)
-            eprint(f"{foretold} (with as many tokens as rows may take)")
+            say(f"{foretold} (with as many tokens as rows may take)")
         with llm:
             start = time.perf_counter()
             with writer, BatchJob(llm, reader, writer, progress) as job:
@@ -214,16 +227,22 @@ def generate(
     report["time"]["predicted_s"] = foretold and foretold.seconds
     if report_path is not None:
         write_report(report, Path(report_path))
-    with quiet_stderr():
-        render(report, console)
-    if profile == "auto":
-        eprint(describe_profile(llm.profile))
     if llm.replanned:
-        eprint(llm.replanned)
+        say(llm.replanned)
     if llm.rules.tokenizer is not None and (own := llm.rules.tokenizer.own_begin):
-        eprint(f"prompts that begin with a begin token of their own got no second one: {own}")
-    eprint(str(job.counts))
-    return EXIT_FAILED if job.counts.failed or job.counts.failed_before else 0
+        say(f"prompts that begin with a begin token of their own got no second one: {own}")
+    if not quiet:
+        with quiet_stderr():
+            render(report, console, verbose=verbose)
+    if profile == "auto":
+        say(describe_profile(llm.profile))
+    failed = job.counts.failed or job.counts.failed_before
+    (eprint if failed else say)(str(job.counts))
+    return EXIT_FAILED if failed else 0
+
+
+def _say_nothing(text: str) -> None:
+    """Take the place of eprint under --quiet."""
 
 
 def _given(names: Iterable[str]) -> frozenset[str]:
@@ -233,14 +252,14 @@ def _given(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name for name in names if context.get_parameter_source(name) is not default)
 
 
-def _say_suggestion(folder: Path) -> None:
+def _say_suggestion(folder: Path, say: Callable[[str], None]) -> None:
     """Say which sampling the model suggests, if any, before a greedy run."""
     from dakrun.models.generation import described, suggestion, unsupported
 
     if suggested := suggestion(folder):
         others = ", ".join(unsupported(suggested))
         end = f"of which {others} is not supported" if others else ""
-        eprint(
+        say(
             f"greedy; the model's generation_config.json suggests {described(suggested)}, "
             + (end or "which --generation-config auto takes")
         )

@@ -130,7 +130,7 @@ def doctor(*, as_json: bool) -> int:
 def demo(*, threads: int | None) -> int:
     """Answer 200 sums with a tiny bundled model, half of it in the remote tier."""
     from dakrun.demo import run
-    from dakrun.report import render
+    from dakrun.summary import render
 
     console = stdout_console()
     result = run(console if sys.stdout.isatty() else None, threads=threads)
@@ -138,5 +138,5 @@ def demo(*, threads: int | None) -> int:
         console.print(f"{prompt} -> {answer}  [{'right' if right else 'wrong'}]", markup=False)
     console.print("...")
     console.print(f"{result.right} of {len(result.answers)} sums are right\n")
-    render(result.report, console)
+    render(result.report, console, verbose=True)
     return 0 if result.right >= 0.95 * len(result.answers) else EXIT_FAILED

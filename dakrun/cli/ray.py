@@ -11,9 +11,17 @@ from dakrun.errors import EXIT_FAILED, CannotRun, UsageError
 
 
 def run_on_ray(
-    *, address: str, workers: int | None, part_format: Any, report_path: str | None, **run: Any
+    *,
+    address: str,
+    workers: int | None,
+    part_format: Any,
+    report_path: str | None,
+    quiet: bool,
+    **run: Any,
 ) -> int:
     """Run generate on the cluster at `address`; `run` are the arguments of generate_on_ray.
+
+    With `quiet` nothing is shown but errors, and the numbers of rows if some failed.
 
     Returns the exit code. Raises UsageError or CannotRun.
     """
@@ -35,13 +43,16 @@ def run_on_ray(
     with redirect_stdout(sys.stderr):  # to which Ray writes of workers that have died
         report, counts = generate_on_ray(
             on=RayOptions(address=address, workers=workers, part_format=part_format),
-            console=console if sys.stderr.isatty() else None,
-            note=eprint,
+            console=console if sys.stderr.isatty() and not quiet else None,
+            note=(lambda note: None) if quiet else eprint,
             **run,
         )
     if report_path is not None:
         write_report(report, Path(report_path))
-    with quiet_stderr():
-        render(report, console)
-    eprint(counts.summary(can_retry=False))
-    return EXIT_FAILED if counts.failed or counts.failed_before else 0
+    failed = counts.failed or counts.failed_before
+    if not quiet:
+        with quiet_stderr():
+            render(report, console)
+    if failed or not quiet:
+        eprint(counts.summary(can_retry=False))
+    return EXIT_FAILED if failed else 0
