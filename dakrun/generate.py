@@ -73,7 +73,8 @@ class BatchJob:
             for result in llm.stream(job.requests()):
                 job.finish(result)
 
-    Inside it SIGINT (Ctrl-C) raises Interrupted; so does SIGTERM under interrupt.raise_on_sigterm.
+    Inside it SIGINT (Ctrl-C) raises Interrupted; so do SIGTERM and SIGHUP under
+    interrupt.raise_on_signals.
     """
 
     def __init__(
@@ -97,9 +98,13 @@ class BatchJob:
         if self._progress:
             self._progress.stop()
         if isinstance(error, KeyboardInterrupt):
-            raise Interrupted(
-                self._writer.name, hint=self._writer.resume_hint, cause=error
-            ) from None
+            raise Interrupted(self._on_disk(), hint=self._writer.resume_hint, cause=error) from None
+
+    def _on_disk(self) -> str:
+        """How many rows are in the output, of how many if that is known."""
+        rows, total = self._writer.rows, self._reader.rows_total
+        of = f"{rows} of {counted(total, 'row')}" if total and total >= rows else None
+        return f"{of or counted(rows, 'row')} {self._writer.place}"
 
     def requests(self) -> Iterator[Request | None]:
         """The rows that are left to do; writes the errors of rows that cannot be run.

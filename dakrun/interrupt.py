@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as exceptions, which can be deferred while something must not be interrupted.
+"""SIGINT, SIGTERM and SIGHUP as exceptions, deferred while something must not be interrupted.
 
 Knows signals, and threads that end soon after one.
 """
@@ -14,24 +14,31 @@ from dakrun.errors import DakrunError
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+EXIT_HUNG_UP = 128 + signal.SIGHUP
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived; raised where Ctrl-C would raise KeyboardInterrupt."""
 
 
-class Interrupted(DakrunError):
-    """The signal of `cause` stopped a run with results in `output`; `hint` says how to go on."""
+class HungUp(KeyboardInterrupt):
+    """SIGHUP arrived: the terminal was closed."""
 
-    def __init__(self, output: object, *, hint: str, cause: BaseException) -> None:
-        super().__init__(f"the rows that had finished are in {output}", hint=hint)
+
+class Interrupted(DakrunError):
+    """The signal of `cause` stopped a run; `state` is that of its output, `hint` how to go on."""
+
+    def __init__(self, state: str, *, hint: str, cause: BaseException) -> None:
+        super().__init__(state, hint=hint)
         self.exit_code = exit_code(cause)
 
 
 def exit_code(cause: BaseException | None) -> int:
     """The exit code of a process that ends with the KeyboardInterrupt `cause`."""
-    return EXIT_TERMINATED if isinstance(cause, Terminated) else EXIT_INTERRUPTED
+    if isinstance(cause, Terminated):
+        return EXIT_TERMINATED
+    return EXIT_HUNG_UP if isinstance(cause, HungUp) else EXIT_INTERRUPTED
 
 
 class Workers(ThreadPoolExecutor):
@@ -45,30 +52,37 @@ class Workers(ThreadPoolExecutor):
 
 
 @contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """In the block, let SIGTERM raise Terminated instead of ending the process.
+def raise_on_signals() -> Iterator[None]:
+    """In the block, let SIGTERM raise Terminated and SIGHUP HungUp, not end the process.
 
-    Does nothing if SIGTERM is ignored or handled already.
+    One that is ignored, as SIGHUP is under nohup, or handled already stays as it is.
     """
-    if not _is_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
+    raised = {signal.SIGTERM: _terminate, signal.SIGHUP: _hang_up}
+    if not _is_main_thread():
+        raised = {}
+    ours = [number for number in raised if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, raised[number])
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM that arrive in the block at its end."""
+    """Handle the first of SIGINT, SIGTERM and SIGHUP that arrives in the block at its end.
+
+    Those that are ignored stay so.
+    """
     if not _is_main_thread():  # Python runs signal handlers in the main thread only
         yield
         return
     arrived: list[int] = []
     handlers = {number: signal.getsignal(number) for number in _STOPPING}
-    for number in _STOPPING:
+    handlers = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in handlers:
         signal.signal(number, lambda number, _: arrived.append(number))
     try:
         yield
@@ -82,6 +96,10 @@ def defer_signals() -> Iterator[None]:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
+
+
+def _hang_up(number: int, frame: FrameType | None) -> None:
+    raise HungUp
 
 
 def _is_main_thread() -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from dakrun.demo import MODEL, task
-from dakrun.interrupt import Terminated, exit_code, raise_on_sigterm
+from dakrun.interrupt import HungUp, Terminated, exit_code, raise_on_signals
 from dakrun.requests import ResultWriter, RowError
 
 COUNT = 200
@@ -202,7 +202,10 @@ def test_kills_of_a_packed_and_ordered_run(
     assert {row["id"]: row for row in rows} == undisturbed
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+STOPS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS)
 def test_a_signal_stops_between_rows(
     server: Server,
     source: Path,
@@ -219,16 +222,16 @@ def test_a_signal_stops_between_rows(
 
     ended, said = server.run(arguments(source, out, "--overwrite"), meanwhile=stop)
     assert ended == code
+    rows = read(out)
     assert said == (
-        f"interrupted: the rows that had finished are in {out}; "
+        f"interrupted: {len(rows)} of {COUNT} rows on disk in {out}; "
         "to go on, run again with --resume instead of --overwrite\n"
     )
-    rows = read(out)
     assert 20 <= len(rows) < COUNT
     assert rows == {id: row for id, row in undisturbed.items() if id in rows}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_a_write_waits_for_its_end(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -246,12 +249,33 @@ def test_a_signal_during_a_write_waits_for_its_end(
 
     out.touch()
     monkeypatch.setattr(os, "fsync", sync)
-    expected = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-    with raise_on_sigterm(), ResultWriter(out) as writer, pytest.raises(expected) as stopped:
+    expected = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}.get(number, KeyboardInterrupt)
+    with raise_on_signals(), ResultWriter(out) as writer, pytest.raises(expected) as stopped:
         writer.write_error(error)
     assert len(went_on) == 1 and list(read(out)) == ["a"]
     assert exit_code(stopped.value) == 128 + number
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_sighup_that_is_ignored_at_the_start_stays_so(
+    source: Path, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    """As nohup leaves it."""
+    out = tmp_path / "out.jsonl"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "dakrun", *arguments(source, out)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    for count in (3, 10):
+        wait_for_rows(out, count, lambda: run.poll() is None)
+        run.send_signal(signal.SIGHUP)
+    _, stderr = run.communicate(timeout=120)
+    assert run.returncode == 0 and f"{COUNT} rows done" in stderr
+    assert read(out) == undisturbed
 
 
 def test_ctrl_c_in_a_process_of_its_own(source: Path, tmp_path: Path) -> None:
@@ -273,7 +297,7 @@ def test_ctrl_c_in_a_process_of_its_own(source: Path, tmp_path: Path) -> None:
     assert 3 <= len(read(out)) < COUNT
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), STOPS)
 def test_a_load_is_shown_and_stopped(number: signal.Signals, code: int, tmp_path: Path) -> None:
     """Stopped early in a load of 2.5 GiB, which would take longer than the test waits."""
     rows = tmp_path / "rows.jsonl"
@@ -298,7 +322,9 @@ def test_a_load_is_shown_and_stopped(number: signal.Signals, code: int, tmp_path
     os.close(terminal)
     assert run.wait(timeout=60) == code
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
-    assert re.search(r"loading weights .*/2\.\d GiB .*ETA", text) and "interrupted" in text
+    assert re.search(r"loading weights .*/2\.\d GiB .*ETA", text)
+    said = "interrupted: no row has begun; to go on, run the same command again"
+    assert said in text.replace("\r", "")
     assert max(float(n) for n in re.findall(r"([\d.]+)/2\.\d GiB", text)) < 2
 
 

@@ -20,7 +20,7 @@ from dakrun.errors import (
     DakrunError,
     GpuFailed,
 )
-from dakrun.interrupt import Interrupted, exit_code, raise_on_sigterm
+from dakrun.interrupt import Interrupted, exit_code, raise_on_signals
 
 _FREE_SPACE = "free some disk space, then run it again"
 _PERMISSIONS = "check its permissions, or name another place"
@@ -53,7 +53,7 @@ class ErrorLines(click.Group):
         """Run the command line and exit."""
         try:
             _check_streams()
-            with raise_on_sigterm():
+            with raise_on_signals():
                 code = super().main(
                     *args, **{"prog_name": "dakrun", **kwargs, "standalone_mode": False}
                 )

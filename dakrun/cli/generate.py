@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dakrun.cli.options import (
     workload_options,
 )
 from dakrun.errors import EXIT_FAILED, UsageError
+from dakrun.interrupt import Interrupted
 
 
 @click.command()
@@ -198,7 +200,7 @@ def generate(
         hardware = resolve_run_profile(profile, device, say)
         console = stderr_console()
         progress = console if sys.stderr.isatty() and not quiet else None
-        with load_bar(progress) as on_load:
+        with _nothing_begun(), load_bar(progress) as on_load:
             llm = LLM(
                 model,
                 profile=hardware,
@@ -239,6 +241,17 @@ def generate(
     failed = job.counts.failed or job.counts.failed_before
     (eprint if failed else say)(str(job.counts))
     return EXIT_FAILED if failed else 0
+
+
+@contextmanager
+def _nothing_begun() -> Iterator[None]:
+    """Let an interrupt in the block say that no row has begun."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise Interrupted(
+            "no row has begun", hint="to go on, run the same command again", cause=stop
+        ) from None
 
 
 def _say_nothing(text: str) -> None:

@@ -27,6 +27,7 @@ from dakrun.ray.parts import PartFormat, ResultParts
 from dakrun.ray.worker import Finished, Setup, Worker
 from dakrun.requests import InputRow, RequestReader, check_sentencepiece, make_fingerprint
 from dakrun.tables import Column, print_table
+from dakrun.units import counted
 
 SCHEMA = 1
 
@@ -153,8 +154,11 @@ class _Job:
         if self._progress:
             self._progress.stop()
         if isinstance(error, KeyboardInterrupt):
+            rows = self.counts.done + self.counts.failed
             raise Interrupted(
-                self._parts.folder, hint=self._parts.resume_hint, cause=error
+                f"{counted(rows, 'row')} of this run on disk in {self._parts.folder}",
+                hint=self._parts.resume_hint,
+                cause=error,
             ) from None
 
     def run(

@@ -79,7 +79,7 @@ class OutputFile:
     def append(self, data: bytes) -> None:
         """Append `data`; on return it is on disk.
 
-        If that fails, a regular file is left as it was. SIGINT and SIGTERM wait for the end.
+        If that fails, a regular file is left as it was. Signals wait for the end (defer_signals).
         """
         if self._fd < 0:
             sys.stdout.write(data.decode())

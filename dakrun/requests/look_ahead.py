@@ -106,6 +106,11 @@ class LookAhead:
         """Whether the input has no more rows to look at."""
         return self._ended
 
+    @property
+    def seen(self) -> int:
+        """The number of rows that were looked at so far."""
+        return self._count
+
     def count(self) -> int:
         """The number of rows that were looked at and not taken."""
         return len(self._rows)

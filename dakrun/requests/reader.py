@@ -154,6 +154,12 @@ class RequestReader:
         ahead = self._ahead
         return ahead.count() if ahead is not None and ahead.ended else None
 
+    @property
+    def rows_total(self) -> int | None:
+        """How many rows the input has; None before its end is near."""
+        ahead = self._ahead
+        return ahead.seen if ahead is not None and ahead.ended else None
+
     def input_rows(self) -> Iterator[InputRow] | None:
         """The ids and digests of all rows, read beside this reader; None for a pipe."""
         if self._lines.bytes_total is None:

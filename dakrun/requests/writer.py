@@ -47,7 +47,7 @@ class ResultWriter:
     Entering locks the file against other runs. With `overwrite` it truncates the file. With
     `resume` it drops a last row that was cut off and reads which ids are done, errors included, so
     that each id is written once; `failed_before` counts the error rows that it found and
-    that are not run again.
+    that are not run again. `rows` counts the rows that are on disk and are not run again.
 
     Digests of the rows are kept beside the output (row_digests.py). A row that has changed since
     its result was written is refused; with `changed` it is run again, with `force` it keeps the
@@ -78,7 +78,7 @@ class ResultWriter:
         self._to_retry: set[int] = set()  # hashes of failed ids that the input has not had yet
         self._replaced = False  # whether the output has ids twice
         self._order = InputOrder() if ordered else None
-        self.failed_before = 0
+        self.failed_before = self.rows = 0
         self._force = force
         self._fingerprint: Fingerprint | None = None
         self._name, self._overwrite, self._resume = str(destination), overwrite, resume
@@ -148,6 +148,11 @@ class ResultWriter:
     def name(self) -> str:
         """The destination's name in messages."""
         return "standard output" if self._name == "-" else self._name
+
+    @property
+    def place(self) -> str:
+        """Where its rows are, in messages."""
+        return f"{'written to' if self._name == '-' else 'on disk in'} {self.name}"
 
     @property
     def resume_hint(self) -> str:
@@ -231,6 +236,7 @@ class ResultWriter:
             if (hashed := id_hash(request_id)) in self._to_retry:
                 self._to_retry.remove(hashed)
                 self.failed_before -= 1
+                self.rows -= 1
             return False
         known = self._digests.find(request_id) if self._digests else None
         if row is None or known in (None, row.digest) or self._force:
@@ -238,6 +244,7 @@ class ResultWriter:
         if not self._changed:
             raise _changed(self._name, 1, row)
         self._replaced = True
+        self.rows -= 1
         return False
 
     def write(self, *choices: Completion, digest: int = 0) -> None:
@@ -258,6 +265,7 @@ class ResultWriter:
                 self._file.append(pack(data) if self._is_packed else data)
                 if self._digests is not None and digest:  # behind the result: see row_digests.py
                     self._digests.add(id, digest)
+                self.rows += 1
         except OSError as problem:
             raise self._failure(problem) from problem
 
@@ -372,7 +380,7 @@ class ResultWriter:
             self._to_retry = failed
         else:
             self._ids = seen
-        self.failed_before = len(failed)
+        self.failed_before, self.rows = len(failed), len(seen)
         if rows.size:
             self._is_packed = rows.is_gzip
         return rows.size
