@@ -79,6 +79,18 @@ def test_plan_says_so(name: str) -> None:
     assert result.stderr == ("" if why is None else f"note: {why}\n")
 
 
+@pytest.mark.parametrize("name", GPUS)
+def test_the_answer_of_a_plan_begins_with_it(name: str) -> None:
+    """All figures below are said to be those of kernels that do not run there; once, on stdout."""
+    why = why_no_kernels(load_profile(name))
+    result = run("plan", "--model", "opt-6.7b", "--batch-size", "8", "--profile", name)
+    head = " ".join(result.stdout.partition("What each op needs")[0].split())
+    begin = "fits hbm "
+    if why is not None:
+        begin = f"no kernels {why}; all figures below are those of the kernels, if they ran there "
+    assert head.startswith(begin) and result.stderr == ""
+
+
 def test_a_plan_of_several_machines_says_so_once(tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
     source.write_text("hello there\n" * 8)

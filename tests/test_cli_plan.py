@@ -57,12 +57,13 @@ def test_table() -> None:
     result = run(*PLAN)
     assert result.exit_code == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
+    first = lines.index("What each op needs")
     heading = "op shape bytes FLOP FLOP/B ridge regime a b"
-    assert lines[1].split() == heading.split()
+    assert lines[first + 1].split() == heading.split()
     names = ["qkv", "attention", "o", "fc1", "fc2", "lm_head"]
-    assert [line.split()[0] for line in lines[2:8]] == names
+    assert [line.split()[0] for line in lines[first + 2 : first + 8]] == names
     needs = "qkv x48 21504x7168 13.78 GiB 118.4 G 8.0 247 memory 8.8% 8.8%"
-    assert lines[2].split() == needs.split()
+    assert lines[first + 2].split() == needs.split()
     second = lines.index("What the plan does with it")
     heading = "op ratio units SMs window via bound predicted EB GB/s"
     assert lines[second + 1].split() == heading.split()
@@ -77,6 +78,31 @@ def test_table() -> None:
     assert "gh200" in result.stdout and "spec-sheet, 2026-11-21" in result.stdout
 
 
+def test_the_answer_comes_first() -> None:
+    """Three lines: where the model fits, how fast it runs, what it waits for; the tables follow."""
+    lines = run(*PLAN).stdout.splitlines()
+    shown = plan_json()
+    assert lines[:5] == [
+        "fits           hbm 52.91 of 89.41 GiB, host 4.72 of 447.03 GiB",
+        "speed          536.8 tokens/s, decode step 14.90 ms for 8 requests",
+        "waits for      memory: HBM bandwidth (93% of the step) and the link to host memory "
+        "(89% of the step)",
+        "",
+        "What each op needs",
+    ]
+    assert f"{shown['predicted']['tokens_per_s']:.1f}" == "536.8"
+    used = [tier["used_bytes"] / 2**30 for tier in shown["tiers"]]
+    assert [f"{size:.2f}" for size in used] == ["52.91", "4.72"]
+    computing = run(*PLAN, "--batch-size", "512").stdout.splitlines()[2]
+    assert computing.startswith("waits for      arithmetic (")
+    peer = run(*TWO_GPUS, "--hbm-budget", "40GiB").stdout.splitlines()[0]
+    assert peer.startswith("fits           hbm ") and ", peer:1 " in peer
+    small = run(*PLAN, "--hbm-budget", "10GiB", "--host-budget", "10GiB")
+    message, hint = error_lines(small)
+    assert small.exit_code == 3 and message.startswith("the model does not fit: ")
+    assert "--host-budget" in hint
+
+
 @pytest.mark.parametrize(
     ("columns", "option"), [("80", "--wide"), ("100", "--wide"), ("", "--profile=h200-pcie5")]
 )
@@ -88,7 +114,8 @@ def test_piped_table_is_whole(columns: str, option: str) -> None:
     assert max(map(len, lines)) <= int(columns or 120)
     assert "…" not in done.stdout and "\x1b" not in done.stdout and done.stdout.isascii()
     # "qkv x64", sizes, FLOPs, windows and times are two words
-    assert len(lines[2].split()) == len(lines[3].split()) == 12
+    first = lines.index("What each op needs")
+    assert len(lines[first + 2].split()) == len(lines[first + 3].split()) == 12
     second = lines.index("What the plan does with it")
     for row in lines[second + 2 : second + 8]:
         windowed = "KiB" in row or "MiB" in row  # not where nothing is remote, or all staged

@@ -65,11 +65,12 @@ def plan(
 ) -> None:
     """Plan a model's memory and speed; needs no GPU or weights.
 
-    Shows the tiers of each op's bytes, the memory map, the bound and predicted time to first token
-    (TTFT), decode step and effective bandwidth (EB), the same with one offload ratio for all ops,
-    the limit of the speed, and the changes that would raise it most. With -i, lengths are those of
-    the file's rows (4 characters of text count as a token; --max-tokens is for rows without their
-    own), and the time of its run is predicted.
+    Begins with the answer: where the model fits, how fast it runs, what it waits for. Then come the
+    tiers of each op's bytes, the memory map, the bound and predicted time to first token (TTFT),
+    decode step and effective bandwidth (EB), the same with one offload ratio for all ops, the limit
+    of the speed, and the changes that would raise it most. With -i, lengths are those of the file's
+    rows (4 characters of text count as a token; --max-tokens is for rows without their own), and
+    the time of its run is predicted.
     """
     from dakrun.config import SamplingParams, Workload, model_len
     from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
@@ -121,15 +122,15 @@ def plan(
     shown = Overview.of(decision, max_decode_step)
     if profile == "auto":
         eprint(describe_profile(hardware))
-    note_no_kernels(hardware)
-    foretold = run and run.forecast(decision)
+    foretold = None if run is None else run.forecast(decision)
     if as_json:
+        note_no_kernels(hardware)
         found = {} if foretold is None else {"run": vars(foretold)}
         click.echo(json.dumps(overview_dict(shown) | found))
         return
     from dakrun.plan.show import render
 
-    render(shown, stdout_console(), wide=wide)
+    render(shown, stdout_console(), wide=wide, run=foretold)
     if foretold is not None:
         click.echo(f"{source}: {foretold}")
 

@@ -150,7 +150,7 @@ class Problem:
             for tier, budget in zip(self.tiers, self.budgets, strict=True)
         )
         return CannotRun(
-            f"the budgets are {format_bytes(short)} too small: {room} "
+            f"the model does not fit: the budgets are {format_bytes(short)} too small: {room} "
             f"for {format_bytes(self.total)} of weights and KV cache",
             hint=f"raise {' or '.join(self._budget_options())}, or lower --batch-size or "
             "--max-model-len",

@@ -1,12 +1,14 @@
 """Plans for people and scripts.
 
-overview.py computes all that is shown, json.py writes it for scripts, table.py for people; plot.py
-draws a plan with the parts in picture.py. rich and matplotlib are imported when they are needed.
+overview.py computes all that is shown, json.py writes it for scripts, table.py for people, below
+the three lines of answer.py; plot.py draws a plan with the parts in picture.py. rich and matplotlib
+are imported when they are needed.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dakrun.plan.show.answer import answer_rows
     from dakrun.plan.show.json import (
         bound_figures,
         kv_figures,
@@ -25,6 +27,7 @@ __all__ = [
     "Forecast",
     "Overview",
     "Point",
+    "answer_rows",
     "bound_figures",
     "choice_rows",
     "clusters",
@@ -41,6 +44,7 @@ __all__ = [
 ]
 
 _NAMES = {
+    "answer": ("answer_rows",),
     "json": ("bound_figures", "kv_figures", "overview_dict", "plan_dict", "predicted_figures"),
     "overview": ("Comparison", "Forecast", "Overview"),
     "plot": ("Point", "clusters", "plot_plan", "points", "ratio_curve"),

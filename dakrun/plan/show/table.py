@@ -12,6 +12,8 @@ from dakrun.errors import CannotRun
 from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN
+from dakrun.plan.run_time import RunForecast
+from dakrun.plan.show.answer import answer_rows
 from dakrun.plan.show.json import (
     bound_figures,
     kv_figures,
@@ -57,9 +59,18 @@ PHASES = {
 }
 
 
-def render(shown: Overview, console: Console, *, wide: bool = False) -> None:
-    """Print the tables of needs and of choices, then the summary; `wide` has all columns."""
+def render(
+    shown: Overview, console: Console, *, wide: bool = False, run: RunForecast | None = None
+) -> None:
+    """Print the answer, the tables of needs and of choices, and the summary.
+
+    `wide` has all columns; `run` is that of a file's rows.
+    """
     plan = shown.chosen.plan
+    for title, text in answer_rows(shown, run):
+        line = _wrapped(text, console.width, title)
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print()
     for title, columns, rows, legend in (
         ("What each op needs", NEEDS, need_rows(plan), need_legend()),
         ("What the plan does with it", CHOICES, choice_rows(plan), choice_legend(plan)),
