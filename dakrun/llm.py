@@ -265,6 +265,7 @@ class LLM:
             device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
             load_s=self.load_s,
             wall_s=wall_s,
+            fallback=self.fallback,
         )
 
     def _start(self) -> None:

@@ -31,11 +31,14 @@ def make_report(
     device: str,
     load_s: float,
     wall_s: float,
+    fallback: str | None = None,
 ) -> dict[str, Any]:
     """The run's report as JSON-ready data (schema 1).
 
     `op_seconds` are the measured seconds of a decode step by op; `details` are entries that the
     runner adds; `device` is the name of the GPU or CPU.
+    `fallback` says why a GPU ran plain torch: predictions, which are those of kernels, then do not
+    count.
 
     time.bound_s is the least time of the run's work (see plan.run_bound).
 
@@ -91,7 +94,8 @@ def make_report(
             (weights_read * steps + stats.kv_bytes_read) / decode_s if decode_s else None
         ),
         "predicted_step_s": plan.predicted_s,
-        "predictions_comparable": plan.profile.comparable,
+        "predictions_comparable": plan.profile.comparable and fallback is None,
+        "fallback": fallback,
         **details,
         "ops": [
             {

@@ -33,12 +33,13 @@ def render(report: Mapping[str, Any], console: Console, *, verbose: bool = False
     console.print("Per decode step", highlight=False)
     print_table(console, columns, rows, gap=2)
     if not comparable:
-        console.print(
-            f"no predictions: profile {report['plan']['profile']['name']} has round numbers; "
-            "dakrun profile --device cpu measures this machine",
-            highlight=False,
-            markup=False,
-        )
+        why = f"plain torch ran, not the kernels that are predicted: {report['fallback']}"
+        if report["fallback"] is None:
+            why = (
+                f"profile {report['plan']['profile']['name']} has round numbers; "
+                "dakrun profile --device cpu measures this machine"
+            )
+        console.print(f"no predictions: {why}", highlight=False, markup=False)
     elif errors := _large_errors(report["ops"]):
         console.print(
             "measured time relative to the prediction for a full batch: " + ", ".join(errors),

@@ -365,6 +365,24 @@ def test_a_report_names_the_ops_that_the_plan_was_wrong_about(path: Path) -> Non
     assert f"full batch: {names[3]} 950.0 times\n" in text.getvalue()
 
 
+def test_predictions_of_kernels_are_not_shown_where_they_did_not_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(path, batch_size=2)
+    measured = replace(llm.profile.provenance, kind="measured")
+    llm.plan = replace(llm.plan, profile=replace(llm.profile, provenance=measured))
+    list(llm.stream(requests(4)))
+    assert llm.report(2.0)["predictions_comparable"]
+    monkeypatch.setattr("dakrun.llm.why_plain_torch", lambda *_: "card X lacks what they need")
+    report = llm.report(2.0)
+    assert not report["predictions_comparable"] and report["fallback"] == llm.fallback
+    text = io.StringIO()
+    render(report, Console(file=text, width=200))
+    shown = text.getvalue()
+    assert "no predictions: plain torch ran, not the kernels that are predicted: card X" in shown
+    assert "bound" not in shown and "; predicted" not in shown and "round numbers" not in shown
+
+
 def test_predictions_of_round_numbers_are_not_compared(path: Path) -> None:
     llm = load(path, batch_size=2)
     list(llm.stream(requests(4)))

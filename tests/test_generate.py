@@ -91,6 +91,23 @@ def test_quiet_shows_nothing_but_errors(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "exclude each other" in error and hint.startswith("hint: ")
 
 
+@pytest.mark.parametrize("why", [None, "card X lacks what the kernels need"])
+def test_plain_torch_on_a_gpu_gets_no_prediction_of_kernels(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str | None
+) -> None:
+    profile = tmp_path / "mine.toml"
+    shipped = (resource_dir("profiles") / "cpu.toml").read_text()
+    profile.write_text(shipped.replace('kind = "nominal"', 'kind = "measured"'))
+    monkeypatch.setattr("dakrun.llm.why_plain_torch", lambda *_: why)
+    result = run(*base(prompts, tmp_path / "out.jsonl", "--profile", profile))
+    assert result.exit_code == 0, result.stderr
+    said = f"runs on plain torch, slower than the kernels: {why}\n"
+    assert (said in result.stderr) is (why is not None)
+    assert ("for 4 requests" in result.stderr) is (why is None)
+    if why is not None:
+        assert "predicted " not in result.stderr
+
+
 def test_text_file_in_rows_and_report_out(prompts: Path, tmp_path: Path) -> None:
     out, report_path = tmp_path / "out.jsonl", tmp_path / "report.json"
     result = run(

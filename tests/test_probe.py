@@ -205,7 +205,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[str, boo
     def put(name: str) -> list[tuple[str, bool]]:
         measured: list[tuple[str, bool]] = []
 
-        def measure(name_of: str, device: str, *, quick: bool = False) -> probe.Probe:
+        def measure(name_of: str, device: str, *, quick: bool, note: object) -> probe.Probe:
             assert device == "cuda"
             measured.append((name_of, quick))
             found = dataclasses.replace(
@@ -275,9 +275,75 @@ def test_plan_does_not_measure(card: Card) -> None:
     measured = card("NVIDIA H200")
     plan = run("plan", "--model", "opt-125m", "--batch-size", "8")
     assert plan.exit_code == 0 and not measured
-    (line,) = plan.stderr.splitlines()
+    warning, line = plan.stderr.splitlines()
+    assert warning.startswith("warning: profile h200-pcie5: 4 of 95 figures spread by more than 5%")
+    assert " on another machine; predictions may be off: run dakrun profile " in warning
     assert line.startswith("profile h200-pcie5 of NVIDIA H200: measured ")
     assert line.endswith(" on another machine; dakrun profile measures this machine")
+
+
+def spreading(name: str, *spreads: float) -> probe.Probe:
+    """A profile of this CPU whose figures have these spreads."""
+    figures = tuple(
+        Measurement(name=f"figure {i}", value=1.0, unit="B/s", spread=spread, runs=3)
+        for i, spread in enumerate(spreads)
+    )
+    found = dataclasses.replace(
+        load_profile("cpu"),
+        name=name,
+        device_name=cpu_name(),
+        provenance=probe.provenance("of a test", figures),
+    )
+    return probe.Probe(found, figures)
+
+
+@pytest.mark.parametrize(
+    ("spreads", "kept"),
+    [
+        ([(0.05, 0.01)], 0),  # steady: measured once
+        ([(0.2, 0.01), (0.01, 0.02)], 1),
+        ([(0.2, 0.01), (0.1, 0.3)], 0),  # the second has more that spread
+        ([(0.2, 0.01), (0.1, 0.01)], 1),  # as many, but not as far
+    ],
+)
+def test_a_profile_that_spreads_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, spreads: list[tuple[float, ...]], kept: int
+) -> None:
+    found = [spreading("mine", *each) for each in spreads]
+    coming, said = iter(found), list[str]()
+    monkeypatch.setattr("dakrun.probe.cpu.measure_cpu", lambda *_: _parts(next(coming)))
+    assert probe.measure("mine", "cpu", note=said.append) == found[kept]
+    assert next(coming, None) is None
+    again = "1 of 2 figures spread by more than 5%, most of all figure 0 (20%): measuring once more"
+    assert said == [again] * (len(found) - 1)
+
+
+def _parts(found: probe.Probe) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
+    return found.profile, found.measurements
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+def test_auto_warns_of_a_kept_profile_that_spreads_at_each_use(
+    empty_cache: Path, tmp_path: Path, spread: float
+) -> None:
+    path = probe.target(None, "noisy", "cpu")
+    probe.save(spreading("noisy", spread, 0.01).profile, path)
+    prompts = tmp_path / "p.txt"
+    prompts.write_text(task.prompt(3, 4) + "\n", encoding="utf-8")
+    run_it = ("generate", "--model", str(MODEL), "-i", str(prompts), "--device", "cpu")
+    plan_it = ("plan", "--model", "opt-125m", "--batch-size", "8")
+    warning = (
+        "warning: profile noisy: 1 of 2 figures spread by more than 5%, most of all figure 0 "
+        "(20%); predictions may be off: run dakrun profile while nothing else runs here"
+    )
+    for number, command in enumerate((run_it, plan_it, run_it, plan_it)):
+        output = ("-o", str(tmp_path / f"{number}.jsonl")) if command is run_it else ()
+        result = run(*command, *output)
+        assert result.exit_code == 0, result.stderr
+        assert (warning in result.stderr.splitlines()) is (spread > 0.05)
+        assert "profile noisy of" in result.stderr
+        named = run(*plan_it, "--profile", "noisy")
+        assert named.exit_code == 0 and "warning" not in named.stderr
 
 
 def test_generate_says_what_it_took(tmp_path: Path) -> None:

@@ -212,10 +212,10 @@ def generate(
                 on_load=on_load,
             )
         if llm.fallback:
-            say(f"runs on plain torch, slower than planned: {llm.fallback}")
+            say(f"runs on plain torch, slower than the kernels: {llm.fallback}")
         foretold = None
-        # With --resume the rows that are left are not known yet.
-        if expected is not None and llm.profile.comparable and not resume:
+        # With --resume the rows that are left are not known yet; the forecast is of kernels.
+        if expected and llm.profile.comparable and not resume and llm.fallback is None:
             foretold = expected.forecast(llm.plan)
             say(f"{foretold} (with as many tokens as rows may take)")
         with llm:

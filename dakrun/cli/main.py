@@ -66,10 +66,12 @@ def profile(
     if plot:
         picture.check_target(Path(plot))
     eprint(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
-    result = probe.measure(name or path.stem, kind, quick=quick)
+    result = probe.measure(name or path.stem, kind, quick=quick, note=eprint)
     probe.save(result.profile, path)
     probe.render(result, stdout_console())
     eprint(f"written to {path}" + ("" if output else "; --profile auto uses it"))
+    if (warning := probe.spread_warning(result.profile)) is not None:
+        eprint(warning)
     if plot:
         probe.draw(result.profile, Path(plot))
 

@@ -326,7 +326,7 @@ def resolve_profile(name: str) -> "HardwareProfile":
 
     if name != "auto":
         return load_profile(name)
-    return find_profile(device="cuda" if gpu_names() else "cpu")
+    return _warned(find_profile(device="cuda" if gpu_names() else "cpu"), eprint)
 
 
 def note_no_kernels(profile: "HardwareProfile") -> None:
@@ -349,4 +349,13 @@ def resolve_run_profile(
 
     if name != "auto":
         return load_profile(name)
-    return probe.kept_or_measured(probe.measured_device(device), note)
+    return _warned(probe.kept_or_measured(probe.measured_device(device), note), note)
+
+
+def _warned(profile: "HardwareProfile", note: Callable[[str], None]) -> "HardwareProfile":
+    """`profile`, which auto chose; `note` gets a warning if its figures spread."""
+    from dakrun.probe import spread_warning
+
+    if (warning := spread_warning(profile)) is not None:
+        note(warning)
+    return profile

@@ -5,6 +5,7 @@ Each part checks its own values. profile.py joins them to a machine and reads an
 
 import bisect
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -37,6 +38,15 @@ class Provenance:
             raise bad(f"provenance.kind is {self.kind!r}", "measured, spec-sheet or nominal")
         if not all(isinstance(text, str) and text for text in (self.source, self.date)):
             raise bad("provenance has no date or source", "when and how the numbers were found")
+
+    @property
+    def spread(self) -> str:
+        """How many of the measured figures spread, and which most; empty if none does.
+
+        That is in the words with which dakrun profile ends the source (see probe/measurement.py).
+        """
+        found = re.search(r"[1-9]\d* of \d+ figures spread by more than .*", self.source)
+        return found[0] if found and self.kind == "measured" else ""
 
 
 @dataclass(frozen=True, kw_only=True)

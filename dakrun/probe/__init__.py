@@ -43,6 +43,7 @@ from dakrun.probe.run import (
     measure,
     measured_device,
     save,
+    spread_warning,
     target,
 )
 
@@ -65,8 +66,8 @@ __all__ = [
     "fixed_cost", "graph_seconds", "grid", "grids", "grouped", "heat_map", "kept_or_measured",
     "launch_seconds", "linear_sweep", "many_rows_sweep", "measure", "measure_cpu", "measure_gpu",
     "measured_device", "measured_variants", "norm_sweep", "op_costs", "provenance", "render",
-    "ring_for", "sampling_sweep", "save", "short_bytes", "spread", "staged_seconds",
-    "steadier", "target", "widened",
+    "ring_for", "sampling_sweep", "save", "short_bytes", "spread", "spread_warning",
+    "staged_seconds", "steadier", "target", "widened",
 ]  # fmt: skip
 
 _MODULES = {

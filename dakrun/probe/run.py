@@ -35,6 +35,12 @@ class Probe:
     profile: HardwareProfile
     measurements: "tuple[Measurement, ...]"
 
+    @property
+    def unsteadiness(self) -> tuple[int, float]:
+        """The number of figures that spread, and the widest spread."""
+        spreads = [m.spread for m in self.measurements]
+        return sum(not m.steady for m in self.measurements), max(spreads, default=0.0)
+
 
 def measured_device(device: Literal["auto", "cuda", "cpu"]) -> Device:
     """The device to measure; CannotRun for a GPU if there is none."""
@@ -94,8 +100,21 @@ def duration(*, quick: bool) -> str:
     return "some seconds" if quick else "about a minute, or more with peer GPUs"
 
 
-def measure(name: str, device: Device, *, quick: bool = False) -> Probe:
-    """Measure `device` for a profile called `name`; `quick` has smaller buffers and fewer runs."""
+def measure(
+    name: str, device: Device, *, quick: bool = False, note: Callable[[str], None] = lambda _: None
+) -> Probe:
+    """Measure `device` for a profile called `name`; `quick` has smaller buffers and fewer runs.
+
+    If figures spread, all is measured once more, which `note` says, and the steadier is returned.
+    """
+    first = _measure_once(name, device, quick=quick)
+    if not first.unsteadiness[0]:
+        return first
+    note(f"{first.profile.provenance.spread}: measuring once more")
+    return min(first, _measure_once(name, device, quick=quick), key=lambda p: p.unsteadiness)
+
+
+def _measure_once(name: str, device: Device, *, quick: bool) -> Probe:
     if device == "cpu":
         from dakrun.probe import cpu
 
@@ -136,7 +155,7 @@ def kept_or_measured(device: Device, progress: Callable[[str], None]) -> Hardwar
     path = target(None, None, device)
     progress(f"no profile of this {name} yet: measuring it, once, for {duration(quick=True)}")
     try:
-        profile = measure(path.stem, device, quick=True).profile
+        profile = measure(path.stem, device, quick=True, note=progress).profile
     except CannotRun as problem:
         try:
             shipped = find_profile(device=device, name=name)
@@ -150,6 +169,17 @@ def kept_or_measured(device: Device, progress: Callable[[str], None]) -> Hardwar
     except UsageError as problem:
         progress(f"not saved: {problem}")
     return profile
+
+
+def spread_warning(profile: HardwareProfile) -> str | None:
+    """A warning for a measured profile whose figures spread, for each use by `--profile auto`."""
+    if not (spread := profile.provenance.spread):
+        return None
+    where = "" if profile.name not in shipped_profiles() else " on another machine"
+    return (
+        f"warning: profile {profile.name}: {spread}{where}; predictions may be off: run dakrun "
+        "profile while nothing else runs here"
+    )
 
 
 def describe_profile(profile: HardwareProfile) -> str:
