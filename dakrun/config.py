@@ -1,14 +1,16 @@
 """Descriptions of a run: the model's architecture, the workload and the sampling parameters.
 
 Frozen dataclasses, validated on construction; know neither files nor hardware. models/hf_config.py
-translates a config.json into a ModelConfig.
+translates a config.json into a ModelConfig. sampling.py has the sampling parameters.
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dakrun.errors import UsageError, check_count, check_number, invalid_value
+from dakrun.errors import UsageError, check_count
+from dakrun.sampling import MAX_LOGPROBS as MAX_LOGPROBS
+from dakrun.sampling import SamplingParams as SamplingParams
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
@@ -217,58 +219,6 @@ class Workload:
     def mean_kv_len(self) -> float:
         """Mean number of cached positions that a decode step reads from a slot."""
         return min(self.prompt_len + self.new_tokens / 2, self.max_model_len)
-
-
-MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs
-MAX_SEED_BITS = 96
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters and stop conditions of a request.
-
-    Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens. A request ends at a stop string,
-    at `max_tokens`, at one of `stop_token_ids`, or at an end-of-sequence token unless `ignore_eos`.
-    Stop strings are searched in the text with special tokens spelled out. The result depends on
-    `seed`, of up to 96 bits, and on the request, not on the other requests in the batch. With
-    `logprobs`, a number up to MAX_LOGPROBS, the result has for each new token its log-probability,
-    and those of this many likeliest tokens in its place.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        count = check_count("logprobs", self.logprobs, 0, or_one_of=(None,))
-        if count is not None and count > MAX_LOGPROBS:
-            raise invalid_value("logprobs", count, f"at most {MAX_LOGPROBS}")
-        object.__setattr__(self, "logprobs", count)
-        for field, minimum in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
-            object.__setattr__(self, field, check_count(field, getattr(self, field), minimum))
-        if self.seed >> MAX_SEED_BITS:
-            raise UsageError(
-                f"seed has {self.seed.bit_length()} bits", hint=f"at most {MAX_SEED_BITS} are read"
-            )
-        for field, high in (("temperature", 100.0), ("top_p", 1.0)):
-            object.__setattr__(self, field, check_number(field, getattr(self, field), 0.0, high))
-        if self.top_p == 0:
-            raise invalid_value("top_p", 0, "above 0")
-        kinds = (("stop", tuple), ("stop_token_ids", tuple), ("ignore_eos", bool))
-        for field, kind in kinds:
-            if not isinstance(getattr(self, field), kind):
-                raise invalid_value(field, getattr(self, field), f"a {kind.__name__}")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise invalid_value("stop", list(self.stop), "made of non-empty strings")
-        if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
-            found = list(self.stop_token_ids)
-            raise invalid_value("stop_token_ids", found, "made of token ids, from 0")
 
 
 def model_len(config: ModelConfig, given: int | None) -> int:

@@ -1,6 +1,8 @@
 """config.json in its old and new forms, what is refused and how it is said."""
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,11 +335,41 @@ def test_workload_is_of_positive_integers(change: dict[str, Any], said: str) -> 
 
 @pytest.mark.parametrize(
     "change",
-    [{"max_tokens": 0}, {"max_tokens": 1.5}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1},
+    [{"max_tokens": 0}, {"max_tokens": 1.5}, {"top_k": -2}, {"top_p": 0}, {"top_p": 1.1},
      {"temperature": -1}, {"temperature": float("nan")}, {"seed": "1"}, {"seed": 1 << 96},
-     {"stop": ("",)}, {"stop": "end"}, {"ignore_eos": 1}],
+     {"seed": 1 << 64, "n": 2}, {"stop": ("",)}, {"stop": ""}, {"stop": 5}, {"stop": ["a", 5]},
+     {"stop_token_ids": 5}, {"ignore_eos": 1}, {"n": 0}, {"n": 1.0}, {"n": None}],
 )  # fmt: skip
 def test_sampling_params_are_checked(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         SamplingParams(**change)
     assert next(iter(change)) in one_line(caught.value)
+
+
+def test_sampling_params_may_be_written_in_several_ways() -> None:
+    assert SamplingParams(stop="end").stop == SamplingParams(stop=["end"]).stop == ("end",)
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    assert SamplingParams(stop_token_ids=[5, 6]).stop_token_ids == (5, 6)
+    assert SamplingParams(seed=None) == SamplingParams(seed=0)
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    without = SamplingParams(max_tokens=None)
+    assert without.max_tokens is None and without.limit(77) == 77
+    assert SamplingParams(max_tokens=9).limit(77) == 9
+    assert SamplingParams(max_tokens=9).limit(7) == 7
+    assert replace(SamplingParams(n=3, stop="x"), seed=4) == SamplingParams(n=3, stop="x", seed=4)
+    assert pickle.loads(pickle.dumps(without)) == without
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [("presence_penalty", 0.0, 1.0), ("frequency_penalty", 0, 0.5), ("min_p", 0.0, 0.1),
+     ("repetition_penalty", 1.0, 1.2), ("min_tokens", 0, 4), ("logit_bias", None, {5: 1.0}),
+     ("bad_words", [], ["no"]), ("detokenize", True, False), ("best_of", 1, 2),
+     ("prompt_logprobs", None, 1), ("structured_outputs", None, object()),
+     ("skip_special_tokens", True, False), ("allowed_token_ids", None, [1])],
+)  # fmt: skip
+def test_sampling_options_that_are_not_supported(name: str, neutral: object, other: object) -> None:
+    assert SamplingParams(**{name: neutral}) == SamplingParams()  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"^{name} is not supported$") as caught:
+        SamplingParams(**{name: other})  # type: ignore[arg-type]
+    assert caught.value.hint.startswith("leave it out")

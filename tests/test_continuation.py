@@ -189,6 +189,6 @@ def test_stop_token_ids_of_rows() -> None:
     for wrong in (3, ["a"], [True], [1.5]):
         with pytest.raises(BadRow, match="stop_token_ids is not an array of integers"):
             parse_native({**native, "stop_token_ids": wrong}, SamplingParams(), rules)
-    for below in ((-1,), (True,), [3]):
+    for below in ((-1,), (True,), [-3], 3):
         with pytest.raises(UsageError, match="stop_token_ids"):
             SamplingParams(stop_token_ids=below)  # type: ignore[arg-type]

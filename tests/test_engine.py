@@ -437,17 +437,17 @@ def test_other_errors_stay_what_they_are(path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("one string", "prompts is of type str"),
+        (5, "prompts is of type int"),
         (b"bytes", "prompts is of type bytes"),
-        ({"a": [5]}, "prompts is of type dict"),
+        ({"a": [5]}, "prompt 0: 'a' not supported in a prompt's dict"),
         (None, "prompts is of type NoneType"),
         ([[]], "prompt 0: the prompt has no tokens"),
         ([[5], [tiny_models.VOCAB]], "prompt 1: token id 331 is not in"),
         ([[5] * 160], "prompt 0: the prompt has 160 tokens"),
         (["text"], "prompt 0: the model has no tokenizer"),
         *(
-            ([bad], "prompt 0: neither text nor a list of token ids")
-            for bad in (5, None, b"ab", {5}, {5: 6}, [5.0], [True], ["5"], [[5]], torch.ones(2))
+            ([bad], "prompt 0: not text, a list of token ids, a list of messages, or a dict with")
+            for bad in (None, 5.0, True, b"ab", {5}, [5.0], [True], ["5"], [[5]], torch.ones(2))
         ),
     ],
 )
@@ -467,6 +467,8 @@ def test_stop_strings_without_a_tokenizer_are_refused_before_anything_runs(path:
     params = [SamplingParams(), SamplingParams(stop=("a",))]
     with pytest.raises(UsageError, match="prompt 1: stop strings need"):
         llm.generate([[5], [6]], params)
+    with pytest.raises(UsageError, match="prompt 1: stop strings need"):
+        llm.stream([[5], [6]], params)
     assert llm.engine.stats.prefill_s == 0
 
 

@@ -26,8 +26,8 @@ LAYERS = (
     ("kernels",),
     ("memory", "plan"),
     ("hardware", "models"),
-    ("config",),
-    ("errors", "geometry", "units", "resources", "interrupt", "tables", "__init__"),
+    ("config", "sampling"),
+    ("errors", "geometry", "units", "resources", "interrupt", "rows_bar", "tables", "__init__"),
 )
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 

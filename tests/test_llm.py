@@ -69,6 +69,17 @@ def test_threads_are_the_cores_that_may_be_used(
         LLM(path, threads=100_000)
 
 
+def test_other_options_of_vllm(path: Path) -> None:
+    """They are taken where they change nothing, and named where they would."""
+    LLM(model=path, device="cpu", batch_size=1, tensor_parallel_size=1, seed=0).close()
+    for option, value in (("tensor_parallel_size", 2), ("gpu_memory_utilization", 0.9)):
+        with pytest.raises(UsageError, match=f"^{option} is not supported$") as caught:
+            LLM(path, device="cpu", **{option: value})  # type: ignore[arg-type]
+        assert caught.value.hint.startswith("leave it out")
+    assert "the options are model, dtype, device, profile" in caught.value.hint
+    assert "other" not in caught.value.hint
+
+
 def test_the_longest_completions_begin_first(path: Path) -> None:
     tokens = [2, 2, 2, 2, 9]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in tokens]

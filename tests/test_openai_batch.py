@@ -33,10 +33,13 @@ class ChatTokenizer(ByteTokenizer):
 
     has_chat_template = True
 
-    def chat(self, messages: list[dict[str, Any]], *, continues: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return super().encode(text) if add_special_tokens else tuple(text.encode())
+
+    def chat_text(self, messages: list[dict[str, Any]], *, continues: bool = False) -> str:
         if messages[-1]["role"] == "assistant":
             raise UsageError("the last message is the assistant's", hint="end with a user's")
-        return (*(b for m in messages for b in (m["role"] + string_of(m["content"])).encode()), 2)
+        return "".join(m["role"] + string_of(m["content"]) for m in messages) + "\x02"
 
 
 CHAT_RULES = replace(RULES, tokenizer=ChatTokenizer(), max_model_len=40)

@@ -205,7 +205,7 @@ def generate(
                 model,
                 profile=hardware,
                 **llm_options,
-                expected_tokens=params.max_tokens,
+                expected_tokens=sampling["max_tokens"],
                 expected_run=expected,
                 needs_tokenizer=reader.needs_tokenizer(),
                 started=writer.started,

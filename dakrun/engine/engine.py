@@ -164,7 +164,7 @@ class Engine:
             is_chat = request.reply.is_chat
             added = self._tokenizer.continuation(request.prompt_ids, is_chat=is_chat)
             stop = StopStrings(params.stop, added.spelled)
-        limit = min(params.max_tokens, self._max_len - length)
+        limit = params.limit(self._max_len - length)
         seed = request_seed(params.seed, request.id)
         return RequestState(request, stop, seed, limit, request.prompt_ids)
 
@@ -331,7 +331,8 @@ class Engine:
         self.admission.count_end(r)
         found, stats = completion(r, reason, self._tokenizer), self.stats
         stats.requests += 1
-        stats.capped += reason == "length" and len(r.tokens) < r.request.params.max_tokens
+        asked = r.request.params.max_tokens
+        stats.capped += reason == "length" and asked is not None and len(r.tokens) < asked
         stats.prompt_tokens += found.prompt_tokens
         stats.shared_tokens += min(r.shared, found.prompt_tokens)
         stats.new_tokens += len(r.tokens)

@@ -39,6 +39,8 @@ def completion(
         reply=r.request.reply,
         logprobs=_logprobs(r, tokenizer),
         text_offset=offsets,
+        prompt=r.request.prompt,
+        prompt_token_ids=r.request.prompt_ids,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from dakrun.config import SamplingParams
+from dakrun.errors import UsageError
 from dakrun.llm import LLM
 from dakrun.ray.arrow import result_table, row_lines
 from dakrun.ray.model_thread import ModelThread, Result, Row, no_longer
@@ -75,7 +76,12 @@ class DakrunProcessor:
         self._places: dict[int, tuple[_Batch, int]] = {}  # of the rows that run, by number
         self._problem: BaseException | None = None
         self._ended = False
-        options.setdefault("expected_tokens", self._params.max_tokens)
+        if self._params.n > 1:
+            raise UsageError(
+                f"n is {self._params.n}", hint="a row has one completion; repeat rows for more"
+            )
+        if self._params.max_tokens is not None:
+            options.setdefault("expected_tokens", self._params.max_tokens)
 
         def make() -> LLM:
             return load_on_node(model, memory_sharers=workers, **options)
@@ -114,7 +120,12 @@ class DakrunProcessor:
             if fields.get("id") is None:
                 name = f"{hashlib.sha256(line).hexdigest()[:16]}-{place}"
                 line = json.dumps(fields | {"id": name}).encode()
-            length = json_lengths(fields, self._params.max_tokens, self._max_model_len, starts)
+            length = json_lengths(
+                fields,
+                self._params.limit(self._max_model_len),
+                self._max_model_len,
+                starts,
+            )
             row = AheadRow(
                 group=group,
                 minus_new=-length.new,

@@ -7,7 +7,8 @@ shared checks, neutral.py values that change nothing); choices.py collects the r
 openai_results.py puts them in OpenAI's format, writer.py writes them durably (files.py),
 written_rows.py reads them again, input_order.py puts them in order, fingerprint.py tells one run
 from another, row_digests.py one row from another;
-gzip_files.py knows gzip; prompts.py says which prompts a model accepts, tokenizer.py wraps the
+gzip_files.py knows gzip; prompts.py says which prompts a model accepts, python_prompts.py makes
+requests of those of the Python API, tokenizer.py wraps the
 model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py that of a
 tokenizer.model alone, chats.py makes text of chats, chat_template.py runs their template,
 request.py holds the shared types. README.md describes the formats.
@@ -18,7 +19,8 @@ from dakrun.requests.files import same_file
 from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
 from dakrun.requests.lengths import PromptStarts, RowLengths
 from dakrun.requests.look_ahead import AheadRow
-from dakrun.requests.prompts import BadRow, PromptRules, as_requests
+from dakrun.requests.prompts import BadRow, PromptRules
+from dakrun.requests.python_prompts import Prompt, as_requests
 from dakrun.requests.reader import RequestReader
 from dakrun.requests.request import (
     Completion,
@@ -43,6 +45,7 @@ __all__ = [
     "IdSet",
     "InputRow",
     "Logprobs",
+    "Prompt",
     "PromptRules",
     "PromptStarts",
     "Reply",

@@ -62,7 +62,7 @@ def make_fingerprint(
         "format": row_format,
         "model": model,
         "weights": weights or "random",
-        "sampling": asdict(params),
+        "sampling": {k: v for k, v in asdict(params).items() if k != "n"},  # rows have their own
         "max_model_len": max_model_len,
         _STARTED: datetime.now().isoformat(timespec="seconds"),
         **_texts(tokenizer_directory or directory, chat_template),

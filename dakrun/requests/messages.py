@@ -4,16 +4,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from dakrun.requests.json_rows import flag, json_kind, names, shown
-from dakrun.requests.neutral import OF_MESSAGES, is_neutral
+from dakrun.requests.neutral import OF_MESSAGES
 from dakrun.requests.prompts import BadRow, PromptRules
+from dakrun.sampling import is_neutral
 
 _ROLES = ("system", "developer", "user", "assistant")
 
 
 def chat_prompt(given: Mapping[str, Any], rules: PromptRules) -> tuple[int, ...]:
-    """Token ids of a row's chat, an array `messages` of messages with a role and text.
+    """Token ids of a row's chat. Raises BadRow; see checked_chat."""
+    chat, continues = checked_chat(given)
+    return rules.chat(chat, continues=continues)
 
-    With `continue_final_message` they end within the last message. Raises BadRow.
+
+def checked_chat(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    """A row's chat, an array `messages` of messages with a role and text; whether it continues.
+
+    With `continue_final_message` its tokens end within the last message. Raises BadRow.
     """
     messages = given.get("messages")
     continues = flag(given, "continue_final_message", False)
@@ -30,7 +37,7 @@ def chat_prompt(given: Mapping[str, Any], rules: PromptRules) -> tuple[int, ...]
         raise BadRow(
             "invalid_prompt", "continue_final_message needs a last message of the assistant"
         )
-    return rules.chat(chat, continues=continues)
+    return chat, continues
 
 
 def _message(number: int, message: object) -> dict[str, Any]:

@@ -3,24 +3,18 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from dakrun.sampling import NEUTRAL_SAMPLING, is_neutral
+
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
-    "best_of": (1,),
+    **NEUTRAL_SAMPLING,
     "n": (1,),  # of native rows
     "stream": (False,),
     "echo": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # tools are refused, so there are none
     "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "response_format": ({"type": "text"},),
@@ -29,14 +23,6 @@ OF_MESSAGES: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "annotatio
 _INTEGERS = (
     *("max_tokens", "max_completion_tokens", "n", "top_k", "seed", "logprobs", "top_logprobs"),
 )
-
-
-def is_neutral(name: str, value: object, table: Mapping[str, tuple[object, ...]] = NEUTRAL) -> bool:
-    """Whether a field that is not supported changes nothing: 0 and 0.0 are equal, false is not."""
-    return any(
-        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-        for neutral in table.get(name, ())
-    )
 
 
 def supported_fields(
@@ -48,7 +34,9 @@ def supported_fields(
     `top_k` of -1 becomes 0, both of which keep all tokens.
     """
     given = {name: value for name, value in row.items() if value is not None}
-    unknown = [n for n, value in given.items() if n not in fields and not is_neutral(n, value)]
+    unknown = [
+        n for n, value in given.items() if n not in fields and not is_neutral(n, value, NEUTRAL)
+    ]
     found = {name: value for name, value in given.items() if name in fields}
     for name in _INTEGERS:
         if isinstance(found.get(name), float) and found[name].is_integer():

@@ -20,6 +20,7 @@ from dakrun.requests.native_rows import (
 from dakrun.requests.neutral import supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
+from dakrun.sampling import SEED_BITS
 
 _URLS = ("/v1/completions", "/v1/chat/completions")
 ROW_FIELDS = ("custom_id", "method", "url", "body")
@@ -33,7 +34,6 @@ _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MAX_N = 8
 _MAX_LOGPROBS = 5  # of /v1/completions
 MAX_PROMPTS = 1024
-_SEED_BITS = 64  # of a row's seed: a choice's number is added above them
 
 
 def is_batch_row(row: Mapping[str, Any]) -> bool:
@@ -78,7 +78,7 @@ def parse_batch(
     return [
         ParsedRow(
             ids,
-            replace(params, seed=params.seed + (again * len(prompts) + number << _SEED_BITS)),
+            replace(params, seed=params.seed + (again * len(prompts) + number << SEED_BITS)),
             replace(reply, choice=number * n + again),
         )
         for number, ids in enumerate(prompts)

@@ -1,18 +1,15 @@
-"""The rules that a model sets for prompts, and the prompts of the Python API as requests.
+"""The rules that a model sets for prompts.
 
 Knows token ids, lengths and the tokenizer; knows neither files nor row formats.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from operator import index
 from typing import Any
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.requests.chats import string_of
-from dakrun.requests.request import Request
 from dakrun.requests.tokenizer import Tokenizer
 
 
@@ -45,7 +42,12 @@ class PromptRules:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
     ) -> tuple[int, ...]:
-        """Token ids of `{"role", "content"}` messages, checked; see Tokenizer.chat."""
+        """Token ids of `{"role", "content"}` messages, checked; see Tokenizer.chat_text."""
+        text = self.chat_text(messages, continues=continues)
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False) -> str:
+        """Text of messages, special tokens included; see Tokenizer.chat_text."""
         if self.tokenizer is None:
             raise BadRow("no_tokenizer", "the model has no tokenizer, which chats need")
         if not self.tokenizer.has_chat_template:
@@ -53,7 +55,7 @@ class PromptRules:
         for number, message in enumerate(messages, 1):
             _check_encodable(string_of(message["content"]), f"message {number}")
         try:
-            return self.check(self.tokenizer.chat(messages, continues=continues))
+            return self.tokenizer.chat_text(messages, continues=continues)
         except UsageError as problem:
             raise BadRow("invalid_prompt", str(problem)) from None
 
@@ -83,58 +85,6 @@ class PromptRules:
         """Refuse stop strings if there is no tokenizer to find them with."""
         if params.stop and self.tokenizer is None:
             raise BadRow("no_tokenizer", "stop strings need the model's tokenizer")
-
-
-def as_requests(
-    prompts: Iterable[str | Iterable[int]],
-    params: SamplingParams | Iterable[SamplingParams] | None,
-    rules: PromptRules,
-) -> list[Request]:
-    """One Request for each text or sequence of token ids; its id is its index in `prompts`.
-
-    `params` holds for all prompts, or is one SamplingParams for each. Raises UsageError, which
-    names the prompt that cannot be run.
-    """
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise UsageError(f"prompts is of type {kind}", hint="give a list of prompts")
-    prompts = list(prompts)
-    if not isinstance(params, Iterable):
-        params = [SamplingParams() if params is None else params] * len(prompts)
-    each = list(islice(params, len(prompts) + 1))
-    if not all(isinstance(own, SamplingParams) for own in each):
-        raise UsageError(
-            "params are not SamplingParams", hint="give one for all prompts or a list of them"
-        )
-    if len(each) != len(prompts):
-        raise UsageError(
-            f"there are more or fewer SamplingParams than the {len(prompts)} prompts",
-            hint="give one SamplingParams for all or one for each",
-        )
-    pairs = zip(prompts, each, strict=True)
-    return [_request(number, prompt, own, rules) for number, (prompt, own) in enumerate(pairs)]
-
-
-def _request(
-    number: int, prompt: str | Iterable[int], params: SamplingParams, rules: PromptRules
-) -> Request:
-    try:
-        rules.check_stop(params)
-        ids = rules.encode(prompt) if isinstance(prompt, str) else rules.check(_token_ids(prompt))
-    except BadRow as bad:
-        raise UsageError(f"prompt {number}: {bad}", hint="nothing was generated") from None
-    return Request(id=str(number), line=number + 1, prompt_ids=ids, params=params)
-
-
-def _token_ids(prompt: Iterable[int]) -> tuple[int, ...]:
-    """The token ids in a list, an array or a tensor; raises BadRow."""
-    try:
-        ids = list(prompt)
-        if isinstance(prompt, bytes | Mapping | Set) or any(isinstance(t, bool) for t in ids):
-            raise TypeError
-        return tuple(map(index, ids))
-    except TypeError:
-        raise BadRow("invalid_prompt", "neither text nor a list of token ids") from None
 
 
 def _check_encodable(text: str, what: str) -> None:

@@ -228,7 +228,7 @@ class RequestReader:
     def _identify(self, line: Line) -> tuple[str, Look]:
         """The row's own id, and what `_look` finds."""
         lengths, row_id = NOTHING, f"line-{line.number}"
-        limits = self._defaults.max_tokens, self._max_model_len
+        limits = self._defaults.limit(self._max_model_len), self._max_model_len
         if self._format == "text":  # whose ids are unique
             text = line.data and line.data.decode(errors="replace")
             look = Look(text_lengths(text, *limits, self._starts) if text else lengths)

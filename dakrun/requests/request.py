@@ -42,13 +42,15 @@ class Request:
     """A tokenized prompt and how to continue it; `line` is its 1-based line in the input.
 
     `further` are the requests for the other choices of its row, which have the same id. `nbytes`
-    is the row's share of the input file, `digest` that of row_digests.py.
+    is the row's share of the input file, `digest` that of row_digests.py. `prompt` is the text
+    of the prompt, where a result repeats it.
     """
 
     id: str
     line: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    prompt: str | None = None
     reply: Reply = Reply()
     further: tuple["Request", ...] = ()
     nbytes: int = field(default=0, compare=False)
@@ -78,6 +80,10 @@ class Completion:
     has `text_offset`, where each token begins in `text`; it is None without a text, too.
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
+
+    Results of the Python API also have the `prompt` (None if it was given as token ids), and the
+    `further` completions of a prompt that asked for several. `choices` are all of them, this one
+    first. `outputs`, `request_id`, `index` and `finished` are vLLM's names.
     """
 
     id: str
@@ -90,6 +96,34 @@ class Completion:
     reply: Reply = Reply()
     logprobs: tuple[Logprobs, ...] | None = None
     text_offset: tuple[int, ...] | None = None
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    further: tuple["Completion", ...] = ()
+
+    @property
+    def choices(self) -> tuple["Completion", ...]:
+        """All completions of the prompt: as many as its SamplingParams.n."""
+        return (self, *self.further)
+
+    @property
+    def outputs(self) -> tuple["Completion", ...]:
+        """The `choices`."""
+        return self.choices
+
+    @property
+    def request_id(self) -> str:
+        """The `id`: for LLM.generate, the index of the prompt."""
+        return self.id
+
+    @property
+    def index(self) -> int:
+        """The number of this completion among the `choices`."""
+        return self.reply.choice
+
+    @property
+    def finished(self) -> bool:
+        """True: there are no others."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,9 +167,15 @@ class Tokenizer:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
     ) -> tuple[int, ...]:
-        """Token ids of `{"role", "content"}` messages and the start of the assistant's answer.
+        """Token ids of messages; see chat_text."""
+        text = self.chat_text(messages, continues=continues)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-        With `continues` they end within the last message, which the model continues.
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False) -> str:
+        """Text of `{"role", "content"}` messages and the start of the assistant's answer.
+
+        With `continues` it ends within the last message, which the model continues. The text has
+        its special tokens: encode it without others.
         Raises UsageError if the tokenizer has no chat template or the template does not accept the
         messages, loses one (see chats.py), does not end, or fills the memory (chat_template.py).
         """
@@ -183,14 +189,13 @@ class Tokenizer:
                 template = self._tokenizer.get_chat_template()
                 specials = self._tokenizer.special_tokens_map
                 self._chats = Chats(ChatTemplate(template, specials, started=self._started))
-            text = self._chats.render(messages, continues=continues)
+            return self._chats.render(messages, continues=continues)
         except ValueError as problem:
             reason = " ".join(str(problem).split())
             raise UsageError(
                 f"the chat template cannot render the messages ({reason})",
                 hint='messages are {"role", "content"} objects in an order that the model knows',
             ) from problem
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 class Continuation:
