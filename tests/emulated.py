@@ -172,6 +172,10 @@ def _for_the_host(source: str) -> str:
     """Replace declarations of shared memory, dynamic and of fixed size, by the running CTA's."""
     dynamic = "extern __shared__ __align__(1024) uint8_t smem[];"
     source = source.replace(dynamic, "#define smem (emulator::cta->memory.data())")
+    # The key of an array of fixed size is a static of the function that declares it.
     return re.sub(
-        r"  __shared__ (\S+ (\w+).*;)", r"  static \1\n  emulator::forget(&\2, sizeof \2);", source
+        r"  __shared__ (\S+) (\w+)(.*);",
+        r"  static const char key_of_\2 = 0;\n  using type_of_\2 = \1\3;\n"
+        r"  auto& \2 = emulator::fixed<type_of_\2>(&key_of_\2);",
+        source,
     )

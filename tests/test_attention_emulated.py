@@ -42,6 +42,11 @@ def on_the_cpu(
     monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
 
 
+def interleave(kernel: EmulatedKernel, seed: int) -> None:
+    """Up to four CTAs, in the turns of `seed`."""
+    kernel.seed, kernel.together = seed, 1 + seed % 4
+
+
 def allowed(dtype: torch.dtype) -> float:
     return 1e-3 if dtype == torch.float16 else 8e-3
 
@@ -109,7 +114,7 @@ def test_tiers_that_share_ctas_change_no_bit(
 ) -> None:
     """Where a CTA's heads are of all tiers."""
     case = Case(lengths, kv_heads, 2, 64)
-    build(case.dtype, case.dim, 2).seed = seed
+    interleave(build(case.dtype, case.dim, 2), seed)
     there = min(remote, len(lengths) - 1)
     tiers = (len(lengths) - there, there)
     config = case.config(tiers, sms=sms, mixed=True)
@@ -181,7 +186,7 @@ def test_any_lengths(
     seed: int,
 ) -> None:
     case = Case(lengths, kv_heads, group, 64)
-    build(case.dtype, case.dim, group).seed = seed
+    interleave(build(case.dtype, case.dim, group), seed)
     tiers = (len(lengths) - min(remote, len(lengths)), min(remote, len(lengths)))
     slots = case.slots()
     case.check(case.run(case.config(tiers, sms=sms), slots), slots, 1e-3)
@@ -225,7 +230,7 @@ def test_slots_that_span_tiers_change_no_bit(
     """Whichever of their leading blocks lie in the remote tier, some of which no row has yet."""
     lengths, spilled = zip(*rows, strict=True)
     case = Case(lengths, kv_heads, 2, 64)
-    build(case.dtype, case.dim, 2, reads_spilled=True).seed = seed
+    interleave(build(case.dtype, case.dim, 2, reads_spilled=True), seed)
     there = min(remote, len(lengths) - 1)
     config = case.config((len(lengths) - there, there), sms=sms, reads_spilled=True)
     one = case.config(sms=sms)

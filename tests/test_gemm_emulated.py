@@ -188,7 +188,8 @@ def test_split_k(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, (row_blocks, access, aligned) in enumerate(
         [((40,), ACCESS, True), ((28, 12), free, True), ((27, 13), ACCESS, False)]
     ):
-        variant(build, tiles_for(n)).seed = 1001 * seed
+        kernel = variant(build, tiles_for(n))
+        kernel.seed, kernel.together = 1001 * seed, SMS - seed
         found.append(
             run(weight, n, row_blocks, access, aligned=aligned, bias=bias, residual=residual)
         )

@@ -38,8 +38,11 @@ void enter() {
 
 Cta* cta;
 
-void forget(void* memory, size_t bytes) {
-  if (cta->forgotten.insert(memory).second) std::memset(memory, 0xff, bytes);
+uint8_t* fixed(const void* key, size_t bytes) {
+  const auto [place, is_new] = cta->places.try_emplace(key, cta->fixed.size());
+  if (is_new) cta->fixed.resize(cta->fixed.size() + (bytes + 15) / 16 * 16, 0xff);
+  if (cta->fixed.size() > kFixed) throw std::out_of_range("shared arrays of fixed size");
+  return cta->fixed.data() + place->second;
 }
 
 void fail(const std::string& found) {
@@ -126,6 +129,7 @@ std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
     block.cluster->threads += threads;
     block.left = threads;
     block.shared = shared;
+    block.fixed.reserve(kFixed);
     block.memory.assign(shared + kGuard, 0xff);
     block.warps.resize((threads + kWarp - 1) / kWarp);
     block.fibers.resize(threads);

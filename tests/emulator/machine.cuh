@@ -14,7 +14,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -23,6 +22,7 @@
 namespace emulator {
 
 constexpr uint32_t kStatic = 1 << 20;  // address of shared arrays of fixed size
+constexpr size_t kFixed = 16 * 1024;   // bytes of all of them in a CTA
 constexpr size_t kGuard = 64 * 1024;   // bytes behind shared memory that must stay unwritten
 constexpr int kCtaShift =
     24;  // bits from here up in shared::cluster addresses: rank of the CTA, plus 1
@@ -93,14 +93,18 @@ struct Cta {
   std::map<uint32_t, Barrier> barriers;
   std::map<int, std::pair<int, int>> named;  // arrived, phase
   std::vector<WarpSync> warps;
-  const uint8_t* fixed = nullptr;
-  std::set<void*> forgotten;
+  std::vector<uint8_t> fixed;            // shared arrays of fixed size
+  std::map<const void*, size_t> places;  // by the key of their declaration
 };
 
 extern Cta* cta;  // that runs
 
-// Fill a shared array of fixed size with NaN, once per CTA.
-void forget(void* memory, size_t bytes);
+// The running CTA's shared array of fixed size that `key` declares: NaN at first.
+uint8_t* fixed(const void* key, size_t bytes);
+template <class Array>
+Array& fixed(const void* key) {
+  return *reinterpret_cast<Array*>(fixed(key, sizeof(Array)));
+}
 // End the run with a message, unless it has one.
 void fail(const std::string& found);
 // Let the running fiber wait until `ready`.

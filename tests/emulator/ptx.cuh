@@ -20,8 +20,10 @@ inline uint32_t smem_address(const void* pointer) {
   if (bytes >= cta->memory.data() && bytes <= cta->memory.data() + cta->memory.size()) {
     return static_cast<uint32_t>(bytes - cta->memory.data());
   }
-  if (cta->fixed == nullptr) cta->fixed = bytes;
-  return emulator::kStatic + static_cast<uint32_t>(bytes - cta->fixed);
+  if (bytes < cta->fixed.data() || bytes >= cta->fixed.data() + cta->fixed.size()) {
+    emulator::fail("the address of another CTA's or of no shared memory is taken");
+  }
+  return emulator::kStatic + static_cast<uint32_t>(bytes - cta->fixed.data());
 }
 
 inline bool elect_one() {

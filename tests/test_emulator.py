@@ -1,0 +1,136 @@
+"""What the emulator must see: kernels with one error each, which fail where the real ones pass."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import emulated
+import pytest
+import torch
+from attended import Case
+from emulated import EmulatedKernel, of_name
+from test_gemm_emulated import normal, run
+
+from dakrun.kernels.gemm import SplitKWorkspace, splitk_config
+from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.runtime import jit, operands
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+Fixed = list[EmulatedKernel]
+Mutate = Callable[[str, str, str], None]
+Two = Callable[[int, int], None]
+
+
+@pytest.fixture
+def kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Fixed:
+    """The kernels that were asked for, of the sources as they are then."""
+    used: Fixed = []
+
+    def build(source: str, name: str, defines: dict[str, int] | None = None) -> EmulatedKernel:
+        folder = tmp_path_factory.mktemp("kernel")
+        named = of_name(lambda: folder)
+        used.append(named(source, name, {**(defines or {}), "WGMMA": 1}))
+        return used[-1]
+
+    monkeypatch.setattr(jit, "kernel", build)
+    monkeypatch.setattr(gemm, "atoms_map", emulated.atoms_map)
+    monkeypatch.setattr(operands, "check_gpu", lambda _: None)
+    return used
+
+
+@pytest.fixture
+def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
+    """Replaces one place of a file of native/ before it is compiled."""
+
+    def replace(name: str, old: str, new: str) -> None:
+        sources = dict(emulated._sources())
+        assert sources[name].count(old) == 1, f"{name}: {old}"
+        sources[name] = sources[name].replace(old, new)
+        monkeypatch.setattr(emulated, "_sources", lambda: sources)
+
+    return replace
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Sets how many CTAs interleave, and the seed."""
+    launch = EmulatedKernel.launch
+
+    def choose(ctas: int, seed: int) -> None:
+        def launched(kernel: EmulatedKernel, *args: object, **more: object) -> None:
+            kernel.together, kernel.seed = ctas, seed
+            launch(kernel, *args, **more)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(EmulatedKernel, "launch", launched)
+
+    return choose
+
+
+@pytest.fixture
+def split_k(monkeypatch: pytest.MonkeyPatch, kernels: Fixed) -> Callable[[], torch.Tensor]:
+    """Y of a GEMM in which two CTAs each sum half of K for the same rows."""
+    monkeypatch.setattr(splitk_config, "split_k_columns", lambda *_: 512)
+    empty = SplitKWorkspace.empty
+
+    def poisoned(*args: Any) -> SplitKWorkspace:
+        workspace = empty(*args)
+        assert workspace.partials.numel() > 0
+        workspace.partials.fill_(torch.nan)
+        return workspace
+
+    monkeypatch.setattr(SplitKWorkspace, "empty", poisoned)
+    weight = normal(160, 1000, scale=1000**-0.5)
+    return lambda: run(weight, 64)
+
+
+def test_ctas_combine_split_k_in_turns(split_k: Callable[[], torch.Tensor], together: Two) -> None:
+    wanted = split_k()
+    for seed in range(4):
+        together(3, seed)
+        assert torch.equal(split_k(), wanted)
+
+
+def test_an_arrival_before_the_partial_sums_is_seen(
+    split_k: Callable[[], torch.Tensor], mutate: Mutate, together: Two
+) -> None:
+    """Only if CTAs interleave: else the first to arrive has stored all before the second begins."""
+    wanted = split_k()
+    store = "  store_partial(own, row_blocks, acc);\n"
+    before = "  before = __shfl_sync(0xffffffff, before, 0);\n"
+    mutate("splitk_combine.cuh", store, "")
+    late = "  for (int i = 0; before == 0 && i < 4000; i++) ptx::sleep(1);\n"
+    mutate("splitk_combine.cuh", before, before + late + store)
+    together(1, 0)
+    assert torch.equal(split_k(), wanted)
+    found = []
+    for seed in range(4):
+        together(3, seed)
+        found.append(torch.equal(split_k(), wanted))
+    assert not all(found)
+
+
+def test_ctas_of_attention_combine_in_turns(kernels: Fixed, together: Two) -> None:
+    case = Case((640, 63, 64, 330), 2, 4, 64)
+    for seed in range(4):
+        together(5, seed)
+        slots = case.slots()
+        config = dataclasses.replace(case.config(sms=5), split_blocks=1, chunk_blocks=1)
+        case.check(case.run(config, slots), slots, 1e-3)
+
+
+def test_an_arrival_that_is_not_atomic_is_seen(
+    kernels: Fixed, mutate: Mutate, together: Two
+) -> None:
+    """Two splits of a KV head then count as one, and the counter is left above zero."""
+    mutate(
+        "attention_merge.cuh",
+        "ptx::atomic_add_acq_rel(at, more) == all - more;",
+        "*at == all - more;\n  const int before = *at;\n"
+        "  for (int i = 0; i < 4000; i++) ptx::sleep(1);\n  *at = before + more;",
+    )
+    case = Case((640, 700), 1, 4, 64)
+    config = dataclasses.replace(case.config(sms=5), split_blocks=1, chunk_blocks=1)
+    together(5, 0)
+    with pytest.raises(AssertionError):
+        case.run(config, case.slots())
