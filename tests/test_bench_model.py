@@ -398,6 +398,16 @@ def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
     assert png_width(picture) == 1950
 
 
+def test_plain_torch_on_a_gpu_is_named(
+    tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = (*tiny, "--batch-size", 1, "--ratio", 0)
+    assert "plain torch" not in run(*points).stderr
+    monkeypatch.setattr("dakrun.llm.why_plain_torch", lambda *_: "card X lacks shared memory")
+    said = "runs on plain torch, slower than the kernels: card X lacks shared memory"
+    assert said in run(*points).stderr.splitlines()
+
+
 def test_what_cannot_run_is_a_row(tiny: tuple[object, ...]) -> None:
     dummy = ("--load-format", "dummy")
     result = run(*tiny, "--batch-size", 3, "--batch-size", 2, *dummy, "--json")

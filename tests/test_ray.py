@@ -5,6 +5,7 @@ The cluster is started once. Runs of the command are in this process, which is c
 
 import asyncio
 import gzip
+import io
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from dakrun import LLM, Policy, SamplingParams
 from dakrun.cli.main import main
@@ -169,6 +171,30 @@ def test_whoever_is_killed_no_row_is_lost_or_done_twice(cluster: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("inside")
+def test_a_worker_on_plain_torch_is_named() -> None:
+    of_worker = {
+        "eb_bytes_per_s": 1e9,
+        "time": {"wall_s": 2.0, "bound_s": 1.0},
+        "predictions_comparable": False,
+        "requests": {"new_tokens": 8},
+        "tokens_per_s": 4.0,
+    }
+    workers = [
+        {"worker": name, "node": "n", "rows": 1, "report": {**of_worker, "fallback": why}}
+        for name, why in (("worker 1", None), ("worker 2", "card X lacks shared memory"))
+    ]
+    ended = {"worker": "worker 3", "node": "n", "rows": 0, "report": None}
+    sink = io.StringIO()
+    console = Console(file=sink, width=120)
+    report = {"workers": [*workers, ended], "requests": {"new_tokens": 16}}
+    ray_run.render({**report, "time": {"wall_s": 2.0}, "tokens_per_s": 8.0}, console)
+    shown = sink.getvalue().splitlines()
+    why = "card X lacks shared memory"
+    assert [line for line in shown if "plain torch" in line] == [
+        f"worker 2 ran on plain torch, slower than the kernels: {why}"
+    ]
+
+
 def test_one_line_and_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out"
     prompts.write_bytes(b"\n".join(sums(5)))

@@ -140,6 +140,8 @@ class ModelBench:
             policy=point.policy(sweep.policy),
             load_format=sweep.load_format,
         ) as llm:
+            if llm.fallback:
+                self._progress(f"runs on plain torch, slower than the kernels: {llm.fallback}")
             llm.engine.prompts_first = True  # else few rows are left when the last prompt ends
             self._rounds(llm, point.batch_size)
             stats, free = llm.engine.stats, self._free_bytes()

@@ -252,6 +252,10 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         *map(Column, ("rows", "new tokens", "tokens/s", "EB GB/s", "% of limit")),
     )
     print_table(console, columns, list(_lines(report["workers"])), gap=2)
+    for worker in report["workers"]:
+        if worker["report"] and (why := worker["report"]["fallback"]):
+            text = f"{worker['worker']} ran on plain torch, slower than the kernels: {why}"
+            console.print(text, highlight=False, markup=False)
     total, wall_s = report["requests"]["new_tokens"], report["time"]["wall_s"]
     console.print(
         f"{total} new tokens in {wall_s:.1f} s: {report['tokens_per_s'] or 0:,.1f} tokens/s",
