@@ -5,26 +5,20 @@ Rows are read and written one by one, so memory does not grow with their number.
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from dakrun.errors import CannotRun, UsageError, check_file_name
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
+from dakrun.plan import ExpectedRun, RunForecast
+from dakrun.progress import RunEstimate, RunProgress
 from dakrun.requests import (
     Choices,
     Completion,
@@ -38,6 +32,16 @@ from dakrun.requests import (
     same_file,
 )
 from dakrun.units import counted
+
+
+@dataclass
+class _Begun:
+    """A row that has begun: its bytes and digest, its new tokens at most, and those so far."""
+
+    nbytes: int
+    digest: int
+    limit: int
+    tokens: int = 0
 
 
 @dataclass
@@ -67,7 +71,8 @@ class Counts:
 class BatchJob:
     """The rows of `reader` that `writer` does not have yet, to be completed by `llm`.
 
-    A context manager that shows progress on `console`, if there is one:
+    A context manager that shows progress on `console`, if there is one; the time left follows from
+    the `expected` run and its `forecast`, as far as they are known:
 
         with BatchJob(llm, reader, writer, console) as job:
             for result in llm.stream(job.requests()):
@@ -78,25 +83,38 @@ class BatchJob:
     """
 
     def __init__(
-        self, llm: LLM, reader: RequestReader, writer: ResultWriter, console: Console | None
+        self,
+        llm: LLM,
+        reader: RequestReader,
+        writer: ResultWriter,
+        console: Console | None,
+        *,
+        expected: ExpectedRun | None = None,
+        forecast: RunForecast | None = None,
     ) -> None:
         self._llm, self._reader, self._writer = llm, reader, writer
-        self._progress = progress_bar(console) if console else None
         self._choices = Choices()
-        # Bytes and digests of the rows that have begun, by id.
-        self._running: dict[str, tuple[int, int]] = {}
+        self._running: dict[str, _Begun] = {}  # the rows that have begun, by id
         self._bytes_done = 0
+        self._tokens = 0
+        self._rows_expected = None if expected is None else expected.row_count
+        left = 1 - min(1, writer.rows / (self._rows_expected or 1))  # others are skipped
+        self._estimate = RunEstimate(
+            tokens=None if expected is None else expected.mean_new * expected.requests,
+            forecast_s=None if forecast is None else forecast.seconds * left,
+            began=time.perf_counter(),
+        )
+        self._progress = RunProgress(
+            console, self._estimate, rows=self._all_rows, tokens=self._new_tokens
+        )
         self.counts = Counts(writer.failed_before)
 
     def __enter__(self) -> "BatchJob":
-        if self._progress:
-            self._progress.start()
-            self._progress.add_task("rows", total=self._reader.bytes_total)
+        self._progress.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._progress:
-            self._progress.stop()
+        self._progress.__exit__()
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(self._on_disk(), hint=self._writer.resume_hint, cause=error) from None
 
@@ -119,29 +137,36 @@ class BatchJob:
                     self._reader.wait()
                 continue
             self._writer.expect(row.id, row.line)
-            self._running[row.id] = row.nbytes, row.digest
+            begun = self._running[row.id] = _Begun(row.nbytes, row.digest, self._limit(row))
             is_done = self._writer.is_done(row.id, InputRow(row.id, row.line, row.digest))
             self.counts.failed_before = self._writer.failed_before
             if is_done:
                 self.counts.skipped += 1
                 self._end(row.id)
+                self._estimate.skip(limit=begun.limit)
             elif isinstance(row, RowError):
                 self._fail(row)
+                self._estimate.skip(limit=0, failed=True)
             else:
+                self._estimate.begin()
                 yield row
                 yield from row.further
 
     def finish(self, result: Completion | RowError) -> None:
         """Write the result of a row once all its choices are there; on return it is on disk."""
         row = self._choices.add(result)
+        begun = self._running[result.id]
+        begun.tokens += len(result.token_ids) if isinstance(result, Completion) else 0
         if row is None:
             return
         if isinstance(row, RowError):
             self._fail(row)
         else:
-            self._writer.write(*row, digest=self._running[result.id][1])
+            self._writer.write(*row, digest=begun.digest)
             self.counts.done += 1
             self._end(result.id)
+        failed = isinstance(row, RowError)
+        self._estimate.end(limit=begun.limit, tokens=begun.tokens, failed=failed)
 
     def _fail(self, error: RowError) -> None:
         self._writer.write_error(error)
@@ -149,16 +174,28 @@ class BatchJob:
         self._end(error.id)
 
     def _end(self, row_id: str) -> None:
-        """Count a row as done, and show it."""
-        self._bytes_done += self._running.pop(row_id)[0]
-        if self._progress:
-            tokens = self._llm.engine.stats.new_tokens
-            self._progress.update(
-                self._progress.task_ids[0],
-                completed=self._bytes_done,
-                description=f"{self.counts.done} done, {self.counts.failed} failed, "
-                f"{tokens} tokens",
-            )
+        """Forget a row that has ended."""
+        self._bytes_done += self._running.pop(row_id).nbytes
+
+    def _limit(self, row: Request | RowError) -> int:
+        """New tokens that a row may have at most, in all its choices; 0 if it cannot be run."""
+        if isinstance(row, RowError):
+            return 0
+        most = self._llm.rules.max_model_len
+        requests = (row, *row.further)
+        return sum(min(r.params.max_tokens, most - len(r.prompt_ids)) for r in requests)
+
+    def _all_rows(self) -> tuple[int, bool] | None:
+        """How many rows there are, and whether the number is exact; None if it is not known."""
+        if (total := self._reader.rows_total) is not None:
+            return total, True
+        return None if self._rows_expected is None else (self._rows_expected, False)
+
+    def _new_tokens(self) -> int:
+        """New tokens of the run so far, those of running rows included."""
+        with suppress(UsageError):  # the model is being loaded again
+            self._tokens = self._llm.engine.stats.tokens_so_far
+        return self._tokens
 
 
 def check_report(report: str, *, source: str, output: str, profile: str) -> None:
@@ -196,34 +233,3 @@ def write_report(report: dict[str, Any], path: Path) -> None:
             f"{path}: the report cannot be written ({problem.strerror})",
             hint="all results are in the output; give --report a writable file",
         ) from None
-
-
-@contextmanager
-def load_bar(console: Console | None) -> Iterator[Callable[[int, int], None]]:
-    """Show how much of the weights is loaded, on `console` if there is one.
-
-    Yields the function that an LLM takes as `on_load`. Until it is first called, the bar says that
-    memory is being allocated.
-    """
-    if console is None:
-        yield lambda done, total: None
-        return
-    with progress_bar(console, DownloadColumn(binary_units=True)) as progress:
-        bar = progress.add_task("allocating memory", total=None)
-        yield lambda done, total: progress.update(
-            bar, completed=done, total=total, description="loading weights"
-        )
-
-
-def progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
-    """A bar on `console`, with `columns` between the bar and its times."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *columns,
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )

@@ -27,7 +27,10 @@ LAYERS = (
     ("memory", "plan"),
     ("hardware", "models"),
     ("config", "sampling"),
-    ("errors", "geometry", "units", "resources", "interrupt", "rows_bar", "tables", "__init__"),
+    (
+        *("errors", "geometry", "units", "resources", "interrupt", "tables", "__init__"),
+        *("progress", "rows_bar"),
+    ),
 )
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 

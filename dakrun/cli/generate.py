@@ -151,10 +151,11 @@ def generate(
         raise UsageError(f"{given} needs --ray", hint="add --ray local, or drop it")
 
     from dakrun.config import model_len
-    from dakrun.generate import BatchJob, check_report, load_bar, write_report
+    from dakrun.generate import BatchJob, check_report, write_report
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
     from dakrun.probe import describe_profile
+    from dakrun.progress import load_bar
     from dakrun.requests import (
         RequestReader,
         ResultWriter,
@@ -213,14 +214,21 @@ def generate(
             )
         if llm.fallback:
             say(f"runs on plain torch, slower than the kernels: {llm.fallback}")
-        foretold = None
-        # With --resume the rows that are left are not known yet; the forecast is of kernels.
-        if expected and llm.profile.comparable and not resume and llm.fallback is None:
-            foretold = expected.forecast(llm.plan)
+        forecast = None
+        if expected is not None and llm.profile.comparable and llm.fallback is None:
+            forecast = expected.forecast(llm.plan)  # of kernels
+        # With --resume the rows that are left are not known yet.
+        foretold = None if resume else forecast
+        if foretold is not None:
             say(f"{foretold} (with as many tokens as rows may take)")
         with llm:
             start = time.perf_counter()
-            with writer, BatchJob(llm, reader, writer, progress) as job:
+            with (
+                writer,
+                BatchJob(
+                    llm, reader, writer, progress, expected=expected, forecast=forecast
+                ) as job,
+            ):
                 for result in llm.stream(job.requests()):
                     job.finish(result)
                 writer.finish()

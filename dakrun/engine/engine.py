@@ -141,6 +141,7 @@ class Engine:
     def _drop_all(self) -> None:
         """Forget all requests, and free their KV blocks and copies."""
         self._steps.clear()
+        self.stats.running_tokens = 0
         for r in self._running:
             self.preemption.free_copies(r)
         self._running = []
@@ -300,6 +301,7 @@ class Engine:
             if not r.ended:
                 r.first_token, r.last_token = r.first_token or now, now
                 r.tokens.append(token)
+                self.stats.running_tokens += 1
         for number, likeliest in found.logprobs.items():
             if not rows[number].ended:
                 rows[number].logprobs.append(likeliest)
@@ -326,6 +328,7 @@ class Engine:
         self._running.remove(r)
         self.admission.release(r)
         self.preemption.free_copies(r)
+        self.stats.running_tokens -= len(r.tokens)
         if reason == "error":
             return not_finite(r, self.plan.model.dtype)
         self.admission.count_end(r)

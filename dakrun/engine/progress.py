@@ -24,6 +24,7 @@ class EngineStats:
     from copies of them, at the others it computed its positions again.
     `shared_tokens` are those tokens of prompts that were not computed, since other requests' KV
     blocks have them.
+    `new_tokens` are those of requests that have ended, `running_tokens` those of the others.
     `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
     decode rows, too, and `prefill_steps` all of them. `step_s` has the other steps; `step_rows`
     sums their requests and `kv_bytes_read` the KV bytes they read, in which shared blocks count
@@ -37,6 +38,7 @@ class EngineStats:
     prompt_tokens: int = 0
     shared_tokens: int = 0
     new_tokens: int = 0
+    running_tokens: int = 0
     prefill_s: float = 0.0
     prefill_steps: int = 0
     mixed_steps: int = 0
@@ -46,6 +48,11 @@ class EngineStats:
     step_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
     step_rows: int = 0
     kv_bytes_read: int = 0
+
+    @property
+    def tokens_so_far(self) -> int:
+        """New tokens, those of running requests included."""
+        return self.new_tokens + self.running_tokens
 
 
 @dataclass(eq=False)

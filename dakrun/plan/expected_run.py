@@ -55,6 +55,11 @@ class ExpectedRun:
         return round(self._choices_seen / self.share)
 
     @property
+    def row_count(self) -> int:
+        """Rows of the file, those that cannot be run included."""
+        return round(len(self.rows) / self.share)
+
+    @property
     def mean_prompt(self) -> float:
         """Mean tokens of a request's prompt; 0 without requests."""
         return self._mean(lambda row: row.prompt)

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from dakrun.config import SamplingParams, model_len
 from dakrun.errors import UsageError
-from dakrun.generate import Counts, progress_bar
+from dakrun.generate import Counts
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.interrupt import Interrupted
 from dakrun.models.hub import find_model
+from dakrun.progress import progress_bar
 from dakrun.ray.cluster import connected, resources
 from dakrun.ray.dispatch import Dispatcher, WorkerState
 from dakrun.ray.inputs import InputFiles
