@@ -183,7 +183,7 @@ class BatchJob:
             return 0
         most = self._llm.rules.max_model_len
         requests = (row, *row.further)
-        return sum(min(r.params.max_tokens, most - len(r.prompt_ids)) for r in requests)
+        return sum(r.params.limit(most - len(r.prompt_ids)) for r in requests)
 
     def _all_rows(self) -> tuple[int, bool] | None:
         """How many rows there are, and whether the number is exact; None if it is not known."""

@@ -4,6 +4,11 @@ Of this machine or a profile's, or with --nodes of the machines of a cluster.
 """
 
 import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +26,13 @@ from dakrun.cli.options import (
     wide_option,
     workload_options,
 )
-from dakrun.errors import UsageError
+from dakrun.errors import CannotRun, DakrunError, UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig, SamplingParams
     from dakrun.plan import ExpectedRun, Plan, Policy
     from dakrun.plan.nodes import ClusterForecast
+    from dakrun.requests import RowCheck
 
 
 @click.command()
@@ -34,7 +40,11 @@ if TYPE_CHECKING:
 @workload_options
 @length_options
 @click.option(
-    "-i", "--input", "source", metavar="FILE", help="Plan for this file's prompts; predict its run."
+    "-i",
+    "--input",
+    "source",
+    metavar="FILE",
+    help="Plan for this file's prompts (- is standard input); predict its run.",
 )
 @profile_option
 @click.option(
@@ -70,7 +80,7 @@ def plan(
     decode step and effective bandwidth (EB), the same with one offload ratio for all ops, the limit
     of the speed, and the changes that would raise it most. With -i, lengths are those of the file's
     rows (4 characters of text count as a token; --max-tokens is for rows without their own), and
-    the time of its run is predicted.
+    the time of its run is predicted; rows that cannot run are counted by reason.
     """
     from dakrun.config import SamplingParams, Workload, model_len
     from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
@@ -78,6 +88,7 @@ def plan(
     from dakrun.probe import describe_profile
 
     params, run, limit = SamplingParams(max_tokens=max_tokens), None, MAX_BATCH_SIZE
+    rows: RowCheck | None = None
     if nodes is not None:
         if source is None or profile != "auto" or plot:
             raise UsageError(
@@ -86,21 +97,22 @@ def plan(
             )
         config = resolve_model(model, dtype)
         longest = model_len(config, max_model_len)
-        run = _expected_run(source, params, longest)
+        run, rows = _expected_run(source, params, config, model, longest)
         forecast = _plan_nodes(nodes, config, policy, batch_size, max_decode_step, longest, run)
         if as_json:
-            click.echo(json.dumps(forecast.as_dict()))
+            click.echo(json.dumps(forecast.as_dict() | {"rows": rows.as_dict()}))
             return
         from dakrun.plan.show.nodes import render_nodes
 
         render_nodes(forecast, source, stdout_console())
+        click.echo(f"{source}: {rows}")
         return
     config, hardware = resolve_model(model, dtype), resolve_profile(profile)
     if source is None:
         max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
     else:
         max_model_len = model_len(config, max_model_len)
-        run = _expected_run(source, params, max_model_len)
+        run, rows = _expected_run(source, params, config, model, max_model_len)
         prompt_len, max_tokens = round(run.mean_prompt), round(run.mean_new)
         limit = min(run.requests, limit)
     workload = Workload(
@@ -125,12 +137,14 @@ def plan(
     foretold = None if run is None else run.forecast(decision)
     if as_json:
         note_no_kernels(hardware)
-        found = {} if foretold is None else {"run": vars(foretold)}
-        click.echo(json.dumps(overview_dict(shown) | found))
+        found = overview_dict(shown)
+        if foretold is not None and rows is not None:
+            found |= {"run": vars(foretold), "rows": rows.as_dict()}
+        click.echo(json.dumps(found))
         return
     from dakrun.plan.show import render
 
-    render(shown, stdout_console(), wide=wide, run=foretold)
+    render(shown, stdout_console(), wide=wide, run=foretold, rows=str(rows or ""))
     if foretold is not None:
         click.echo(f"{source}: {foretold}")
 
@@ -176,22 +190,63 @@ def _plan_nodes(
     return foretell_cluster(parse_nodes(nodes), plan_of, run, eprint)
 
 
-def _expected_run(source: str, params: "SamplingParams", max_model_len: int) -> "ExpectedRun":
-    """The run of a file's rows. Raises UsageError if there are none."""
-    from dakrun.requests import RequestReader
+def _expected_run(
+    source: str, params: "SamplingParams", config: "ModelConfig", model: str, max_model_len: int
+) -> "tuple[ExpectedRun, RowCheck]":
+    """The run of a file's rows that can run, and the others. Raises UsageError if all are others.
 
-    with RequestReader(source, defaults=params) as reader:
-        found = reader.expected_run(max_model_len)
-    if found is None:
+    The tokenizer is that of a folder `model`; for other models the lengths of texts are estimated.
+    """
+    from dakrun.requests import EstimatedRules, PromptRules, RequestReader, Tokenizer, check_rows
+
+    folder = Path(model).expanduser()
+    has_tokenizer = folder.is_dir() and Tokenizer.is_in(folder)
+    rules = (PromptRules if has_tokenizer else EstimatedRules)(
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        max_positions=config.max_positions,
+        tokenizer=Tokenizer.load(folder) if has_tokenizer else None,
+    )
+    with _on_disk(source) as path, RequestReader(path, defaults=params) as reader:
+        rows = check_rows(reader, rules)
+        found = reader.expected_run(max_model_len, without=rows.lines) if rows else None
+    if found is None or rows is None:
         raise UsageError(
             f"{source}: a plan needs a file that it can read to its end",
-            hint="write the prompts to a file, and give that to -i",
+            hint="write the prompts to a file, and give that to -i, or pipe them to -i -",
         )
     if not found.requests:
+        why = f": {rows}" if rows.lines else ""
         raise UsageError(
-            f"{source}: no row can be run", hint="dakrun generate says what is wrong with each row"
+            f"{source}: no row can be run{why}",
+            hint="dakrun generate says what is wrong with each row",
         )
-    return found
+    return found, rows
+
+
+@contextmanager
+def _on_disk(source: str) -> Iterator[str]:
+    """The path of `source`; standard input is copied to a temporary file."""
+    if source != "-":
+        yield source
+        return
+    if sys.stdin is None:
+        raise UsageError("standard input is closed", hint="give -i a file, or pipe prompts in")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stdin"
+        try:
+            with path.open("wb") as copy:
+                shutil.copyfileobj(sys.stdin.buffer, copy)
+        except OSError as problem:
+            raise CannotRun(
+                f"standard input cannot be copied to {folder} ({problem.strerror})",
+                hint="set TMPDIR to a folder with room, or give -i a file",
+            ) from None
+        try:
+            yield str(path)
+        except DakrunError as problem:
+            text = str(problem).replace(str(path), "standard input")
+            raise type(problem)(text, hint=problem.hint) from None
 
 
 def _plan_model_len(

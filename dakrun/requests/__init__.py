@@ -6,7 +6,7 @@ Requests, in the formats of native_rows.py and openai_rows.py (messages.py has c
 shared checks, neutral.py values that change nothing); choices.py collects the results of a row,
 openai_results.py puts them in OpenAI's format, writer.py writes them durably (files.py),
 written_rows.py reads them again, input_order.py puts them in order, fingerprint.py tells one run
-from another, row_digests.py one row from another;
+from another, row_digests.py one row from another; row_check.py counts the rows that cannot run;
 gzip_files.py knows gzip; prompts.py says which prompts a model accepts, python_prompts.py makes
 requests of those of the Python API, tokenizer.py wraps the
 model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py that of a
@@ -31,6 +31,7 @@ from dakrun.requests.request import (
     RowError,
     TokenLogprob,
 )
+from dakrun.requests.row_check import EstimatedRules, RowCheck, check_rows
 from dakrun.requests.row_digests import InputRow, digests_path
 from dakrun.requests.row_parser import RowParser
 from dakrun.requests.sentencepiece_model import check_sentencepiece
@@ -42,6 +43,7 @@ __all__ = [
     "BadRow",
     "Choices",
     "Completion",
+    "EstimatedRules",
     "IdSet",
     "InputRow",
     "Logprobs",
@@ -52,6 +54,7 @@ __all__ = [
     "Request",
     "RequestReader",
     "ResultWriter",
+    "RowCheck",
     "RowError",
     "RowLengths",
     "RowParser",
@@ -59,6 +62,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenizer",
     "as_requests",
+    "check_rows",
     "check_sentencepiece",
     "digests_path",
     "fingerprint_path",

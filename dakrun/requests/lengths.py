@@ -91,14 +91,14 @@ def json_lengths(
         return NOTHING
     if n is not None and (type(n) is not int or not 1 <= n <= MAX_N):
         return NOTHING
-    longest = max(prompts, key=_tokens)
+    longest = max(prompts, key=tokens_of)
     return _limited(longest, new, max_model_len, starts, len(prompts) * (n or 1))
 
 
 def _limited(
     prompt: object, new: int, max_model_len: int, starts: PromptStarts, choices: int = 1
 ) -> RowLengths:
-    if not (length := _tokens(prompt)):
+    if not (length := tokens_of(prompt)):
         return NOTHING
     length = max(1, min(length, max_model_len - 1))
     shared = 0
@@ -111,7 +111,7 @@ def _are_numbers(prompt: list[Any]) -> bool:
     return all(type(token) is int for token in prompt)
 
 
-def _tokens(prompt: object) -> int:
+def tokens_of(prompt: object) -> int:
     """Tokens of a text, one at least, or of an array of token ids; 0 for anything else."""
     if isinstance(prompt, str):
         # With most tokenizers an empty text has a BOS token.

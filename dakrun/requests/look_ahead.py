@@ -50,6 +50,24 @@ class AheadRow(NamedTuple):
     shared: int
     digest: int = 0
 
+    @classmethod
+    def of(cls, line: Line, look: Look, group: int = 0, place: int = 0) -> "AheadRow":
+        """The row on `line`, whose data lie at `place`."""
+        return cls(
+            group,
+            -look.lengths.new,
+            -look.lengths.prompt,
+            line.number,
+            look.lengths.choices,
+            place,
+            None if line.data is None else len(line.data),
+            line.nbytes,
+            look.kind,
+            look.new_id,
+            look.lengths.shared,
+            look.digest,
+        )
+
 
 class LookAhead:
     """Iterates over the rows of `lines` and their data, None for a line that is too long.
@@ -115,11 +133,12 @@ class LookAhead:
         """The number of rows that were looked at and not taken."""
         return len(self._rows)
 
-    def lengths(self) -> Iterator[RowLengths]:
-        """Lengths of the rows that were not taken yet."""
+    def lengths(self, without: frozenset[int] = frozenset()) -> Iterator[RowLengths]:
+        """Lengths of the rows that were not taken yet, but for the line numbers `without`."""
         return (
             RowLengths(-row.minus_prompt, -row.minus_new, row.choices, row.shared)
             for row in self._rows
+            if row.number not in without
         )
 
     def close(self) -> None:
@@ -170,20 +189,7 @@ class LookAhead:
             place = line.start
             if line.data is not None and not self._lines.can_seek:
                 place = self._spool.add(line.data)
-            row = AheadRow(
-                self._count // LOOK_AHEAD,
-                -look.lengths.new,
-                -look.lengths.prompt,
-                line.number,
-                look.lengths.choices,
-                place,
-                None if line.data is None else len(line.data),
-                line.nbytes,
-                look.kind,
-                look.new_id,
-                look.lengths.shared,
-                look.digest,
-            )
+            row = AheadRow.of(line, look, self._count // LOOK_AHEAD, place)
             heappush(self._rows, row)
             self._count += 1
             self._changed.notify_all()

@@ -34,7 +34,7 @@ class PromptRules:
         """Token ids of a text prompt, checked."""
         if self.tokenizer is None:
             raise BadRow("no_tokenizer", "the model has no tokenizer; give prompt_token_ids")
-        _check_encodable(text, "the prompt")
+        check_encodable(text, "the prompt")
         if add_special_tokens:
             return self.check(self.tokenizer.encode(text))
         return self.check(self.tokenizer.encode(text, add_special_tokens=False))
@@ -53,7 +53,7 @@ class PromptRules:
         if not self.tokenizer.has_chat_template:
             raise BadRow("no_chat_template", "the model has no chat template; give prompts as text")
         for number, message in enumerate(messages, 1):
-            _check_encodable(string_of(message["content"]), f"message {number}")
+            check_encodable(string_of(message["content"]), f"message {number}")
         try:
             return self.tokenizer.chat_text(messages, continues=continues)
         except UsageError as problem:
@@ -87,7 +87,8 @@ class PromptRules:
             raise BadRow("no_tokenizer", "stop strings need the model's tokenizer")
 
 
-def _check_encodable(text: str, what: str) -> None:
+def check_encodable(text: str, what: str) -> None:
+    """Raise BadRow if `text`, which `what` names, has half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:

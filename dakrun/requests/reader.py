@@ -110,15 +110,18 @@ class RequestReader:
         row = self._first_row
         return kind_of(row).name if isinstance(row, dict) else row and NATIVE.name
 
-    def expected_run(self, max_model_len: int) -> ExpectedRun | None:
+    def expected_run(
+        self, max_model_len: int, *, without: frozenset[int] = frozenset()
+    ) -> ExpectedRun | None:
         """The run of the file's rows by a model of `max_model_len` tokens; None for a pipe.
 
         Looks at the first LOOK_AHEAD rows. A longer file is taken to go on like these: the number
-        of its requests follows from its bytes. Of a pipe it only begins to read.
+        of its requests follows from its bytes. Of a pipe it only begins to read. `without` are
+        numbers of lines that are known not to run.
         """
         if (share := self._share(max_model_len)) is None:
             return None
-        rows = list(self._look_ahead(max_model_len).lengths())
+        rows = list(self._look_ahead(max_model_len).lengths(without))
         return ExpectedRun.of(rows, share, self._defaults)
 
     def _share(self, max_model_len: int) -> float | None:
@@ -168,15 +171,35 @@ class RequestReader:
         return self._read_digests(self._lines)
 
     def _read_digests(self, lines: LineSource) -> Iterator[InputRow]:
-        with RequestReader(
+        with self._again(lines) as again:
+            for line in again._lines:
+                row_id, look = again._identify(line)
+                yield InputRow(look.new_id or row_id, line.number, look.digest)
+
+    def parsed_in_order(self, rules: PromptRules) -> Iterator[Request | RowError] | None:
+        """All rows as in `rows`, in the file's order, read beside this reader; None for a pipe."""
+        if self._lines.bytes_total is None:
+            return None
+        _ = self._first_row  # which sets the format
+        return self._parse_in_order(self._lines, rules)
+
+    def _parse_in_order(
+        self, lines: LineSource, rules: PromptRules
+    ) -> Iterator[Request | RowError]:
+        with self._again(lines) as again:
+            again._max_model_len = rules.max_model_len
+            for line in again._lines:
+                row = AheadRow.of(line, again._look(line))
+                yield self.parser.parse(row, line.data, rules)
+
+    def _again(self, lines: LineSource) -> "RequestReader":
+        """Another reader of this reader's file, from the first row."""
+        return RequestReader(
             lines.reopened(),
             defaults=self._defaults,
             format=self._format,
             max_line_bytes=lines.max_line_bytes,
-        ) as again:
-            for line in again._lines:
-                row_id, look = again._identify(line)
-                yield InputRow(look.new_id or row_id, line.number, look.digest)
+        )
 
     def wait(self) -> None:
         """Return once `rows` has something else than None to give."""

@@ -60,23 +60,28 @@ PHASES = {
 
 
 def render(
-    shown: Overview, console: Console, *, wide: bool = False, run: RunForecast | None = None
+    shown: Overview,
+    console: Console,
+    *,
+    wide: bool = False,
+    run: RunForecast | None = None,
+    rows: str = "",
 ) -> None:
     """Print the answer, the tables of needs and of choices, and the summary.
 
-    `wide` has all columns; `run` is that of a file's rows.
+    `wide` has all columns; `run` is that of a file's rows, of which `rows` says how many can run.
     """
     plan = shown.chosen.plan
-    for title, text in answer_rows(shown, run):
+    for title, text in [*answer_rows(shown, run), *([("rows", rows)] if rows else [])]:
         line = _wrapped(text, console.width, title)
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print()
-    for title, columns, rows, legend in (
+    for title, columns, cells, legend in (
         ("What each op needs", NEEDS, need_rows(plan), need_legend()),
         ("What the plan does with it", CHOICES, choice_rows(plan), choice_legend(plan)),
     ):
         console.print(title, highlight=False)
-        print_table(console, columns, rows, wide=wide)
+        print_table(console, columns, cells, wide=wide)
         lines = _wrapped(legend, console.width)
         console.print(lines, end="\n\n", soft_wrap=True, highlight=False)
     for title, text in summary_rows(shown):

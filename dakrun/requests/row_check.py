@@ -1,0 +1,103 @@
+"""The rows of a prompt file that cannot run, counted by reason before anything runs.
+
+Reads the first LOOK_AHEAD rows in the order of the file. Without the model's tokenizer, lengths of
+texts are estimated as in lengths.py, and whether a text can be encoded is all that is known of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from dakrun.requests import look_ahead
+from dakrun.requests.chats import string_of
+from dakrun.requests.lengths import tokens_of
+from dakrun.requests.prompts import BadRow, PromptRules, check_encodable
+from dakrun.requests.request import RowError
+
+if TYPE_CHECKING:
+    from dakrun.requests.reader import RequestReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatedRules(PromptRules):
+    """The rules of a model whose tokenizer is not at hand."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """As many zeros as `text` has tokens by estimate."""
+        check_encodable(text, "the prompt")
+        if (tokens := tokens_of(text)) >= self.max_model_len:
+            raise BadRow(
+                "prompt_too_long",
+                f"the prompt has about {tokens} tokens by its characters, but only "
+                f"{self.max_model_len - 1} and a new one fit into the maximum length of "
+                f"{self.max_model_len}",
+            )
+        return (0,) * tokens
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
+    ) -> tuple[int, ...]:
+        """As many zeros as the texts of the messages have tokens by estimate."""
+        return self.encode("".join(string_of(message["content"]) for message in messages))
+
+    def check_stop(self, params: object) -> None:
+        """Accept stop strings, for which there may be a tokenizer."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why `rows` rows cannot run; `line` and `message` are those of the first of them."""
+
+    code: str
+    rows: int
+    line: int
+    message: str
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """What was found of the `rows` first rows; `lines` are those of rows that cannot run.
+
+    `whole`: these are all rows of the file.
+    """
+
+    rows: int
+    whole: bool
+    reasons: tuple[Reason, ...]
+    lines: frozenset[int]
+
+    def __str__(self) -> str:
+        of = f"{self.rows:,} row{'s' * (self.rows != 1)}"
+        of = of if self.whole else f"the first {of}"
+        if not self.lines:
+            return f"all of {of} can run"
+        reasons = "; ".join(
+            f"{reason.rows:,} {reason.code} (line {reason.line}: {reason.message})"
+            for reason in self.reasons
+        )
+        return f"{len(self.lines):,} of {of} cannot run: {reasons}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The check as JSON-ready data."""
+        return {
+            "checked": self.rows,
+            "whole_file": self.whole,
+            "cannot_run": len(self.lines),
+            "reasons": [vars(reason) for reason in self.reasons],
+        }
+
+
+def check_rows(reader: "RequestReader", rules: PromptRules) -> RowCheck | None:
+    """Check the rows of the reader's file beside the reader; None for a pipe."""
+    if (parsed := reader.parsed_in_order(rules)) is None:
+        return None
+    count, lines, reasons = 0, set[int](), dict[str, Reason]()
+    for row in islice(parsed, look_ahead.LOOK_AHEAD):
+        count += 1
+        if isinstance(row, RowError):
+            lines.add(row.line)
+            known = reasons.get(row.code) or Reason(row.code, 0, row.line, row.message)
+            reasons[row.code] = replace(known, rows=known.rows + 1)
+    whole = next(parsed, None) is None
+    return RowCheck(count, whole, tuple(reasons.values()), frozenset(lines))
