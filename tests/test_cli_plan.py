@@ -222,7 +222,7 @@ def test_auto_batch_size_and_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown["profile"]["name"] == "cpu"
     assert shown["workload"]["batch_size"] > 1
     gpus("NVIDIA H200")
-    said = "profile h200-pcie5 of NVIDIA H200: measured "
+    said = "warning: profile h200-pcie5: 4 of 95 figures spread by more than 5%"
     assert plan_json("--profile", "auto", said=said)["profile"]["name"] == "h200-pcie5"
 
 
