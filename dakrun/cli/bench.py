@@ -181,12 +181,17 @@ def bench(
     """Measure a model or a kernel; compare with memory bandwidth and the profile's prediction.
 
     --model alone: decode steps of batches of requests, with a part of all weights in a remote tier.
-    Runs on the CPU if there is no GPU.
+    Runs on the CPU if there is no GPU. Needs --model; also takes --load-format, --batch-size,
+    --transport, --strategy, --prompt-len, --new-tokens, --hbm-budget, --host-budget, --peer-budget,
+    --rival, --plot.
 
-    --kernel gemm: X W^T with a part of W in a remote tier, and cuBLAS with all of W in HBM.
+    --kernel gemm: X W^T with a part of W in a remote tier, and cuBLAS with all of W in HBM. Needs a
+    GPU; takes --shape, --model, --rows, --ablations.
 
     --kernel attention: one new token in each slot with some slots in a remote tier, and torch's
-    SDPA with all slots in HBM.
+    SDPA with all slots in HBM. Needs a GPU; takes --case, --head-dim.
+
+    All of them take --ratio, --remote, --dtype, --wide, --csv, --json, --output, --profile.
     """
     from dakrun import bench as benchmarks
     from dakrun.plan.show import picture

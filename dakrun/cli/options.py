@@ -109,10 +109,17 @@ def auto_option(name: str, kind: Auto, metavar: str, help: str, **settings: Any)
 
 def budget_options(prefix: str = "") -> Decorator:
     """The memory budgets by tier; `prefix` begins their help."""
+    unset = "default: what is free, or for plans all that the profile has"
     return together(
-        option("--hbm-budget", type=Size(), help=f"{prefix}GPU memory to use, like 20GiB."),
-        option("--host-budget", type=Size(), help=f"{prefix}Host memory to use, like 100GiB."),
-        option("--peer-budget", type=Size(), help=f"{prefix}Memory to use on each peer GPU."),
+        option(
+            "--hbm-budget", type=Size(), help=f"{prefix}GPU memory to use, like 20GiB; {unset}."
+        ),
+        option(
+            "--host-budget", type=Size(), help=f"{prefix}Host memory to use, like 100GiB; {unset}."
+        ),
+        option(
+            "--peer-budget", type=Size(), help=f"{prefix}Memory to use on each peer GPU; {unset}."
+        ),
     )
 
 
@@ -166,7 +173,7 @@ chat_template_option = click.option(
     "--chat-template",
     metavar="FILE",
     callback=_template,
-    help="A Jinja template for chats, in place of the tokenizer's own.",
+    help="A Jinja template for chats; default: the tokenizer's own.",
 )
 
 
@@ -206,9 +213,13 @@ workload_options = together(
         type=click.FloatRange(min=0, min_open=True),
         metavar="MS",
         callback=_seconds,
-        help="Limit of the predicted time of a decode step, for --batch-size auto.",
+        help="Limit of the predicted time of a decode step, for --batch-size auto; default: none.",
     ),
-    count_option("--max-model-len", help="Maximum tokens of a prompt and its completion together."),
+    count_option(
+        "--max-model-len",
+        help="Maximum tokens of a prompt and its completion together; default: the model's "
+        "positions (plan without -i: --prompt-len and --max-tokens).",
+    ),
 )
 
 length_options = together(
