@@ -153,6 +153,8 @@ def _of_dict(
     kinds = [name for name in _KINDS if name in given]
     text = given.get("prompt")
     if kinds == ["messages"]:
+        if isinstance(given["messages"], str | Mapping):
+            raise BadRow("invalid_prompt", "messages are not a list of messages")
         chat = _values(given["messages"])
         chat = [dict(one) if isinstance(one, Mapping) else one for one in chat]
         checked, continues = checked_chat({**given, "messages": chat})
