@@ -4,7 +4,7 @@ Each error has the exit code of the command line; only cli/errors.py prints erro
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -103,6 +103,29 @@ def check_choice(name: str, value: object, choices: Sequence[str | None]) -> Non
     """Raise UsageError unless `value` is one of `choices`."""
     if not isinstance(value, str | None) or value not in choices:
         raise invalid_value(name, value, " or ".join(map(str, choices)))
+
+
+def is_neutral(name: str, value: object, table: Mapping[str, tuple[object, ...]]) -> bool:
+    """Whether an unsupported option changes nothing: 0 and 0.0 are equal, false is not."""
+    return any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in table.get(name, ())
+    )
+
+
+def refuse_unsupported(
+    given: Mapping[str, object],
+    neutral: Mapping[str, tuple[object, ...]],
+    supported: Iterable[str],
+) -> None:
+    """Raise UsageError that names the first option in `given` which is not None or `neutral`."""
+    for name, value in given.items():
+        if value is None or is_neutral(name, value, neutral):
+            continue
+        hint = f"leave it out; the options are {', '.join(supported)}"
+        if same := neutral.get(name):
+            hint = f"leave it out, or give {same[0]!r}, which changes nothing"
+        raise UsageError(f"{name} is not supported", hint=hint)
 
 
 def invalid_value(name: str, value: object, expected: str) -> UsageError:

@@ -21,6 +21,7 @@ from dakrun.engine.build import build_runner, runs_on_kernels, why_plain_torch
 from dakrun.engine.engine import Engine
 from dakrun.engine.machine_planner import MachinePlanner
 from dakrun.engine.results import too_long
+from dakrun.engine.rows_bar import rows_bar
 from dakrun.engine.runner import Runner, gpu_errors
 from dakrun.engine.unfinished import Unfinished
 from dakrun.errors import (
@@ -31,6 +32,7 @@ from dakrun.errors import (
     check_count,
     check_number,
     invalid_value,
+    refuse_unsupported,
 )
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.kernels.gemm.splitk_config import TierAccess
@@ -60,8 +62,6 @@ from dakrun.requests import (
     as_requests,
 )
 from dakrun.requests.python_prompts import CHAT_FLAGS, one_of, refuse_params, requests_in
-from dakrun.rows_bar import rows_bar
-from dakrun.sampling import refuse_unsupported
 from dakrun.units import format_bytes
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy

@@ -69,28 +69,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_example_in_the_readme(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It runs as it is in a checkout, and prints what its comments say."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     (example,) = (text for text in examples if "LLM(" in text)
-    (name,) = re.findall(r'LLM\("(.*?)"', example)
-    (tmp_path / name).parent.mkdir(parents=True)
-    (tmp_path / name).symlink_to(model)
-    monkeypatch.chdir(tmp_path)
+    said = re.findall(r"^# (.*)$", example, re.MULTILINE)
+    assert len(said) == 2
+    monkeypatch.chdir(ROOT)
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == said
     completions, report = names["completions"], names["report"]
     assert isinstance(completions, list) and isinstance(report, dict)
-    assert len(completions) == 2
     for number, completion in enumerate(completions):
         assert isinstance(completion, Completion) and completion.id == str(number)
-        assert completion.finish_reason == "length" and len(completion.token_ids) == 32
-        assert completion.text and completion.ttft_s > 0 and completion.tpot_s > 0
-    assert len(capsys.readouterr().out.splitlines()) >= 3
+        assert completion.ttft_s > 0 and completion.tpot_s > 0
+    assert {"tokens_per_s", "decode_step_s", "eb_bytes_per_s"} <= report.keys()
     held = {tier["name"]: tier["weights_bytes"] for tier in report["tiers"]}
     assert held["hbm"] > held["host"] > 0
 

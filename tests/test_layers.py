@@ -26,11 +26,8 @@ LAYERS = (
     ("kernels",),
     ("memory", "plan"),
     ("hardware", "models"),
-    ("config", "sampling"),
-    (
-        *("errors", "geometry", "units", "resources", "interrupt", "tables", "__init__"),
-        *("progress", "rows_bar"),
-    ),
+    ("config",),
+    ("errors", "geometry", "units", "resources", "interrupt", "progress", "tables", "__init__"),
 )
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dakrun.errors import is_neutral
 from dakrun.requests.json_rows import flag, json_kind, names, shown
 from dakrun.requests.neutral import OF_MESSAGES
 from dakrun.requests.prompts import BadRow, PromptRules
-from dakrun.sampling import is_neutral
 
 _ROLES = ("system", "developer", "user", "assistant")
 

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dakrun.sampling import NEUTRAL_SAMPLING, is_neutral
+from dakrun.config import NEUTRAL_SAMPLING
+from dakrun.errors import is_neutral
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
     **NEUTRAL_SAMPLING,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dakrun.config import MAX_LOGPROBS, SamplingParams
+from dakrun.config import MAX_LOGPROBS, SEED_BITS, SamplingParams
 from dakrun.requests.json_rows import flag, json_kind, names, shown
 from dakrun.requests.messages import chat_prompt
 from dakrun.requests.native_rows import (
@@ -20,7 +20,6 @@ from dakrun.requests.native_rows import (
 from dakrun.requests.neutral import supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
-from dakrun.sampling import SEED_BITS
 
 _URLS = ("/v1/completions", "/v1/chat/completions")
 ROW_FIELDS = ("custom_id", "method", "url", "body")

@@ -9,13 +9,12 @@ from itertools import islice
 from operator import index
 from typing import Any
 
-from dakrun.config import SamplingParams
-from dakrun.errors import UsageError
+from dakrun.config import SEED_BITS, SamplingParams
+from dakrun.errors import UsageError, is_neutral
 from dakrun.requests.json_rows import names
 from dakrun.requests.messages import checked_chat
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply, Request
-from dakrun.sampling import SEED_BITS, is_neutral
 
 # A text, token ids, messages (each a mapping with a role), or a mapping with one of these.
 Prompt = str | Mapping[str, Any] | Iterable[int] | Iterable[Mapping[str, Any]]
