@@ -107,6 +107,7 @@ class LLM:
     - `threads`: CPU threads of torch, in the whole process; by default as many as there are cores
       that it may use, and at most torch's own default. Where other programs need the CPU, set
       OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
+    - `on_allocate`: called while memory is allocated, with the bytes so far and those of all tiers.
     - `on_load`: called while weights load, with the bytes loaded so far and those of all weights.
     - `chat_template`: a Jinja template in place of the tokenizer's own.
     - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
@@ -140,6 +141,7 @@ class LLM:
         chat_template: str | None = None,
         load_format: LoadFormat = "auto",
         threads: int | None = None,
+        on_allocate: OnLoad = lambda done, total: None,
         started: datetime | None = None,
         on_load: OnLoad = lambda done, total: None,
         **other: Any,
@@ -196,7 +198,7 @@ class LLM:
             tokenizer=tokenizer,
         )
         self._directory = None if load_format == "dummy" else directory
-        self._on_load = on_load
+        self._on_load, self._on_allocate = on_load, on_allocate
         self._tiers = Tiers()
         self._engine: Engine | None = None
         self.load_s = 0.0
@@ -451,7 +453,7 @@ class LLM:
         with Checkpoint(directory) if directory else nullcontext(Dummy()) as source:
             source.check(manifest_of(architecture(self.config), source.__contains__))
             capacities = tier_capacities(self.plan, packed=packed)
-            self._tiers = allocate_tiers(capacities, self.device)
+            self._tiers = allocate_tiers(capacities, self.device, self._on_allocate)
             return build_runner(
                 source, self.plan, self._tiers, self.device, self._on_load, self._reads
             )

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -205,21 +206,32 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-@contextmanager
-def load_bar(console: Console | None) -> Iterator[Callable[[int, int], None]]:
-    """Show how much of the weights is loaded, on `console` if there is one.
+OnBytes = Callable[[int, int], None]  # takes the bytes that are done, and those of all
 
-    Yields the function that an LLM takes as `on_load`. Until it is first called, the bar says that
-    memory is being allocated.
+
+@contextmanager
+def load_bar(console: Console | None) -> Iterator[tuple[OnBytes, OnBytes]]:
+    """Show how much memory is allocated, then how much of the weights is loaded.
+
+    On `console`, if there is one. Yields what an LLM takes as `on_allocate` and `on_load`.
     """
     if console is None:
-        yield lambda done, total: None
+        yield (lambda done, total: None), (lambda done, total: None)
         return
-    with progress_bar(console, DownloadColumn(binary_units=True)) as progress:
-        bar = progress.add_task("allocating memory", total=None)
-        yield lambda done, total: progress.update(
-            bar, completed=done, total=total, description="loading weights"
-        )
+    with progress_bar(console, _BytesColumn(binary_units=True)) as progress:
+        bar = progress.add_task("planning", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total, description=what)
+
+        yield partial(show, "allocating memory"), partial(show, "loading weights")
+
+
+class _BytesColumn(DownloadColumn):
+    """Bytes of the total; nothing while that is not known."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
 
 
 def progress_bar(console: Console, *columns: ProgressColumn) -> Progress:

@@ -90,7 +90,9 @@ def test_touching_brings_every_page() -> None:
     with HostBlock(300 * MIB) as block:  # two pieces
         place = (block.tensor.data_ptr(), 300 * MIB)
         before = resident_in(*place)
-        block.touch()
+        found: list[int] = []
+        block.touch(found.append)
+        assert found == [256 * MIB, 300 * MIB]
         after = resident_in(*place)
     assert before < 10 * MIB and after > 290 * MIB
 

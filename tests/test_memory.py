@@ -1,7 +1,7 @@
 """Tiers and partitioned matrices: each element in one tier; sizes that do not fit are refused."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -93,10 +93,28 @@ def test_more_than_the_machine_has_is_refused_before_allocating() -> None:
         allocate_tiers({"hbm": 0, "host": 1 << 50}, CPU)
 
 
+def test_bytes_are_told_while_tiers_are_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory for a GPU comes in pieces; there is no GPU, so that is patched within."""
+    found: list[tuple[int, int]] = []
+
+    def take(
+        name: str, nbytes: int, device: torch.device, on_bytes: Callable[[int], None]
+    ) -> HostBlock:
+        block = HostBlock(nbytes)
+        if name == "host":
+            block.touch(on_bytes)
+        return block
+
+    monkeypatch.setattr("dakrun.memory.tiers._take", take)
+    with allocate_tiers({"hbm": MIB, "host": 300 * MIB}, CPU, lambda *both: found.append(both)):
+        total = 301 * MIB
+    assert found == [(n * MIB, total) for n in (0, 1, 257, 301, 301)]
+
+
 def test_all_tiers_are_freed_if_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
 
-    def take(name: str, nbytes: int, device: torch.device) -> HostBlock:
+    def take(name: str, nbytes: int, device: torch.device, on_bytes: object) -> HostBlock:
         if name == "peer:1":
             raise CannotRun("no more", hint="none")
         taken.append(HostBlock(nbytes))
@@ -124,7 +142,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(cuda, "can_device_access_peer", lambda device, peer: True)
     inner = "dakrun.memory.tiers"
     monkeypatch.setattr(f"{inner}.check_page_locking", lambda nbytes, device: None)
-    monkeypatch.setattr(f"{inner}._take", lambda name, nbytes, device: taken.append(name))
+    monkeypatch.setattr(f"{inner}._take", lambda name, *rest: taken.append(name))
     yield taken
 
 

@@ -201,7 +201,7 @@ def generate(
         hardware = resolve_run_profile(profile, device, say)
         console = stderr_console()
         progress = console if sys.stderr.isatty() and not quiet else None
-        with _nothing_begun(), load_bar(progress) as on_load:
+        with _nothing_begun(), load_bar(progress) as (on_allocate, on_load):
             llm = LLM(
                 model,
                 profile=hardware,
@@ -210,6 +210,7 @@ def generate(
                 expected_run=expected,
                 needs_tokenizer=reader.needs_tokenizer(),
                 started=writer.started,
+                on_allocate=on_allocate,
                 on_load=on_load,
             )
         if llm.fallback:

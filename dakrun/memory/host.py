@@ -10,8 +10,9 @@ import mmap
 import os
 import platform
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import accumulate
 
 import torch
 
@@ -104,8 +105,11 @@ class HostBlock:
         nbytes = self.tensor.nbytes
         return _libc.syscall(number, self.address, nbytes, policy, mask, bits, 0) == 0
 
-    def touch(self) -> None:
-        """Fault in every page, on up to 16 threads. Raises CannotRun if memory runs out."""
+    def touch(self, on_bytes: Callable[[int], None] = lambda done: None) -> None:
+        """Fault in every page, on up to 16 threads. Raises CannotRun if memory runs out.
+
+        `on_bytes` is called with the bytes that are there so far.
+        """
         if self._mapping is None:
             return
         with suppress(OSError):  # huge pages are faster to touch and to lock
@@ -113,7 +117,8 @@ class HostBlock:
         threads = min(MAX_THREADS, usable_cores())
         with Workers(threads) as pool:
             try:
-                list(pool.map(_touch, _pieces(self.address, self.tensor.nbytes)))
+                for done in accumulate(pool.map(_touch, _pieces(self.address, self.tensor.nbytes))):
+                    on_bytes(done)
             except OSError as problem:
                 raise CannotRun(
                     f"cannot get {format_bytes(self.tensor.nbytes)} of host memory "
@@ -157,11 +162,13 @@ class HostBlock:
         self.close()
 
 
-def locked_block(nbytes: int, device: int) -> HostBlock:
+def locked_block(
+    nbytes: int, device: int, on_bytes: Callable[[int], None] = lambda done: None
+) -> HostBlock:
     """`nbytes` of page-locked host memory, on the NUMA node of CUDA device `device` if possible.
 
-    The pages are touched, and every GPU can read them. Raises CannotRun, with nothing taken, if
-    the kernel or CUDA refuses.
+    The pages are touched (see HostBlock.touch), and every GPU can read them. Raises CannotRun, with
+    nothing taken, if the kernel or CUDA refuses.
     """
     block = HostBlock(nbytes)
     try:
@@ -169,7 +176,7 @@ def locked_block(nbytes: int, device: int) -> HostBlock:
             node = numa_node(pci_address(torch.cuda.get_device_properties(device)))
             if node is not None:
                 block.bind(node)  # a refusal costs some bandwidth, nothing else
-        block.touch()
+        block.touch(on_bytes)
         block.lock(device)
     except BaseException:
         block.close()
@@ -194,16 +201,17 @@ def _pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
         yield address + start, min(PIECE_BYTES, nbytes - start)
 
 
-def _touch(piece: tuple[int, int]) -> None:
-    """Fault in the pages of `piece`; ctypes releases the GIL meanwhile."""
+def _touch(piece: tuple[int, int]) -> int:
+    """Fault in the pages of `piece`, and return its bytes; ctypes releases the GIL meanwhile."""
     address, nbytes = piece
     while _libc.madvise(address, nbytes, MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         if number == errno.EINVAL:  # before Linux 5.14
             _libc.memset(address, 0, nbytes)
-            return
+            return nbytes
         if number not in (errno.EINTR, errno.EAGAIN):
             raise OSError(number, os.strerror(number))
+    return nbytes
 
 
 def _register(address: int, nbytes: int, device: int) -> None:

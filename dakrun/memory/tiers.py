@@ -3,8 +3,9 @@
 host.py and device.py allocate the memory. Knows neither plans nor models.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -38,12 +39,21 @@ class Tier:
     tiers are host memory.
     """
 
-    def __init__(self, name: str, capacity: int, device: torch.device) -> None:
-        """Allocate `capacity` bytes. Raises CannotRun if the machine does not have them."""
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        device: torch.device,
+        on_bytes: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Allocate `capacity` bytes. Raises CannotRun if the machine does not have them.
+
+        `on_bytes` is called with the bytes of host memory so far, since that takes long.
+        """
         self.name = name
         self.capacity = capacity
         self.used = 0
-        self._block = _take(name, capacity, device)
+        self._block = _take(name, capacity, device, on_bytes)
 
     def close(self) -> None:
         """Free the memory; its tensors must not be read any more. A second call does nothing."""
@@ -134,21 +144,34 @@ def aligned(nbytes: int) -> int:
     return ceil_div(nbytes, ALIGNMENT) * ALIGNMENT
 
 
-def allocate_tiers(capacities: Mapping[str, int], device: torch.device) -> Tiers:
+def allocate_tiers(
+    capacities: Mapping[str, int],
+    device: torch.device,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> Tiers:
     """Allocate tiers of exactly the given sizes in bytes; the caller closes them.
 
+    `on_bytes` is called meanwhile, with the bytes allocated so far and those of all tiers.
     Raises CannotRun if a size does not fit. That is checked before anything is allocated; if an
     allocation fails all the same, the others are freed.
     """
     _check(capacities, device)
-    tiers = Tiers()
+    tiers, before, total = Tiers(), 0, sum(capacities.values())
     try:
         for name, size in capacities.items():
-            tiers[name] = Tier(name, size, device)
+            on_bytes(before, total)
+            tiers[name] = Tier(name, size, device, partial(_more, on_bytes, before, total))
+            before += size
+        on_bytes(before, total)
     except BaseException:
         tiers.close()
         raise
     return tiers
+
+
+def _more(on_bytes: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    """Tell `on_bytes` of `done` bytes of a tier, beside those of the tiers before."""
+    on_bytes(before + done, total)
 
 
 def _check(capacities: Mapping[str, int], device: torch.device) -> None:
@@ -167,12 +190,14 @@ def _check(capacities: Mapping[str, int], device: torch.device) -> None:
     check_page_locking(on_host, gpu)
 
 
-def _take(name: str, nbytes: int, device: torch.device) -> HostBlock | DeviceBlock:
+def _take(
+    name: str, nbytes: int, device: torch.device, on_bytes: Callable[[int], None]
+) -> HostBlock | DeviceBlock:
     """Allocate the memory of tier `name` for a model that runs on `device`."""
     if device.type == "cpu":
         return HostBlock(nbytes)
     if name == HOST:
-        return locked_block(nbytes, device_index(device))
+        return locked_block(nbytes, device_index(device), on_bytes)
     if name == LOCAL or not nbytes:
         return DeviceBlock(nbytes, device, hint=LOCAL_HINT)
     peer = peer_index(name)
