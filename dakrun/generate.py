@@ -194,7 +194,7 @@ class BatchJob:
     def _new_tokens(self) -> int:
         """New tokens of the run so far, those of running rows included."""
         with suppress(UsageError):  # the model is being loaded again
-            self._tokens = self._llm.engine.stats.tokens_so_far
+            self._tokens = max(self._tokens, self._llm.engine.stats.tokens_so_far)
         return self._tokens
 
 
