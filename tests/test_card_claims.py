@@ -112,6 +112,9 @@ def test_predicted_figures_say_so(name: str, tmp_path: Path) -> None:
     result = run(*args, "-o", str(tmp_path))
     assert json.loads((tmp_path / "run.json").read_text())["why_no_kernels"] == why
     assert (f"note: {why}" in result.stderr) is (why is not None)
+    tables = (tmp_path / "tables.md").read_text()
+    said = f"{why}; all figures below are those of the kernels, if they ran there"
+    assert (said in tables.partition("####")[0]) is (why is not None)
     page = (tmp_path / "index.html").read_text()
     assert ("do not run on NVIDIA RTX PRO 6000 Blackwell" in page) is (why is not None)
 

@@ -28,6 +28,8 @@ def _text(
     ceilings = [f"{name} {format_rate(rate)}" for name, rate in run.get("ceilings", {}).items()]
     facts = [str(run[name]) for name in ("machine", "date", "commit") if run.get(name)]
     yield "; ".join([*facts, *([f"ceilings: {', '.join(ceilings)}"] if ceilings else [])])
+    if why := run.get("why_no_kernels"):
+        yield f"{why}; all figures below are those of the kernels, if they ran there"
     if command := run.get("command"):
         yield f"`{command}`"
     for figure in figures:
