@@ -10,18 +10,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from inspect import signature
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, SamplingParams
+from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig
 from dakrun.engine.build import build_runner, runs_on_kernels, why_plain_torch
 from dakrun.engine.engine import Engine
 from dakrun.engine.machine_planner import MachinePlanner
-from dakrun.engine.results import too_long
-from dakrun.engine.rows_bar import rows_bar
+from dakrun.engine.offline import OfflineCalls
 from dakrun.engine.runner import Runner, gpu_errors
 from dakrun.engine.unfinished import Unfinished
 from dakrun.errors import (
@@ -52,29 +50,18 @@ from dakrun.plan import (
 )
 from dakrun.report import make_report
 from dakrun.requests import (
-    Choices,
     Completion,
-    Prompt,
     PromptRules,
     Request,
     RowError,
     Tokenizer,
-    as_requests,
 )
-from dakrun.requests.python_prompts import CHAT_FLAGS, one_of, refuse_params, requests_in
 from dakrun.units import format_bytes
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import OnLoad, tier_capacities
 from dakrun.weights.manifest import manifest_of
 
-_OPTIONS = ("params", "progress", "use_tqdm")
-_NEUTRAL_IN_CHATS: Mapping[str, tuple[object, ...]] = {
-    "add_special_tokens": (False,),
-    "chat_template_content_format": ("auto",),
-    "chat_template_kwargs": ({},),
-    "tools": ([],),
-}
 # Arguments of vLLM's LLM, and their values that change nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "disable_log_stats": (True, False),
@@ -86,7 +73,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-class LLM:
+class LLM(OfflineCalls):
     """A model loaded into its tiers, ready to generate; a context manager that closes it.
 
     - `batch_size`: requests decoded together at most. "auto" takes the size up to `max_batch_size`
@@ -238,133 +225,8 @@ class LLM:
             )
         return self._engine
 
-    def generate(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-        progress: bool = True,
-        **other: Any,
-    ) -> list[Completion]:
-        """Complete prompts; results are in the order of `prompts`, which may also be only one.
-
-        A prompt is a text, a list of token ids, a list of `{"role", "content"}` messages, or a dict
-        with one of these as its `prompt`, `prompt_token_ids` or `messages`. `params` hold for all
-        prompts, or are a list with one SamplingParams for each. Prompts that may take the most
-        tokens begin first, so that none runs alone at the end. In a terminal a bar shows how many
-        prompts are done, unless `progress` or `use_tqdm` is False.
-
-        The arguments of vLLM's LLM.generate are taken: `sampling_params` are `params`, and `other`
-        may only have those that change nothing.
-
-        Raises UsageError if a prompt or its parameters are wrong, and CannotRun if one of them does
-        not fit in the KV cache, both before anything is computed. Raises CannotRun if the logits of
-        a prompt are NaN or infinite.
-        """
-        refuse_unsupported(other, {}, _OPTIONS)
-        requests = as_requests(prompts, one_of(params, sampling_params), self.rules)
-        return self._complete(requests, progress=progress and use_tqdm)
-
-    def chat(
-        self,
-        messages: Iterable[Mapping[str, Any]] | Iterable[Iterable[Mapping[str, Any]]],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-        progress: bool = True,
-        continue_final_message: bool | None = None,
-        add_generation_prompt: bool | None = None,
-        **other: Any,
-    ) -> list[Completion]:
-        """Answer a list of `{"role", "content"}` messages, or several such lists; see generate.
-
-        With `continue_final_message` the answer continues the last message, the assistant's.
-        `add_generation_prompt` may only be the opposite.
-        """
-        refuse_unsupported(other, _NEUTRAL_IN_CHATS, (*_OPTIONS, *CHAT_FLAGS))
-        requests = as_requests(
-            messages,
-            one_of(params, sampling_params),
-            self.rules,
-            chats=True,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-        )
-        return self._complete(requests, progress=progress and use_tqdm)
-
-    def stream(
-        self,
-        prompts: Prompt | Iterable[Prompt] | Iterable[Request | None],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-    ) -> Iterator[Completion | RowError]:
-        """Completions as they finish, of the prompts that `generate` takes, or of Requests.
-
-        The `id` of a result is the index of its prompt, or that of its Request. Prompts are all
-        checked before the first begins. Requests are only taken when there is room, and have their
-        own parameters; None in place of one says that none has arrived yet (see Engine.generate).
-
-        A prompt ends in a RowError if it does not fit in the KV cache, or if the model's logits
-        for it are NaN or infinite.
-        One stream or `generate` runs at a time: another raises UsageError until the first has
-        ended, is closed, or is garbage-collected.
-        """
-        own = one_of(params, sampling_params)
-        if isinstance(prompts, Iterator):  # taken when the stream begins
-            return self._stream_iterator(prompts, own)
-        requests = requests_in(prompts)
-        if requests is None:
-            return self._stream_choices(as_requests(prompts, own, self.rules))  # type: ignore[arg-type]
-        refuse_params(own)
-        return self._stream(requests)
-
-    def _stream_iterator(
-        self, given: Iterator[Any], params: SamplingParams | Iterable[SamplingParams] | None
-    ) -> Iterator[Completion | RowError]:
-        """The stream of an iterator of prompts or Requests; its first element tells which."""
-        _ = self.engine  # an error if it is closed, before any is taken
-        first = list(islice(given, 1))
-        every = chain(first, given)
-        if not first or first[0] is None or isinstance(first[0], Request):
-            refuse_params(params)
-            yield from self._stream(every)
-        else:
-            yield from self._stream_choices(as_requests(every, params, self.rules))
-
-    def _complete(self, requests: list[Request], *, progress: bool) -> list[Completion]:
-        """The results of `requests`, whose ids are their indexes; CannotRun if one has none."""
-        longest, count = self.rules.max_model_len, len(requests)
-        for request in requests:
-            length = len(request.prompt_ids)
-            new = request.params.limit(longest - length)
-            if length + new - 1 > (most := self.engine.admission.most_positions):
-                raise _no_result(too_long(request, new, most))
-        requests.sort(key=lambda r: -r.params.limit(longest - len(r.prompt_ids)))
-        results: dict[int, Completion] = {}
-        with rows_bar(count, shown=progress) as one_done:
-            for result in self._stream_choices(requests):
-                if isinstance(result, RowError):
-                    raise _no_result(result)
-                results[int(result.id)] = result
-                one_done()
-        return [results[i] for i in range(count)]
-
-    def _stream_choices(self, requests: list[Request]) -> Iterator[Completion | RowError]:
-        """Results of `requests`, each with its further choices, as soon as all of them are done."""
-        choices = Choices()
-        for result in self._stream(one for r in requests for one in (r, *r.further)):
-            done = choices.add(result)
-            if isinstance(done, RowError):
-                yield done
-            elif done is not None:
-                yield replace(done[0], further=done[1:]) if done[1:] else done[0]
-
     def _stream(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
-        """The results of requests, each a choice; see `stream`."""
+        """The results of requests, each a choice; see Engine.generate."""
         unfinished = Unfinished(requests)
         while True:
             try:
@@ -461,14 +323,6 @@ class LLM:
     def _reads(self, access: TierAccess) -> TierAccess:
         """How kernels read a tier, given the plan's way; ablations override it."""
         return access
-
-
-def _no_result(error: RowError) -> CannotRun:
-    """The error of `generate` for a prompt that has no result."""
-    return CannotRun(
-        f"prompt {error.id}: {error.message}",
-        hint="stream() gives the results of the other prompts",
-    )
 
 
 def _device(name: str) -> torch.device:

@@ -28,7 +28,7 @@ from rich.console import Console
 from dakrun import LLM, Policy, SamplingParams
 from dakrun.cli.main import main
 from dakrun.demo import MODEL
-from dakrun.errors import CannotRun
+from dakrun.errors import CannotRun, UsageError
 from dakrun.ray import DakrunProcessor
 from dakrun.ray import run as ray_run
 from dakrun.ray.cluster import connected, resources
@@ -363,3 +363,8 @@ def test_a_pipeline_of_ray_data(cluster: str) -> None:
             assert result["text"] == wanted.text
             assert list(result["token_ids"]) == list(wanted.token_ids)
             assert result["usage"]["completion_tokens"] == len(wanted.token_ids)
+
+
+def test_a_processor_gives_one_completion_a_row() -> None:
+    with pytest.raises(UsageError, match="n is 2"):
+        DakrunProcessor(str(MODEL), params=SamplingParams(n=2))

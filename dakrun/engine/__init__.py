@@ -2,7 +2,8 @@
 
 engine.py has the loop of steps: admission.py gives requests slots and KV blocks, preemption.py
 keeps those that give theirs up, prompt_queue.py cuts prompts into parts, results.py makes results.
-unfinished.py has the requests to begin again after an error, rows_bar.py a bar in the terminal.
+unfinished.py has the requests to begin again after an error, rows_bar.py a bar in the terminal,
+which offline.py shows: it has the calls of the Python API that complete prompts.
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
 prefix_cache.py those that prompts share, and swap.py copies blocks to host memory and back. A
 runner (runner.py) computes the steps: graph_runner.py on the GPU's kernels (decode_step.py,
