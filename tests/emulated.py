@@ -20,13 +20,26 @@ from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
 HEADER = "ptx.cuh"
+MACHINE = ("machine", "stores")
 # _FORTIFY_SOURCE aborts on jumps between stacks, by which fibers switch.
 COMPILER = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE"]
+# Kernels call emulator/stores.cpp before each store, but for those to a function's own variables.
+REPORTS_STORES = [
+    "-fsanitize=kernel-address",
+    *(
+        f"--param=asan-{name}=0"
+        for name in ("instrumentation-with-call-threshold", "instrument-reads", "stack", "globals")
+    ),
+    "-fno-sanitize-address-use-after-scope",
+]
+# The emulator's operator new is for nobody else.
+EXPORTS = """{ global: launch; __asan_*; extern "C++" { emulator::*; }; local: *; };"""
 ENTRY = """
 #include "{source}"
+#include "stores.cuh"
 
 extern "C" void launch(const void* args, int size, int grid, int cluster, int together, int block,
-                       int shared, uint32_t seed, bool complete, char* problem) {{
+                       int shared, uint32_t seed, bool complete, bool pdl, char* problem) {{
   {struct} own;
   std::memcpy(&own, args, size);
   for (int i = 0; i < grid && !*problem; i += together) {{
@@ -34,7 +47,7 @@ extern "C" void launch(const void* args, int size, int grid, int cluster, int to
     for (int cta = i; cta < std::min(grid, i + together); cta++)
       indices.push_back(seed % 2 ? grid - 1 - cta : cta);
     const std::string found = emulator::run(indices, cluster, block, shared, seed + i, complete,
-                                            [&own] {{ {name}(own); }});
+                                            pdl, [&own] {{ {name}(own); }});
     std::strncpy(problem, found.c_str(), 255);
   }}
 }}
@@ -56,7 +69,8 @@ class EmulatedKernel:
                 (folder / path).write_text(text, "utf-8")
             (folder / "entry.cpp").write_text(entry, "utf-8")
             header = f"{_precompiled().name}/{HEADER}"
-            _compile("-shared", "-include", header, *macros, folder / "entry.cpp", to=library)
+            source = folder / "entry.cpp"
+            _link("-include", header, *REPORTS_STORES, *macros, source, to=library)
             return library.read_bytes()
 
         _load_machine()
@@ -76,13 +90,13 @@ class EmulatedKernel:
         pdl: bool = False,
     ) -> None:
         """Launch as runtime.Kernel does. AssertionError for an error in some interleaving."""
-        del pdl  # launches never overlap here
         assert grid > 0 and grid % cluster == 0, f"{grid} CTAs in clusters of {cluster}"
         complete = getattr(args, "order", 0) == AFTER_REMOTE
         problem = ctypes.create_string_buffer(256)
         self._launch(
             ctypes.byref(args), ctypes.sizeof(args), grid, cluster, cluster * self.together, block,
-            shared_bytes, ctypes.c_uint32(self.seed), complete, problem,
+            shared_bytes, ctypes.c_uint32(self.seed), complete, pdl,
+            problem,
         )  # fmt: skip
         assert not problem.value, problem.value.decode()
 
@@ -124,6 +138,12 @@ def _compile(*arguments: str | Path, to: Path) -> None:
     subprocess.run([*COMPILER, f"-I{EMULATOR}", *arguments, "-o", to], check=True)
 
 
+def _link(*arguments: str | Path, to: Path) -> None:
+    exports = to.with_suffix(".exports")
+    exports.write_text(EXPORTS, "utf-8")
+    _compile("-shared", f"-Wl,--version-script={exports}", *arguments, to=to)
+
+
 @functools.cache
 def _precompiled() -> tempfile.TemporaryDirectory[str]:
     """A folder with the emulator's header precompiled; it is removed when the process ends.
@@ -132,7 +152,7 @@ def _precompiled() -> tempfile.TemporaryDirectory[str]:
     """
     folder = tempfile.TemporaryDirectory()
     header = Path(folder.name, f"{HEADER}.gch")
-    _compile("-x", "c++-header", EMULATOR / HEADER, to=header)
+    _compile("-x", "c++-header", *REPORTS_STORES, EMULATOR / HEADER, to=header)
     return folder
 
 
@@ -143,7 +163,7 @@ def _load_machine() -> None:
         library = Path(folder, "machine.so")
 
         def compile_it() -> bytes:
-            _compile("-O2", "-shared", EMULATOR / "machine.cpp", to=library)
+            _link("-O2", *(EMULATOR / f"{name}.cpp" for name in MACHINE), to=library)
             return library.read_bytes()
 
         library.write_bytes(kept([*_emulator(), "machine"], compile_it))
@@ -155,7 +175,7 @@ def _emulator() -> tuple[str, ...]:
     """The compiler's version and options, and the emulator's sources."""
     version = subprocess.run([*COMPILER[:1], "--version"], check=True, capture_output=True).stdout
     texts = (path.read_text("utf-8") for path in sorted(EMULATOR.iterdir()) if path.is_file())
-    return (version.decode(), *COMPILER[1:], *texts)
+    return (version.decode(), *COMPILER[1:], *REPORTS_STORES, EXPORTS, *texts)
 
 
 @functools.cache

@@ -134,3 +134,28 @@ def test_an_arrival_that_is_not_atomic_is_seen(
     together(5, 0)
     with pytest.raises(AssertionError):
         case.run(config, case.slots())
+
+
+def test_a_store_before_the_wait_is_seen(
+    split_k: Callable[[], torch.Tensor], mutate: Mutate
+) -> None:
+    """Plain stores of threads that do not wait, in a kernel in which others do."""
+    split_k()
+    begin = "  Scheduler at(args, tier_of_cta);\n"
+    mutate("splitk_gemm.cu", begin + "  ptx::wait_for_dependencies();\n", begin)
+    with pytest.raises(AssertionError, match="written before the wait"):
+        split_k()
+
+
+def test_a_kernel_that_never_waits_is_seen(
+    kernels: Fixed, mutate: Mutate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its launch may overlap its predecessor."""
+    case = Case((5, 70), 1, 4, 64)
+    mutate("splitk_flash_attn.cu", "  ptx::wait_for_dependencies();\n", "")
+    launch = EmulatedKernel.launch
+    monkeypatch.setattr(
+        EmulatedKernel, "launch", lambda *args, **more: launch(*args, **{**more, "pdl": True})
+    )
+    with pytest.raises(AssertionError, match="written before the wait"):
+        case.run(case.config(sms=5), case.slots())

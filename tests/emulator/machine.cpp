@@ -5,6 +5,8 @@
 #include <random>
 #include <stdexcept>
 
+#include "stores.cuh"
+
 namespace emulator {
 
 namespace {
@@ -37,6 +39,7 @@ void enter() {
 }  // namespace
 
 Cta* cta;
+bool in_fiber = false;
 
 uint8_t* fixed(const void* key, size_t bytes) {
   const auto [place, is_new] = cta->places.try_emplace(key, cta->fixed.size());
@@ -107,7 +110,8 @@ void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
 }
 
 std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
-                       size_t shared, uint32_t seed, bool complete, std::function<void()> kernel) {
+                       size_t shared, uint32_t seed, bool complete, bool pdl,
+                       std::function<void()> kernel) {
   std::vector<std::unique_ptr<Cta>> ctas;
   std::vector<Fiber*> fibers;
   turn = 0;
@@ -153,7 +157,9 @@ std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
       if (!fiber.ready() || random() % 8 == 0) continue;
       moved = true;
       cta->running = &fiber;
+      in_fiber = true;
       fiber.context.resume();
+      in_fiber = false;
       if (!fiber.done) continue;
       left--;
       cta->left--;
@@ -173,6 +179,12 @@ std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
       if (stuck) fail("deadlock: all threads wait");
     }
   }
+  bool waits = pdl, stored_early = false;
+  for (const Fiber* const fiber : fibers) {
+    waits |= fiber->waited_for_dependencies;
+    stored_early |= fiber->stored_early;
+  }
+  if (waits && stored_early) fail("global memory is written before the wait for predecessors");
   if (problem.empty() && !copies.empty()) fail("copies are in flight at the end");
   for (const auto& block : ctas) {
     for (size_t i = shared; i < block->memory.size(); i++) {

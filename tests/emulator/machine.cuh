@@ -52,6 +52,7 @@ struct Fiber {
   std::function<bool()> ready;  // whether its wait is over
   uint32_t thread;
   bool done = false, waited_for_dependencies = false;
+  bool stored_early = false;                    // to global memory, before it had waited
   int cluster_phase = -1;                       // of its last arrival at the cluster's barrier
   std::vector<std::function<void()>> products;  // wgmma not yet committed; committed groups
   std::deque<std::vector<std::function<void()>>> groups;
@@ -97,7 +98,15 @@ struct Cta {
   std::map<const void*, size_t> places;  // by the key of their declaration
 };
 
-extern Cta* cta;  // that runs
+extern Cta* cta;       // that runs
+extern bool in_fiber;  // whether a thread runs, and not the scheduler or what completes later
+
+// Memory of the emulator's own, aligned to 64 bytes, and its end; also the end of malloc()'s.
+void* take(size_t bytes);
+void give(void* memory);
+
+// Note that the running thread stores to global memory, now or asynchronously.
+void global_store();
 
 // The running CTA's shared array of fixed size that `key` declares: NaN at first.
 uint8_t* fixed(const void* key, size_t bytes);
@@ -151,8 +160,9 @@ void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
 
 // Run `kernel` in concurrent CTAs `indices` of the grid, in clusters of `cluster`, with `threads`
 // fibers and `shared` bytes of shared memory each. Returns the error, or "". With `complete` the
-// kernel's predecessors are complete before it waits for them.
+// kernel's predecessors are complete before it waits for them; with `pdl` it must wait for them
+// before it stores to global memory, as it must if any thread waits.
 std::string run(const std::vector<uint32_t>& indices, int cluster, int threads, size_t shared,
-                uint32_t seed, bool complete, std::function<void()> kernel);
+                uint32_t seed, bool complete, bool pdl, std::function<void()> kernel);
 
 }  // namespace emulator

@@ -209,6 +209,7 @@ inline void tensor_store(const TensorMap* map, int x, int y, uint32_t source) {
   if (source % 1024) emulator::fail("a swizzled box is not aligned to 1 KiB");
   if (x < 0 || y < 0) emulator::fail("a box begins before the matrix");
   if (2 * x % 16) emulator::fail("a box does not begin at a multiple of 16 bytes");
+  emulator::global_store();
   const uint8_t* const from = emulator::at(source, box.box_rows * row_bytes);
   emulator::later(cta->running->stores, [=] {
     auto* const elements = reinterpret_cast<uint16_t*>(box.address);
