@@ -10,10 +10,13 @@ import pytest
 import torch
 from attended import Case
 from emulated import EmulatedKernel, of_name
+from prompt_cases import PromptCase
 from test_gemm_emulated import normal, run
+from test_tiled_gemm_emulated import run as run_tiled
 
 from dakrun.kernels.gemm import SplitKWorkspace, splitk_config
 from dakrun.kernels.gemm import splitk as gemm
+from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.runtime import jit, operands
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -159,3 +162,28 @@ def test_a_kernel_that_never_waits_is_seen(
     )
     with pytest.raises(AssertionError, match="written before the wait"):
         case.run(case.config(sms=5), case.slots())
+
+
+def test_outputs_that_tma_reads_before_a_fence_are_seen(
+    kernels: Fixed, mutate: Mutate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain stores to shared memory, behind which TMA stores a box of them."""
+    for name in ("atoms_map", "boxes_map"):
+        monkeypatch.setattr(tiled_gemm, name, getattr(emulated, name))
+    weight = normal(64, 128)
+    run_tiled(weight, 40)
+    mutate("tiled_output.cuh", "    if (boxes) ptx::fence_proxy_async();", "")
+    with pytest.raises(AssertionError, match="without a proxy fence"):
+        run_tiled(weight, 40)
+
+
+def test_copies_that_wgmma_reads_before_a_fence_are_seen(
+    kernels: Fixed, mutate: Mutate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cp.async's writes are of the generic proxy, as plain stores are."""
+    monkeypatch.setattr(jit, "sm_count", lambda _: 3)
+    case = PromptCase([(0, 9), (70, 5)], 1, 2, 64, torch.float16)
+    case.check(case.run(), 2e-3)
+    mutate("prompt_producer.cuh", "    ptx::fence_proxy_async();\n", "")
+    with pytest.raises(AssertionError, match="without a proxy fence"):
+        case.run()

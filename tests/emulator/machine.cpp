@@ -96,8 +96,9 @@ void wait_for(const Groups& groups, size_t but_for) {
 }
 
 void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
-                 std::function<void(uint8_t*)> land) {
+                 std::function<void(uint8_t*)> land, bool async) {
   uint8_t* const memory = at(to, bytes, of);
+  if (async) touch_async(of, to, bytes);
   if (of.barriers.count(barrier) == 0) fail("a copy names no barrier");
   std::memset(memory, 0xff, bytes);
   launch([=, &of] {
@@ -134,6 +135,7 @@ std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
     block.left = threads;
     block.shared = shared;
     block.fixed.reserve(kFixed);
+    block.writers.assign(shared / kChunk + 1, 0);
     block.memory.assign(shared + kGuard, 0xff);
     block.warps.resize((threads + kWarp - 1) / kWarp);
     block.fibers.resize(threads);

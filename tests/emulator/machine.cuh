@@ -27,6 +27,7 @@ constexpr size_t kGuard = 64 * 1024;   // bytes behind shared memory that must s
 constexpr int kCtaShift =
     24;  // bits from here up in shared::cluster addresses: rank of the CTA, plus 1
 constexpr int kWarp = 32;
+constexpr uint32_t kChunk = 16;  // bytes of shared memory whose last writer is kept
 
 struct Cta;
 
@@ -56,6 +57,7 @@ struct Fiber {
   int cluster_phase = -1;                       // of its last arrival at the cluster's barrier
   std::vector<std::function<void()>> products;  // wgmma not yet committed; committed groups
   std::deque<std::vector<std::function<void()>>> groups;
+  std::vector<uint32_t> unfenced;  // chunks of shared memory it has written since its last fence
   Groups copies, stores;  // cp.async to shared memory; bulk stores from there
 };
 
@@ -89,6 +91,7 @@ struct Cta {
   std::shared_ptr<Cluster> cluster;
   std::vector<uint8_t> memory;
   size_t shared = 0;
+  std::vector<uint16_t> writers;  // of each chunk: the thread, plus 1, until its proxy fence
   std::vector<Fiber> fibers;
   Fiber* running = nullptr;
   std::map<uint32_t, Barrier> barriers;
@@ -105,6 +108,12 @@ extern bool in_fiber;  // whether a thread runs, and not the scheduler or what c
 void* take(size_t bytes);
 void give(void* memory);
 
+// A thread of CTA `of` writes shared memory through the generic proxy: a plain store, or cp.async.
+void written(Cta& of, Fiber& thread, const void* to, size_t bytes);
+// fence.proxy.async: the async proxy sees what the running thread has written.
+void fence();
+// An asynchronous operation touches shared memory: an error, unless its writers have fenced.
+void touch_async(const Cta& of, uint32_t address, size_t bytes);
 // Note that the running thread stores to global memory, now or asynchronously.
 void global_store();
 
@@ -154,9 +163,9 @@ Taken together(const Given& given, Function compute) {
 void later(Groups& groups, std::function<void()> work);
 void wait_for(const Groups& groups, size_t but_for);
 // Start a copy to `to` in CTA `of`: NaN from now on, written by `land`, then counted at the
-// barrier.
+// barrier; `async`: through the async proxy.
 void copy(Cta& of, uint32_t to, uint32_t barrier, uint32_t bytes,
-          std::function<void(uint8_t*)> land);
+          std::function<void(uint8_t*)> land, bool async = true);
 
 // Run `kernel` in concurrent CTAs `indices` of the grid, in clusters of `cluster`, with `threads`
 // fibers and `shared` bytes of shared memory each. Returns the error, or "". With `complete` the

@@ -78,7 +78,9 @@ inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
 }
 
 inline void fence_mbarrier_init() {}
-inline void fence_proxy_async() {}
+inline void fence_proxy_async() {
+  emulator::fence();
+}
 inline void prefetch_tensor_map(const TensorMap*) {}
 inline void launch_dependents() {}
 inline void wait_for_dependencies() {
@@ -93,7 +95,8 @@ inline void copy_chunk_or_zeros(uint32_t destination, const void* source, bool c
   }
   uint8_t* const to = emulator::at(destination, 16);
   std::memset(to, 0xff, 16);
-  emulator::later(cta->running->copies, [=] {
+  emulator::later(cta->running->copies, [=, of = cta, thread = cta->running] {
+    emulator::written(*of, *thread, to, 16);
     if (copies) std::memcpy(to, source, 16);
     if (!copies) std::memset(to, 0, 16);
   });
@@ -211,6 +214,7 @@ inline void tensor_store(const TensorMap* map, int x, int y, uint32_t source) {
   if (2 * x % 16) emulator::fail("a box does not begin at a multiple of 16 bytes");
   emulator::global_store();
   const uint8_t* const from = emulator::at(source, box.box_rows * row_bytes);
+  emulator::touch_async(*cta, source, box.box_rows * row_bytes);
   emulator::later(cta->running->stores, [=] {
     auto* const elements = reinterpret_cast<uint16_t*>(box.address);
     for (uint64_t row = 0; row < box.box_rows && y + row < box.rows; row++) {
@@ -263,7 +267,7 @@ inline void store_in_cta(uint32_t there, float4 value, uint32_t barrier) {
   if ((there ^ barrier) & ~below) emulator::fail("a store's barrier is in another CTA");
   emulator::copy(emulator::of_cluster((there >> emulator::kCtaShift) - 1), there & below,
                  barrier & below, sizeof value,
-                 [=](uint8_t* to) { std::memcpy(to, &value, sizeof value); });
+                 [=](uint8_t* to) { std::memcpy(to, &value, sizeof value); }, false);
 }
 
 inline void cluster_arrive() {

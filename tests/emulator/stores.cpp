@@ -23,7 +23,11 @@ bool is_own(const void* memory) {
 
 void stored(const void* to, size_t bytes) {
   if (!in_fiber) return;
-  if (!is_own(to)) global_store();
+  if (!is_own(to)) {
+    global_store();
+  } else {
+    written(*cta, *cta->running, to, bytes);
+  }
 }
 
 }  // namespace
@@ -49,6 +53,33 @@ void give(void* memory) {
   void*& list = freed[*reinterpret_cast<int*>(block)];
   *static_cast<void**>(memory) = list;
   list = block;
+}
+
+void written(Cta& of, Fiber& thread, const void* to, size_t bytes) {
+  const size_t begin = static_cast<const uint8_t*>(to) - of.memory.data();
+  if (begin >= of.shared) return;
+  const uint16_t self = thread.thread + 1;
+  for (uint32_t i = begin / kChunk; i <= (begin + bytes - 1) / kChunk; i++) {
+    if (of.writers[i] == self) continue;
+    of.writers[i] = self;
+    thread.unfenced.push_back(i);
+  }
+}
+
+void fence() {
+  for (const uint32_t i : cta->running->unfenced) {
+    if (cta->writers[i] == cta->running->thread + 1) cta->writers[i] = 0;
+  }
+  cta->running->unfenced.clear();
+}
+
+void touch_async(const Cta& of, uint32_t address, size_t bytes) {
+  for (uint32_t i = address / kChunk; i <= (address + bytes - 1) / kChunk; i++) {
+    if (i < of.writers.size() && of.writers[i]) {
+      fail("an asynchronous operation touches shared memory that a thread has written without a "
+           "proxy fence");
+    }
+  }
 }
 
 void global_store() {

@@ -58,7 +58,9 @@ inline void compute_now(float, float, uint32_t) {}
 template <class Element>
 float element_at(uint32_t flat, Element of) {
   uint16_t bits;
-  std::memcpy(&bits, emulator::at(flat ^ (flat >> 7 & 7) << 4, 2), 2);
+  const uint32_t address = flat ^ (flat >> 7 & 7) << 4;
+  std::memcpy(&bits, emulator::at(address, 2), 2);
+  if (cta->writers[address / emulator::kChunk]) emulator::touch_async(*cta, address, 2);
   return to_float(bits, of);
 }
 
