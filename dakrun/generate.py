@@ -18,7 +18,6 @@ from dakrun.errors import CannotRun, UsageError, check_file_name
 from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
 from dakrun.plan import ExpectedRun, RunForecast
-from dakrun.progress import RunEstimate, RunProgress
 from dakrun.requests import (
     Choices,
     Completion,
@@ -31,6 +30,7 @@ from dakrun.requests import (
     fingerprint_path,
     same_file,
 )
+from dakrun.terminal.progress import RunEstimate, RunProgress
 from dakrun.units import counted
 
 

@@ -1,6 +1,6 @@
 """The report of a run: its plan, the measured times and rates, and the machine.
 
-`make_report` makes the JSON of --report, which summary.py shows. Units are in the keys.
+`make_report` makes the JSON of --report, which terminal/summary.py shows. Units are in the keys.
 TTFT: time to first token. TPOT: time per output token. EB: effective bandwidth.
 """
 

@@ -6,6 +6,7 @@ torch is imported only if such tests were collected: the pure tests start withou
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from hypothesis import settings
 # Processes that run tests beside each other have a core each: torch's threads would wait in turns.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests send SIGHUP, which a program that was started by nohup would ignore.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Every run tries the same examples, without a deadline, so that neither chance nor a busy machine
 # makes it fail. `make explore` tries new examples.

@@ -22,7 +22,7 @@ from dakrun.llm import LLM
 from dakrun.plan import Policy
 from dakrun.report import _spread
 from dakrun.requests import Completion, Request, as_requests
-from dakrun.summary import render
+from dakrun.terminal.summary import render
 
 NAME = "llama-gqa3-tied"
 
@@ -377,7 +377,7 @@ def test_predictions_of_kernels_are_not_shown_where_they_did_not_run(
     report = llm.report(2.0)
     assert not report["predictions_comparable"] and report["fallback"] == llm.fallback
     text = io.StringIO()
-    render(report, Console(file=text, width=200))
+    render(report, Console(file=text, width=200), verbose=True)
     shown = text.getvalue()
     assert "no predictions: plain torch ran, not the kernels that are predicted: card X" in shown
     assert "bound" not in shown and "; predicted" not in shown and "round numbers" not in shown

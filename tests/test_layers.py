@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("cli", "__main__"),
     ("evaluate", "ray"),
-    ("bench", "demo", "report", "summary", "llm", "generate"),
+    ("bench", "demo", "report", "llm", "generate"),
     ("engine", "probe"),
     ("nn", "requests"),
     ("weights",),
@@ -27,7 +27,7 @@ LAYERS = (
     ("memory", "plan"),
     ("hardware", "models"),
     ("config",),
-    ("errors", "geometry", "units", "resources", "interrupt", "progress", "tables", "__init__"),
+    ("errors", "geometry", "units", "resources", "interrupt", "tables", "terminal", "__init__"),
 )
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 

@@ -370,7 +370,7 @@ FLAGS = {
     "negative temperature": flags(USAGE, "temperature is -1.0", "--temperature", "-1"),
     "hot beyond sense": flags(USAGE, "temperature is nan", "--temperature", "nan"),
     "top-p of 0": flags(USAGE, "top_p is 0", "--top-p", "0", hint="above 0"),
-    "negative top-k": flags(USAGE, "top_k is -1", "--top-k", "-1"),
+    "negative top-k": flags(USAGE, "top_k is -2", "--top-k", "-2"),
     "negative seed": flags(USAGE, "seed is -1", "--seed", "-1"),
     "empty stop": flags(USAGE, "stop is", "--stop", "", hint="non-empty"),
     "too long": flags(USAGE, "beyond the", "--max-model-len", "100000"),

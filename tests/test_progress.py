@@ -14,8 +14,8 @@ import pytest
 from dakrun.config import SamplingParams
 from dakrun.demo import MODEL
 from dakrun.llm import LLM
-from dakrun.progress import RunEstimate, Shown, clock, run_line
 from dakrun.requests import Request
+from dakrun.terminal.progress import RunEstimate, Shown, clock, run_line
 
 ROOT = Path(__file__).parents[1]
 

@@ -170,7 +170,6 @@ def test_whoever_is_killed_no_row_is_lost_or_done_twice(cluster: str, tmp_path: 
     assert found["requests"]["new_tokens"] == sum(done) - sum(had)
 
 
-@pytest.mark.usefixtures("inside")
 def test_a_worker_on_plain_torch_is_named() -> None:
     of_worker = {
         "eb_bytes_per_s": 1e9,
@@ -195,6 +194,7 @@ def test_a_worker_on_plain_torch_is_named() -> None:
     ]
 
 
+@pytest.mark.usefixtures("inside")
 def test_one_line_and_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out"
     prompts.write_bytes(b"\n".join(sums(5)))

@@ -13,7 +13,7 @@ from test_bench_model import record as model_record
 from test_bench_model import row as model_row
 from test_bench_model import sweep as model_sweep
 
-from dakrun import bench, probe, summary
+from dakrun import bench, probe
 from dakrun.bench import Record, as_text, attention_sweep, gemm_sweep, model_columns
 from dakrun.bench import columns as kernel_columns
 from dakrun.cli import Check, doctor
@@ -25,6 +25,7 @@ from dakrun.plan import Policy, make_plan
 from dakrun.plan.show import Overview, render
 from dakrun.probe import Measurement
 from dakrun.tables import Column, print_table
+from dakrun.terminal import summary
 
 WIDTHS = (80, 120)
 COMMAND = HEAD | {"command": "dakrun bench"}

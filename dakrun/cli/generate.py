@@ -155,14 +155,14 @@ def generate(
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
     from dakrun.probe import describe_profile
-    from dakrun.progress import load_bar
     from dakrun.requests import (
         RequestReader,
         ResultWriter,
         check_sentencepiece,
         make_fingerprint,
     )
-    from dakrun.summary import render
+    from dakrun.terminal.progress import load_bar
+    from dakrun.terminal.summary import render
 
     writer = ResultWriter(
         output,

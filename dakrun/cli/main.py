@@ -132,7 +132,7 @@ def doctor(*, as_json: bool) -> int:
 def demo(*, threads: int | None) -> int:
     """Answer 200 sums with a tiny bundled model, half of it in the remote tier."""
     from dakrun.demo import run
-    from dakrun.summary import render
+    from dakrun.terminal.summary import render
 
     console = stdout_console()
     result = run(console if sys.stdout.isatty() else None, threads=threads)

@@ -20,7 +20,7 @@ from dakrun.plan.prefill import pass_seconds, requests_per_admission
 from dakrun.plan.roofline import Links
 from dakrun.plan.run_bound import run_limits
 from dakrun.plan.running_requests import BegunRequest, RequestLengths, RunningRequests
-from dakrun.units import ceil_div
+from dakrun.units import ceil_div, counted
 
 ROWS_STEP, MANY_ROWS, MANY_ROWS_STEP = 32, 512, 64  # about the engine's batch buckets
 SUSTAINED = 0.95  # of the profile's rate of arithmetic: in long runs an H200 lowers its clock
@@ -47,7 +47,7 @@ class RunForecast:
 
     def __str__(self) -> str:
         return (
-            f"predicted {self.seconds:.1f} s for {self.requests} requests, "
+            f"predicted {self.seconds:.1f} s for {counted(self.requests, 'request')}, "
             f"{self.tokens_per_s:,.0f} new tokens/s; it waits for {self.waits_for}"
         )
 

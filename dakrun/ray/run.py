@@ -19,7 +19,6 @@ from dakrun.generate import Counts
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.interrupt import Interrupted
 from dakrun.models.hub import find_model
-from dakrun.progress import progress_bar
 from dakrun.ray.cluster import connected, resources
 from dakrun.ray.dispatch import Dispatcher, WorkerState
 from dakrun.ray.inputs import InputFiles
@@ -28,6 +27,7 @@ from dakrun.ray.parts import PartFormat, ResultParts
 from dakrun.ray.worker import Finished, Setup, Worker
 from dakrun.requests import InputRow, RequestReader, check_sentencepiece, make_fingerprint
 from dakrun.tables import Column, print_table
+from dakrun.terminal.progress import progress_bar
 from dakrun.units import counted
 
 SCHEMA = 1
