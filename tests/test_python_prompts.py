@@ -306,6 +306,12 @@ with LLM(sys.argv[1], device="cpu", batch_size=4) as llm:
 """
 
 
+def test_a_request_has_one_completion() -> None:
+    with pytest.raises(UsageError, match=r"request 'a': n is 2, and a Request has one") as refusal:
+        Request(id="a", line=1, prompt_ids=(3,), params=SamplingParams(n=2))
+    assert refusal.value.hint and "LLM.generate" in refusal.value.hint
+
+
 @pytest.mark.parametrize(
     ("options", "shown"),
     [("{}", True), ("{'use_tqdm': False}", False), ("{'progress': False}", False)],

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from dakrun.config import SamplingParams
+from dakrun.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Request:
 
     `further` are the requests for the other choices of its row, which have the same id. `nbytes`
     is the row's share of the input file, `digest` that of row_digests.py. `prompt` is the text
-    of the prompt, where a result repeats it.
+    of the prompt, where a result repeats it. Raises UsageError if `params` ask for more than one
+    completion: each has a Request of its own.
     """
 
     id: str
@@ -55,6 +57,13 @@ class Request:
     further: tuple["Request", ...] = ()
     nbytes: int = field(default=0, compare=False)
     digest: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.params.n != 1:
+            raise UsageError(
+                f"request {self.id!r}: n is {self.params.n}, and a Request has one completion",
+                hint="give the prompt and its SamplingParams to LLM.generate or LLM.stream",
+            )
 
 
 class TokenLogprob(NamedTuple):
