@@ -51,5 +51,5 @@ def _speed_text(shown: Overview, run: RunForecast | None) -> str:
         return f"{speed['tokens_per_s']:,.1f} tokens/s, {step}"
     return (
         f"{run.tokens_per_s:,.1f} tokens/s in the whole run of {run.seconds:,.1f} s "
-        f"for {run.requests:,} requests; {step}"
+        f"for {run.requests:,} request{'s' * (run.requests != 1)}; {step}"
     )
