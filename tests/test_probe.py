@@ -195,6 +195,12 @@ def test_figures_have_units(value: float, unit: str, text: str) -> None:
     assert found.text == text and not found.steady
 
 
+def test_a_part_of_an_op_spreads_over_the_time_of_the_whole() -> None:
+    added, whole = [1e-8, 3e-8, 2e-8, 1e-8], [1.0e-5, 1.1e-5, 1.0e-5, 0.9e-5]
+    assert probe.spread(added) > 0.5
+    assert probe.spread(added, of=whole) == pytest.approx(1.25e-8 / 1e-5)
+
+
 CARD = "NVIDIA H100 PCIe"  # no shipped profile is of it
 
 

@@ -93,7 +93,8 @@ def many_rows_sweep(bench: Bench) -> Sweep:
 def norm_sweep(bench: Bench) -> Sweep:
     """Seconds that a norm of X adds to a product, by rows and bytes of X.
 
-    Bytes of X count twice: they are read and written.
+    Bytes of X count twice: they are read and written. The spread is over the time of both, since
+    what a norm adds to a product of few rows is about nothing.
     """
     memory, rows = random_memory(bench), []
     for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
@@ -102,7 +103,7 @@ def norm_sweep(bench: Bench) -> Sweep:
         chains = [f(bench, weights, row_blocks, x) for f in (normed_product, product)]
         more, less = seconds_round_robin(chains, replays=bench.effort.runs, load=False)
         added = [max(a - b, NOISE_SECONDS) for a, b in zip(more, less, strict=True)]
-        rows.append(row(n, 2 * x.nbytes, added))
+        rows.append(row(n, 2 * x.nbytes, added, of=more))
     return rounded(COLUMNS, rows)
 
 
@@ -230,7 +231,9 @@ def pieces(memory: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
     return memory[: memory.numel() // size * size].split(size)
 
 
-def row(n: int, nbytes: int, seconds: Sequence[float]) -> tuple[float, ...]:
-    """A row of a sweep with COLUMNS."""
+def row(
+    n: int, nbytes: int, seconds: Sequence[float], *, of: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """A row of a sweep with COLUMNS; the spread of `seconds` is over their median, or that `of`."""
     op = statistics.median(seconds)
-    return n, nbytes, op, nbytes / op, spread(seconds)
+    return n, nbytes, op, nbytes / op, spread(seconds, of=of)

@@ -167,10 +167,11 @@ def steadier(samples: Callable[[], Sequence[float]]) -> Sequence[float]:
     return values if spread(values) <= STEADY else min(values, samples(), key=spread)
 
 
-def spread(values: Sequence[float]) -> float:
-    """Interquartile range of two or more `values` over their median."""
+def spread(values: Sequence[float], *, of: Sequence[float] | None = None) -> float:
+    """Interquartile range of two or more `values` over their median, or over the median `of` what
+    they are a part of."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / median
+    return (high - low) / (median if of is None else statistics.median(of))
 
 
 def provenance(source: str, measurements: Sequence[Measurement]) -> Provenance:
