@@ -1,23 +1,21 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+	--no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-archs explore lint format wheel clean help
+.PHONY: demo test test-all lint format wheel clean help
 
 demo: $(VENV)/.base ## run the main job on a tiny bundled model
 	$(BIN)/dakrun demo
 
 test: lint ## lint, then run the tests (the gpu ones where there is a GPU)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
-		-m "not archs"
+	$(PYTEST) -m "not full"
 
-test-archs: $(VENV)/.dev ## compile further kernels, and those of other architectures
-	$(BIN)/python -m pytest --numprocesses 2 -m archs tests/test_nvrtc.py
-
-explore: $(VENV)/.dev ## try the planner's laws on new random examples
-	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --numprocesses 2 tests/test_plan_laws.py
+test-all: $(VENV)/.dev ## run what test leaves out: all kernels and combinations, random examples
+	HYPOTHESIS_PROFILE=full $(PYTEST) -m "full or hypothesis"
 
 lint: $(VENV)/.dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check
@@ -36,7 +34,7 @@ clean: ## remove the virtual environment, caches and build outputs
 	find dakrun tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

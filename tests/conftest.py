@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Processes that run tests beside each other have a core each: torch's threads would wait in turns.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -21,11 +21,24 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Tests send SIGHUP, which a program that was started by nohup would ignore.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Every run tries the same examples, without a deadline, so that neither chance nor a busy machine
-# makes it fail. `make explore` tries new examples.
-settings.register_profile("dakrun", deadline=None, derandomize=True, max_examples=50)
-settings.register_profile("explore", deadline=None, max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dakrun"))
+# `make test` tries the same examples in every run, so that chance does not make it fail; `make
+# test-all` new ones, and says how to try a failing one again: to shrink it may take minutes.
+settings.register_profile(
+    "few",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+settings.register_profile(
+    "full",
+    settings.get_profile("few"),
+    derandomize=False,
+    max_examples=int(os.environ.get("EXAMPLES", 100)),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    print_blob=True,
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
 
 # Files that take longest begin first, so that processes which take file after file end together.

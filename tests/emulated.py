@@ -65,7 +65,7 @@ class EmulatedKernel:
         library = folder / "kernel.so"
 
         def compile_it() -> bytes:
-            for path, text in _sources().items():
+            for path, text in sources().items():
                 (folder / path).write_text(text, "utf-8")
             (folder / "entry.cpp").write_text(entry, "utf-8")
             header = f"{_precompiled().name}/{HEADER}"
@@ -74,7 +74,7 @@ class EmulatedKernel:
             return library.read_bytes()
 
         _load_machine()
-        library.write_bytes(kept([*_emulator(), *_sources().values(), entry, *macros], compile_it))
+        library.write_bytes(kept([*_emulator(), *sources().values(), entry, *macros], compile_it))
         self._launch = ctypes.CDLL(str(library)).launch
         self.seed = 0
         self.together = 1  # clusters that run concurrently
@@ -179,7 +179,7 @@ def _emulator() -> tuple[str, ...]:
 
 
 @functools.cache
-def _sources() -> dict[str, str]:
+def sources() -> dict[str, str]:
     """Files of native/ by name, for the host, but for those that the emulator replaces."""
     return {
         path.name: _for_the_host(path.read_text("utf-8"))

@@ -1,22 +1,35 @@
 """SplitK_FlashAttn's own source on the CPU, in many interleavings of its threads and copies."""
 
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from attended import Case
+from cases import cases
 from emulated import EmulatedKernel
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from dakrun.geometry import HEAD_DIMS
 from dakrun.kernels import HeadNorms, attention_variant
 from dakrun.kernels.attention import kv_blocks
 from dakrun.models import rms_norm
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 5
+HALF, BFLOAT = torch.float16, torch.bfloat16
+EXACT = [
+    ((5,), 1, 1, 64, HALF),
+    ((63, 64, 65, 0, -1, 200), 2, 4, 128, HALF),
+    ((15, 16, 31, 47, 48, 127), 3, 1, 64, HALF),
+    ((130, 700), 2, 3, 80, BFLOAT),
+    ((300, -1, -1, 20), 2, 5, 96, HALF),
+    ((70, 129), 1, 16, 64, HALF),
+]
+EVERY_HEAD = list(itertools.product((1, 4, 16), HEAD_DIMS, (HALF, BFLOAT)))
 Build = Callable[..., EmulatedKernel]
 
 
@@ -54,14 +67,10 @@ def allowed(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "dim", "dtype"),
-    [
-        ((5,), 1, 1, 64, torch.float16),
-        ((63, 64, 65, 0, -1, 200), 2, 4, 128, torch.float16),
-        ((15, 16, 31, 47, 48, 127), 3, 1, 64, torch.float16),
-        ((130, 700), 2, 3, 80, torch.bfloat16),
-        ((300, -1, -1, 20), 2, 5, 96, torch.float16),
-        ((70, 129), 1, 16, 64, torch.float16),
-    ],
+    cases(
+        [*EXACT, *(((70, 0, -1, 129), 2, *head) for head in EVERY_HEAD)],
+        lambda *case: case in EXACT,
+    ),
 )
 def test_it_is_exact(
     lengths: tuple[int, ...], kv_heads: int, group: int, dim: int, dtype: torch.dtype, rope: bool
@@ -104,7 +113,6 @@ def test_units_and_parts_add_up(unit: int, part: int, group: int) -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(-1, 400), min_size=1, max_size=70).filter(lambda n: max(n) >= 0),
     st.integers(1, 3), st.integers(0, 3), st.integers(1, 12), st.integers(0, 2**31),
@@ -170,7 +178,6 @@ def test_steps_follow_each_other() -> None:
         case.lengths = [length + 1 for length in case.lengths]
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(-1, 400), min_size=1, max_size=70).filter(lambda n: max(n) >= 0),
     st.integers(1, 3), st.integers(1, 6), st.integers(0, 70), st.integers(1, 12),
@@ -211,7 +218,6 @@ def test_operands_that_do_not_fit(
         case.run(splitted, case.slots())
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(
         st.tuples(st.integers(-1, 900), st.integers(0, 15)), min_size=1, max_size=12
@@ -257,9 +263,11 @@ def test_tiers_that_share_ctas_span_without_further_ado() -> None:
 
 @pytest.mark.parametrize(
     ("group", "dim", "dtype"),
-    [(1, 64, torch.float16), (4, 128, torch.bfloat16), (3, 80, torch.float16),
-     (16, 64, torch.float16)],
-)  # fmt: skip
+    cases(
+        [*EVERY_HEAD, (3, 80, HALF)],
+        lambda *head: head in ((1, 64, HALF), (4, 128, BFLOAT), (3, 80, HALF), (16, 64, HALF)),
+    ),
+)
 def test_heads_are_normalized_as_they_are_loaded(group: int, dim: int, dtype: torch.dtype) -> None:
     """Before RoPE; the key that is appended is the normalized one."""
     case = Case((5, 70, -1, 130), 2, group, dim, dtype, rope=True)

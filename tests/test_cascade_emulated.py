@@ -1,19 +1,32 @@
 """Attention to shared prefixes on the CPU: the kernels' own source in many interleavings."""
 
+import itertools
 import shutil
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from cascaded import check_cascade
+from cases import cases
 from emulated import EmulatedKernel
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from dakrun.geometry import HEAD_DIMS
 from dakrun.kernels.attention import SharedPrefix, shared_prefixes
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 Groups = Sequence[tuple[int, int, int]]
+EXACT = [
+    ((64, 64, 70), [(0, 3, 1)], 1, 1, 64, HALF),
+    ((300, 64, 200, -1, 129, 500, 3), [(0, 2, 1), (2, 4, 2)], 2, 4, 128, HALF),
+    ((130, 191, 192, 7), [(0, 3, 2)], 2, 3, 80, BFLOAT),
+    ((-1, 129, 128, 700), [(1, 3, 2)], 1, 16, 64, HALF),
+]
+EVERY_HEAD = [
+    ((130, 191, 7), [(0, 2, 2)], 2, 4, *head)
+    for head in itertools.product(HEAD_DIMS, (HALF, BFLOAT))
+]
 
 
 @pytest.fixture
@@ -36,12 +49,7 @@ def on_the_cpu(
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "groups", "kv_heads", "group", "dim", "dtype"),
-    [
-        ((64, 64, 70), [(0, 3, 1)], 1, 1, 64, HALF),
-        ((300, 64, 200, -1, 129, 500, 3), [(0, 2, 1), (2, 4, 2)], 2, 4, 128, HALF),
-        ((130, 191, 192, 7), [(0, 3, 2)], 2, 3, 80, BFLOAT),
-        ((-1, 129, 128, 700), [(1, 3, 2)], 1, 16, 64, HALF),
-    ],
+    cases([*EXACT, *EVERY_HEAD], lambda *case: case in EXACT),
 )
 def test_it_is_exact(
     lengths: Sequence[int],
@@ -75,7 +83,6 @@ def test_a_prefix_of_all_or_longer_ones_of_some() -> None:
     assert shared_prefixes({}) == shared_prefixes({5: [], 6: [7]}) == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8))
 def test_divisions_are_the_best(rows: Sequence[Sequence[int]]) -> None:
     """Against all divisions by brute force, level by level."""

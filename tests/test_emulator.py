@@ -47,10 +47,10 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
     """Replaces one place of a file of native/ before it is compiled."""
 
     def replace(name: str, old: str, new: str) -> None:
-        sources = dict(emulated._sources())
+        sources = dict(emulated.sources())
         assert sources[name].count(old) == 1, f"{name}: {old}"
         sources[name] = sources[name].replace(old, new)
-        monkeypatch.setattr(emulated, "_sources", lambda: sources)
+        monkeypatch.setattr(emulated, "sources", lambda: sources)
 
     return replace
 

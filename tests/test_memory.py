@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.errors import CannotRun, OutOfGpuMemory
@@ -41,7 +41,6 @@ def placements(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[str, int]]]
     return shape, list(zip(("hbm", "host", "peer:1"), counts, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
 @given(placements())
 def test_linear_and_gather_over_any_placement(
     case: tuple[tuple[int, int], list[tuple[str, int]]],

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from cases import cases
 
 from dakrun.config import SamplingParams
 from dakrun.engine import ReferenceRunner
@@ -83,10 +84,13 @@ def test_every_matrix_has_at_least_five_row_blocks(name: str, checkpoints: dict[
 
 @pytest.mark.parametrize(
     ("name", "ratio", "kv_ratio"),
-    [
-        *((name, *ratios) for name in NAMES for ratios in ((0.1, 1), (0.37, 0.5))),
-        *((name, *ratios) for name in ONE_OF_EACH for ratios in ((0, 0), (1, 1))),
-    ],
+    cases(
+        itertools.product(NAMES, (0, 0.1, 0.37, 1), (0, 0.5, 1)),
+        lambda name, *ratios: (
+            ratios in ((0.1, 1), (0.37, 0.5))
+            or (name in ONE_OF_EACH and ratios in ((0, 0), (1, 1)))
+        ),
+    ),
 )
 def test_greedy_tokens_equal_transformers(
     name: str,
@@ -101,7 +105,11 @@ def test_greedy_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "batch_size"), [*((name, 3) for name in NAMES), *((name, 1) for name in ONE_OF_EACH)]
+    ("name", "batch_size"),
+    cases(
+        itertools.product(NAMES, (1, 3, 24)),
+        lambda name, size: size == 3 or (name in ONE_OF_EACH and size == 1),
+    ),
 )
 def test_tokens_do_not_depend_on_the_batch_size(
     name: str,
@@ -155,10 +163,10 @@ def test_logits_agree_with_transformers(
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, torch.bfloat16) for name in NAMES),
-        *((name, torch.float16) for name in ONE_OF_EACH),
-    ],
+    cases(
+        itertools.product(NAMES, (torch.bfloat16, torch.float16)),
+        lambda name, dtype: dtype == torch.bfloat16 or name in ONE_OF_EACH,
+    ),
 )
 def test_half_precision_differs_only_within_its_noise(
     name: str,

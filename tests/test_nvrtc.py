@@ -7,13 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from cases import cases
 from compiled import kept
 
 from dakrun.errors import CannotRun
@@ -38,23 +37,20 @@ from dakrun.resources import resource_dir
 from dakrun.units import ceil_div
 
 
-def variants() -> Iterator[Any]:
-    """Kernels to compile: make test compiles those in bfloat16 of a Hopper GPU, of two head sizes.
+def variants() -> list[Any]:
+    """All kernels: make test compiles those in bfloat16 of a Hopper GPU, of two head sizes.
 
-    Of those in float16, and in bfloat16 of other GPUs, of one head size, it compiles every fourth
-    of a source; make test-archs compiles the rest.
+    For each other architecture it compiles one kernel of a source; make test-all compiles the rest.
     """
-    others: Counter[tuple[str, str]] = Counter()
-    for arch in ARCHITECTURES:
-        for source, defines in all_variants(arch):
-            hopper, bfloat16 = arch == "sm_90a", defines.get("BFLOAT16", 1)
-            dim = defines.get("HEAD_DIM", 128)
-            if hopper and bfloat16 and dim in (64, 128):
-                yield pytest.param(source, defines, arch)
-            elif dim == 128 and (hopper or bfloat16):
-                marks = [pytest.mark.archs] if others[arch, source] % 4 else []
-                others[arch, source] += 1
-                yield pytest.param(source, defines, arch, marks=marks)
+
+    def few(source: str, defines: dict[str, int], arch: str) -> bool:
+        if arch != "sm_90a":
+            return defines == others[arch, source]
+        return defines.get("BFLOAT16", 1) == 1 and defines.get("HEAD_DIM", 128) in (64, 128)
+
+    every = [(*variant, arch) for arch in ARCHITECTURES for variant in all_variants(arch)]
+    others = {(arch, source): defines for source, defines, arch in every}
+    return cases(every, few)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -77,7 +73,7 @@ def _compiled(source: str, arch: str, macros: tuple[tuple[str, int], ...]) -> Co
     return cast(Compiled, pickle.loads(kept(["nvrtc", digest], compile_it)))
 
 
-@pytest.mark.parametrize(("source", "defines", "arch"), list(variants()))
+@pytest.mark.parametrize(("source", "defines", "arch"), variants())
 def test_every_kernel_compiles_without_spills_or_warnings(
     source: str, defines: dict[str, int], arch: str, kernel_reports: list[str]
 ) -> None:
@@ -120,15 +116,13 @@ def test_an_sm_has_room_for_launches_that_follow_each_other(dtype: torch.dtype) 
 
 
 @pytest.fixture
-def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in the place of native/, and an empty cache."""
     folder = tmp_path / "native"
     folder.mkdir()
     monkeypatch.setattr(nvrtc, "resource_dir", lambda _: folder)
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(tmp_path / "cache"))
-    nvrtc._include_options.cache_clear()
-    yield folder
-    nvrtc._include_options.cache_clear()
+    return folder
 
 
 GOOD = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= FACTOR; }\n'

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from cases import few_examples
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planned import GH200, work
 from scipy.optimize import linprog
@@ -404,10 +405,7 @@ def test_thresholds_and_regimes(
         assert (op.regime == "compute-bound") == (compute >= read / local)
 
 
-@settings(
-    max_examples=settings.default.max_examples // 3,  # each makes ten plans more, for advice
-    suppress_health_check=[HealthCheck.filter_too_much],  # many policies cannot be met
-)
+@few_examples(16)  # each makes ten plans more, for advice
 @given(budgeted())
 def test_presentation(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> None:
     model, workload, profile, policy = problem

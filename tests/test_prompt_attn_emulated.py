@@ -1,25 +1,32 @@
 """Prompt attention's own source on the CPU, in many interleavings of its threads and copies."""
 
+import itertools
 import shutil
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from cases import cases, few_examples
 from emulated import EmulatedKernel
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prompt_cases import PromptCase
 
+from dakrun.geometry import HEAD_DIMS
 from dakrun.kernels.attention import BlockTables, PromptSegment, PromptWork, prompt
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-CASES = [
+EXACT = [
     ([(0, 1)], 1, 1, 64, torch.float16),
     ([(0, 64), (63, 2), (200, 31)], 2, 4, 128, torch.float16),
     ([(64, 130), (1, 65), (0, 2)], 1, 1, 64, torch.float16),
     ([(200, 65), (63, 31)], 1, 8, 80, torch.float16),
     ([(64, 64), (1, 1)], 2, 3, 96, torch.bfloat16),
     ([(0, 130), (63, 1)], 1, 16, 128, torch.bfloat16),
+]
+EVERY_HEAD = [
+    ([(0, 70), (63, 2)], 2, 4, *head)
+    for head in itertools.product(HEAD_DIMS, (torch.float16, torch.bfloat16))
 ]
 
 
@@ -68,7 +75,10 @@ def allowed(dtype: torch.dtype) -> float:
     return 2e-3 if dtype == torch.float16 else 1.6e-2
 
 
-@pytest.mark.parametrize(("segments", "kv_heads", "group", "dim", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("segments", "kv_heads", "group", "dim", "dtype"),
+    cases([*EXACT, *EVERY_HEAD], lambda *case: case in EXACT),
+)
 def test_it_is_exact(
     segments: Sequence[tuple[int, int]],
     kv_heads: int,
@@ -144,7 +154,7 @@ def test_tiles_and_their_number_are_read_from_the_device() -> None:
     assert torch.equal(case.run(work).view(torch.int16), wanted.view(torch.int16))
 
 
-@settings(deadline=None, max_examples=5)
+@few_examples(5)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 140)), min_size=1, max_size=5),
     st.integers(1, 3), st.integers(1, 16), st.integers(1, 4), st.integers(0, 2**31),

@@ -112,7 +112,7 @@ def test_a_stream_that_ends_early_gives_copies_back(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("optimistic")
-@pytest.mark.parametrize("room", [0, 2])
+@pytest.mark.parametrize("room", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_with_less_room_more_is_computed_again(
     path: Path, alone: dict[str, tuple[int, ...]], room: int
 ) -> None:

@@ -1,5 +1,6 @@
 """The tiled GEMM's CUDA source on the CPU, in many interleavings of its threads and copies."""
 
+import itertools
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import cases
 from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from torch.nn import functional as F
 
@@ -210,7 +212,10 @@ def test_tiles(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(16, 2), Shape(24, 1, wide=True), ALONG_X])
-@pytest.mark.parametrize(("residual", "m"), [(False, 240), (True, 235)])
+@pytest.mark.parametrize(
+    ("residual", "m"),
+    cases(itertools.product((False, True), (240, 235)), lambda residual, m: residual == (m == 235)),
+)
 def test_any_number_of_blocks(shape: Shape, residual: bool, m: int, build: Build) -> None:
     """Output blocks, for a Y whose rows tensor maps take, or do not."""
     k, n = 72, 300
@@ -267,10 +272,12 @@ def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "clusters"),
-    [
-        *((ALONG_W, 2), (ALONG_W, 3), (ALONG_X, 3), (Shape(8, 2, 2), 2), (Shape(8, 1, 1, 2), 3)),
-        (WIDE, 2),
-    ],
+    cases(
+        itertools.product((ALONG_W, ALONG_X, Shape(8, 2, 2), Shape(8, 1, 1, 2), WIDE), (2, 3)),
+        lambda shape, clusters: (
+            shape == ALONG_W or clusters == (3 if shape in (ALONG_X, Shape(8, 1, 1, 2)) else 2)
+        ),
+    ),
 )
 def test_stream_k(shape: Shape, clusters: int, build: Build) -> None:
     """Tiles that one cluster begins and another ends have one cluster's bits, behind any waves."""
@@ -315,11 +322,15 @@ def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "activation", "segments"),
-    [
-        *((Shape(tiles, 1), *how) for tiles in (8, 32) for how in (("relu", 2), ("silu_mul", 3))),
-        *((Shape(16, 1), *how) for how in (("relu", 5), ("silu_mul", 4))),
-        *((WIDE, *how) for how in (("relu", 2), ("relu", 5), ("silu_mul", 3), ("silu_mul", 4))),
-    ],
+    cases(
+        itertools.product(
+            (Shape(8, 1), Shape(16, 1), Shape(32, 1), WIDE), ("relu", "silu_mul"), (2, 3, 4, 5)
+        ),
+        lambda shape, activation, segments: (
+            (activation == "relu") == (segments in (2, 5))
+            and (shape == WIDE or (segments > 3) == (shape.tiles == 16))
+        ),
+    ),
 )
 def test_split_k(shape: Shape, segments: int, activation: Activation, build: Build) -> None:
     """Bits are the same in any tiles, one or several a cluster, with W shared or not."""
@@ -368,7 +379,9 @@ def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
 
 
 @pytest.mark.parametrize("shape", [ALONG_W, Shape(8, 1, 2), Shape(16, 1), replace(WIDE, w_ctas=2)])
-@pytest.mark.parametrize("n", [8, 65, 200])
+@pytest.mark.parametrize(
+    "n", cases(([n] for n in (1, 8, 63, 64, 65, 80, 100, 128, 200)), lambda n: n in (8, 65, 200))
+)
 def test_few_rows_behind_x_are_copied(
     n: int, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:

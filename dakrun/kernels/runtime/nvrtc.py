@@ -79,9 +79,10 @@ def compile_cubin(source: str, arch: str, defines: Mapping[str, int] | None = No
     packages are missing.
     """
     nvrtc = _nvrtc()
-    path = resource_dir("native") / source
-    options = [f"-arch={arch}", *OPTIONS, *_defines(defines), *_include_options()]
-    text = path.read_bytes()
+    folder = resource_dir("native")
+    includes = f"-I{folder}", f"-I{_cuda_headers()}"
+    options = [f"-arch={arch}", *OPTIONS, *_defines(defines), *includes]
+    text = (folder / source).read_bytes()
     program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     try:
         result = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
@@ -156,13 +157,13 @@ def _defines(defines: Mapping[str, int] | None) -> list[str]:
 
 
 @functools.cache
-def _include_options() -> tuple[str, ...]:
+def _cuda_headers() -> str:
     from cuda.pathfinder import find_nvidia_header_directory
 
     headers = find_nvidia_header_directory("cudart")
     if headers is None:
         raise CannotRun("CUDA's headers are missing", hint=HINT)
-    return (f"-I{resource_dir('native')}", f"-I{headers}")
+    return headers
 
 
 @functools.cache
