@@ -1,5 +1,5 @@
-// A packed matrix in several tiers (dakrun/kernels/gemm/packing.py has the layout), for kernels
-// that read any of its rows in place.
+// A packed matrix in several tiers (dakrun/formats/ has the layout), for kernels that read any of
+// its rows in place.
 #pragma once
 
 #include "geometry.cuh"

@@ -18,7 +18,7 @@
 //         split-K: store_partial; the CTA that arrives second combines both halves
 //         Y = activation(norm scale * acc + bias) + residual
 //
-// W is packed as dakrun/kernels/gemm/packing.py lays it out. The order in which the terms of an
+// W is packed as dakrun/formats/packed16.py lays it out. The order in which the terms of an
 // output are added depends on the shapes alone, so that tiers and the number of CTAs change no bit
 // of Y. A tier's CTAs serve that tier alone, but for mixed tiers (splitk_scheduler.cuh).
 //

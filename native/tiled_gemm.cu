@@ -20,7 +20,7 @@
 //               Y = activation(acc + bias) + residual, through shared memory and TMA
 //
 // Scheduler (tiled_scheduler.cuh): data-parallel waves of tiles, then Stream-K for those left. W is
-// packed as SplitK_GEMM reads it (dakrun/kernels/gemm/packing.py). The order in which the terms of
+// packed as SplitK_GEMM reads it (dakrun/formats/packed16.py). The order in which the terms of
 // an output are added depends on the segments of K alone, so that tiers, tiles and the number of
 // CTAs change no bit of Y.
 

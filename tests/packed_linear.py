@@ -7,20 +7,18 @@ from typing import Any
 
 import torch
 
+from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import (
     GemmConfig,
     Norm,
-    PackedPart,
-    PackedTensor,
     SplitKWorkspace,
     TierAccess,
     gemm_config,
-    pack,
     split_row_blocks,
     splitk_gemm,
 )
-from dakrun.memory import enable_peer_access
+from dakrun.memory import MatrixPart, TieredMatrix, enable_peer_access
 
 GUARD = 64  # elements
 TIERS = ("hbm", "host", "peer")
@@ -70,7 +68,7 @@ def weight_of(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 class Linear:
     """A packed weight and how its tiers are read."""
 
-    weight: PackedTensor
+    weight: TieredMatrix
     access: tuple[TierAccess, ...]
     sms: int
 
@@ -108,10 +106,10 @@ def linear(
     splits = split_row_blocks(row_blocks, access, sms=sms, aligned=aligned)
     parts, first = [], 0
     for tier, split in zip(TIERS[: len(splits)], splits, strict=True):
-        data = pack(dense[8 * first : 8 * (first + split.row_blocks)], split)
-        parts.append(PackedPart(tier, split, moved(data, tier)))
+        (data,) = PACKED16.pack(dense[8 * first : 8 * (first + split.row_blocks)], split)
+        parts.append(MatrixPart(tier, split, PACKED16, (moved(data, tier),)))
         first += split.row_blocks
-    return Linear(PackedTensor((m, k), dtype, tuple(parts)), access, sms)
+    return Linear(TieredMatrix((m, k), dtype, tuple(parts)), access, sms)
 
 
 def moved(data: torch.Tensor, tier: str) -> torch.Tensor:

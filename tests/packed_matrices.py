@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dakrun.formats import PACKED16, Split
 from dakrun.geometry import ROWS_PER_BLOCK, row_block_count
-from dakrun.kernels.gemm import PackedPart, PackedTensor, Split, pack
+from dakrun.memory import MatrixPart, TieredMatrix
 
 # Rows, columns, and the tiers: a single row block, many waves with a smaller last group, several
 # tiers with ragged rows, an empty tier and steps wider than the matrix.
@@ -24,7 +25,7 @@ def normal(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def packed(weight: torch.Tensor, splits: Sequence[Split]) -> PackedTensor:
+def packed(weight: torch.Tensor, splits: Sequence[Split]) -> TieredMatrix:
     """`weight` [M, K], its row blocks assigned as in `splits`; on a GPU the first tier is in HBM.
 
     The others are then page-locked.
@@ -33,8 +34,8 @@ def packed(weight: torch.Tensor, splits: Sequence[Split]) -> PackedTensor:
     ends = itertools.accumulate(ROWS_PER_BLOCK * split.row_blocks for split in splits)
     parts = []
     for number, (split, end) in enumerate(zip(splits, ends, strict=True)):
-        data = pack(weight[end - ROWS_PER_BLOCK * split.row_blocks : end], split)
-        if number and data.is_cuda:
-            data = data.cpu().pin_memory()
-        parts.append(PackedPart(f"tier {number}", split, data))
-    return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
+        data = PACKED16.pack(weight[end - ROWS_PER_BLOCK * split.row_blocks : end], split)
+        if number and weight.is_cuda:
+            data = tuple(array.cpu().pin_memory() for array in data)
+        parts.append(MatrixPart(f"tier {number}", split, PACKED16, data))
+    return TieredMatrix((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))

@@ -66,11 +66,12 @@ from dakrun.bench import (
 )
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
+from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, RemoteTier, load_profile
-from dakrun.kernels.gemm import PackedTensor, Products, TierAccess, row_block_bytes, splitk_gemm
+from dakrun.kernels.gemm import Products, TierAccess, splitk_gemm
 from dakrun.kernels.gemm import dispatch as products_of
-from dakrun.memory import allocate_tiers
+from dakrun.memory import TieredMatrix, allocate_tiers
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 from dakrun.probe import launch_seconds
@@ -428,7 +429,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def multiply(
         x: torch.Tensor,
-        weight: PackedTensor,
+        weight: TieredMatrix,
         config: Any,
         out: torch.Tensor,
         **options: Any,
@@ -468,7 +469,9 @@ def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("aligned", [True, False])
 def test_chains_read_every_weight(cpu: None, row_blocks: tuple[int, ...], aligned: bool) -> None:
     # Padded in both directions, so that packed and dense weights differ in size.
-    some = case(row_blocks, shape=Shape(100, 200), n=3, unit_bytes=row_block_bytes(200), launches=4)
+    some = case(
+        row_blocks, shape=Shape(100, 200), n=3, unit_bytes=PACKED16.row_block_bytes(200), launches=4
+    )
     assert row_block_count(100) == 13
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with allocate_tiers(sizes, torch.device("cpu")) as memories:
@@ -483,7 +486,7 @@ def test_chains_read_every_weight(cpu: None, row_blocks: tuple[int, ...], aligne
 
 
 def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
-    some = case((2,), shape=Shape(16, 16), n=2, unit_bytes=row_block_bytes(16), launches=5)
+    some = case((2,), shape=Shape(16, 16), n=2, unit_bytes=PACKED16.row_block_bytes(16), launches=5)
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
     chains = new_chains({LOCAL: buffer})
     ends: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -555,7 +558,9 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.gpu
 def test_activations_stay_finite() -> None:
-    some = case((32, 32), shape=Shape(512, 512), unit_bytes=row_block_bytes(512), launches=100)
+    some = case(
+        (32, 32), shape=Shape(512, 512), unit_bytes=PACKED16.row_block_bytes(512), launches=100
+    )
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=True))
     ends: list[torch.Tensor] = []
     with allocate(sizes, torch.device("cuda", torch.cuda.current_device())) as memories:

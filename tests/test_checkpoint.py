@@ -48,7 +48,7 @@ def test_every_weight_is_where_the_plan_put_it(directory: Path) -> None:
         assert {p.tier for p in matrix.parts} == {"hbm", "host"}
     for number, name in enumerate(llm.plan.tiers):
         held = sum(
-            part.data.nbytes
+            part.nbytes
             for matrix in llm.engine.runner.weights.matrices.values()
             for part in matrix.parts
             if part.tier == name

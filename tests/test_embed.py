@@ -6,9 +6,9 @@ import pytest
 import torch
 from packed_matrices import CASES, normal, packed
 
+from dakrun.formats import Split
 from dakrun.kernels import embed
-from dakrun.kernels.gemm import Split
-from dakrun.kernels.gemm.packing import DTYPES
+from dakrun.kernels.runtime import DTYPES
 
 
 def integers(*values: int, device: str) -> torch.Tensor:

@@ -15,19 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import (
     Activation,
     GemmConfig,
     Norm,
-    PackedPart,
-    PackedTensor,
     Ring,
     SplitKWorkspace,
     TierAccess,
     gemm_config,
     look_ahead,
-    pack,
     ring_bytes,
     split_row_blocks,
     splitk_config,
@@ -38,6 +36,7 @@ from dakrun.kernels.gemm import (
 # Inner modules: kernels, tensor maps and the choice of split-K are replaced, macros are asked for.
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.runtime import jit, operands
+from dakrun.memory import MatrixPart, TieredMatrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3
@@ -74,14 +73,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) 
 
 def packed(
     weight: torch.Tensor, row_blocks: Sequence[int], access: Sequence[TierAccess], *, aligned: bool
-) -> PackedTensor:
+) -> TieredMatrix:
     splits = split_row_blocks(row_blocks, access, sms=SMS, aligned=aligned)
     parts, row = [], 0
     for tier, split in zip(("hbm", "host", "peer"), splits, strict=False):
-        data = pack(weight[row : row + 8 * split.row_blocks], split)
-        parts.append(PackedPart(tier, split, data))
+        data = PACKED16.pack(weight[row : row + 8 * split.row_blocks], split)
+        parts.append(MatrixPart(tier, split, PACKED16, data))
         row += 8 * split.row_blocks
-    return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
+    return TieredMatrix((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
 
 
 def run(
@@ -296,7 +295,7 @@ def test_what_is_ahead_follows_the_first_copies(rows: int, found: int) -> None:
     matrix = packed(weight, (48,), ACCESS[:1], aligned=True)
     config = gemm_config(rows, [matrix.parts[0].split], ACCESS[:1], sms=SMS)
     ahead = look_ahead(matrix, dataclasses.replace(config, split_k_cols=512 * (rows == 64)))
-    data, (ring,) = matrix.parts[0].data, config.rings
+    (data,), (ring,) = matrix.parts[0].arrays, config.rings
     first = 1024 * matrix.parts[0].split.wave * ring.atoms * ring.stages
     if found:
         assert ahead is not None and ahead.data_ptr() == data.data_ptr() + first
@@ -307,8 +306,10 @@ def test_what_is_ahead_follows_the_first_copies(rows: int, found: int) -> None:
 
 def outcome(config: GemmConfig, kernel: EmulatedKernel, seed: int) -> str:
     weight = normal(64, 1280, scale=0.03)
-    data = pack(weight, config.splits[0])
-    matrix = PackedTensor((64, 1280), weight.dtype, (PackedPart("hbm", config.splits[0], data),))
+    data = PACKED16.pack(weight, config.splits[0])
+    matrix = TieredMatrix(
+        (64, 1280), weight.dtype, (MatrixPart("hbm", config.splits[0], PACKED16, data),)
+    )
     x, out = normal(8, 1280), torch.full((8, 64), math.nan, dtype=weight.dtype)
     kernel.seed = seed
     try:

@@ -26,7 +26,6 @@ from product_checks import (
 
 from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import (
-    DTYPES,
     NORMS,
     Norm,
     TierAccess,
@@ -35,6 +34,7 @@ from dakrun.kernels.gemm import (
     splitk_config,  # whose choice of split-K is replaced
     splitk_gemm,
 )
+from dakrun.kernels.runtime import DTYPES
 
 pytestmark = pytest.mark.gpu
 KIB = 1024

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
+from dakrun.formats import PACKED16, Split
 from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
@@ -19,18 +20,15 @@ from dakrun.geometry import (
 )
 from dakrun.kernels.gemm import (
     STEP_ATOMS,
-    PackedPart,
-    PackedTensor,
-    Split,
     TierAccess,
     gemm_config,
-    pack,
     split_k_columns,
     split_row_blocks,
     splitk_gemm,
     tiles_for,
 )
 from dakrun.kernels.runtime import CtaOrder
+from dakrun.memory import MatrixPart, TieredMatrix
 from dakrun.models import known_model, known_names
 from dakrun.plan import decode_ops
 from dakrun.units import ceil_div
@@ -265,8 +263,8 @@ def changed(tensor: torch.Tensor, how: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["x", "out", "bias", "residual"])
 def test_operands_that_do_not_fit(name: str, how: str) -> None:
     split = Split(3, 1, 2, 128)
-    data = pack(torch.zeros(24, 40, dtype=torch.float16), split)
-    weight = PackedTensor((24, 40), torch.float16, (PackedPart("hbm", split, data),))
+    data = PACKED16.pack(torch.zeros(24, 40, dtype=torch.float16), split)
+    weight = TieredMatrix((24, 40), torch.float16, (MatrixPart("hbm", split, PACKED16, data),))
     config = gemm_config(5, [split], [TierAccess()], sms=SMS)
     operands: dict[str, Any] = {
         key: torch.zeros(shape, dtype=torch.float16)

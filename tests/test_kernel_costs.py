@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dakrun.hardware import Sweep
-from dakrun.kernels.gemm import H200, GemmConfig, PackedTensor, TierAccess
+from dakrun.kernels.gemm import H200, GemmConfig, TierAccess
+from dakrun.memory import TieredMatrix
 from dakrun.probe import (
     MIB,
     QUICK,
@@ -58,7 +59,7 @@ class Launches:
     def __call__(
         self,
         x: torch.Tensor,
-        weight: PackedTensor,
+        weight: TieredMatrix,
         accesses: tuple[TierAccess, ...],
         out: torch.Tensor,
         *,
@@ -75,17 +76,17 @@ class Launches:
         self.fused += norm == "layer"
 
     def ahead(
-        self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]
+        self, n: int, weight: TieredMatrix, accesses: tuple[TierAccess, ...]
     ) -> torch.Tensor | None:
-        return None if n > 32 else weight.parts[0].data[:128]
+        return None if n > 32 else weight.parts[0].arrays[0][:128]
 
-    def read(self, x: torch.Tensor, weight: PackedTensor, pdl: bool) -> None:
+    def read(self, x: torch.Tensor, weight: TieredMatrix, pdl: bool) -> None:
         assert pdl, "as in a decode step"
         assert self.written is None or self.written.data_ptr() == x.data_ptr()
         self.written = None
         for part in weight.parts:
-            start = part.data.data_ptr()
-            self.weights.append(range(start, start + part.data.numel()))
+            start = part.arrays[0].data_ptr()
+            self.weights.append(range(start, start + part.nbytes))
 
     def normalize(
         self, x: torch.Tensor, out: torch.Tensor, norm: str, *, eps: float, pdl: bool
@@ -264,10 +265,10 @@ class Staging:
     """A stand-in for the engine's Staging that records what is fetched."""
 
     def __init__(
-        self, matrices: dict[str, PackedTensor], staged: list[str], ring: torch.Tensor, *,
+        self, matrices: dict[str, TieredMatrix], staged: list[str], ring: torch.Tensor, *,
         together: int,
     ) -> None:  # fmt: skip
-        sizes = [sum(part.data.nbytes for part in w.parts[1:]) for w in matrices.values()]
+        sizes = [sum(part.nbytes for part in w.parts[1:]) for w in matrices.values()]
         assert list(matrices) == staged and ring.numel() >= 2 * max(sizes) and together == 1
         self.matrices, self.fetched, self.filled = matrices, list[str](), False
 
@@ -281,7 +282,7 @@ class Staging:
     def end(self) -> None:
         assert self.fetched == list(self.matrices)
 
-    def fetch(self, name: str) -> PackedTensor:
+    def fetch(self, name: str) -> TieredMatrix:
         self.fetched.append(name)
         return self.matrices[name]
 
@@ -306,7 +307,7 @@ def test_staging_is_what_it_adds(
         return [launch_s + STAGED_S * copied] * runs
 
     def product(
-        x: torch.Tensor, weight: PackedTensor, config: GemmConfig, out: torch.Tensor, *,
+        x: torch.Tensor, weight: TieredMatrix, config: GemmConfig, out: torch.Tensor, *,
         pdl: bool,
     ) -> None:  # fmt: skip
         assert config.splits == tuple(part.split for part in weight.parts)

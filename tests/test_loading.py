@@ -19,8 +19,7 @@ from dakrun.config import ModelConfig, Workload
 from dakrun.engine import tier_accesses
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
-from dakrun.kernels.gemm import PackedTensor
-from dakrun.kernels.gemm.packing import DTYPES
+from dakrun.kernels.runtime import DTYPES
 from dakrun.memory import allocate_tiers
 from dakrun.models import architecture, known_model
 from dakrun.plan import Plan, Policy, make_plan
@@ -164,10 +163,7 @@ def test_matrices_biases_and_norms(name: str, dtype: torch.dtype, directory: Pat
     for vector in set(manifest.resident) - biases:
         assert torch.equal(weights.resident[vector], stacked(manifest, vector, tensors).to(dtype))
     for matrix, got in weights.matrices.items():
-        assert isinstance(got, PackedTensor) and [part.tier for part in got.parts] == [
-            "hbm",
-            "host",
-        ]
+        assert got.for_kernels and [part.tier for part in got.parts] == ["hbm", "host"]
         exact, fold = stacked(manifest, matrix, tensors), manifest.folded.get(matrix, Fold("rms"))
         bias = None
         if f"{matrix}.bias" in manifest.resident:
@@ -400,7 +396,7 @@ def test_a_gpu_packs_what_a_cpu_does(name: str, directory: Path) -> None:
     for source in (Checkpoint(directory), Dummy()):
         here, there = packed(name, plan, source), packed(name, plan, source, device)
         for key, matrix in there.matrices.items():
-            assert [part.data.is_cuda for part in matrix.parts] == [True, False]
+            assert [part.arrays[0].is_cuda for part in matrix.parts] == [True, False]
             exact = here.matrices[key].dense()
             torch.testing.assert_close(matrix.dense(), exact, rtol=2**-7, atol=1e-5)
             if key not in manifest_of(name).folded and isinstance(source, Checkpoint):

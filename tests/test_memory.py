@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.errors import CannotRun, OutOfGpuMemory
+from dakrun.formats import Rows
 from dakrun.geometry import row_block_count
 from dakrun.kernels import reference
 from dakrun.memory import (
     DeviceBlock,
     HostBlock,
-    PartitionedTensor,
     Tier,
+    TieredMatrix,
     allocate_tiers,
     enable_peer_access,
     free_on_peers,
@@ -47,12 +48,12 @@ def test_linear_and_gather_over_any_placement(
 ) -> None:
     shape, placement = case
     tiers = make_tiers()
-    matrix = PartitionedTensor.empty(shape, torch.float32, placement, tiers)
+    matrix = TieredMatrix.empty(shape, torch.float32, Rows(4), placement, tiers)
     dense = torch.randn(shape)
     covered = torch.zeros(shape, dtype=torch.int32)
-    for part in matrix.parts:
-        part.data.copy_(dense[part.rows])
-        covered[part.rows] += 1
+    for piece in matrix.pieces(100):
+        piece.write(dense[piece.rows])
+        covered[piece.rows] += 1
     assert (covered == 1).all()
     assert torch.equal(matrix.dense(), dense)
     x, bias = torch.randn(3, shape[1]), torch.randn(shape[0])
@@ -65,19 +66,21 @@ def test_linear_and_gather_over_any_placement(
 def test_parts_lie_in_the_tier_that_the_placement_names() -> None:
     tiers = make_tiers()
     starts = {name: tier.allocate((256,), torch.uint8).data_ptr() for name, tier in tiers.items()}
-    matrix = PartitionedTensor.empty((60, 2048), torch.float16, [("hbm", 3), ("host", 5)], tiers)
+    matrix = TieredMatrix.empty(
+        (60, 2048), torch.float16, Rows(2), [("hbm", 3), ("host", 5)], tiers
+    )
     assert [p.tier for p in matrix.parts] == ["hbm", "host"]
-    assert [p.rows for p in matrix.parts] == [slice(0, 24), slice(24, 60)]
+    assert [rows for _, rows in matrix.rows()] == [slice(0, 24), slice(24, 60)]
     assert tiers["hbm"].used == 256 + 24 * 2048 * 2
     assert tiers["host"].used == 256 + 36 * 2048 * 2
     for part in matrix.parts:
         start = starts[part.tier]
-        assert start < part.data.data_ptr() < start + tiers[part.tier].capacity
+        assert start < part.arrays[0].data_ptr() < start + tiers[part.tier].capacity
 
 
 def test_a_placement_must_cover_the_matrix() -> None:
-    with pytest.raises(ValueError, match="expected 4 row blocks, got 2"):
-        PartitionedTensor.empty((30, 1024), torch.float32, [("hbm", 2)], make_tiers())
+    with pytest.raises(ValueError, match=r"expected 4 row blocks .*, got 2"):
+        TieredMatrix.empty((30, 1024), torch.float32, Rows(4), [("hbm", 2)], make_tiers())
 
 
 def test_a_tier_never_grows() -> None:
@@ -217,7 +220,7 @@ def test_a_gpu_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_linear_refuses_wrong_arguments() -> None:
-    matrix = PartitionedTensor.empty((64, 32), torch.float32, [("hbm", 8)], make_tiers())
+    matrix = TieredMatrix.empty((64, 32), torch.float32, Rows(4), [("hbm", 8)], make_tiers())
     with pytest.raises(ValueError, match=r"expected x \[N, 32\]"):
         reference.linear(torch.zeros(2, 31), matrix)
     with pytest.raises(ValueError, match=r"float64"):

@@ -13,9 +13,10 @@ from peers import readable_peer
 
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.errors import CannotRun
+from dakrun.formats import Rows
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.runtime import copy
-from dakrun.memory import PartitionedTensor, allocate_tiers
+from dakrun.memory import TieredMatrix, allocate_tiers
 from dakrun.memory.device import in_order
 
 pytestmark = pytest.mark.gpu
@@ -137,13 +138,13 @@ def test_the_peer_tier_is_read_where_it_lies(runtime: Any, device: torch.device)
 def test_a_matrix_over_all_tiers(device: torch.device) -> None:
     with allocate_tiers({"hbm": 1 << 20, "host": 1 << 20}, device) as tiers:
         placement = [("hbm", 20), ("host", 12)]
-        matrix = PartitionedTensor.empty((256, 1024), torch.float16, placement, tiers)
+        matrix = TieredMatrix.empty((256, 1024), torch.float16, Rows(2), placement, tiers)
         dense = torch.randn(256, 1024, dtype=torch.float16)
-        for part in matrix.parts:
-            part.data.copy_(dense[part.rows])
-        assert matrix.dense().device == device and torch.equal(matrix.dense().cpu(), dense)
-        assert [part.data.is_cuda for part in matrix.parts] == [True, False]
-        del matrix, part
+        for piece in matrix.pieces(100_000):
+            piece.write(dense[piece.rows].to(device))
+        assert torch.equal(matrix.dense(device).cpu(), dense)
+        assert [part.arrays[0].is_cuda for part in matrix.parts] == [True, False]
+        del matrix, piece
 
 
 @pytest.fixture

@@ -192,8 +192,8 @@ def test_swapped_row_blocks_give_another_answer(checkpoints: dict[str, Path]) ->
     """The reference reads each row block where it lies: spoiling one tier's bytes is seen."""
     llm = load(checkpoints["llama-mha"], offload_ratio=0.37)
     before = greedy(llm)
-    remote = [
-        p for p in llm.engine.runner.weights.matrices["layers.1.down"].parts if p.tier == "host"
-    ]
-    remote[-1].data.copy_(remote[-1].data.flip(0))
+    matrix = llm.engine.runner.weights.matrices["layers.1.down"]
+    (remote,) = (part for part in matrix.parts if part.tier == "host")
+    rows = matrix.read(remote)  # a view
+    rows.copy_(rows.flip(0))
     assert greedy(llm) != before

@@ -17,11 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import dakrun.nn
 from dakrun.errors import CannotRun, UsageError
+from dakrun.formats import PACKED16, WeightFormat
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import H200, PackedTensor, TierAccess, row_block_bytes
+from dakrun.kernels.gemm import H200, TierAccess
 from dakrun.kernels.gemm import dispatch as products
-from dakrun.kernels.gemm.packing import DTYPES
-from dakrun.memory import PartitionedTensor
+from dakrun.kernels.runtime import DTYPES
+from dakrun.memory import TieredMatrix
 from dakrun.nn import SplitKGEMM, replace_linears
 from dakrun.nn import gemm as gemm_module
 
@@ -67,10 +68,10 @@ def test_row_blocks_lie_where_the_ratio_says() -> None:
     linear = make_linear(2048, 156)  # 20 row blocks, the last of 4 rows
     for ratio, remote in ((0, 0), (0.1, 12), (0.12, 12), (0.13, 20), (1, 156)):
         module = SplitKGEMM.from_linear(linear, ratio=ratio, remote="peer:3")
-        assert isinstance(module.weight, PartitionedTensor)
+        assert not module.weight.for_kernels
         assert module.ratio == pytest.approx(remote / 156)
         there = [part for part in module.weight.parts if part.tier == "peer:3"]
-        assert sum(part.data.numel() for part in there) == remote * 2048
+        assert sum(part.nbytes for part in there) == remote * 2048 * 4
         assert all(tier.free == 0 for tier in module._tiers.values())
     assert "in_features=2048, out_features=156, bias=True, ratio=1, remote=peer:3" in str(module)
 
@@ -86,9 +87,9 @@ def test_state_dicts_are_those_of_a_linear(ratio: float, bias: bool, tmp_path: P
     torch.save(module.state_dict(), tmp_path / "state.pt")
     blank.load_state_dict(torch.load(tmp_path / "state.pt"))
     assert_same_state(blank, linear)
-    placed = [(part.tier, part.data.data_ptr()) for part in module.weight.parts]
+    placed = [(part.tier, part.arrays[0].data_ptr()) for part in module.weight.parts]
     module.load_state_dict(other.state_dict())
-    assert [(part.tier, part.data.data_ptr()) for part in module.weight.parts] == placed
+    assert [(part.tier, part.arrays[0].data_ptr()) for part in module.weight.parts] == placed
     assert_same_state(module, other)
     fresh = SplitKGEMM(1500, 200, bias, ratio=ratio)
     fresh.load_state_dict(other.double().state_dict())  # a dtype is converted, as torch does it
@@ -263,7 +264,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
 
     def stand_in(by: str) -> Callable[..., None]:
         def launch(
-            x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, **options: Any
+            x: torch.Tensor, weight: TieredMatrix, config: Any, out: torch.Tensor, **options: Any
         ) -> None:
             assert x.data_ptr() % 16 == 0 == out.data_ptr() % 16
             assert x.is_contiguous() and out.is_contiguous() and options["pdl"]
@@ -272,8 +273,8 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
 
         return launch
 
-    def has_kernel(like: torch.Tensor, cols: int) -> bool:
-        return like.dtype in DTYPES and cols % 8 == 0
+    def kernel_format(like: torch.Tensor, cols: int) -> WeightFormat | None:
+        return PACKED16 if like.dtype in DTYPES and cols % 8 == 0 else None
 
     monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", stand_in("splitk"))
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.tiled_gemm", stand_in("tiled"))
@@ -281,7 +282,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
     # A CPU has neither kernels nor SMs.
     monkeypatch.setattr("dakrun.nn.gemm.products", products.Products)
     for module in ("gemm", "tiers"):
-        monkeypatch.setattr(f"dakrun.nn.{module}.has_kernel", has_kernel)
+        monkeypatch.setattr(f"dakrun.nn.{module}.kernel_format", kernel_format)
     monkeypatch.setattr(products, "sm_count", lambda device: 132)
     monkeypatch.setattr("dakrun.nn.tiers.sm_count", lambda device: 132)
     return launched
@@ -294,13 +295,14 @@ def test_packed_weights(
 ) -> None:
     linear = make_linear(cols, rows, dtype=torch.bfloat16)
     module = SplitKGEMM.from_linear(linear, ratio=ratio, access=ACCESS, pdl=True)
-    assert isinstance(module.weight, PackedTensor)
+    assert module.weight.for_kernels
     row_blocks = row_block_count(rows)
     remote = int(ratio * row_blocks + 0.5)
     assert [part.split.row_blocks for part in module.weight.parts] == [row_blocks - remote, remote]
     assert module.ratio == pytest.approx(remote / row_blocks)
     sizes = [tier.capacity for tier in module._tiers.values()]
-    assert sizes == [(row_blocks - remote) * row_block_bytes(cols), remote * row_block_bytes(cols)]
+    row_block = PACKED16.row_block_bytes(cols)
+    assert sizes == [(row_blocks - remote) * row_block, remote * row_block]
     assert_same_state(module, linear)
     other = make_linear(cols, rows)
     linear.load_state_dict(other.state_dict())
@@ -365,7 +367,7 @@ def test_at_every_ratio_the_error_is_that_of_cublas_and_bits_are_the_same(
         SplitKGEMM.from_linear(linear, ratio=ratio, access=ACCESS) for ratio in (*RATIOS, 0.5)
     ]
     for module in modules:
-        assert isinstance(module.weight, PackedTensor)
+        assert module.weight.for_kernels
         assert_same_state(module, linear)
     for n in (1, 3, 7, 8, 13, 33, 64, 65, 200, 1000):
         x = torch.randn(n, cols, device="cuda", dtype=dtype)
@@ -437,7 +439,7 @@ def test_a_captured_graph_gives_the_same_bits(n: int, pdl: bool) -> None:
 def test_what_the_kernel_lacks_falls_back(cols: int, dtype: torch.dtype, ratio: float) -> None:
     linear = make_linear(cols, 200, dtype=dtype).cuda()
     module = SplitKGEMM.from_linear(linear, ratio=ratio)
-    assert isinstance(module.weight, PartitionedTensor)
+    assert not module.weight.for_kernels
     assert_same_state(module, linear)
     x = torch.randn(5, cols, device="cuda", dtype=dtype)
     exact = F.linear(x.double(), linear.weight.double(), linear.bias.double())
@@ -452,7 +454,7 @@ def test_the_memory_is_given_back() -> None:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         module = SplitKGEMM.from_linear(linear, ratio=0.5, access=ACCESS, device="cuda")
-        address = module.weight.parts[1].data.data_ptr()
+        address = module.weight.parts[1].arrays[0].data_ptr()
         assert runtime.pointerGetAttributes(address).type == 1, "page-locked"
         assert torch.cuda.memory_allocated() >= before + linear.weight.nbytes // 2
         if close:
@@ -473,7 +475,7 @@ def test_a_peer_as_the_remote_tier() -> None:
     module = SplitKGEMM.from_linear(
         linear, ratio=0.5, remote=remote, access=TierAccess(32, 1 << 20)
     )
-    assert module.weight.parts[1].data.device.index == peer
+    assert module.weight.parts[1].arrays[0].device.index == peer
     local = SplitKGEMM.from_linear(linear, ratio=0, access=ACCESS)
     x = torch.randn(9, 1096, device="cuda", dtype=torch.float16)
     assert torch.equal(module(x), local(x))

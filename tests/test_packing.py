@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dakrun.formats import PACKED16, Split
 from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
@@ -16,7 +17,8 @@ from dakrun.geometry import (
     row_block_count,
 )
 from dakrun.kernels import gemm
-from dakrun.kernels.gemm import DTYPES, PackedPart, PackedTensor, Split, pack, row_block_bytes
+from dakrun.kernels.runtime import DTYPES
+from dakrun.memory import MatrixPart, TieredMatrix
 
 
 def random_bits(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -29,17 +31,20 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-def packed(weight: torch.Tensor, splits: list[Split]) -> PackedTensor:
+def packed(weight: torch.Tensor, splits: list[Split]) -> TieredMatrix:
     """`weight` with its row blocks in as many tiers as there are splits."""
     ends = itertools.accumulate(ROWS_PER_BLOCK * split.row_blocks for split in splits)
     parts = [
-        PackedPart(
-            f"tier {i}", split, pack(weight[end - ROWS_PER_BLOCK * split.row_blocks : end], split)
+        MatrixPart(
+            f"tier {i}",
+            split,
+            PACKED16,
+            PACKED16.pack(weight[end - ROWS_PER_BLOCK * split.row_blocks : end], split),
         )
         for i, (split, end) in enumerate(zip(splits, ends, strict=True))
     ]
     rows, cols = weight.shape
-    return PackedTensor((rows, cols), weight.dtype, tuple(parts))
+    return TieredMatrix((rows, cols), weight.dtype, tuple(parts))
 
 
 @st.composite
@@ -63,8 +68,8 @@ def test_what_is_packed_comes_back(matrix: tuple[torch.Tensor, list[Split]]) -> 
     weight, splits = matrix
     tensor = packed(weight, splits)
     assert same_bits(tensor.dense(), weight) and tensor.dense().is_contiguous()
-    stored = row_block_count(weight.shape[0]) * row_block_bytes(weight.shape[1])
-    assert sum(part.data.numel() for part in tensor.parts) == stored
+    stored = row_block_count(weight.shape[0]) * PACKED16.row_block_bytes(weight.shape[1])
+    assert sum(part.nbytes for part in tensor.parts) == stored
 
 
 @given(matrices(), st.integers(1, 60))
@@ -73,22 +78,25 @@ def test_pieces_of_any_size_make_the_same(
 ) -> None:
     weight, splits = matrix
     expected = packed(weight, splits)
-    blank = [replace(part, data=torch.full_like(part.data, 0x7F)) for part in expected.parts]
-    tensor, rows = PackedTensor(expected.shape, weight.dtype, tuple(blank)), 0
-    for piece in gemm.storage.pieces(tensor, limit * ROWS_PER_BLOCK * weight.shape[1]):
+    blank = [
+        replace(part, arrays=tuple(torch.full_like(array, 0x7F) for array in part.arrays))
+        for part in expected.parts
+    ]
+    tensor, rows = TieredMatrix(expected.shape, weight.dtype, tuple(blank)), 0
+    for piece in tensor.pieces(limit * ROWS_PER_BLOCK * weight.shape[1]):
         row_blocks = row_block_count(piece.rows.stop - piece.rows.start)
         assert piece.rows.start == rows and row_blocks <= max(limit, piece.part.split.group)
-        gemm.storage.write(piece, weight[piece.rows])
+        piece.write(weight[piece.rows])
         rows = piece.rows.stop
     assert rows == len(weight)
     for part, whole in zip(tensor.parts, expected.parts, strict=True):
-        assert torch.equal(part.data, whole.data)
+        assert all(map(torch.equal, part.arrays, whole.arrays))
 
 
 def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
     """An element's offset in bytes, computed as the module's docstring describes it."""
     row_block, row = divmod(row, 8)
-    atoms_along = gemm.padded_cols(cols) // 64
+    atoms_along = -(-cols // 64)
     wave = row_block // split.wave * split.wave
     wave_row_blocks = min(split.wave, split.row_blocks - wave)
     group = row_block // split.group * split.group
@@ -118,15 +126,19 @@ def test_the_layout_is_the_documented_one(
 ) -> None:
     weight = random_bits(rows, cols, dtype)
     split = Split(row_block_count(rows), ctas, group, step_cols)
-    expected = torch.zeros(split.row_blocks * row_block_bytes(cols) // 2, dtype=torch.int16)
+    expected = torch.zeros(
+        split.row_blocks * PACKED16.row_block_bytes(cols) // 2, dtype=torch.int16
+    )
     for row, values in enumerate(weight.view(torch.int16)):
         expected[[slow_offset(row, col, cols, split) // 2 for col in range(cols)]] = values
-    assert torch.equal(pack(weight, split), expected.view(torch.uint8))
+    (data,) = PACKED16.pack(weight, split)
+    assert torch.equal(data, expected.view(torch.uint8))
 
 
 def test_an_atom() -> None:
     weight = torch.arange(8 * 128, dtype=torch.int16).view(8, 128).view(torch.float16)
-    atoms = pack(weight, Split(1, 1, 1, 128)).view(torch.int16).view(2, 8, 8, 8)
+    (data,) = PACKED16.pack(weight, Split(1, 1, 1, 128))
+    atoms = data.view(torch.int16).view(2, 8, 8, 8)
     for atom, row, place in itertools.product(range(2), range(8), range(8)):
         chunk = place ^ row
         first = 128 * row + 64 * atom + 8 * chunk
@@ -135,7 +147,8 @@ def test_an_atom() -> None:
 
 def test_padding_is_zero() -> None:
     ones = torch.ones(9, 65, dtype=torch.bfloat16)
-    data = pack(ones, Split(2, 1, 2, 128)).view(torch.bfloat16)
+    (stored,) = PACKED16.pack(ones, Split(2, 1, 2, 128))
+    data = stored.view(torch.bfloat16)
     assert data.numel() == 16 * 128 and data.sum() == 9 * 65
 
 
@@ -143,7 +156,8 @@ def test_strides_do_not_matter() -> None:
     whole = random_bits(256, 300, torch.float16)
     split = Split(16, 2, 4, 128)
     for view in (whole[:128, :128], whole[::2, 1:129], whole[:128, :128].t(), whole.t()[:128]):
-        assert torch.equal(pack(view, split), pack(view.contiguous(), split))
+        (data,), (same,) = (PACKED16.pack(some, split) for some in (view, view.contiguous()))
+        assert torch.equal(data, same)
 
 
 @pytest.mark.parametrize(
@@ -173,32 +187,32 @@ def test_bad_weights() -> None:
         with pytest.raises(
             ValueError, match=f"expected a float16 or bfloat16 matrix, got {weight.dtype}"
         ):
-            pack(weight, split)
-    with pytest.raises(ValueError, match="expected a float16 or bfloat16 matrix"):
-        pack(torch.zeros(1024, dtype=torch.float16), split)
+            PACKED16.pack(weight, split)
     for rows in (0, 8, 17):
         with pytest.raises(ValueError, match=f"expected 2 row blocks, got {row_block_count(rows)}"):
-            pack(torch.zeros(rows, 64, dtype=torch.float16), split)
+            PACKED16.pack(torch.zeros(rows, 64, dtype=torch.float16), split)
 
 
 def test_bad_parts() -> None:
     split = Split(2, 1, 2, 128)
-    data = pack(torch.zeros(16, 100, dtype=torch.float16), split)
+    (data,) = PACKED16.pack(torch.zeros(16, 100, dtype=torch.float16), split)
 
     def tensor(
         data: torch.Tensor,
         shape: tuple[int, int] = (16, 100),
         dtype: torch.dtype = torch.float16,
-    ) -> PackedTensor:
-        return PackedTensor(shape, dtype, (PackedPart("host", split, data),))
+    ) -> TieredMatrix:
+        return TieredMatrix(shape, dtype, (MatrixPart("host", split, PACKED16, (data,)),))
 
     assert tensor(data).dense().shape == (16, 100)
-    with pytest.raises(ValueError, match=r"expected float16 or bfloat16, got torch\.float32"):
-        tensor(data, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"expected a float16 or bfloat16 .* of torch\.float32 in"):
+        gemm.addresses(tensor(data, dtype=torch.float32))
     for bad in (data[1:], data.view(2, 2048), data.view(torch.int16)):
-        with pytest.raises(ValueError, match=r"expected 4096 bytes in host, got \[.*\] of torch"):
+        with pytest.raises(
+            ValueError, match=r"expected 4096 bytes of elements in host, .* got \[.*\] of"
+        ):
             tensor(bad)
-    with pytest.raises(ValueError, match="expected 6144 bytes in host"):
+    with pytest.raises(ValueError, match="expected 6144 bytes of elements in host"):
         tensor(data, shape=(16, 129))
     for rows in (8, 17):
         with pytest.raises(ValueError, match=rf"row blocks for a matrix of \({rows}, 100\), got 2"):

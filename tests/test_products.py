@@ -3,6 +3,7 @@ concurrent streams and graphs give the bits that they give alone.
 """
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,24 +13,16 @@ from packed_linear import linear, normal, poisoned, same_bits, written
 from packed_matrices import packed
 from torch.nn import functional as F
 
+from dakrun.formats import PACKED16, Split
 from dakrun.geometry import WARPGROUPS, row_block_count
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm import (
-    H200,
-    PackedPart,
-    PackedTensor,
-    Products,
-    Split,
-    TierAccess,
-    shapes,
-    split_row_blocks,
-    tiled_config,
-)
+from dakrun.kernels.gemm import H200, Products, TierAccess, shapes, split_row_blocks, tiled_config
 
 # Inner modules: kernels, the GPU's limits and the current stream are replaced.
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.memory import MatrixPart, TieredMatrix
 
 CPU = torch.device("cpu")
 ACCESS = (TierAccess(), TierAccess(8, 256 * 1024))
@@ -37,12 +30,12 @@ SPLITS = (Split(3, 2, 1, 64), Split(2, 1, 1, 64))
 COLS = 72
 
 
-def weight(*, remote: bool) -> PackedTensor:
+def weight(*, remote: bool) -> TieredMatrix:
     splits = SPLITS if remote else (Split(5, 2, 1, 64), Split(0, 0, 1, 64))
     found = packed(torch.randn(40, COLS, dtype=torch.float16), splits)
     here, there = found.parts
-    parts = PackedPart(LOCAL, here.split, here.data), PackedPart("host", there.split, there.data)
-    return PackedTensor(found.shape, found.dtype, parts)
+    parts = replace(here, tier=LOCAL), replace(there, tier="host")
+    return TieredMatrix(found.shape, found.dtype, parts)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +70,8 @@ def test_small_weights_are_splitk_gemms_up_to_64_rows(
     monkeypatch.setattr(products, "tiles", lambda _: H200)
     monkeypatch.setattr(products, "sm_count", lambda _: 132)
     split = Split(row_block_count(m), 132, 1, 64)
-    part = PackedPart(LOCAL, split, torch.empty(2 * m * k, dtype=torch.uint8))
-    small = PackedTensor((m, k), torch.float16, (part,))
+    part = MatrixPart(LOCAL, split, PACKED16, (torch.empty(2 * m * k, dtype=torch.uint8),))
+    small = TieredMatrix((m, k), torch.float16, (part,))
     found = {n: Products(CPU).kernel_for(n, small) for n in (32, 33, 64, 65)}
     assert found == {32: "splitk", 33: by, 64: by, 65: "tiled"}
 
@@ -111,7 +104,7 @@ class Kernels:
 
     def kernel(self, by: str) -> Any:
         def launch(
-            x: torch.Tensor, weight: PackedTensor, config: Any, out: torch.Tensor, *,
+            x: torch.Tensor, weight: TieredMatrix, config: Any, out: torch.Tensor, *,
             bias: torch.Tensor, residual: torch.Tensor, workspace: Any, pdl: bool,
             activation: str, norm: str = "none", eps: float = 0.0,
             ahead: torch.Tensor | None = None,
@@ -180,8 +173,8 @@ def test_staged_rows_need_no_launch_of_their_own(
         tiled_gemm, "tiled_gemm", lambda *_, config, **__: asked.append(config.launches)
     )
     here, there = weight(remote=True).parts
-    parts = here, PackedPart(tier, there.split, there.data)
-    w = PackedTensor((40, COLS), torch.float16, parts)
+    parts = here, replace(there, tier=tier)
+    w = TieredMatrix((40, COLS), torch.float16, parts)
     x, out = torch.zeros(500, COLS).half(), torch.zeros(500, 40).half()
     access = (TierAccess(), TierAccess() if tier == LOCAL else ACCESS[1])
     Products(CPU)(x, w, access, out)
@@ -196,20 +189,17 @@ def test_what_is_prefetched_ahead(tiles: bool, monkeypatch: pytest.MonkeyPatch) 
     splits = split_row_blocks((60, 4), ACCESS, sms=10)
     data = torch.randn(512, 4096, dtype=torch.float16)
     here, there = packed(data, splits).parts
-    near, far = (
-        PackedPart(LOCAL, here.split, here.data),
-        PackedPart("host", there.split, there.data),
-    )
-    wide = PackedTensor(data.shape, data.dtype, (near, far))
+    near, far = replace(here, tier=LOCAL), replace(there, tier="host")
+    wide = TieredMatrix(data.shape, data.dtype, (near, far))
     found = Products(CPU)
     for n in (1, 8, 32):
         ahead = found.ahead(n, wide, ACCESS)
         assert ahead is not None and ahead.dtype == torch.uint8
-        begin = ahead.data_ptr() - here.data.data_ptr()
-        assert begin > 0 and begin + ahead.numel() <= here.data.numel()
+        begin = ahead.data_ptr() - here.arrays[0].data_ptr()
+        assert begin > 0 and begin + ahead.numel() <= here.arrays[0].numel()
     assert found.ahead(33, wide, ACCESS) is None
-    away = PackedPart("host", here.split, here.data), far
-    assert found.ahead(8, PackedTensor(wide.shape, wide.dtype, away), ACCESS) is None
+    away = replace(here, tier="host"), far
+    assert found.ahead(8, TieredMatrix(wide.shape, wide.dtype, away), ACCESS) is None
 
 
 def test_streams_and_graphs_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

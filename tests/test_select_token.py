@@ -11,7 +11,7 @@ from dakrun.config import SamplingParams
 from dakrun.engine import sample
 from dakrun.geometry import NO_TOKEN
 from dakrun.kernels import SAMPLING_WORDS, sampling_words, select_token
-from dakrun.kernels.gemm.packing import DTYPES
+from dakrun.kernels.runtime import DTYPES
 
 UNTOUCHED = -9
 

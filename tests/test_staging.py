@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from packed_matrices import normal, packed
 
 from dakrun.engine import Place, Staging, grouped, places, staged_bytes
+from dakrun.formats import Split
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm import Split
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -106,8 +106,8 @@ def test_passes_find_their_matrices(device: str, together: int) -> None:
             if name in staged:
                 assert [part.tier for part in found.parts[1:]] == [LOCAL, LOCAL]
                 for part in found.parts[1:]:
-                    start = part.data.data_ptr() - ring.data_ptr()
-                    assert 0 <= start <= ring.numel() - part.data.nbytes
+                    start = part.arrays[0].data_ptr() - ring.data_ptr()
+                    assert 0 <= start <= ring.numel() - part.nbytes
             operands.release(name)
         operands.end()
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from packed_matrices import normal, packed
 
+from dakrun.formats import Split
 from dakrun.kernels import embed, normalize, select_token, unpack
-from dakrun.kernels.gemm import Split
-from dakrun.kernels.gemm.packing import DTYPES
+from dakrun.kernels.runtime import DTYPES
 
 pytestmark = pytest.mark.gpu
 STEPS, WIDTH = 12, 2120  # logits are a norm's output, so there are as many tokens as columns

@@ -13,6 +13,7 @@ from cases import cases
 from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from torch.nn import functional as F
 
+from dakrun.formats import PACKED16
 from dakrun.geometry import (
     TILED_MIN_OUTPUT_BLOCKS,
     TILED_PORTABLE_X_TILES,
@@ -24,19 +25,17 @@ from dakrun.kernels.gemm import (
     MAX_OUTPUT_BLOCKS,
     Activation,
     Launch,
-    PackedPart,
-    PackedTensor,
     Shape,
     StreamKWorkspace,
     TierAccess,
     TierTiles,
     TiledConfig,
-    pack,
     row_blocks_by_tier,
     split_row_blocks,
 )
 from dakrun.kernels.gemm import tiled as tiled_gemm  # for its macros, and to replace tensor maps
 from dakrun.kernels.runtime import jit, operands
+from dakrun.memory import MatrixPart, TieredMatrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 Build = Callable[..., EmulatedKernel]
@@ -68,14 +67,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) 
 
 def packed(
     weight: torch.Tensor, row_blocks: Sequence[int], sms: int, name: str = "tier {}"
-) -> PackedTensor:
+) -> TieredMatrix:
     access = [TierAccess(sms=2)] * len(row_blocks)
     parts, row = [], 0
     for tier, split in enumerate(split_row_blocks(row_blocks, access, sms=sms)):
-        data = pack(weight[row : row + 8 * split.row_blocks], split)
-        parts.append(PackedPart(name.format(tier), split, data))
+        data = PACKED16.pack(weight[row : row + 8 * split.row_blocks], split)
+        parts.append(MatrixPart(name.format(tier), split, PACKED16, data))
         row += 8 * split.row_blocks
-    return PackedTensor((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
+    return TieredMatrix((weight.shape[0], weight.shape[1]), weight.dtype, tuple(parts))
 
 
 ALONG_W, ALONG_X, WIDE = Shape(8, 2), Shape(8, 1), Shape(12, 1, wide=True)

@@ -15,7 +15,6 @@ from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placement
 
 from dakrun.geometry import TILED_WIDE_TILES, TILED_X_TILES, row_block_count
 from dakrun.kernels.gemm import (
-    DTYPES,
     Launch,
     Limits,
     Shape,
@@ -28,6 +27,7 @@ from dakrun.kernels.gemm import (
     tiled_config,
     tiled_gemm,
 )
+from dakrun.kernels.runtime import DTYPES
 
 pytestmark = pytest.mark.gpu
 ROWS = (33, 64, 65, 100, 128, 129, 256, 300, 512, 1000, 4096)

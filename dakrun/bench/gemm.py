@@ -27,12 +27,12 @@ from dakrun.bench.output import Record
 from dakrun.bench.rows import GemmRow
 from dakrun.bench.run import Chains, measure_kernel
 from dakrun.bench.tiers import fill_random
+from dakrun.formats import PACKED16
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.gemm.dispatch import By, Products
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.runtime import architecture, compile_ahead
-from dakrun.memory import aligned
+from dakrun.memory import MatrixPart, TieredMatrix, aligned
 from dakrun.plan import is_windowed
 from dakrun.probe.chain import launch_seconds
 
@@ -105,11 +105,13 @@ class GemmChains(Chains):
         shape = (case.shape.rows, case.shape.cols)
         splits = split_row_blocks(case.units, access, sms=self._sms, aligned=aligned)
         weights = [
-            PackedTensor(
+            TieredMatrix(
                 shape,
                 self._dtype,
                 tuple(
-                    PackedPart(tier, split, buffer[number * size : (number + 1) * size])
+                    MatrixPart(
+                        tier, split, PACKED16, (buffer[number * size : (number + 1) * size],)
+                    )
                     for (tier, buffer), split, size in zip(
                         self.buffers.items(), splits, case.tier_bytes, strict=True
                     )

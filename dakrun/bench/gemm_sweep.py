@@ -12,6 +12,7 @@ from dakrun.bench.ceilings import Effort
 from dakrun.bench.sweep import BenchDtype, Case, Sweep, parse_ratios, units_by_tier
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.errors import UsageError
+from dakrun.formats import PACKED16
 from dakrun.geometry import CHUNK, row_block_count
 from dakrun.models import model_config
 from dakrun.plan import Op, decode_ops, linear_op
@@ -76,10 +77,8 @@ class GemmSweep(Sweep):
 
     def cases(self, turning_point: float, effort: Effort, *, tiers: int) -> Iterator[GemmCase]:
         """The cases by shape, rows of X and ratio."""
-        from dakrun.kernels.gemm.packing import row_block_bytes  # imports torch
-
         for shape, n, requested in itertools.product(self.shapes, self.rows, self.ratios):
-            row_blocks, size = row_block_count(shape.rows), row_block_bytes(shape.cols)
+            row_blocks, size = row_block_count(shape.rows), PACKED16.row_block_bytes(shape.cols)
             yield GemmCase(
                 shape=shape,
                 n=n,

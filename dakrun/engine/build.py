@@ -139,9 +139,7 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
 def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Staging | None]:
     """Staging of decode steps and of prefill through one ring; None where nothing is staged."""
     matrices = backend.matrices
-    remote = [
-        name for name in backend.order if any(part.data.nbytes for part in matrices[name].parts[1:])
-    ]
+    remote = [name for name in backend.order if staged_bytes(matrices[name])]
     in_steps = [name for name in remote if plan.op(name.split(".")[-1]).transport == "staged"]
     in_prefill = remote if plan.prefill.transport == "staged" else []
     sizes = [staged_bytes(matrices[name]) for name in {*in_steps, *in_prefill}]

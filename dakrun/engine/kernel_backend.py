@@ -15,8 +15,8 @@ from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
 from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
 from dakrun.kernels.gemm.dispatch import By, Products
-from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.architectures import Architecture, Matrix, Norm
 from dakrun.models.layers import rope_table
 from dakrun.weights.manifest import Manifest, Weights
@@ -38,10 +38,8 @@ class KernelBackend:
     ) -> None:
         """`positions` is the capacity of a slot. No matrix is staged (see `variant`)."""
         self.model = model
-        self.matrices: dict[str, PackedTensor] = {}
-        for name, matrix in weights.matrices.items():
-            assert isinstance(matrix, PackedTensor), f"{name} is not packed"
-            self.matrices[name] = matrix
+        self.matrices = weights.matrices
+        assert all(matrix.for_kernels for matrix in self.matrices.values()), "weights are packed"
         self.staging: Staging | None = None
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
         self._vectors, self._folded, self._accesses = weights.resident, manifest.folded, accesses
@@ -195,7 +193,7 @@ class KernelBackend:
             return self._buffers[matrix.op][:n]
         return self.like.new_empty(n, matrix.rows)
 
-    def _tier_accesses(self, name: str, weight: PackedTensor) -> tuple[TierAccess, ...]:
+    def _tier_accesses(self, name: str, weight: TieredMatrix) -> tuple[TierAccess, ...]:
         """How kernels read the parts of `weight`, the matrix `name` or its staged copy."""
         return tuple(
             TierAccess() if part.tier == LOCAL else access

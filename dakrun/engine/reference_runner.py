@@ -17,7 +17,6 @@ from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import reference
-from dakrun.memory.tiers import PartitionedTensor
 from dakrun.models.architectures import Architecture, Norm
 from dakrun.models.decoder import Attention, Decoder
 from dakrun.models.layers import layer_norm, rms_norm, rope_table, rotate, split_heads
@@ -34,10 +33,7 @@ class ReferenceBackend:
     def __init__(self, model: Architecture, weights: Weights) -> None:
         self._model, self._vectors = model, weights.resident
         self._steps = dict(model.step())
-        self.matrices: dict[str, PartitionedTensor] = {}
-        for name, matrix in weights.matrices.items():
-            assert isinstance(matrix, PartitionedTensor), f"{name} is packed"
-            self.matrices[name] = matrix
+        self.matrices = weights.matrices
 
     def begin(self, n: int) -> None:
         """Nothing to do."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime import CopyStream
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.memory.tiers import aligned
 
 
@@ -177,7 +177,7 @@ class Staging(StagingRing):
 
     def __init__(
         self,
-        matrices: Mapping[str, PackedTensor],
+        matrices: Mapping[str, TieredMatrix],
         staged: Sequence[str],
         ring: torch.Tensor,
         *,
@@ -190,7 +190,7 @@ class Staging(StagingRing):
         """
         sizes = [staged_bytes(matrices[name]) for name in staged]
         groups = grouped(sizes, together)
-        remote = {name: [part.data for part in matrices[name].parts[1:]] for name in staged}
+        remote = {name: _remote(matrices[name]) for name in staged}
         sources = [[data for i in group for data in remote[staged[i]]] for group in groups]
         super().__init__(sources, ring, links=len(remote[staged[0]]), early=early)
         self._matrices = dict(matrices)
@@ -203,11 +203,11 @@ class Staging(StagingRing):
             self._first[staged[group[0]]] = number
             self._last[staged[group[-1]]] = number
 
-    def matrix(self, name: str) -> PackedTensor:
+    def matrix(self, name: str) -> TieredMatrix:
         """The matrix, its remote rows in the ring where it is staged."""
         return self._matrices[name]
 
-    def fetch(self, name: str) -> PackedTensor:
+    def fetch(self, name: str) -> TieredMatrix:
         """The same; the next launches wait for its copy."""
         if name in self._first:
             self.wait(self._first[name])
@@ -236,9 +236,14 @@ def grouped(sizes: Sequence[int], together: int) -> list[list[int]]:
     return groups
 
 
-def staged_bytes(matrix: PackedTensor) -> int:
+def staged_bytes(matrix: TieredMatrix) -> int:
     """Bytes that the remote rows of a matrix take in a ring."""
-    return _item_bytes([part.data for part in matrix.parts[1:]])
+    return _item_bytes(_remote(matrix))
+
+
+def _remote(matrix: TieredMatrix) -> list[torch.Tensor]:
+    """The arrays of the remote parts of a matrix."""
+    return [array for part in matrix.parts[1:] for array in part.arrays]
 
 
 def _item_bytes(item: Sequence[torch.Tensor]) -> int:
@@ -254,8 +259,11 @@ def _views(item: Sequence[torch.Tensor], room: torch.Tensor) -> list[torch.Tenso
     return views
 
 
-def _moved(matrix: PackedTensor, here: Sequence[torch.Tensor]) -> PackedTensor:
-    """`matrix` with the bytes of its remote parts in `here`."""
-    remote = zip(matrix.parts[1:], here, strict=True)
-    moved = (replace(part, tier=LOCAL, data=data) for part, data in remote)
+def _moved(matrix: TieredMatrix, here: Sequence[torch.Tensor]) -> TieredMatrix:
+    """`matrix` with the arrays of its remote parts in `here`."""
+    arrays = iter(here)
+    moved = (
+        replace(part, tier=LOCAL, arrays=tuple(itertools.islice(arrays, len(part.arrays))))
+        for part in matrix.parts[1:]
+    )
     return replace(matrix, parts=(matrix.parts[0], *moved))

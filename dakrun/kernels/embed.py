@@ -6,8 +6,8 @@ import torch
 
 from dakrun.geometry import CHUNK, ELEMENTWISE_THREADS
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
-from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime import jit, operands
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
 SOURCE = "embed.cu"
@@ -23,7 +23,7 @@ class _Args(ctypes.Structure):
 
 def embed(
     tokens: torch.Tensor,
-    table: PackedTensor,
+    table: TieredMatrix,
     out: torch.Tensor,
     *,
     positions: torch.Tensor | None = None,

@@ -3,12 +3,12 @@
 Every row is computed from the tier that holds it, so a misplaced row block gives a wrong result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from dakrun.memory.tiers import PartitionedTensor
+from dakrun.memory.matrix import TieredMatrix
 
 # From so many float32 rows on, two cores with AVX2 multiply weights by x^T faster than x by
 # weights^T, up to twice as fast. With fewer rows the latter is mostly faster, up to 5 times where
@@ -16,9 +16,7 @@ from dakrun.memory.tiers import PartitionedTensor
 WEIGHT_FIRST_ROWS = 16
 
 
-def linear(
-    x: torch.Tensor, weight: PartitionedTensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: TieredMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [N, K] weight [M, K]^T + bias [M]: [N, M] in x's dtype, contiguous.
 
     Raises ValueError for shapes or dtypes that do not match.
@@ -33,28 +31,35 @@ def linear(
     if x.dtype == torch.float32 and x.shape[0] >= WEIGHT_FIRST_ROWS:
         xt = x.t().contiguous()
         transposed = x.new_empty(rows, x.shape[0])
-        for part in weight.parts:
-            torch.mm(part.data.to(x.device), xt, out=transposed[part.rows])
+        for some, matrix in _rows(weight, x.device):
+            torch.mm(matrix, xt, out=transposed[some])
         out = transposed.t().contiguous()
     else:
         out = x.new_empty(x.shape[0], rows)
-        for part in weight.parts:
-            out[:, part.rows] = torch.mm(x, part.data.to(x.device).t())
+        for some, matrix in _rows(weight, x.device):
+            out[:, some] = torch.mm(x, matrix.t())
     if bias is not None:
         out += bias
     return out
 
 
-def gather_rows(table: PartitionedTensor, ids: torch.Tensor) -> torch.Tensor:
+def _rows(weight: TieredMatrix, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The rows of each part of a weight, and these rows [R, K] on `device`."""
+    for part, rows in weight.rows():
+        if part.split.row_blocks:
+            yield rows, weight.read(part, device)[: rows.stop - rows.start]
+
+
+def gather_rows(table: TieredMatrix, ids: torch.Tensor) -> torch.Tensor:
     """table [V, K][ids]: [N, K] on the device of `ids`, which is int64 [N]."""
     if ids.ndim != 1 or ids.dtype != torch.int64:
         raise ValueError(f"expected ids [N] of int64, got {tuple(ids.shape)} of {ids.dtype}")
     out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype, device=ids.device)
-    for part in table.parts:
-        index = torch.nonzero((ids >= part.rows.start) & (ids < part.rows.stop)).flatten()
+    for part, some in table.rows():
+        index = torch.nonzero((ids >= some.start) & (ids < some.stop)).flatten()
         if index.numel():
-            rows = (ids[index] - part.rows.start).to(part.data.device)
-            out[index] = part.data[rows].to(ids.device)
+            matrix = table.read(part)
+            out[index] = matrix[(ids[index] - some.start).to(matrix.device)].to(ids.device)
     return out
 
 

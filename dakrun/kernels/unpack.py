@@ -6,8 +6,8 @@ import torch
 
 from dakrun.geometry import ATOM_COLS, CHUNK, ELEMENTWISE_THREADS, ROWS_PER_BLOCK, UNPACK_ATOMS
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
-from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.runtime import jit, operands
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
 CTA_COLS = ELEMENTWISE_THREADS // 32 * UNPACK_ATOMS * ATOM_COLS
@@ -23,7 +23,7 @@ class _Args(ctypes.Structure):
 
 
 def unpack(
-    weight: PackedTensor, out: torch.Tensor, *, first_row: int = 0, pdl: bool = False
+    weight: TieredMatrix, out: torch.Tensor, *, first_row: int = 0, pdl: bool = False
 ) -> torch.Tensor:
     """out [rows, K] = weight [M, K][first_row : first_row + rows]; `first_row` is a multiple of 8.
 

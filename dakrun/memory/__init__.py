@@ -1,7 +1,8 @@
 """Memory tiers: HBM, page-locked host memory and peer GPUs. Only this folder allocates them.
 
-tiers.py has tiers and matrices partitioned over them; device.py GPU memory and peer access; host.py
-pages of host memory; limits.py how much host memory there is (without importing torch).
+tiers.py has the tiers, matrix.py matrices that lie in several; device.py GPU memory and peer
+access; host.py pages of host memory; limits.py how much host memory there is (without importing
+torch).
 """
 
 from typing import TYPE_CHECKING
@@ -35,11 +36,10 @@ if TYPE_CHECKING:
         upload,
     )
     from dakrun.memory.host import HostBlock, check_page_locking, locked_block
+    from dakrun.memory.matrix import MatrixPart, TieredMatrix
     from dakrun.memory.tiers import (
         ALIGNMENT,
         HOST,
-        Part,
-        PartitionedTensor,
         Tier,
         Tiers,
         aligned,
@@ -52,9 +52,9 @@ __all__ = [
     "DeviceBlock",
     "HostBlock",
     "HostLimit",
-    "Part",
-    "PartitionedTensor",
+    "MatrixPart",
     "Tier",
+    "TieredMatrix",
     "Tiers",
     "aligned",
     "allocate_tiers",
@@ -89,7 +89,7 @@ if not TYPE_CHECKING:
         if name in __all__:
             from importlib import import_module
 
-            for module in ("tiers", "device", "host"):
+            for module in ("tiers", "device", "host", "matrix"):
                 found = vars(import_module(f"{__name__}.{module}"))
                 if name in found:
                     return found[name]

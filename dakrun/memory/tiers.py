@@ -1,15 +1,13 @@
-"""Memory tiers of fixed size, and matrices whose row blocks are partitioned over them.
+"""Memory tiers of fixed size.
 
 host.py and device.py allocate the memory. Knows neither plans nor models.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from dakrun.geometry import first_row, row_block_count
 from dakrun.hardware import LOCAL
 from dakrun.memory.device import (
     DeviceBlock,
@@ -89,54 +87,6 @@ class Tiers(dict[str, Tier]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class Part:
-    """A range of rows of a matrix in one tier: `data` is [rows, K], contiguous."""
-
-    tier: str
-    rows: slice
-    data: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PartitionedTensor:
-    """A matrix [M, K] whose rows are partitioned over tiers; parts are in order of rows."""
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def empty(
-        cls,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        placement: Sequence[tuple[str, int]],
-        tiers: Mapping[str, Tier],
-    ) -> "PartitionedTensor":
-        """Allocate an uninitialised matrix [M, K] with `placement`, (tier, row blocks) in order.
-
-        Raises ValueError if the row blocks do not add up to M rows, MemoryError if a tier is full.
-        """
-        (height, cols), first, parts = shape, 0, []
-        for tier, count in placement:
-            if count:
-                rows = slice(first_row(first, height), first_row(first + count, height))
-                data = tiers[tier].allocate((rows.stop - rows.start, cols), dtype)
-                parts.append(Part(tier, rows, data))
-            first += count
-        if first != row_block_count(height):
-            raise ValueError(f"expected {row_block_count(height)} row blocks, got {first}")
-        return cls(shape, dtype, tuple(parts))
-
-    def dense(self) -> torch.Tensor:
-        """A copy of the matrix [M, K] in one tensor, on the device of the first part."""
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.parts[0].data.device)
-        for part in self.parts:
-            out[part.rows] = part.data.to(out.device)
-        return out
 
 
 def aligned(nbytes: int) -> int:

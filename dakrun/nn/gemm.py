@@ -14,7 +14,6 @@ from torch import nn
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels import reference
 from dakrun.kernels.gemm.dispatch import products
-from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import HOST
 from dakrun.nn.tiers import (
@@ -22,7 +21,7 @@ from dakrun.nn.tiers import (
     allocate,
     check_remote,
     fill,
-    has_kernel,
+    kernel_format,
     profiled_access,
     remote_ratio,
 )
@@ -94,7 +93,7 @@ class SplitKGEMM(nn.Module):
         like = torch.empty(0, device=device, dtype=dtype)
         _check(in_features, out_features, like)
         check_remote(ratio, remote)
-        if access is None and has_kernel(like, in_features):
+        if access is None and kernel_format(like, in_features):
             access = profiled_access(profile, remote, like.device, ratio)
         self.in_features, self.out_features = in_features, out_features
         self.remote, self.pdl = remote, pdl
@@ -143,7 +142,7 @@ class SplitKGEMM(nn.Module):
                 f"{list(x.shape)} of {x.dtype} on {x.device}"
             )
         rows = x.reshape(-1, cols).contiguous()
-        if isinstance(weight, PackedTensor):
+        if weight.for_kernels:
             y = self._gemm(rows, weight)
         else:
             y = reference.linear(rows, weight, self.bias)
@@ -161,7 +160,7 @@ class SplitKGEMM(nn.Module):
             f"bias={self.bias is not None}, ratio={self.ratio:.3g}, remote={self.remote}"
         )
 
-    def _gemm(self, x: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
+    def _gemm(self, x: torch.Tensor, weight: TieredWeight) -> torch.Tensor:
         """y [N, out_features] of x [N, in_features] by the kernels."""
         if x.data_ptr() % 16:  # the tensor memory accelerator's alignment
             x = x.clone()

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from dakrun.geometry import first_row, row_block_count
+from dakrun.formats import Rows, WeightFormat
+from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
-from dakrun.kernels.gemm import storage
-from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.kernels.runtime import jit, sm_count
-from dakrun.memory import PartitionedTensor, Tiers, aligned, allocate_tiers
+from dakrun.memory import Tiers, allocate_tiers
+from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.plan import is_windowed
 
 
@@ -37,20 +37,10 @@ class _LikeATensor:
 
 
 @dataclass(frozen=True)
-class PackedWeight(PackedTensor, _LikeATensor):
-    """A packed matrix that the kernels of the GPU `device` read."""
+class TieredWeight(TieredMatrix, _LikeATensor):
+    """A matrix in tiers with which `device` computes."""
 
     device: torch.device
-
-
-@dataclass(frozen=True)
-class PartitionedWeight(PartitionedTensor, _LikeATensor):
-    """A matrix of rows with which `device` computes."""
-
-    device: torch.device
-
-
-TieredWeight = PackedWeight | PartitionedWeight
 
 
 def check_remote(ratio: float, remote: str) -> None:
@@ -87,9 +77,14 @@ def profiled_access(
     return TierAccess(tier.sms, tier.window_bytes, mixed=mixed)
 
 
-def has_kernel(like: torch.Tensor, cols: int) -> bool:
-    """Whether kernels support a weight of `cols` columns, and the dtype and device of `like`."""
-    return jit.has_kernels(like.device) and storage.can_pack(like.dtype, cols)
+def kernel_format(like: torch.Tensor, cols: int) -> WeightFormat | None:
+    """The format of a weight of `cols` columns that kernels read, if any.
+
+    They support the dtype and the device of `like`.
+    """
+    packed = Rows(like.dtype.itemsize).packed
+    fits = packed is not None and packed.takes(cols) and jit.has_kernels(like.device)
+    return packed if fits else None
 
 
 def allocate(
@@ -100,38 +95,30 @@ def allocate(
     It has the dtype of `like` and computes on its device. The last row blocks, `ratio` of them, lie
     in the tier `remote`, which the GPU reads as `access` says. Raises CannotRun if memory is short.
     """
-    (rows, cols), count = shape, row_block_count(shape[0])
+    count, names = row_block_count(shape[0]), (LOCAL, remote)
     remote_blocks = remote_count(ratio, count)
-    local_blocks, packed = count - remote_blocks, has_kernel(like, cols)
+    counts, packed = (count - remote_blocks, remote_blocks), kernel_format(like, shape[1])
+    stored = packed or Rows(like.dtype.itemsize)
+    splits = None
     if packed:
-        sizes = [row_blocks * row_block_bytes(cols) for row_blocks in (local_blocks, remote_blocks)]
-    else:
-        local = first_row(local_blocks, rows)
-        sizes = [aligned(n * cols * like.dtype.itemsize) for n in (local, rows - local)]
-    tiers = allocate_tiers(dict(zip((LOCAL, remote), sizes, strict=True)), like.device)
-    placement = ((LOCAL, local_blocks), (remote, remote_blocks))
-    if not packed:
-        rowwise = PartitionedTensor.empty(shape, like.dtype, placement, tiers)
-        return tiers, PartitionedWeight(shape, like.dtype, rowwise.parts, like.device)
-    accesses, sms = (TierAccess(), access), sm_count(like.device)
-    found = storage.allocate(shape, like.dtype, placement, accesses, tiers, sms=sms)
-    return tiers, PackedWeight(shape, like.dtype, found.parts, like.device)
+        splits = split_row_blocks(counts, (TierAccess(), access), sms=sm_count(like.device))
+    sizes = allocated_bytes(stored, shape, counts)
+    tiers = allocate_tiers(dict(zip(names, sizes, strict=True)), like.device)
+    placement = [*zip(names, counts, strict=True)]
+    found = TieredMatrix.empty(shape, like.dtype, stored, placement, tiers, splits)
+    return tiers, TieredWeight(shape, like.dtype, found.parts, like.device)
 
 
 def remote_ratio(weight: TieredWeight) -> float:
     """Remote bytes of a weight over all its bytes."""
-    sizes = [part.data.nbytes for part in weight.parts]
-    local = sum(part.data.nbytes for part in weight.parts if part.tier == LOCAL)
+    sizes = [part.nbytes for part in weight.parts]
+    local = sum(part.nbytes for part in weight.parts if part.tier == LOCAL)
     return 1 - local / sum(sizes)
 
 
 def fill(weight: TieredWeight, dense: torch.Tensor, device: torch.device) -> None:
     """Write `dense` [M, K], of any dtype and device, into a weight for `device`."""
-    if isinstance(weight, PartitionedTensor):
-        for part in weight.parts:
-            part.data.copy_(dense[part.rows])
-        return
-    for piece in storage.pieces(weight, storage.PIECE_ELEMENTS):
-        storage.write(piece, dense[piece.rows].to(device, weight.dtype))
+    for piece in weight.pieces(PIECE_ELEMENTS):
+        piece.write(dense[piece.rows].to(device, weight.dtype))
     if device.type == "cuda":  # a launch with PDL does not wait for these copies
         torch.cuda.synchronize(device)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dakrun.formats import PACKED16
 from dakrun.geometry import FEW_ROWS, KV_BLOCK
 from dakrun.hardware import Sweep
 from dakrun.kernels import select_token
@@ -19,7 +20,6 @@ from dakrun.kernels.attention import (
     attention_config,
     splitk_flash_attn,
 )
-from dakrun.kernels.gemm.packing import row_block_bytes
 from dakrun.probe.chain import Launch, launch_seconds, seconds_round_robin
 from dakrun.probe.gemm_costs import (
     ACCESS,
@@ -95,7 +95,7 @@ def _with_products(
 ) -> list[tuple[Launch, int]]:
     """Chains of the products around attention, with and without `attend`, which writes `heads`."""
     memory_before, memory_after = memory.split(memory.numel() // 4 * 3)
-    size = row_block_bytes(heads.shape[1])
+    size = PACKED16.row_block_bytes(heads.shape[1])
     row_blocks = [
         min(n, part.numel() // size)
         for n, part in zip(ROW_BLOCKS, (memory_before, memory_after), strict=True)

@@ -13,10 +13,12 @@ import torch
 
 from dakrun.config import DTYPE_BYTES, Dtype, SamplingParams
 from dakrun.engine.sampler import sample
+from dakrun.formats import Rows, Split
+from dakrun.geometry import row_block_count
 from dakrun.hardware import ComputeRate, OpCosts
 from dakrun.hardware.parts import MIN_EFFICIENCY
 from dakrun.kernels import reference
-from dakrun.memory import Part, PartitionedTensor
+from dakrun.memory import MatrixPart, TieredMatrix
 from dakrun.models.layers import layer_norm, rms_norm
 from dakrun.probe.measurement import Log
 
@@ -182,8 +184,9 @@ def sampling_costs(watch: Stopwatch, read: float) -> OpCosts:
     return _costs(watch, "sampling", (ROWS,), op, (8, lambda _: VOCABULARY), bound)
 
 
-def _whole(data: torch.Tensor) -> PartitionedTensor:
-    """`data` [M, K] as a PartitionedTensor of one part."""
+def _whole(data: torch.Tensor) -> TieredMatrix:
+    """`data` [M, K] as a matrix of one part."""
     rows, cols = data.shape
-    part = Part("host", slice(0, rows), data)
-    return PartitionedTensor((rows, cols), data.dtype, (part,))
+    arrays = (data.view(-1).view(torch.uint8),)
+    part = MatrixPart("host", Split(row_block_count(rows)), Rows(data.itemsize), arrays)
+    return TieredMatrix((rows, cols), data.dtype, (part,))

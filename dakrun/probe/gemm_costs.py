@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.engine import Staging, staged_bytes
+from dakrun.formats import PACKED16
 from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK
 from dakrun.hardware import LOCAL, Sweep
 from dakrun.kernels import normalize
 from dakrun.kernels.gemm.dispatch import Products, tiles
-from dakrun.kernels.gemm.packing import PackedPart, PackedTensor, row_block_bytes
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_row_blocks
+from dakrun.memory import MatrixPart, TieredMatrix
 from dakrun.probe.chain import Launch, graph_seconds, launch_seconds, seconds_round_robin
 from dakrun.probe.measurement import spread
 from dakrun.probe.sweeps import Bench, Buffer, rounded
@@ -58,10 +59,10 @@ def linear_sweep(bench: Bench) -> Sweep:
     """
     memory, rows = random_memory(bench), []
     for n, (row_blocks, cols) in itertools.product(bench.effort.rows, FEW_ROWS_WEIGHTS):
-        row_blocks = min(row_blocks, memory.numel() // row_block_bytes(cols))
+        row_blocks = min(row_blocks, memory.numel() // PACKED16.row_block_bytes(cols))
         launch, weights = product(bench, memory, row_blocks, random(memory, n, cols))
         seconds = launch_seconds(launch, weights, replays=bench.effort.runs)
-        rows.append(row(n, row_blocks * row_block_bytes(cols), seconds))
+        rows.append(row(n, row_blocks * PACKED16.row_block_bytes(cols), seconds))
     return rounded(COLUMNS, rows)
 
 
@@ -82,8 +83,8 @@ def many_rows_sweep(bench: Bench) -> Sweep:
     for n in many_rows(bench):
         sizes, chains = [], []
         for row_blocks, cols in MANY_ROWS_WEIGHTS:
-            row_blocks = min(row_blocks, memory.numel() // row_block_bytes(cols))
-            sizes.append(row_blocks * row_block_bytes(cols))
+            row_blocks = min(row_blocks, memory.numel() // PACKED16.row_block_bytes(cols))
+            sizes.append(row_blocks * PACKED16.row_block_bytes(cols))
             chains.append(product(bench, memory, row_blocks, random(memory, n, cols)))
         times = seconds_round_robin(chains, replays=bench.effort.runs, load=True)
         rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
@@ -116,21 +117,21 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
         [WEIGHT_ROW_BLOCKS - STAGED_ROW_BLOCKS, STAGED_ROW_BLOCKS], STAGED_ACCESS, sms=bench.sms
     )
     config = gemm_config(STAGED_ROWS, list(splits), STAGED_ACCESS, sms=bench.sms)
-    row_block, memory = row_block_bytes(WEIGHT_COLS), random_memory(bench)
+    row_block, memory = PACKED16.row_block_bytes(WEIGHT_COLS), random_memory(bench)
     x = random(memory, STAGED_ROWS, WEIGHT_COLS)
     out = x.new_empty(STAGED_ROWS, WEIGHT_ROW_BLOCKS * ROWS_PER_BLOCK)
     whole = pieces(memory, WEIGHT_ROW_BLOCKS * row_block)[:MAX_STAGED_OPS]
     remote_parts = pieces(remote.tensor, STAGED_ROW_BLOCKS * row_block)
 
-    def matrices(second: Sequence[torch.Tensor]) -> dict[str, PackedTensor]:
+    def matrices(second: Sequence[torch.Tensor]) -> dict[str, TieredMatrix]:
         first_bytes = (WEIGHT_ROW_BLOCKS - STAGED_ROW_BLOCKS) * row_block
         return {
-            str(number): PackedTensor(
+            str(number): TieredMatrix(
                 (out.shape[1], WEIGHT_COLS),
                 DTYPE,
                 (
-                    PackedPart(LOCAL, splits[0], data[:first_bytes]),
-                    PackedPart("remote", splits[1], second[number % len(second)]),
+                    MatrixPart(LOCAL, splits[0], PACKED16, (data[:first_bytes],)),
+                    MatrixPart("remote", splits[1], PACKED16, (second[number % len(second)],)),
                 ),
             )
             for number, data in enumerate(whole)
@@ -176,8 +177,8 @@ def product(
     (split,) = split_row_blocks([row_blocks], ACCESS, sms=bench.sms)
     out = x.new_empty(n, ROWS_PER_BLOCK * row_blocks)
     weights = [
-        PackedTensor((out.shape[1], cols), DTYPE, (PackedPart(LOCAL, split, data),))
-        for data in pieces(memory, row_blocks * row_block_bytes(cols))
+        TieredMatrix((out.shape[1], cols), DTYPE, (MatrixPart(LOCAL, split, PACKED16, (data,)),))
+        for data in pieces(memory, row_blocks * PACKED16.row_block_bytes(cols))
     ]
     products = Products(x.device)
 

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import torch
 
+from dakrun.config import DTYPE_BYTES
+from dakrun.formats import PACKED16, Rows
 from dakrun.interrupt import Workers
-from dakrun.kernels.gemm import storage
-from dakrun.kernels.gemm.packing import PackedTensor, row_block_bytes
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.gemm.storage import PIECE_ELEMENTS
-from dakrun.memory.tiers import PartitionedTensor, Tier, aligned
+from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
+from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
+from dakrun.memory.tiers import Tier, aligned
 from dakrun.plan import Plan
 from dakrun.weights.manifest import Manifest, Request, Source, Weights, fold, interleave
 from dakrun.weights.streaming import reader_count
@@ -56,18 +56,23 @@ class Packing:
 
 def can_pack(plan: Plan) -> bool:
     """Whether the GPU's kernels can read all matrices of the plan's model."""
-    dtype = getattr(torch, plan.model.dtype)
-    return all(storage.can_pack(dtype, op.op.shape[1]) for op in plan.weights())
+    packed = _rows(plan).packed
+    return packed is not None and all(packed.takes(op.op.shape[1]) for op in plan.weights())
+
+
+def _rows(plan: Plan) -> Rows:
+    """The format of matrices as the checkpoint has them, in the plan's dtype."""
+    return Rows(DTYPE_BYTES[plan.model.dtype])
 
 
 def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
     """Bytes to allocate in each tier for the plan's matrices and KV blocks, alignment included."""
     sizes = [aligned(plan.memory(number)["kv"]) for number in range(len(plan.tiers))]
+    stored = PACKED16 if packed else _rows(plan)
     for op in plan.weights():
         for counts in op.placement:
-            row_blocks = [count * row_block_bytes(op.op.shape[1]) for count in counts]
-            for number, size in enumerate(row_blocks if packed else op.op.tier_bytes(counts)):
-                sizes[number] += aligned(size)
+            for number, size in enumerate(allocated_bytes(stored, op.op.shape, counts)):
+                sizes[number] += size
     return dict(zip(plan.tiers, sizes, strict=True))
 
 
@@ -83,10 +88,10 @@ def load(
 ) -> Weights:
     """Allocate and fill every operand, in the plan's dtype; resident tensors go to `device`.
 
-    With `packing`, which needs can_pack(plan), matrices are PackedTensors with the manifest's norms
-    folded in; a fold changes a matrix's bias, or adds one. Without, they are PartitionedTensors, as
-    stored. `on_load` is called as pieces are loaded. Raises CannotRun if the source lacks a tensor
-    of the manifest (before anything is allocated), or cannot be read.
+    With `packing`, which needs can_pack(plan), matrices are packed, with the manifest's norms
+    folded in; a fold changes a matrix's bias, or adds one. Without, they are rows as stored.
+    `on_load` is called as pieces are loaded. Raises CannotRun if the source lacks a tensor of the
+    manifest (before anything is allocated), or cannot be read.
     """
     source.check(manifest)
     dtype = getattr(torch, plan.model.dtype)
@@ -96,12 +101,11 @@ def load(
         return Weights(_partitioned(source, manifest, plan, tiers, dtype, on_load), resident)
     resident = _resident(source, manifest, torch.float32, device)
     accesses, sms = packing.accesses, packing.sms
-    matrices = {
-        name: storage.allocate(
-            manifest.matrix_shape(name), dtype, placement, accesses[op], tiers, sms=sms
-        )
-        for name, op, placement in _placements(manifest, plan)
-    }
+    matrices = {}
+    for name, op, placement in _placements(manifest, plan):
+        splits = split_row_blocks([count for _, count in placement], accesses[op], sms=sms)
+        shape = manifest.matrix_shape(name)
+        matrices[name] = TieredMatrix.empty(shape, dtype, PACKED16, placement, tiers, splits)
     _fill(matrices, source, manifest, resident, device, on_load)
     if device.type == "cuda":  # a PDL launch does not wait for the kernels that fill a matrix
         torch.cuda.synchronize(device)
@@ -143,19 +147,19 @@ def _partitioned(
     tiers: Mapping[str, Tier],
     dtype: torch.dtype,
     on_load: OnLoad,
-) -> dict[str, PartitionedTensor]:
+) -> dict[str, TieredMatrix]:
     """All matrices, their rows as stored."""
-    matrices, jobs = {}, []
+    matrices, jobs, stored = {}, [], _rows(plan)
     total, done = _nbytes(manifest, dtype), 0
     with Workers(reader_count()) as readers:
         for name, _, placement in _placements(manifest, plan):
             shape = manifest.matrix_shape(name)
-            matrices[name] = PartitionedTensor.empty(shape, dtype, placement, tiers)
-            for part in matrices[name].parts:
-                top = 0
-                for one, rows in manifest.request(name, part.rows):
+            matrices[name] = TieredMatrix.empty(shape, dtype, stored, placement, tiers)
+            for part, of_part in matrices[name].rows():
+                data, top = matrices[name].read(part), 0  # a view
+                for one, rows in manifest.request(name, of_part):
                     for some in _pieces(rows, shape[1]):
-                        out = part.data[top : top + some.stop - some.start]
+                        out = data[top : top + some.stop - some.start]
                         jobs.append((readers.submit(source.copy, one, some, out), out.nbytes))
                         top += len(out)
         for job, nbytes in jobs:
@@ -179,7 +183,7 @@ def _nbytes(manifest: Manifest, dtype: torch.dtype) -> int:
 
 
 def _fill(
-    matrices: Mapping[str, PackedTensor],
+    matrices: Mapping[str, TieredMatrix],
     source: Tensors,
     manifest: Manifest,
     resident: dict[str, torch.Tensor],
@@ -193,7 +197,7 @@ def _fill(
     jobs = [
         (name, piece)
         for name, matrix in matrices.items()
-        for piece in storage.pieces(matrix, PIECE_ELEMENTS)
+        for piece in matrix.pieces(PIECE_ELEMENTS)
     ]
     requests = [manifest.request(name, piece.rows) for name, piece in jobs]
     done, total = 0, sum(math.prod(matrix.shape) for matrix in matrices.values())
@@ -205,7 +209,7 @@ def _fill(
             if added is not None:
                 zeros = torch.zeros(matrix.shape[0], device=device)
                 resident.setdefault(f"{name}.bias", zeros)[piece.rows] += added
-        storage.write(piece, rows.to(matrix.dtype))
+        piece.write(rows.to(matrix.dtype))
         done += rows.numel()
         on_load(done * matrix.dtype.itemsize, total * matrix.dtype.itemsize)
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dakrun.kernels.gemm.packing import PackedTensor
-from dakrun.memory.tiers import PartitionedTensor
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.architectures import Architecture, Matrix, NormKind
 
 Source = tuple[str, tuple[int, ...]]  # a checkpoint tensor's name and shape
@@ -77,7 +76,7 @@ class Manifest:
 class Weights:
     """A model's operands where they were loaded to, under the manifest's names."""
 
-    matrices: Mapping[str, PackedTensor | PartitionedTensor]
+    matrices: Mapping[str, TieredMatrix]
     resident: Mapping[str, torch.Tensor]
 
 

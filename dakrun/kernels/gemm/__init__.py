@@ -2,23 +2,12 @@
 
 dispatch.py chooses between them and holds their workspaces. splitk.py and tiled.py launch one
 kernel each, as splitk_config.py and tiled_config.py choose, the latter among tiled_shapes.py.
-packing.py has W's layout, packed_matrix.py its parts over tiers; storage.py allocates and writes
-them. native/README.md describes the kernels.
+packed_matrix.py makes an argument of W. native/README.md describes the kernels.
 """
 
 from typing import TYPE_CHECKING
 
-from dakrun.kernels.gemm import storage
-from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
-from dakrun.kernels.gemm.packing import (
-    DTYPES,
-    PackedPart,
-    PackedTensor,
-    Split,
-    pack,
-    padded_cols,
-    row_block_bytes,
-)
+from dakrun.kernels.gemm.packed_matrix import PackedMatrix, addresses, packed_matrix
 from dakrun.kernels.gemm.splitk import (
     ACTIVATIONS,
     NORMS,
@@ -68,7 +57,6 @@ __all__ = [
     "ACTIVATIONS",
     "AFTER_REMOTE",
     "BARRIER_BYTES",
-    "DTYPES",
     "H200",
     "MAX_CLUSTER",
     "MAX_OUTPUT_BLOCKS",
@@ -82,33 +70,27 @@ __all__ = [
     "Limits",
     "Norm",
     "PackedMatrix",
-    "PackedPart",
-    "PackedTensor",
     "Products",
     "Ring",
     "Shape",
-    "Split",
     "SplitKWorkspace",
     "StreamKWorkspace",
     "TierAccess",
     "TierTiles",
     "TiledConfig",
+    "addresses",
     "gemm_config",
     "limits",
     "local_tier",
     "look_ahead",
-    "pack",
     "packed_matrix",
-    "padded_cols",
     "products",
     "ring_bytes",
-    "row_block_bytes",
     "row_blocks_by_tier",
     "shapes",
     "split_k_columns",
     "split_row_blocks",
     "splitk_gemm",
-    "storage",
     "tiled_config",
     "tiled_gemm",
     "tiles",

@@ -22,7 +22,6 @@ from dakrun.geometry import (
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk import Activation, Norm
 from dakrun.kernels.gemm.splitk_config import (
     GemmConfig,
@@ -37,6 +36,7 @@ from dakrun.kernels.normalize import normalize
 from dakrun.kernels.runtime.graph import capture_id
 from dakrun.kernels.runtime.jit import sm_count
 from dakrun.kernels.unpack import unpack
+from dakrun.memory.matrix import TieredMatrix
 
 PIECE_BYTES = 64 << 20  # of W to unpack for torch at a time, or of the product
 
@@ -67,7 +67,7 @@ class Products:
         # Rows of X up to which SplitK_GEMM is faster, even in two launches.
         self.few_rows = 2 * SPLITK_MAX_ROWS if self._tiles is None else FEW_ROWS
 
-    def kernel_for(self, n: int, weight: PackedTensor) -> By:
+    def kernel_for(self, n: int, weight: TieredMatrix) -> By:
         """Choose the kernel for `n` rows of X."""
         remote = any(part.split.row_blocks for part in weight.parts if part.tier != LOCAL)
         # Two launches would read a remote part twice.
@@ -103,7 +103,7 @@ class Products:
     def __call__(
         self,
         x: torch.Tensor,
-        weight: PackedTensor,
+        weight: TieredMatrix,
         accesses: Sequence[TierAccess],
         out: torch.Tensor,
         *,
@@ -141,7 +141,7 @@ class Products:
             )  # fmt: skip
 
     def ahead(
-        self, n: int, weight: PackedTensor, accesses: Sequence[TierAccess]
+        self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]
     ) -> torch.Tensor | None:
         """Bytes of `weight` to prefetch into L2 as the preceding product ends; X has `n` rows.
 
@@ -155,7 +155,7 @@ class Products:
     def _splitk(
         self,
         n: int,
-        weight: PackedTensor,
+        weight: TieredMatrix,
         accesses: tuple[TierAccess, ...],
         norm: Norm,
         eps: float,
@@ -169,7 +169,7 @@ class Products:
             workspace=self._split_k_workspace(config), ahead=ahead,
         )  # fmt: skip
 
-    def _tiled(self, n: int, weight: PackedTensor, accesses: tuple[TierAccess, ...]) -> Launch:
+    def _tiled(self, n: int, weight: TieredMatrix, accesses: tuple[TierAccess, ...]) -> Launch:
         assert self._tiles is not None
         tiers, row_blocks = zip(*tiled_gemm.row_blocks_by_tier(weight), strict=True)
         access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
@@ -216,7 +216,7 @@ def products(device: torch.device) -> Products:
 
 def _unpacked(
     x: torch.Tensor,
-    weight: PackedTensor,
+    weight: TieredMatrix,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,

@@ -14,18 +14,18 @@ import torch
 from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
-    CHUNK,
     MAX_TIERS,
     ROWS_PER_BLOCK,
     SPLITK_THREADS,
     SPLITK_X_TILES,
 )
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm.packing import PackedTensor, padded_cols
+from dakrun.kernels.gemm.packed_matrix import addresses
 from dakrun.kernels.gemm.splitk_config import GemmConfig, can_mix
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import CtaOrder, address, fields, ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
 SOURCE = "splitk_gemm.cu"
@@ -93,7 +93,7 @@ class SplitKWorkspace:
 
 def splitk_gemm(
     x: torch.Tensor,
-    weight: PackedTensor,
+    weight: TieredMatrix,
     config: GemmConfig,
     out: torch.Tensor,
     *,
@@ -130,7 +130,7 @@ def splitk_gemm(
     ):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
     _check_split_k(config, workspace, k, normalised=norm != "none")
-    atoms = padded_cols(k) // ATOM_COLS
+    atoms = ceil_div(k, ATOM_COLS)
     used = zip(config.splits, config.rings, strict=True)
     common = math.gcd(*(ring.atoms for split, ring in used if split.row_blocks))
     x_atoms = 1 if k % ATOM_COLS else common
@@ -166,17 +166,17 @@ def splitk_gemm(
     return out
 
 
-def _set_tiers(args: _Args, weight: PackedTensor, config: GemmConfig, atoms: int) -> None:
+def _set_tiers(args: _Args, weight: TieredMatrix, config: GemmConfig, atoms: int) -> None:
     """Fill in `args.tiers` and `args.mixed_tier` for a weight of `atoms` along K."""
     groups = [ceil_div(split.row_blocks, split.group) for split in config.splits]
     if config.mixes:
         args.mixed_tier = next(i for i, split in enumerate(config.splits) if split.mixed)
     row_block = cta = 0
-    tiers = zip(weight.parts, config.splits, config.rings, strict=True)
-    for number, (part, split, ring) in enumerate(tiers):
+    tiers = zip(addresses(weight), config.splits, config.rings, strict=True)
+    for number, (base, split, ring) in enumerate(tiers):
         mixed = groups[args.mixed_tier] if config.mixes and number == 0 else 0
         args.tiers[number] = _Tier(
-            base=part.data.data_ptr(),
+            base=base,
             first_row_block=row_block,
             first_cta=cta,
             wave_row_blocks=split.wave,
@@ -196,7 +196,7 @@ def _set_tiers(args: _Args, weight: PackedTensor, config: GemmConfig, atoms: int
     args.tiers[len(weight.parts)] = _Tier(first_row_block=row_block, first_cta=cta)
 
 
-def look_ahead(weight: PackedTensor, config: GemmConfig) -> torch.Tensor | None:
+def look_ahead(weight: TieredMatrix, config: GemmConfig) -> torch.Tensor | None:
     """The bytes that a launch reads from HBM after its first copies: `ahead` for another launch.
 
     None if the first tier is not the GPU's own memory, if stages have two groups, with split-K
@@ -206,13 +206,13 @@ def look_ahead(weight: PackedTensor, config: GemmConfig) -> torch.Tensor | None:
     if part.tier != LOCAL or ring.groups > 1 or config.split_k_cols:
         return None
     first = part.split.wave * ring.atoms * ring.stages * ATOM_BYTES
-    found = part.data[first : first + part.split.ctas * AHEAD_BYTES]
+    found = part.arrays[0][first : first + part.split.ctas * AHEAD_BYTES]
     return found if found.numel() else None
 
 
 def check_product(
     x: torch.Tensor,
-    weight: PackedTensor,
+    weight: TieredMatrix,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -231,12 +231,6 @@ def check_product(
     }
     operands.check_operands(x.device, wanted)
     operands.check_gpu(x.device)
-    if k % CHUNK:
-        raise ValueError(f"expected columns in multiples of {CHUNK}, got {k}")
-    if len(weight.parts) > MAX_TIERS:
-        raise ValueError(f"expected at most {MAX_TIERS} tiers, got {len(weight.parts)}")
-    if any(part.data.data_ptr() % operands.ALIGNMENT for part in weight.parts):
-        raise ValueError(f"expected weights aligned to {operands.ALIGNMENT} bytes")
 
 
 def _check_ahead(ahead: torch.Tensor, device: torch.device) -> None:

@@ -7,6 +7,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dakrun.formats import Split
 from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
@@ -20,7 +21,6 @@ from dakrun.geometry import (
     even_group,
     group_count,
 )
-from dakrun.kernels.gemm.packing import Split
 from dakrun.units import ceil_div
 
 PAIRED_TILES = 8  # x_tiles for which a stage may have two groups

@@ -22,7 +22,6 @@ from dakrun.geometry import (
     WARPGROUPS,
 )
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
-from dakrun.kernels.gemm.packing import PackedTensor
 from dakrun.kernels.gemm.splitk import ACTIVATIONS, Activation, check_product
 from dakrun.kernels.gemm.tiled_shapes import (
     BARRIER_BYTES,
@@ -35,6 +34,7 @@ from dakrun.kernels.gemm.tiled_shapes import (
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map, boxes_map
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
 SOURCE = "tiled_gemm.cu"
@@ -100,7 +100,7 @@ class StreamKWorkspace:
         return partials >= config.partial_bytes and flags >= config.stream_k_ctas * WARPS
 
 
-def row_blocks_by_tier(weight: PackedTensor) -> tuple[tuple[str, int], ...]:
+def row_blocks_by_tier(weight: TieredMatrix) -> tuple[tuple[str, int], ...]:
     """Row blocks of `weight` by tier, in row order.
 
     Consecutive parts in one tier, such as local rows and the staged rows behind them, are one.
@@ -111,7 +111,7 @@ def row_blocks_by_tier(weight: PackedTensor) -> tuple[tuple[str, int], ...]:
 
 def tiled_gemm(
     x: torch.Tensor,
-    weight: PackedTensor,
+    weight: TieredMatrix,
     config: TiledConfig,
     out: torch.Tensor,
     *,
@@ -184,7 +184,7 @@ def _takes_boxes(out: torch.Tensor) -> bool:
     return out.data_ptr() % TMA_BYTES == 0 and out.shape[1] * out.itemsize % TMA_BYTES == 0
 
 
-def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
+def _check_tiers(weight: TieredMatrix, config: TiledConfig) -> None:
     """Check that each tier with row blocks has one launch, and all have the same segments of K."""
     launches, tiers = config.launches, row_blocks_by_tier(weight)
     if any(len(launch.tiers) != len(tiers) for launch in launches) or (
@@ -202,7 +202,7 @@ def _check_tiers(weight: PackedTensor, config: TiledConfig) -> None:
             )
 
 
-def _tiers(n: int, weight: PackedTensor, launch: Launch) -> tuple[_TierTiles, ...]:
+def _tiers(n: int, weight: TieredMatrix, launch: Launch) -> tuple[_TierTiles, ...]:
     """The kernel's `tiers` for `n` rows of X, with the end of the last one behind it."""
     found, first, cluster, shape = [], 0, 0, launch.shape
     for (_, row_blocks), tier in zip(row_blocks_by_tier(weight), launch.tiers, strict=True):

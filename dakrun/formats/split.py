@@ -1,0 +1,125 @@
+"""The order of row blocks in a tier: groups and waves of CTAs, and steps of columns.
+
+A tier's row blocks, of 8 rows, are assigned round-robin to its CTAs, in groups of up to 16 that a
+CTA computes together: CTA c takes the groups c, c + CTAs, ... A wave is one group for each CTA. It
+is stored as [steps of columns][groups][atoms along the columns][row blocks], so that CTAs side by
+side read memory side by side. An atom is 64 columns of a row block; what it has in it is the
+format's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dakrun.geometry import ATOM_COLS, MAX_GROUP_ROW_BLOCKS
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a tier's `row_blocks` are assigned to `ctas`: round-robin, `group` row blocks at a time.
+
+    The last group may be smaller. `step_cols` columns of a group, a multiple of 64, lie together.
+    If `mixed`, the row blocks are stored like this but computed by the local tier's CTAs, which
+    take the groups of both tiers. By default there is one CTA, and row blocks follow each other.
+    """
+
+    row_blocks: int
+    ctas: int = 1
+    group: int = 1
+    step_cols: int = ATOM_COLS
+    mixed: bool = False
+
+    def __post_init__(self) -> None:
+        if (
+            not 1 <= self.group <= MAX_GROUP_ROW_BLOCKS
+            or self.step_cols % ATOM_COLS
+            or self.step_cols < 1
+        ):
+            raise ValueError(
+                f"expected groups of 1 to {MAX_GROUP_ROW_BLOCKS} row blocks and steps of a "
+                f"multiple of {ATOM_COLS} columns, got {self}"
+            )
+        if self.row_blocks and self.ctas < 1:
+            raise ValueError(f"expected at least one CTA, got {self}")
+
+    @property
+    def wave(self) -> int:
+        """Row blocks of a wave: one group for each CTA."""
+        return max(1, self.ctas * self.group)
+
+
+def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
+    """Divide a tier's row blocks into pieces (first, count) that can be stored one by one.
+
+    A piece is whole waves, or whole groups of one wave where a wave exceeds `limit`; it has up to
+    `limit` row blocks, but one group at least.
+    """
+    limit, first = max(1, limit // split.group) * split.group, 0
+    while first < split.row_blocks:
+        left, skipped = split.row_blocks - first, first % split.wave
+        count = min(limit, left, split.wave - skipped)
+        if count == split.wave:
+            count = min(limit, left) // split.wave * split.wave
+        yield first, count
+        first += count
+
+
+def store_atoms(data: "torch.Tensor", split: Split, first: int, atoms: "torch.Tensor") -> None:
+    """Store atoms [columns, row blocks, W] in the bytes `data` of a tier.
+
+    They are those of one of `stretches`, from row block `first` on; W elements of any dtype make up
+    an atom.
+    """
+    for stored, of in _matching_views(data, split, first, atoms):
+        stored.copy_(of)
+
+
+def load_atoms(data: "torch.Tensor", split: Split, like: "torch.Tensor") -> "torch.Tensor":
+    """The atoms [columns, row blocks, W] of a tier's bytes `data`.
+
+    `like` [columns, 0, W] gives their dtype and the sizes.
+    """
+    import torch
+
+    pieces = [like]
+    for first, count in stretches(split, split.row_blocks):
+        atoms = like.new_empty(like.shape[0], count, like.shape[2])
+        for stored, to in _matching_views(data, split, first, atoms):
+            to.copy_(stored)
+        pieces.append(atoms)
+    return torch.cat(pieces, 1)
+
+
+def _matching_views(
+    data: "torch.Tensor", split: Split, first: int, atoms: "torch.Tensor"
+) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+    """Pairs of equal views: one of a tier's bytes, one of the atoms that are stored there.
+
+    Views are [waves, steps, groups, columns of a step, row blocks of a group, W].
+    """
+    columns, row_blocks, width = atoms.shape
+    skipped, waves = first % split.wave, max(1, row_blocks // split.wave)
+    wave, here = min(split.wave, split.row_blocks - first + skipped), row_blocks // waves
+    words = data.view(atoms.dtype)[(first - skipped) * columns * width :]
+    words = words[: waves * wave * columns * width].view(waves, -1)
+    atoms = atoms.view(columns, waves, here, width)
+    for column, steps, depth in _runs(columns, split.step_cols // ATOM_COLS):
+        step = words[:, column * wave * width : (column + steps * depth) * wave * width]
+        step = step.view(waves, steps, -1)
+        some = atoms[column : column + steps * depth]
+        for row_block, groups, size in _runs(here, split.group):
+            start, end = skipped + row_block, skipped + row_block + groups * size
+            stored = step[..., start * depth * width : end * depth * width]
+            of = some[:, :, row_block : row_block + groups * size]
+            of = of.view(steps, depth, waves, groups, size, width).permute(2, 0, 3, 1, 4, 5)
+            yield stored.view(waves, steps, groups, depth, size, width), of
+
+
+def _runs(count: int, size: int) -> list[tuple[int, int, int]]:
+    """Divide `count` into pieces of `size` and a rest: runs (first, pieces, size of each)."""
+    whole, rest = divmod(count, size)
+    runs = ((0, whole, size), (whole * size, 1, rest))
+    return [(first, pieces, each) for first, pieces, each in runs if pieces * each]

@@ -1,0 +1,166 @@
+"""Matrices whose row blocks are partitioned over memory tiers, each part in a weight format.
+
+Knows row blocks, formats and tiers; neither what the rows mean nor how they are multiplied.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dakrun.formats import Split, WeightFormat, stretches
+from dakrun.geometry import ROWS_PER_BLOCK, first_row, row_block_count
+from dakrun.memory.device import device_view
+from dakrun.memory.tiers import Tier, aligned
+
+PIECE_ELEMENTS = 1 << 22  # elements to write at a time: packing needs as much memory again
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """Consecutive row blocks of a matrix in one tier, those of `split`, stored in `format`.
+
+    `arrays` are bytes, uint8 1-D, one tensor for each array of the format.
+    """
+
+    tier: str
+    split: Split
+    format: WeightFormat
+    arrays: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `rows` of a matrix, which are the row blocks of `part` from its row block `first` on."""
+
+    part: MatrixPart
+    first: int
+    rows: slice
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Store rows [R, K], in the matrix's dtype and on the device that reads the tier.
+
+        A GPU writes by itself, to host memory too, in the order of torch's current stream.
+        """
+        arrays = [device_view(array, rows.device) for array in self.part.arrays]
+        self.part.format.write(arrays, self.part.split, self.first, rows)
+
+
+@dataclass(frozen=True)
+class TieredMatrix:
+    """A matrix [M, K] whose row blocks lie in several tiers; parts are in the order of its rows.
+
+    Products with it are in `dtype`.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    parts: tuple[MatrixPart, ...]
+
+    def __post_init__(self) -> None:
+        cols = self.shape[1]
+        placed = sum(part.split.row_blocks for part in self.parts)
+        if placed != row_block_count(self.shape[0]):
+            raise ValueError(
+                f"expected {row_block_count(self.shape[0])} row blocks for a matrix of "
+                f"{self.shape}, got {placed}"
+            )
+        for part, rows in self.rows():
+            for array, data in zip(part.format.arrays(cols), part.arrays, strict=True):
+                expected = array.nbytes(rows.stop - rows.start)
+                if (
+                    data.dtype != torch.uint8
+                    or data.shape != (expected,)
+                    or data.data_ptr() % array.alignment
+                ):
+                    raise ValueError(
+                        f"expected {expected} bytes of {array.name} in {part.tier}, aligned to "
+                        f"{array.alignment}, got {list(data.shape)} of {data.dtype}"
+                    )
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        format: WeightFormat,
+        placement: Sequence[tuple[str, int]],
+        tiers: Mapping[str, Tier],
+        splits: Sequence[Split] | None = None,
+    ) -> "TieredMatrix":
+        """Allocate an uninitialised matrix [M, K] with `placement`, (tier, row blocks) in order.
+
+        Every tier gets a part, which may be empty. `splits` are those of the parts, for a format
+        that GPUs read. Raises ValueError if the row blocks do not add up to M rows, MemoryError if
+        a tier is full.
+        """
+        splits = splits or [Split(count) for _, count in placement]
+        parts, first = [], 0
+        for (tier, count), split in zip(placement, splits, strict=True):
+            rows = first_row(first + count, shape[0]) - first_row(first, shape[0])
+            arrays = tuple(
+                tiers[tier].allocate((size,), torch.uint8)
+                for size in _sizes(format, rows, shape[1])
+            )
+            parts.append(MatrixPart(tier, split, format, arrays))
+            first += count
+        return cls(shape, dtype, tuple(parts))
+
+    def rows(self) -> Iterator[tuple[MatrixPart, slice]]:
+        """The parts, each with its rows."""
+        first, height = 0, self.shape[0]
+        for part in self.parts:
+            last = first + part.split.row_blocks
+            yield part, slice(first_row(first, height), first_row(last, height))
+            first = last
+
+    def read(self, part: MatrixPart, device: torch.device | str | None = None) -> torch.Tensor:
+        """The rows [R, K] of a part on `device`, or where it lies; with those of padded formats."""
+        arrays = [array if device is None else array.to(device) for array in part.arrays]
+        return part.format.read(arrays, part.split, self.shape[1], self.dtype)
+
+    @property
+    def for_kernels(self) -> bool:
+        """Whether kernels read the formats of all parts."""
+        return all(part.format.device_code is not None for part in self.parts)
+
+    def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A copy of the matrix [M, K] in one tensor on `device`."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=device)
+        for part, rows in self.rows():
+            out[rows] = self.read(part, device)[: rows.stop - rows.start]
+        return out
+
+    def pieces(self, elements: int) -> Iterator[Piece]:
+        """Divide the matrix, in row order, into pieces of up to `elements`; one group at least."""
+        height, cols = self.shape
+        limit = elements // (ROWS_PER_BLOCK * cols)
+        before = 0
+        for part in self.parts:
+            for first, count in stretches(part.split, limit):
+                top = before + first
+                rows = slice(first_row(top, height), first_row(top + count, height))
+                yield Piece(part, first, rows)
+            before += part.split.row_blocks
+
+
+def allocated_bytes(
+    format: WeightFormat, shape: tuple[int, int], counts: Sequence[int]
+) -> list[int]:
+    """Bytes that a matrix takes in each tier, alignment included, for `counts` of row blocks."""
+    sizes, first = [], 0
+    for count in counts:
+        rows = first_row(first + count, shape[0]) - first_row(first, shape[0])
+        sizes.append(sum(map(aligned, _sizes(format, rows, shape[1]))))
+        first += count
+    return sizes
+
+
+def _sizes(format: WeightFormat, rows: int, cols: int) -> list[int]:
+    """Bytes of each array of a part with `rows`."""
+    return [array.nbytes(rows) for array in format.arrays(cols)]
