@@ -270,13 +270,37 @@ def test_the_engine_begins_with_the_longest(make: Callable[..., Path], tmp_path:
 
 
 def test_a_file_that_becomes_shorter(make: Callable[..., Path]) -> None:
+    """Rows that were read stay as they were."""
     path = make(lines(native(1, 9), native(1, 5), native(1, 7)))
     rows = longest_first(open_reader(path))
     assert next(rows).line == 1
-    os.truncate(path, path.stat().st_size - 5)
-    with pytest.raises(CannotRun, match="became shorter") as raised:
-        next(rows)
-    assert "--resume" in raised.value.hint
+    os.truncate(path, 0)
+    assert [row.line for row in rows] == [3, 2]
+
+
+def test_json_is_parsed_once(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = list[str]()
+    monkeypatch.setattr(
+        "dakrun.requests.json_rows.json.loads", lambda text: parsed.append(text) or decode(text)
+    )
+    decode = json.JSONDecoder().decode
+    for pack in (bytes, gzip.compress):
+        parsed.clear()
+        assert len(read(make(pack(lines(*(native(2, n) for n in range(1, 9))))))) == 8
+        # The first line also tells the format, before the model's lengths are known.
+        assert len(parsed) == 1 + 8 and len(set(parsed)) == 8
+
+
+def test_rows_ahead_take_limited_space(
+    make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = lines(*(native(50, n % 7 + 1) for n in range(200)))
+    monkeypatch.setattr(look_ahead, "AHEAD_BYTES", len(text) // 10)
+    reader = open_reader(make(text))
+    rows = longest_first(reader)
+    found = [next(rows).line]
+    assert max(found) < reader.bytes_read // (len(text) // 200) + 1 < 150
+    assert sorted([*found, *(row.line for row in rows)]) == list(range(1, 201))
 
 
 def test_texts_of_rows_ahead_are_not_held(make: Callable[..., Path]) -> None:

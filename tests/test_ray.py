@@ -253,7 +253,9 @@ class Numbered:
     """Rows 0 to `count`, each shorter than the one before; only every `step`-th is to be done."""
 
     def __init__(self, count: int, step: int = 1) -> None:
-        self._rows = [AheadRow(0, n - count, 0, n, 1, 0, 1, 1, None, None, 0) for n in range(count)]
+        self._rows = [
+            AheadRow(0, n - count, 0, n, f"line-{n}", 1, 0, 1, None) for n in range(count)
+        ]
         self._step = step
 
     def __iter__(self) -> Iterator[Any]:

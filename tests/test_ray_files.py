@@ -20,7 +20,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.ray import parts as parts_module
 from dakrun.ray.inputs import InputFiles
 from dakrun.ray.parts import ResultParts
-from dakrun.requests import Reply, RequestReader, RowError, result_line
+from dakrun.requests import Reply, RequestReader, RowError, result_line, unpack_content
 
 RUN = {"dakrun_run": 1, "format": "native", "model": {"layers": 2}, "input": {"a": 1}}
 
@@ -282,10 +282,10 @@ def test_ids_that_parquet_cannot_hold(tmp_path: Path) -> None:
     assert kept == list(rows)
     files = InputFiles(str(source), well_formed_ids=True)
     with RequestReader(files, defaults=SamplingParams(), format="jsonl") as reader:
-        found = {reader.parser.row_id(*row): row[1] for row in reader.unparsed_rows(9) if row}
+        found = {row[0].id: unpack_content(row[1]) for row in reader.unparsed_rows(9) if row}
     # The second is a duplicate now, so it is called by its line.
     assert set(found) == {"a\ufffd", "line-2", "\U0001f600"}
-    assert json.loads(found["a\ufffd"] or b"") == {"id": "a\ufffd", "prompt": "\udc00"}
+    assert found["a\ufffd"] == {"id": "a\ufffd", "prompt": "\udc00"}
 
     out = tmp_path / "out"
     out.mkdir()

@@ -24,8 +24,7 @@ from dakrun.requests.lines import Line, Lines, LineSource
 from dakrun.requests.native_rows import NATIVE_FIELDS, PROMPT_FIELDS
 from dakrun.requests.openai_rows import ROW_FIELDS
 from dakrun.requests.prompts import BadRow
-from dakrun.requests.reader import MAX_LINE_BYTES, conversion_hint
-from dakrun.requests.row_parser import Format
+from dakrun.requests.reader import MAX_LINE_BYTES, Format, conversion_hint
 
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".parquet": "jsonl", ".txt": "text"}
 PARQUET_ROWS = 1024  # read together
@@ -140,7 +139,7 @@ class InputFiles(LineSource):
                         nbytes, self.bytes_read = max(0, at - self.bytes_read), at
                         if self._well_formed_ids and self.format == "jsonl" and line.data:
                             line = line._replace(data=_with_well_formed_id(line.data))
-                        yield line._replace(number=before + number, start=0, nbytes=nbytes)
+                        yield line._replace(number=before + number, nbytes=nbytes)
             except (OSError, pa.ArrowException) as problem:
                 raise CannotRun(
                     f"{file.path}: reading failed ({problem})",
@@ -170,7 +169,7 @@ class InputFiles(LineSource):
             try:
                 for data in row_lines(pa.Table.from_batches([batch]), columns):
                     number += 1
-                    yield Line(number, data if len(data) <= MAX_LINE_BYTES else None, 0, 0)
+                    yield Line(number, data if len(data) <= MAX_LINE_BYTES else None, 0)
             except (TypeError, ValueError) as problem:  # also text that is not UTF-8
                 raise UsageError(
                     f"{file.path}: row {number + 1}: {problem}",

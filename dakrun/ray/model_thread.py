@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 
+from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.llm import LLM
-from dakrun.requests import AheadRow, Choices, Completion, Request, RowError, RowParser
+from dakrun.requests import AheadRow, Choices, Completion, Request, RowError, parse_row
 
-Row = tuple[AheadRow, bytes | None]  # a row that is not parsed yet, and its line
+Row = tuple[AheadRow, bytes]  # a row that is not parsed yet, and its packed content
 Result = tuple[Completion, ...] | RowError  # all choices of a row, or its error
 OnResult = Callable[[int, Result], None]  # takes a row's number
 
@@ -23,17 +24,17 @@ class ModelThread:
     `on_result(number, result)` is called there for each row, in the order in which rows finish, and
     `on_end(problem)` at the end, with the exception that stopped the thread, if one did. Rows begin
     in the order of their AheadRow, whose numbers must differ. Of rows with the same id one runs at
-    a time.
+    a time. `defaults` are for parameters that a row lacks.
     """
 
     def __init__(
         self,
         make: Callable[[], LLM],
-        parser: RowParser,
+        defaults: SamplingParams,
         on_result: OnResult,
         on_end: Callable[[BaseException | None], None],
     ) -> None:
-        self._make, self._parser = make, parser
+        self._make, self._defaults = make, defaults
         self._on_result, self._on_end = on_result, on_end
         self._rows: list[Row] = []  # a heap
         self._numbers: dict[str, int] = {}  # of the rows that run, by id
@@ -90,17 +91,18 @@ class ModelThread:
                     self._changed.wait()
                 if self._closed:
                     return
-                row, data = heappop(self._rows) if self._rows else (None, None)
-            if row is None:
+                next_row = heappop(self._rows) if self._rows else None
+            if next_row is None:
                 yield None
                 continue
-            parsed = self._parser.parse(row, data, llm.rules)
+            number = next_row[0].number
+            parsed = parse_row(*next_row, self._defaults, llm.rules)
             if isinstance(parsed, RowError):
-                self._on_result(row.number, parsed)
+                self._on_result(number, parsed)
             elif parsed.id in self._numbers:
-                self._same_id[parsed.id].append((row, data))
+                self._same_id[parsed.id].append(next_row)
             else:
-                self._numbers[parsed.id] = row.number
+                self._numbers[parsed.id] = number
                 yield parsed
                 yield from parsed.further
 

@@ -17,10 +17,9 @@ from dakrun.llm import LLM
 from dakrun.ray.arrow import result_table, row_lines
 from dakrun.ray.model_thread import ModelThread, Result, Row, no_longer
 from dakrun.ray.node import load_on_node
-from dakrun.requests import AheadRow, PromptStarts, RowError, RowParser
+from dakrun.requests import AheadRow, PromptStarts, RowError, own_id, pack_content
 from dakrun.requests.lengths import json_lengths
 from dakrun.requests.native_rows import NATIVE, completion_row, error_row
-from dakrun.requests.reader import MAX_LINE_BYTES
 
 BATCHES_PER_GROUP = 64  # whose rows begin the longest first; earlier groups begin before later ones
 
@@ -86,8 +85,7 @@ class DakrunProcessor:
         def make() -> LLM:
             return load_on_node(model, memory_sharers=workers, **options)
 
-        parser = RowParser("jsonl", self._params, MAX_LINE_BYTES)
-        self._thread = ModelThread(make, parser, self._finish, self._end)
+        self._thread = ModelThread(make, self._params, self._finish, self._end)
         self._thread.start()
         llm = self._thread.loaded()
         if llm is None:
@@ -118,28 +116,26 @@ class DakrunProcessor:
         for place, line in enumerate(row_lines(batch), 1):
             fields = json.loads(line)
             if fields.get("id") is None:
-                name = f"{hashlib.sha256(line).hexdigest()[:16]}-{place}"
-                line = json.dumps(fields | {"id": name}).encode()
+                fields["id"] = f"{hashlib.sha256(line).hexdigest()[:16]}-{place}"
             length = json_lengths(
                 fields,
                 self._params.limit(self._max_model_len),
                 self._max_model_len,
                 starts,
             )
+            number = next(self._numbers)
             row = AheadRow(
                 group=group,
                 minus_new=-length.new,
                 minus_prompt=-length.prompt,
-                number=next(self._numbers),
+                number=number,
+                id=own_id(fields, number),
                 choices=length.choices,
-                place=place,
-                length=len(line),
+                shared=length.shared,
                 nbytes=len(line),
                 kind=NATIVE,
-                new_id=None,
-                shared=length.shared,
             )
-            rows.append((row, line))
+            rows.append((row, pack_content(fields)))
         return rows
 
     def _finish(self, number: int, result: Result) -> None:

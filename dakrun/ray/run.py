@@ -105,11 +105,10 @@ def generate_on_ray(
                 "needs_tokenizer": reader.needs_tokenizer(),
                 "started": parts.started,
             }
-            parser = reader.parser
 
             def start(memory_sharers: int) -> Any:
                 given = {**options, "memory_sharers": memory_sharers}
-                return actor.remote(Setup(parser=parser, options=given))
+                return actor.remote(Setup(defaults=params, options=given))
 
             actor = ray.remote(Worker).options(max_concurrency=8, **each.options())
             job = _Job(reader, parts, most_tokens, console)
@@ -192,15 +191,13 @@ class _Job:
 
     def __iter__(self) -> Iterator[Row]:
         """The rows that are left to do."""
-        parser = self._reader.parser
-        for found in self._reader.unparsed_rows(self._max_model_len):
-            assert found is not None, "files do not wait"
-            row, _ = found
-            if self._parts.is_done(parser.row_id(*found)):
+        for row in self._reader.unparsed_rows(self._max_model_len):
+            assert row is not None, "files do not wait"
+            if self._parts.is_done(row[0].id):
                 self.counts.skipped += 1
-                self._bytes_done += row.nbytes
+                self._bytes_done += row[0].nbytes
             else:
-                yield found
+                yield row
 
     def left(self) -> int | None:
         """How many rows have not been taken; None if there are too many to know."""
@@ -208,8 +205,7 @@ class _Job:
 
     def _finish(self, finished: Sequence[tuple[Row, Finished]]) -> None:
         """Write results; on return they are on disk."""
-        parser = self._reader.parser
-        rows = (InputRow(parser.row_id(*row), row[0].number, row[0].digest) for row, _ in finished)
+        rows = (InputRow(row.id, row.number, row.digest) for (row, _), _ in finished)
         self._parts.write([one.line for _, one in finished], rows)
         for (row, _), one in finished:
             self.counts.failed += not one.requests

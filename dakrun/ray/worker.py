@@ -9,12 +9,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dakrun.config import SamplingParams
 from dakrun.errors import DakrunError, UsageError
 from dakrun.llm import LLM
 from dakrun.plan import run_bound
 from dakrun.ray.model_thread import ModelThread, Result, Row
 from dakrun.ray.node import load_on_node, node_name
-from dakrun.requests import RowError, RowParser, result_line
+from dakrun.requests import RowError, result_line
 
 POLL_S = 1.0  # that a call waits for results at most
 GATHER_S = 0.05  # that it waits for more once there are some
@@ -22,9 +23,9 @@ GATHER_S = 0.05  # that it waits for more once there are some
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a worker computes: the arguments of load_on_node, and the parser of its rows."""
+    """The arguments of load_on_node, and the `defaults` for parameters that rows lack."""
 
-    parser: RowParser
+    defaults: SamplingParams
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,7 +97,7 @@ class Worker:
         self._news = threading.Event()
         self._first_rows = 0.0
         self._last_rows = 0.0
-        self._model = ModelThread(self._make, setup.parser, self._on_result, self._on_end)
+        self._model = ModelThread(self._make, setup.defaults, self._on_result, self._on_end)
 
     async def node(self) -> str:
         """The name of the node that it is on."""

@@ -33,7 +33,7 @@ from dakrun.requests.request import (
 )
 from dakrun.requests.row_check import EstimatedRules, RowCheck, check_rows
 from dakrun.requests.row_digests import InputRow, digests_path
-from dakrun.requests.row_parser import RowParser
+from dakrun.requests.row_parser import own_id, pack_content, parse_row, unpack_content
 from dakrun.requests.sentencepiece_model import check_sentencepiece
 from dakrun.requests.tokenizer import StopStrings, Tokenizer
 from dakrun.requests.writer import ResultWriter, result_line
@@ -57,7 +57,6 @@ __all__ = [
     "RowCheck",
     "RowError",
     "RowLengths",
-    "RowParser",
     "StopStrings",
     "TokenLogprob",
     "Tokenizer",
@@ -67,6 +66,10 @@ __all__ = [
     "digests_path",
     "fingerprint_path",
     "make_fingerprint",
+    "own_id",
+    "pack_content",
+    "parse_row",
     "result_line",
     "same_file",
+    "unpack_content",
 ]

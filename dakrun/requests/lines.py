@@ -1,6 +1,6 @@
 """The lines of a prompt file, a pipe or standard input, plain or gzip, read once and in order.
 
-Knows bytes and where they lie, no rows. Holds one line at a time.
+Knows bytes, no rows. Holds one line at a time.
 """
 
 import os
@@ -19,13 +19,12 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 class Line(NamedTuple):
     """A line that is not blank, without its line end; `data` is None if it is too long to keep.
 
-    `start` is the offset of its data in the unpacked file. `nbytes` counts what was read of the
-    file since the line before: with gzip packed bytes, often 0.
+    `nbytes` counts what was read of the file since the line before; with gzip packed bytes, often
+    0.
     """
 
     number: int
     data: bytes | None
-    start: int
     nbytes: int
 
 
@@ -44,11 +43,6 @@ class LineSource:
     _rest: Iterator[Line]
     _first: Line | None = None
 
-    @property
-    def can_seek(self) -> bool:
-        """Whether `again` can be used."""
-        return False
-
     def __iter__(self) -> Iterator[Line]:
         while line := self.peek():
             self._first = None
@@ -58,10 +52,6 @@ class LineSource:
         """The next line, which stays the next one; None at the end."""
         self._first = self._first or next(self._rest, None)
         return self._first
-
-    def again(self, start: int, length: int) -> bytes:
-        """The bytes of a line that was read before; needs `can_seek`. Raises CannotRun."""
-        raise NotImplementedError
 
     def reopened(self) -> "LineSource":
         """The same input from its first line, beside this one; not for a pipe."""
@@ -92,24 +82,6 @@ class Lines(LineSource):
         self._position = 0  # in the unpacked file
         self._rest = self._read_lines()
 
-    @property
-    def can_seek(self) -> bool:
-        """Whether `again` can be used: a plain file on disk, of which a line has been read."""
-        return self.bytes_total is not None and self._unpacked is self._file
-
-    def again(self, start: int, length: int) -> bytes:
-        """The bytes of a line that was read before; needs `can_seek`. Raises CannotRun."""
-        try:
-            data = os.pread(self._file.fileno(), length, start)
-        except OSError as problem:
-            raise self._failure(problem) from problem
-        if len(data) < length:
-            raise CannotRun(
-                f"{self.name}: became shorter while it was read",
-                hint="let no other program change it, then run again with --resume",
-            )
-        return data
-
     def reopened(self) -> "Lines":
         """The same file from its first line, beside this one; not for a pipe."""
         return Lines(self.name, self.max_line_bytes)
@@ -129,10 +101,10 @@ class Lines(LineSource):
                 while data and not data.endswith(b"\n"):
                     data = self._read()
             elif number == 1 and data.startswith(b"\xef\xbb\xbf"):  # byte order mark
-                data, start = data[3:], start + 3
+                data = data[3:]
             if is_long or data.strip():
                 kept = None if is_long else data.removesuffix(b"\n").removesuffix(b"\r")
-                yield Line(number, kept, start, self.bytes_read - before)
+                yield Line(number, kept, self.bytes_read - before)
                 before = self.bytes_read
 
     def _check_encoding(self, data: bytes, start: int) -> None:
@@ -161,17 +133,14 @@ class Lines(LineSource):
                 hint="copy or pack the file again, then run again with --resume",
             ) from problem
         except OSError as problem:
-            raise self._failure(problem) from problem
+            raise CannotRun(
+                f"{self.name}: reading failed ({problem.strerror})",
+                hint="copy the file to another disk, then run again with --resume",
+            ) from problem
         self._position += len(data)
         is_packed = self.bytes_total is not None and self._unpacked is not self._file
         self.bytes_read = self._file.tell() if is_packed else self._position
         return data
-
-    def _failure(self, problem: OSError) -> CannotRun:
-        return CannotRun(
-            f"{self.name}: reading failed ({problem.strerror})",
-            hint="copy the file to another disk, then run again with --resume",
-        )
 
 
 def _open(name: str) -> BinaryIO:

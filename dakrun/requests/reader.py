@@ -1,20 +1,20 @@
 """Prompt files, read as a stream: every row becomes a Request, or a RowError if it cannot be run.
 
-Knows rows and their ids; lines.py reads them, look_ahead.py puts the longest first, the fields of a
-row are in native_rows.py and openai_rows.py.
+A row goes one way: lines.py reads its line, the reader takes content and id from that,
+look_ahead.py puts the longest rows first, row_parser.py makes Requests.
 """
 
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.plan import ExpectedRun
 from dakrun.requests.gzip_files import without_gz
-from dakrun.requests.json_rows import id_of, json_object
+from dakrun.requests.json_rows import decode_utf8, id_of, json_object
 from dakrun.requests.lengths import (
     NOTHING,
     PromptStarts,
@@ -22,12 +22,14 @@ from dakrun.requests.lengths import (
     text_lengths,
 )
 from dakrun.requests.lines import Line, Lines, LineSource
-from dakrun.requests.look_ahead import AheadRow, Look, LookAhead
+from dakrun.requests.look_ahead import AheadRow, LookAhead
 from dakrun.requests.native_rows import NATIVE, RowFormat
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import IdSet, Request, RowError
 from dakrun.requests.row_digests import InputRow, bytes_digest, json_digest
-from dakrun.requests.row_parser import Format, RowParser, kind_of
+from dakrun.requests.row_parser import Content, kind_of, pack_content, parse_row
+
+Format = Literal["text", "jsonl"]
 
 MAX_LINE_BYTES = 2**24
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl"}
@@ -51,9 +53,9 @@ class RequestReader:
     are skipped, but counted. A line of more than `max_line_bytes`, as in a binary file, is an error
     and is not held in memory.
 
-    A row is looked at when it is read, for its id and lengths, and parsed when its turn comes (see
-    look_ahead.py). Raises UsageError if the source cannot be opened, CannotRun if reading fails
-    later.
+    JSON is parsed when a row is read, for its id and lengths; the prompt is tokenized when its turn
+    comes (see look_ahead.py). Raises UsageError if the source cannot be opened, CannotRun if
+    reading fails later.
     """
 
     def __init__(
@@ -99,16 +101,20 @@ class RequestReader:
 
         False if there are no rows or the first one cannot be parsed.
         """
-        row = self._first_row
-        return row == "text" or (isinstance(row, dict) and kind_of(row).needs_tokenizer(row))
+        first = self._first_row
+        return isinstance(first, str) or (
+            isinstance(first, dict) and kind_of(first).needs_tokenizer(first)
+        )
 
     def row_format(self) -> str | None:
         """The format of the results: that of the first row, "native" for text; reads it ahead.
 
         None if there are no rows or the first one cannot be parsed.
         """
-        row = self._first_row
-        return kind_of(row).name if isinstance(row, dict) else row and NATIVE.name
+        first = self._first_row
+        if isinstance(first, dict):
+            return kind_of(first).name
+        return NATIVE.name if isinstance(first, str) else None
 
     def expected_run(
         self, max_model_len: int, *, without: frozenset[int] = frozenset()
@@ -138,19 +144,13 @@ class RequestReader:
 
         None if no row has arrived of a pipe; `wait` waits for one.
         """
-        for found in self.unparsed_rows(rules.max_model_len):
-            yield found and self.parser.parse(*found, rules)
+        for row in self.unparsed_rows(rules.max_model_len):
+            yield row and parse_row(*row, self._defaults, rules)
 
-    def unparsed_rows(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes | None] | None]:
-        """Every row as `parser` takes it, for a model of `max_model_len` tokens; else as `rows`."""
+    def unparsed_rows(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes] | None]:
+        """Every row as parse_row takes it, for a model of `max_model_len` tokens; see `rows`."""
         yield from self._look_ahead(max_model_len)
         self.close()
-
-    @property
-    def parser(self) -> RowParser:
-        """What parses the rows, here or in another process; reads the first row ahead."""
-        _ = self._first_row  # which sets the format
-        return RowParser(self._format or "jsonl", self._defaults, self._lines.max_line_bytes)
 
     def left(self) -> int | None:
         """How many rows `unparsed_rows` has yet to give; None before the input's end is near."""
@@ -165,41 +165,29 @@ class RequestReader:
 
     def input_rows(self) -> Iterator[InputRow] | None:
         """The ids and digests of all rows, read beside this reader; None for a pipe."""
-        if self._lines.bytes_total is None:
+        rows = self._read_again(self._max_model_len)
+        if rows is None:
             return None
-        _ = self._first_row  # which sets the format
-        return self._read_digests(self._lines)
-
-    def _read_digests(self, lines: LineSource) -> Iterator[InputRow]:
-        with self._again(lines) as again:
-            for line in again._lines:
-                row_id, look = again._identify(line)
-                yield InputRow(look.new_id or row_id, line.number, look.digest)
+        return (InputRow(row.id, row.number, row.digest) for row, _ in rows)
 
     def parsed_in_order(self, rules: PromptRules) -> Iterator[Request | RowError] | None:
         """All rows as in `rows`, in the file's order, read beside this reader; None for a pipe."""
+        rows = self._read_again(rules.max_model_len)
+        return None if rows is None else (parse_row(*row, self._defaults, rules) for row in rows)
+
+    def _read_again(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes]] | None:
+        """All rows in the file's order, read beside this reader; None for a pipe."""
         if self._lines.bytes_total is None:
             return None
         _ = self._first_row  # which sets the format
-        return self._parse_in_order(self._lines, rules)
+        return self._reopened(max_model_len)
 
-    def _parse_in_order(
-        self, lines: LineSource, rules: PromptRules
-    ) -> Iterator[Request | RowError]:
-        with self._again(lines) as again:
-            again._max_model_len = rules.max_model_len
-            for line in again._lines:
-                row = AheadRow.of(line, again._look(line))
-                yield self.parser.parse(row, line.data, rules)
-
-    def _again(self, lines: LineSource) -> "RequestReader":
-        """Another reader of this reader's file, from the first row."""
-        return RequestReader(
-            lines.reopened(),
-            defaults=self._defaults,
-            format=self._format,
-            max_line_bytes=lines.max_line_bytes,
-        )
+    def _reopened(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes]]:
+        with RequestReader(
+            self._lines.reopened(), defaults=self._defaults, format=self._format
+        ) as again:
+            again._max_model_len = max_model_len
+            yield from again._read_rows()
 
     def wait(self) -> None:
         """Return once `rows` has something else than None to give."""
@@ -210,11 +198,14 @@ class RequestReader:
         if self._ahead is None:
             self._max_model_len = max_model_len
             _ = self._first_row  # which sets the format
-            self._ahead = LookAhead(self._lines, self._look)
+            self._ahead = LookAhead(
+                self._read_rows(), self._lines.close, may_wait=self._lines.may_wait
+            )
         return self._ahead
 
     @cached_property
-    def _first_row(self) -> dict[str, Any] | Literal["text"] | None:
+    def _first_row(self) -> Content | None:
+        """The content of the first row, which also tells the format; None if there are no rows."""
         line = self._lines.peek()
         if line is None:
             return None
@@ -222,14 +213,7 @@ class RequestReader:
         if self._format is None:
             is_json = line.data is not None and line.data.lstrip().startswith(b"{")
             self._format = "jsonl" if is_json else "text"
-        if line.data is None:
-            return None
-        if self._format == "text":
-            return "text"
-        try:
-            return json_object(line.data)
-        except BadRow:
-            return None
+        return self._content(line)
 
     def _check_no_array(self, data: bytes) -> None:
         """Raise UsageError if the first line shows that the input is one JSON array."""
@@ -244,36 +228,57 @@ class RequestReader:
                 f"{self._lines.name}: a JSON array, not one JSON object a line", hint=_FROM_ARRAY
             )
 
-    def _look(self, line: Line) -> Look:
-        """Note the kind and id of the next row in the input, and estimate its lengths."""
-        return self._identify(line)[1]
+    def _read_rows(self) -> Iterator[tuple[AheadRow, bytes]]:
+        """The rows in the file's order, each with its packed content."""
+        for line in self._lines:
+            content = self._content(line)
+            yield self._read_row(line, content), pack_content(content)
 
-    def _identify(self, line: Line) -> tuple[str, Look]:
-        """The row's own id, and what `_look` finds."""
+    def _content(self, line: Line) -> Content:
+        """What the line says; its JSON is parsed here and nowhere else."""
+        if line.data is None:
+            return "line_too_long", f"the line has more than {self._lines.max_line_bytes} bytes"
+        try:
+            return decode_utf8(line.data) if self._format == "text" else json_object(line.data)
+        except BadRow as bad:
+            return bad.code, str(bad)
+
+    def _read_row(self, line: Line, content: Content) -> AheadRow:
+        """Note the kind and id of the next row in the input, and estimate its lengths."""
         lengths, row_id = NOTHING, f"line-{line.number}"
+        digest = bytes_digest(line.data or b"")
         limits = self._defaults.limit(self._max_model_len), self._max_model_len
         if self._format == "text":  # whose ids are unique
-            text = line.data and line.data.decode(errors="replace")
-            look = Look(text_lengths(text, *limits, self._starts) if text else lengths)
-            return row_id, look._replace(digest=bytes_digest(line.data or b""))
-        digest = bytes_digest(line.data or b"")
-        with suppress(BadRow):
-            if line.data is not None:
-                row = json_object(line.data)
-                kind = kind_of(row)
-                self._row_kind = self._row_kind or kind
-                with suppress(RecursionError):
-                    digest = json_digest(row, kind.id_field)
-                row_id = id_of(row, kind.id_field) or row_id
+            if text := line.data and line.data.decode(errors="replace"):
+                lengths = text_lengths(text, *limits, self._starts)
+        elif isinstance(content, dict):
+            kind = kind_of(content)
+            self._row_kind = self._row_kind or kind
+            with suppress(RecursionError):
+                digest = json_digest(content, kind.id_field)
+            with suppress(BadRow):
+                row_id = id_of(content, kind.id_field) or row_id
                 if kind is self._row_kind:
-                    lengths = json_lengths(row, *limits, self._starts)
-        new_id = self._new_id(row_id, line.number)
-        return row_id, Look(lengths, self._row_kind, new_id, digest)
+                    lengths = json_lengths(content, *limits, self._starts)
+        if self._format != "text":
+            row_id = self._unique(row_id, line.number)
+        return AheadRow(
+            group=0,
+            minus_new=-lengths.new,
+            minus_prompt=-lengths.prompt,
+            number=line.number,
+            id=row_id,
+            choices=lengths.choices,
+            shared=lengths.shared,
+            nbytes=line.nbytes,
+            kind=self._row_kind,
+            digest=digest,
+        )
 
-    def _new_id(self, row_id: str, number: int) -> str | None:
-        """An id for a row whose own, `row_id`, an earlier row has; None if none has."""
+    def _unique(self, row_id: str, number: int) -> str:
+        """`row_id`, or another id if an earlier row has that."""
         if self._ids.add(row_id):
-            return None
+            return row_id
         new = f"line-{number}"
         while not self._ids.add(new):
             new += "-duplicate"

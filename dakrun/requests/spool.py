@@ -1,4 +1,4 @@
-"""Bytes kept on disk until they are taken, in any order: lines of files that cannot be read again.
+"""Bytes kept on disk until they are taken, in any order: what rows say that wait for their turn.
 
 The files have no names, so that nothing is left of them, however the process ends.
 """
@@ -56,7 +56,7 @@ class Spool:
                 f"{tempfile.gettempdir()}: rows cannot be kept there for their turn "
                 f"({problem.strerror})",
                 hint="free some space there, or set TMPDIR to another folder, and run again with "
-                "--resume; plain files need no such space",
+                "--resume",
             ) from problem
         segment.nbytes += len(data)
         segment.items += 1
