@@ -8,12 +8,12 @@
 // How a tier's row blocks are stored: row blocks of a wave and of a group, atoms along K of a step
 // (Tier in splitk_gemm.cuh has the terms).
 struct PackedTier {
-  const uint8_t* base;
   int first_row_block;  // of the matrix; the tier ends where the next one begins
   int wave_row_blocks, group_row_blocks, step_atoms;
 };
 
 struct PackedMatrix {
+  const uint64_t* addresses;  // [tier_count], in global memory: where each tier's row blocks lie
   int tier_count;
   int atoms;                        // along the columns
   PackedTier tiers[kMaxTiers + 1];  // one more for the last tier's end
@@ -44,7 +44,8 @@ struct RowBlock {
     row_block -= tier.first_row_block;
     const int first = quotient(row_block, tier.wave_row_blocks) * tier.wave_row_blocks;
     row_block -= first;
-    wave = tier.base + static_cast<int64_t>(first) * atoms * kAtomBytes;
+    wave = ptx::load_address(matrix.addresses + number) +
+           static_cast<int64_t>(first) * atoms * kAtomBytes;
     wave_row_blocks =
         min(tier.wave_row_blocks, next.first_row_block - tier.first_row_block - first);
     group = quotient(row_block, tier.group_row_blocks) * tier.group_row_blocks;

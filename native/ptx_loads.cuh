@@ -5,6 +5,13 @@
 
 namespace ptx {
 
+// Load an address of weights from a table, which no kernel beside this one writes.
+__device__ __forceinline__ const uint8_t* load_address(const uint64_t* from) {
+  uint64_t value;
+  asm("ld.global.nc.b64 %0, [%1];" : "=l"(value) : "l"(from));
+  return reinterpret_cast<const uint8_t*>(value);
+}
+
 // Prefetch a line to L1.
 __device__ __forceinline__ void prefetch(const void* line) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(line) : "memory");

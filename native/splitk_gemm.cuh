@@ -22,7 +22,6 @@ enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 // A wave is stored as [steps][groups][atoms of the step][row blocks], so that CTAs side by side
 // read memory side by side. One remote tier may have no CTAs: the first tier's take its groups.
 struct Tier {
-  const uint8_t* base;
   int first_row_block;  // of the matrix; the tier ends where the next one begins
   int first_cta;        // likewise
   int wave_row_blocks;
@@ -47,6 +46,7 @@ struct SplitKGemmArgs {
   int activation;
   CtaOrder order;
   int mixed_tier;             // with kMixes: the tier without CTAs
+  const uint64_t* addresses;  // [tier_count], in global memory: where each tier's row blocks lie
   const Element* bias;        // [M], or null
   Tier tiers[kMaxTiers + 1];  // one more for the last tier's end
   const Element* residual;    // [N, M], or null; not with kSiluMul

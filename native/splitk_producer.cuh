@@ -45,7 +45,8 @@ struct WeightWalk {
     const int wave = at.row_block - group_start;
     row_blocks = at.row_blocks();
     wave_row_blocks = min(at.wave_row_blocks, at.tier_row_blocks - wave);  // fewer in the last wave
-    step = at.args.tiers[at.tier].base + static_cast<int64_t>(wave) * k_end * kAtomBytes;
+    step = ptx::load_address(at.args.addresses + at.tier) +
+           static_cast<int64_t>(wave) * k_end * kAtomBytes;
     if (kSplitK) step += static_cast<int64_t>(wave_row_blocks * at.k) * kAtomBytes;
     begin_step();
   }

@@ -13,6 +13,7 @@ from cases import cases, few_examples
 from emulated import EmulatedKernel, atoms_map, of_name
 from hypothesis import given
 from hypothesis import strategies as st
+from moved_parts import Movable
 from torch.nn import functional as F
 
 from dakrun.formats import PACKED16
@@ -113,6 +114,21 @@ def run(
     )  # fmt: skip
     assert not workspace.arrivals.any()
     return out
+
+
+@pytest.mark.parametrize("access", [ACCESS, (TierAccess(), TierAccess(sms=2, mixed=True))])
+@pytest.mark.parametrize("n", [5, 64])
+def test_parts_that_moved(n: int, access: Sequence[TierAccess]) -> None:
+    weight, row_blocks = normal(8 * 27, 200), (16, 11)
+    movable = Movable(packed(weight, row_blocks, access, aligned=True))
+    config = gemm_config(n, [part.split for part in movable.matrix.parts], access, sms=SMS)
+    wanted = run(weight, n, row_blocks, access)
+    for _ in range(2):
+        out = torch.full_like(wanted, math.nan)
+        workspace = SplitKWorkspace.empty(config, "cpu")
+        splitk_gemm(normal(n, 200), movable.matrix, config, out, workspace=workspace)
+        assert torch.equal(out, wanted)
+        movable.move(out.device)
 
 
 def scaled(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from moved_parts import Movable
 from packed_linear import linear, normal, poisoned, same_bits, written
 from packed_matrices import packed
 from torch.nn import functional as F
@@ -269,3 +270,26 @@ def test_streams_and_graphs_beside_each_other() -> None:
                 products.products(device)(x, w, ACCESS[:1], out, pdl=True)
         torch.cuda.synchronize()
         assert all(map(same_bits, outs, itertools.chain(alone, alone)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [8, 64, 256])
+def test_a_captured_product_follows_parts_that_move(n: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    m, k = 4096, 4096
+    part = linear(m, k, torch.float16, (448, 64), access=ACCESS)
+    movable, x = Movable(part.weight), normal(n, k, dtype=torch.float16)
+    wanted, out = (poisoned(n, m, torch.float16) for _ in range(2))
+    product = products.products(device)
+    product(x, part.weight, ACCESS, wanted)
+    product(x, movable.matrix, ACCESS, out)
+    assert written(wanted) and same_bits(out, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products.products(device)(x, movable.matrix, ACCESS, out, pdl=True)
+    for _ in range(3):
+        movable.move(device)
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(out, wanted)

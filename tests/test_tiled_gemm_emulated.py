@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import cases
 from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
+from moved_parts import Movable
 from torch.nn import functional as F
 
 from dakrun.formats import PACKED16
@@ -144,6 +145,17 @@ def test_parts_of_one_tier_are_computed_as_one(row_blocks: tuple[int, ...], shap
     tiled_gemm.tiled_gemm(x, matrix, how, out, workspace=workspace)
     assert torch.equal(out, run(weight, 130, how, x=x))
     assert error(out, x.double() @ weight.double().T) < 1e-3
+
+
+def test_parts_that_moved() -> None:
+    weight, how = normal(8 * 27, 200), config(TierTiles(1, 16), TierTiles(1, 11))
+    movable, x = Movable(packed(weight, (16, 11), 3)), normal(70, 200)
+    wanted = run(weight, 70, how, (16, 11))
+    for _ in range(2):
+        out = torch.full_like(wanted, math.nan)
+        tiled_gemm.tiled_gemm(x, movable.matrix, how, out)
+        assert torch.equal(out, wanted)
+        movable.move(out.device)
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from moved_parts import Movable
 from packed_matrices import CASES, normal, packed
 
 from dakrun.formats import Split
@@ -23,6 +24,17 @@ def test_all_rows(
     room = guarded(dense)
     assert unpack(packed(dense, splits), room[:rows]).data_ptr() == room.data_ptr()
     assert torch.equal(room[:rows], dense) and bool(room[rows:].isnan().all())
+
+
+@pytest.mark.parametrize(("rows", "cols", "splits"), CASES)
+def test_parts_that_moved(
+    rows: int, cols: int, splits: tuple[Split, ...], kernel_device: str
+) -> None:
+    dense = normal(rows, cols, dtype=torch.float16, device=kernel_device)
+    movable = Movable(packed(dense, splits))
+    for _ in range(2):
+        assert torch.equal(unpack(movable.matrix, torch.empty_like(dense)), dense)
+        movable.move(dense.device)
 
 
 @pytest.mark.parametrize("piece", [8, 64, 104])

@@ -59,7 +59,7 @@ def embed(
         lengths=operands.address(lengths),
         positions=operands.address(positions),
         out=out.data_ptr(),
-        table=packed_matrix(table),
+        table=packed_matrix(table, device),
         rows=rows,
         cols=cols,
         position_count=count,

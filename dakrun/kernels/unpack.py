@@ -45,7 +45,7 @@ def unpack(
         chunks=cols // CHUNK,
         first_row_block=first_row // ROWS_PER_BLOCK,
         row_block_ctas=row_block_ctas,
-        weight=packed_matrix(weight),
+        weight=packed_matrix(weight, out.device),
     )
     kernel = jit.kernel(SOURCE, "unpack")
     kernel.launch(

@@ -3,6 +3,7 @@
 Knows row blocks, formats and tiers; neither what the rows mean nor how they are multiplied.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -128,6 +129,21 @@ class TieredMatrix:
     def for_kernels(self) -> bool:
         """Whether kernels read the formats of all parts."""
         return all(part.format.device_code is not None for part in self.parts)
+
+    @functools.cached_property
+    def _addresses(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def addresses(self, device: torch.device) -> torch.Tensor:
+        """Addresses of the parts' arrays, int64 [parts, arrays] on `device`: a table for kernels.
+
+        All parts have formats of as many arrays. Launches, and graphs that were captured, follow
+        what the table says: an array moves when its address is written there between two of them.
+        """
+        if device not in self._addresses:
+            lie = [[array.data_ptr() for array in part.arrays] for part in self.parts]
+            self._addresses[device] = torch.tensor(lie, dtype=torch.int64, device=device)
+        return self._addresses[device]
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """A copy of the matrix [M, K] in one tensor on `device`."""

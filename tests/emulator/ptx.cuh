@@ -292,6 +292,10 @@ inline int atomic_add_acq_rel(int* to, int value) {
   return atomicAdd(to, value);
 }
 
+inline const uint8_t* load_address(const uint64_t* from) {
+  return reinterpret_cast<const uint8_t*>(*from);
+}
+
 inline void touch(const void* line) {
   if (*static_cast<const uint32_t*>(line) == 0x7fedcba9) std::abort();
 }

@@ -2,6 +2,8 @@
 
 import ctypes
 
+import torch
+
 from dakrun.geometry import ATOM_COLS, CHUNK, MAX_TIERS
 from dakrun.kernels.runtime.operands import DTYPES, ints, pointers
 from dakrun.memory.matrix import TieredMatrix
@@ -11,20 +13,21 @@ from dakrun.units import ceil_div
 class PackedTier(ctypes.Structure):
     """PackedTier of native/packed.cuh."""
 
-    _fields_ = (
-        *pointers("base"),
-        *ints("first_row_block", "wave_row_blocks", "group_row_blocks", "step_atoms"),
-    )
+    _fields_ = (*ints("first_row_block", "wave_row_blocks", "group_row_blocks", "step_atoms"),)
 
 
 class PackedMatrix(ctypes.Structure):
     """PackedMatrix of native/packed.cuh."""
 
-    _fields_ = (*ints("tier_count", "atoms"), ("tiers", PackedTier * (MAX_TIERS + 1)))
+    _fields_ = (
+        *pointers("addresses"),
+        *ints("tier_count", "atoms"),
+        ("tiers", PackedTier * (MAX_TIERS + 1)),
+    )
 
 
-def addresses(weight: TieredMatrix) -> list[int]:
-    """Address of each part of `weight`: the one place where they enter arguments of kernels.
+def addresses(weight: TieredMatrix, device: torch.device) -> int:
+    """The table of the addresses of `weight` on `device`, for kernels there to read.
 
     Raises ValueError for a matrix that kernels cannot read: of another dtype than DTYPES, with more
     than MAX_TIERS tiers, or in formats that differ, have no device code or do not take its columns.
@@ -44,18 +47,20 @@ def addresses(weight: TieredMatrix) -> list[int]:
             f"multiples of {CHUNK} and at most {MAX_TIERS} tiers, got {cols} columns and "
             f"{len(parts)} tiers of {weight.dtype} in {names}"
         )
-    return [part.arrays[0].data_ptr() for part in parts]
+    return weight.addresses(device).data_ptr()
 
 
-def packed_matrix(weight: TieredMatrix) -> PackedMatrix:
-    """Describe where `weight` lies. Raises ValueError as `addresses` does."""
-    atoms = ceil_div(weight.shape[1], ATOM_COLS)
-    matrix = PackedMatrix(tier_count=len(weight.parts), atoms=atoms)
+def packed_matrix(weight: TieredMatrix, device: torch.device) -> PackedMatrix:
+    """Describe `weight` to kernels on `device`. Raises ValueError as `addresses` does."""
+    matrix = PackedMatrix(
+        addresses=addresses(weight, device),
+        tier_count=len(weight.parts),
+        atoms=ceil_div(weight.shape[1], ATOM_COLS),
+    )
     row_block = 0
-    for number, (part, base) in enumerate(zip(weight.parts, addresses(weight), strict=True)):
+    for number, part in enumerate(weight.parts):
         split = part.split
         matrix.tiers[number] = PackedTier(
-            base=base,
             first_row_block=row_block,
             wave_row_blocks=split.wave,
             group_row_blocks=split.group,

@@ -44,7 +44,6 @@ class _Tier(ctypes.Structure):
     """Tier of native/splitk_gemm.cuh."""
 
     _fields_ = (
-        *pointers("base"),
         *ints("first_row_block", "first_cta", "wave_row_blocks", "group_row_blocks"),
         *ints("step_atoms", "stage_atoms", "stages", "window", "x_boxes", "group_stages"),
         *ints("groups", "all_groups", "mixed_groups"),
@@ -59,7 +58,7 @@ class _Args(ctypes.Structure):
         *ints("tier_count", "m", "n", "k", "x_atoms", "activation"),
         ("order", CtaOrder),
         *ints("mixed_tier"),
-        *pointers("bias"),
+        *pointers("addresses", "bias"),
         ("tiers", _Tier * (MAX_TIERS + 1)),
         *pointers("residual", "y"),
         *ints("norm"),
@@ -142,6 +141,7 @@ def splitk_gemm(
         x_atoms=x_atoms,
         activation=ACTIVATIONS.index(activation),
         order=CtaOrder.of(config.splits[0].ctas, config.ctas),
+        addresses=addresses(weight, x.device),
         bias=address(bias),
         residual=address(residual),
         y=out.data_ptr(),
@@ -172,11 +172,9 @@ def _set_tiers(args: _Args, weight: TieredMatrix, config: GemmConfig, atoms: int
     if config.mixes:
         args.mixed_tier = next(i for i, split in enumerate(config.splits) if split.mixed)
     row_block = cta = 0
-    tiers = zip(addresses(weight), config.splits, config.rings, strict=True)
-    for number, (base, split, ring) in enumerate(tiers):
+    for number, (split, ring) in enumerate(zip(config.splits, config.rings, strict=True)):
         mixed = groups[args.mixed_tier] if config.mixes and number == 0 else 0
         args.tiers[number] = _Tier(
-            base=base,
             first_row_block=row_block,
             first_cta=cta,
             wave_row_blocks=split.wave,

@@ -150,7 +150,7 @@ def tiled_gemm(
         y=out.data_ptr(),
         partials=given.partials.data_ptr(),
         partial_flags=given.flags.data_ptr(),
-        weight=packed_matrix(weight),
+        weight=packed_matrix(weight, x.device),
     )
     orders = (ALONE,) if len(config.launches) == 1 else (BEFORE_LOCAL, AFTER_REMOTE)
     for order, launch in zip(orders, config.launches, strict=True):
