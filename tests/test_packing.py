@@ -206,7 +206,7 @@ def test_bad_parts() -> None:
 
     assert tensor(data).dense().shape == (16, 100)
     with pytest.raises(ValueError, match=r"expected a float16 or bfloat16 .* of torch\.float32 in"):
-        gemm.addresses(tensor(data, dtype=torch.float32))
+        gemm.addresses(tensor(data, dtype=torch.float32), torch.device("cpu"))
     for bad in (data[1:], data.view(2, 2048), data.view(torch.int16)):
         with pytest.raises(
             ValueError, match=r"expected 4096 bytes of elements in host, .* got \[.*\] of"
