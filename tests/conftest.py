@@ -43,10 +43,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
 # Files that take longest begin first, so that processes which take file after file end together.
 LONG = (
-    "ray", "tiled_gemm_emulated", "nvrtc", "models", "evaluate", "gemm_emulated", "survival",
-    "kv_pool", "bench_model", "generate", "attention_emulated", "cascade_emulated", "swap",
-    "nn_huggingface", "cli_plan", "advice", "sampler", "checkpoint", "plot", "plan_laws", "engine",
-    "look_ahead", "kernel_decoder", "prefill", "results", "run_time",
+    "ray", "tiled_gemm_emulated", "nvrtc", "models", "evaluate", "gemm_emulated",
+    "prompt_attn_emulated", "survival", "kv_pool", "bench_model", "generate", "attention_emulated",
+    "cascade_emulated", "swap", "nn_huggingface", "cli_plan", "advice", "sampler", "checkpoint",
+    "plot", "plan_laws", "engine", "look_ahead", "kernel_decoder", "prefill", "results", "run_time",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from attended import Case
-from cases import cases
+from cases import cases, few_examples
 from emulated import EmulatedKernel
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,6 +218,7 @@ def test_operands_that_do_not_fit(
         case.run(splitted, case.slots())
 
 
+@few_examples(20)
 @given(
     st.lists(
         st.tuples(st.integers(-1, 900), st.integers(0, 15)), min_size=1, max_size=12

@@ -353,12 +353,11 @@ def test_slots_leave_weights_their_room() -> None:
     assert plan.op("attention").placement == ((3, 2),)
 
 
-@settings(max_examples=30, derandomize=True)  # the search misses the best in 1 of 2,000 problems
-@given(budgeted())
-def test_what_is_free_is_no_slower_than_what_is_fixed(
-    problem: tuple[ModelConfig, Workload, HardwareProfile, Policy],
-) -> None:
-    """Nor refused, where something fixed fits: a transport or a strategy."""
+def best_is_missed(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> bool:
+    """Whether a plan with a fixed transport or strategy is faster than the one with neither fixed.
+
+    Raises CannotRun if the free one is refused where a fixed one fits.
+    """
     *given_problem, policy = problem
     policy = replace(policy, strategy="auto", transport=None)
     narrower = [
@@ -373,7 +372,28 @@ def test_what_is_free_is_no_slower_than_what_is_fixed(
     assume(times)
     free = make_plan(*given_problem, policy)
     slack = MIN_OFFLOAD_GAIN if free.forgone else 1e-9  # of all local: a gain of less is none
-    assert free.predicted_s * (1 - slack) <= min(times)
+    return free.predicted_s * (1 - slack) > min(times)
+
+
+@settings(max_examples=30, derandomize=True)
+@given(budgeted())
+def test_what_is_free_is_no_slower_than_what_is_fixed(
+    problem: tuple[ModelConfig, Workload, HardwareProfile, Policy],
+) -> None:
+    assert not best_is_missed(problem)
+
+
+@pytest.mark.full
+def test_the_search_seldom_misses_the_best() -> None:
+    """2 of 1,519 random problems were missed: 4 of 100 are a worse search, not chance."""
+    missed = []
+
+    @given(budgeted())
+    def count(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> None:
+        missed.append(best_is_missed(problem))
+
+    count()
+    assert sum(missed) <= 0.03 * len(missed)
 
 
 @given(models(), workloads, profiles())
