@@ -16,6 +16,7 @@ from dakrun.errors import (
     invalid_value,
     refuse_unsupported,
 )
+from dakrun.formats import KVLayout
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
@@ -194,9 +195,14 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def kv_layout(self) -> KVLayout:
+        """The layout of the KV cache, in `dtype`."""
+        return KVLayout(self.num_kv_heads, self.head_dim, DTYPE_BYTES[self.dtype])
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values in all layers, in `dtype`."""
-        return 2 * self.num_layers * self.kv_size * DTYPE_BYTES[self.dtype]
+        """Bytes of a token's keys and values in all layers."""
+        return self.num_layers * self.kv_layout.position_bytes
 
     def with_dtype(self, dtype: Dtype) -> "ModelConfig":
         """The same model, stored and computed in `dtype`."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from dakrun.formats import Rows
 from dakrun.geometry import ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.plan import (
     Curve,
@@ -173,7 +174,7 @@ def matrices(draw: st.DrawFn) -> Op:
     return Op(
         name="m", category="linear", layers=draw(st.integers(1, 5)), in_layer=True, shape=shape,
         batch_size=1, element_bytes=2, resident_bytes=size, read_bytes=size, flops=0.0,
-        units=row_block_count(shape[0]),
+        units=row_block_count(shape[0]), format=Rows(2),
     )  # fmt: skip
 
 

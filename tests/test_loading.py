@@ -360,7 +360,7 @@ def test_loading_is_short_calls_that_are_counted(
         Noted(), manifest_of("llama"), plan, tiers, CPU, packing=packing,
         on_load=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
-    total = sum(2 * matrix.shape[0] * matrix.shape[1] for matrix in weights.matrices.values())
+    total = sum(part.nbytes for matrix in weights.matrices.values() for part in matrix.parts)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert {each for _, each in seen} == {total} and seen[-1][0] == total and len(seen) > 50
     assert max(sizes) <= max(1000, 392)

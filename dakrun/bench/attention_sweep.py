@@ -14,6 +14,7 @@ from dakrun.bench.ceilings import Effort
 from dakrun.bench.sweep import BenchDtype, Case, Sweep, parse_ratios, units_by_tier
 from dakrun.config import DTYPE_BYTES
 from dakrun.errors import UsageError
+from dakrun.formats import KVLayout
 from dakrun.geometry import KV_BLOCK, MAX_GROUP_HEADS
 from dakrun.plan import Op, attention_op
 from dakrun.units import ceil_div
@@ -102,12 +103,11 @@ class AttentionCase(Case):
         """The planner's op, for slots of the mean length; its bytes have no padding."""
         slots = self.slots
         return attention_op(
-            (slots.heads, slots.kv_heads),
-            self.head_dim,
+            slots.heads,
+            KVLayout(slots.kv_heads, self.head_dim, DTYPE_BYTES[dtype]),
             n=slots.batch,
             length=statistics.fmean(slots.lengths),
             positions=slots.blocks * KV_BLOCK,
-            element_bytes=DTYPE_BYTES[dtype],
         )
 
 

@@ -16,7 +16,7 @@ from dakrun.engine.prefill import Prefill
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
 from dakrun.engine.staging import Staging, staged_bytes
-from dakrun.geometry import HEAD_DIMS, KV_BLOCK, MAX_GROUP_HEADS, ROWS_PER_BLOCK, SPLITK_X_TILES
+from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels import Variant, variants
 from dakrun.kernels.attention import KVShape
@@ -45,8 +45,7 @@ SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # maximum ro
 def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
     """Whether `device` has kernels for all ops of the plan's model."""
     model = plan.model
-    group = model.num_heads // model.num_kv_heads
-    fits = can_pack(plan) and model.head_dim in HEAD_DIMS and group <= MAX_GROUP_HEADS
+    fits = can_pack(plan) and model.kv_layout.has_kernels(model.num_heads)
     return fits and has_kernels(device)
 
 

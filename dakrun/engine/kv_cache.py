@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.engine.prefix_cache import PrefixCache
+from dakrun.formats import KVLayout
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import BlockTables, KVShape
 from dakrun.memory.device import device_view, in_order, upload
@@ -42,7 +43,7 @@ class RowLayout:
     @property
     def layer_bytes(self) -> int:
         """Bytes of a block in one layer."""
-        return 2 * KV_BLOCK * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return KVLayout(self.kv_heads, self.head_dim, self.dtype.itemsize).block_bytes
 
     def view(self, blocks: torch.Tensor) -> torch.Tensor:
         """Keys and values [..., 2, 64, Hkv, D] of the bytes [..., layer_bytes] of blocks."""

@@ -208,7 +208,7 @@ class KVWriter:
         for s, places in zip(segments, blocks, strict=True):
             at = torch.arange(s.start, s.start + s.length)
             block = torch.tensor(places)[at // KV_BLOCK - s.start // KV_BLOCK]
-            start = block[:, 0] + at % KV_BLOCK * (self._shape.head_dim * 2)
+            start = block[:, 0] + at % KV_BLOCK * self._shape.layout.row_bytes
             head_bytes = torch.full_like(at, self._shape.block_bytes)
             rows.append(torch.stack((start, block[:, 1], head_bytes), 1))
         return torch.cat(rows)

@@ -31,6 +31,10 @@ class Rows(WeightFormat):
         size = ROWS_PER_BLOCK * cols * self.element_bytes
         return (Array("elements", size, self.element_bytes, padded=False),)
 
+    def nbytes(self, rows: int, cols: int) -> int:
+        """Bytes of `rows`; the planner asks for many."""
+        return rows * cols * self.element_bytes
+
     def takes(self, cols: int) -> bool:
         """Any matrix."""
         return True

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
-from dakrun.geometry import KV_BLOCK, first_row, row_block_count
+from dakrun.formats import KVLayout, Rows, WeightFormat
+from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.models.architectures import Matrix, architecture
 from dakrun.units import ceil_div
 
@@ -28,7 +29,8 @@ class Op:
     All figures are for one layer. `resident_bytes` is kept, `read_bytes` is read by a step: the
     same for a weight; less for a KV cache that is not full and for an embedding table. Placement is
     in `units`: row blocks of a weight; slots of a cache, which has `kv_blocks` in all, or parts of
-    them (slot_parts), rounded to whole blocks. A linear op that is `normed` has a norm ahead of it.
+    them (slot_parts), rounded to whole blocks. A weight is stored in `format`, activations are of
+    `element_bytes`. A linear op that is `normed` has a norm ahead of it.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Op:
     read_bytes: float
     flops: float
     units: int
+    format: WeightFormat | None = None
     kv_blocks: int = 0
     normed: bool = False
 
@@ -50,8 +53,9 @@ class Op:
         if self.category == "attention":
             blocks = last * self.kv_blocks // self.units - first * self.kv_blocks // self.units
             return self.resident_bytes // self.kv_blocks * blocks
+        assert self.format, "a weight has a format"
         rows, cols = self.shape
-        return (first_row(last, rows) - first_row(first, rows)) * cols * self.element_bytes
+        return self.format.nbytes(first_row(last, rows) - first_row(first, rows), cols)
 
     def tier_bytes(self, counts: Sequence[int]) -> list[int]:
         """Resident bytes of one layer in each tier, given the units per tier in their order."""
@@ -72,7 +76,7 @@ class Op:
         if self.category == "linear":
             m, k = self.shape
             n = self.batch_size
-            return self.flops / (self.element_bytes * (k * m + n * k + n * m))
+            return self.flops / (self.resident_bytes + self.element_bytes * n * (k + m))
         return self.flops / self.read_bytes
 
 
@@ -124,13 +128,12 @@ def decode_ops(
         )  # fmt: skip
 
     attention = attention_op(
-        (model.num_heads, model.num_kv_heads),
-        model.head_dim,
+        model.num_heads,
+        model.kv_layout,
         n=n,
         parts=slot_parts(workload) if divides_slots else 1,
         length=workload.mean_kv_len,
         positions=kept_positions(workload),
-        element_bytes=size,
         layers=model.num_layers,
         in_layer=True,
     )
@@ -151,13 +154,18 @@ def linear_op(
     *,
     n: int,
     element_bytes: int,
+    format: WeightFormat | None = None,
     layers: int = 1,
     in_layer: bool = False,
     normed: bool = False,
 ) -> Op:
-    """The product of `n` rows and a weight of `shape`, [M, K]."""
+    """The product of `n` rows, of `element_bytes` an element, and a weight of `shape`, [M, K].
+
+    The weight is stored in `format`, by default as rows of elements of the same size.
+    """
     rows, cols = shape
-    nbytes = rows * cols * element_bytes
+    format = format or Rows(element_bytes)
+    nbytes = format.nbytes(rows, cols)
     return Op(
         name=name,
         category="linear",
@@ -170,41 +178,39 @@ def linear_op(
         resident_bytes=nbytes,
         read_bytes=nbytes,
         flops=2.0 * n * rows * cols,
+        format=format,
         normed=normed,
     )
 
 
 def attention_op(
-    heads: tuple[int, int],
-    head_dim: int,
+    q_heads: int,
+    layout: KVLayout,
     *,
     n: int,
     parts: int = 1,
     length: float,
     positions: int,
-    element_bytes: int,
     layers: int = 1,
     in_layer: bool = False,
 ) -> Op:
     """Attention of `n` new tokens, each to `length` cached positions of the slot's `positions`.
 
-    `heads` are query and key-value heads. `positions` are of whole KV blocks. A unit is one of
-    `parts` of a slot.
+    `positions` are of whole KV blocks. A unit is one of `parts` of a slot.
     """
-    position_bytes = 2 * heads[1] * head_dim * element_bytes
     return Op(
         name="attention",
         category="attention",
         layers=layers,
         in_layer=in_layer,
-        shape=heads,
+        shape=(q_heads, layout.kv_heads),
         units=n * parts,
         kv_blocks=n * positions // KV_BLOCK,
         batch_size=n,
-        element_bytes=element_bytes,
-        resident_bytes=n * positions * position_bytes,
-        read_bytes=n * length * position_bytes,
-        flops=4.0 * n * length * heads[0] * head_dim,
+        element_bytes=layout.element_bytes,
+        resident_bytes=n * positions * layout.position_bytes,
+        read_bytes=n * length * layout.position_bytes,
+        flops=4.0 * n * length * q_heads * layout.head_dim,
     )
 
 
@@ -239,9 +245,10 @@ def activation_bytes(
     in_torch = tokens * (width * size + scores * 4)
     hidden = max(model.hidden_size, model.q_size)  # normalized rows, or attention's output
     width = model.hidden_size + qkv + model.q_size + model.ffn_size + hidden
-    cached = 3 * 2 * model.kv_size * workload.max_model_len  # KV of a prompt's earlier passes
+    # KV of a prompt's earlier passes
+    cached = 3 * model.kv_layout.position_bytes * workload.max_model_len
     rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
-    in_kernels = (rows * width + cached) * size
+    in_kernels = rows * width * size + cached
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
     logits = workload.batch_size * model.vocab_size
     return max(in_torch, in_kernels) + 3 * logits * 4
@@ -260,8 +267,7 @@ def reserve_bytes(host_bytes: int) -> int:
 
 def kv_staging_bytes(model: ModelConfig, workload: Workload, chunk_tokens: int) -> int:
     """Bytes of one layer's keys and values of a pass, staged on their way to remote slots."""
-    tokens = pass_tokens(workload, chunk_tokens)
-    return 2 * model.kv_size * tokens * DTYPE_BYTES[model.dtype]
+    return pass_tokens(workload, chunk_tokens) * model.kv_layout.position_bytes
 
 
 def pass_tokens(workload: Workload, chunk_tokens: int) -> int:
@@ -271,7 +277,8 @@ def pass_tokens(workload: Workload, chunk_tokens: int) -> int:
 
 def _embedding(table: Matrix, n: int, size: int) -> Op:
     """The gather of `n` rows of an embedding table."""
-    nbytes = table.rows * table.cols * size
+    stored = Rows(size)
+    nbytes = stored.nbytes(table.rows, table.cols)
     return Op(
         name=table.op,
         category="gather",
@@ -281,7 +288,8 @@ def _embedding(table: Matrix, n: int, size: int) -> Op:
         batch_size=n,
         element_bytes=size,
         resident_bytes=nbytes,
-        read_bytes=n * table.cols * size,
+        read_bytes=n * stored.row_block_bytes(table.cols) // ROWS_PER_BLOCK,
         flops=0.0,
         units=row_block_count(table.rows),
+        format=stored,
     )

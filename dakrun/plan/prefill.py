@@ -265,7 +265,7 @@ class _Pass:
     def _add_attention(self, op: Op, tier: int, start: int, length: int, count: int) -> None:
         """Causal attention of `length` tokens of a slot with `start` cached positions."""
         model, name = self._plan.model, self._plan.tiers[tier]
-        position = 2 * model.kv_size * op.element_bytes
+        position = model.kv_layout.position_bytes
         pairs = length * start + length * (length + 1) / 2
         one = replace(op, batch_size=length, units=1, flops=4.0 * model.q_size * pairs)
         compute = compute_time(one, self._plan.profile, model.dtype)

@@ -3,20 +3,18 @@
 Knows a plan, a manifest and a source of tensors, not the forward pass.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from dakrun.config import DTYPE_BYTES
-from dakrun.formats import PACKED16, Rows
+from dakrun.formats import WeightFormat
 from dakrun.interrupt import Workers
 from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tier, aligned
-from dakrun.plan import Plan
+from dakrun.plan import Op, Plan
 from dakrun.weights.manifest import Manifest, Request, Source, Weights, fold, interleave
 from dakrun.weights.streaming import reader_count
 
@@ -56,21 +54,25 @@ class Packing:
 
 def can_pack(plan: Plan) -> bool:
     """Whether the GPU's kernels can read all matrices of the plan's model."""
-    packed = _rows(plan).packed
-    return packed is not None and all(packed.takes(op.op.shape[1]) for op in plan.weights())
+    return all(
+        op.op.format and (packed := op.op.format.packed) and packed.takes(op.op.shape[1])
+        for op in plan.weights()
+    )
 
 
-def _rows(plan: Plan) -> Rows:
-    """The format of matrices as the checkpoint has them, in the plan's dtype."""
-    return Rows(DTYPE_BYTES[plan.model.dtype])
+def _format(op: Op, *, packed: bool) -> WeightFormat:
+    """The format of an op's matrix, as the kernels read it or as the checkpoint has it."""
+    found = op.format.packed if op.format and packed else op.format
+    assert found, "kernels read all matrices that are packed"
+    return found
 
 
 def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
     """Bytes to allocate in each tier for the plan's matrices and KV blocks, alignment included."""
     sizes = [aligned(plan.memory(number)["kv"]) for number in range(len(plan.tiers))]
-    stored = PACKED16 if packed else _rows(plan)
     for op in plan.weights():
         for counts in op.placement:
+            stored = _format(op.op, packed=packed)
             for number, size in enumerate(allocated_bytes(stored, op.op.shape, counts)):
                 sizes[number] += size
     return dict(zip(plan.tiers, sizes, strict=True))
@@ -98,32 +100,36 @@ def load(
     if packing is None:
         manifest = replace(manifest, folded={}, interleaved=frozenset())
         resident = _resident(source, manifest, dtype, device)
-        return Weights(_partitioned(source, manifest, plan, tiers, dtype, on_load), resident)
+        return Weights(_partitioned(source, manifest, plan, tiers, on_load), resident)
     resident = _resident(source, manifest, torch.float32, device)
-    accesses, sms = packing.accesses, packing.sms
-    matrices = {}
-    for name, op, placement in _placements(manifest, plan):
-        splits = split_row_blocks([count for _, count in placement], accesses[op], sms=sms)
-        shape = manifest.matrix_shape(name)
-        matrices[name] = TieredMatrix.empty(shape, dtype, PACKED16, placement, tiers, splits)
+    matrices = _allocate(manifest, plan, tiers, packing)
     _fill(matrices, source, manifest, resident, device, on_load)
     if device.type == "cuda":  # a PDL launch does not wait for the kernels that fill a matrix
         torch.cuda.synchronize(device)
     return Weights(matrices, {name: vector.to(dtype) for name, vector in resident.items()})
 
 
-def _placements(
-    manifest: Manifest, plan: Plan
-) -> Iterator[tuple[str, str, tuple[tuple[str, int], ...]]]:
-    """Name, op, and (tier, row blocks) of every matrix, in the manifest's order."""
+def _allocate(
+    manifest: Manifest, plan: Plan, tiers: Mapping[str, Tier], packing: Packing | None
+) -> dict[str, TieredMatrix]:
+    """All matrices in the manifest's order, uninitialised."""
     ops = {
         op.op.layer_name(layer): (op.op, layer)
         for op in plan.weights()
         for layer in range(op.op.layers)
     }
+    matrices, dtype = {}, getattr(torch, plan.model.dtype)
     for name in manifest.matrices:
         op, layer = ops[name]
-        yield name, op.name, plan.placement(op.name, layer)
+        placement, splits = plan.placement(op.name, layer), None
+        if packing is not None:
+            counts = [count for _, count in placement]
+            splits = split_row_blocks(counts, packing.accesses[op.name], sms=packing.sms)
+        matrices[name] = TieredMatrix.empty(
+            manifest.matrix_shape(name), dtype, _format(op, packed=packing is not None), placement,
+            tiers, splits,
+        )  # fmt: skip
+    return matrices
 
 
 def _resident(
@@ -145,20 +151,17 @@ def _partitioned(
     manifest: Manifest,
     plan: Plan,
     tiers: Mapping[str, Tier],
-    dtype: torch.dtype,
     on_load: OnLoad,
 ) -> dict[str, TieredMatrix]:
     """All matrices, their rows as stored."""
-    matrices, jobs, stored = {}, [], _rows(plan)
-    total, done = _nbytes(manifest, dtype), 0
+    matrices, jobs = _allocate(manifest, plan, tiers, None), []
+    total, done = _nbytes(matrices), 0
     with Workers(reader_count()) as readers:
-        for name, _, placement in _placements(manifest, plan):
-            shape = manifest.matrix_shape(name)
-            matrices[name] = TieredMatrix.empty(shape, dtype, stored, placement, tiers)
-            for part, of_part in matrices[name].rows():
-                data, top = matrices[name].read(part), 0  # a view
+        for name, matrix in matrices.items():
+            for part, of_part in matrix.rows():
+                data, top = matrix.read(part), 0  # a view
                 for one, rows in manifest.request(name, of_part):
-                    for some in _pieces(rows, shape[1]):
+                    for some in _pieces(rows, matrix.shape[1]):
                         out = data[top : top + some.stop - some.start]
                         jobs.append((readers.submit(source.copy, one, some, out), out.nbytes))
                         top += len(out)
@@ -176,10 +179,9 @@ def _pieces(rows: slice, cols: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows.stop))
 
 
-def _nbytes(manifest: Manifest, dtype: torch.dtype) -> int:
+def _nbytes(matrices: Mapping[str, TieredMatrix]) -> int:
     """Bytes of all matrices."""
-    shapes = map(manifest.matrix_shape, manifest.matrices)
-    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    return sum(part.nbytes for matrix in matrices.values() for part in matrix.parts)
 
 
 def _fill(
@@ -200,7 +202,7 @@ def _fill(
         for piece in matrix.pieces(PIECE_ELEMENTS)
     ]
     requests = [manifest.request(name, piece.rows) for name, piece in jobs]
-    done, total = 0, sum(math.prod(matrix.shape) for matrix in matrices.values())
+    done, total = 0, _nbytes(matrices)
     for (name, piece), tensors in zip(jobs, source.stream(requests, device), strict=True):
         matrix = matrices[name]
         rows = _joined(tensors, alternate=name in manifest.interleaved)
@@ -210,8 +212,8 @@ def _fill(
                 zeros = torch.zeros(matrix.shape[0], device=device)
                 resident.setdefault(f"{name}.bias", zeros)[piece.rows] += added
         piece.write(rows.to(matrix.dtype))
-        done += rows.numel()
-        on_load(done * matrix.dtype.itemsize, total * matrix.dtype.itemsize)
+        done += piece.part.format.nbytes(len(rows), matrix.shape[1])
+        on_load(done, total)
 
 
 def _joined(tensors: list[torch.Tensor], *, alternate: bool) -> torch.Tensor:

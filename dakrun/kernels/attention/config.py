@@ -12,6 +12,7 @@ from dakrun.geometry import (
     ATTENTION_MAX_SPLITS,
     ATTENTION_MAX_STAGES,
     ATTENTION_WARPS,
+    KV_BLOCK,
     SHARED_BYTES_PAIRED,
 )
 from dakrun.kernels.attention.kv_blocks import KVShape
@@ -76,7 +77,7 @@ class AttentionConfig:
 
 def stage_bytes(shape: KVShape) -> int:
     """Bytes of a stage: the keys or the values of one KV head's block."""
-    return shape.slot_bytes // (2 * shape.kv_heads * shape.blocks)
+    return KV_BLOCK * shape.layout.row_bytes
 
 
 def attention_config(

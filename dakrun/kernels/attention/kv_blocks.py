@@ -7,11 +7,13 @@ in different banks of shared memory. Blocks may lie anywhere (BlockTables). A pa
 piece of memory, [KV heads][blocks][keys, values][64][head_dim].
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 
+from dakrun.formats import KVLayout
 from dakrun.geometry import CHUNK, HEAD_DIMS, KV_BLOCK
 from dakrun.kernels.runtime.operands import DTYPES
 from dakrun.units import ceil_div
@@ -31,6 +33,11 @@ class KVShape:
                 f"expected head_dim in {HEAD_DIMS}, positive kv_heads and positions, got {self}"
             )
 
+    @functools.cached_property
+    def layout(self) -> KVLayout:
+        """The layout's bytes: elements have 16 bits."""
+        return KVLayout(self.kv_heads, self.head_dim, element_bytes=2)
+
     @property
     def blocks(self) -> int:
         """Blocks of each KV head."""
@@ -39,17 +46,17 @@ class KVShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one head's block: keys and values."""
-        return 2 * self.head_dim * KV_BLOCK * 2
+        return self.layer_bytes // self.kv_heads
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of a block in one layer: keys and values of all heads."""
-        return self.kv_heads * self.block_bytes
+        return self.layout.block_bytes
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot: keys and values of all heads."""
-        return self.kv_heads * self.blocks * self.block_bytes
+        return self.blocks * self.layer_bytes
 
 
 @dataclass(frozen=True)
