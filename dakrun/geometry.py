@@ -25,9 +25,7 @@ KV_BLOCK = 64  # positions of a KV block
 HEAD_DIMS = (64, 80, 96, 128)  # head sizes with an attention kernel
 MAX_GROUP_HEADS = 16  # query heads of one KV head
 
-# Shared memory of a CTA. An SM of a Hopper has 228 KiB, of which the driver keeps 1 KiB a CTA.
-SHARED_BYTES_PAIRED = 112 * 1024  # per CTA with two on an SM, 1 KiB for barriers already deducted
-SHARED_BYTES_ALONE = 227 * 1024  # per CTA with one on an SM
+MIN_SHARED_BYTES = 227 * 1024  # of a CTA, which the kernels need (dakrun/hardware/card.py)
 KERNEL_TARGETS = ("sm_90a", "sm_100a", "sm_120a")  # that kernels are compiled for
 
 # SplitK_GEMM

@@ -33,7 +33,6 @@ from dakrun.errors import (
     refuse_unsupported,
 )
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
-from dakrun.kernels.gemm.splitk_config import TierAccess
 from dakrun.memory import (
     Tiers,
     allocate_tiers,
@@ -316,13 +315,7 @@ class LLM(OfflineCalls):
             source.check(manifest_of(architecture(self.config), source.__contains__))
             capacities = tier_capacities(self.plan, packed=packed)
             self._tiers = allocate_tiers(capacities, self.device, self._on_allocate)
-            return build_runner(
-                source, self.plan, self._tiers, self.device, self._on_load, self._reads
-            )
-
-    def _reads(self, access: TierAccess) -> TierAccess:
-        """How kernels read a tier, given the plan's way; ablations override it."""
-        return access
+            return build_runner(source, self.plan, self._tiers, self.device, self._on_load)
 
 
 def _device(name: str) -> torch.device:

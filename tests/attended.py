@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from cards import hopper
 
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import HeadNorms
@@ -18,7 +19,7 @@ from dakrun.kernels.attention import (
     kv_blocks,
     splitk_flash_attn,
 )
-from dakrun.kernels.gemm import TierAccess
+from dakrun.launches import TierAccess
 
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=64 * 1024))
 
@@ -86,7 +87,7 @@ class Case:
             self.shape,
             tiers,
             access[: len(tiers)],
-            sms=sms,
+            card=hopper(sms),
             capacity=8,
             reads_spilled=reads_spilled,
         )

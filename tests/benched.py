@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import H200, hold_to
 from click.testing import CliRunner, Result
 
 from dakrun.bench import MIB, Ceilings, Effort, Record, as_text
@@ -109,10 +110,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr("dakrun.bench.run.head", lambda *values: {"command": values[-1]})
     monkeypatch.setattr("dakrun.bench.tiers.allocate", allocate)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties",
-        lambda _: type("Properties", (), {"multi_processor_count": 132}),
-    )  # fmt: skip
+    hold_to(H200, monkeypatch)
     return taken
 
 

@@ -118,10 +118,12 @@ def emulated_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where kernels run: on the CPU, emulated, or on a GPU."""
     if request.param == "cpu":
+        from cards import hold_to, hopper
+
         emulated = request.getfixturevalue("emulated_kernels")
         monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", emulated)
         monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
-        monkeypatch.setattr("dakrun.kernels.runtime.jit.sm_count", lambda _: 3)
+        hold_to(hopper(3), monkeypatch)
     return request.param
 
 

@@ -6,18 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cards import hopper
 
 from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import (
-    GemmConfig,
-    Norm,
-    SplitKWorkspace,
-    TierAccess,
-    gemm_config,
-    split_row_blocks,
-    splitk_gemm,
-)
+from dakrun.kernels.gemm import HalvesWorkspace, Norm, splitk_gemm
+from dakrun.launches import GemmConfig, TierAccess, gemm_config, split_row_blocks
 from dakrun.memory import MatrixPart, TieredMatrix, enable_peer_access
 
 GUARD = 64  # elements
@@ -77,16 +71,16 @@ class Linear:
     ) -> torch.Tensor:
         splits = [part.split for part in self.weight.parts]
         cols = self.weight.shape[1] if norm == "none" else 0
-        config = gemm_config(x.shape[0], splits, self.access, sms=self.sms, cols=cols)
+        config = gemm_config(x.shape[0], splits, self.access, card=hopper(self.sms), cols=cols)
         return splitk_gemm(
             x, self.weight, config, out, norm=norm, workspace=workspace(config), **options
         )
 
 
 @functools.cache
-def workspace(config: GemmConfig) -> SplitKWorkspace:
+def workspace(config: GemmConfig) -> HalvesWorkspace:
     """One for all launches, which run one after the other."""
-    return SplitKWorkspace.empty(config, "cuda")
+    return HalvesWorkspace.empty(config, "cuda")
 
 
 @functools.cache
@@ -98,12 +92,12 @@ def linear(
     *,
     access: tuple[TierAccess, ...] = ACCESS,
     sms: int = 0,
-    aligned: bool = True,
+    even_waves: bool = True,
 ) -> Linear:
     """A weight with `row_blocks` in HBM, page-locked and a peer's memory; by default all in HBM."""
     dense, row_blocks = weight_of(m, k, dtype), row_blocks or (row_block_count(m),)
     access, sms = access[: len(row_blocks)], sms or all_sms()
-    splits = split_row_blocks(row_blocks, access, sms=sms, aligned=aligned)
+    splits = split_row_blocks(row_blocks, access, card=hopper(sms, even_waves=even_waves))
     parts, first = [], 0
     for tier, split in zip(TIERS[: len(splits)], splits, strict=True):
         (data,) = PACKED16.pack(dense[8 * first : 8 * (first + split.row_blocks)], split)

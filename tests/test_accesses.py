@@ -6,7 +6,7 @@ import torch
 from dakrun.config import Workload
 from dakrun.engine import tier_accesses
 from dakrun.hardware import load_profile
-from dakrun.kernels.gemm import TierAccess
+from dakrun.launches import TierAccess
 from dakrun.models import known_model
 from dakrun.nn import profiled_access
 from dakrun.plan import Policy, make_plan
@@ -21,7 +21,7 @@ def test_a_plan_s_sms_and_windows() -> None:
             remote=(tier,), offload_ratio=ratio, kv_offload_ratio=0.0, transport="direct"
         )
         plan = make_plan(known_model("opt-30b"), work, profile, policy)
-        of_tier, accesses = profile.tier(plan.tiers[1]), tier_accesses(plan)
+        of_tier, accesses = profile.tier(plan.tiers[1]), tier_accesses(plan, profile.card)
         for name in ("qkv", "o", "fc1", "fc2", "lm_head"):
             local, remote = accesses[name]
             own = plan.op(name).sms[1]
@@ -34,7 +34,7 @@ def test_what_is_staged_is_no_link_s() -> None:
     policy = Policy(remote=("peer",), offload_ratio=0.06, kv_offload_ratio=0.0, transport="staged")
     plan = make_plan(known_model("opt-30b"), work, load_profile("h200-nvlink-peer"), policy)
     for name in ("qkv", "o", "fc1", "fc2"):
-        _, remote = tier_accesses(plan)[name]
+        _, remote = tier_accesses(plan, plan.profile.card)[name]
         assert remote == TierAccess(round(plan.op(name).ratio * plan.profile.sms))
         assert not plan.op(name).mixed(1)
 

@@ -23,6 +23,7 @@ from benched import (
     run,
     without_a_gpu,
 )
+from cards import H200
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +56,7 @@ from dakrun.hardware import LOCAL
 from dakrun.kernels.attention import config as attention_heuristics
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention import splitk as kernel
-from dakrun.kernels.gemm import TierAccess
+from dakrun.launches import TierAccess
 from dakrun.memory import allocate_tiers
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
@@ -316,7 +317,7 @@ def test_chains_read_every_slot(
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with allocate_tiers(sizes, torch.device("cpu")) as memories:
         buffers = whole(memories)
-        chains = AttentionChains(buffers, dtype, 132, replays=3)
+        chains = AttentionChains(buffers, dtype, H200, replays=3)
         chains.fill(some)
         access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(units)]
         assert chains.attention(some, access) == [1e-2 / 5] * 3
@@ -356,7 +357,7 @@ def test_what_torch_reads(launched: Launched, text: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
-    chains = AttentionChains({LOCAL: buffer}, torch.float16, 132, replays=3)
+    chains = AttentionChains({LOCAL: buffer}, torch.float16, H200, replays=3)
     chains.fill(some)
     chains.baseline(some)
     ends = sorted(read)

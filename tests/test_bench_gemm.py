@@ -29,6 +29,7 @@ from benched import (
     run,
     without_a_gpu,
 )
+from cards import H200, hopper
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -69,8 +70,9 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, RemoteTier, load_profile
-from dakrun.kernels.gemm import Products, TierAccess, splitk_gemm
-from dakrun.kernels.gemm import dispatch as products_of
+from dakrun.kernels.gemm import Products, splitk_gemm
+from dakrun.kernels.runtime import card_of
+from dakrun.launches import TierAccess
 from dakrun.memory import TieredMatrix, allocate_tiers
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
@@ -441,12 +443,11 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     # A kernel, the SMs that it runs on, and the choice of kernels for a GPU.
     on_the_cpu(monkeypatch)
     monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", multiply)
-    monkeypatch.setattr(products_of, "sm_count", lambda _: 132)
-    monkeypatch.setattr("dakrun.bench.gemm.Products", lambda _: PRODUCTS)
+    monkeypatch.setattr("dakrun.bench.gemm.Products", lambda *_: PRODUCTS)
 
 
 def new_chains(buffers: dict[str, torch.Tensor]) -> GemmChains:
-    return GemmChains(buffers, torch.float16, 132, 3, products=PRODUCTS, ablations=False)
+    return GemmChains(buffers, torch.float16, H200, 3, products=PRODUCTS, ablations=False)
 
 
 @pytest.mark.parametrize(("once", "rounds"), [(1e-2, 1), (4e-3, 1), (1e-3, 4), (3e-3, 2)])
@@ -466,8 +467,8 @@ def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("row_blocks", [(13,), (13, 0), (10, 3), (0, 13)])
-@pytest.mark.parametrize("aligned", [True, False])
-def test_chains_read_every_weight(cpu: None, row_blocks: tuple[int, ...], aligned: bool) -> None:
+@pytest.mark.parametrize("even_waves", [True, False])
+def test_chains_read_every_weight(cpu: None, row_blocks: tuple[int, ...], even_waves: bool) -> None:
     # Padded in both directions, so that packed and dense weights differ in size.
     some = case(
         row_blocks, shape=Shape(100, 200), n=3, unit_bytes=PACKED16.row_block_bytes(200), launches=4
@@ -481,7 +482,10 @@ def test_chains_read_every_weight(cpu: None, row_blocks: tuple[int, ...], aligne
         weights = [buffer.view(torch.float16).float() for buffer in buffers.values()]
         assert all(w.std() == pytest.approx(200**-0.5, rel=0.05) for w in weights if len(w))
         access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(row_blocks)]
-        assert chains.products(some, access, aligned=aligned) == ([1e-2 / 4] * 3, "splitk")
+        assert chains.products(some, access, hopper(132, even_waves=even_waves)) == (
+            [1e-2 / 4] * 3,
+            "splitk",
+        )
         assert chains.baseline(some) == [1e-2 / 4] * 3
 
 
@@ -549,7 +553,8 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 19
     check_measured(found, "weight", ("cublas_s", "alignment_off_s", "predicted_s"))
     assert all((row["window_off_s"] is None) == (row["ratio"] == 0) for row in found.rows)
-    few = Products(torch.device("cuda", torch.cuda.current_device())).few_rows
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    few = Products(gpu, card_of(gpu)).few_rows
     for row in found.rows:
         many = "tiled" if few < 72 else "torch" if row["ratio"] else "splitk"
         assert row["by"] == ("splitk" if row["n"] <= 64 else many)
@@ -564,10 +569,10 @@ def test_activations_stay_finite() -> None:
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=True))
     ends: list[torch.Tensor] = []
     with allocate(sizes, torch.device("cuda", torch.cuda.current_device())) as memories:
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
-        products = Products(torch.device("cuda", torch.cuda.current_device()))
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        products = Products(gpu, card_of(gpu))
         chains = GemmChains(
-            whole(memories), torch.float16, sms, 3, products=products, ablations=False
+            whole(memories), torch.float16, card_of(gpu), 3, products=products, ablations=False
         )
         chains.fill(some)
         patch = pytest.MonkeyPatch()

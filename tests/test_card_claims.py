@@ -4,17 +4,16 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from cards import properties
 from click.testing import CliRunner, Result
 
 from dakrun.cli import main
 from dakrun.hardware import (
-    kernels_run,
+    Card,
     load_profile,
-    shared_bytes_per_block,
     shipped_profiles,
     why_no_kernels,
 )
@@ -48,9 +47,8 @@ def test_a_profile_says_what_its_card_has(name: str, monkeypatch: pytest.MonkeyP
     profile = load_profile(name)
     capability, shared_kib = CARDS[profile.device_name]
     assert profile.facts["compute_capability"] == capability
-    assert shared_bytes_per_block(profile) == shared_kib << 10
-    major, minor = map(int, capability.split("."))
-    card = SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=shared_kib << 10)
+    assert profile.card.shared_bytes == shared_kib << 10
+    card = properties(capability, shared_kib + 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     assert has_kernels(torch.device("cuda", 0)) is (why_no_kernels(profile) is None)
     assert (why_no_kernels(profile) is None) is (name != RTX)
@@ -68,7 +66,8 @@ def test_the_reason_names_the_card_what_it_lacks_and_the_cost() -> None:
     unknown = why_no_kernels(replace(h100, facts={}))
     assert unknown is not None and "may lack" in unknown and "227 KiB" in unknown
     assert why_no_kernels(load_profile("cpu")) is None
-    assert not kernels_run("8.0", 163 << 10) and kernels_run("10.0", 227 << 10)
+    assert not Card.of("8.0", sms=108, shared_bytes_per_sm=164 << 10).runs_kernels
+    assert Card.of("10.0", sms=148).runs_kernels
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -134,20 +133,20 @@ def test_the_readmes_claim_what_the_cards_can() -> None:
             assert family in having
         else:
             assert card.removeprefix("NVIDIA ").removesuffix(" Blackwell") in lacking
-        assert kernels_run(CARDS[card][0], shared_kib << 10) is runs
+        assert Card.of(CARDS[card][0], sms=132).runs_kernels is runs
     rows = (ROOT / "profiles" / "README.md").read_text().splitlines()
     for name in GPUS:
         (row,) = [line for line in rows if line.startswith("| `") and f"`{name}`" in line]
         if why_no_kernels(load_profile(name)) is not None:
-            shared = shared_bytes_per_block(load_profile(name))
-            assert shared is not None and f"in `{name}` " in row
+            shared = load_profile(name).card.shared_bytes
+            assert f"in `{name}` " in row
             assert f"cannot run yet ({shared >> 10} KiB of shared memory a block)" in row
 
 
 def test_a_card_without_kernels_is_not_measured_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shipped profile takes the place of a measurement, for which the kernels are launched."""
     card = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
-    small = SimpleNamespace(major=12, minor=0, shared_memory_per_block_optin=99 << 10)
+    small = properties("12.0", 100)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: small)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card)

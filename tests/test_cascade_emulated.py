@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from cards import hold_to, hopper
 from cascaded import check_cascade
 from cases import cases
 from emulated import EmulatedKernel
@@ -42,7 +43,7 @@ def on_the_cpu(
 
     monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", kernel)
     monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
-    monkeypatch.setattr("dakrun.kernels.runtime.jit.sm_count", lambda _: 3)
+    hold_to(hopper(3), monkeypatch)
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -9,15 +9,17 @@ import emulated
 import pytest
 import torch
 from attended import Case
+from cards import hold_to, hopper
 from emulated import EmulatedKernel, of_name
 from prompt_cases import PromptCase
 from test_gemm_emulated import normal, run
 from test_tiled_gemm_emulated import run as run_tiled
 
-from dakrun.kernels.gemm import SplitKWorkspace, splitk_config
+from dakrun.kernels.gemm import HalvesWorkspace
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.runtime import jit, operands
+from dakrun.launches import splitk as splitk_launches
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 Fixed = list[EmulatedKernel]
@@ -71,45 +73,45 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 
 @pytest.fixture
-def split_k(monkeypatch: pytest.MonkeyPatch, kernels: Fixed) -> Callable[[], torch.Tensor]:
+def halves(monkeypatch: pytest.MonkeyPatch, kernels: Fixed) -> Callable[[], torch.Tensor]:
     """Y of a GEMM in which two CTAs each sum half of K for the same rows."""
-    monkeypatch.setattr(splitk_config, "split_k_columns", lambda *_: 512)
-    empty = SplitKWorkspace.empty
+    monkeypatch.setattr(splitk_launches, "half_columns", lambda *_: 512)
+    empty = HalvesWorkspace.empty
 
-    def poisoned(*args: Any) -> SplitKWorkspace:
+    def poisoned(*args: Any) -> HalvesWorkspace:
         workspace = empty(*args)
         assert workspace.partials.numel() > 0
         workspace.partials.fill_(torch.nan)
         return workspace
 
-    monkeypatch.setattr(SplitKWorkspace, "empty", poisoned)
+    monkeypatch.setattr(HalvesWorkspace, "empty", poisoned)
     weight = normal(160, 1000, scale=1000**-0.5)
     return lambda: run(weight, 64)
 
 
-def test_ctas_combine_split_k_in_turns(split_k: Callable[[], torch.Tensor], together: Two) -> None:
-    wanted = split_k()
+def test_ctas_combine_halves_in_turns(halves: Callable[[], torch.Tensor], together: Two) -> None:
+    wanted = halves()
     for seed in range(4):
         together(3, seed)
-        assert torch.equal(split_k(), wanted)
+        assert torch.equal(halves(), wanted)
 
 
 def test_an_arrival_before_the_partial_sums_is_seen(
-    split_k: Callable[[], torch.Tensor], mutate: Mutate, together: Two
+    halves: Callable[[], torch.Tensor], mutate: Mutate, together: Two
 ) -> None:
     """Only if CTAs interleave: else the first to arrive has stored all before the second begins."""
-    wanted = split_k()
+    wanted = halves()
     store = "  store_partial(own, row_blocks, acc);\n"
     before = "  before = __shfl_sync(0xffffffff, before, 0);\n"
     mutate("splitk_combine.cuh", store, "")
     late = "  for (int i = 0; before == 0 && i < 4000; i++) ptx::sleep(1);\n"
     mutate("splitk_combine.cuh", before, before + late + store)
     together(1, 0)
-    assert torch.equal(split_k(), wanted)
+    assert torch.equal(halves(), wanted)
     found = []
     for seed in range(4):
         together(3, seed)
-        found.append(torch.equal(split_k(), wanted))
+        found.append(torch.equal(halves(), wanted))
     assert not all(found)
 
 
@@ -140,14 +142,14 @@ def test_an_arrival_that_is_not_atomic_is_seen(
 
 
 def test_a_store_before_the_wait_is_seen(
-    split_k: Callable[[], torch.Tensor], mutate: Mutate
+    halves: Callable[[], torch.Tensor], mutate: Mutate
 ) -> None:
     """Plain stores of threads that do not wait, in a kernel in which others do."""
-    split_k()
+    halves()
     begin = "  Scheduler at(args, tier_of_cta);\n"
     mutate("splitk_gemm.cu", begin + "  ptx::wait_for_dependencies();\n", begin)
     with pytest.raises(AssertionError, match="written before the wait"):
-        split_k()
+        halves()
 
 
 def test_a_kernel_that_never_waits_is_seen(
@@ -181,7 +183,7 @@ def test_copies_that_wgmma_reads_before_a_fence_are_seen(
     kernels: Fixed, mutate: Mutate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cp.async's writes are of the generic proxy, as plain stores are."""
-    monkeypatch.setattr(jit, "sm_count", lambda _: 3)
+    hold_to(hopper(3), monkeypatch)
     case = PromptCase([(0, 9), (70, 5)], 1, 2, 64, torch.float16)
     case.check(case.run(), 2e-3)
     mutate("prompt_producer.cuh", "    ptx::fence_proxy_async();\n", "")

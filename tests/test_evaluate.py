@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from benched import on_the_cpu, refused
+from cards import H200, hold_to
 from click.testing import CliRunner
 from click.testing import Result as Ended
 
@@ -33,7 +34,7 @@ from dakrun.evaluate.predict import predict, short
 from dakrun.evaluate.run import ceilings_of, describe, in_order
 from dakrun.evaluate.store import Store, read_run
 from dakrun.evaluate.tiny import NAME, tiny_model
-from dakrun.hardware import LOCAL, load_profile
+from dakrun.hardware import LOCAL, Card, load_profile
 from dakrun.memory import allocate_tiers
 from dakrun.models import known_model
 
@@ -420,24 +421,39 @@ def test_a_foreseen_lack_of_memory_is_the_reason(
     assert measurer(StepPoint(model=NAME, new_tokens=2)) == expected
 
 
-def test_an_ablated_model_changes_how_tiers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dakrun.evaluate.steps import _Ablated
-    from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
+def test_an_ablated_model_runs_on_a_card_without_the_techniques(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dakrun.bench import Ceilings
+    from dakrun.engine import direct_accesses
+    from dakrun.evaluate.steps import Steps
+    from dakrun.kernels.runtime import card_of
+    from dakrun.launches import TierAccess, split_row_blocks
 
-    given: list[Any] = []
+    here, gpu = scope(models={STEP.model: tiny_model()}), torch.device("cuda", 0)
+    hold_to(H200, monkeypatch)
+    given: list[Card] = []
 
-    def build(*args: Any) -> None:
-        given.append(args[-1])
-        raise CannotRun("enough is known", hint="none")
+    class Bench:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
 
-    monkeypatch.setattr("dakrun.llm.build_runner", build)
-    without = ("alignment", "multicast", "window")
-    with pytest.raises(CannotRun, match="enough"):
-        _Ablated("opt-125m", without=without, device="cpu", load_format="dummy", profile="cpu")
-    access = given[0](TierAccess(8, 2**18))
-    assert access == TierAccess(8, aligned=False, multicast=False)
-    uneven = split_row_blocks((100, 20), (TierAccess(), access), sms=132)
-    assert [split.group for split in uneven] == [1, 16]
+        def run(self, _: object) -> None:
+            given.append(card_of(gpu))
+            raise CannotRun("enough is known", hint="none")
+
+    monkeypatch.setattr("dakrun.evaluate.steps.ModelBench", Bench)
+    steps = Steps(here, gpu, Ceilings({LOCAL: 4e12}), {STEP.model: NAME})
+    for without in ((), ("alignment", "multicast", "window")):
+        with pytest.raises(CannotRun, match="enough"):
+            steps.step(replace(STEP, without=without))
+    whole, bare = given
+    assert whole == H200 == card_of(gpu)
+    assert not (bare.even_waves or bare.multicast or bare.windows)
+    accesses = [direct_accesses(here.profile, ("host",), (8,), card)[0] for card in given]
+    assert accesses == [TierAccess(8, here.profile.tier("host").window_bytes), TierAccess(8)]
+    uneven = split_row_blocks((100, 20), (TierAccess(), accesses[1]), card=bare)
+    assert [split.group for split in uneven] == [16, 16]
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -490,9 +506,10 @@ class FakeProducts:
 
     launches = 0
     accesses: Any = ()
+    card: Card
 
-    def __init__(self, device: torch.device) -> None:
-        pass
+    def __init__(self, device: torch.device, card: Card) -> None:
+        FakeProducts.card = card
 
     def variants(self, *_: object, **__: object) -> list[object]:
         return []
@@ -515,8 +532,7 @@ class FakeProducts:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Result]]:
     """Measures single ops with buffers of a CPU, whose launches and rates are made up."""
     on_the_cpu(monkeypatch)
-    properties = type("Properties", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    hold_to(H200, monkeypatch)
     from dakrun.evaluate import kernels as module
 
     monkeypatch.setattr(module, "allocate", allocate_tiers)
@@ -548,8 +564,8 @@ def test_a_product(ratio: float, without: tuple[str, ...], kernels: Callable[...
     assert found.remote_bytes == found.link_bytes == found.ratio * found.read_bytes
     assert FakeProducts.launches > 0
     _, remote = FakeProducts.accesses
-    assert remote.multicast == ("multicast" not in without)
-    assert remote.aligned == ("alignment" not in without)
+    assert FakeProducts.card.multicast == ("multicast" not in without)
+    assert FakeProducts.card.even_waves == ("alignment" not in without)
     assert (remote.window_bytes is None) == ("window" in without)
 
 

@@ -1,9 +1,8 @@
 """A GPU that cannot run the kernels says so, and why."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from cards import properties
 
 from dakrun.config import Workload
 from dakrun.engine.build import why_plain_torch
@@ -13,13 +12,11 @@ from dakrun.models.known import known_model
 from dakrun.plan import Policy, make_plan
 
 
-@pytest.mark.parametrize(("major", "shared_kib", "runs"), [(9, 227, True), (12, 99, False)])
+@pytest.mark.parametrize(("major", "shared_kib", "runs"), [(9, 228, True), (12, 100, False)])
 def test_a_card_with_little_shared_memory_falls_back_and_is_named(
     monkeypatch: pytest.MonkeyPatch, major: int, shared_kib: int, runs: bool
 ) -> None:
-    card = SimpleNamespace(
-        major=major, minor=0, shared_memory_per_block_optin=shared_kib << 10, name="a card"
-    )
+    card = properties(f"{major}.0", shared_kib)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card.name)
     model = known_model("opt-6.7b")

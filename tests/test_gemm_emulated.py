@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import hopper
 from cases import cases, few_examples
 from emulated import EmulatedKernel, atoms_map, of_name
 from hypothesis import given
@@ -18,25 +19,21 @@ from torch.nn import functional as F
 
 from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import (
-    Activation,
-    GemmConfig,
-    Norm,
-    Ring,
-    SplitKWorkspace,
-    TierAccess,
-    gemm_config,
-    look_ahead,
-    ring_bytes,
-    split_row_blocks,
-    splitk_config,
-    splitk_gemm,
-    tiles_for,
-)
+from dakrun.kernels.gemm import Activation, HalvesWorkspace, Norm, look_ahead, splitk_gemm
 
-# Inner modules: kernels, tensor maps and the choice of split-K are replaced, macros are asked for.
+# Inner modules: kernels, tensor maps and the choice of halves are replaced, macros are asked for.
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.runtime import jit, operands
+from dakrun.launches import (
+    GemmConfig,
+    Ring,
+    TierAccess,
+    gemm_config,
+    ring_bytes,
+    split_row_blocks,
+    tiles_for,
+)
+from dakrun.launches import splitk as splitk_launches
 from dakrun.memory import MatrixPart, TieredMatrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -73,9 +70,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) 
 
 
 def packed(
-    weight: torch.Tensor, row_blocks: Sequence[int], access: Sequence[TierAccess], *, aligned: bool
+    weight: torch.Tensor, row_blocks: Sequence[int], access: Sequence[TierAccess], *, even: bool
 ) -> TieredMatrix:
-    splits = split_row_blocks(row_blocks, access, sms=SMS, aligned=aligned)
+    splits = split_row_blocks(row_blocks, access, card=hopper(SMS, even_waves=even))
     parts, row = [], 0
     for tier, split in zip(("hbm", "host", "peer"), splits, strict=False):
         data = PACKED16.pack(weight[row : row + 8 * split.row_blocks], split)
@@ -90,7 +87,7 @@ def run(
     row_blocks: Sequence[int] = (),
     access: Sequence[TierAccess] = ACCESS,
     *,
-    aligned: bool = True,
+    even: bool = True,
     x: torch.Tensor | None = None,
     activation: Activation = "none",
     norm: Norm = "none",
@@ -102,10 +99,10 @@ def run(
     m, k = weight.shape
     row_blocks = row_blocks or (row_block_count(m),)
     access = access[: len(row_blocks)]
-    matrix = packed(weight, row_blocks, access, aligned=aligned)
+    matrix = packed(weight, row_blocks, access, even=even)
     splits = [part.split for part in matrix.parts]
-    config = gemm_config(n, splits, access, sms=SMS, cols=k if norm == "none" else 0)
-    workspace = SplitKWorkspace.empty(config, "cpu")
+    config = gemm_config(n, splits, access, card=hopper(SMS), cols=k if norm == "none" else 0)
+    workspace = HalvesWorkspace.empty(config, "cpu")
     x = normal(n, k, dtype=weight.dtype) if x is None else x
     out = torch.full((n, m // 2 if activation == "silu_mul" else m), math.nan, dtype=weight.dtype)
     splitk_gemm(
@@ -120,12 +117,12 @@ def run(
 @pytest.mark.parametrize("n", [5, 64])
 def test_parts_that_moved(n: int, access: Sequence[TierAccess]) -> None:
     weight, row_blocks = normal(8 * 27, 200), (16, 11)
-    movable = Movable(packed(weight, row_blocks, access, aligned=True))
-    config = gemm_config(n, [part.split for part in movable.matrix.parts], access, sms=SMS)
+    movable = Movable(packed(weight, row_blocks, access, even=True))
+    config = gemm_config(n, [part.split for part in movable.matrix.parts], access, card=hopper(SMS))
     wanted = run(weight, n, row_blocks, access)
     for _ in range(2):
         out = torch.full_like(wanted, math.nan)
-        workspace = SplitKWorkspace.empty(config, "cpu")
+        workspace = HalvesWorkspace.empty(config, "cpu")
         splitk_gemm(normal(n, 200), movable.matrix, config, out, workspace=workspace)
         assert torch.equal(out, wanted)
         movable.move(out.device)
@@ -181,13 +178,20 @@ def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build:
     x = (by_row * (normal(n, k) + by_row)).to(dtype)
     exact = F.linear(scaled(x, norm), weight.double(), bias.double()) + residual.double()
     found = []
-    for seed, (row_blocks, aligned) in enumerate(
+    for seed, (row_blocks, even) in enumerate(
         [((23,), True), ((21, 2), True), ((2, 21), True), ((21, 2), False)]
     ):
         variant(build, tiles_for(n), norm=True, dtype=dtype).seed = 1000 * seed
         found.append(
             run(
-                weight, n, row_blocks, aligned=aligned, x=x, norm=norm, bias=bias, residual=residual
+                weight,
+                n,
+                row_blocks,
+                even=even,
+                x=x,
+                norm=norm,
+                bias=bias,
+                residual=residual,
             )
         )
     assert error(found[0], exact) < (5e-4 if dtype == torch.float16 else 4e-3)
@@ -195,21 +199,19 @@ def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build:
 
 
 @pytest.mark.parametrize("n", [33, 64])
-def test_split_k(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_of_k(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """By neighbouring CTAs, and by one CTA alone, in one wave and in two."""
     m, k = 317, 1000
     weight, bias, residual = normal(m, k, scale=k**-0.5), normal(m), normal(n, m)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double()) + residual.double()
-    monkeypatch.setattr(splitk_config, "split_k_columns", lambda *_: 512)  # also where it is slower
+    monkeypatch.setattr(splitk_launches, "half_columns", lambda *_: 512)  # also where it is slower
     free, found = (TierAccess(), TierAccess(sms=2)), []
-    for seed, (row_blocks, access, aligned) in enumerate(
+    for seed, (row_blocks, access, even) in enumerate(
         [((40,), ACCESS, True), ((28, 12), free, True), ((27, 13), ACCESS, False)]
     ):
         kernel = variant(build, tiles_for(n))
         kernel.seed, kernel.together = 1001 * seed, SMS - seed
-        found.append(
-            run(weight, n, row_blocks, access, aligned=aligned, bias=bias, residual=residual)
-        )
+        found.append(run(weight, n, row_blocks, access, even=even, bias=bias, residual=residual))
     assert error(found[0], exact) < 5e-4
     assert all(torch.equal(other, found[0]) for other in found)
 
@@ -217,16 +219,18 @@ def test_split_k(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workspace": None}, "a split-K workspace for 8 row blocks"),
-        ({"norm": "rms"}, "no norm and a split-K half"),
+        ({"workspace": None}, "a workspace for halves of 8 row blocks"),
+        ({"norm": "rms"}, "no norm and a half of K"),
     ],
 )
-def test_what_split_k_cannot_do(change: dict[str, Any], message: str) -> None:
+def test_what_halves_of_k_cannot_do(change: dict[str, Any], message: str) -> None:
     weight = normal(64, 1280)
-    matrix = packed(weight, (8,), ACCESS[:1], aligned=True)
+    matrix = packed(weight, (8,), ACCESS[:1], even=True)
     splits = [part.split for part in matrix.parts]
-    config = dataclasses.replace(gemm_config(64, splits, ACCESS[:1], sms=SMS), split_k_cols=512)
-    given = {"workspace": SplitKWorkspace.empty(config, "cpu"), **change}
+    config = dataclasses.replace(
+        gemm_config(64, splits, ACCESS[:1], card=hopper(SMS)), half_cols=512
+    )
+    given = {"workspace": HalvesWorkspace.empty(config, "cpu"), **change}
     with pytest.raises(ValueError, match=message):
         splitk_gemm(normal(64, 1280), matrix, config, normal(64, 64), **given)
 
@@ -242,14 +246,14 @@ def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     kernel, wanted = variant(build, tiles_for(n)), run(weight, n)
     assert not wanted.isnan().any()
     windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
-    for seed, (row_blocks, access, aligned) in enumerate(
+    for seed, (row_blocks, access, even) in enumerate(
         [
             ((26,), ACCESS, True), ((21, 5), ACCESS, True), ((13, 13), ACCESS, False),
             ((0, 26), ACCESS, True), ((26,), ACCESS, False), ((20, 6), windows, True),
         ]
     ):  # fmt: skip
         kernel.seed = 1000 * seed
-        assert torch.equal(run(weight, n, row_blocks, access, aligned=aligned), wanted), row_blocks
+        assert torch.equal(run(weight, n, row_blocks, access, even=even), wanted), row_blocks
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -
     wanted = run(weight, n, norm=norm)
     kernel = variant(build, tiles_for(n), norm=norm != "none", mixes=n < 64)
     mixed = (TierAccess(), TierAccess(mixed=True))
-    for seed, (row_blocks, access, aligned) in enumerate(
+    for seed, (row_blocks, access, even) in enumerate(
         [
             ((50, 1), mixed, True), ((1, 50), mixed, True), ((33, 18), mixed, False),
             ((47, 4), mixed, True), ((20, 12, 19), (*mixed, TierAccess(1)), True),
@@ -273,7 +277,7 @@ def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -
         ]
     ):  # fmt: skip
         kernel.seed = 1000 * seed
-        found = run(weight, n, row_blocks, access, aligned=aligned, norm=norm)
+        found = run(weight, n, row_blocks, access, even=even, norm=norm)
         assert torch.equal(found, wanted), row_blocks
 
 
@@ -308,9 +312,9 @@ def test_what_is_ahead_is_bytes() -> None:
 @pytest.mark.parametrize(("rows", "found"), [(8, 32 * 1024), (64, 0)])
 def test_what_is_ahead_follows_the_first_copies(rows: int, found: int) -> None:
     weight = normal(3 * 8 * 16, 1024)
-    matrix = packed(weight, (48,), ACCESS[:1], aligned=True)
-    config = gemm_config(rows, [matrix.parts[0].split], ACCESS[:1], sms=SMS)
-    ahead = look_ahead(matrix, dataclasses.replace(config, split_k_cols=512 * (rows == 64)))
+    matrix = packed(weight, (48,), ACCESS[:1], even=True)
+    config = gemm_config(rows, [matrix.parts[0].split], ACCESS[:1], card=hopper(SMS))
+    ahead = look_ahead(matrix, dataclasses.replace(config, half_cols=512 * (rows == 64)))
     (data,), (ring,) = matrix.parts[0].arrays, config.rings
     first = 1024 * matrix.parts[0].split.wave * ring.atoms * ring.stages
     if found:
@@ -337,8 +341,8 @@ def outcome(config: GemmConfig, kernel: EmulatedKernel, seed: int) -> str:
 
 def single(ring: Ring) -> GemmConfig:
     """A launch of one CTA with this ring."""
-    splits = split_row_blocks((8,), ACCESS[:1], sms=1)
-    config = gemm_config(8, splits, ACCESS[:1], sms=1)
+    splits = split_row_blocks((8,), ACCESS[:1], card=hopper(1))
+    config = gemm_config(8, splits, ACCESS[:1], card=hopper(1))
     size = ring_bytes(splits[0], ring, config.x_tiles)
     return dataclasses.replace(config, rings=(ring,), shared_bytes=size)
 

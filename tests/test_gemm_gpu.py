@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import hopper
 from packed_linear import ACCESS, all_sms, linear, normal, poisoned, same_bits, written
 from product_checks import (
     CHAIN,
@@ -25,21 +26,15 @@ from product_checks import (
 )
 
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import (
-    NORMS,
-    Norm,
-    TierAccess,
-    gemm_config,
-    split_row_blocks,
-    splitk_config,  # whose choice of split-K is replaced
-    splitk_gemm,
-)
+from dakrun.kernels.gemm import NORMS, Norm, splitk_gemm
 from dakrun.kernels.runtime import DTYPES
+from dakrun.launches import TierAccess, gemm_config, split_row_blocks
+from dakrun.launches import splitk as splitk_launches
 
 pytestmark = pytest.mark.gpu
 KIB = 1024
 ROWS = (1, 3, 7, 8, 13, 16, 24, 32, 33, 48, 64)
-CHAINS = ((1, 0), (16, 0), (24, 0), (64, 0), (64, 512))  # rows, columns of the first split-K half
+CHAINS = ((1, 0), (16, 0), (24, 0), (64, 0), (64, 512))  # rows, columns of the first half of K
 PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 
@@ -66,8 +61,8 @@ def test_norms_err_at_most_twice_as_much_as_before_cublas(
 @pytest.mark.parametrize("sms", [0, FEW_SMS])
 @pytest.mark.parametrize("n", [33, 48, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_split_k(dtype: torch.dtype, n: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitk_config, "split_k_columns", lambda *_: 512)
+def test_halves_of_k(dtype: torch.dtype, n: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitk_launches, "half_columns", lambda *_: 512)
     for m, k in [(264, 1000), (776, 2048), (1544, 1096), (4104, 4096)]:
         for epilogue in EPILOGUES:
             check(linear(m, k, dtype, sms=sms), n, m, k, dtype, epilogue)
@@ -106,16 +101,16 @@ def test_no_bit_depends_on_where_a_weight_lies(
 def test_no_bit_depends_on_windows_sms_or_groups(
     n: int, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splitk_config, "split_k_columns", lambda _, cols, *__: cols and half)
+    monkeypatch.setattr(splitk_launches, "half_columns", lambda _, cols, *__: cols and half)
     m, k, dtype = 1544, 1096, torch.bfloat16
     x = normal(n, k, dtype=dtype)
     expected = linear(m, k, dtype)(x, poisoned(n, m, dtype))
     windows = (1, 64 * KIB, 256 * KIB, None)
-    for window, sms, aligned in itertools.product(windows, (1, 5, 100), (True, False)):
+    for window, sms, even_waves in itertools.product(windows, (1, 5, 100), (True, False)):
         access = (TierAccess(window_bytes=window), TierAccess(sms, window))
-        run = linear(m, k, dtype, (101, 92), access=access, aligned=aligned)
+        run = linear(m, k, dtype, (101, 92), access=access, even_waves=even_waves)
         out = run(x, poisoned(n, m, dtype))
-        assert same_bits(out, expected) and written(out), (window, sms, aligned)
+        assert same_bits(out, expected) and written(out), (window, sms, even_waves)
 
 
 @pytest.mark.parametrize("norm", ["none", "rms"])
@@ -142,7 +137,7 @@ def test_no_bit_depends_on_which_ctas_read_a_tier(n: int, norm: Norm) -> None:
 def test_overlapping_launches_change_no_bit(
     n: int, half: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splitk_config, "split_k_columns", lambda _, cols, *__: cols and half)
+    monkeypatch.setattr(splitk_launches, "half_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(linear, n, count, norms=NORMS)
     for delay in range(20):
         for out in outs:
@@ -178,7 +173,7 @@ def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
 def test_a_graph_changes_no_bit(
     n: int, half: int, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splitk_config, "split_k_columns", lambda _, cols, *__: cols and half)
+    monkeypatch.setattr(splitk_launches, "half_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(linear, n, len(CHAIN), norms=NORMS)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -195,7 +190,7 @@ def test_a_graph_changes_no_bit(
 def test_a_thousand_replays_under_delays(
     n: int, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splitk_config, "split_k_columns", lambda _, cols, *__: cols and half)
+    monkeypatch.setattr(splitk_launches, "half_columns", lambda _, cols, *__: cols and half)
     x, outs, expected = run_of_chain(linear, n, 3, norms=NORMS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -241,7 +236,7 @@ def test_what_does_not_fit_is_refused(m: int, k: int, change: dict[str, Any], me
     for name in {"x", "out", "residual"} & set(given):
         rows, cols, device = (*given[name], "cuda")[:3]
         given[name] = torch.zeros(rows, cols, dtype=torch.float16, device=device)
-    splits = split_row_blocks((row_block_count(m),), ACCESS[:1], sms=given["config"])
-    given["config"] = gemm_config(8, splits, ACCESS[:1], sms=given["config"])
+    splits = split_row_blocks((row_block_count(m),), ACCESS[:1], card=hopper(given["config"]))
+    given["config"] = gemm_config(8, splits, ACCESS[:1], card=hopper(given["config"]))
     with pytest.raises(ValueError, match=message):
         splitk_gemm(weight=run.weight, **given)

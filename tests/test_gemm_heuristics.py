@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import H200, hopper
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,21 +14,20 @@ from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
     MAX_GROUP_ROW_BLOCKS,
-    SHARED_BYTES_PAIRED,
     SPLITK_MAX_ROWS,
     SPLITK_X_TILES,
     row_block_count,
 )
-from dakrun.kernels.gemm import (
+from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.runtime import CtaOrder
+from dakrun.launches import (
     STEP_ATOMS,
     TierAccess,
     gemm_config,
-    split_k_columns,
+    half_columns,
     split_row_blocks,
-    splitk_gemm,
     tiles_for,
 )
-from dakrun.kernels.runtime import CtaOrder
 from dakrun.memory import MatrixPart, TieredMatrix
 from dakrun.models import known_model, known_names
 from dakrun.plan import decode_ops
@@ -51,9 +51,9 @@ def deals(draw: st.DrawFn) -> Deal:
 
 
 @given(deals(), st.booleans())
-def test_every_row_block_is_assigned_once(deal: Deal, aligned: bool) -> None:
+def test_every_row_block_is_assigned_once(deal: Deal, even_waves: bool) -> None:
     row_blocks, tiers, sms = deal
-    splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
+    splits = split_row_blocks(row_blocks, tiers, card=hopper(sms, even_waves=even_waves))
     assert [split.row_blocks for split in splits] == row_blocks
     for split in splits:
         every = range(split.row_blocks)
@@ -63,13 +63,13 @@ def test_every_row_block_is_assigned_once(deal: Deal, aligned: bool) -> None:
         taken = [row_block for own in assigned for group in own for row_block in group]
         assert sorted(taken) == list(every)
         assert 1 <= split.group <= MAX_GROUP_ROW_BLOCKS and split.step_cols % ATOM_COLS == 0
-        assert aligned or not split.row_blocks or split.group == MAX_GROUP_ROW_BLOCKS
+        assert even_waves or not split.row_blocks or split.group == MAX_GROUP_ROW_BLOCKS
 
 
 @given(deals(), st.booleans())
-def test_tiers_keep_to_their_sms(deal: Deal, aligned: bool) -> None:
+def test_tiers_keep_to_their_sms(deal: Deal, even_waves: bool) -> None:
     row_blocks, tiers, sms = deal
-    splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
+    splits = split_row_blocks(row_blocks, tiers, card=hopper(sms, even_waves=even_waves))
     local, *remote = [split.ctas for split in splits]
     assert bool(local) == bool(row_blocks[0])
     for count, tier, row_blocks_of_tier in zip(remote, tiers[1:], row_blocks[1:], strict=True):
@@ -91,7 +91,8 @@ def test_even_groups_give_the_busiest_no_more(
     """Counting whole groups: the choice ignores that the last group may be smaller."""
     row_blocks, tiers, sms = deal
     even, full = (
-        split_row_blocks(row_blocks, tiers, sms=sms, aligned=flag) for flag in (True, False)
+        split_row_blocks(row_blocks, tiers, card=hopper(sms, even_waves=flag))
+        for flag in (True, False)
     )
     for own, other in zip(even, full, strict=True):
         busiest, without = (
@@ -103,12 +104,12 @@ def test_even_groups_give_the_busiest_no_more(
 
 
 @given(deals(), st.integers(1, SPLITK_MAX_ROWS), st.booleans())
-def test_shared_memory_suffices(deal: Deal, n: int, aligned: bool) -> None:
+def test_shared_memory_suffices(deal: Deal, n: int, even_waves: bool) -> None:
     row_blocks, tiers, sms = deal
-    splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
-    config = gemm_config(n, splits, tiers, sms=sms)
+    splits = split_row_blocks(row_blocks, tiers, card=hopper(sms, even_waves=even_waves))
+    config = gemm_config(n, splits, tiers, card=hopper(sms))
     assert config.splits == splits and len(config.rings) == len(tiers)
-    assert 0 < config.shared_bytes <= SHARED_BYTES_PAIRED
+    assert 0 < config.shared_bytes <= H200.ring_bytes
     for split, ring in zip(splits, config.rings, strict=True):
         assert 1 <= ring.window <= ring.stages and ring.stages >= 2
         assert split.step_cols % (ring.atoms * ATOM_COLS) == 0
@@ -125,12 +126,12 @@ def test_shared_memory_suffices(deal: Deal, n: int, aligned: bool) -> None:
     st.integers(1, SPLITK_MAX_ROWS), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_a_mixed_tier_has_no_ctas(
-    row_blocks: list[int], sms: int, n: int, last: bool, aligned: bool
+    row_blocks: list[int], sms: int, n: int, last: bool, even_waves: bool
 ) -> None:
     mixed = len(row_blocks) - 1 if last else 1
     tiers = [TierAccess(sms=2, mixed=number == mixed) for number in range(len(row_blocks))]
     tiers[0] = TierAccess()
-    splits = split_row_blocks(row_blocks, tiers, sms=sms, aligned=aligned)
+    splits = split_row_blocks(row_blocks, tiers, card=hopper(sms, even_waves=even_waves))
     assert [split.mixed for split in splits] == [
         number == mixed for number in range(len(row_blocks))
     ]
@@ -139,13 +140,13 @@ def test_a_mixed_tier_has_no_ctas(
     groups = ceil_div(row_blocks[0], local.group) + ceil_div(row_blocks[mixed], local.group)
     given = sum(min(2, count) for n, count in enumerate(row_blocks) if n not in (0, mixed))
     assert local.ctas == min(max(1, sms - given), groups), "no CTA is idle"
-    config = gemm_config(n, splits, tiers, sms=sms)
+    config = gemm_config(n, splits, tiers, card=hopper(sms))
     assert config.mixes == (config.x_tiles < 8)
     if config.mixes:
         apart = sum(split.ctas for split in splits if not split.mixed)
         assert config.ctas == max(sms, apart)
         assert config.rings[0] == config.rings[mixed], "they share a CTA's"
-    none = split_row_blocks((0, *row_blocks[1:]), tiers, sms=sms, aligned=aligned)
+    none = split_row_blocks((0, *row_blocks[1:]), tiers, card=hopper(sms, even_waves=even_waves))
     assert not any(split.mixed for split in none) and none[mixed].ctas <= 2
 
 
@@ -154,14 +155,14 @@ def test_a_mixed_tier_has_no_ctas(
     st.integers(1, 1 << 23), st.booleans(),
 )  # fmt: skip
 def test_windows_bound_what_is_in_flight(
-    remote: int, local: int, limit: int, n: int, window: int, aligned: bool
+    remote: int, local: int, limit: int, n: int, window: int, even_waves: bool
 ) -> None:
     tiers = (TierAccess(), TierAccess(sms=limit))
-    splits = split_row_blocks((local, remote), tiers, sms=SMS, aligned=aligned)
-    free = gemm_config(n, splits, tiers, sms=SMS).rings[1]
+    splits = split_row_blocks((local, remote), tiers, card=hopper(SMS, even_waves=even_waves))
+    free = gemm_config(n, splits, tiers, card=hopper(SMS)).rings[1]
     assert free.window == free.stages
     access = (tiers[0], TierAccess(limit, window))
-    bound = gemm_config(n, splits, access, sms=SMS).rings[1]
+    bound = gemm_config(n, splits, access, card=hopper(SMS)).rings[1]
     assert bound.groups == 1
     assert free.groups == 2 or (bound.stages, bound.atoms) == (free.stages, free.atoms)
     copy = bound.atoms * splits[1].group * ATOM_BYTES
@@ -173,8 +174,8 @@ def test_windows_bound_what_is_in_flight(
 @given(deals(), st.integers(1, SPLITK_MAX_ROWS))
 def test_two_groups_at_once_are_of_two_waves(deal: Deal, n: int) -> None:
     row_blocks, tiers, sms = deal
-    splits = split_row_blocks(row_blocks, tiers, sms=sms)
-    rings = gemm_config(n, splits, tiers, sms=sms).rings
+    splits = split_row_blocks(row_blocks, tiers, card=hopper(sms))
+    rings = gemm_config(n, splits, tiers, card=hopper(sms)).rings
     for split, tier, ring in zip(splits, tiers, rings, strict=True):
         waves = ceil_div(split.row_blocks, split.wave)
         may = n > 32 and waves and waves % 2 == 0 and split.group <= 8 and tier.window_bytes is None
@@ -187,20 +188,20 @@ def test_two_groups_at_once_are_of_two_waves(deal: Deal, n: int) -> None:
     st.integers(1, SPLITK_MAX_ROWS),
     st.integers(1, 200),
 )
-def test_split_k_halves_are_of_whole_steps(row_blocks: int, cols: int, n: int, sms: int) -> None:
-    half = split_k_columns(row_blocks, cols, tiles_for(n), sms)
+def test_halves_of_k_are_of_whole_steps(row_blocks: int, cols: int, n: int, sms: int) -> None:
+    half = half_columns(row_blocks, cols, tiles_for(n), hopper(sms))
     assert half % (STEP_ATOMS * ATOM_COLS) == 0
     assert half == 0 or (n > 32 and cols <= 2 * half < cols + 2 * STEP_ATOMS * ATOM_COLS)
     assert half < cols
 
 
 @given(deals(), st.integers(1, 1 << 16))
-def test_split_k_does_not_depend_on_tiers(deal: Deal, cols: int) -> None:
+def test_halves_do_not_depend_on_tiers(deal: Deal, cols: int) -> None:
     row_blocks, tiers, sms = deal
-    splits = split_row_blocks(row_blocks, tiers, sms=sms)
-    config = gemm_config(64, splits, tiers, sms=sms, cols=cols)
-    assert config.split_k_cols == split_k_columns(sum(row_blocks), cols, config.x_tiles, sms)
-    assert not config.split_k_cols or all(config.split_k_cols % s.step_cols == 0 for s in splits)
+    splits = split_row_blocks(row_blocks, tiers, card=hopper(sms))
+    config = gemm_config(64, splits, tiers, card=hopper(sms), cols=cols)
+    assert config.half_cols == half_columns(sum(row_blocks), cols, config.x_tiles, hopper(sms))
+    assert not config.half_cols or all(config.half_cols % s.step_cols == 0 for s in splits)
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
@@ -228,7 +229,7 @@ def test_rows_beyond_a_launch(n: int) -> None:
     with pytest.raises(ValueError, match=f"expected 1 to {SPLITK_MAX_ROWS} rows, got {n}$"):
         tiles_for(n)
     with pytest.raises(ValueError, match=f"expected 1 to {SPLITK_MAX_ROWS} rows, got {n}$"):
-        gemm_config(n, [Split(1, 1, 1, 128)], [TierAccess()], sms=SMS)
+        gemm_config(n, [Split(1, 1, 1, 128)], [TierAccess()], card=hopper(SMS))
 
 
 @pytest.mark.parametrize("name", known_names())
@@ -241,10 +242,10 @@ def test_known_models(name: str) -> None:
         count = row_block_count(rows)
         for remote in (0, 1, count // 10, count):
             tiers = (TierAccess(), HOST)
-            splits = split_row_blocks((count - remote, remote), tiers, sms=SMS)
+            splits = split_row_blocks((count - remote, remote), tiers, card=hopper(SMS))
             for n in range(1, SPLITK_MAX_ROWS + 1):
-                config = gemm_config(n, splits, tiers, sms=SMS)
-                assert config.splits == splits and config.shared_bytes <= SHARED_BYTES_PAIRED
+                config = gemm_config(n, splits, tiers, card=hopper(SMS))
+                assert config.splits == splits and config.shared_bytes <= H200.ring_bytes
 
 
 def changed(tensor: torch.Tensor, how: str) -> torch.Tensor:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from cards import H200
 
 from dakrun.hardware import Sweep
-from dakrun.kernels.gemm import H200, GemmConfig, TierAccess
+from dakrun.launches import GemmConfig, TierAccess
 from dakrun.memory import TieredMatrix
 from dakrun.probe import (
     MIB,
@@ -139,7 +140,7 @@ class Launches:
 def bench() -> Bench:
     """A buffer of 96 MiB: three of the small weights, and less than one of the large ones."""
     memory = torch.zeros(96 * MIB, dtype=torch.uint8)
-    return Bench(SMS, Buffer(memory), replace(QUICK, rows=(3, 64), many_rows=(65, 130)))
+    return Bench(H200, Buffer(memory), replace(QUICK, rows=(3, 64), many_rows=(65, 130)))
 
 
 @pytest.fixture
@@ -148,8 +149,7 @@ def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     # Kernels and CUDA graphs need a GPU.
     gemm, attention = "dakrun.probe.gemm_costs", "dakrun.probe.attention_costs"
     monkeypatch.setattr(f"{gemm}.normalize", found.normalize)
-    monkeypatch.setattr(f"{gemm}.tiles", lambda _: H200)
-    monkeypatch.setattr(f"{gemm}.Products", lambda _: found)
+    monkeypatch.setattr(f"{gemm}.Products", lambda *_: found)
     monkeypatch.setattr(f"{attention}.splitk_flash_attn", found.splitk_flash_attn)
     monkeypatch.setattr(f"{attention}.select_token", found.select_token)
     monkeypatch.setattr("dakrun.probe.chain.graph_seconds", found.seconds)

@@ -8,6 +8,7 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
+from cards import PORTABLE, hold_to
 from tiny_models import damage, kernel_models, save_half
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -23,11 +24,10 @@ from dakrun.engine import (
     tier_accesses,
 )
 from dakrun.engine.kv_cache import KVCache
-from dakrun.geometry import NO_TOKEN, TILED_PORTABLE_X_TILES, TILED_X_TILES
+from dakrun.geometry import NO_TOKEN
 from dakrun.hardware import load_profile
 from dakrun.kernels import variants
 from dakrun.kernels.attention import KVShape
-from dakrun.kernels.gemm import Limits
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.runtime import CopyStream, copy
@@ -37,7 +37,7 @@ from dakrun.plan import Policy, Segment, kv_positions, make_plan
 from dakrun.weights import Checkpoint, Packing, load, manifest_of, tier_capacities
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-SMS = 3
+CARD = replace(PORTABLE, sms=3)
 CPU = torch.device("cpu")
 ROOM = 2**16  # of keys and values on their way to remote slots
 COMMON = {
@@ -72,10 +72,8 @@ def launched(
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.boxes_map", emulated.boxes_map)
     monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
-    monkeypatch.setattr("dakrun.kernels.runtime.jit.sm_count", lambda _: SMS)
+    hold_to(CARD, monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for module in (decode_step, products):
-        monkeypatch.setattr(module, "sm_count", lambda _: SMS)
     return asked
 
 
@@ -98,7 +96,7 @@ def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep
     )  # fmt: skip
     plan = make_plan(config, work, load_profile("h200-pcie5"), policy)
     tiers = allocate_tiers(tier_capacities(plan, packed=True), CPU)
-    accesses = tier_accesses(plan)
+    accesses = tier_accesses(plan, CARD)
     if path.name.startswith(MIXED):
         accesses = {
             op: (local, *(replace(access, mixed=True) for access in remote))
@@ -109,7 +107,7 @@ def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep
     of = architecture(config)
     with Checkpoint(path) as source:
         manifest = manifest_of(of, source.__contains__)
-        packing = Packing(accesses, SMS)
+        packing = Packing(accesses, CARD)
         weights = load(source, manifest, plan, tiers, CPU, packing=packing)
     backend = KernelBackend(of, manifest, weights, accesses, shape.positions)
     step = DecodeStep(backend.with_buffers(None, batch), cache, shape, accesses["attention"])
@@ -159,7 +157,7 @@ def test_prompts_and_steps(
     by = "splitk"
     if path.name.startswith(IN_TILES):
         by = "tiled"
-        monkeypatch.setattr(products, "tiles", lambda _: Limits(x_tiles=(8,)))
+        hold_to(replace(CARD, tiled=True), monkeypatch)
     elif path.name.startswith(IN_TORCH):
         by = "torch"
         monkeypatch.setattr(products, "PIECE_BYTES", 2**14)
@@ -213,9 +211,9 @@ def test_prompts_and_steps(
     config, mixes = backend.model.config, path.name.startswith(MIXED)
     ahead = [
         variant
-        for x_tiles in (TILED_X_TILES, TILED_PORTABLE_X_TILES)
+        for card in (CARD, replace(CARD, tiled=True))
         for variant in variants(
-            torch.float16, SPLITK_ROWS, x_tiles, head_dim=config.head_dim,
+            torch.float16, SPLITK_ROWS, card, head_dim=config.head_dim,
             group=config.num_heads // config.num_kv_heads, mixes=mixes,
             head_norms=path.name.startswith("qwen3"),
         )

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cards import H200, hopper
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.geometry import HEAD_DIMS, KV_BLOCK, SHARED_BYTES_ALONE, SHARED_BYTES_PAIRED
+from dakrun.geometry import HEAD_DIMS, KV_BLOCK
 from dakrun.kernels.attention import KVShape, attention_config, kv_blocks, split_sizes, stage_bytes
-from dakrun.kernels.gemm import TierAccess
+from dakrun.launches import TierAccess
 
 
 @given(st.integers(1, 5), st.sampled_from(HEAD_DIMS), st.integers(1, 200), st.integers(0, 200))
@@ -91,21 +92,21 @@ def test_how_it_is_launched(
 ) -> None:
     shape = KVShape(heads, dim, positions)
     tiers = (TierAccess(), TierAccess(sms=8, window_bytes=window))
-    config = attention_config(shape, (local, remote), tiers, sms=sms, capacity=9)
-    assert config.stages >= 2 and config.shared_bytes <= SHARED_BYTES_PAIRED
+    config = attention_config(shape, (local, remote), tiers, card=hopper(sms), capacity=9)
+    assert config.stages >= 2 and config.shared_bytes <= H200.ring_bytes
     assert bool(config.ctas[0]) == bool(local) and bool(config.ctas[1]) == bool(remote)
     assert config.ctas[1] <= min(8, sms * 8, remote * heads)
     assert config.idle == max(0, sms - sum(config.ctas)), "one for each SM"
     in_flight = config.ctas[1] * config.windows[1] * stage_bytes(shape)
     assert config.windows[1] == 1 or in_flight <= window
     assert config.max_splits <= 128 and config.max_chunks <= 7
-    alone = attention_config(shape, (1,), tiers[:1], sms=132, capacity=9)
+    alone = attention_config(shape, (1,), tiers[:1], card=H200, capacity=9)
     assert (alone.split_blocks, alone.chunk_blocks) == (config.split_blocks, config.chunk_blocks), (
         "units and parts depend on what there is room for"
     )
-    lone = attention_config(shape, (local, remote), tiers, sms=sms, capacity=9, alone=True)
+    lone = attention_config(shape, (local, remote), tiers, card=hopper(sms), capacity=9, alone=True)
     assert lone == replace(config, alone=True)
-    assert SHARED_BYTES_PAIRED < lone.shared_bytes < SHARED_BYTES_ALONE
+    assert H200.ring_bytes < lone.shared_bytes < H200.shared_bytes
 
 
 @pytest.mark.parametrize(
@@ -120,13 +121,13 @@ def test_a_remote_tier_leaves_ctas_that_the_local_one_has_use_for(
 ) -> None:
     """504 heads are five for one of 124 CTAs, and four for each of 128."""
     tiers = (TierAccess(), TierAccess(8, window))
-    config = attention_config(KVShape(8, 128, 2048), slots, tiers, sms=132)
+    config = attention_config(KVShape(8, 128, 2048), slots, tiers, card=H200)
     assert config.ctas == ctas
     assert config.ctas[1] * config.windows[1] * stage_bytes(config.shape) == min(
         window, 8 * 112 * 1024
     )
-    uneven = (tiers[0], replace(tiers[1], aligned=False))
-    kept = attention_config(KVShape(8, 128, 2048), slots, uneven, sms=132)
+    uneven = replace(H200, even_waves=False)
+    kept = attention_config(KVShape(8, 128, 2048), slots, tiers, card=uneven)
     assert kept.ctas == (132 - 8 if slots[0] else 0, 8), "all SMs of the tier"
 
 
@@ -142,10 +143,10 @@ def test_mixed_tiers_share_the_local_ctas(
 ) -> None:
     tiers = [TierAccess(8, 2**21, mixed=number in mixed) for number in range(len(slots))]
     tiers[0], shape = TierAccess(), KVShape(8, 128, 2048)
-    config = attention_config(shape, slots, tiers, sms=132)
+    config = attention_config(shape, slots, tiers, card=H200)
     assert config.slots == merged and sum(config.ctas) == 132
     assert config.spread == (slots[0] > 0 and merged[0] > slots[0])
-    alone = attention_config(shape, merged[:1], tiers[:1], sms=config.ctas[0])
+    alone = attention_config(shape, merged[:1], tiers[:1], card=hopper(config.ctas[0]))
     assert (config.ctas[0], config.windows[0]) == (alone.ctas[0], alone.windows[0])
 
 

@@ -25,6 +25,7 @@ LAYERS = (
     ("weights",),
     ("kernels",),
     ("memory", "plan"),
+    ("launches",),
     ("hardware", "models"),
     ("config",),
     ("formats",),
@@ -40,7 +41,7 @@ REFUSED = {
 
 # Planning needs no GPU and starts at once: these parts and modules load none of HEAVY.
 LIGHT_PARTS = {"plan", "hardware", "config", "formats", "errors", "geometry", "units", "resources"}
-LIGHT_PARTS |= {"__init__"}
+LIGHT_PARTS |= {"launches", "__init__"}
 LATE_PARTS = {"formats"}  # whose functions may import torch when they are called
 LIGHT_MODULES = {
     "dakrun.memory.limits",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cards import hopper
 from safetensors.torch import save_file
 
 from dakrun.config import ModelConfig, Workload
@@ -40,7 +41,7 @@ from dakrun.weights import manifest_of as manifest_of_model
 from dakrun.weights.manifest import Source
 
 CPU = torch.device("cpu")
-SMS = 5
+CARD = hopper(5)
 _COMMON = {
     "vocab_size": 331, "hidden_size": 136, "ffn_size": 392, "num_layers": 2, "num_heads": 4,
     "max_positions": 64, "embed_size": 136,
@@ -113,7 +114,7 @@ def packed(
 ) -> Weights:
     """Loaded into memory that just holds it."""
     tiers = allocate_tiers(tier_capacities(plan, packed=True), device)
-    packing = Packing(tier_accesses(plan), SMS)
+    packing = Packing(tier_accesses(plan, CARD), CARD)
     weights = load(source, manifest_of(name), plan, tiers, device, packing=packing)
     for number, tier in enumerate(tiers.values()):
         kv = plan.op("attention").resident_bytes(number)
@@ -355,7 +356,7 @@ def test_loading_is_short_calls_that_are_counted(
             super().copy(source, rows, out)
 
     tiers = allocate_tiers(tier_capacities(plan, packed=is_packed), CPU)
-    packing = Packing(tier_accesses(plan), SMS) if is_packed else None
+    packing = Packing(tier_accesses(plan, CARD), CARD) if is_packed else None
     weights = load(
         Noted(), manifest_of("llama"), plan, tiers, CPU, packing=packing,
         on_load=lambda done, total: seen.append((done, total)),

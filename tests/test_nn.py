@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cards import H200
 from peers import readable_peer
 from tiny_tokenizer import make_tokenizer_files
 from torch import nn
@@ -19,9 +20,9 @@ import dakrun.nn
 from dakrun.errors import CannotRun, UsageError
 from dakrun.formats import PACKED16, WeightFormat
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import H200, TierAccess
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.runtime import DTYPES
+from dakrun.launches import TierAccess
 from dakrun.memory import TieredMatrix
 from dakrun.nn import SplitKGEMM, replace_linears
 from dakrun.nn import gemm as gemm_module
@@ -278,9 +279,8 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
 
     monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", stand_in("splitk"))
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.tiled_gemm", stand_in("tiled"))
-    monkeypatch.setattr(products, "tiles", lambda _: H200)
     # A CPU has neither kernels nor SMs.
-    monkeypatch.setattr("dakrun.nn.gemm.products", products.Products)
+    monkeypatch.setattr("dakrun.nn.gemm.products", lambda device: products.Products(device, H200))
     for module in ("gemm", "tiers"):
         monkeypatch.setattr(f"dakrun.nn.{module}.kernel_format", kernel_format)
     monkeypatch.setattr(products, "sm_count", lambda device: 132)

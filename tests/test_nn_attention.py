@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cards import hold_to, hopper
 from peers import readable_peer
 
 import dakrun.nn.attention
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL
 from dakrun.kernels.attention import KVShape, kv_blocks
-from dakrun.kernels.gemm import TierAccess
+from dakrun.launches import TierAccess
 from dakrun.nn import PartitionedKVCache, SplitKFlashAttn
 
 ACCESS = TierAccess(sms=2, window_bytes=64 * 1024)
@@ -140,7 +141,7 @@ def emulated(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     # The emulated kernel runs on a CPU, with as many SMs as it is told.
     monkeypatch.setattr(dakrun.nn.attention, "_has_kernel", lambda _: True)
-    monkeypatch.setattr(dakrun.nn.attention, "sm_count", lambda _: 5)
+    hold_to(hopper(5), monkeypatch)
     yield launched
 
 

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm import TierAccess
+from dakrun.launches import TierAccess
 from dakrun.nn import huggingface
 from dakrun.nn.huggingface import SplitKCache
 

@@ -106,7 +106,7 @@ def test_an_sm_has_room_for_launches_that_follow_each_other(dtype: torch.dtype) 
         for source, macros in all_variants("sm_90a")
         if source == "splitk_gemm.cu"
         and macros["BFLOAT16"] == (dtype == torch.bfloat16)
-        and 8 * macros["X_TILES"] <= FEW_ROWS
+        and 8 * macros["TILES"] <= FEW_ROWS
     ]
     product = max(of_warp("splitk_gemm.cu", defines) for defines in products)
     attends = of_warp(*attention_variant(dtype, 128, 1))

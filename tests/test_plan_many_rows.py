@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile, OpCosts, load_profile
-from dakrun.kernels.gemm import TierAccess, tiled_config
+from dakrun.launches import TierAccess, tiled_config
 from dakrun.models import known_model
 from dakrun.plan import (
     Links,
@@ -142,7 +142,7 @@ def test_staging_costs_what_the_profile_says() -> None:
 @pytest.mark.parametrize("n", [128, 256, 512, 1024])
 def test_rings_are_the_kernel_s(n: int) -> None:
     access = TierAccess(), TierAccess(sms=8, window_bytes=2**18)
-    (launch,) = tiled_config(n, (0, 896), access, cols=7168, sms=132).launches
+    (launch,) = tiled_config(n, (0, 896), access, cols=7168, card=PEER.card).launches
     assert ring_stages(n) == launch.stages
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from cards import H200, PORTABLE
 from test_measured_h200 import shows_what_the_method_rests_on
 
 from dakrun.errors import CannotRun
 from dakrun.geometry import (
     BANDWIDTH_MAX_SOURCES,
-    TILED_PORTABLE_X_TILES,
     TILED_WIDE_TILES,
     TILED_X_TILES,
 )
@@ -78,15 +78,15 @@ def test_buffers() -> None:
 
 @pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
 def test_what_is_compiled_ahead(effort: Effort) -> None:
-    for x_tiles in (TILED_X_TILES, TILED_PORTABLE_X_TILES):
-        needed = measured_variants(effort, x_tiles)
+    for card in (H200, PORTABLE):
+        needed = measured_variants(effort, card)
         sources = [source for source, _ in needed]
         assert len(needed) == len({(source, *macros.items()) for source, macros in needed})
-        tiled = {macros["X_TILES"] for source, macros in needed if source == "tiled_gemm.cu"}
-        assert tiled == ({*TILED_X_TILES, *TILED_WIDE_TILES} if x_tiles == TILED_X_TILES else set())
-        assert sources.count("unpack.cu") == (x_tiles != TILED_X_TILES)
+        tiled = {macros["TILES"] for source, macros in needed if source == "tiled_gemm.cu"}
+        assert tiled == ({*TILED_X_TILES, *TILED_WIDE_TILES} if card.tiled else set())
+        assert sources.count("unpack.cu") == (not card.tiled)
         assert sources.count("splitk_flash_attn.cu") == 1
-    quick = measured_variants(QUICK, TILED_X_TILES)
+    quick = measured_variants(QUICK, H200)
     of_few = sorted(macros["NORM"] for source, macros in quick if source == "splitk_gemm.cu")
     assert of_few == [0, 1], "8 rows; 64 are the tiled GEMM's"
 
@@ -135,7 +135,7 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dakrun.probe.gpu.copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10])
     monkeypatch.setattr("dakrun.probe.gpu.staging_rates", lambda *_: ([5.2e10] * 3, [4.4e12] * 3))
     hbm, host = (Buffer(torch.empty(64 * MIB, dtype=torch.uint8)) for _ in range(2))
-    probe = GpuProbe(StillBench(132, hbm, FULL))
+    probe = GpuProbe(StillBench(H200, hbm, FULL))
     assert probe.ring == (32 * KIB, 6), "the ring that reads HBM fastest on all SMs"
     tier = probe.remote_tier("host", host, GIB)
     assert tier == RemoteTier(

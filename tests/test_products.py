@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import H200, PORTABLE, hold_to, hopper
 from moved_parts import Movable
 from packed_linear import linear, normal, poisoned, same_bits, written
 from packed_matrices import packed
@@ -17,15 +18,17 @@ from torch.nn import functional as F
 from dakrun.formats import PACKED16, Split
 from dakrun.geometry import WARPGROUPS, row_block_count
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm import H200, Products, TierAccess, shapes, split_row_blocks, tiled_config
+from dakrun.kernels.gemm import Products
 
 # Inner modules: kernels, the GPU's limits and the current stream are replaced.
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.launches import TierAccess, shapes, split_row_blocks, tiled_config
 from dakrun.memory import MatrixPart, TieredMatrix
 
 CPU = torch.device("cpu")
+CARDS = PORTABLE, H200  # without the tiled GEMM, and with it
 ACCESS = (TierAccess(), TierAccess(8, 256 * 1024))
 SPLITS = (Split(3, 2, 1, 64), Split(2, 1, 1, 64))
 COLS = 72
@@ -48,12 +51,8 @@ def weight(*, remote: bool) -> TieredMatrix:
         (False, True, {64: "splitk", 65: "torch"}),
     ],
 )
-def test_what_computes(
-    tiles: bool, remote: bool, rows: dict[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
-    monkeypatch.setattr(products, "sm_count", lambda _: 132)
-    found = Products(CPU)
+def test_what_computes(tiles: bool, remote: bool, rows: dict[int, str]) -> None:
+    found = Products(CPU, CARDS[tiles])
     assert {n: found.kernel_for(n, weight(remote=remote)) for n in rows} == rows
 
 
@@ -64,12 +63,8 @@ def test_what_computes(
         (1024, 4096, "tiled"), (2048, 2048, "tiled"),
     ],
 )  # fmt: skip
-def test_small_weights_are_splitk_gemms_up_to_64_rows(
-    m: int, k: int, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_weights_are_splitk_gemms_up_to_64_rows(m: int, k: int, by: str) -> None:
     """Of OPT-125m and OPT-350m: the tiled GEMM's start and end would take longer."""
-    monkeypatch.setattr(products, "tiles", lambda _: H200)
-    monkeypatch.setattr(products, "sm_count", lambda _: 132)
     split = Split(row_block_count(m), 132, 1, 64)
     part = MatrixPart(LOCAL, split, PACKED16, (torch.empty(2 * m * k, dtype=torch.uint8),))
     small = TieredMatrix((m, k), torch.float16, (part,))
@@ -77,16 +72,16 @@ def test_small_weights_are_splitk_gemms_up_to_64_rows(
     assert found == {32: "splitk", 33: by, 64: by, 65: "tiled"}
 
 
-def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants() -> None:
     half = torch.float16
-    few = list(Products(CPU).variants((8, 40, 100, 1000), half))
+    few = list(Products(CPU, PORTABLE).variants((8, 40, 100, 1000), half))
     assert few == [(gemm.SOURCE, gemm.defines(half, n)) for n in (1, 8)]
-    mixed = list(Products(CPU).variants((8, 40), half, mixes=True))
+    mixed = list(Products(CPU, PORTABLE).variants((8, 40), half, mixes=True))
     assert mixed == [few[0], (gemm.SOURCE, gemm.defines(half, 1, mixes=True)), few[1]]
-    monkeypatch.setattr(products, "tiles", lambda _: H200)
-    many = list(Products(CPU).variants((32, 33), half))
+    many = list(Products(CPU, H200).variants((32, 33), half))
     assert many[:2] == [(gemm.SOURCE, gemm.defines(half, n)) for n in (4, 8)]
-    assert many[2:] == [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(half)]
+    every = tiled_gemm.all_defines(half, wgmma=True)
+    assert many[2:] == [(tiled_gemm.SOURCE, macros) for macros in every]
     needed = [tiled_gemm.defines(half, shape.tiles, wide=shape.wide) for shape in shapes(H200)]
     assert all((tiled_gemm.SOURCE, macros) in many for macros in needed)
 
@@ -101,7 +96,6 @@ class Kernels:
         monkeypatch.setattr(gemm, "splitk_gemm", self.kernel("splitk"))
         monkeypatch.setattr(tiled_gemm, "tiled_gemm", self.kernel("tiled"))
         monkeypatch.setattr(products, "normalize", self.normalize)
-        monkeypatch.setattr(products, "sm_count", lambda _: 132)
 
     def kernel(self, by: str) -> Any:
         def launch(
@@ -150,11 +144,10 @@ def test_launches(
     tiles: bool, n: int, wanted: list[tuple[str, int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many rows as a launch takes, with their residual; a large x is normalized first."""
-    monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
     kernels, w = Kernels(monkeypatch), weight(remote=False)
     x, bias, residual = (torch.randn(shape).half() for shape in ((n, COLS), (40,), (n, 40)))
     out = torch.full((n, 40), torch.nan).half()
-    found = Products(CPU)
+    found = Products(CPU, CARDS[tiles])
     found(x, w, ACCESS, out, bias=bias, residual=residual, norm="rms", eps=1e-5, pdl=True)
     assert kernels.launched == wanted
     assert kernels.pad_grid == (not tiles and n > 32)
@@ -167,27 +160,23 @@ def test_staged_rows_need_no_launch_of_their_own(
     tier: str, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Staged rows are computed with local ones, as one tier."""
-    monkeypatch.setattr(products, "tiles", lambda _: H200)
-    monkeypatch.setattr(products, "sm_count", lambda _: 132)
     asked: list[Any] = []
     monkeypatch.setattr(
-        tiled_gemm, "tiled_gemm", lambda *_, config, **__: asked.append(config.launches)
+        tiled_gemm, "tiled_gemm", lambda _x, _w, config, *_, **__: asked.append(config.launches)
     )
     here, there = weight(remote=True).parts
     parts = here, replace(there, tier=tier)
     w = TieredMatrix((40, COLS), torch.float16, parts)
     x, out = torch.zeros(500, COLS).half(), torch.zeros(500, 40).half()
     access = (TierAccess(), TierAccess() if tier == LOCAL else ACCESS[1])
-    Products(CPU)(x, w, access, out)
+    Products(CPU, H200)(x, w, access, out)
     assert [len(found) for found in asked] == [launches]
 
 
 @pytest.mark.parametrize("tiles", [True, False])
-def test_what_is_prefetched_ahead(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_prefetched_ahead(tiles: bool) -> None:
     """Local row blocks behind those of the first copies, for few rows of X."""
-    monkeypatch.setattr(products, "tiles", lambda _: H200 if tiles else None)
-    monkeypatch.setattr(products, "sm_count", lambda _: 10)
-    splits = split_row_blocks((60, 4), ACCESS, sms=10)
+    splits = split_row_blocks((60, 4), ACCESS, card=hopper(10))
     data = torch.randn(512, 4096, dtype=torch.float16)
     here, there = packed(data, splits).parts
     near, far = replace(here, tier=LOCAL), replace(there, tier="host")
@@ -210,6 +199,7 @@ def test_streams_and_graphs_have_memory_of_their_own(monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setattr(products, "capture_id", lambda: now.capture)
     monkeypatch.setattr(products, "_current", {})
+    hold_to(H200, monkeypatch)
 
     def at(stream: int, capture: int = 0) -> Products:
         now.stream, now.capture = stream, capture
@@ -222,11 +212,9 @@ def test_streams_and_graphs_have_memory_of_their_own(monkeypatch: pytest.MonkeyP
     assert at(3, 8) is not first and at(1) is eager
 
 
-def test_memory_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "sm_count", lambda _: 2)
-    Products(CPU).reserve()  # nothing without tiles
-    monkeypatch.setattr(products, "tiles", lambda _: H200)
-    found = Products(CPU)
+def test_memory_is_taken_once() -> None:
+    Products(CPU, PORTABLE).reserve()  # nothing without the tiled GEMM
+    found = Products(CPU, hopper(2))
     found.reserve()
     kept = found.stream_k_workspace
     assert kept is found.stream_k_workspace and not kept.flags.any()
@@ -235,7 +223,7 @@ def test_memory_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def uses_stream_k(n: int, m: int, k: int) -> bool:
     """Whether an H200 computes this product with Stream-K."""
-    return tiled_config(n, (row_block_count(m),), ACCESS[:1], cols=k, sms=132).stream_k_ctas > 0
+    return tiled_config(n, (row_block_count(m),), ACCESS[:1], cols=k, card=H200).stream_k_ctas > 0
 
 
 @pytest.mark.gpu

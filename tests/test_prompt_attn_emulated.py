@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from cards import hold_to, hopper
 from cases import cases, few_examples
 from emulated import EmulatedKernel
 from hypothesis import given
@@ -68,7 +69,7 @@ def on_the_cpu(
 
 
 def on_sms(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dakrun.kernels.runtime.jit.sm_count", lambda _: count)
+    hold_to(hopper(count), monkeypatch)
 
 
 def allowed(dtype: torch.dtype) -> float:

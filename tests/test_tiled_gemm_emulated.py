@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import hopper
 from cases import cases
 from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from moved_parts import Movable
@@ -22,20 +23,18 @@ from dakrun.geometry import (
     TILED_X_TILES,
     row_block_count,
 )
-from dakrun.kernels.gemm import (
+from dakrun.kernels.gemm import Activation, StreamKWorkspace, row_blocks_by_tier
+from dakrun.kernels.gemm import tiled as tiled_gemm  # for its macros, and to replace tensor maps
+from dakrun.kernels.runtime import jit, operands
+from dakrun.launches import (
     MAX_OUTPUT_BLOCKS,
-    Activation,
     Launch,
     Shape,
-    StreamKWorkspace,
     TierAccess,
     TierTiles,
     TiledConfig,
-    row_blocks_by_tier,
     split_row_blocks,
 )
-from dakrun.kernels.gemm import tiled as tiled_gemm  # for its macros, and to replace tensor maps
-from dakrun.kernels.runtime import jit, operands
 from dakrun.memory import MatrixPart, TieredMatrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -71,7 +70,7 @@ def packed(
 ) -> TieredMatrix:
     access = [TierAccess(sms=2)] * len(row_blocks)
     parts, row = [], 0
-    for tier, split in enumerate(split_row_blocks(row_blocks, access, sms=sms)):
+    for tier, split in enumerate(split_row_blocks(row_blocks, access, card=hopper(sms))):
         data = PACKED16.pack(weight[row : row + 8 * split.row_blocks], split)
         parts.append(MatrixPart(name.format(tier), split, PACKED16, data))
         row += 8 * split.row_blocks
@@ -343,7 +342,7 @@ def test_clusters_that_share_w_or_x(shape: Shape, build: Build) -> None:
         ),
     ),
 )
-def test_split_k(shape: Shape, segments: int, activation: Activation, build: Build) -> None:
+def test_segments_of_k(shape: Shape, segments: int, activation: Activation, build: Build) -> None:
     """Bits are the same in any tiles, one or several a cluster, with W shared or not."""
     shape = replace(shape, k_ctas=segments)
     stages = 7 if shape.tiles == 8 else 5
@@ -433,7 +432,7 @@ def test_shared_memory_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatc
         (
             64,
             {"how": config(TierTiles(1, stream_k=True), shape=Shape(8, 2, 1, 1, 2))},
-            "not both Stream-K and split-K",
+            "no Stream-K with segments of K",
         ),
     ],
 )

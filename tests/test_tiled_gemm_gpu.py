@@ -5,7 +5,7 @@ however it is run: in any tiles, eagerly or in a graph, alone or overlapping the
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,23 +14,27 @@ from packed_linear import Linear, all_sms, linear, normal, poisoned, same_bits, 
 from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placements, run_of_chain
 
 from dakrun.geometry import TILED_WIDE_TILES, TILED_X_TILES, row_block_count
-from dakrun.kernels.gemm import (
+from dakrun.hardware import Card
+from dakrun.kernels.gemm import StreamKWorkspace, tiled_gemm
+from dakrun.kernels.runtime import DTYPES, card_of
+from dakrun.launches import (
     Launch,
-    Limits,
     Shape,
-    StreamKWorkspace,
     TierAccess,
     TiledConfig,
-    limits,
     local_tier,
     shapes,
     tiled_config,
-    tiled_gemm,
+    wide_tiles,
+    x_tiles,
 )
-from dakrun.kernels.runtime import DTYPES
 
 pytestmark = pytest.mark.gpu
 ROWS = (33, 64, 65, 100, 128, 129, 256, 300, 512, 1000, 4096)
+
+
+def here() -> Card:
+    return card_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 class Shared:
@@ -71,9 +75,8 @@ class Tiled:
 
     def config(self, n: int, **options: Any) -> TiledConfig:
         row_blocks = [part.split.row_blocks for part in self.of.weight.parts]
-        device = torch.cuda.current_device()
-        options = {"sms": all_sms(), "limits": limits(device), **options}
-        return tiled_config(n, row_blocks, self.of.access, cols=self.of.weight.shape[1], **options)
+        card = replace(here(), **options)
+        return tiled_config(n, row_blocks, self.of.access, cols=self.of.weight.shape[1], card=card)
 
 
 def tiled(*args: Any, **options: Any) -> Tiled:
@@ -86,14 +89,14 @@ def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int) ->
     check_shapes(tiled, n, dtype)
 
 
-def local(
-    run: Tiled, n: int, shape: Shape, sms: int, size: Limits, *, stream_k: bool
-) -> TiledConfig:
+def local(run: Tiled, n: int, shape: Shape, sms: int, card: Card, *, stream_k: bool) -> TiledConfig:
     """A launch for a weight that is all in HBM, as given."""
     (part,), cols = run.of.weight.parts, run.of.weight.shape[1]
-    tier = local_tier(n, part.split.row_blocks, shape, sms, -(-cols // 64), size, stream_k=stream_k)
-    launch = Launch(shape, shape.stages(size, tier.tile_row_blocks), (tier,))
-    return TiledConfig((launch.with_max_blocks(size),))
+    tier = local_tier(
+        n, part.split.row_blocks, shape, -(-cols // 64), replace(card, sms=sms), stream_k=stream_k
+    )
+    launch = Launch(shape, shape.stages(card, tier.tile_row_blocks), (tier,))
+    return TiledConfig((launch.with_max_blocks(card),))
 
 
 @pytest.mark.parametrize(
@@ -105,19 +108,18 @@ def test_every_shape(dtype: torch.dtype, kernel: tuple[int, bool]) -> None:
 
     Bits depend on segments alone.
     """
-    here = limits(torch.cuda.current_device())
-    if kernel not in ((shape.tiles, shape.wide) for shape in shapes(here)):
+    if kernel not in ((shape.tiles, shape.wide) for shape in shapes(here())):
         pytest.skip("no such tiles on this GPU")
     m, k = 784, 1000  # half of m is a multiple of 8, too
     run = tiled(m, k, dtype, sms=FEW_SMS)
     for n in (65, 300, 1000):
         found: dict[int, torch.Tensor] = {}
-        for size in (here, Limits(99 * 1024, here.x_tiles)):
-            options = [shape for shape in shapes(size) if (shape.tiles, shape.wide) == kernel]
+        for card in (here(), replace(here(), shared_bytes_per_sm=100 * 1024)):
+            options = [shape for shape in shapes(card) if (shape.tiles, shape.wide) == kernel]
             for shape, sms, stream_k in itertools.product(
                 options, (8, FEW_SMS, all_sms()), (False, True)
             ):
-                config = local(run, n, shape, sms, size, stream_k=stream_k)
+                config = local(run, n, shape, sms, card, stream_k=stream_k)
                 epilogue = ("silu_mul", True, False) if stream_k else ("relu", True, True)
                 check(run, n, m, k, dtype, epilogue, config=config)
                 check(run, n, m, k, dtype, (epilogue[0], False, False), config=config)
@@ -140,19 +142,19 @@ def test_every_shape(dtype: torch.dtype, kernel: tuple[int, bool]) -> None:
 )
 def test_partial_tiles_of_stream_k(shape: Shape) -> None:
     """In repeated launches, beside other launches' CTAs."""
-    here = limits(torch.cuda.current_device())
-    if shape.tiles not in (here.wide_tiles if shape.wide else here.x_tiles):
+    wgmma = here().has_wgmma
+    if shape.tiles not in (wide_tiles(wgmma=wgmma) if shape.wide else x_tiles(wgmma=wgmma)):
         pytest.skip("no such tiles on this GPU")
     m, k, n, dtype = 4104, 1096, 1500, torch.float16
     run = tiled(m, k, dtype)
     x, bias = normal(n, k, dtype=dtype), normal(m, dtype=dtype)
     wanted = run(
         x, poisoned(n, m, dtype), bias=bias,
-        config=local(run, n, Shape(8, 2), all_sms(), here, stream_k=False),
+        config=local(run, n, Shape(8, 2), all_sms(), here(), stream_k=False),
     )  # fmt: skip
     seen = set()
     for sms in (all_sms(), *range(8, all_sms(), 12)):
-        config = local(run, n, shape, sms, here, stream_k=True)
+        config = local(run, n, shape, sms, here(), stream_k=True)
         seen.add(config.launches[0].tiers[0].stream_k)
         for _ in range(3):
             out = poisoned(n, m, dtype)
@@ -202,14 +204,15 @@ def test_no_bit_depends_on_windows_sms_or_groups(n: int) -> None:
     x = normal(n, k, dtype=dtype)
     expected = tiled(m, k, dtype)(x, poisoned(n, m, dtype))
     windows = (1, 64 * 1024, 256 * 1024, None)
-    for window, sms, aligned in itertools.product(windows, (1, 5, 100), (True, False)):
+    for window, sms, even_waves in itertools.product(windows, (1, 5, 100), (True, False)):
         access = (
-            TierAccess(window_bytes=window, aligned=aligned),
-            TierAccess(sms, window, aligned=aligned),
+            TierAccess(window_bytes=window),
+            TierAccess(sms, window),
         )
-        run = tiled(m, k, dtype, (101, 92), access=access, aligned=aligned)
-        out = run(x, poisoned(n, m, dtype))
-        assert same_bits(out, expected) and written(out), (window, sms, aligned)
+        run = tiled(m, k, dtype, (101, 92), access=access, even_waves=even_waves)
+        config = run.config(n, even_waves=even_waves)
+        out = run(x, poisoned(n, m, dtype), config=config)
+        assert same_bits(out, expected) and written(out), (window, sms, even_waves)
 
 
 @pytest.mark.parametrize("pdl", [False, True])

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from cards import H200, PORTABLE
 
-from dakrun.geometry import SPLITK_X_TILES, TILED_PORTABLE_X_TILES, TILED_X_TILES
+from dakrun.geometry import SPLITK_X_TILES
 from dakrun.kernels import Variant, all_variants, attention_variant, variants
 
 HALF = torch.float16
@@ -22,25 +23,25 @@ def float16(found: list[Variant]) -> list[Variant]:
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_products_of_few_rows(mixes: bool) -> None:
-    found = variants(HALF, ROWS, TILED_X_TILES, head_dim=128, mixes=mixes)
+    found = variants(HALF, ROWS, H200, head_dim=128, mixes=mixes)
     wanted = [
         macros
         for macros in of("splitk_gemm.cu", float16(all_variants("sm_90a")))
-        if macros["MIXES"] <= mixes and (macros["X_TILES"] < 8 or not macros["NORM"])
+        if macros["MIXES"] <= mixes and (macros["TILES"] < 8 or not macros["NORM"])
     ]
     assert wanted and of("splitk_gemm.cu", found) == wanted
     assert len(found) == len({(source, *macros.items()) for source, macros in found})
 
 
 def test_many_rows_and_attention() -> None:
-    here = variants(HALF, (1,), TILED_X_TILES, head_dim=80, group=16)
+    here = variants(HALF, (1,), H200, head_dim=80, group=16)
     wanted = of("tiled_gemm.cu", float16(all_variants("sm_90a")))
     assert wanted and of("tiled_gemm.cu", here) == wanted
     assert attention_variant(HALF, 80, 16) in here
-    elsewhere = [source for source, _ in variants(HALF, (1,), TILED_PORTABLE_X_TILES, head_dim=80)]
+    elsewhere = [source for source, _ in variants(HALF, (1,), PORTABLE, head_dim=80)]
     assert "unpack.cu" in elsewhere and "tiled_gemm.cu" not in elsewhere
 
 
 def test_they_are_all_known() -> None:
-    found = variants(HALF, ROWS, TILED_X_TILES, head_dim=128, mixes=True)
+    found = variants(HALF, ROWS, H200, head_dim=128, mixes=True)
     assert all(variant in all_variants("sm_90a") for variant in found)

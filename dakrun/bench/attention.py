@@ -31,7 +31,7 @@ from dakrun.kernels.attention import (
     attention_config,
     splitk_flash_attn,
 )
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.launches import TierAccess
 from dakrun.memory import aligned
 from dakrun.probe.chain import Launch, launch_seconds
 
@@ -75,7 +75,7 @@ class AttentionChains(Chains):
         """Times of SplitK_FlashAttn with the case's slots in each tier."""
         slots, dim = case.slots, case.head_dim
         shape = KVShape(slots.kv_heads, dim, slots.length)
-        config = attention_config(shape, case.units, access, sms=self._sms)
+        config = attention_config(shape, case.units, access, card=self._card)
         workspace = AttentionWorkspace.empty([config], slots.heads // slots.kv_heads, self.device)
         tables = [BlockTables.of_slots(starts, shape) for starts in self._addresses(case)]
         lengths = torch.tensor(slots.lengths, dtype=torch.int32, device=self.device) - 1

@@ -28,10 +28,10 @@ from dakrun.bench.rows import GemmRow
 from dakrun.bench.run import Chains, measure_kernel
 from dakrun.bench.tiers import fill_random
 from dakrun.formats import PACKED16
-from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.hardware import LOCAL, Card, HardwareProfile
 from dakrun.kernels.gemm.dispatch import By, Products
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
-from dakrun.kernels.runtime import architecture, compile_ahead
+from dakrun.kernels.runtime import architecture, card_of, compile_ahead
+from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.memory import MatrixPart, TieredMatrix, aligned
 from dakrun.plan import is_windowed
 from dakrun.probe.chain import launch_seconds
@@ -53,8 +53,8 @@ def measure_gemm(
     Raises CannotRun if memory is short or no kernel supports the GPU.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    products = Products(device)
-    mixes = not all(map(is_windowed, sweep.remote_tiers(profile)))
+    products = Products(device, card_of(device))
+    mixes = not all(is_windowed(tier, profile.card) for tier in sweep.remote_tiers(profile))
     variants = products.variants(sweep.rows, getattr(torch, sweep.dtype), mixes=mixes)
     compile_ahead(variants, architecture(device.index))
     new_chains = partial(GemmChains, products=products, ablations=sweep.ablations)
@@ -70,13 +70,13 @@ class GemmChains(Chains):
         self,
         buffers: dict[str, torch.Tensor],
         dtype: torch.dtype,
-        sms: int,
+        card: Card,
         replays: int,
         *,
         products: Products,
         ablations: bool,
     ) -> None:
-        super().__init__(buffers, dtype, sms, replays)
+        super().__init__(buffers, dtype, card, replays)
         self._products, self._ablations = products, ablations
         self._cols = 0  # columns of the weights in the buffers
 
@@ -95,15 +95,18 @@ class GemmChains(Chains):
         if case.ratio:
             deep = [replace(tier, window_bytes=None) for tier in access]
             window_off_s = statistics.median(self.products(case, deep)[0])
-        uneven, _ = self.products(case, access, aligned=False)
+        uneven, _ = self.products(case, access, replace(self._card, even_waves=False))
         return replace(row, window_off_s=window_off_s, alignment_off_s=statistics.median(uneven))
 
     def products(
-        self, case: GemmCase, access: Sequence[TierAccess], *, aligned: bool = True
+        self, case: GemmCase, access: Sequence[TierAccess], layout: Card | None = None
     ) -> tuple[list[float], By]:
-        """Times with the case's row blocks in each tier, and the kernel that was launched."""
+        """Times with the case's row blocks in each tier, and the kernel that was launched.
+
+        Row blocks are laid out for the card `layout`, if given.
+        """
         shape = (case.shape.rows, case.shape.cols)
-        splits = split_row_blocks(case.units, access, sms=self._sms, aligned=aligned)
+        splits = split_row_blocks(case.units, access, card=layout or self._card)
         weights = [
             TieredMatrix(
                 shape,

@@ -92,7 +92,7 @@ def _device(profile: HardwareProfile) -> torch.device:
 class ModelBench:
     """Measures the points of a sweep on a device, after its ceilings, unless they are given.
 
-    A point has up to `rounds` timed batches, ROUNDS by default. `llm` is called for LLM, if given.
+    A point has up to `rounds` timed batches, ROUNDS by default.
     """
 
     def __init__(
@@ -104,10 +104,9 @@ class ModelBench:
         *,
         ceilings: Ceilings | None = None,
         rounds: int | None = None,
-        llm: Callable[..., LLM] | None = None,
     ) -> None:
         self.sweep, self.profile, self.device = sweep, profile, device
-        self._progress, self._count, self._llm = progress, rounds or ROUNDS, llm or LLM
+        self._progress, self._count = progress, rounds or ROUNDS
         self._free = self._free_bytes()  # before anything is allocated
         self.ceilings = ceilings or self._measured()
         self._rivals: dict[tuple[int, float], RivalStep | None] = {}  # by batch size and ratio
@@ -128,7 +127,7 @@ class ModelBench:
 
     def _run(self, point: Point) -> model_rows.Run:
         sweep = self.sweep
-        with self._llm(
+        with LLM(
             sweep.name,
             dtype=sweep.config.dtype,
             device="cuda" if self.device.type == "cuda" else "cpu",

@@ -17,12 +17,12 @@ from dakrun.bench.model_sweep import ModelSweep, model_sweep
 from dakrun.bench.output import Record, head
 from dakrun.bench.rows import Row, columns
 from dakrun.bench.sweep import forecast
-from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.hardware import LOCAL, Card, HardwareProfile
 
 if TYPE_CHECKING:
     import torch
 
-    from dakrun.kernels.gemm.splitk_config import TierAccess
+    from dakrun.launches import TierAccess
 
 AnySweep = GemmSweep | AttentionSweep | ModelSweep
 
@@ -76,11 +76,11 @@ class Chains(ABC):
     """
 
     def __init__(
-        self, buffers: "dict[str, torch.Tensor]", dtype: "torch.dtype", sms: int, replays: int
+        self, buffers: "dict[str, torch.Tensor]", dtype: "torch.dtype", card: Card, replays: int
     ) -> None:
         self.buffers = buffers
         self.device = buffers[LOCAL].device
-        self._dtype, self._sms, self._replays = dtype, sms, replays
+        self._dtype, self._card, self._replays = dtype, card, replays
 
     @abstractmethod
     def fill(self, case: Any) -> None:
@@ -98,7 +98,7 @@ class Chains(ABC):
 def measure_kernel(
     sweep: GemmSweep | AttentionSweep,
     profile: HardwareProfile,
-    new_chains: "Callable[[dict[str, torch.Tensor], torch.dtype, int, int], Chains]",
+    new_chains: "Callable[[dict[str, torch.Tensor], torch.dtype, Card, int], Chains]",
     *,
     effort: Effort,
     command: str,
@@ -114,16 +114,16 @@ def measure_kernel(
 
     from dakrun.bench.tiers import measure_ceilings, operands
     from dakrun.engine import direct_accesses
-    from dakrun.kernels.gemm.splitk_config import TierAccess
+    from dakrun.kernels.runtime import card_of
 
     device = torch.device("cuda", torch.cuda.current_device())
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    card = card_of(device)
     ceilings = measure_ceilings(sweep.remote_tiers(profile), effort, device)
     _, *remote = ceilings.rates
     cases = list(sweep.cases(ceilings.turning_point, effort, tiers=len(ceilings.rates)))
     rows: list[Row] = []
     with operands(cases, sweep.operand, ceilings.rates, device, progress) as buffers:
-        chains = new_chains(buffers, getattr(torch, sweep.dtype), sms, effort.replays)
+        chains = new_chains(buffers, getattr(torch, sweep.dtype), card, effort.replays)
         for label, group in itertools.groupby(cases, key=lambda case: case.label):
             first, *others = group
             chains.fill(first)
@@ -132,7 +132,7 @@ def measure_kernel(
                 expected = forecast(case, sweep.dtype, profile, remote)
                 row = chains.row(
                     case,
-                    [TierAccess(), *direct_accesses(profile, remote, expected.sms[1:])],
+                    [TierAccess(), *direct_accesses(profile, remote, expected.sms[1:], card)],
                     bound_s=ceilings.seconds(case.tier_bytes),
                     predicted_s=expected.seconds,
                     baseline_s=baseline_s,

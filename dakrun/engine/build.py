@@ -3,7 +3,7 @@
 Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,13 +17,12 @@ from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
 from dakrun.engine.staging import Staging, staged_bytes
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware import Card, HardwareProfile
 from dakrun.kernels import Variant, variants
 from dakrun.kernels.attention import KVShape
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.gemm.tiled import x_tiles
 from dakrun.kernels.runtime import architecture as gpu_architecture
-from dakrun.kernels.runtime import compiling, has_kernels
+from dakrun.kernels.runtime import card_of, compiling, has_kernels
+from dakrun.launches import TierAccess
 from dakrun.memory.tiers import Tier
 from dakrun.models.architectures import architecture
 from dakrun.plan import (
@@ -64,17 +63,16 @@ def build_runner(
     tiers: Mapping[str, Tier],
     device: torch.device,
     on_load: OnLoad = lambda done, total: None,
-    reads: Callable[[TierAccess], TierAccess] = lambda access: access,
 ) -> Runner:
     """Allocate weights and KV blocks in `tiers`, and load the weights from `source`.
 
-    `reads` may change how kernels read a tier. The runner uses the project's kernels if they
-    support the model on `device`, else plain torch.
+    The runner uses the project's kernels if they support the model on `device`, else plain torch.
     """
     if not runs_on_kernels(plan, device):
         return _reference_runner(source, plan, tiers, device, on_load)
     model = plan.model
-    accesses = {name: tuple(map(reads, access)) for name, access in tier_accesses(plan).items()}
+    card = card_of(device)
+    accesses = tier_accesses(plan, card)
     manifest = manifest_of(architecture(model), source.__contains__)
     shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
     cache = KVCache(
@@ -85,7 +83,7 @@ def build_runner(
         device,
         spill_blocks=plan.kv_spill_blocks,
     )
-    packing = Packing(accesses, plan.profile.sms)
+    packing = Packing(accesses, card)
     with compiling(_kernels(plan, device), gpu_architecture(device.index)):
         weights = load(source, manifest, plan, tiers, device, packing=packing, on_load=on_load)
     torch.cuda.empty_cache()  # return the temporary memory of loading to the driver
@@ -128,7 +126,7 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     model, remote = plan.model, range(1, len(plan.tiers))
     mixes = any(op.mixed(tier) for op in plan.weights() for tier in remote)
     return variants(
-        getattr(torch, model.dtype), SPLITK_ROWS, x_tiles(device.index), head_dim=model.head_dim,
+        getattr(torch, model.dtype), SPLITK_ROWS, card_of(device), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
         spills=plan.kv_spill_blocks > 0,
         head_norms=architecture(model).family.qk_norms is not None,
@@ -153,33 +151,33 @@ def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Stagin
     )
 
 
-def tier_accesses(plan: Plan) -> dict[str, tuple[TierAccess, ...]]:
-    """How kernels read each of the plan's tiers, by op, the local tier first.
+def tier_accesses(plan: Plan, card: Card) -> dict[str, tuple[TierAccess, ...]]:
+    """How kernels on `card` read each of the plan's tiers, by op, the local tier first.
 
     A staged part is read from HBM, by SMs in proportion to its bytes.
     """
-    return {op.op.name: (TierAccess(), *_remote(plan, op)) for op in plan.ops}
+    return {op.op.name: (TierAccess(), *_remote(plan, op, card)) for op in plan.ops}
 
 
 def direct_accesses(
-    profile: HardwareProfile, remote: Sequence[str], sms: Sequence[int]
+    profile: HardwareProfile, remote: Sequence[str], sms: Sequence[int], card: Card
 ) -> list[TierAccess]:
-    """How kernels read the tiers `remote` in place: `sms[i]` SMs, within the window of tier i.
+    """How kernels on `card` read the tiers `remote`: `sms[i]` SMs, within the window of tier i.
 
     With 0 SMs a tier is mixed: the local tier's SMs read it among their own units.
     """
     tiers = (profile.tier(name) for name in remote)
     return [
-        TierAccess(own or tier.sms, tier.window_bytes, mixed=not own)
+        TierAccess(own or tier.sms, tier.window_bytes if card.windows else None, mixed=not own)
         for tier, own in zip(tiers, sms, strict=True)
     ]
 
 
-def _remote(plan: Plan, op: OpPlan) -> list[TierAccess]:
+def _remote(plan: Plan, op: OpPlan, card: Card) -> list[TierAccess]:
     """How kernels read the remote tiers of `op`."""
     names, total = plan.tiers[1:], op.op.layers * op.op.resident_bytes
     if op.transport == "direct":
-        return direct_accesses(plan.profile, names, op.sms[1:])
+        return direct_accesses(plan.profile, names, op.sms[1:], card)
     shares = [op.resident_bytes(tier) / total for tier in range(1, len(plan.tiers))]
     spare = 1 if op.resident_bytes(0) else 0
     highest = plan.profile.sms - spare - len(shares) + 1

@@ -23,8 +23,8 @@ from dakrun.kernels.attention import (
     attention_config,
     splitk_flash_attn,
 )
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.runtime import sm_count
+from dakrun.kernels.runtime import card_of
+from dakrun.launches import TierAccess
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Attention, Decoder
 from dakrun.models.layers import split_heads
@@ -78,7 +78,7 @@ class DecodeStep:
         device, model = self.backend.like.device, self.backend.model.config
         self._configs = {
             bucket: attention_config(
-                self._shape, bucket, self._accesses, sms=sm_count(device),
+                self._shape, bucket, self._accesses, card=card_of(device),
                 capacity=self._cache.slots, alone=self.backend.one_cta_per_sm(sum(bucket)),
                 reads_spilled=self._cache.spill_blocks > 0,
             )

@@ -15,7 +15,8 @@ from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
 from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
 from dakrun.kernels.gemm.dispatch import By, Products
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.runtime import card_of
+from dakrun.launches import TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.architectures import Architecture, Matrix, Norm
 from dakrun.models.layers import rope_table
@@ -45,7 +46,7 @@ class KernelBackend:
         self._vectors, self._folded, self._accesses = weights.resident, manifest.folded, accesses
         self._ops = dict(model.step())
         self._following = dict(itertools.pairwise(self.order))
-        self._products = Products(self.like.device)
+        self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
         self._kept: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}

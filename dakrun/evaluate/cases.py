@@ -1,11 +1,11 @@
 """Points of single ops as cases of `dakrun bench`, their forecasts, and their bytes over the link.
 
-Needs no GPU; torch is imported where a kernel's configuration is asked for.
+Needs no GPU. Torch is imported where an access is asked for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from dakrun.bench import (
     AttentionCase,
@@ -31,11 +31,10 @@ from dakrun.geometry import (
     TILED_MAX_ROWS,
     row_block_count,
 )
+from dakrun.hardware import Card
+from dakrun.launches import TierAccess, tiled_config
 from dakrun.plan import Op, Policy, decode_ops
 from dakrun.units import ceil_div
-
-if TYPE_CHECKING:
-    from dakrun.kernels.gemm.splitk_config import TierAccess
 
 SIXTEEN_BITS = 2  # bytes of an element in packed weights
 
@@ -95,12 +94,12 @@ def foreseen(scope: Scope, point: ProductPoint | AttentionPoint, case: Case) -> 
     return forecast(case, dtype_of(scope, point.model), scope.profile, names)
 
 
-def ablated(access: "TierAccess", without: Sequence[str]) -> "TierAccess":
-    """How kernels read a tier without the techniques in `without`."""
+def ablated(card: Card, without: Sequence[str]) -> Card:
+    """The card whose launches do without the techniques in `without`."""
     return replace(
-        access,
-        window_bytes=None if "window" in without else access.window_bytes,
-        aligned="alignment" not in without,
+        card,
+        windows="window" not in without,
+        even_waves="alignment" not in without,
         multicast="multicast" not in without,
     )
 
@@ -116,8 +115,7 @@ class LinkReads:
 def link_reads(scope: Scope, point: ProductPoint, case: GemmCase) -> LinkReads:
     """How often remote row blocks of a product cross the link, from the kernel's configuration.
 
-    The tiled GEMM reads them once for every tile of X; multicast makes these tiles taller. Its
-    configuration is the one that bench uses on a GPU with the profile's SMs.
+    The tiled GEMM reads them once for every tile of X; multicast makes these tiles taller.
     """
     if point.n <= FEW_ROWS or not case.units[1]:
         few = point.n <= FEW_ROWS
@@ -125,19 +123,14 @@ def link_reads(scope: Scope, point: ProductPoint, case: GemmCase) -> LinkReads:
             "splitk" if few else "tiled", ceil_div(point.n, SPLITK_MAX_ROWS) if few else 1
         )
     from dakrun.engine import direct_accesses
-    from dakrun.kernels.gemm.splitk_config import TierAccess
-    from dakrun.kernels.gemm.tiled_config import tiled_config
 
+    card = ablated(scope.profile.card, point.without)
     names = remote_names(scope, point.remote)
     sms = foreseen(scope, point, case).sms[1:]
-    direct = direct_accesses(scope.profile, names, sms)
-    access = [ablated(tier, point.without) for tier in (TierAccess(), *direct)]
+    access = TierAccess(), *direct_accesses(scope.profile, names, sms, card)
     times = 0
     for first in range(0, point.n, TILED_MAX_ROWS):
         n = min(TILED_MAX_ROWS, point.n - first)
-        config = tiled_config(
-            n, case.units, access, cols=case.shape.cols, sms=scope.profile.sms,
-            multicast="multicast" not in point.without,
-        )  # fmt: skip
+        config = tiled_config(n, case.units, access, cols=case.shape.cols, card=card)
         times += ceil_div(n, config.launches[0].shape.rows)
     return LinkReads("tiled", times)

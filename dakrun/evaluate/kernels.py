@@ -26,11 +26,11 @@ from dakrun.evaluate.cases import (
 )
 from dakrun.evaluate.points import AttentionPoint, ProductPoint, ReadPoint, Result
 from dakrun.evaluate.scope import Scope
-from dakrun.hardware import LOCAL
+from dakrun.hardware import LOCAL, Card
 from dakrun.kernels import read_window
 from dakrun.kernels.gemm.dispatch import Products
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.runtime import architecture, compile_ahead
+from dakrun.kernels.runtime import architecture, card_of, compile_ahead
+from dakrun.launches import TierAccess
 from dakrun.memory import ALIGNMENT, Tiers
 from dakrun.plan import is_windowed
 from dakrun.probe.measurement import ring_for
@@ -48,7 +48,7 @@ class Kernels:
     def __init__(self, scope: Scope, device: torch.device) -> None:
         self.scope, self.device = scope, device
         self.effort: Effort = QUICK if scope.quick else FULL
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.card = card_of(device)
         self._tiers: Tiers | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._compiled: set[tuple[int, torch.dtype]] = set()
@@ -66,13 +66,14 @@ class Kernels:
         reads = link_reads(self.scope, point, case)
         dtype = getattr(torch, dtype_of(self.scope, point.model))
         buffers = self._room(case, point.remote)
-        products = Products(self.device)
+        card = ablated(self.card, point.without)
+        products = Products(self.device, card)
         self._compile(products, point, dtype)
         chains = GemmChains(
-            buffers, dtype, self.sms, self.effort.replays, products=products, ablations=False
+            buffers, dtype, card, self.effort.replays, products=products, ablations=False
         )
         fill_random(buffers, dtype, scale=case.shape.cols**-0.5)
-        times, _ = chains.products(case, self._accesses(point, case))
+        times, _ = chains.products(case, self._accesses(point, case, card))
         local, remote = case.tier_bytes
         return Result(
             source="measured",
@@ -89,10 +90,11 @@ class Kernels:
         case = attention_case(self.scope, point, replace(self.effort, min_launches=4))
         dtype = getattr(torch, dtype_of(self.scope, point.model))
         buffers = self._room(case, point.remote)
-        chains = AttentionChains(buffers, dtype, self.sms, self.effort.replays)
+        card = ablated(self.card, point.without)
+        chains = AttentionChains(buffers, dtype, card, self.effort.replays)
         chains.fill(case)
         row: AttentionRow = chains.row(
-            case, self._accesses(point, case), bound_s=0.0, predicted_s=0.0, baseline_s=0.0
+            case, self._accesses(point, case, card), bound_s=0.0, predicted_s=0.0, baseline_s=0.0
         )
         remote = sum(case.tier_bytes[1:])
         return Result(
@@ -111,7 +113,7 @@ class Kernels:
         if point.sms and ring is None:
             each = f"{point.in_flight / point.sms / 1024:,.4g} KiB"
             return Result(source="measured", problem=f"an SM cannot keep {each} in flight")
-        if point.sms + point.hbm_sms > self.sms:
+        if point.sms + point.hbm_sms > self.card.sms:
             return Result(source="measured", problem=f"needs {point.sms + point.hbm_sms} SMs")
         sizes = {LOCAL: READ_BYTES[LOCAL], name: READ_BYTES["remote"]}
         buffers = self._at_least(sizes)
@@ -129,19 +131,20 @@ class Kernels:
             hbm_bytes_per_s=rates[-1] if point.hbm_sms else None,
         )
 
-    def _accesses(self, point: ProductPoint | AttentionPoint, case: Case) -> Sequence[TierAccess]:
-        """How the kernel reads the tiers: as in a plan, less what the point leaves out."""
+    def _accesses(
+        self, point: ProductPoint | AttentionPoint, case: Case, card: Card
+    ) -> Sequence[TierAccess]:
+        """How the kernel reads the tiers: as in a plan, on `card`."""
         names = remote_names(self.scope, point.remote)
         sms = foreseen(self.scope, point, case).sms
-        access = [TierAccess(), *direct_accesses(self.scope.profile, names, sms[1:])]
-        return [ablated(tier, point.without) for tier in access]
+        return [TierAccess(), *direct_accesses(self.scope.profile, names, sms[1:], card)]
 
     def _compile(self, products: Products, point: ProductPoint, dtype: torch.dtype) -> None:
         """Compile the kernels for the point's rows, side by side."""
         if (point.n, dtype) in self._compiled:
             return
-        names = remote_names(self.scope, point.remote)
-        mixes = not all(is_windowed(self.scope.profile.tier(name)) for name in names)
+        names, profile = remote_names(self.scope, point.remote), self.scope.profile
+        mixes = not all(is_windowed(profile.tier(name), profile.card) for name in names)
         variants = products.variants([point.n], dtype, mixes=mixes)
         compile_ahead(variants, architecture(self.device.index))
         self._compiled.add((point.n, dtype))

@@ -230,7 +230,7 @@ def _read(point: ReadPoint, scope: Scope) -> Result:
     tier, model = machine.tier(name), machine.kernel_model
     needed = (
         tier.window_bytes
-        if is_windowed(tier)
+        if is_windowed(tier, machine.card)
         else tier.direct_bytes_per_s * model.link_latency_seconds
     )
     local = Links.of(machine, (name,)).direct[LOCAL]

@@ -3,9 +3,8 @@
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from dakrun.evaluate.points import FilePoint, Result, StepPoint
 from dakrun.evaluate.predict import lengths, of_file, too_large
 from dakrun.evaluate.scope import Scope
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.kernels.runtime import card_of, held_to
 from dakrun.llm import LLM
 from dakrun.plan import ExpectedRun, Policy
 from dakrun.requests import Request, RowError, RowLengths
@@ -68,9 +67,9 @@ class Steps:
             lambda text: None,
             ceilings=self._ceilings_of(point.remote),
             rounds=1 if self.scope.quick else None,
-            llm=partial(_Ablated, without=point.without) if point.without else None,
         )
-        run = bench.run(asked)
+        with self._card(point.without):
+            run = bench.run(asked)
         row = measured_row(asked, run)
         remote = row.remote_read_bytes or 0.0
         return Result(
@@ -85,6 +84,10 @@ class Steps:
             remote_bytes=remote,
             tokens_per_s=row.tokens_per_s,
         )
+
+    def _card(self, without: Sequence[str]) -> AbstractContextManager[None]:
+        """Launches follow their plan, but do without the techniques `without`."""
+        return held_to(ablated(card_of(self.device), without)) if without else nullcontext()
 
     def _ceilings_of(self, remote: str) -> Ceilings:
         """The ceilings of HBM and of one remote tier; the profile's if it was not measured."""
@@ -122,17 +125,6 @@ class Steps:
                 seconds=seconds,
                 tokens_per_s=tokens / seconds,
             )
-
-
-class _Ablated(LLM):
-    """An LLM that follows its plan, but reads tiers without some of the techniques."""
-
-    def __init__(self, model: str, *, without: Sequence[str], **settings: Any) -> None:
-        self._without = without
-        super().__init__(model, **settings)
-
-    def _reads(self, access: TierAccess) -> TierAccess:
-        return ablated(access, self._without)
 
 
 def _finish(llm: LLM, asked: Iterator[Request]) -> int:

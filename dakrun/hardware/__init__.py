@@ -1,10 +1,11 @@
 """A machine in figures: profiles of bandwidths, rates and costs, in TOML files.
 
 profile.py has HardwareProfile and its TOML form, parts.py the parts of a profile, files.py the
-profiles that are shipped or kept, kernels.py the cards that dakrun's kernels
-run on. Imports neither torch nor CUDA.
+profiles that are shipped or kept, card.py the GPU as launches see it, kernels.py why it may have no
+kernels. Imports neither torch nor CUDA.
 """
 
+from dakrun.hardware.card import BARRIER_BYTES, Card
 from dakrun.hardware.files import (
     cpu_name,
     find_profile,
@@ -14,7 +15,7 @@ from dakrun.hardware.files import (
     load_profile,
     shipped_profiles,
 )
-from dakrun.hardware.kernels import kernels_run, shared_bytes_per_block, why_no_kernels
+from dakrun.hardware.kernels import why_no_kernels
 from dakrun.hardware.parts import (
     LOCAL,
     ComputeRate,
@@ -29,8 +30,10 @@ from dakrun.hardware.parts import (
 from dakrun.hardware.profile import SCHEMA, HardwareProfile
 
 __all__ = [
+    "BARRIER_BYTES",
     "LOCAL",
     "SCHEMA",
+    "Card",
     "ComputeRate",
     "HardwareProfile",
     "KernelModel",
@@ -45,9 +48,7 @@ __all__ = [
     "gpu_names",
     "kept_profile",
     "kept_profiles_dir",
-    "kernels_run",
     "load_profile",
-    "shared_bytes_per_block",
     "shipped_profiles",
     "why_no_kernels",
 ]

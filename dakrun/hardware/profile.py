@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
+from dakrun.hardware.card import Card
 from dakrun.hardware.parts import (
     MAX,
     MAX_SECONDS,
@@ -45,7 +46,7 @@ def _fields(part: Any) -> list[str]:
 
 _HEAD = ("schema", "name", "description")
 _TABLES: dict[str, Iterable[str]] = {  # keys
-    "device": ("kind", "name", "sms"),
+    "device": ("kind", "name", "sms", "clusters"),
     "hbm": ("capacity_bytes", "bytes_per_s", "group"),
     "costs": ("context_bytes", "staged_seconds", *COSTS),
     "kernel_model": _fields(KernelModel),
@@ -66,8 +67,9 @@ class HardwareProfile:
     extra time of an op with staged bytes, which waits for its copy instead of overlapping the op
     ahead of it. `kernel_model` has the constants of the CTA model. `link_groups` gives the total
     rate of each group of tiers, of a link or a memory; on a CPU the local tier is in one
-    (`hbm_group`). `facts` (sizes, PCIe generation ...) and `sweeps` are for tables and pictures,
-    `published` for comparisons; placement does not depend on them.
+    (`hbm_group`). `clusters` are those of the card, estimated if empty. `facts` (sizes, PCIe
+    generation ...) and `sweeps` are for tables and pictures, `published` for comparisons; but the
+    card's compute capability and shared memory are among the facts.
     """
 
     name: str
@@ -76,6 +78,7 @@ class HardwareProfile:
     device: Literal["cuda", "cpu"]
     device_name: str
     sms: int
+    clusters: tuple[int, ...] = ()
     hbm_capacity_bytes: int
     hbm_bytes_per_s: float
     context_bytes: int
@@ -99,6 +102,10 @@ class HardwareProfile:
             if not isinstance(text, str):
                 raise bad(f"{text!r} is not a name or description", "a string")
         check_whole(self, self.name, "sms")
+        if not all(type(n) is int and 0 < n <= self.sms for n in self.clusters):
+            raise bad(
+                f"clusters are {list(self.clusters)}", "numbers of clusters of 2, 3, ... CTAs"
+            )
         check_positive(self, self.name, "hbm_capacity_bytes", "hbm_bytes_per_s")
         if self.device not in ("cuda", "cpu"):
             raise bad(f"device is {self.device!r}", "cuda or cpu")
@@ -122,6 +129,17 @@ class HardwareProfile:
         for group in (self.hbm_group, *(tier.group for tier in self.remote)):
             if group and group not in self.link_groups:
                 raise bad(f"link group {group!r} is not listed", "a rate under [link_groups]")
+
+    @functools.cached_property
+    def card(self) -> Card:
+        """The GPU as launches see it; a Hopper where the facts do not say which."""
+        shared = self.facts.get("shared_bytes_per_sm")
+        return Card.of(
+            str(self.facts.get("compute_capability", "9.0")),
+            sms=self.sms,
+            shared_bytes_per_sm=shared if isinstance(shared, int) else None,
+            clusters=self.clusters,
+        )
 
     @functools.cached_property
     def products(self) -> OpCosts:
@@ -210,7 +228,8 @@ class HardwareProfile:
         head = {"schema": SCHEMA, "name": self.name, "description": self.description}
         tables: list[tuple[str, dict[str, Any]]] = [
             ("[provenance]", {"kind": p.kind, "date": p.date, "source": p.source}),
-            ("[device]", {"kind": self.device, "name": self.device_name, "sms": self.sms}),
+            ("[device]", {"kind": self.device, "name": self.device_name, "sms": self.sms,
+                          **({"clusters": list(self.clusters)} if self.clusters else {})}),
             ("[hbm]", {"capacity_bytes": self.hbm_capacity_bytes,
                        "bytes_per_s": float(self.hbm_bytes_per_s),
                        **({"group": self.hbm_group} if self.hbm_group else {})}),
@@ -264,6 +283,7 @@ def _from_tables(raw: Mapping[str, Any]) -> HardwareProfile:
         device=device["kind"],
         device_name=device["name"],
         sms=device["sms"],
+        clusters=tuple(device.get("clusters", ())),
         hbm_capacity_bytes=hbm["capacity_bytes"],
         hbm_bytes_per_s=hbm["bytes_per_s"],
         context_bytes=costs["context_bytes"],

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES, SHARED_BYTES_ALONE
+from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES, MIN_SHARED_BYTES
 from dakrun.kernels.runtime.jit import kernel
 from dakrun.kernels.runtime.operands import fields, ints, pointers
 
-MAX_RING_BYTES = SHARED_BYTES_ALONE - 3 * 1024  # less room for barriers
+MAX_RING_BYTES = MIN_SHARED_BYTES - 3 * 1024  # less room for barriers
 SOURCE = "bandwidth.cu"
 
 

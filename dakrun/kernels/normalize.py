@@ -7,6 +7,7 @@ import torch
 
 from dakrun.geometry import CHUNK, NORMALIZE_MAX_COLS, ROW_THREADS
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.card import card_of
 from dakrun.units import ceil_div
 
 WARP = 32  # threads
@@ -72,7 +73,7 @@ def normalize(
     )
     threads = min(ROW_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
     kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))
-    sms = jit.sm_count(x.device) if pad_grid else 1
+    sms = card_of(x.device).sms if pad_grid else 1
     if n:
         kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)
     return out

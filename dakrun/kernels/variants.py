@@ -3,11 +3,12 @@
 Needs no GPU.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from dakrun.geometry import FEW_ROWS, HEAD_DIMS, TILED_PORTABLE_X_TILES, TILED_X_TILES
+from dakrun.geometry import FEW_ROWS, HEAD_DIMS
+from dakrun.hardware import Card
 from dakrun.kernels.attention import prompt
 from dakrun.kernels.attention import splitk as attention
 from dakrun.kernels.attention.copy_blocks import SOURCE as COPY_BLOCKS
@@ -15,13 +16,13 @@ from dakrun.kernels.bandwidth import SOURCE as BANDWIDTH
 from dakrun.kernels.embed import SOURCE as EMBED
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm.splitk_config import tiles_for
 from dakrun.kernels.normalize import SOURCE as NORMALIZE
 from dakrun.kernels.normalize_heads import SOURCE as NORMALIZE_HEADS
 from dakrun.kernels.runtime import operands
 from dakrun.kernels.select_token import SOURCE as SELECT_TOKEN
 from dakrun.kernels.store_kv import SOURCE as STORE_KV
 from dakrun.kernels.unpack import SOURCE as UNPACK
+from dakrun.launches import tiles_for
 
 Variant = tuple[str, dict[str, int]]  # a file of native/, and the macros of the variant
 
@@ -29,7 +30,7 @@ Variant = tuple[str, dict[str, int]]  # a file of native/, and the macros of the
 def variants(
     dtype: torch.dtype,
     rows: Iterable[int],
-    x_tiles: Sequence[int],
+    card: Card,
     *,
     head_dim: int,
     group: int = 1,
@@ -37,14 +38,13 @@ def variants(
     spills: bool = False,
     head_norms: bool = False,
 ) -> list[Variant]:
-    """Variants for a model with `head_dim` and `group` query heads per KV head.
+    """Variants for a model with `head_dim` and `group` query heads per KV head, on `card`.
 
-    Those that take longest to compile come first.
+    The variants that take longest to compile come first.
     SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
     `mixes` also for weights with mixed tiers. With `spills`, slots of attention may spill, with
-    `head_norms` it normalizes query and key heads.
-    `x_tiles` are the GPU's variants of the tiled GEMM, for many rows; if some are missing, torch
-    multiplies unpacked weights instead.
+    `head_norms` it normalizes query and key heads. Many rows need the tiled GEMM, or on other
+    cards `unpack`, for torch.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
     few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}
@@ -53,9 +53,10 @@ def variants(
         for x_tiles, norm in sorted(few, reverse=True)
         for macros in gemm.defines_of_tiers(dtype, x_tiles, norm, mixes=mixes)
     ]
-    many = [(tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype)]
+    tiled = tiled_gemm.all_defines(dtype, wgmma=card.has_wgmma)
+    many = [(tiled_gemm.SOURCE, macros) for macros in tiled]
     return [
-        *(many if tuple(x_tiles) == TILED_X_TILES else [(UNPACK, {})]),
+        *(many if card.tiled else [(UNPACK, {})]),
         *_attention(dtype, head_dim, group, reads_spilled=spills, head_norms=head_norms),
         *skinny,
         (COPY_BLOCKS, {}),
@@ -110,9 +111,7 @@ def all_variants(arch: str) -> list[Variant]:
     """Every variant of every kernel for `arch`, one of runtime.ARCHITECTURES."""
     found: list[Variant] = [(BANDWIDTH, {}), (UNPACK, {}), (COPY_BLOCKS, {})]
     for dtype in operands.DTYPES:
-        tiled = [tiled_gemm.defines(dtype, tiles) for tiles in TILED_PORTABLE_X_TILES]
-        if arch == "sm_90a":  # the only one with wgmma
-            tiled = tiled_gemm.all_defines(dtype)
+        tiled = tiled_gemm.all_defines(dtype, wgmma=arch == "sm_90a")  # no other has it
         found += ((tiled_gemm.SOURCE, macros) for macros in tiled)
         found += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
         for head_dim in HEAD_DIMS:

@@ -18,7 +18,7 @@ from dakrun.kernels.attention import (
     kv_blocks,
     splitk_flash_attn,
 )
-from dakrun.kernels.runtime import has_kernels, sm_count
+from dakrun.kernels.runtime import card_of, has_kernels
 from dakrun.nn.kv_cache import PartitionedKVCache
 
 _config = functools.cache(attention_config)
@@ -97,7 +97,7 @@ class SplitKFlashAttn(nn.Module):
     ) -> torch.Tensor:
         """out [B, Hq * D] of q [B, Hq, D], k and v [B, Hkv, D], by the kernel."""
         heads = (q.shape[1], k.shape[1], v.shape[1])
-        config = _config(cache.shape, cache.slots, cache.access, sms=sm_count(q.device))
+        config = _config(cache.shape, cache.slots, cache.access, card=card_of(q.device))
         key = (config, heads[0] // heads[1], q.device)
         if key not in self._workspaces:
             self._workspaces[key] = AttentionWorkspace.empty([config], *key[1:])

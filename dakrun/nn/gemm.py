@@ -14,7 +14,7 @@ from torch import nn
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels import reference
 from dakrun.kernels.gemm.dispatch import products
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.launches import TierAccess
 from dakrun.memory import HOST
 from dakrun.nn.tiers import (
     TieredWeight,

@@ -14,8 +14,8 @@ import torch
 from dakrun.formats import Rows, WeightFormat
 from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
-from dakrun.kernels.runtime import jit, sm_count
+from dakrun.kernels.runtime import card_of, has_kernels
+from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.memory import Tiers, allocate_tiers
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.plan import is_windowed
@@ -73,7 +73,7 @@ def profiled_access(
         profile = load_profile(profile)
     tier = profile.tier(remote)
     total = tier.direct_bytes_per_s + profile.hbm_bytes_per_s
-    mixed = not is_windowed(tier) and ratio <= tier.direct_bytes_per_s / total
+    mixed = not is_windowed(tier, profile.card) and ratio <= tier.direct_bytes_per_s / total
     return TierAccess(tier.sms, tier.window_bytes, mixed=mixed)
 
 
@@ -83,7 +83,7 @@ def kernel_format(like: torch.Tensor, cols: int) -> WeightFormat | None:
     They support the dtype and the device of `like`.
     """
     packed = Rows(like.dtype.itemsize).packed
-    fits = packed is not None and packed.takes(cols) and jit.has_kernels(like.device)
+    fits = packed is not None and packed.takes(cols) and has_kernels(like.device)
     return packed if fits else None
 
 
@@ -101,7 +101,7 @@ def allocate(
     stored = packed or Rows(like.dtype.itemsize)
     splits = None
     if packed:
-        splits = split_row_blocks(counts, (TierAccess(), access), sms=sm_count(like.device))
+        splits = split_row_blocks(counts, (TierAccess(), access), card=card_of(like.device))
     sizes = allocated_bytes(stored, shape, counts)
     tiers = allocate_tiers(dict(zip(names, sizes, strict=True)), like.device)
     placement = [*zip(names, counts, strict=True)]

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dakrun.geometry import (
     FEW_ROWS,
     ROWS_PER_BLOCK,
-    SHARED_BYTES_PAIRED,
     SPLITK_MAX_ROWS,
     even_group,
     group_count,
 )
-from dakrun.hardware import HardwareProfile, KernelModel, RemoteTier
+from dakrun.hardware import Card, HardwareProfile, KernelModel, RemoteTier
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, is_windowed, predicted_time
@@ -72,24 +71,28 @@ def sms_by_tier(
             soonest = min(options.values())
             sms[tier] = min(n for n, took in options.items() if took <= soonest * SM_GAIN)
     if op.category == "attention" and units[0]:
-        busy = [_attention_sms(profile.tier(name), profile.kernel_model) for name in remote]
+        busy = [_attention_sms(profile.tier(name), profile) for name in remote]
         sms = [min(n, max(least)) for n, *least in zip(sms, arithmetic, busy, strict=True)]
     local = profile.sms - sum(sms) if units[0] else 0
     first = next((tier for tier, count in enumerate(counts) if tier and count), 0)
     many = op.category == "linear" and op.batch_size > FEW_ROWS
     separate = (local, *sms)
-    if not (first and counts[0]) or many or is_windowed(profile.tier(remote[first - 1])):
+    if (
+        not (first and counts[0])
+        or many
+        or is_windowed(profile.tier(remote[first - 1]), profile.card)
+    ):
         return separate
     mixed = (local + sms[first - 1], *(0 if t == first else n for t, n in enumerate(sms, 1)))
     return mixed if seconds(mixed) < seconds(separate) else separate
 
 
-def _attention_sms(tier: RemoteTier, model: KernelModel) -> int:
+def _attention_sms(tier: RemoteTier, profile: HardwareProfile) -> int:
     """SMs whose rings hold the bytes in flight that `tier`'s link needs; all with a window."""
-    if is_windowed(tier):
+    if is_windowed(tier, profile.card):
         return tier.sms
-    needed = model.attention_ring_factor * bytes_in_flight(tier, model)
-    return math.ceil(needed / SHARED_BYTES_PAIRED)
+    needed = profile.kernel_model.attention_ring_factor * bytes_in_flight(tier, profile)
+    return math.ceil(needed / profile.card.ring_bytes)
 
 
 def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
@@ -147,13 +150,13 @@ def read_times(
             continue
         if own:
             ctas, group = float(min(own, row_blocks)), even_group(row_blocks, min(own, row_blocks))
-            seconds = row_block * _waves(row_blocks, own, _link_rate(tier, rows, model))
+            seconds = row_block * _waves(row_blocks, own, _link_rate(tier, rows, profile))
         else:
             ctas = sms[0] * row_blocks / (counts[0] + mixed)
             group = even_group(counts[0], sms[0], mixed)
             seconds = _mixed_seconds(row_block * row_blocks, tier, model)
         # HBM idles between launches as well: that is part of the op's fixed cost.
-        held = _ring_bytes(rows, ctas, group) / tier.direct_bytes_per_s
+        held = _ring_bytes(rows, ctas, group, profile.card) / tier.direct_bytes_per_s
         idle = max(0.0, model.launch_gap_seconds - held)
         links.append(seconds + max(0.0, idle - fixed))
     local = row_block * counts[0] / profile.hbm_bytes_per_s
@@ -203,10 +206,10 @@ def _unevenness(row_blocks: int, ctas: int, profile: HardwareProfile, mixed: int
     return 1 + model.busiest_cta_weight * (over_mean - 1 / model.busy_sms)
 
 
-def _ring_bytes(rows: int, ctas: float, group: int) -> float:
+def _ring_bytes(rows: int, ctas: float, group: int, card: Card) -> float:
     """Bytes of W in the rings of `ctas`, which also hold `rows` rows of X."""
     tiles = ceil_div(min(rows, SPLITK_MAX_ROWS), ROWS_PER_BLOCK)
-    return ctas * SHARED_BYTES_PAIRED * group / (group + tiles)
+    return ctas * card.ring_bytes * group / (group + tiles)
 
 
 def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> float:
@@ -225,18 +228,21 @@ def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> floa
     return seconds + (rest / rate(last, group) if rest else 0.0)
 
 
-def _link_rate(tier: RemoteTier, rows: int, model: KernelModel) -> Callable[[int, int], float]:
+def _link_rate(
+    tier: RemoteTier, rows: int, profile: HardwareProfile
+) -> Callable[[int, int], float]:
     """Bytes/s of `tier` by the CTAs that read it and the row blocks in a group, at `rows` of X.
 
     The bytes in flight are limited by the CTAs' rings. A window reaches its full rate only with
     all of the tier's SMs.
     """
-    full, needed = tier.direct_bytes_per_s, bytes_in_flight(tier, model)
-    windowed = is_windowed(tier)
+    full, needed = tier.direct_bytes_per_s, bytes_in_flight(tier, profile)
+    windowed = is_windowed(tier, profile.card)
+    loss = profile.kernel_model.few_sms_link_loss
 
     def rate(ctas: int, group: int) -> float:
         missing = max(0.0, 1 - ctas / tier.sms) if windowed else 0.0
-        filled = min(1.0, _ring_bytes(rows, ctas, group) / needed)
-        return full * filled / (1 + model.few_sms_link_loss * 2 * missing)
+        filled = min(1.0, _ring_bytes(rows, ctas, group, profile.card) / needed)
+        return full * filled / (1 + loss * 2 * missing)
 
     return rate

@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Sequence
 
 from dakrun.geometry import ATOM_BYTES, ROWS_PER_BLOCK, TILE_ROW_BLOCKS, TILED_MAX_STAGES
-from dakrun.hardware import HardwareProfile, KernelModel, RemoteTier
+from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, kernel_compute_time
 from dakrun.units import ceil_div
@@ -55,7 +55,7 @@ def _part_times(
     if tier == 0:
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
     link, model = profile.tier(remote[tier - 1]), profile.kernel_model
-    seconds = nbytes / _ring_rate(link, op.batch_size, sms, model)
+    seconds = nbytes / _ring_rate(link, op.batch_size, sms, profile)
     return kernel, seconds + model.launch_gap_seconds  # the link idles between launches
 
 
@@ -113,7 +113,7 @@ def ring_stages(rows: int) -> int:
     return min(TILED_MAX_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_ROW_BLOCKS + across)))
 
 
-def _ring_rate(tier: RemoteTier, rows: int, ctas: int, model: KernelModel) -> float:
+def _ring_rate(tier: RemoteTier, rows: int, ctas: int, profile: HardwareProfile) -> float:
     """Bytes/s of `tier` read by `ctas` CTAs of a product of many rows, limited by their rings."""
     held = ctas * ring_stages(rows) * ATOM_BYTES * TILE_ROW_BLOCKS
-    return tier.direct_bytes_per_s * min(1.0, held / bytes_in_flight(tier, model))
+    return tier.direct_bytes_per_s * min(1.0, held / bytes_in_flight(tier, profile))

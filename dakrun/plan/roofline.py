@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig
-from dakrun.geometry import FEW_ROWS, SHARED_BYTES_PAIRED
-from dakrun.hardware import LOCAL, HardwareProfile, KernelModel, RemoteTier
+from dakrun.geometry import FEW_ROWS
+from dakrun.hardware import LOCAL, Card, HardwareProfile, RemoteTier
 from dakrun.plan.ops import Op
 
 COMPUTE = "compute"
@@ -110,18 +110,19 @@ def bound_times(lines: Mapping[str, Line], ratios: Sequence[float]) -> tuple[flo
     return kernel, bound_time(links, ratios) if links else 0.0
 
 
-def is_windowed(tier: RemoteTier) -> bool:
+def is_windowed(tier: RemoteTier, card: Card) -> bool:
     """Whether the window of `tier` is smaller than the rings of all its SMs."""
-    return tier.window_bytes < tier.sms * SHARED_BYTES_PAIRED
+    return tier.window_bytes < tier.sms * card.ring_bytes
 
 
-def bytes_in_flight(tier: RemoteTier, model: KernelModel) -> float:
+def bytes_in_flight(tier: RemoteTier, profile: HardwareProfile) -> float:
     """Bytes in flight that the link of `tier` needs for its full rate: its window, if it has one.
 
     Otherwise its rate times its latency (Little's law).
     """
-    latency = model.link_latency_seconds
-    return tier.window_bytes if is_windowed(tier) else tier.direct_bytes_per_s * latency
+    if is_windowed(tier, profile.card):
+        return tier.window_bytes
+    return tier.direct_bytes_per_s * profile.kernel_model.link_latency_seconds
 
 
 def matmul_rows(rows: int, profile: HardwareProfile) -> int:

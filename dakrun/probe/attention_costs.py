@@ -127,7 +127,7 @@ def _attention(
     """
     shape, count = KVShape(HEADS, HEAD_DIM, KV_BLOCK * blocks), len(out)
     alone = count > FEW_ROWS
-    config = attention_config(shape, (count,), ACCESS, sms=bench.sms, alone=alone)
+    config = attention_config(shape, (count,), ACCESS, card=bench.card, alone=alone)
     workspace = AttentionWorkspace.empty([config], 1, memory.device)
     q, k, v = random(memory, 3, count, HEADS, HEAD_DIM)
     lengths = torch.full((count,), shape.positions - 1, dtype=torch.int32, device=memory.device)

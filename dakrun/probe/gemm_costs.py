@@ -14,9 +14,9 @@ from dakrun.formats import PACKED16
 from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK
 from dakrun.hardware import LOCAL, Sweep
 from dakrun.kernels import normalize
-from dakrun.kernels.gemm.dispatch import Products, tiles
+from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.gemm.splitk import splitk_gemm
-from dakrun.kernels.gemm.splitk_config import TierAccess, gemm_config, split_row_blocks
+from dakrun.launches import TierAccess, gemm_config, split_row_blocks
 from dakrun.memory import MatrixPart, TieredMatrix
 from dakrun.probe.chain import Launch, graph_seconds, launch_seconds, seconds_round_robin
 from dakrun.probe.measurement import spread
@@ -68,7 +68,7 @@ def linear_sweep(bench: Bench) -> Sweep:
 
 def many_rows(bench: Bench) -> tuple[int, ...]:
     """The effort's numbers of rows of X that are too many for SplitK_GEMM."""
-    most = Products(bench.hbm.tensor.device).few_rows
+    most = Products(bench.hbm.tensor.device, bench.card).few_rows
     return tuple(n for n in bench.effort.many_rows if n > most)
 
 
@@ -114,9 +114,9 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
     A product of a staged weight launches without PDL, after its copy has ended.
     """
     splits = split_row_blocks(
-        [WEIGHT_ROW_BLOCKS - STAGED_ROW_BLOCKS, STAGED_ROW_BLOCKS], STAGED_ACCESS, sms=bench.sms
+        [WEIGHT_ROW_BLOCKS - STAGED_ROW_BLOCKS, STAGED_ROW_BLOCKS], STAGED_ACCESS, card=bench.card
     )
-    config = gemm_config(STAGED_ROWS, list(splits), STAGED_ACCESS, sms=bench.sms)
+    config = gemm_config(STAGED_ROWS, list(splits), STAGED_ACCESS, card=bench.card)
     row_block, memory = PACKED16.row_block_bytes(WEIGHT_COLS), random_memory(bench)
     x = random(memory, STAGED_ROWS, WEIGHT_COLS)
     out = x.new_empty(STAGED_ROWS, WEIGHT_ROW_BLOCKS * ROWS_PER_BLOCK)
@@ -174,13 +174,13 @@ def product(
     Each weight has `row_blocks`. With `norm` the kernel also normalizes x, of up to FEW_ROWS rows.
     """
     n, cols = x.shape
-    (split,) = split_row_blocks([row_blocks], ACCESS, sms=bench.sms)
+    (split,) = split_row_blocks([row_blocks], ACCESS, card=bench.card)
     out = x.new_empty(n, ROWS_PER_BLOCK * row_blocks)
     weights = [
         TieredMatrix((out.shape[1], cols), DTYPE, (MatrixPart(LOCAL, split, PACKED16, (data,)),))
         for data in pieces(memory, row_blocks * PACKED16.row_block_bytes(cols))
     ]
-    products = Products(x.device)
+    products = Products(x.device, bench.card)
 
     def launch(number: int) -> None:
         following = weights[(number + 1) % len(weights)]
@@ -201,7 +201,7 @@ def normed_product(
     Without the tiled GEMM, torch multiplies many rows, and products launch without PDL.
     """
     few = len(x) <= FEW_ROWS
-    pdl = few or tiles(x.device) is not None
+    pdl = few or bench.card.tiled
     launch, count = product(bench, memory, row_blocks, x, norm=few, pdl=pdl)
     if few:
         return launch, count

@@ -9,11 +9,10 @@ import torch
 
 from dakrun.config import Dtype
 from dakrun.errors import CannotRun
-from dakrun.geometry import FEW_ROWS, SPLITK_MAX_ROWS, TILED_X_TILES
-from dakrun.hardware import LOCAL, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.geometry import FEW_ROWS, SPLITK_MAX_ROWS
+from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import Variant, variants
-from dakrun.kernels.gemm.tiled import x_tiles
-from dakrun.kernels.runtime import architecture, compiling, has_kernels
+from dakrun.kernels.runtime import architecture, card_of, compiling, has_kernels
 from dakrun.memory import allocate_tiers, available_host_memory
 from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
 from dakrun.probe.congestion import (
@@ -84,7 +83,8 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     host_memory = available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
     sizes = buffer_sizes(effort, free, host_memory, peers)
-    needed, arch = measured_variants(effort, x_tiles(device.index)), architecture(device.index)
+    card, arch = card_of(device), architecture(device.index)
+    needed = measured_variants(effort, card)
     with compiling(needed, arch) as compiled, allocate_tiers(sizes, device) as tiers:
         buffers = {
             tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
@@ -92,8 +92,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         }
         for buffer in buffers.values():
             _fill(buffer.tensor)
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        probe = GpuProbe(Bench(sms, buffers.pop(LOCAL), effort))
+        probe = GpuProbe(Bench(card, buffers.pop(LOCAL), effort))
         probe.launches()
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
         compiled()  # wait: compilation overlapped with measurements of the GPU alone
@@ -119,7 +118,8 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         ),
         device="cuda",
         device_name=torch.cuda.get_device_name(device),
-        sms=sms,
+        sms=card.sms,
+        clusters=card.clusters,
         hbm_capacity_bytes=total,
         hbm_bytes_per_s=probe.hbm_rate,
         context_bytes=total - free,
@@ -294,11 +294,11 @@ def _capacity(tier: str, host_memory: int) -> int:
     return int(torch.cuda.mem_get_info(int(tier.removeprefix("peer:")))[1])
 
 
-def measured_variants(effort: Effort, x_tiles: Sequence[int]) -> list[Variant]:
-    """The kernel variants that are measured with these `x_tiles` of the tiled GEMM."""
-    most = FEW_ROWS if tuple(x_tiles) == TILED_X_TILES else SPLITK_MAX_ROWS
+def measured_variants(effort: Effort, card: Card) -> list[Variant]:
+    """The kernel variants that are measured on `card`."""
+    most = FEW_ROWS if card.tiled else SPLITK_MAX_ROWS
     rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
-    needed = variants(DTYPE, rows, x_tiles, head_dim=HEAD_DIM)
+    needed = variants(DTYPE, rows, card, head_dim=HEAD_DIM)
     return [(source, macros) for source, macros in needed if not macros.get("PREFIXES")]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dakrun.geometry import SHARED_BYTES_ALONE
+from dakrun.geometry import MIN_SHARED_BYTES
 from dakrun.hardware import gpu_names
 from dakrun.memory import (
     available_host_memory,
@@ -53,7 +53,7 @@ class Gpu:
     capability: tuple[int, int]
     memory_bytes: int
     address: str
-    shared_bytes: int = SHARED_BYTES_ALONE  # of a block at most
+    shared_bytes: int = MIN_SHARED_BYTES  # of a block at most
 
 
 def visible_gpus() -> list[Gpu]:
@@ -128,10 +128,10 @@ def direct_transport(gpus: Sequence[Gpu]) -> Check:
     small = [
         f"gpu {g.index} ({g.shared_bytes >> 10} KiB)"
         for g in gpus
-        if g.shared_bytes < SHARED_BYTES_ALONE
+        if g.shared_bytes < MIN_SHARED_BYTES
     ]
     if small:
-        needed = f"{SHARED_BYTES_ALONE >> 10} KiB of shared memory a block"
+        needed = f"{MIN_SHARED_BYTES >> 10} KiB of shared memory a block"
         return Check("direct transport", "lack", f"{', '.join(small)}: kernels need {needed}, so "
                      "models run on plain torch there, which is slower",
                      "the kernels run on H100, H200, GH200 and B200")  # fmt: skip

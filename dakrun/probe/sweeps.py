@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from dakrun.hardware import Sweep
+from dakrun.hardware import Card, Sweep
 from dakrun.kernels import Reader, Window, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import copy
 from dakrun.probe.chain import graph_seconds
@@ -41,11 +41,16 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Bench:
-    """The GPU under test: its SMs, a buffer in HBM, and the effort."""
+    """The GPU under test: its card, a buffer in HBM, and the effort."""
 
-    sms: int
+    card: Card
     hbm: Buffer
     effort: Effort
+
+    @property
+    def sms(self) -> int:
+        """The card's SMs."""
+        return self.card.sms
 
     def readings(self, *readers: Reader) -> list[list[float]]:
         """Bytes/s of each reader in each run, with all of them reading at once."""

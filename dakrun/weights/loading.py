@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 
 from dakrun.formats import WeightFormat
+from dakrun.hardware import Card
 from dakrun.interrupt import Workers
-from dakrun.kernels.gemm.splitk_config import TierAccess, split_row_blocks
+from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tier, aligned
 from dakrun.plan import Op, Plan
@@ -49,7 +50,7 @@ class Packing:
     """Parameters of packing: how kernels read the tiers of each op, and the GPU's SMs."""
 
     accesses: Mapping[str, tuple[TierAccess, ...]]
-    sms: int
+    card: Card
 
 
 def can_pack(plan: Plan) -> bool:
@@ -124,7 +125,7 @@ def _allocate(
         placement, splits = plan.placement(op.name, layer), None
         if packing is not None:
             counts = [count for _, count in placement]
-            splits = split_row_blocks(counts, packing.accesses[op.name], sms=packing.sms)
+            splits = split_row_blocks(counts, packing.accesses[op.name], card=packing.card)
         matrices[name] = TieredMatrix.empty(
             manifest.matrix_shape(name), dtype, _format(op, packed=packing is not None), placement,
             tiers, splits,

@@ -1,4 +1,4 @@
-"""Launch configurations of SplitK_FlashAttn: pure functions of slots per tier, capacity and SMs.
+"""Launch configurations of SplitK_FlashAttn: pure functions of slots per tier, capacity and card.
 
 Needs no GPU. The sizes of splits and chunks depend on the capacity of the cache alone, so no bit of
 a result depends on tiers or on the slots of a launch.
@@ -13,18 +13,18 @@ from dakrun.geometry import (
     ATTENTION_MAX_STAGES,
     ATTENTION_WARPS,
     KV_BLOCK,
-    SHARED_BYTES_PAIRED,
 )
+from dakrun.hardware import Card
 from dakrun.kernels.attention.kv_blocks import KVShape
-from dakrun.kernels.gemm.splitk_config import TierAccess
+from dakrun.launches import TierAccess
 from dakrun.units import ceil_div
 
 CHUNK_BLOCKS = (32, 16, 8, 4)  # sizes of a chunk; shorter ones cost more to combine
 ITEMS = 512  # work items wanted at least: about four per SM of a large GPU
 SPLITS = 128  # of all heads: about one per SM of a large GPU
 FULL = 0.85  # fraction of SPLITS from which one long split per SM beats many short ones
+LONE_BYTES = 1024  # beyond a ring's shared memory, with which a CTA keeps others off its SM
 MAX_WINDOW = 4  # of a finite window, in stages: two tasks pending per warp, each of keys and values
-LONE_BYTES = SHARED_BYTES_PAIRED + 1024  # shared memory of a CTA that keeps others off its SM
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class AttentionConfig:
     With `reads_spilled`, leading blocks of slots in the first tier may lie in the second one, whose
     CTAs then read them. The first tier includes the tiers mixed with it. `spread` makes its CTAs
     visit slots head by head, so that each CTA reads from all of these tiers. `alone` keeps an SM to
-    one CTA. `idle` CTAs fill the remaining SMs; without them two CTAs of the next launch could
-    share an SM.
+    one CTA, by `lone_bytes` of shared memory. `idle` CTAs fill the remaining SMs; without them two
+    CTAs of the next launch could share an SM.
     """
 
     shape: KVShape
@@ -52,6 +52,7 @@ class AttentionConfig:
     split_blocks: int
     chunk_blocks: int
     item_splits: int
+    lone_bytes: int
     alone: bool = False
     spread: bool = False
     reads_spilled: bool = False
@@ -72,7 +73,7 @@ class AttentionConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA."""
         stages = self.stages * stage_bytes(self.shape)
-        return max(stages, LONE_BYTES) if self.alone else stages
+        return max(stages, self.lone_bytes) if self.alone else stages
 
 
 def stage_bytes(shape: KVShape) -> int:
@@ -85,22 +86,23 @@ def attention_config(
     slots: Sequence[int],
     tiers: Sequence[TierAccess],
     *,
-    sms: int,
+    card: Card,
     capacity: int | None = None,
     alone: bool = False,
     reads_spilled: bool = False,
 ) -> AttentionConfig:
-    """Choose the launch for `slots` of each tier (the local one first), read by `sms` SMs.
+    """Choose the launch for `slots` of each tier (the local one first), read by the card's SMs.
 
     `tiers` limits the SMs and the bytes in flight of each tier. Remote tiers get the SMs of their
-    limit, or fewer if these keep as many bytes in flight and the local CTAs then have less work,
-    unless the tier is not `aligned`; the local tier gets the rest, one CTA per SM. The local CTAs
+    limit. For even waves they get fewer, if these keep as many bytes in flight and the local CTAs
+    then have less work. The local tier gets the rest, one CTA per SM. The local CTAs
     also read the tiers mixed with the local one, up to the first tier with slots that is not.
     Results are bitwise equal for equal `shape` and `capacity`, the slots of the cache (those of the
     launch if not given). Use `alone` after kernels that fill an SM with one CTA each: some of these
     end early, and an SM would get two CTAs of this launch while another gets none. `reads_spilled`:
     leading blocks of slots in the local tier may lie in the first remote one.
     """
+    sms = card.sms
     reach = (slots[0], slots[0] + slots[1], *slots[2:]) if reads_spilled else slots
     mixed = _mixed_count(reach, tiers)
     reads_spilled = reads_spilled and mixed == 1
@@ -113,7 +115,7 @@ def attention_config(
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], reach[mixed:], strict=True)
     ]
-    stages = min(ATTENTION_MAX_STAGES, SHARED_BYTES_PAIRED // stage_bytes(shape))
+    stages = min(ATTENTION_MAX_STAGES, card.ring_bytes // stage_bytes(shape))
 
     def window(tier: TierAccess, count: int) -> int:
         """Stages that each of `count` CTAs of `tier` keeps in flight."""
@@ -122,7 +124,7 @@ def attention_config(
         return _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
 
     for number, tier in enumerate(tiers[1:]):
-        if not tier.aligned:
+        if not card.even_waves:
             continue
         rest = sms - sum(remote) + remote[number]
         remote[number] = _even(splits, rest, remote[number], partial(window, tier))
@@ -130,8 +132,8 @@ def attention_config(
     ctas = (local, *remote)
     windows = tuple(window(tier, count) for tier, count in zip(tiers, ctas, strict=True))
     return AttentionConfig(
-        shape, slots, ctas, windows, stages, split, chunk, items, alone, spread, reads_spilled,
-        idle=max(0, sms - sum(ctas)),
+        shape, slots, ctas, windows, stages, split, chunk, items, card.ring_bytes + LONE_BYTES,
+        alone, spread, reads_spilled, idle=max(0, sms - sum(ctas)),
     )  # fmt: skip
 
 

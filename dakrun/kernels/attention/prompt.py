@@ -23,6 +23,7 @@ from dakrun.geometry import (
 )
 from dakrun.kernels.attention.kv_blocks import BlockTables
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.card import card_of
 from dakrun.memory.device import upload
 from dakrun.units import ceil_div
 
@@ -219,7 +220,7 @@ def launch_prompt_attn(
 
     Fills in what `args` lacks, and what follows from q [T, Hq, D] and `scale`.
     """
-    dim, ctas = q.shape[2], jit.sm_count(q.device)
+    dim, ctas = q.shape[2], card_of(q.device).sms
     args.part_queries, args.ctas = part_queries(args.group), ctas
     args.scale = scale * math.log2(math.e)
     kernel = jit.kernel(SOURCE, "prompt_attn", defines(q.dtype, dim, prefixes=prefixes))

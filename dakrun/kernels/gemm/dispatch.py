@@ -5,8 +5,7 @@ torch on others, from pieces of W that are unpacked. Knows operands, no models a
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,55 +16,46 @@ from dakrun.geometry import (
     ROWS_PER_BLOCK,
     SPLITK_MAX_ROWS,
     TILED_MAX_ROWS,
-    TILED_X_TILES,
 )
-from dakrun.hardware import LOCAL
+from dakrun.hardware import LOCAL, Card
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.gemm.splitk import Activation, Norm
-from dakrun.kernels.gemm.splitk_config import (
+from dakrun.kernels.normalize import normalize
+from dakrun.kernels.runtime.card import card_of
+from dakrun.kernels.runtime.graph import capture_id
+from dakrun.kernels.unpack import unpack
+from dakrun.launches import (
     GemmConfig,
     TierAccess,
+    TiledConfig,
     beats_tiled,
     gemm_config,
+    tiled_config,
     tiles_for,
 )
-from dakrun.kernels.gemm.tiled_config import tiled_config
-from dakrun.kernels.gemm.tiled_shapes import Limits
-from dakrun.kernels.normalize import normalize
-from dakrun.kernels.runtime.graph import capture_id
-from dakrun.kernels.runtime.jit import sm_count
-from dakrun.kernels.unpack import unpack
 from dakrun.memory.matrix import TieredMatrix
 
 PIECE_BYTES = 64 << 20  # of W to unpack for torch at a time, or of the product
 
 By = Literal["splitk", "tiled", "torch"]
-Launch = Callable[..., object]  # takes x, out and the epilogue's operands
 
 _splitk_config = functools.cache(gemm_config)
 _tiled_config = functools.cache(tiled_config)
 
 
-def tiles(device: torch.device) -> Limits | None:
-    """Limits of the tiled GEMM on `device`, or None where torch is faster."""
-    if device.type != "cuda":
-        return None
-    found = tiled_gemm.limits(device.index)
-    return found if found.x_tiles == TILED_X_TILES else None
-
-
 class Products:
     """Products on one device, one after the other, which share the kernels' workspaces.
 
-    A workspace is allocated at its first use and kept, since captured graphs hold its address.
+    Their launches are chosen for `card`. A workspace is allocated at its first use and kept, since
+    captured graphs hold its address.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._tiles = device, tiles(device)
-        self._split_k_workspaces: dict[int, gemm.SplitKWorkspace] = {}  # by row blocks
+    def __init__(self, device: torch.device, card: Card) -> None:
+        self._device, self._card = device, card
+        self._halves: dict[int, gemm.HalvesWorkspace] = {}  # by row blocks
         # Rows of X up to which SplitK_GEMM is faster, even in two launches.
-        self.few_rows = 2 * SPLITK_MAX_ROWS if self._tiles is None else FEW_ROWS
+        self.few_rows = FEW_ROWS if card.tiled else 2 * SPLITK_MAX_ROWS
 
     def kernel_for(self, n: int, weight: TieredMatrix) -> By:
         """Choose the kernel for `n` rows of X."""
@@ -73,11 +63,11 @@ class Products:
         # Two launches would read a remote part twice.
         if n <= (min(self.few_rows, SPLITK_MAX_ROWS) if remote else self.few_rows):
             return "splitk"
-        if self._tiles is None:
+        if not self._card.tiled:
             return "torch"
         row_blocks = sum(part.split.row_blocks for part in weight.parts)
         small = n <= SPLITK_MAX_ROWS and beats_tiled(
-            n, row_blocks, weight.shape[1], sms=sm_count(self._device)
+            n, row_blocks, weight.shape[1], card=self._card
         )
         return "splitk" if small else "tiled"
 
@@ -92,12 +82,13 @@ class Products:
         for x_tiles in sorted({tiles_for(n) for n in few}):
             for macros in gemm.defines_of_tiers(dtype, x_tiles, mixes=mixes):
                 yield gemm.SOURCE, macros
-        if self._tiles is not None and max(rows) > self.few_rows:
-            yield from ((tiled_gemm.SOURCE, macros) for macros in tiled_gemm.all_defines(dtype))
+        if self._card.tiled and max(rows) > self.few_rows:
+            every = tiled_gemm.all_defines(dtype, wgmma=self._card.has_wgmma)
+            yield from ((tiled_gemm.SOURCE, macros) for macros in every)
 
     def reserve(self) -> None:
         """Allocate the workspace for many rows now."""
-        if self._tiles is not None:
+        if self._card.tiled:
             _ = self.stream_k_workspace
 
     def __call__(
@@ -131,14 +122,23 @@ class Products:
         step = TILED_MAX_ROWS if by == "tiled" else SPLITK_MAX_ROWS
         for first in range(0, len(x), step):
             rows = slice(first, first + step)
+            part, to = x[rows], out[rows]
+            added = None if residual is None else residual[rows]
             if by == "tiled":
-                launch = self._tiled(len(x[rows]), weight, tuple(accesses))
+                tiled = self._tiled_config(len(part), weight, accesses)
+                tiled_gemm.tiled_gemm(
+                    part, weight, tiled, to, bias=bias, residual=added,
+                    activation=activation, pdl=pdl,
+                    workspace=self.stream_k_workspace if tiled.stream_k_ctas else None,
+                )  # fmt: skip
             else:
-                launch = self._splitk(len(x[rows]), weight, tuple(accesses), norm, eps, ahead)
-            launch(
-                x[rows], out=out[rows], bias=bias, activation=activation, pdl=pdl,
-                residual=None if residual is None else residual[rows],
-            )  # fmt: skip
+                cols = weight.shape[1] if norm == "none" else 0
+                config = self._splitk_config(len(part), weight, accesses, cols)
+                gemm.splitk_gemm(
+                    part, weight, config, to, bias=bias, residual=added,
+                    activation=activation, pdl=pdl, norm=norm, eps=eps, ahead=ahead,
+                    workspace=self._halves_workspace(config),
+                )  # fmt: skip
 
     def ahead(
         self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]
@@ -149,56 +149,41 @@ class Products:
         """
         if n > FEW_ROWS or self.kernel_for(n, weight) != "splitk":
             return None
-        splits, sms = tuple(part.split for part in weight.parts), sm_count(self._device)
-        return gemm.look_ahead(weight, _splitk_config(n, splits, tuple(accesses), sms=sms, cols=0))
+        return gemm.look_ahead(weight, self._splitk_config(n, weight, accesses, 0))
 
-    def _splitk(
-        self,
-        n: int,
-        weight: TieredMatrix,
-        accesses: tuple[TierAccess, ...],
-        norm: Norm,
-        eps: float,
-        ahead: torch.Tensor | None,
-    ) -> Launch:
+    def _splitk_config(
+        self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess], cols: int
+    ) -> GemmConfig:
+        """The launch of SplitK_GEMM; halves of K are considered if W's `cols` are given."""
         splits = tuple(part.split for part in weight.parts)
-        cols = weight.shape[1] if norm == "none" else 0
-        config = _splitk_config(n, splits, accesses, sms=sm_count(self._device), cols=cols)
-        return partial(
-            gemm.splitk_gemm, weight=weight, config=config, norm=norm, eps=eps,
-            workspace=self._split_k_workspace(config), ahead=ahead,
-        )  # fmt: skip
+        return _splitk_config(n, splits, tuple(accesses), card=self._card, cols=cols)
 
-    def _tiled(self, n: int, weight: TieredMatrix, accesses: tuple[TierAccess, ...]) -> Launch:
-        assert self._tiles is not None
+    def _tiled_config(
+        self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]
+    ) -> TiledConfig:
+        """The launches of the tiled GEMM, in which parts of one tier are one."""
         tiers, row_blocks = zip(*tiled_gemm.row_blocks_by_tier(weight), strict=True)
         access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
-        config = _tiled_config(
-            n, row_blocks, tuple(access[tier] for tier in tiers), cols=weight.shape[1],
-            sms=sm_count(self._device), limits=self._tiles,
-            multicast=all(how.multicast for how in accesses),
-        )  # fmt: skip
-        workspace = self.stream_k_workspace if config.stream_k_ctas else None
-        return partial(tiled_gemm.tiled_gemm, weight=weight, config=config, workspace=workspace)
+        by_tier = tuple(access[tier] for tier in tiers)
+        return _tiled_config(n, row_blocks, by_tier, cols=weight.shape[1], card=self._card)
 
-    def _split_k_workspace(self, config: GemmConfig) -> gemm.SplitKWorkspace | None:
-        """The workspace for split-K's partial sums, if `config` splits K."""
-        if not config.split_k_cols:
+    def _halves_workspace(self, config: GemmConfig) -> gemm.HalvesWorkspace | None:
+        """The workspace for the partial sums of halves of K, if `config` has them."""
+        if not config.half_cols:
             return None
         row_blocks = sum(split.row_blocks for split in config.splits)
-        if row_blocks not in self._split_k_workspaces:
-            workspace = gemm.SplitKWorkspace.empty(config, self._device)
-            self._split_k_workspaces[row_blocks] = workspace
-        return self._split_k_workspaces[row_blocks]
+        if row_blocks not in self._halves:
+            self._halves[row_blocks] = gemm.HalvesWorkspace.empty(config, self._device)
+        return self._halves[row_blocks]
 
     @functools.cached_property
     def stream_k_workspace(self) -> tiled_gemm.StreamKWorkspace:
         """The workspace for Stream-K's partial tiles."""
         # An op's launches for remote and for local tiers may have all SMs each.
-        return tiled_gemm.StreamKWorkspace.largest(2 * sm_count(self._device), self._device)
+        return tiled_gemm.StreamKWorkspace.largest(2 * self._card.sms, self._device)
 
 
-_current: dict[tuple[torch.device, int], tuple[int, Products]] = {}
+_current: dict[tuple[torch.device, int], tuple[int, Card, Products]] = {}
 
 
 def products(device: torch.device) -> Products:
@@ -208,10 +193,10 @@ def products(device: torch.device) -> Products:
     so its workspaces come from its own memory pool and are cleared by each replay.
     """
     stream = torch.cuda.current_stream(device).cuda_stream
-    key, capture = (device, stream), capture_id()
-    if key not in _current or _current[key][0] != capture:
-        _current[key] = capture, Products(device)
-    return _current[key][1]
+    key, now = (device, stream), (capture_id(), card_of(device))
+    if key not in _current or _current[key][:2] != now:
+        _current[key] = *now, Products(device, now[1])
+    return _current[key][2]
 
 
 def _unpacked(

@@ -21,10 +21,10 @@ from dakrun.geometry import (
 )
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packed_matrix import addresses
-from dakrun.kernels.gemm.splitk_config import GemmConfig, can_mix
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import CtaOrder, address, fields, ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map
+from dakrun.launches import GemmConfig, can_mix
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -63,15 +63,15 @@ class _Args(ctypes.Structure):
         *pointers("residual", "y"),
         *ints("norm"),
         *fields(ctypes.c_float, "eps", "inverse_k"),
-        *ints("split_k_atoms"),
+        *ints("half_atoms"),
         *pointers("arrivals", "partials", "ahead"),
         *ints("ahead_bytes"),
     )
 
 
 @dataclass(frozen=True)
-class SplitKWorkspace:
-    """Partial sums of split-K halves: one workspace for all launches of a stream.
+class HalvesWorkspace:
+    """Partial sums of halves of K: one workspace for all launches of a stream.
 
     `partials` is float32 [2 * row blocks * 8 rows of W * 8 * x_tiles rows of X] or more, `arrivals`
     int32 [row blocks] or more, zero between launches.
@@ -81,7 +81,7 @@ class SplitKWorkspace:
     arrivals: torch.Tensor
 
     @classmethod
-    def empty(cls, config: GemmConfig, device: torch.device | str) -> "SplitKWorkspace":
+    def empty(cls, config: GemmConfig, device: torch.device | str) -> "HalvesWorkspace":
         """Allocate what launches of `config` need."""
         row_blocks = sum(split.row_blocks for split in config.splits)
         return cls(
@@ -101,7 +101,7 @@ def splitk_gemm(
     activation: Activation = "none",
     norm: Norm = "none",
     eps: float = 0.0,
-    workspace: SplitKWorkspace | None = None,
+    workspace: HalvesWorkspace | None = None,
     pdl: bool = False,
     ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -116,8 +116,8 @@ def splitk_gemm(
     All operands are in the weight's dtype on one GPU; accumulators are float32. With "silu_mul"
     even rows of `weight` are gates and odd rows ups, out [N, M / 2] = silu(x gate^T) * (x up^T).
     With `pdl` the launch may start while its predecessor ends, and reads weights meanwhile.
-    `ahead`, uint8 1-D in the GPU's own memory, is prefetched into L2 as this launch ends. A split-K
-    configuration needs a `workspace` and no norm.
+    `ahead`, uint8 1-D in the GPU's own memory, is prefetched into L2 as this launch ends. Halves of
+    K need a `workspace` and no norm.
     Raises ValueError if an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]
@@ -128,7 +128,7 @@ def splitk_gemm(
         part.split for part in weight.parts
     ):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
-    _check_split_k(config, workspace, k, normalised=norm != "none")
+    _check_halves(config, workspace, k, normalised=norm != "none")
     atoms = ceil_div(k, ATOM_COLS)
     used = zip(config.splits, config.rings, strict=True)
     common = math.gcd(*(ring.atoms for split, ring in used if split.row_blocks))
@@ -148,7 +148,7 @@ def splitk_gemm(
         norm=NORMS.index(norm),
         eps=eps,
         inverse_k=1 / k,
-        split_k_atoms=config.split_k_cols // ATOM_COLS or atoms,
+        half_atoms=config.half_cols // ATOM_COLS or atoms,
         arrivals=0 if workspace is None else workspace.arrivals.data_ptr(),
         partials=0 if workspace is None else workspace.partials.data_ptr(),
     )
@@ -197,11 +197,11 @@ def _set_tiers(args: _Args, weight: TieredMatrix, config: GemmConfig, atoms: int
 def look_ahead(weight: TieredMatrix, config: GemmConfig) -> torch.Tensor | None:
     """The bytes that a launch reads from HBM after its first copies: `ahead` for another launch.
 
-    None if the first tier is not the GPU's own memory, if stages have two groups, with split-K
-    halves, or if nothing is left after the first copies.
+    None if the first tier is not the GPU's own memory, if stages have two groups, with halves
+    of K, or if nothing is left after the first copies.
     """
     part, ring = weight.parts[0], config.rings[0]
-    if part.tier != LOCAL or ring.groups > 1 or config.split_k_cols:
+    if part.tier != LOCAL or ring.groups > 1 or config.half_cols:
         return None
     first = part.split.wave * ring.atoms * ring.stages * ATOM_BYTES
     found = part.arrays[0][first : first + part.split.ctas * AHEAD_BYTES]
@@ -244,22 +244,22 @@ def _check_ahead(ahead: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def _check_split_k(
-    config: GemmConfig, workspace: SplitKWorkspace | None, k: int, *, normalised: bool
+def _check_halves(
+    config: GemmConfig, workspace: HalvesWorkspace | None, k: int, *, normalised: bool
 ) -> None:
-    half, row_blocks = config.split_k_cols, sum(split.row_blocks for split in config.splits)
+    half, row_blocks = config.half_cols, sum(split.row_blocks for split in config.splits)
     if not half:
         return
     if normalised or half >= k or any(half % split.step_cols for split in config.splits):
         raise ValueError(
-            f"expected no norm and a split-K half of whole steps, below {k} columns, got {config}"
+            f"expected no norm and a half of K of whole steps, below {k} columns, got {config}"
         )
     if (
         workspace is None
         or workspace.partials.numel() < _partial_count(row_blocks, config)
         or workspace.arrivals.numel() < row_blocks
     ):
-        raise ValueError(f"expected a split-K workspace for {row_blocks} row blocks")
+        raise ValueError(f"expected a workspace for halves of {row_blocks} row blocks")
 
 
 def _partial_count(row_blocks: int, config: GemmConfig) -> int:
@@ -271,7 +271,7 @@ def defines(
     dtype: torch.dtype, x_tiles: int, norm: bool = False, mixes: bool = False
 ) -> dict[str, int]:
     """Macros of one kernel variant; `norm` is for "rms" and "layer", `mixes` for mixed tiers."""
-    return {**operands.defines(dtype), "X_TILES": x_tiles, "NORM": int(norm), "MIXES": int(mixes)}
+    return {**operands.defines(dtype), "TILES": x_tiles, "NORM": int(norm), "MIXES": int(mixes)}
 
 
 def defines_of_tiers(

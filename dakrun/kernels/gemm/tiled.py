@@ -4,10 +4,8 @@ Knows operands and a launch configuration, no models and no plans.
 """
 
 import ctypes
-import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,25 +13,16 @@ from dakrun.geometry import (
     MAX_TIERS,
     ROWS_PER_BLOCK,
     TILED_MAX_ROWS,
-    TILED_PORTABLE_X_TILES,
     TILED_THREADS,
-    TILED_WIDE_TILES,
     TILED_X_TILES,
     WARPGROUPS,
 )
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
 from dakrun.kernels.gemm.splitk import ACTIVATIONS, Activation, check_product
-from dakrun.kernels.gemm.tiled_shapes import (
-    BARRIER_BYTES,
-    MAX_CLUSTER,
-    PARTIAL_BYTES,
-    Launch,
-    Limits,
-    TiledConfig,
-)
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map, boxes_map
+from dakrun.launches import PARTIAL_BYTES, Launch, TiledConfig, wide_tiles, x_tiles
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -198,7 +187,7 @@ def _check_tiers(weight: TieredMatrix, config: TiledConfig) -> None:
     for launch in launches:
         if launch.stages < 2 or (launch.stream_k_ctas and launch.shape.k_ctas > 1):
             raise ValueError(
-                f"expected two stages or more, and not both Stream-K and split-K, got {launch}"
+                f"expected two stages or more, and no Stream-K with segments of K, got {launch}"
             )
 
 
@@ -234,34 +223,11 @@ def _tiers(n: int, weight: TieredMatrix, launch: Launch) -> tuple[_TierTiles, ..
 
 def defines(dtype: torch.dtype, tiles: int, *, wide: bool = False) -> dict[str, int]:
     """Macros of one kernel variant, by a Shape's `tiles` and `wide`."""
-    return {**operands.defines(dtype), "X_TILES": tiles, "WIDE": int(wide)}
+    return {**operands.defines(dtype), "TILES": tiles, "WIDE": int(wide)}
 
 
-def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
-    """Macros of all kernel variants for GPUs with wgmma, the longest to compile first."""
-    plain, wide = ((tiles, False) for tiles in TILED_X_TILES), ((n, True) for n in TILED_WIDE_TILES)
-    sizes = sorted([*plain, *wide], reverse=True)
+def all_defines(dtype: torch.dtype, *, wgmma: bool) -> list[dict[str, int]]:
+    """Macros of all kernel variants, with wgmma or without, the longest to compile first."""
+    plain = ((tiles, False) for tiles in x_tiles(wgmma=wgmma))
+    sizes = sorted([*plain, *((tiles, True) for tiles in wide_tiles(wgmma=wgmma))], reverse=True)
     return [defines(dtype, tiles, wide=wide) for tiles, wide in sizes]
-
-
-def x_tiles(device: int) -> tuple[int, ...]:
-    """The kernel variants, by `x_tiles`, for CUDA device number `device`. Compiles nothing."""
-    has_wgmma = torch.cuda.get_device_capability(device) == (9, 0)
-    return TILED_X_TILES if has_wgmma else TILED_PORTABLE_X_TILES
-
-
-@functools.cache
-def limits(device: int) -> Limits:
-    """Limits of CUDA device number `device`, for configurations.
-
-    The driver is asked about clusters, with a kernel that is compiled if it is not in the cache.
-    """
-    properties: Any = torch.cuda.get_device_properties(device)
-    shared_bytes = properties.shared_memory_per_block_optin
-    if x_tiles(device) != TILED_X_TILES:
-        return Limits(shared_bytes, TILED_PORTABLE_X_TILES)
-    with torch.cuda.device(device):
-        kernel = jit.kernel(SOURCE, "tiled_gemm", defines(torch.float16, TILED_X_TILES[0]))
-    dynamic = shared_bytes - BARRIER_BYTES
-    clusters = (kernel.clusters(size, TILED_THREADS, dynamic) for size in range(2, MAX_CLUSTER + 1))
-    return Limits(shared_bytes, TILED_X_TILES, tuple(clusters))

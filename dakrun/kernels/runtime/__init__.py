@@ -1,9 +1,11 @@
 """From CUDA sources to launches.
 
-nvrtc compiles, jit caches, loads and launches, graph captures, copy_engine copies between tiers,
-tensor_map describes matrices to TMA, operands has what wrappers share.
+nvrtc compiles, jit caches, loads and launches, card says what launches may take of a GPU, graph
+captures, copy_engine copies between tiers, tensor_map describes matrices to TMA, operands has what
+wrappers share.
 """
 
+from dakrun.kernels.runtime.card import card_of, has_kernels, held_to
 from dakrun.kernels.runtime.copy_engine import CopyStream, copy
 from dakrun.kernels.runtime.graph import (
     capture,
@@ -19,9 +21,7 @@ from dakrun.kernels.runtime.jit import (
     cached_cubin,
     compile_ahead,
     compiling,
-    has_kernels,
     kernel,
-    sm_count,
 )
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, Compiled, CompileError, compile_cubin
 from dakrun.kernels.runtime.operands import DTYPES, CtaOrder
@@ -41,6 +41,7 @@ __all__ = [
     "cached_cubin",
     "capture",
     "capture_id",
+    "card_of",
     "compile_ahead",
     "compile_cubin",
     "compiling",
@@ -48,8 +49,8 @@ __all__ = [
     "edge_kinds",
     "graph_edges",
     "has_kernels",
+    "held_to",
     "kernel",
     "programmatic_lead",
     "replay_seconds",
-    "sm_count",
 ]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from dakrun.errors import CannotRun
-from dakrun.hardware import kernels_run
 from dakrun.interrupt import Workers
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
@@ -124,21 +123,6 @@ def architecture(device: int) -> str:
             hint="dakrun's kernels run on 9.0 (H100, H200, GH200) and 10.0 (B200)",
         )
     return found
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether `device` runs the kernels: a supported GPU with the shared memory of a Hopper."""
-    if device.type != "cuda":
-        return False
-    properties: Any = torch.cuda.get_device_properties(device)
-    capability = f"{properties.major}.{properties.minor}"
-    return kernels_run(capability, properties.shared_memory_per_block_optin)
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """Number of SMs of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cached_cubin(source: str, arch: str, defines: Mapping[str, int] | None = None) -> Path:

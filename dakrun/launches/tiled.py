@@ -1,7 +1,7 @@
-"""Launch configurations of the tiled GEMM: pure functions of shapes, row blocks per tier and GPU.
+"""Launch configurations of the tiled GEMM: pure functions of shapes, row blocks per tier and card.
 
-Needs no GPU. No shape has a special case. Bits of a result depend on the segments of K alone, which
-follow from the matrix's shape, the rows of X and the GPU, not from where the matrix lies.
+No shape has a special case. Bits of a result depend on the segments of K alone, which follow from
+the matrix's shape, the rows of X and the card, not from where the matrix lies.
 """
 
 import bisect
@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dakrun.geometry import ATOM_BYTES, ATOM_COLS, ROWS_PER_BLOCK, TILED_MAX_ROWS, WARPGROUPS
-from dakrun.kernels.gemm.splitk_config import TierAccess
-from dakrun.kernels.gemm.tiled_shapes import (
-    H200,
+from dakrun.hardware import Card
+from dakrun.launches.tiers import TierAccess
+from dakrun.launches.tiled_shapes import (
     LAUNCH_CYCLES,
-    MAX_CLUSTER,
     Launch,
-    Limits,
     Shape,
     TierTiles,
     TiledConfig,
+    beside,
     tiles_cycles,
+    wide_tiles,
+    x_tiles,
 )
 from dakrun.units import ceil_div
 
@@ -40,85 +41,76 @@ def tiled_config(
     tiers: Sequence[TierAccess],
     *,
     cols: int,
-    sms: int,
-    limits: Limits = H200,
-    multicast: bool = True,
+    card: Card,
 ) -> TiledConfig:
     """Choose the launches for `n` rows of X and a W of `cols` columns, `row_blocks` in each tier.
 
-    The local tier comes first. If no remote tier has limits, nothing is known of the links: all
-    `sms` compute the remote tiers in a launch before the local one. Else the remote launch gets the
-    fewest SMs with which it ends no later than the local launch beside it. Without `multicast` a
-    remote row block crosses its link once for each 512 rows of X.
+    The local tier comes first. If no remote tier has limits, nothing is known of the links: all SMs
+    compute the remote tiers in a launch before the local one. Else the remote launch gets the
+    fewest SMs with which it ends no later than the local launch beside it.
     Raises ValueError for more rows than TILED_MAX_ROWS, or none.
     """
     if not 1 <= n <= TILED_MAX_ROWS:
         raise ValueError(f"expected 1 to {TILED_MAX_ROWS} rows, got {n}")
     atoms = ceil_div(cols, ATOM_COLS)
-    _, best = _best(n, sum(row_blocks), sms, atoms, shapes(limits), limits)
-    segments = best.k_ctas
+    _, best = _best(n, sum(row_blocks), atoms, shapes(card), card)
+    segments, room = best.k_ctas, card
+    options = shapes(card, segments)
     launches = []
-    left, room = sms, limits
 
     @functools.cache
     def local(clusters: int, ctas: int) -> float:
-        others = limits.beside(clusters, ctas)
-        options = shapes(limits, segments)
-        return _best(n, row_blocks[0], sms - clusters * ctas, atoms, options, others)[0]
+        return _best(n, row_blocks[0], atoms, options, beside(card, clusters, ctas))[0]
 
     if any(row_blocks[1:]) and all(access == TierAccess() for access in tiers[1:]):
-        launches.append(_remote_on_all_sms(n, row_blocks, segments, sms, atoms, limits))
+        launches.append(_remote_on_all_sms(n, row_blocks, atoms, options, card))
     elif any(row_blocks[1:]):
-        remote = RemotePart(n, tuple(row_blocks[1:]), tuple(tiers[1:]), atoms, segments, limits)
-        rest = local if row_blocks[0] else None
-        launches.append(remote.launch(sms, rest, multicast=multicast))
-        left -= launches[0].ctas
-        room = limits.beside(launches[0].clusters, launches[0].shape.ctas)
+        remote = RemotePart(n, tuple(row_blocks[1:]), tuple(tiers[1:]), atoms, segments, card)
+        launches.append(remote.launch(local if row_blocks[0] else None))
+        room = beside(card, launches[0].clusters, launches[0].shape.ctas)
     if row_blocks[0]:
-        _, shape = _best(n, row_blocks[0], left, atoms, shapes(limits, segments), room)
-        tier = local_tier(n, row_blocks[0], shape, left, atoms, room, access=tiers[0])
-        stages = shape.stages(limits, tier.tile_row_blocks)
+        _, shape = _best(n, row_blocks[0], atoms, options, room)
+        tier = local_tier(n, row_blocks[0], shape, atoms, room, access=tiers[0])
+        stages = shape.stages(card, tier.tile_row_blocks)
         others = [TierTiles(0) for _ in row_blocks[1:]]
-        launches.append(Launch(shape, stages, (tier, *others)).with_max_blocks(limits))
+        launches.append(Launch(shape, stages, (tier, *others)).with_max_blocks(card))
     return TiledConfig(tuple(launches))
 
 
-def shapes(limits: Limits, segments: int | None = None) -> Iterator[Shape]:
-    """Shapes for tiers on all SMs; with `segments` only those that split K in so many."""
+@functools.cache
+def shapes(card: Card, segments: int | None = None) -> tuple[Shape, ...]:
+    """Shapes for tiers on all SMs; with `segments` only those that divide K into so many."""
     sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
-    plain = itertools.product(limits.x_tiles, range(1, WARPGROUPS + 1), sharing)
-    wide = itertools.product(limits.wide_tiles, sharing)
-    found = itertools.chain(
+    plain = itertools.product(x_tiles(wgmma=card.has_wgmma), range(1, WARPGROUPS + 1), sharing)
+    wide = itertools.product(wide_tiles(wgmma=card.has_wgmma), sharing)
+    every = itertools.chain(
         (Shape(tiles, groups, w_ctas, 1, k_ctas) for tiles, groups, (w_ctas, k_ctas) in plain),
         (Shape(tiles, 1, w_ctas, 1, k_ctas, wide=True) for tiles, (w_ctas, k_ctas) in wide),
     )
-    for shape in found:
-        if shape.fits(limits) and segments in (None, shape.k_ctas):
-            yield shape
+    return tuple(shape for shape in every if shape.fits(card) and segments in (None, shape.k_ctas))
 
 
 def local_tier(
     n: int,
     row_blocks: int,
     shape: Shape,
-    sms: int,
     atoms: int,
-    limits: Limits,
+    card: Card,
     *,
     stream_k: bool | None = None,
     access: TierAccess | None = None,
 ) -> TierTiles:
-    """Tiles of a tier that is computed on `sms`; Stream-K as given, or where it is faster.
+    """Tiles of a tier that is computed on `card`; Stream-K as given, or where it is faster.
 
-    The tier's `access` limits the bytes in flight, and says if waves are aligned.
+    The tier's `access` limits the bytes in flight.
     """
-    clusters, access = limits.max_clusters(sms, shape.ctas), access or TierAccess()
-    options = list(_tile_options(n, row_blocks, sms, atoms, shape, limits))
+    clusters, access = card.max_clusters(shape.ctas), access or TierAccess()
+    options = list(_tile_options(n, row_blocks, atoms, shape, card))
     wanted = [option for option in options if stream_k in (None, option[2])]
     _, size, chosen = min(wanted or options)
-    if not access.aligned:
+    if not card.even_waves:
         size, chosen = shape.row_blocks, False
-    stages = shape.stages(limits, size)
+    stages = shape.stages(card, size)
     return _tier_tiles(n, row_blocks, shape, clusters, access, stages, size, stream_k=chosen)
 
 
@@ -126,8 +118,8 @@ def local_tier(
 class RemotePart:
     """The remote part of a product of `n` rows of X: `row_blocks` of W in each of `tiers`.
 
-    A link is slow, so a row block crosses it once if a cluster can hold all rows of X; and the
-    remote launch, which takes SMs from the local one, is to end when that does.
+    A link is slow, so a row block crosses it once if a cluster can hold all rows of X. The remote
+    launch takes SMs from the local one, and is to end when that does.
     """
 
     n: int
@@ -135,48 +127,48 @@ class RemotePart:
     tiers: tuple[TierAccess, ...]
     atoms: int  # of 64 columns
     segments: int  # of K
-    limits: Limits
+    card: Card
 
-    def launch(self, sms: int, local: Local | None, *, multicast: bool = True) -> Launch:
-        """Choose the launch on a GPU of `sms` SMs, beside a local part if there is one."""
+    def launch(self, local: Local | None) -> Launch:
+        """Choose the launch, beside a local part if there is one."""
         parts = sum(count > 0 for count in self.row_blocks)
-        shapes = [
-            shape
-            for shape in self._shapes(multicast=multicast)
-            if self._max_clusters(shape, sms, local) >= parts
-        ]
+        shapes = [shape for shape in self._shapes() if self._max_clusters(shape, local) >= parts]
         rows = min(self.n, max(shape.rows for shape in shapes))
         return min(
-            (self._launch(shape, sms, local) for shape in shapes if shape.rows >= rows),
-            key=lambda launch: self._key(launch, sms, local),
+            (self._launch(shape, local) for shape in shapes if shape.rows >= rows),
+            key=lambda launch: self._key(launch, local),
         )
 
-    def _shapes(self, *, multicast: bool) -> Iterator[Shape]:
+    def _shapes(self) -> Iterator[Shape]:
         """Shapes whose clusters hold all rows of X, or as many as they can."""
-        limit = 1 << (MAX_CLUSTER // self.segments).bit_length() - 1 if multicast else 1
-        for x_tiles, groups in itertools.product(self.limits.x_tiles, range(1, WARPGROUPS + 1)):
-            shape = Shape(x_tiles, groups, k_ctas=self.segments)
+        card = self.card
+        limit = 1 << (card.max_cluster // self.segments).bit_length() - 1 if card.multicast else 1
+        for tiles, groups in itertools.product(
+            x_tiles(wgmma=card.has_wgmma), range(1, WARPGROUPS + 1)
+        ):
+            shape = Shape(tiles, groups, k_ctas=self.segments)
             x_ctas = 1 << (ceil_div(self.n, shape.rows) - 1).bit_length()
-            if shape.fits(self.limits):
+            if shape.fits(card):
                 yield from (replace(shape, x_ctas=count) for count in {1, min(limit, x_ctas)})
 
-    def _max_clusters(self, shape: Shape, sms: int, local: Local | None) -> int:
+    def _max_clusters(self, shape: Shape, local: Local | None) -> int:
         """Most clusters that leave SMs, and the place of a cluster, for a local part."""
+        card = self.card
         if local is None:
-            return self.limits.max_clusters(sms, shape.ctas)
-        most = self.limits.max_clusters(sms - self.segments, shape.ctas)
+            return card.max_clusters(shape.ctas)
+        most = replace(card, sms=card.sms - self.segments).max_clusters(shape.ctas)
         if self.segments == 1:
             return most
-        places = self.limits.clusters[self.segments - 2] - 1
+        places = card.clusters[self.segments - 2] - 1
         return min(most, places // ceil_div(shape.ctas, self.segments))
 
-    def _launch(self, shape: Shape, sms: int, local: Local | None) -> Launch:
+    def _launch(self, shape: Shape, local: Local | None) -> Launch:
         """A launch with the fewest clusters that end no later than the local part, or its link."""
         clusters = [int(count > 0) for count in self.row_blocks]
         parts = [tier for tier, count in enumerate(self.row_blocks) if count]
         for tier in parts * min(2, len(parts)):  # the second time with the others' clusters known
             others = sum(clusters) - clusters[tier]
-            limit = min(self._max_clusters(shape, sms, local) - others, self._useful(shape, tier))
+            limit = min(self._max_clusters(shape, local) - others, self._useful(shape, tier))
 
             def ends(count: int, tier: int = tier, others: int = others) -> bool:
                 if local is None:
@@ -194,11 +186,11 @@ class RemotePart:
             for tier, count in enumerate(clusters)
         )
         launch = Launch(shape, self._stages(shape), (TierTiles(0), *tiles))
-        return launch.with_max_blocks(self.limits)
+        return launch.with_max_blocks(self.card)
 
     def _stages(self, shape: Shape) -> int:
         """Stages of all tiers' rings: as many as the largest tile leaves room for."""
-        return shape.stages(self.limits, shape.row_blocks)
+        return shape.stages(self.card, shape.row_blocks)
 
     def _useful(self, shape: Shape, tier: int) -> int:
         """The most clusters for which each has a tile, and room in the window for a stage."""
@@ -211,14 +203,14 @@ class RemotePart:
     def _tiles(self, shape: Shape, tier: int, clusters: int) -> TierTiles:
         """Whole tiles if Stream-K can share the last ones, else tiles that make even waves.
 
-        Whole tiles in uneven waves if the tier's access is not aligned.
+        Whole tiles in uneven waves if the card's launches have no even ones.
         """
         row_blocks, access = self.row_blocks[tier], self.tiers[tier]
-        stream_k = access.aligned and _can_stream_k(
+        stream_k = self.card.even_waves and _can_stream_k(
             self.n, row_blocks, shape, clusters, shape.row_blocks
         )
         size = shape.row_blocks
-        if access.aligned and not stream_k:
+        if self.card.even_waves and not stream_k:
             size = shape.smallest_tile(self.n, row_blocks, clusters)
         stages = self._stages(shape)
         return _tier_tiles(
@@ -230,8 +222,8 @@ class RemotePart:
         n, row_blocks, size = self.n, self.row_blocks[tier], tiles.tile_row_blocks
         waves = shape.tile_count(n, row_blocks, size) / tiles.clusters
         products = tiles_cycles(
-            n, row_blocks, tiles.clusters * shape.ctas, self.atoms, shape, self.limits, size, waves,
-            stream_k=tiles.stream_k,
+            n, row_blocks, self.atoms, shape, replace(self.card, sms=tiles.clusters * shape.ctas),
+            size, waves, stream_k=tiles.stream_k,
         )  # fmt: skip
         if self.tiers[tier].window_bytes is None:
             return products, 0.0
@@ -241,7 +233,7 @@ class RemotePart:
         in_flight = tiles.clusters * shape.k_ctas * tiles.window * size
         return products, cycles * self.atoms * row_blocks * ceil_div(n, shape.rows) / in_flight
 
-    def _key(self, launch: Launch, sms: int, local: Local | None) -> tuple[float, ...]:
+    def _key(self, launch: Launch, local: Local | None) -> tuple[float, ...]:
         """Cycles until the last part ends; then, for ties, the sizes of tiles and clusters."""
         shape = launch.shape
         parts = [local(launch.clusters, shape.ctas)] if local else []
@@ -252,53 +244,52 @@ class RemotePart:
 
 
 def _remote_on_all_sms(
-    n: int, row_blocks: Sequence[int], segments: int, sms: int, atoms: int, limits: Limits
+    n: int, row_blocks: Sequence[int], atoms: int, options: Sequence[Shape], card: Card
 ) -> Launch:
     """A launch for all remote tiers, each on SMs in proportion to its row blocks."""
     total = sum(row_blocks[1:])
-    _, shape = _best(n, total, sms, atoms, shapes(limits, segments), limits)
-    limit = limits.max_clusters(sms, shape.ctas)
+    _, shape = _best(n, total, atoms, options, card)
+    limit = card.max_clusters(shape.ctas)
     clusters = [max(1, limit * count // total) for count in row_blocks[1:]]
     while sum(clusters) > limit and max(clusters) > 1:
         clusters[clusters.index(max(clusters))] -= 1
     tiers = [
-        local_tier(n, count, shape, own * shape.ctas, atoms, limits) if count else TierTiles(0)
+        local_tier(n, count, shape, atoms, replace(card, sms=own * shape.ctas))
+        if count
+        else TierTiles(0)
         for count, own in zip(row_blocks[1:], clusters, strict=True)
     ]
-    stages = shape.stages(limits, *(tier.tile_row_blocks for tier in tiers if tier.clusters))
-    return Launch(shape, stages, (TierTiles(0), *tiers)).with_max_blocks(limits)
+    stages = shape.stages(card, *(tier.tile_row_blocks for tier in tiers if tier.clusters))
+    return Launch(shape, stages, (TierTiles(0), *tiers)).with_max_blocks(card)
 
 
 def _best(
-    n: int, row_blocks: int, sms: int, atoms: int, options: Iterable[Shape], limits: Limits
+    n: int, row_blocks: int, atoms: int, options: Iterable[Shape], card: Card
 ) -> tuple[float, Shape]:
-    """Cycles and shape of the fastest of `options` that fit on `sms`."""
-    found = (
-        (min(_tile_options(n, row_blocks, sms, atoms, shape, limits))[0], number, shape)
+    """Cycles and shape of the fastest of `options` that fit on `card`."""
+    cycles, _, shape = min(
+        (min(_tile_options(n, row_blocks, atoms, shape, card))[0], number, shape)
         for number, shape in enumerate(options)
-        if shape.ctas <= sms
+        if shape.ctas <= card.sms
     )
-    cycles, _, shape = min(found)
     return cycles, shape
 
 
 def _tile_options(
-    n: int, row_blocks: int, sms: int, atoms: int, shape: Shape, limits: Limits
+    n: int, row_blocks: int, atoms: int, shape: Shape, card: Card
 ) -> Iterator[tuple[float, int, bool]]:
     """Options of a launch: cycles, row blocks of a CTA's tile, Stream-K.
 
     Smaller tiles that make no more waves read W with more SMs, which counts for few rows of X;
     whole ones read less of X.
     """
-    clusters, whole = limits.max_clusters(sms, shape.ctas), shape.row_blocks
+    clusters, whole = card.max_clusters(shape.ctas), shape.row_blocks
     small = shape.smallest_tile(n, row_blocks, clusters) if n <= SMALL_TILE_ROWS else whole
     for size, stream_k in ((small, False), (whole, True)):
         if stream_k and not _can_stream_k(n, row_blocks, shape, clusters, size):
             continue
         waves = shape.tile_count(n, row_blocks, size) / clusters
-        cycles = tiles_cycles(
-            n, row_blocks, sms, atoms, shape, limits, size, waves, stream_k=stream_k
-        )
+        cycles = tiles_cycles(n, row_blocks, atoms, shape, card, size, waves, stream_k=stream_k)
         yield LAUNCH_CYCLES + cycles, size, stream_k
 
 

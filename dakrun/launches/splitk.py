@@ -1,6 +1,7 @@
-"""Launch configurations of SplitK_GEMM: pure functions of shapes, row blocks per tier and the GPU.
+"""Launch configurations of SplitK_GEMM: pure functions of shapes, row blocks per tier and the card.
 
-Needs no GPU. No shape has a special case.
+No shape has a special case. SplitK_GEMM divides W over CTAs by rows. Where X is the larger operand,
+two CTAs may also take one half of K each.
 """
 
 import bisect
@@ -13,7 +14,6 @@ from dakrun.geometry import (
     ATOM_COLS,
     MAX_GROUP_ROW_BLOCKS,
     ROWS_PER_BLOCK,
-    SHARED_BYTES_PAIRED,
     SPLITK_MAX_ROWS,
     SPLITK_MAX_STAGES,
     SPLITK_X_TILES,
@@ -21,11 +21,13 @@ from dakrun.geometry import (
     even_group,
     group_count,
 )
+from dakrun.hardware import Card
+from dakrun.launches.tiers import TierAccess
 from dakrun.units import ceil_div
 
 PAIRED_TILES = 8  # x_tiles for which a stage may have two groups
 STEP_BYTES = 16 * 1024  # maximum bytes of a step: a group's columns that lie together
-STEP_ATOMS = 8  # maximum atoms along K of a step; a split-K half begins with a step
+STEP_ATOMS = 8  # maximum atoms along K of a step; a half of K begins with a step
 COPY_BYTES = 8 * 1024  # of W in a stage, at least: a copy takes time to issue, however small it is
 MIN_STAGES = 5  # wanted in a ring: if stages with COPY_BYTES of W are fewer, stages are smaller
 L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
@@ -34,31 +36,7 @@ L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HB
 # W of 2048x2048, 320 KiB per CTA, takes 6.2 us instead of 7.6 in a chain of products alone, but
 # makes OPT-1.3b's step, with norms between products, 7% slower.
 MAX_SKINNY_BYTES = 256 * 1024
-COMBINE_BYTES = 60 * 1024  # bytes an SM could read from HBM while the last split-K halves combine
-
-
-@dataclass(frozen=True)
-class TierAccess:
-    """Limits of reading a tier: how many SMs, and how many bytes in flight over all of them.
-
-    None is no limit. A `mixed` remote tier is read by the local tier's SMs, in turn with their own
-    row blocks or slots, so that no SM reads from the link only; the limits then apply to launches
-    that cannot mix tiers, those of many rows. For ablations: waves that are not `aligned` have the
-    largest groups or tiles, of which the last wave has what is left, and attention's have all SMs
-    of a remote tier; without `multicast` CTAs read remote row blocks each on its own.
-    """
-
-    sms: int | None = None
-    window_bytes: int | None = None
-    mixed: bool = False
-    aligned: bool = True
-    multicast: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("sms", "window_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, must be None or at least 1")
+COMBINE_BYTES = 60 * 1024  # bytes an SM could read from HBM while the last halves combine
 
 
 @dataclass(frozen=True)
@@ -77,17 +55,17 @@ class Ring:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Launch of SplitK_GEMM. The result's bits depend on `x_tiles` and `split_k_cols` alone.
+    """Launch of SplitK_GEMM. The result's bits depend on `x_tiles` and `half_cols` alone.
 
-    X has up to `x_tiles` tiles of 8 rows. Split-K halves are the first `split_k_cols` columns and
-    the rest; 0 is no split-K. Each tier has a split and a ring. With `mixes` the local CTAs take
-    the groups of the mixed split. `ctas` includes idle ones, one for each SM that the splits leave
-    free: else two CTAs of the next launch could share an SM.
+    X has up to `x_tiles` tiles of 8 rows. The halves of K are the first `half_cols` columns and the
+    rest; with 0 each CTA takes all of K. Each tier has a split and a ring. With `mixes` the local
+    CTAs take the groups of the mixed split. `ctas` includes idle ones, one for each SM that the
+    splits leave free: else two CTAs of the next launch could share an SM.
     """
 
     ctas: int
     x_tiles: int
-    split_k_cols: int
+    half_cols: int
     shared_bytes: int
     splits: tuple[Split, ...]
     rings: tuple[Ring, ...]
@@ -109,25 +87,25 @@ def can_mix(x_tiles: int) -> bool:
     return x_tiles != PAIRED_TILES
 
 
-def beats_tiled(n: int, row_blocks: int, cols: int, *, sms: int) -> bool:
+def beats_tiled(n: int, row_blocks: int, cols: int, *, card: Card) -> bool:
     """Whether SplitK_GEMM beats the tiled GEMM for `n` rows of X, more than FEW_ROWS.
 
-    Each of `sms` SMs reads X and its share of W, `row_blocks` by `cols`. If that is little, the
+    Each SM reads X and its share of W, `row_blocks` by `cols`. If that is little, the
     tiled GEMM's longer start and end decide.
     """
-    x_rows, w_rows = 8 * tiles_for(n), ROWS_PER_BLOCK * ceil_div(row_blocks, sms)
+    x_rows, w_rows = 8 * tiles_for(n), ROWS_PER_BLOCK * ceil_div(row_blocks, card.sms)
     return 2 * cols * (x_rows + w_rows) <= MAX_SKINNY_BYTES
 
 
 def split_row_blocks(
-    row_blocks: Sequence[int], tiers: Sequence[TierAccess], *, sms: int, aligned: bool = True
+    row_blocks: Sequence[int], tiers: Sequence[TierAccess], *, card: Card
 ) -> tuple[Split, ...]:
-    """Assign `row_blocks` of each tier (the local one first) to `sms` SMs, one CTA each.
+    """Assign `row_blocks` of each tier (the local one first) to the card's SMs, one CTA each.
 
     Remote tiers get the SMs of their limit, the local tier the rest. Its CTAs also take the groups
-    of the first mixed tier. `aligned` chooses a tier's group size for even waves; else it is
-    MAX_GROUP_ROW_BLOCKS.
+    of the first mixed tier.
     """
+    sms = card.sms
     mixed = _mixed_tier(row_blocks, tiers)
     others = row_blocks[mixed] if mixed else 0
     remote = [
@@ -143,8 +121,7 @@ def split_row_blocks(
         else:
             ctas = remote[number - 1]
             assigned = (count, ctas, 0)
-        even = aligned and tiers[number].aligned
-        group = even_group(*assigned) if even else MAX_GROUP_ROW_BLOCKS
+        group = even_group(*assigned) if card.even_waves else MAX_GROUP_ROW_BLOCKS
         ctas = min(ctas, group_count(group, count, 0 if number else others))
         splits.append(Split(count, ctas, group, _step_cols(group), mixed=0 < number == mixed))
     return tuple(splits)
@@ -171,23 +148,25 @@ def gemm_config(
     splits: Sequence[Split],
     tiers: Sequence[TierAccess],
     *,
-    sms: int,
+    card: Card,
     cols: int = 0,
 ) -> GemmConfig:
     """Choose the launch for `n` rows of X and a W assigned as `splits` to `tiers`.
 
-    `sms` are the GPU's. Split-K is considered only if W's columns are given as `cols`.
+    Halves of K are considered only if W's columns are given as `cols`.
     """
     x_tiles = tiles_for(n)
-    split_k_cols = split_k_columns(sum(split.row_blocks for split in splits), cols, x_tiles, sms)
+    half_cols = half_columns(sum(split.row_blocks for split in splits), cols, x_tiles, card)
     mixes = can_mix(x_tiles) and any(split.mixed for split in splits)
     rings = [
-        ring(split, tiers[0] if mixes and split.mixed else tier, x_tiles, split_k=split_k_cols > 0)
+        ring(
+            split, tiers[0] if mixes and split.mixed else tier, x_tiles, card, halves=half_cols > 0
+        )
         for split, tier in zip(splits, tiers, strict=True)
     ]
     return GemmConfig(
-        split_k_cols=split_k_cols,
-        ctas=max(sms, sum(split.ctas for split in splits if not (mixes and split.mixed))),
+        half_cols=half_cols,
+        ctas=max(card.sms, sum(split.ctas for split in splits if not (mixes and split.mixed))),
         x_tiles=x_tiles,
         shared_bytes=max(
             ring_bytes(split, ring, x_tiles)
@@ -200,17 +179,17 @@ def gemm_config(
     )
 
 
-def split_k_columns(row_blocks: int, cols: int, x_tiles: int, sms: int) -> int:
-    """Columns of the first split-K half, or 0 if not splitting K is faster.
+def half_columns(row_blocks: int, cols: int, x_tiles: int, card: Card) -> int:
+    """Columns of the first half of K, or 0 if not dividing K is faster.
 
     Two CTAs that take one half of K each, for the groups of both, read half as much of X, but store
     and load partial sums. Depends on W's `row_blocks` and `cols` alone, not on its tiers, so that
     tiers change no bit.
     """
-    group, atoms = even_group(row_blocks, sms), ceil_div(cols, ATOM_COLS)
+    group, atoms = even_group(row_blocks, card.sms), ceil_div(cols, ATOM_COLS)
     if x_tiles != PAIRED_TILES or group > TILE_ROW_BLOCKS:
         return 0
-    if row_blocks > sms * group:  # two waves at a time read X half as often, too
+    if row_blocks > card.sms * group:  # two waves at a time read X half as often, too
         return 0
     w, x = ATOM_BYTES * atoms * group, ATOM_BYTES * atoms * x_tiles
     partials = 4 * ROWS_PER_BLOCK**2 * x_tiles * 2 * group  # of both groups, float32
@@ -219,28 +198,35 @@ def split_k_columns(row_blocks: int, cols: int, x_tiles: int, sms: int) -> int:
     return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
 
 
-def ring(split: Split, tier: TierAccess, x_tiles: int, *, split_k: bool = False) -> Ring:
+def ring(split: Split, tier: TierAccess, x_tiles: int, card: Card, *, halves: bool = False) -> Ring:
     """Choose stages with large enough copies, if that leaves MIN_STAGES, and as many as fit.
 
     With many rows of X a stage may have two groups, so that X is read half as often: the groups of
-    two waves, if the number of waves is even, or with `split_k` those of two CTAs. Each group must
+    two waves, if the number of waves is even, or with `halves` those of two CTAs. Each group must
     fit one warpgroup, and the tier must have no window: reads through a window wait for the link,
     so that reading less of X gains nothing.
     """
+
+    def stages_of(atoms: int) -> int:
+        """Stages that fit."""
+        overread = max(0, -row_blocks % TILE_ROW_BLOCKS - atoms * x_tiles)
+        room = card.ring_bytes - ATOM_BYTES * overread
+        return min(SPLITK_MAX_STAGES, room // (ATOM_BYTES * atoms * (row_blocks + x_tiles)))
+
     step, window = split.step_cols // ATOM_COLS, tier.window_bytes
     pairs = x_tiles == PAIRED_TILES and split.group <= TILE_ROW_BLOCKS
     waves = ceil_div(split.row_blocks, split.wave)
-    two = split.ctas > 1 if split_k else waves > 0 and waves % 2 == 0
+    two = split.ctas > 1 if halves else waves > 0 and waves % 2 == 0
     groups = 2 if pairs and two and window is None else 1
     row_blocks = groups * split.group
     options = [
         atoms
         for atoms in range(1, step + 1)
-        if step % atoms == 0 and (atoms == 1 or _stages(row_blocks, atoms, x_tiles) >= MIN_STAGES)
+        if step % atoms == 0 and (atoms == 1 or stages_of(atoms) >= MIN_STAGES)
     ]
     copies = [ATOM_BYTES * atoms * row_blocks for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
-    stages = _stages(row_blocks, options[chosen], x_tiles)
+    stages = stages_of(options[chosen])
     if window is None or not split.ctas:
         window = stages
     else:
@@ -253,11 +239,3 @@ def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
     stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + x_tiles)
     behind = ATOM_BYTES * (-split.group % TILE_ROW_BLOCKS - ring.atoms * x_tiles)
     return ring.stages * stage + max(0, behind)
-
-
-def _stages(row_blocks: int, atoms: int, x_tiles: int) -> int:
-    """Stages that fit, for `row_blocks` a stage."""
-    room = SHARED_BYTES_PAIRED - ATOM_BYTES * max(
-        0, -row_blocks % TILE_ROW_BLOCKS - atoms * x_tiles
-    )
-    return min(SPLITK_MAX_STAGES, room // (ATOM_BYTES * atoms * (row_blocks + x_tiles)))

@@ -1,7 +1,6 @@
-"""Launches of the tiled GEMM: shapes of tiles, rings, tiers, a GPU's limits, and what tiles cost.
+"""Launches of the tiled GEMM: shapes of tiles, rings, tiers, and what tiles cost on a card.
 
-Needs no GPU, and chooses nothing. Costs are fitted to an H200 and an H100; no shape has a special
-case.
+Chooses nothing. Costs are fitted to an H200 and an H100; no shape has a special case.
 """
 
 import bisect
@@ -11,18 +10,18 @@ from dataclasses import dataclass, replace
 from dakrun.geometry import (
     ATOM_BYTES,
     ROWS_PER_BLOCK,
-    SHARED_BYTES_ALONE,
     TILE_ROW_BLOCKS,
     TILED_MAX_STAGES,
     TILED_MIN_OUTPUT_BLOCKS,
     TILED_PASS_TILES,
+    TILED_PORTABLE_X_TILES,
     TILED_WIDE_TILES,
     TILED_X_TILES,
     WARPGROUPS,
 )
+from dakrun.hardware import BARRIER_BYTES, Card
 from dakrun.units import ceil_div
 
-MAX_CLUSTER = 8  # CTAs
 MAX_OUTPUT_BLOCKS = 8  # of a warp
 # Shared memory of a CTA for one output block of each of its warps.
 OUTPUT_BLOCK_BYTES = (
@@ -30,7 +29,6 @@ OUTPUT_BLOCK_BYTES = (
 )
 # float32 accumulators of a CTA for one of a shape's `tiles`: 64 x 8 of each warpgroup.
 PARTIAL_BYTES = 4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLOCK
-BARRIER_BYTES = 1024  # shared memory for barriers, besides the stages and output blocks
 
 # Costs of a stage, in cycles of an SM at 1.75 GHz.
 ATOM_CYCLES = 36.2  # products of an 8 x 64 tile
@@ -48,47 +46,34 @@ STREAM_K_READ_WEIGHT = 1.24  # factor with Stream-K, where clusters are at diffe
 START_CYCLES = 2200  # its start
 STORE_CYCLES = 110  # storing outputs, per 8 x 64 tile of a warpgroup
 STREAM_K_CYCLES = 630  # passing on Stream-K's partial tile, per 8 x 64 tile of a warpgroup
-SPLIT_K_CYCLES = 3200  # exchange of split-K's partial sums
-SPLIT_K_ADD_CYCLES = 50  # adding an 8 x 64 tile of another segment
+SEGMENTS_CYCLES = 3200  # exchange of the partial sums of segments of K
+SEGMENTS_ADD_CYCLES = 50  # adding an 8 x 64 tile of another segment
 # Costs of a launch, in cycles.
 CLUSTER_SYNC_CYCLES = 800  # wait for the CTAs that share X
 LAUNCH_CYCLES = 6000  # predecessor's end to the first product, besides START_CYCLES
 
 
-@dataclass(frozen=True)
-class Limits:
-    """A GPU's limits: bytes of shared memory of a CTA, and the kernel variants, by `x_tiles`.
+def x_tiles(*, wgmma: bool) -> tuple[int, ...]:
+    """Kernel variants, with wgmma or without, by tiles of 8 rows of X of a warpgroup."""
+    return TILED_X_TILES if wgmma else TILED_PORTABLE_X_TILES
 
-    `clusters` has the number of clusters that run at a time, for clusters of 2, 3, ... CTAs, one
-    CTA per SM. Large clusters leave some SMs of a GPC free.
+
+def wide_tiles(*, wgmma: bool) -> tuple[int, ...]:
+    """Variants for wide shapes, by tiles of 8 rows of W of a warpgroup."""
+    return TILED_WIDE_TILES if wgmma else ()
+
+
+def beside(card: Card, clusters: int, ctas: int) -> Card:
+    """What `clusters` of `ctas` CTAs leave of the card to another launch while they run.
+
+    Each takes the place of whole clusters. Single CTAs are taken to run on SMs left free. A
+    cluster of any size can run at least, if only when others have ended.
     """
-
-    shared_bytes: int = SHARED_BYTES_ALONE
-    x_tiles: tuple[int, ...] = TILED_X_TILES
-    clusters: tuple[int, ...] = (66, 39, 30, 22, 17, 15, 15)
-
-    @property
-    def wide_tiles(self) -> tuple[int, ...]:
-        """Variants for wide shapes, by 8 rows of W of a warpgroup; they need wgmma."""
-        return TILED_WIDE_TILES if self.x_tiles == TILED_X_TILES else ()
-
-    def max_clusters(self, sms: int, ctas: int) -> int:
-        """Clusters of `ctas` CTAs that run at a time on `sms` SMs."""
-        return sms if ctas == 1 else min(sms // ctas, self.clusters[ctas - 2])
-
-    def beside(self, clusters: int, ctas: int) -> "Limits":
-        """The limits for another launch while `clusters` of `ctas` CTAs run.
-
-        Each takes the place of whole clusters. Single CTAs are taken to run on SMs left free. A
-        cluster of any size can run at least, if only when others have ended.
-        """
-        if ctas == 1:
-            return self
-        left = (count - clusters * ceil_div(ctas, n) for n, count in enumerate(self.clusters, 2))
-        return replace(self, clusters=tuple(max(1, count) for count in left))
-
-
-H200 = Limits()
+    left = card.clusters
+    if ctas > 1:
+        counts = (count - clusters * ceil_div(ctas, n) for n, count in enumerate(left, 2))
+        left = tuple(max(1, count) for count in counts)
+    return replace(card, sms=card.sms - clusters * ctas, clusters=left)
 
 
 @dataclass(frozen=True)
@@ -98,7 +83,7 @@ class Shape:
     If `wide`, it multiplies `tiles` x 8 rows of W by 64 rows of X. The two warpgroups of a CTA are
     side by side along W with 2 `row_groups`, else along X. `w_ctas` CTAs side by side along W share
     X by multicast, or `x_ctas` CTAs along X share W; one of these numbers is 1, the other a power
-    of two. Each of `k_ctas` multiplies a segment of K (split-K).
+    of two. Each of `k_ctas` multiplies a segment of K.
     """
 
     tiles: int
@@ -168,21 +153,28 @@ class Shape:
         return ATOM_BYTES * max(0, whole - row_blocks - self.cta_x_tiles)
 
     @property
-    def split_k_bytes(self) -> int:
-        """Shared memory for the exchange of split-K's partial sums, in place of stages."""
+    def segments_bytes(self) -> int:
+        """Shared memory for the exchange of segments' partial sums, in place of stages."""
         own = ceil_div(self.tiles, TILED_PASS_TILES * self.k_ctas) * TILED_PASS_TILES
         return own * self.k_ctas * PARTIAL_BYTES if self.k_ctas > 1 else 0
 
-    def fits(self, limits: Limits) -> bool:
-        """Whether a GPU with `limits` can run it."""
-        room = limits.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * OUTPUT_BLOCK_BYTES
-        return self.stages(limits, self.row_blocks) >= 2 and self.split_k_bytes <= room
+    def fits(self, card: Card) -> bool:
+        """Whether the card can run it."""
+        return (
+            self.ctas <= card.max_cluster
+            and self.stages(card, self.row_blocks) >= 2
+            and self.segments_bytes <= _ring_room(card)
+        )
 
-    def stages(self, limits: Limits, *row_blocks: int) -> int:
+    def stages(self, card: Card, *row_blocks: int) -> int:
         """Stages that fit, for tiers whose tiles have `row_blocks` of W."""
-        room = limits.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * OUTPUT_BLOCK_BYTES
-        room -= self.overread_bytes(min(row_blocks))
+        room = _ring_room(card) - self.overread_bytes(min(row_blocks))
         return min(TILED_MAX_STAGES, room // self.stage_bytes(max(row_blocks)))
+
+
+def _ring_room(card: Card) -> int:
+    """Shared memory that barriers and the fewest output blocks leave to a ring."""
+    return card.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * OUTPUT_BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -214,9 +206,9 @@ class Launch:
     tiers: tuple[TierTiles, ...]
     blocks: int = TILED_MIN_OUTPUT_BLOCKS
 
-    def with_max_blocks(self, limits: Limits) -> "Launch":
+    def with_max_blocks(self, card: Card) -> "Launch":
         """The same with as many output blocks as fit beside the stages."""
-        room = limits.shared_bytes - BARRIER_BYTES - self._ring_bytes
+        room = card.shared_bytes - BARRIER_BYTES - self._ring_bytes
         blocks = min(MAX_OUTPUT_BLOCKS, room // OUTPUT_BLOCK_BYTES)
         assert blocks >= TILED_MIN_OUTPUT_BLOCKS, f"{self.stages} stages leave {blocks} blocks"
         return replace(self, blocks=blocks)
@@ -240,7 +232,7 @@ class Launch:
     def _ring_bytes(self) -> int:
         sizes = [tier.tile_row_blocks for tier in self.tiers if tier.clusters] or [1]
         stages = self.stages * self.shape.stage_bytes(max(sizes))
-        return max(stages + self.shape.overread_bytes(min(sizes)), self.shape.split_k_bytes)
+        return max(stages + self.shape.overread_bytes(min(sizes)), self.shape.segments_bytes)
 
     @property
     def stream_k_ctas(self) -> int:
@@ -273,16 +265,15 @@ class TiledConfig:
 def tiles_cycles(
     n: int,
     row_blocks: int,
-    sms: int,
     atoms: int,
     shape: Shape,
-    limits: Limits,
+    card: Card,
     tile_row_blocks: int,
     waves: float,
     *,
     stream_k: bool,
 ) -> float:
-    """Cycles of the busiest cluster, for `waves` of tiles of a tier's `row_blocks` on `sms` SMs.
+    """Cycles of the busiest cluster, for `waves` of tiles of a tier's `row_blocks` on `card`.
 
     The larger of products and reads from HBM; with `stream_k` the last, partial wave is shared.
     """
@@ -291,7 +282,7 @@ def tiles_cycles(
     x_tiles = min(along_x * shape.x_tiles, ceil_div(n, ROWS_PER_BLOCK))
     landed = tile_row_blocks + x_tiles
     shared = SHARED_CYCLES * (landed + groups * (TILE_ROW_BLOCKS + shape.tiles))
-    lands = LANDING_CYCLES / (shape.stages(limits, tile_row_blocks) - 1)
+    lands = LANDING_CYCLES / (shape.stages(card, tile_row_blocks) - 1)
     stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
     reads = ATOM_BYTES * (W_READ_WEIGHT * tile_row_blocks + x_tiles / shape.w_ctas) / L2_BYTES
     fraction = WIDE_READ_FRACTION if shape.wide else READ_FRACTION
@@ -299,9 +290,9 @@ def tiles_cycles(
     stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
     per_tile: float = START_CYCLES + STORE_CYCLES * shape.tiles
     if shape.k_ctas > 1:
-        per_tile += SPLIT_K_CYCLES + SPLIT_K_ADD_CYCLES * shape.tiles * (1 - 1 / shape.k_ctas)
+        per_tile += SEGMENTS_CYCLES + SEGMENTS_ADD_CYCLES * shape.tiles * (1 - 1 / shape.k_ctas)
     products = ceil_div(atoms, shape.k_ctas) * stage
-    fetched = ATOM_BYTES * atoms * row_blocks / (HBM_BYTES * sms)
+    fetched = ATOM_BYTES * atoms * row_blocks / (HBM_BYTES * card.sms)
     rest = math.ceil(waves) * per_tile + (CLUSTER_SYNC_CYCLES if shape.w_ctas > 1 else 0)
     if shape.k_ctas > 1:  # partial sums are exchanged where the next tile's stages would land
         rest += (math.ceil(waves) - 1) * LANDING_CYCLES

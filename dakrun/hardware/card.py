@@ -1,0 +1,103 @@
+"""A GPU as launches see it: what a kernel may take of it, and which techniques launches use.
+
+The planner has it from a profile, kernels from the driver (kernels/runtime/card.py), and tests make
+it by hand: an H100 can be held to another card's limits.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from dakrun.geometry import KERNEL_TARGETS, MIN_SHARED_BYTES
+
+DRIVER_BYTES = 1024  # of an SM's shared memory, which the driver keeps for each CTA
+BARRIER_BYTES = 1024  # shared memory of a CTA for barriers, besides its ring
+HOPPER_SMS = 132
+HOPPER_CLUSTERS = (66, 39, 30, 22, 17, 15, 15)  # of 2, 3, ... CTAs on an H200; some have 1 less
+# Shared memory of an SM by compute capability (CUDA C++ Programming Guide, technical
+# specifications). The guide's other cards run no kernels of dakrun.
+SM_SHARED_BYTES = {"9.0": 228 << 10, "10.0": 228 << 10, "12.0": 100 << 10, "12.1": 100 << 10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU's limits, and the techniques of launches, which an ablation leaves out one by one.
+
+    `capability` is the compute capability, such as "9.0". `clusters` has the number of clusters
+    that run at a time, for clusters of 2, 3, ... CTAs, one CTA per SM. Large ones leave some SMs of
+    a GPC free. Empty: CTAs form no clusters. An SM has `ctas_per_sm` CTAs of SplitK_GEMM, attention
+    and norms at a time, each of another launch. Many rows are `tiled`: the tiled GEMM multiplies
+    them; else torch does, faster, from unpacked weights.
+
+    - even_waves: groups, tiles and SMs are chosen for even waves. Without it they are the largest,
+      and the last wave has what is left.
+    - multicast: CTAs that need the same remote row block fetch it once. Without it each reads it.
+    - windows: reads of remote tiers keep to their congestion windows.
+    """
+
+    capability: str
+    sms: int
+    shared_bytes_per_sm: int
+    clusters: tuple[int, ...]
+    ctas_per_sm: int = 2
+    tiled: bool = True
+    even_waves: bool = True
+    multicast: bool = True
+    windows: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        capability: str,
+        *,
+        sms: int,
+        shared_bytes_per_sm: int | None = None,
+        clusters: tuple[int, ...] = (),
+    ) -> "Card":
+        """The card of a compute capability with `sms` SMs; what is not given follows from these.
+
+        Clusters are estimated from an H200's. A card with less than half of an H200's shared memory
+        has no clusters, and one CTA per SM.
+        """
+        shared = shared_bytes_per_sm or SM_SHARED_BYTES.get(capability, SM_SHARED_BYTES["9.0"])
+        small = shared < SM_SHARED_BYTES["9.0"] // 2
+        estimate = () if small else tuple(max(1, n * sms // HOPPER_SMS) for n in HOPPER_CLUSTERS)
+        return cls(
+            capability=capability,
+            sms=sms,
+            shared_bytes_per_sm=shared,
+            clusters=clusters or estimate,
+            ctas_per_sm=1 if small else 2,
+            tiled=capability == "9.0",
+        )
+
+    @cached_property
+    def runs_kernels(self) -> bool:
+        """Whether dakrun's kernels run on it: they are built for it, and it has the memory."""
+        built = f"sm_{self.capability.replace('.', '')}a" in KERNEL_TARGETS
+        return built and self.shared_bytes >= MIN_SHARED_BYTES
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether warpgroups multiply from shared memory (wgmma); else warps do (mma.sync)."""
+        return self.capability == "9.0"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA that has an SM alone."""
+        return self.shared_bytes_per_sm - DRIVER_BYTES
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory for the ring of a CTA that shares an SM with those of other launches."""
+        return self.shared_bytes_per_sm // self.ctas_per_sm - DRIVER_BYTES - BARRIER_BYTES
+
+    @property
+    def max_cluster(self) -> int:
+        """CTAs of the largest cluster."""
+        return 1 + len(self.clusters)
+
+    def max_clusters(self, ctas: int) -> int:
+        """Clusters of `ctas` CTAs that run at a time."""
+        if ctas == 1:
+            return self.sms
+        return min(self.sms // ctas, self.clusters[ctas - 2]) if ctas <= self.max_cluster else 0

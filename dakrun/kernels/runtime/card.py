@@ -1,0 +1,59 @@
+"""The card of a GPU at hand, as the driver describes it, or as a test or an ablation holds it."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dakrun.geometry import TILED_THREADS
+from dakrun.hardware import BARRIER_BYTES, Card
+from dakrun.kernels.runtime import jit
+
+_held: list[Card] = []  # the last one takes the place of all GPUs' cards
+
+
+def card_of(device: torch.device) -> Card:
+    """The card of a GPU: what launches may take of it."""
+    return _held[-1] if _held else _with_clusters(device)
+
+
+@contextlib.contextmanager
+def held_to(card: Card) -> Iterator[None]:
+    """Choose all launches for `card` meanwhile: without a technique, or for a smaller card."""
+    _held.append(card)
+    try:
+        yield
+    finally:
+        _held.remove(card)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether `device` runs the kernels. Compiles nothing."""
+    return device.type == "cuda" and (_held[-1] if _held else _described(device)).runs_kernels
+
+
+def _described(device: torch.device) -> Card:
+    """The card by the driver's properties, with an estimate of the clusters."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Card.of(
+        f"{properties.major}.{properties.minor}",
+        sms=properties.multi_processor_count,
+        shared_bytes_per_sm=properties.shared_memory_per_multiprocessor,
+    )
+
+
+@functools.cache
+def _with_clusters(device: torch.device) -> Card:
+    """The card, its clusters counted by the driver for a small kernel, compiled if need be."""
+    card = _described(device)
+    if not (card.runs_kernels and card.clusters):
+        return card
+    with torch.cuda.device(device):
+        kernel = jit.kernel("copy_blocks.cu", "copy_blocks")
+    shared_bytes = card.shared_bytes - BARRIER_BYTES
+    sizes = range(2, card.max_cluster + 1)
+    clusters = tuple(kernel.clusters(size, TILED_THREADS, shared_bytes) for size in sizes)
+    return replace(card, clusters=clusters)

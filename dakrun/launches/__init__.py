@@ -1,0 +1,61 @@
+"""Launch configurations of the GEMM kernels: which kernel, tiles, rings, clusters and SMs by tier.
+
+Pure functions of shapes, row blocks per tier and the card (hardware.Card). Kernels launch what they
+choose, and the planner asks them what will be launched. tiers.py says how tiers are read, splitk.py
+has SplitK_GEMM's launches, tiled.py those of the tiled GEMM, chosen among tiled_shapes.py.
+Imports no torch and needs no GPU.
+"""
+
+from dakrun.launches.splitk import (
+    STEP_ATOMS,
+    GemmConfig,
+    Ring,
+    beats_tiled,
+    can_mix,
+    gemm_config,
+    half_columns,
+    ring_bytes,
+    split_row_blocks,
+    tiles_for,
+)
+from dakrun.launches.tiers import TierAccess
+from dakrun.launches.tiled import local_tier, shapes, tiled_config
+from dakrun.launches.tiled_shapes import (
+    MAX_OUTPUT_BLOCKS,
+    OUTPUT_BLOCK_BYTES,
+    PARTIAL_BYTES,
+    Launch,
+    Shape,
+    TierTiles,
+    TiledConfig,
+    beside,
+    wide_tiles,
+    x_tiles,
+)
+
+__all__ = [
+    "MAX_OUTPUT_BLOCKS",
+    "OUTPUT_BLOCK_BYTES",
+    "PARTIAL_BYTES",
+    "STEP_ATOMS",
+    "GemmConfig",
+    "Launch",
+    "Ring",
+    "Shape",
+    "TierAccess",
+    "TierTiles",
+    "TiledConfig",
+    "beats_tiled",
+    "beside",
+    "can_mix",
+    "gemm_config",
+    "half_columns",
+    "local_tier",
+    "ring_bytes",
+    "shapes",
+    "split_row_blocks",
+    "tiled_config",
+    "tiles_for",
+    "wide_tiles",
+    "x_tiles",
+]

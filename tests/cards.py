@@ -1,0 +1,34 @@
+"""Cards made by hand, for launches that are chosen without a GPU."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dakrun.hardware import Card
+
+H200 = Card.of("9.0", sms=132)
+PORTABLE = Card.of("10.0", sms=132)  # without wgmma
+
+
+def hopper(sms: int, **changes: Any) -> Card:
+    """A Hopper with `sms` SMs, as many clusters as an H200, and `changes`."""
+    return replace(H200, sms=sms, **changes)
+
+
+def hold_to(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `card` be that of every device until the test ends, as held_to does."""
+    monkeypatch.setattr("dakrun.kernels.runtime.card._held", [card])
+
+
+def properties(capability: str, shared_kib: int, name: str = "a card") -> SimpleNamespace:
+    """What the driver says of a card with that much shared memory an SM."""
+    major, minor = map(int, capability.split("."))
+    return SimpleNamespace(
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        shared_memory_per_multiprocessor=shared_kib << 10,
+        name=name,
+    )
