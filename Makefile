@@ -6,7 +6,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist load
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all lint format wheel clean help
+.PHONY: demo test test-more lint format wheel clean help
 
 demo: $(VENV)/.base ## run the main job on a tiny bundled model
 	$(BIN)/dakrun demo
@@ -14,7 +14,7 @@ demo: $(VENV)/.base ## run the main job on a tiny bundled model
 test: lint ## lint, then run the tests (the gpu ones where there is a GPU)
 	$(PYTEST) -m "not full"
 
-test-all: $(VENV)/.dev ## run what test leaves out: all kernels and combinations, random examples
+test-more: $(VENV)/.dev ## run what test leaves out: all kernels and combinations, random examples
 	HYPOTHESIS_PROFILE=full $(PYTEST) -m "full or hypothesis"
 
 lint: $(VENV)/.dev ## ruff and mypy, changing nothing
@@ -34,7 +34,7 @@ clean: ## remove the virtual environment, caches and build outputs
 	find dakrun tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

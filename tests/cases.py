@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`: combinations by a mark, random examples by a profile.
+"""What `make test` leaves to `make test-more`: combinations by a mark, examples by a profile.
 
 Each test has all of its cases where it is, and says which of them `make test` runs.
 """

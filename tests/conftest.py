@@ -21,8 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Tests send SIGHUP, which a program that was started by nohup would ignore.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# `make test` tries the same examples in every run, so that chance does not make it fail; `make
-# test-all` new ones, and says how to try a failing one again: to shrink it may take minutes.
+# `make test` tries the same examples in every run, so that chance does not make it fail. `make
+# test-more` tries EXAMPLES new ones. It does not shrink a failing one, which may take minutes, but
+# prints how to repeat it.
 settings.register_profile(
     "few",
     deadline=None,

@@ -40,7 +40,7 @@ from dakrun.units import ceil_div
 def variants() -> list[Any]:
     """All kernels: make test compiles those in bfloat16 of a Hopper GPU, of two head sizes.
 
-    For each other architecture it compiles one kernel of a source; make test-all compiles the rest.
+    For each other architecture it compiles one kernel of each source; make test-more the rest.
     """
 
     def few(source: str, defines: dict[str, int], arch: str) -> bool:
