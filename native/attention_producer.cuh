@@ -38,10 +38,10 @@ struct Shared {
   ItemRecord records[kWarps];
 };
 
-// With 1 KiB for this, 1 KiB for the driver and SHARED_BYTES_PAIRED for the ring, an SM holds two
+// With 1 KiB for this, 1 KiB for the driver and Card.ring_bytes for the ring, an SM holds two
 // CTAs.
 static_assert(sizeof(Shared) <= 1024,
-              "the ring takes SHARED_BYTES_PAIRED (geometry.py) beside 1 KiB");
+              "the ring takes Card.ring_bytes (hardware/card.py) beside 1 KiB");
 
 struct Ring {
   Shared& shared;

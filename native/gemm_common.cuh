@@ -11,15 +11,15 @@ constexpr int kConsumers = kWarpgroups * kWarpgroup;  // threads
 constexpr int kAtomK = ATOM_COLS;
 
 // One cubin per dtype and tile size. -DBFLOAT16 is 0 or 1. A warpgroup multiplies 64 rows of W by
-// 8 * X_TILES rows of X, or, with -DWIDE=1, 64 rows of X by 8 * X_TILES rows of W.
+// 8 * TILES rows of X, or, with -DWIDE=1, 64 rows of X by 8 * TILES rows of W.
 #ifndef WIDE
 #define WIDE 0
 #endif
 #ifndef SETS
-#define SETS (X_TILES == 1 ? 4 : X_TILES == 2 ? 2 : 1)
+#define SETS (TILES == 1 ? 4 : TILES == 2 ? 2 : 1)
 #endif
-constexpr int kXRows = kRowsPerBlock * (WIDE ? TILE_ROW_BLOCKS : X_TILES);
-constexpr int kTileRowBlocks = WIDE ? X_TILES : TILE_ROW_BLOCKS;
+constexpr int kXRows = kRowsPerBlock * (WIDE ? TILE_ROW_BLOCKS : TILES);
+constexpr int kTileRowBlocks = WIDE ? TILES : TILE_ROW_BLOCKS;
 constexpr int kXAtomBytes = kXRows * kAtomK * 2;
 
 extern __shared__ __align__(1024) uint8_t smem[];
@@ -42,7 +42,7 @@ __device__ __forceinline__ float silu_mul(float gate, float up) {
 struct Accumulators {
   static constexpr int kSets = SETS;
 
-  float2 tile[kSets][2 * X_TILES] = {};
+  float2 tile[kSets][2 * TILES] = {};
 
   __device__ __forceinline__ float2 total(int number) const {
     float2 all = tile[0][number];

@@ -71,12 +71,12 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x
       for (int step = 0; step < 2; step++)
         ptx::ldmatrix_x4(a[step], w ^ (64 * half + 32 * step));
 #pragma unroll
-      for (int tile = 0; tile < X_TILES; tile++) {
+      for (int tile = 0; tile < TILES; tile++) {
         uint32_t b[4];
         ptx::ldmatrix_x4(b, (x ^ 64 * half) + tile * 8 * 128);
 #pragma unroll
         for (int step = 0; step < 2; step++) {
-          float2(&set)[2 * X_TILES] = acc.tile[(2 * half + step) % Accumulators::kSets];
+          float2(&set)[2 * TILES] = acc.tile[(2 * half + step) % Accumulators::kSets];
           ptx::mma(set[2 * tile], set[2 * tile + 1], a[step], b[2 * step], b[2 * step + 1],
                    Element());
         }

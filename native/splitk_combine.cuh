@@ -1,17 +1,17 @@
-// Split-K in SplitK_GEMM: two halves of K are summed by different CTAs, or one after the other, and
-// combined here. Each warp stores its partial sums in a workspace; the one that arrives second adds
+// Halves of K in SplitK_GEMM: two CTAs sum one each, or one CTA both in turn, and they are combined
+// here. Each warp stores its partial sums in a workspace; the one that arrives second adds
 // the other half's to its own. a + b = b + a bit for bit, so it does not matter which that is.
 #pragma once
 
 #include "splitk_gemm.cuh"
 
 // Partial sums of a row block, in float2s: one for each lane and tile of X.
-constexpr int kRowBlockPartials = X_TILES * 32;
+constexpr int kRowBlockPartials = TILES * 32;
 
 // Stores a warp's partial sums of two row blocks, of which `row_blocks` exist.
 __device__ __forceinline__ void store_partial(float2* to, int row_blocks, const Accumulators& acc) {
 #pragma unroll
-  for (int i = 0; i < 2 * X_TILES; i++) {
+  for (int i = 0; i < 2 * TILES; i++) {
     const int j = i % 2;
     if (j < row_blocks) to[j * kRowBlockPartials + i / 2 * 32] = acc.tile[0][i];
   }
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool combine(const SplitKGemmArgs& args, int half, in
   if (before == 0) return false;
   // From L2: this SM's L1 knows nothing of the other CTA's stores.
 #pragma unroll
-  for (int i = 0; i < 2 * X_TILES; i++) {
+  for (int i = 0; i < 2 * TILES; i++) {
     const int j = i % 2;
     if (j >= row_blocks) continue;
     const float2 more = ptx::load_from_l2(other + j * kRowBlockPartials + i / 2 * 32);

@@ -8,8 +8,8 @@
 // lanes of odd g those of row 2t + 1. Bias and residual are loaded before the products where
 // registers allow, to hide their latency.
 struct Epilogue {
-  static constexpr bool kEarlyResidual = X_TILES <= 4 && !NORM;
-  static constexpr int kPairsOfThread = 2 * X_TILES;  // pair 2i + j: row n + 8i of Y, row block j
+  static constexpr bool kEarlyResidual = TILES <= 4 && !NORM;
+  static constexpr int kPairsOfThread = 2 * TILES;  // pair 2i + j: row n + 8i of Y, row block j
 
   const SplitKGemmArgs& args;
   const int m, n;  // of the first pair: row of W, row of X

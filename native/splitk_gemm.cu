@@ -15,7 +15,7 @@
 //       for each group:
 //         acc = 0
 //         for each stage along K: wait until full; acc += W X^T; release the stage
-//         split-K: store_partial; the CTA that arrives second combines both halves
+//         halves of K: store_partial; the CTA that arrives second combines both
 //         Y = activation(norm scale * acc + bias) + residual
 //
 // W is packed as dakrun/formats/packed16.py lays it out. The order in which the terms of an
@@ -24,7 +24,7 @@
 //
 // Warpgroups: groups of more than 8 row blocks are divided between them, so that X is read once for
 // both. Smaller groups they take in turns, one in its epilogue while the other multiplies; with
-// X_TILES == 8, where X is the larger operand, they may have two groups at once.
+// TILES == 8, where X is the larger operand, they may have two groups at once.
 
 #include "gemm_multiply.cuh"
 #include "splitk_combine.cuh"
@@ -105,7 +105,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       ptx::named_barrier_arrive(kTurnBarrier + other, kConsumers);
     }
     // Split-K: only the second half to arrive has an output to store.
-    if (splits_k(args) && !combine(args, at.k > 0, row_block, row_blocks - warp_row_block, acc))
+    if (has_halves(args) && !combine(args, at.k > 0, row_block, row_blocks - warp_row_block, acc))
       continue;
     epilogue.store(acc, moments);
   }
@@ -113,7 +113,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
 
 // Two CTAs share an SM, one of this launch and one of the next; with mma and the largest N the
 // registers of two would spill.
-#if X_TILES == 8 && !WGMMA
+#if TILES == 8 && !WGMMA
 constexpr int kCtasOfSm = 1;
 #else
 constexpr int kCtasOfSm = 2;

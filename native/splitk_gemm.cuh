@@ -9,8 +9,8 @@ static_assert(kThreads == kConsumers + 2 * 32, "consumers, a producer warp for W
 
 // A variant has -DNORM=1 if X is normalised, -DMIXES=1 if the first tier's CTAs also take groups of
 // another tier.
-constexpr bool kPairs = X_TILES == 8;  // stages may have two groups: X is then the larger operand
-constexpr bool kSplitK = kPairs && !NORM;
+constexpr bool kPairs = TILES == 8;  // stages may have two groups: X is then the larger operand
+constexpr bool kHalves = kPairs && !NORM;
 constexpr bool kMixes = MIXES;
 static_assert(!kMixes || !kPairs, "a stage's two groups are of one tier");
 
@@ -53,15 +53,15 @@ struct SplitKGemmArgs {
   Element* y;                 // [N, M]; [N, M / 2] with kSiluMul
   int norm;                   // of X's rows; with -DNORM=1
   float eps, inverse_k;       // of the norm; 1 / K without padding
-  int split_k_atoms;          // atoms of the first split-K half; all of K where it is not split
-  int* arrivals;              // [row blocks], zero between launches; for split-K
-  float2* partials;           // [2][row blocks][X_TILES][32]; for split-K
+  int half_atoms;          // atoms of the first half of K, or of all of K
+  int* arrivals;              // [row blocks], zero between launches; for halves of K
+  float2* partials;           // [2][row blocks][TILES][32]; for halves of K
   const uint8_t* ahead;       // prefetched to L2 for a later launch, a part by each CTA of tier 0
   int ahead_bytes;            // of such a part
 };
 
-__device__ __forceinline__ bool splits_k(const SplitKGemmArgs& args) {
-  return kSplitK && args.split_k_atoms < args.k / kAtomK;
+__device__ __forceinline__ bool has_halves(const SplitKGemmArgs& args) {
+  return kHalves && args.half_atoms < args.k / kAtomK;
 }
 
 __device__ __forceinline__ int tier_of_cta(const SplitKGemmArgs& args) {

@@ -11,7 +11,7 @@
 // Sums and sums of squares of X's rows, in shared memory. `kShares` warps add up each row block,
 // taking its atoms round-robin.
 struct Moments {
-  static constexpr int kShares = X_TILES < 4 ? 4 / X_TILES : 1;
+  static constexpr int kShares = TILES < 4 ? 4 / TILES : 1;
 
   float sums[kShares][kXRows], squares[kShares][kXRows];
 
@@ -30,14 +30,14 @@ struct Moments {
 // rows of ones below it, by its transpose: the squares are on the diagonal, the sums below.
 // Products go round-robin to `kParts` accumulators, so that none waits for the one before it.
 struct MomentAccumulators {
-  static constexpr int kRowBlocks = (X_TILES + 3) / 4, kShares = Moments::kShares;
-  static constexpr int kParts = X_TILES < 4 ? 2 : 4;  // more would take registers from the GEMM
+  static constexpr int kRowBlocks = (TILES + 3) / 4, kShares = Moments::kShares;
+  static constexpr int kParts = TILES < 4 ? 2 : 4;  // more would take registers from the GEMM
 
   const int row_block, share;
   float2 squares[kRowBlocks][kParts] = {}, sums[kRowBlocks][kParts] = {};
 
   __device__ __forceinline__ MomentAccumulators(int warp)
-      : row_block(warp % X_TILES * kRowBlocks), share(warp / X_TILES) {}
+      : row_block(warp % TILES * kRowBlocks), share(warp / TILES) {}
 
   // Adds a stage with `atoms` of X from shared address `x` on, whose first atom is number `number`
   // along K.

@@ -47,7 +47,7 @@ struct WeightWalk {
     wave_row_blocks = min(at.wave_row_blocks, at.tier_row_blocks - wave);  // fewer in the last wave
     step = ptx::load_address(at.args.addresses + at.tier) +
            static_cast<int64_t>(wave) * k_end * kAtomBytes;
-    if (kSplitK) step += static_cast<int64_t>(wave_row_blocks * at.k) * kAtomBytes;
+    if (kHalves) step += static_cast<int64_t>(wave_row_blocks * at.k) * kAtomBytes;
     begin_step();
   }
   __device__ __forceinline__ void begin_step() {

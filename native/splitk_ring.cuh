@@ -6,7 +6,7 @@
 // For many rows of X stages are short, so the time to issue one counts: a whole warp then runs the
 // producer's loop, whose values are in uniform registers, from which copies start at once. For few
 // rows a single thread has its first copies in flight sooner.
-constexpr bool kWholeWarps = X_TILES >= 4;
+constexpr bool kWholeWarps = TILES >= 4;
 
 // True in the one thread of a producer that starts copies and arrives at barriers.
 __device__ __forceinline__ bool is_copying_thread() {
@@ -36,7 +36,7 @@ struct Ring {
         stage_bytes(w_bytes + tier.stage_atoms * kXAtomBytes),
         windowed(tier.window < tier.stages),
         divided(tier.group_row_blocks > kTileRowBlocks),
-        shared(divided || kPairs && tier.groups == 2 || splits_k(args)) {}
+        shared(divided || kPairs && tier.groups == 2 || has_halves(args)) {}
 
   // By the W producer. Initialises all kMaxStages: a loop over `stages` is slower.
   __device__ __forceinline__ void initialize_full() const {

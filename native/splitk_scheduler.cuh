@@ -3,8 +3,8 @@
 //   OneTier      a tier's CTAs take its groups; each CTA is in one of four modes:
 //     whole_groups         one group at a time, all of K
 //     two_waves            two groups a stage, so that X is read once for both
-//     half_of_two_groups   split-K: two groups a stage, one half of K
-//     both_halves          split-K without a neighbour: one group, its halves of K in turn
+//     half_of_two_groups   halves of K: two groups a stage, one half
+//     both_halves          halves of K without a neighbour: one group, its halves in turn
 //   MixedTiers   the first tier's CTAs take whole groups of their own tier and of a remote one
 //
 // Both have the same members. Producers and consumers each run their own copy of the loop.
@@ -29,12 +29,12 @@ struct OneTier {
     group_row_blocks = own.group_row_blocks;
     enter(number);
     whole_groups(cta);
-    const bool split_k = splits_k(args), two = kPairs && own.groups == 2;
-    if (two && !split_k) {
+    const bool halves = has_halves(args), two = kPairs && own.groups == 2;
+    if (two && !halves) {
       two_waves();
     } else if (two && (cta | 1) < ctas) {
       half_of_two_groups(cta);
-    } else if (split_k) {
+    } else if (halves) {
       both_halves();
     }
     k = k_begin;
@@ -83,10 +83,10 @@ struct OneTier {
   __device__ __forceinline__ void half_of_two_groups(int cta) {
     second = group_row_blocks;
     row_block = (cta & ~1) * group_row_blocks;
-    (cta % 2 ? k_begin : k_end) = args.split_k_atoms;
+    (cta % 2 ? k_begin : k_end) = args.half_atoms;
   }
   // One half of K after the other.
-  __device__ __forceinline__ void both_halves() { k_middle = args.split_k_atoms; }
+  __device__ __forceinline__ void both_halves() { k_middle = args.half_atoms; }
 };
 
 // Groups of both tiers are numbered together; CTA c takes the groups c, c + CTAs, ... Those of the

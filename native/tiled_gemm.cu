@@ -16,7 +16,7 @@
 //         acc = 0, or with Stream-K load_partial of the cluster before
 //         for each stage along K: wait until full; acc += W X^T; release the stage to all sharers
 //         if Stream-K: the rest of the tile is the next cluster's: store_partial
-//         else: with split-K, reduce the segments in the cluster
+//         else: with segments of K, reduce them in the cluster
 //               Y = activation(acc + bias) + residual, through shared memory and TMA
 //
 // Scheduler (tiled_scheduler.cuh): data-parallel waves of tiles, then Stream-K for those left. W is
@@ -26,10 +26,10 @@
 
 #include "gemm_multiply.cuh"
 #include "tiled_producer.cuh"
-#include "tiled_split_k.cuh"
+#include "tiled_segments.cuh"
 #include "tiled_stream_k.cuh"
 
-static_assert(WGMMA || X_TILES <= 8 && !WIDE, "with more, operands of mma would spill");
+static_assert(WGMMA || TILES <= 8 && !WIDE, "with more, operands of mma would spill");
 
 // Waits until all CTAs of the cluster have come here. Their writes need not be visible.
 __device__ __forceinline__ void sync_cluster() {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void release_all(int count, const Ring& ring, RingPos
 }
 
 // Stores a tile's outputs, each kind of epilogue with code of its own. `from` is a TileEpilogue and
-// `what` the accumulators, or `from` is a SplitKReduction and `what` the TileEpilogue.
+// `what` the accumulators, or `from` is a SegmentReduction and `what` the TileEpilogue.
 template <class From, class What>
 __device__ __forceinline__ void store_outputs(const TiledGemmArgs& args, From& from,
                                               const What& what) {
@@ -59,11 +59,11 @@ __device__ __forceinline__ void store_outputs(const TiledGemmArgs& args, From& f
 
 // The consumers.
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& ring,
-                                        const Place& place, const SplitKBarriers& barriers,
+                                        const Place& place, const SegmentBarriers& barriers,
                                         int warpgroup) {
   OutputBlocks blocks(args);
   RingPosition stage;
-  SplitKParities parities;
+  SegmentParities parities;
   // Wait until the other CTAs that split K have initialised their barriers.
   if (args.k_ctas > 1 && place.sharers == 1) ptx::cluster_wait();
   for (Tiles tile(args, place); tile.next();) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     if (!part.exists()) {
       release_all(tile.k_end - tile.k, ring, stage);
       if (args.k_ctas > 1) {
-        SplitKReduction reduction(args, place, barriers, ring.smem_first, parities);
+        SegmentReduction reduction(args, place, barriers, ring.smem_first, parities);
         reduction.drain();
         reduction.release_stages(tile.last());
       }
@@ -113,7 +113,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     } else if (args.k_ctas == 1) {
       store_outputs(args, epilogue, acc);
     } else {
-      SplitKReduction reduction(args, place, barriers, ring.smem_first, parities);
+      SegmentReduction reduction(args, place, barriers, ring.smem_first, parities);
       reduction.drain();
       reduction.store_partials(acc);
       store_outputs(args, reduction, epilogue);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 
 extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
     tiled_gemm(const __grid_constant__ TiledGemmArgs args) {
-  __shared__ uint64_t barriers[2 * kMaxStages + SplitKBarriers::kCount];
+  __shared__ uint64_t barriers[2 * kMaxStages + SegmentBarriers::kCount];
   fetch_parameters(args);
   if (args.order != kBeforeLocal) ptx::launch_dependents();
 
@@ -136,9 +136,9 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
   if (threadIdx.x == kConsumers + 32) ptx::prefetch_tensor_map(&args.x_rest);
   if (threadIdx.x == 0 && args.boxes) ptx::prefetch_tensor_map(&args.y_boxes);
-  const SplitKBarriers split_k_barriers(ptx::smem_address(barriers + 2 * kMaxStages));
+  const SegmentBarriers segment_barriers(ptx::smem_address(barriers + 2 * kMaxStages));
   if (threadIdx.x == kTiledThreads - 1 && args.k_ctas > 1)
-    split_k_barriers.initialize(args.k_ctas, place.sharers);
+    segment_barriers.initialize(args.k_ctas, place.sharers);
   if (threadIdx.x % 32 == 0) ring.initialize(warp);
   __syncthreads();
   // No CTA may arrive at another's barrier before that is initialised. CTAs that share stages do so
@@ -152,15 +152,15 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
 #if WGMMA
     ptx::setmaxnreg_inc<kConsumerRegisters>();
 #endif
-    consume(args, ring, place, split_k_barriers, warp / (kWarpgroup / 32));
+    consume(args, ring, place, segment_barriers, warp / (kWarpgroup / 32));
   } else {
 #if WGMMA
     ptx::setmaxnreg_dec<kProducerRegisters>();
 #endif
     if (warp == kConsumerWarps) {
-      produce_w(args, ring, place, split_k_barriers);
+      produce_w(args, ring, place, segment_barriers);
     } else if (warp == kConsumerWarps + 1) {
-      produce_x(args, ring, place, split_k_barriers);
+      produce_x(args, ring, place, segment_barriers);
     } else {
       wait_for_input(args);
     }

@@ -4,7 +4,7 @@
 #include "gemm_common.cuh"
 
 static_assert(kWarpgroups == 2, "row_groups are 1 or 2");
-static_assert(X_TILES % (WIDE ? 4 : 8) == 0 && X_TILES <= 32, "at most 256 rows a warpgroup");
+static_assert(TILES % (WIDE ? 4 : 8) == 0 && TILES <= 32, "at most 256 rows a warpgroup");
 
 constexpr int kTiledThreads = TILED_THREADS;
 static_assert(kTiledThreads == kConsumers + kWarpgroup, "consumers, and a warpgroup of producers");
@@ -55,7 +55,7 @@ struct TiledGemmArgs {
   const Element* bias;             // [M], or null
   const Element* residual;         // [N, M], or null; not with kSiluMul
   Element* y;                      // [N, width]
-  float4* partials;                // [CTAs][X_TILES][kConsumers]: Stream-K's partial tiles
+  float4* partials;                // [CTAs][TILES][kConsumers]: Stream-K's partial tiles
   int* partial_flags;              // [CTAs][warps]: 1 if stored; zero between launches
   TierTiles tiers[kMaxTiers + 1];  // one more for the last tier's end
   PackedMatrix weight;             // [M, K]

@@ -14,7 +14,7 @@ __device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
 // stages, so the producer waits until all have been read. Every lane polls the barrier, so the lanes
 // that copy have acquired it themselves, and no __syncwarp() is needed behind it.
 __device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, const Tiles& tile,
-                                                   const SplitKBarriers& barriers) {
+                                                   const SegmentBarriers& barriers) {
   if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.reduced(), tile.parity());
 }
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, co
 // lie one behind the other, so one copy fetches all of them that belong to the tile. The lane of
 // the first of these row blocks starts the copy.
 __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring& ring,
-                                          const Place& place, const SplitKBarriers& barriers) {
+                                          const Place& place, const SegmentBarriers& barriers) {
   const TierTiles& tier = args.tiers[place.tier];
   const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_row_block - 1;
   const int window = tier.window < ring.stages ? tier.window : 1 << 30;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
 // The X producer, a warp of which one thread copies. The rows of the last warpgroup along X have a
 // box of their own size: rows beyond X would come as zeros, and slowly. Their sums are not stored.
 __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring& ring,
-                                          const Place& place, const SplitKBarriers& barriers) {
+                                          const Place& place, const SegmentBarriers& barriers) {
   constexpr int kRowBytes = kAtomK * 2;
   const int max_boxes = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
   // CTAs along W load a part of each box each and multicast it.

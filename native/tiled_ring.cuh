@@ -51,13 +51,13 @@ struct Ring {
   }
 };
 
-// Barriers of CTAs of a cluster that split K (tiled_split_k.cuh).
-struct SplitKBarriers {
+// Barriers of CTAs of a cluster with a segment of K each (tiled_segments.cuh).
+struct SegmentBarriers {
   static constexpr int kCount = kConsumerWarps + 2;
 
   const Barriers landed;  // [warps]: the other CTAs' partial sums for this warp have landed
 
-  __device__ __forceinline__ explicit SplitKBarriers(uint32_t first) : landed{first} {}
+  __device__ __forceinline__ explicit SegmentBarriers(uint32_t first) : landed{first} {}
 
   // All consumer warps of all these CTAs have read the tile's last stage.
   __device__ __forceinline__ uint32_t drained() const { return landed[kConsumerWarps]; }

@@ -9,7 +9,7 @@
 #include "tiled_scheduler.cuh"
 
 constexpr int kPassTiles = TILED_PASS_TILES;  // tiles of a warp's accumulators that fill a block
-constexpr int kPasses = X_TILES / kPassTiles;
+constexpr int kPasses = TILES / kPassTiles;
 constexpr int kMinOutputBlocks = TILED_MIN_OUTPUT_BLOCKS;
 constexpr int kRowChunks = WIDE ? kPassTiles : 2;
 constexpr int kBlockRows = WIDE ? 16 : 8 * kPassTiles;

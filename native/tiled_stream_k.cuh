@@ -9,9 +9,9 @@ static_assert(Accumulators::kSets == 1, "accumulators are in one set");
 // Each warp stores its accumulators for the same warp of the same CTA in the next cluster.
 __device__ __forceinline__ void store_partial(const TiledGemmArgs& args, const Accumulators& acc) {
   const uint32_t thread = ptx::opaque<uint32_t>(threadIdx.x);
-  float4* const to = args.partials + blockIdx.x * X_TILES * kConsumers + thread;
+  float4* const to = args.partials + blockIdx.x * TILES * kConsumers + thread;
 #pragma unroll
-  for (int i = 0; i < X_TILES; i++) {
+  for (int i = 0; i < TILES; i++) {
     const float2 a = acc.tile[0][2 * i], b = acc.tile[0][2 * i + 1];
     to[i * kConsumers] = {a.x, a.y, b.x, b.y};
   }
@@ -34,9 +34,9 @@ __device__ __forceinline__ void load_partial(const TiledGemmArgs& args, int clus
     }
     __syncwarp();
   }
-  const float4* const from = args.partials + cta * X_TILES * kConsumers + thread;
+  const float4* const from = args.partials + cta * TILES * kConsumers + thread;
 #pragma unroll
-  for (int i = 0; i < X_TILES; i++) {
+  for (int i = 0; i < TILES; i++) {
     const float4 both = ptx::load_from_l2_or_zero(from + i * kConsumers, stored);
     acc.tile[0][2 * i] = {both.x, both.y};
     acc.tile[0][2 * i + 1] = {both.z, both.w};

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.geometry import SHARED_BYTES_PAIRED
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.models import known_model
 from dakrun.plan import decode_ops, linear_op, predicted_time, read_times, sms_by_tier
@@ -85,7 +84,7 @@ def test_attention_gets_no_more_sms_for_a_peer_than_keep_its_link_busy() -> None
     peer = PEER.tier("peer:1")
     local, few = split(48, 16)
     assert local + few == PEER.sms
-    assert few < peer.sms and few * SHARED_BYTES_PAIRED > 2e-6 * peer.direct_bytes_per_s
+    assert few < peer.sms and few * PEER.card.ring_bytes > 2e-6 * peer.direct_bytes_per_s
     assert split(64, 0) == split(60, 4) == (PEER.sms, 0), "mixed, where HBM takes longer"
     assert split(0, 64) == (0, peer.sms), "no others could have the rest"
     host = sms_by_tier(op, [(60, 4)], 0.0, 0.0, HOST, ("host",))

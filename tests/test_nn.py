@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cards import H200
+from cards import H200, hold_to
 from peers import readable_peer
 from tiny_tokenizer import make_tokenizer_files
 from torch import nn
@@ -283,8 +283,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
     monkeypatch.setattr("dakrun.nn.gemm.products", lambda device: products.Products(device, H200))
     for module in ("gemm", "tiers"):
         monkeypatch.setattr(f"dakrun.nn.{module}.kernel_format", kernel_format)
-    monkeypatch.setattr(products, "sm_count", lambda device: 132)
-    monkeypatch.setattr("dakrun.nn.tiers.sm_count", lambda device: 132)
+    hold_to(H200, monkeypatch)
     return launched
 
 

@@ -22,7 +22,6 @@ from dakrun.plan import (
     many_rows_sms,
     many_rows_times,
     predicted_time,
-    ring_stages,
     sampling_time,
     waits_s,
 )
@@ -139,11 +138,18 @@ def test_staging_costs_what_the_profile_says() -> None:
     assert {op.transport for op in plan(8, slow, offload_ratio=0.1).weights()} == {"direct"}
 
 
-@pytest.mark.parametrize("n", [128, 256, 512, 1024])
-def test_rings_are_the_kernel_s(n: int) -> None:
-    access = TierAccess(), TierAccess(sms=8, window_bytes=2**18)
-    (launch,) = tiled_config(n, (0, 896), access, cols=7168, card=PEER.card).launches
-    assert ring_stages(n) == launch.stages
+@pytest.mark.parametrize("n", [128, 256, 512, 1024, 4096, 8192])
+def test_rings_are_the_kernels(n: int) -> None:
+    """An SM of a remote part brings what the ring of its CTA in the kernel's launch holds."""
+    tier, units = AFTER.tier("peer:1"), 896
+    op = linear_op("m", (8 * units, 7168), n=n, element_bytes=2)
+    access = TierAccess(), TierAccess(8, tier.window_bytes)
+    (launch,) = tiled_config(min(n, 4096), (0, units), access, cols=7168, card=AFTER.card).launches
+    held = 1024 * launch.stages * launch.tiers[1].tile_row_blocks / launch.shape.x_ctas
+    latency = AFTER.kernel_model.link_latency_seconds
+    _, link = many_rows_times(op, (0, units), (0, 1), 0.0, AFTER, ("peer:1",))
+    expected = op.read_bytes * latency / held + AFTER.kernel_model.launch_gap_seconds
+    assert link == pytest.approx(expected)
 
 
 @given(

@@ -25,7 +25,7 @@ from dakrun.plan.greedy import (
     greedy_ratios,
     uniform_ratios,
 )
-from dakrun.plan.many_rows import many_rows_sms, many_rows_times, ring_stages
+from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.op_costs import StepCosts, waits_s
 from dakrun.plan.ops import (
     PREFILL_CHUNK_TOKENS,
@@ -156,7 +156,6 @@ __all__ = [
     "requests_per_admission",
     "resource_text",
     "ring_bytes",
-    "ring_stages",
     "round_ratios",
     "run_bound",
     "sampling_time",

@@ -1,20 +1,17 @@
 """CTA model of the tiled GEMM: SMs for each tier's part of a product of many rows, and its time.
 
-Knows the rings of the tiled GEMM's CTAs and one op's placement.
+Asks dakrun/launches for the rings of the tiled GEMM's CTAs. Knows one op's placement.
 """
 
 import bisect
+import functools
 from collections.abc import Sequence
 
-from dakrun.geometry import ATOM_BYTES, ROWS_PER_BLOCK, TILE_ROW_BLOCKS, TILED_MAX_STAGES
-from dakrun.hardware import HardwareProfile, RemoteTier
+from dakrun.geometry import ATOM_BYTES, TILED_MAX_ROWS
+from dakrun.hardware import Card, HardwareProfile
+from dakrun.launches import TierAccess, tiled_config
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, kernel_compute_time
-from dakrun.units import ceil_div
-
-# A stage of a CTA's ring has an atom for each row block of W and for every 8 rows of X.
-TILE_ROWS = 512  # rows of X in a stage, at most
-RING_BYTES = 210 * 1024  # bytes of all stages
 
 
 def many_rows_times(
@@ -27,9 +24,9 @@ def many_rows_times(
 ) -> tuple[float, float]:
     """(kernel, link) seconds of one layer of a product of many rows, its parts side by side.
 
-    `sms[t]` SMs multiply `counts[t]` row blocks of tier t; all SMs together would take `compute`
-    seconds for the whole op. HBM limits the local part. The bytes that the rings of a remote part's
-    CTAs hold limit the rate of its link, which also idles for a while between launches.
+    `sms[t]` SMs multiply `counts[t]` row blocks of tier t. All SMs together would take `compute`
+    seconds for the whole op. HBM limits the local part. A remote part is limited by the bytes of W
+    in its CTAs' rings, and its link idles for a while between launches.
     """
     parts = [
         _part_times(op, tier, n, s, compute, profile, remote)
@@ -54,9 +51,10 @@ def _part_times(
     kernel = work * profile.sms / sms
     if tier == 0:
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
-    link, model = profile.tier(remote[tier - 1]), profile.kernel_model
-    seconds = nbytes / _ring_rate(link, op.batch_size, sms, profile)
-    return kernel, seconds + model.launch_gap_seconds  # the link idles between launches
+    link, rows = profile.tier(remote[tier - 1]), min(op.batch_size, TILED_MAX_ROWS)
+    held = sms * held_bytes(rows, op.units, op.shape[1], link.window_bytes, profile.card)
+    rate = link.direct_bytes_per_s * min(1.0, held / bytes_in_flight(link, profile))
+    return kernel, nbytes / rate + profile.kernel_model.launch_gap_seconds
 
 
 def many_rows_sms(
@@ -70,7 +68,7 @@ def many_rows_sms(
 
     A remote part gets the fewest SMs with which it ends before the local part or is limited by
     its link, or one fewer if the op is faster with that. The kernel rounds the result to whole
-    clusters and tiles (RemotePart in dakrun/kernels/gemm/tiled_config.py).
+    clusters and tiles (RemotePart in dakrun/launches/tiled.py).
     """
     layer = [n * op.units / sum(counts) for n in counts]
     sms = [int(n > 0) for n in counts]
@@ -107,13 +105,14 @@ def many_rows_sms(
     return tuple(with_sms(tiers[0], sms[tiers[0]])) if tiers else (profile.sms, *sms[1:])
 
 
-def ring_stages(rows: int) -> int:
-    """Stages of a CTA's ring for a remote part: of 64 rows of W and `rows` of X, up to 512."""
-    across = ceil_div(min(rows, TILE_ROWS), ROWS_PER_BLOCK)
-    return min(TILED_MAX_STAGES, RING_BYTES // (ATOM_BYTES * (TILE_ROW_BLOCKS + across)))
+@functools.cache
+def held_bytes(rows: int, row_blocks: int, cols: int, window: int, card: Card) -> float:
+    """Bytes of W in the rings of a remote part, for each of its SMs.
 
-
-def _ring_rate(tier: RemoteTier, rows: int, ctas: int, profile: HardwareProfile) -> float:
-    """Bytes/s of `tier` read by `ctas` CTAs of a product of many rows, limited by their rings."""
-    held = ctas * ring_stages(rows) * ATOM_BYTES * TILE_ROW_BLOCKS
-    return tier.direct_bytes_per_s * min(1.0, held / bytes_in_flight(tier, profile))
+    By the launch for `rows` of X and a W of `row_blocks` that all lie behind a link with `window`.
+    """
+    access = TierAccess(), TierAccess(window_bytes=window)
+    (launch,) = tiled_config(rows, (0, row_blocks), access, cols=cols, card=card).launches
+    (_, tiles), shape = launch.tiers, launch.shape
+    # CTAs of a cluster along X load the stages of one ring in turn.
+    return ATOM_BYTES * launch.stages * tiles.tile_row_blocks / shape.x_ctas

@@ -1,5 +1,5 @@
-// Split-K within a cluster: k_ctas CTAs multiply a segment of K each for the same tile, and reduce
-// their partial sums through distributed shared memory, always in the order of the segments.
+// Segments of K: k_ctas CTAs of a cluster multiply one each for the same tile, and reduce their
+// partial sums through distributed shared memory, always in the order of the segments.
 #pragma once
 
 #include "tiled_output.cuh"
@@ -17,25 +17,25 @@ __device__ __forceinline__ int first_pass(const TiledGemmArgs& args, const Place
 }
 
 // The parities of the barrier phases that a warp waits for next.
-struct SplitKParities {
+struct SegmentParities {
   uint32_t tile = 0, landed = 0;
 };
 
 // A tile's reduction. Partial sums are exchanged where the stages are in shared memory, as
 // [segments][passes of the CTA][tiles][threads]: every thread sends to the same thread of the other
 // CTAs.
-struct SplitKReduction {
-  const SplitKBarriers& barriers;
+struct SegmentReduction {
+  const SegmentBarriers& barriers;
   const uint32_t address;
   const int segment, k_ctas, sharers, sharer;
   const int first;   // the CTA's first pass, for this warp
   const int passes;  // passes that a CTA reduces for a warp, at most
   const int own;     // passes that this CTA reduces for this warp
-  SplitKParities& parities;
+  SegmentParities& parities;
 
-  __device__ __forceinline__ SplitKReduction(const TiledGemmArgs& args, const Place& place,
-                                             const SplitKBarriers& barriers, uint32_t address,
-                                             SplitKParities& parities)
+  __device__ __forceinline__ SegmentReduction(const TiledGemmArgs& args, const Place& place,
+                                             const SegmentBarriers& barriers, uint32_t address,
+                                             SegmentParities& parities)
       : barriers(barriers),
         address(address),
         segment(place.segment),
