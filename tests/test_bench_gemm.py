@@ -29,7 +29,7 @@ from benched import (
     run,
     without_a_gpu,
 )
-from cards import H200, hopper
+from cards import H200, PORTABLE, hopper
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -78,7 +78,7 @@ from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 from dakrun.probe import launch_seconds
 
-PRODUCTS = Products(torch.device("cpu"))
+PRODUCTS = Products(torch.device("cpu"), PORTABLE)
 
 
 def sweep(**asked: Any) -> GemmSweep:

@@ -68,7 +68,7 @@ def test_small_weights_are_splitk_gemms_up_to_64_rows(m: int, k: int, by: str) -
     split = Split(row_block_count(m), 132, 1, 64)
     part = MatrixPart(LOCAL, split, PACKED16, (torch.empty(2 * m * k, dtype=torch.uint8),))
     small = TieredMatrix((m, k), torch.float16, (part,))
-    found = {n: Products(CPU).kernel_for(n, small) for n in (32, 33, 64, 65)}
+    found = {n: Products(CPU, H200).kernel_for(n, small) for n in (32, 33, 64, 65)}
     assert found == {32: "splitk", 33: by, 64: by, 65: "tiled"}
 
 
@@ -181,7 +181,7 @@ def test_what_is_prefetched_ahead(tiles: bool) -> None:
     here, there = packed(data, splits).parts
     near, far = replace(here, tier=LOCAL), replace(there, tier="host")
     wide = TieredMatrix(data.shape, data.dtype, (near, far))
-    found = Products(CPU)
+    found = Products(CPU, replace(CARDS[tiles], sms=10))
     for n in (1, 8, 32):
         ahead = found.ahead(n, wide, ACCESS)
         assert ahead is not None and ahead.dtype == torch.uint8
