@@ -62,6 +62,7 @@ kernel_models = st.builds(
     remote_attention_cost=st.floats(0, 10),
     launch_gap_seconds=st.floats(0, 1),
     link_latency_seconds=st.floats(1e-9, 1),
+    pass_launch_seconds=st.floats(0, 1),
 )
 
 
@@ -82,6 +83,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         device=draw(st.sampled_from(["cuda", "cpu"])),
         device_name=draw(st.text()),
         sms=sms,
+        clusters=tuple(draw(st.lists(st.integers(1, sms), max_size=7))),
         hbm_capacity_bytes=draw(positive_int),
         hbm_bytes_per_s=draw(positive),
         context_bytes=draw(st.integers(0, 2**60)),

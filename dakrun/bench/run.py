@@ -18,11 +18,10 @@ from dakrun.bench.output import Record, head
 from dakrun.bench.rows import Row, columns
 from dakrun.bench.sweep import forecast
 from dakrun.hardware import LOCAL, Card, HardwareProfile
+from dakrun.launches import TierAccess
 
 if TYPE_CHECKING:
     import torch
-
-    from dakrun.launches import TierAccess
 
 AnySweep = GemmSweep | AttentionSweep | ModelSweep
 
@@ -91,7 +90,7 @@ class Chains(ABC):
         """Times of torch's kernel with the case's operands contiguous in HBM."""
 
     @abstractmethod
-    def row(self, case: Any, access: "Sequence[TierAccess]", **known: float) -> Row:
+    def row(self, case: Any, access: Sequence[TierAccess], **known: float) -> Row:
         """Measure `case` with tiers read as `access` says; `known` are the row's other times."""
 
 

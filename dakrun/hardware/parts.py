@@ -168,6 +168,9 @@ class KernelModel:
     - launch_gap_seconds: time from a launch's last read to the first read that depends on it.
     - link_latency_seconds: latency of a link without a window: the bytes in flight that it needs,
       divided by its rate.
+    - pass_launch_seconds: time in which the CPU launches a pass or a step with prompts, which are
+      no graphs: 25 ms less the GPU's, beside an H200.
+    - mixed_step_seconds: time of the GPU between the launches of a step with prompts.
     """
 
     busiest_cta_weight: float = 0.5
@@ -179,6 +182,8 @@ class KernelModel:
     few_sms_link_loss: float = 0.05
     launch_gap_seconds: float = 4.8e-6
     link_latency_seconds: float = 2.3e-6
+    pass_launch_seconds: float = 0.02
+    mixed_step_seconds: float = 0.002
 
     def __post_init__(self) -> None:
         ranges: dict[str, tuple[float, float]] = {
@@ -191,6 +196,8 @@ class KernelModel:
             "few_sms_link_loss": (0, 1),
             "launch_gap_seconds": (0, MAX_SECONDS),
             "link_latency_seconds": (MIN_SECONDS, MAX_SECONDS),
+            "pass_launch_seconds": (0, MAX_SECONDS),
+            "mixed_step_seconds": (0, MAX_SECONDS),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)

@@ -19,8 +19,6 @@ from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cos
 from dakrun.units import ceil_div
 
 PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
-PASS_LAUNCH_SECONDS = 0.02  # for the CPU to launch a pass: 25 ms less the GPU's, beside an H200
-MIXED_STEP_SECONDS = 0.002  # of the GPU between the launches of a step that is no graph
 PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
 
 
@@ -173,7 +171,8 @@ def pass_seconds(
     found = one.predicted_s + attention_s
     if plan.profile.device != "cuda":
         return found
-    return max(found + MIXED_STEP_SECONDS, PASS_LAUNCH_SECONDS)
+    model = plan.profile.kernel_model
+    return max(found + model.mixed_step_seconds, model.pass_launch_seconds)
 
 
 def requests_per_admission(plan: Plan) -> int:
@@ -190,7 +189,8 @@ def requests_per_admission(plan: Plan) -> int:
     """
     if plan.profile.device != "cuda":
         return 1
-    extra = max(MIXED_STEP_SECONDS, PASS_LAUNCH_SECONDS - plan.predicted_s)
+    model = plan.profile.kernel_model
+    extra = max(model.mixed_step_seconds, model.pass_launch_seconds - plan.predicted_s)
     slots, steps = plan.workload.batch_size, plan.workload.new_tokens * plan.predicted_s
     best = slots * math.sqrt(2 * extra / steps)
     return max(1, min(round(best), ceil_div(slots, 2)))
