@@ -13,10 +13,11 @@ import torch
 from packed_linear import Linear, all_sms, linear, normal, poisoned, same_bits, written
 from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placements, run_of_chain
 
-from dakrun.geometry import TILED_WIDE_TILES, TILED_X_TILES, row_block_count
-from dakrun.hardware import Card
+from dakrun.geometry import TILED_THREADS, TILED_WIDE_TILES, TILED_X_TILES, row_block_count
+from dakrun.hardware import BARRIER_BYTES, Card
 from dakrun.kernels.gemm import StreamKWorkspace, tiled_gemm
-from dakrun.kernels.runtime import DTYPES, card_of
+from dakrun.kernels.gemm.tiled import SOURCE, defines
+from dakrun.kernels.runtime import DTYPES, card_of, kernel
 from dakrun.launches import (
     Launch,
     Shape,
@@ -81,6 +82,15 @@ class Tiled:
 
 def tiled(*args: Any, **options: Any) -> Tiled:
     return Tiled(linear(*args, **options))
+
+
+def test_the_card_has_the_clusters_that_the_kernel_runs_in() -> None:
+    """Of one CTA per SM; a small kernel stands in for this one where the driver is asked."""
+    card = here()
+    tiles = kernel(SOURCE, "tiled_gemm", defines(torch.float16, 8))
+    sizes = range(2, card.max_cluster + 1)
+    found = [tiles.clusters(n, TILED_THREADS, card.shared_bytes - BARRIER_BYTES) for n in sizes]
+    assert tuple(found) == card.clusters and card.max_clusters(1) == all_sms()
 
 
 @pytest.mark.parametrize("n", ROWS)
