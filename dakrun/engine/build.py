@@ -125,11 +125,12 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     """All kernel variants that the plan's model may need, for any number of rows."""
     model, remote = plan.model, range(1, len(plan.tiers))
     mixes = any(op.mixed(tier) for op in plan.weights() for tier in remote)
+    formats = dict.fromkeys(op.op.stored(packed=True) for op in plan.weights())
     return variants(
         getattr(torch, model.dtype), SPLITK_ROWS, card_of(device), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
         spills=plan.kv_spill_blocks > 0,
-        head_norms=architecture(model).family.qk_norms is not None,
+        head_norms=architecture(model).family.qk_norms is not None, formats=formats,
     )  # fmt: skip
 
 

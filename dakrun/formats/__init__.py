@@ -10,7 +10,11 @@ from dakrun.formats.rows import Rows
 from dakrun.formats.split import Split, stretches
 from dakrun.formats.weight_format import Array, WeightFormat
 
+# Formats that kernels read; they are compiled for each of them.
+KERNEL_FORMATS: tuple[WeightFormat, ...] = (PACKED16,)
+
 __all__ = [
+    "KERNEL_FORMATS",
     "PACKED16",
     "Array",
     "KVLayout",

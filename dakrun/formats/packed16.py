@@ -23,7 +23,7 @@ class Packed16(WeightFormat):
     """float16 or bfloat16 elements of the products' dtype, packed."""
 
     name = "16-bit"
-    device_code = "packed16"
+    for_kernels = True
 
     @property
     def packed(self) -> WeightFormat:
@@ -39,11 +39,12 @@ class Packed16(WeightFormat):
         return cols % CHUNK == 0
 
     def write(
-        self, arrays: "Sequence[torch.Tensor]", split: Split, first: int, rows: "torch.Tensor"
+        self, arrays: "Sequence[torch.Tensor]", split: Split, first: int, *stored: "torch.Tensor"
     ) -> None:
         """Pack rows [R, K] of a 16-bit dtype."""
         import torch
 
+        (rows,) = stored
         if rows.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"expected a float16 or bfloat16 matrix, got {rows.dtype}")
         height, cols = rows.shape

@@ -19,7 +19,7 @@ class Rows(WeightFormat):
 
     element_bytes: int
     name = "rows"
-    device_code = None
+    for_kernels = False
 
     @property
     def packed(self) -> WeightFormat | None:
@@ -40,9 +40,10 @@ class Rows(WeightFormat):
         return True
 
     def write(
-        self, arrays: "Sequence[torch.Tensor]", split: Split, first: int, rows: "torch.Tensor"
+        self, arrays: "Sequence[torch.Tensor]", split: Split, first: int, *stored: "torch.Tensor"
     ) -> None:
         """Copy rows [R, K]."""
+        (rows,) = stored
         top = ROWS_PER_BLOCK * first
         self.read(arrays, split, rows.shape[1], rows.dtype)[top : top + len(rows)] = rows
 

@@ -4,7 +4,7 @@ Knows rows, columns and bytes; neither tiers nor plans.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -40,9 +40,10 @@ class WeightFormat(ABC):
     A part of the matrix is a tensor of bytes (uint8, 1-D) for each of `arrays`, in their order.
     """
 
-    name: ClassVar[str]
-    # The code in native/ that makes operands of the stored bytes; None: kernels do not read them.
-    device_code: ClassVar[str | None]
+    name: str
+    for_kernels: ClassVar[bool]
+    # Macros of kernels: they select the code in native/ that makes operands of the stored bytes.
+    macros: ClassVar[Mapping[str, int]] = {}
 
     @property
     @abstractmethod
@@ -59,11 +60,12 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def write(
-        self, arrays: "Sequence[torch.Tensor]", split: Split, first: int, rows: "torch.Tensor"
+        self, arrays: "Sequence[torch.Tensor]", split: Split, first: int, *stored: "torch.Tensor"
     ) -> None:
-        """Store `rows` [R, K] as the row blocks from `first` on of a tier's `arrays`.
+        """Store rows as the row blocks from `first` on of a tier's `arrays`.
 
-        They are one of `stretches` of the tier's `split`, on the device that writes the arrays.
+        They are one of `stretches` of the tier's `split`. `stored` is what a checkpoint has of
+        them, on the device that writes the arrays: one tensor [R, K] where it has the elements.
         """
 
     @abstractmethod
@@ -76,7 +78,7 @@ class WeightFormat(ABC):
         """
 
     def pack(self, rows: "torch.Tensor", split: Split) -> "tuple[torch.Tensor, ...]":
-        """The arrays of a tier with the rows [R, K].
+        """The arrays of a tier with the rows [R, K], of a format that takes the elements.
 
         R is a multiple of 8 unless these are the matrix's last rows. Raises ValueError for an R
         that is not `split.row_blocks`.

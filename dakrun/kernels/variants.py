@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from dakrun.formats import KERNEL_FORMATS, PACKED16, WeightFormat
 from dakrun.geometry import FEW_ROWS, HEAD_DIMS
 from dakrun.hardware import Card
 from dakrun.kernels.attention import prompt
@@ -37,6 +38,7 @@ def variants(
     mixes: bool = False,
     spills: bool = False,
     head_norms: bool = False,
+    formats: Iterable[WeightFormat] = (PACKED16,),
 ) -> list[Variant]:
     """Variants for a model with `head_dim` and `group` query heads per KV head, on `card`.
 
@@ -44,7 +46,7 @@ def variants(
     SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
     `mixes` also for weights with mixed tiers. With `spills`, slots of attention may spill, with
     `head_norms` it normalizes query and key heads. Many rows need the tiled GEMM, or on other
-    cards `unpack`, for torch.
+    cards `unpack`, for torch. Weights have any of `formats`.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
     few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}
@@ -55,12 +57,14 @@ def variants(
     ]
     tiled = tiled_gemm.all_defines(dtype, wgmma=card.has_wgmma)
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled]
+    formats = list(formats)
     return [
-        *(many if card.tiled else [(UNPACK, {})]),
+        *_of_formats(many if card.tiled else [(UNPACK, {})], formats),
         *_attention(dtype, head_dim, group, reads_spilled=spills, head_norms=head_norms),
-        *skinny,
+        *_of_formats(skinny, formats),
         (COPY_BLOCKS, {}),
         *_small(dtype),
+        *_of_formats([(EMBED, operands.defines(dtype))], formats),
     ]
 
 
@@ -109,11 +113,13 @@ def _attention(
 
 def all_variants(arch: str) -> list[Variant]:
     """Every variant of every kernel for `arch`, one of runtime.ARCHITECTURES."""
-    found: list[Variant] = [(BANDWIDTH, {}), (UNPACK, {}), (COPY_BLOCKS, {})]
+    found: list[Variant] = [(BANDWIDTH, {}), (COPY_BLOCKS, {})]
+    reading: list[Variant] = [(UNPACK, {})]  # weights
     for dtype in operands.DTYPES:
         tiled = tiled_gemm.all_defines(dtype, wgmma=arch == "sm_90a")  # no other has it
-        found += ((tiled_gemm.SOURCE, macros) for macros in tiled)
-        found += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
+        reading += ((tiled_gemm.SOURCE, macros) for macros in tiled)
+        reading += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
+        reading.append((EMBED, operands.defines(dtype)))
         for head_dim in HEAD_DIMS:
             found += _attention(dtype, head_dim, 8, 16)
             found += (
@@ -129,9 +135,14 @@ def all_variants(arch: str) -> list[Variant]:
                 for reads_spilled in (False, True)
             )
         found += _small(dtype)
-    return found
+    return [*_of_formats(reading, KERNEL_FORMATS), *found]
+
+
+def _of_formats(found: Iterable[Variant], formats: Iterable[WeightFormat]) -> list[Variant]:
+    """Variants of kernels that read weights, for each of `formats`."""
+    return [(source, {**macros, **stored.macros}) for source, macros in found for stored in formats]
 
 
 def _small(dtype: torch.dtype) -> list[Variant]:
-    sources = (SELECT_TOKEN, NORMALIZE, NORMALIZE_HEADS, EMBED, STORE_KV)
+    sources = (SELECT_TOKEN, NORMALIZE, NORMALIZE_HEADS, STORE_KV)
     return [(source, operands.defines(dtype)) for source in sources]

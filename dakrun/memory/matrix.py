@@ -43,13 +43,14 @@ class Piece:
     first: int
     rows: slice
 
-    def write(self, rows: torch.Tensor) -> None:
-        """Store rows [R, K], in the matrix's dtype and on the device that reads the tier.
+    def write(self, *stored: torch.Tensor) -> None:
+        """Store what a checkpoint has of these rows, on the device that reads the tier.
 
-        A GPU writes by itself, to host memory too, in the order of torch's current stream.
+        It is one tensor [R, K], in the matrix's dtype, where it has the elements. A GPU writes by
+        itself, to host memory too, in the order of torch's current stream.
         """
-        arrays = [device_view(array, rows.device) for array in self.part.arrays]
-        self.part.format.write(arrays, self.part.split, self.first, rows)
+        arrays = [device_view(array, stored[0].device) for array in self.part.arrays]
+        self.part.format.write(arrays, self.part.split, self.first, *stored)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,12 @@ class TieredMatrix:
     @property
     def for_kernels(self) -> bool:
         """Whether kernels read the formats of all parts."""
-        return all(part.format.device_code is not None for part in self.parts)
+        return all(part.format.for_kernels for part in self.parts)
+
+    @property
+    def macros(self) -> Mapping[str, int]:
+        """Macros of kernels that read the matrix, whose parts then have one format."""
+        return self.parts[0].format.macros
 
     @functools.cached_property
     def _addresses(self) -> dict[torch.device, torch.Tensor]:

@@ -48,14 +48,19 @@ class Op:
     kv_blocks: int = 0
     normed: bool = False
 
+    def stored(self, *, packed: bool = False) -> WeightFormat:
+        """The format of a weight as the plan counts it, or `packed` for kernels that read it."""
+        found = self.format.packed if packed and self.format else self.format
+        assert found, f"{self.name} has no such format"
+        return found
+
     def unit_bytes(self, first: int, last: int) -> int:
         """Resident bytes of the units first ... last - 1."""
         if self.category == "attention":
             blocks = last * self.kv_blocks // self.units - first * self.kv_blocks // self.units
             return self.resident_bytes // self.kv_blocks * blocks
-        assert self.format, "a weight has a format"
         rows, cols = self.shape
-        return self.format.nbytes(first_row(last, rows) - first_row(first, rows), cols)
+        return self.stored().nbytes(first_row(last, rows) - first_row(first, rows), cols)
 
     def tier_bytes(self, counts: Sequence[int]) -> list[int]:
         """Resident bytes of one layer in each tier, given the units per tier in their order."""

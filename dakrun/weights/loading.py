@@ -9,13 +9,12 @@ from typing import Protocol
 
 import torch
 
-from dakrun.formats import WeightFormat
 from dakrun.hardware import Card
 from dakrun.interrupt import Workers
 from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tier, aligned
-from dakrun.plan import Op, Plan
+from dakrun.plan import Plan
 from dakrun.weights.manifest import Manifest, Request, Source, Weights, fold, interleave
 from dakrun.weights.streaming import reader_count
 
@@ -55,17 +54,8 @@ class Packing:
 
 def can_pack(plan: Plan) -> bool:
     """Whether the GPU's kernels can read all matrices of the plan's model."""
-    return all(
-        op.op.format and (packed := op.op.format.packed) and packed.takes(op.op.shape[1])
-        for op in plan.weights()
-    )
-
-
-def _format(op: Op, *, packed: bool) -> WeightFormat:
-    """The format of an op's matrix, as the kernels read it or as the checkpoint has it."""
-    found = op.format.packed if op.format and packed else op.format
-    assert found, "kernels read all matrices that are packed"
-    return found
+    formats = ((op.op.stored().packed, op.op.shape[1]) for op in plan.weights())
+    return all(packed is not None and packed.takes(cols) for packed, cols in formats)
 
 
 def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
@@ -73,7 +63,7 @@ def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
     sizes = [aligned(plan.memory(number)["kv"]) for number in range(len(plan.tiers))]
     for op in plan.weights():
         for counts in op.placement:
-            stored = _format(op.op, packed=packed)
+            stored = op.op.stored(packed=packed)
             for number, size in enumerate(allocated_bytes(stored, op.op.shape, counts)):
                 sizes[number] += size
     return dict(zip(plan.tiers, sizes, strict=True))
@@ -127,7 +117,7 @@ def _allocate(
             counts = [count for _, count in placement]
             splits = split_row_blocks(counts, packing.accesses[op.name], card=packing.card)
         matrices[name] = TieredMatrix.empty(
-            manifest.matrix_shape(name), dtype, _format(op, packed=packing is not None), placement,
+            manifest.matrix_shape(name), dtype, op.stored(packed=packing is not None), placement,
             tiers, splits,
         )  # fmt: skip
     return matrices

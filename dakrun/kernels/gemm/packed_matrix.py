@@ -30,7 +30,7 @@ def addresses(weight: TieredMatrix, device: torch.device) -> int:
     """The table of the addresses of `weight` on `device`, for kernels there to read.
 
     Raises ValueError for a matrix that kernels cannot read: of another dtype than DTYPES, with more
-    than MAX_TIERS tiers, or in formats that differ, have no device code or do not take its columns.
+    than MAX_TIERS tiers, or in formats that differ, have no kernel or do not take its columns.
     """
     parts, cols = weight.parts, weight.shape[1]
     stored = parts[0].format
@@ -38,7 +38,7 @@ def addresses(weight: TieredMatrix, device: torch.device) -> int:
         weight.dtype not in DTYPES
         or len(parts) > MAX_TIERS
         or any(part.format != stored for part in parts)
-        or stored.device_code is None
+        or not stored.for_kernels
         or not stored.takes(cols)
     ):
         names = sorted({part.format.name for part in parts})

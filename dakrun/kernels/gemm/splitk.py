@@ -160,7 +160,7 @@ def splitk_gemm(
             args.ahead = ahead.data_ptr()
             args.ahead_bytes = ahead.numel() // config.splits[0].ctas // AHEAD_ALIGN * AHEAD_ALIGN
     macros = defines(weight.dtype, config.x_tiles, norm != "none", config.mixes)
-    jit.kernel(SOURCE, "splitk_gemm", macros).launch(
+    jit.kernel(SOURCE, "splitk_gemm", {**macros, **weight.macros}).launch(
         config.ctas, SPLITK_THREADS, args, shared_bytes=config.shared_bytes, pdl=pdl
     )
     return out

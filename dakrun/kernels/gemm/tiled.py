@@ -156,9 +156,8 @@ def tiled_gemm(
         if args.boxes:
             args.y_boxes[:] = boxes_map(out.data_ptr(), out.dtype, (n, width), shape.output_box)
         args.tiers[:] = _tiers(n, weight, launch)
-        kernel = jit.kernel(
-            SOURCE, "tiled_gemm", defines(weight.dtype, shape.tiles, wide=shape.wide)
-        )
+        macros = defines(weight.dtype, shape.tiles, wide=shape.wide)
+        kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.macros})
         kernel.launch(
             launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
             pdl=pdl or order == AFTER_REMOTE,
