@@ -40,7 +40,7 @@ from dakrun.memory import (
     usable_cores,
 )
 from dakrun.models import hub
-from dakrun.models.architectures import architecture
+from dakrun.models.families import decoder_of
 from dakrun.plan import (
     MAX_BATCH_SIZE,
     RESERVE_BYTES,
@@ -59,7 +59,6 @@ from dakrun.units import format_bytes
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import OnLoad, tier_capacities
-from dakrun.weights.manifest import manifest_of
 
 # Arguments of vLLM's LLM, and their values that change nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -312,7 +311,7 @@ class LLM(OfflineCalls):
         """The runner, with the weights of the checkpoint in `directory`, or random ones."""
         packed = runs_on_kernels(self.plan, self.device)
         with Checkpoint(directory) if directory else nullcontext(Dummy()) as source:
-            source.check(manifest_of(architecture(self.config), source.__contains__))
+            source.check(decoder_of(self.config))
             capacities = tier_capacities(self.plan, packed=packed)
             self._tiers = allocate_tiers(capacities, self.device, self._on_allocate)
             return build_runner(source, self.plan, self._tiers, self.device, self._on_load)

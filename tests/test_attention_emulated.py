@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dakrun.geometry import HEAD_DIMS
 from dakrun.kernels import HeadNorms, attention_variant
 from dakrun.kernels.attention import kv_blocks
-from dakrun.models import rms_norm
+from dakrun.models.functional import rms_norm
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 5

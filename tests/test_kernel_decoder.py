@@ -32,9 +32,9 @@ from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.runtime import CopyStream, copy
 from dakrun.memory import allocate_tiers
-from dakrun.models import architecture, read_model_config
+from dakrun.models import decoder_of, read_model_config
 from dakrun.plan import Policy, Segment, kv_positions, make_plan
-from dakrun.weights import Checkpoint, Packing, load, manifest_of, tier_capacities
+from dakrun.weights import Checkpoint, Packing, load, tier_capacities
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 CARD = replace(PORTABLE, sms=3)
@@ -104,12 +104,10 @@ def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep
         }
     shape = KVShape(config.num_kv_heads, config.head_dim, kv_positions(work))
     cache = KVCache(plan.kv_placement(), config.num_layers, shape, tiers, CPU)
-    of = architecture(config)
     with Checkpoint(path) as source:
-        manifest = manifest_of(of, source.__contains__)
         packing = Packing(accesses, CARD)
-        weights = load(source, manifest, plan, tiers, CPU, packing=packing)
-    backend = KernelBackend(of, manifest, weights, accesses, shape.positions)
+        weights = load(source, plan, tiers, CPU, packing=packing)
+    backend = KernelBackend(decoder_of(config), weights, accesses, shape.positions)
     step = DecodeStep(backend.with_buffers(None, batch), cache, shape, accesses["attention"])
     return backend, cache, step
 
@@ -129,7 +127,7 @@ def test_a_slot_is_read_where_the_gpu_that_computes_is(monkeypatch: pytest.Monke
 def staging(backend: KernelBackend) -> Staging:
     """All matrices, through a ring that holds two of them."""
     ring = 2 * max(staged_bytes(matrix) for matrix in backend.matrices.values())
-    names = [name for name in backend.order if staged_bytes(backend.matrices[name])]
+    names = [one.name for one in backend.order if staged_bytes(backend.matrices[one.name])]
     room = torch.empty(ring, dtype=torch.uint8)
     return Staging(backend.matrices, names, room, together=1, early=False)
 

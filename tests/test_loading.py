@@ -22,13 +22,11 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.kernels.runtime import DTYPES
 from dakrun.memory import allocate_tiers
-from dakrun.models import architecture, known_model
+from dakrun.models import Linear, Matrix, Norm, Operand, Source, decoder_of, known_model
 from dakrun.plan import Plan, Policy, make_plan
 from dakrun.weights import (
     Checkpoint,
     Dummy,
-    Fold,
-    Manifest,
     Packing,
     Weights,
     can_pack,
@@ -37,8 +35,6 @@ from dakrun.weights import (
     streaming,
     tier_capacities,
 )
-from dakrun.weights import manifest_of as manifest_of_model
-from dakrun.weights.manifest import Source
 
 CPU = torch.device("cpu")
 CARD = hopper(5)
@@ -73,13 +69,6 @@ CONFIGS = {
     ),
 }  # fmt: skip
 NAMES = list(CONFIGS)
-MATRICES = ("layers.0.gate_up", "layers.1.gate_up")
-
-
-def manifest_of(name: str) -> Manifest:
-    return manifest_of_model(
-        architecture(CONFIGS[name]), lambda tensor: tensor.startswith("model.")
-    )
 
 
 def plan_of(name: str, dtype: torch.dtype = torch.float16, policy: Policy | None = None) -> Plan:
@@ -92,13 +81,14 @@ def plan_of(name: str, dtype: torch.dtype = torch.float16, policy: Policy | None
 def tensors_of(name: str, *dtypes: torch.dtype) -> dict[str, torch.Tensor]:
     """Random tensors of a checkpoint, of the given dtypes in turn; weights of norms are near 1."""
     generator = torch.Generator().manual_seed(sum(name.encode()))
-    manifest, found = manifest_of(name), {}
+    model, found = decoder_of(CONFIGS[name]), {}
     turns = itertools.cycle(dtypes)
-    for source, shape in itertools.chain(*manifest.matrices.values(), *manifest.resident.values()):
-        values = torch.randn(shape, generator=generator) / 8
-        if len(shape) == 1 and source.endswith("weight"):
-            values += 1
-        found[source] = values.to(next(turns))
+    for operand in (*model.matrices(), *model.vectors()):
+        for source, shape in operand.sources:
+            values = torch.randn(shape, generator=generator) / 8
+            if len(shape) == 1 and source.endswith("weight"):
+                values += 1
+            found[source] = values.to(next(turns))
     return found
 
 
@@ -115,7 +105,7 @@ def packed(
     """Loaded into memory that just holds it."""
     tiers = allocate_tiers(tier_capacities(plan, packed=True), device)
     packing = Packing(tier_accesses(plan, CARD), CARD)
-    weights = load(source, manifest_of(name), plan, tiers, device, packing=packing)
+    weights = load(source, plan, tiers, device, packing=packing)
     for number, tier in enumerate(tiers.values()):
         kv = plan.op("attention").resident_bytes(number)
         assert kv <= tier.free < kv + 256
@@ -136,10 +126,9 @@ def save(name: str, directory: Path, *dtypes: torch.dtype) -> dict[str, torch.Te
     return {key: tensor.double() for key, tensor in tensors.items()}
 
 
-def stacked(manifest: Manifest, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    sources = manifest.matrices.get(name) or manifest.resident[name]
-    parts = [tensors[source] for source, _ in sources]
-    if name.removesuffix(".bias") in manifest.interleaved:
+def stacked(operand: Operand, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    parts = [tensors[source] for source, _ in operand.sources]
+    if operand.interleaved:
         out = parts[0].new_empty(2 * len(parts[0]), *parts[0].shape[1:])
         out[0::2], out[1::2] = parts
         return out
@@ -157,35 +146,42 @@ def assert_rounded(got: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_matrices_biases_and_norms(name: str, dtype: torch.dtype, directory: Path) -> None:
     stored = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
-    tensors, manifest = save(name, directory, *stored), manifest_of(name)
+    tensors, model = save(name, directory, *stored), decoder_of(CONFIGS[name])
     with Checkpoint(directory) as source:
         weights = packed(name, plan_of(name, dtype), source)
-    biases = {f"{matrix}.bias" for matrix in manifest.matrices}
-    for vector in set(manifest.resident) - biases:
-        assert torch.equal(weights.resident[vector], stacked(manifest, vector, tensors).to(dtype))
-    for matrix, got in weights.matrices.items():
+    biases = {matrix.bias_name for matrix in model.matrices()}
+    for vector in model.vectors():
+        if vector.name not in biases:
+            found = weights.resident[vector.name]
+            assert torch.equal(found, stacked(vector, tensors).to(dtype))
+    assert list(weights.matrices) == [matrix.name for matrix in model.matrices()]
+    for matrix in model.matrices():
+        got, norm = weights.matrices[matrix.name], matrix.folded
         assert got.for_kernels and [part.tier for part in got.parts] == ["hbm", "host"]
-        exact, fold = stacked(manifest, matrix, tensors), manifest.folded.get(matrix, Fold("rms"))
-        bias = None
-        if f"{matrix}.bias" in manifest.resident:
-            bias = stacked(manifest, f"{matrix}.bias", tensors)
-        if fold.bias:
-            bias = exact @ stacked(manifest, fold.bias, tensors) + (0 if bias is None else bias)
-        if fold.weight:
-            exact = exact * stacked(manifest, fold.weight, tensors)
-        if fold.kind == "layer":
+        exact, bias = stacked(matrix, tensors), None
+        if isinstance(matrix, Linear) and matrix.bias:
+            bias = stacked(matrix.bias, tensors)
+        if norm and norm.bias:
+            bias = exact @ stacked(norm.bias, tensors) + (0 if bias is None else bias)
+        if norm and norm.weight:
+            exact = exact * stacked(norm.weight, tensors)
+        if norm and norm.kind == "layer":
             exact = exact - exact.mean(1, keepdim=True)
         assert_rounded(got.dense(), exact)
-        assert (bias is None) == (f"{matrix}.bias" not in weights.resident)
+        assert (bias is None) == (matrix.bias_name not in weights.resident)
         if bias is not None:
-            assert_rounded(weights.resident[f"{matrix}.bias"], bias)
+            assert_rounded(weights.resident[matrix.bias_name], bias)
+
+
+def folded(name: str) -> dict[str, Norm]:
+    matrices = decoder_of(CONFIGS[name]).matrices()
+    return {matrix.name: matrix.folded for matrix in matrices if matrix.folded}
 
 
 def test_what_is_folded() -> None:
     both = {f"layers.{i}.{op}" for i in range(2) for op in ("qkv", "gate_up")}
     opt = {f"layers.{i}.{op}" for i in range(2) for op in ("qkv", "fc1")}
-    folded = {name: set(manifest_of(name).folded) for name in NAMES}
-    assert folded == {
+    assert {name: set(folded(name)) for name in NAMES} == {
         "llama": {*both, "lm_head"},
         "llama-tied": both,
         "opt": opt,
@@ -193,32 +189,34 @@ def test_what_is_folded() -> None:
         "opt-no-affine": {*opt, "lm_head"},
         "opt-post-norm": set(),
     }
-    assert manifest_of("opt").folded["layers.1.fc1"] == Fold(
-        "layer", "layers.1.ffn_norm.weight", "layers.1.ffn_norm.bias"
-    )
-    assert manifest_of("opt-no-affine").folded["lm_head"] == Fold("layer")
-    assert manifest_of("llama").folded["layers.0.gate_up"] == Fold(
-        "rms", "layers.0.ffn_norm.weight"
-    )
+    for norm, kind, vectors in (
+        (folded("opt")["layers.1.fc1"], "layer", ["weight", "bias"]),
+        (folded("opt-no-affine")["lm_head"], "layer", []),
+        (folded("llama")["layers.1.gate_up"], "rms", ["weight"]),
+    ):
+        assert norm.kind == kind
+        names = [vector.name for vector in norm.vectors()]
+        assert names == [f"layers.1.ffn_norm.{vector}" for vector in vectors]
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "opt-no-bias", "opt-no-affine"])
 def test_a_folded_norm_only_scales_rows(name: str, directory: Path) -> None:
-    tensors, manifest = save(name, directory, torch.float32), manifest_of(name)
+    tensors = save(name, directory, torch.float32)
     with Checkpoint(directory) as source:
         weights = packed(name, plan_of(name), source)
     x = torch.randn(5, 136, dtype=torch.float64) + 0.5
-    for matrix, fold in manifest.folded.items():
-        weight, *vectors = (
-            name and stacked(manifest, name, tensors) for name in (matrix, fold.weight, fold.bias)
-        )
-        if fold.kind == "rms":
+    for matrix in decoder_of(CONFIGS[name]).matrices():
+        if not (isinstance(matrix, Linear) and matrix.folded):
+            continue
+        weight, bias = stacked(matrix, tensors), matrix.bias_name
+        vectors = [stacked(vector, tensors) for vector in matrix.folded.vectors()]
+        if matrix.folded.kind == "rms":
             normed, scale = F.rms_norm(x, (136,), vectors[0], 1e-5), x.pow(2).mean(1)
         else:
             normed, scale = F.layer_norm(x, (136,), *vectors), x.var(1, correction=0)
-        bias = f"{matrix}.bias"
-        plain = stacked(manifest, bias, tensors) if bias in manifest.resident else 0
-        got = x @ weights.matrices[matrix].dense().double().T * (scale + 1e-5).rsqrt()[:, None]
+        plain = stacked(matrix.bias, tensors) if matrix.bias else 0
+        dense = weights.matrices[matrix.name].dense().double()
+        got = x @ dense.T * (scale + 1e-5).rsqrt()[:, None]
         got += weights.resident[bias].double() if bias in weights.resident else 0
         torch.testing.assert_close(got, normed @ weight.T + plain, rtol=0, atol=5e-3)
 
@@ -284,7 +282,7 @@ def test_a_file_that_shrinks_while_it_is_read(directory: Path) -> None:
             packed("llama", plan, source)
         with pytest.raises(CannotRun, match="too short"):
             tiers = allocate_tiers(tier_capacities(plan, packed=False), CPU)
-            load(source, manifest_of("llama"), plan, tiers, CPU)
+            load(source, plan, tiers, CPU)
 
 
 def test_a_file_that_cannot_be_read(directory: Path) -> None:
@@ -297,9 +295,9 @@ def test_streams_are_in_order_and_let_go_of_memory(directory: Path) -> None:
     values = torch.arange(100_000, dtype=torch.int32).view(torch.float32).view(1000, 100)
     save_file({"t": values}, directory / "model.safetensors")
 
-    def requests() -> Iterator[list[tuple[tuple[str, tuple[int, ...]], slice]]]:
+    def requests() -> Iterator[list[tuple[Source, slice]]]:
         for start in range(0, 980, 30):
-            source = ("t", (1000, 100))
+            source = Source("t", (1000, 100))
             yield [(source, slice(start, start + 20)), (source, slice(5, 6))]
 
     with Checkpoint(directory) as source:
@@ -319,7 +317,7 @@ def test_dummy_weights_are_the_same_in_any_plan() -> None:
     b = packed("opt-post-norm", plan_of("opt-post-norm", policy=everywhere), Dummy())
     plan = plan_of("opt-post-norm")
     tiers = allocate_tiers(tier_capacities(plan, packed=False), CPU)
-    c = load(Dummy(), manifest_of("opt-post-norm"), plan, tiers, CPU)
+    c = load(Dummy(), plan, tiers, CPU)
     for name, matrix in a.matrices.items():
         assert torch.equal(matrix.dense(), b.matrices[name].dense())
         assert torch.equal(matrix.dense(), c.matrices[name].dense())
@@ -331,7 +329,7 @@ def test_dummy_weights_are_the_same_in_any_plan() -> None:
 
 def test_dummy_weights_are_normal() -> None:
     rows = torch.empty(400, 1000)
-    Dummy().copy(("m.weight", (1000, 1000)), slice(100, 500), rows)
+    Dummy().copy(Source("m.weight", (1000, 1000)), slice(100, 500), rows)
     assert rows.mean().abs() < 2e-4 and rows.std().item() == pytest.approx(0.02, rel=0.01)
     scaled = (rows / 0.02).flatten()
     assert scaled.pow(4).mean().item() == pytest.approx(3, rel=0.05)
@@ -339,7 +337,7 @@ def test_dummy_weights_are_normal() -> None:
     correlation = torch.corrcoef(rows[:50])
     assert (correlation - torch.eye(50)).abs().max() < 0.2
     other = torch.empty(400, 1000)
-    Dummy().copy(("n.weight", (1000, 1000)), slice(100, 500), other)
+    Dummy().copy(Source("n.weight", (1000, 1000)), slice(100, 500), other)
     assert torch.corrcoef(torch.stack([rows.flatten(), other.flatten()]))[0, 1].abs() < 0.01
 
 
@@ -358,7 +356,7 @@ def test_loading_is_short_calls_that_are_counted(
     tiers = allocate_tiers(tier_capacities(plan, packed=is_packed), CPU)
     packing = Packing(tier_accesses(plan, CARD), CARD) if is_packed else None
     weights = load(
-        Noted(), manifest_of("llama"), plan, tiers, CPU, packing=packing,
+        Noted(), plan, tiers, CPU, packing=packing,
         on_load=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     total = sum(part.nbytes for matrix in weights.matrices.values() for part in matrix.parts)
@@ -373,7 +371,7 @@ def test_an_interrupted_load_copies_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
     class Slow(Dummy):
         def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
-            if len(source[1]) > 1:  # a matrix: the first copy is done, the others wait
+            if len(source.shape) > 1:  # a matrix: the first copy is done, the others wait
                 began.append(rows)
                 if len(began) > 1:
                     interrupted.wait(60)
@@ -385,8 +383,9 @@ def test_an_interrupted_load_copies_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
     tiers = allocate_tiers(tier_capacities(plan, packed=False), CPU)
     with pytest.raises(KeyboardInterrupt):
-        load(Slow(), manifest_of("llama"), plan, tiers, CPU, on_load=interrupt)
-    assert len(began) < 500 < sum(m for m, _ in map(manifest_of("llama").matrix_shape, MATRICES))
+        load(Slow(), plan, tiers, CPU, on_load=interrupt)
+    gate_ups = decoder_of(CONFIGS["llama"]).ops["gate_up"]
+    assert len(began) < 500 < sum(one.shape[0] for one in gate_ups if isinstance(one, Matrix))
 
 
 @pytest.mark.gpu
@@ -400,7 +399,7 @@ def test_a_gpu_packs_what_a_cpu_does(name: str, directory: Path) -> None:
             assert [part.arrays[0].is_cuda for part in matrix.parts] == [True, False]
             exact = here.matrices[key].dense()
             torch.testing.assert_close(matrix.dense(), exact, rtol=2**-7, atol=1e-5)
-            if key not in manifest_of(name).folded and isinstance(source, Checkpoint):
+            if key not in folded(name) and isinstance(source, Checkpoint):
                 assert torch.equal(matrix.dense(), exact)
         for key, vector in there.resident.items():
             torch.testing.assert_close(vector.cpu(), here.resident[key], rtol=2**-7, atol=1e-5)

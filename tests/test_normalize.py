@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from dakrun.geometry import NORMALIZE_MAX_COLS
 from dakrun.kernels import HeadNorms, normalize, normalize_heads
 from dakrun.kernels.runtime import DTYPES
-from dakrun.models import rms_norm
+from dakrun.models.functional import rms_norm
 
 EPS = 1e-5
 

@@ -7,7 +7,7 @@ from dakrun.geometry import HEAD_DIMS, KV_BLOCK
 from dakrun.kernels import store_kv
 from dakrun.kernels.attention import KVShape, kv_blocks
 from dakrun.kernels.runtime import DTYPES
-from dakrun.models import rotate
+from dakrun.models.functional import rotate
 
 LAYERS = 3
 

@@ -20,11 +20,10 @@ from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import Card, HardwareProfile
 from dakrun.kernels import Variant, variants
 from dakrun.kernels.attention import KVShape
-from dakrun.kernels.runtime import architecture as gpu_architecture
-from dakrun.kernels.runtime import card_of, compiling, has_kernels
+from dakrun.kernels.runtime import architecture, card_of, compiling, has_kernels
 from dakrun.launches import TierAccess
 from dakrun.memory.tiers import Tier
-from dakrun.models.architectures import architecture
+from dakrun.models.families import decoder_of
 from dakrun.plan import (
     RING_GROUPS,
     STAGED_TOGETHER,
@@ -36,7 +35,6 @@ from dakrun.plan import (
     ring_bytes,
 )
 from dakrun.weights.loading import OnLoad, Packing, Tensors, can_pack, load
-from dakrun.weights.manifest import manifest_of
 
 SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # maximum rows of X by variant
 
@@ -73,7 +71,6 @@ def build_runner(
     model = plan.model
     card = card_of(device)
     accesses = tier_accesses(plan, card)
-    manifest = manifest_of(architecture(model), source.__contains__)
     shape = KVShape(model.num_kv_heads, model.head_dim, kv_positions(plan.workload))
     cache = KVCache(
         plan.kv_placement(),
@@ -84,11 +81,11 @@ def build_runner(
         spill_blocks=plan.kv_spill_blocks,
     )
     packing = Packing(accesses, card)
-    with compiling(_kernels(plan, device), gpu_architecture(device.index)):
-        weights = load(source, manifest, plan, tiers, device, packing=packing, on_load=on_load)
+    with compiling(_kernels(plan, device), architecture(device.index)):
+        weights = load(source, plan, tiers, device, packing=packing, on_load=on_load)
     torch.cuda.empty_cache()  # return the temporary memory of loading to the driver
     positions = shape.blocks * KV_BLOCK
-    backend = KernelBackend(architecture(model), manifest, weights, accesses, positions)
+    backend = KernelBackend(decoder_of(model), weights, accesses, positions)
     steps, prefill = _staging(plan, backend)
     step = DecodeStep(backend.with_buffers(steps, cache.slots), cache, shape, accesses["attention"])
     chunk_tokens = plan.prefill.chunk_tokens
@@ -107,7 +104,6 @@ def _reference_runner(
     source: Tensors, plan: Plan, tiers: Mapping[str, Tier], device: torch.device, on_load: OnLoad
 ) -> Runner:
     model, dtype = plan.model, getattr(torch, plan.model.dtype)
-    manifest = manifest_of(architecture(model), source.__contains__)
     layout = RowLayout(model.num_kv_heads, model.head_dim, kv_positions(plan.workload), dtype)
     cache = KVCache(
         plan.kv_placement(),
@@ -117,8 +113,8 @@ def _reference_runner(
         device,
         spill_blocks=plan.kv_spill_blocks,
     )
-    weights = load(source, manifest, plan, tiers, device, on_load=on_load)
-    return ReferenceRunner(architecture(model), weights, cache, layout, plan.workload.max_model_len)
+    weights = load(source, plan, tiers, device, on_load=on_load)
+    return ReferenceRunner(decoder_of(model), weights, cache, layout, plan.workload.max_model_len)
 
 
 def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
@@ -130,16 +126,17 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
         getattr(torch, model.dtype), SPLITK_ROWS, card_of(device), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
         spills=plan.kv_spill_blocks > 0,
-        head_norms=architecture(model).family.qk_norms is not None, formats=formats,
+        head_norms=any(attention.norms for attention in decoder_of(model).attentions),
+        formats=formats,
     )  # fmt: skip
 
 
 def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Staging | None]:
     """Staging of decode steps and of prefill through one ring; None where nothing is staged."""
     matrices = backend.matrices
-    remote = [name for name in backend.order if staged_bytes(matrices[name])]
-    in_steps = [name for name in remote if plan.op(name.split(".")[-1]).transport == "staged"]
-    in_prefill = remote if plan.prefill.transport == "staged" else []
+    remote = [linear for linear in backend.order if staged_bytes(matrices[linear.name])]
+    in_steps = [one.name for one in remote if plan.op(one.op).transport == "staged"]
+    in_prefill = [one.name for one in remote] if plan.prefill.transport == "staged" else []
     sizes = [staged_bytes(matrices[name]) for name in {*in_steps, *in_prefill}]
     ring = torch.empty(
         ring_bytes(max(sizes, default=0), sum(sizes)), dtype=torch.uint8, device=backend.like.device

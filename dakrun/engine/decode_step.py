@@ -26,8 +26,8 @@ from dakrun.kernels.attention import (
 from dakrun.kernels.runtime import card_of
 from dakrun.launches import TierAccess
 from dakrun.memory.device import upload
-from dakrun.models.decoder import Attention, Decoder
-from dakrun.models.layers import split_heads
+from dakrun.models.decoder import Attend
+from dakrun.models.modules import Attention, Embedding, Linear
 
 LOG_STEPS = 8  # newest tokens of a slot in the log for the CPU; more than the steps that run ahead
 IDLE = -1  # the length of a row without a request
@@ -117,12 +117,12 @@ class DecodeStep:
     def run(self, bucket: Bucket) -> None:
         """Launch a step of a prepared bucket."""
         n = sum(bucket)
-        Decoder(self.backend.model, self.backend).forward(
-            self.tokens[:n], self.lengths[:n], self.attention(bucket)
+        self.backend.model.forward(
+            self.backend, self.attention(bucket), self.tokens[:n], self.lengths[:n]
         )
         self.select(n, self.backend.logits[:n])
 
-    def attention(self, bucket: Bucket, heads: torch.Tensor | None = None) -> Attention:
+    def attention(self, bucket: Bucket, heads: torch.Tensor | None = None) -> Attend:
         """Attention of the rows of a prepared bucket; `heads` [rows, Hq * D] takes the output."""
         out = self._heads[: sum(bucket)] if heads is None else heads
         return partial(self._attend, self._configs[bucket], out)
@@ -136,7 +136,7 @@ class DecodeStep:
         self.cascades = False
         recorder = _Recorder(backend)
         attention = recorder.recorded(self.attention(bucket))
-        Decoder(backend.model, recorder).forward(self.tokens[:n], self.lengths[:n], attention)
+        backend.model.forward(recorder, attention, self.tokens[:n], self.lengths[:n])
         logits = self.backend.logits[:n]
         self.select(n, logits)
         recorder.launches["sampling"].append(partial(self.select, n, logits))
@@ -144,14 +144,14 @@ class DecodeStep:
         return recorder.launches
 
     def _attend(
-        self, config: AttentionConfig, out: torch.Tensor, layer: int, qkv: torch.Tensor
+        self, config: AttentionConfig, out: torch.Tensor, attention: Attention, qkv: torch.Tensor
     ) -> torch.Tensor:
-        n, model = len(qkv), self.backend.model.config
-        q, k, v = split_heads(model, qkv)
-        scale, lengths, rotations = model.head_dim**-0.5, self.lengths[:n], self.backend.rotations
-        prefixes, norms = None, self.backend.head_norms(layer)
+        n, layer, scale = len(qkv), attention.layer, attention.scale
+        q, k, v = attention.split(qkv)
+        lengths, rotations = self.lengths[:n], self.backend.rotations
+        prefixes, norms = None, self.backend.head_norms(attention)
         if self.cascades:
-            self.backend.normalize_heads(layer, qkv)
+            self.backend.normalize_heads(attention, qkv)
             prefixes, norms = self._prefixes, None
             prefixes.launch(q, lengths, scale=scale, layer=layer, rotations=rotations, pdl=True)
             config = replace(config, alone=True)  # the launch before fills SMs
@@ -189,23 +189,27 @@ class _Recorder:
         self.begin, self.end = backend.begin, backend.end
         self.launches: dict[str, list[Callable[[], object]]] = defaultdict(list)
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        self.launches["embedding"].append(partial(self._backend.embed, tokens, positions))
-        return self._backend.embed(tokens, positions)
+    def embed(
+        self, embedding: Embedding, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        launch = partial(self._backend.embed, embedding, tokens, positions)
+        self.launches["embedding"].append(launch)
+        return launch()
 
     def linear(
-        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        op = name.rpartition(".")[2]
-        self.launches[op].append(partial(self._backend.linear, name, x, residual))
-        return self._backend.linear(name, x, residual)
+        launch = partial(self._backend.linear, linear, x, residual)
+        self.launches[linear.op].append(launch)
+        return launch()
 
-    def recorded(self, attention: Attention) -> Attention:
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            self.launches["attention"].append(partial(attention, layer, qkv))
-            return attention(layer, qkv)
+    def recorded(self, attend: Attend) -> Attend:
+        def recorded(attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
+            launch = partial(attend, attention, qkv)
+            self.launches[attention.op].append(launch)
+            return launch()
 
-        return attend
+        return recorded
 
 
 def fill_order(counts: Sequence[int]) -> list[int]:

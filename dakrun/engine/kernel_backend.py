@@ -1,8 +1,8 @@
 """The ops of a pass on the GPU's kernels, over packed weights in several tiers.
 
-Knows matrices by name, how each tier is read, and which are staged; the order of the ops is the
-decoder's. Norms ahead of a matrix are folded into it (weights/manifest.py), so that a product only
-scales rows.
+Knows how each tier is read, and which matrices are staged; the order of the ops is the model's.
+Norms ahead of a matrix are folded into it where its module says so (weights/folding.py), so that a
+product only scales rows.
 """
 
 import copy
@@ -18,9 +18,10 @@ from dakrun.kernels.gemm.dispatch import By, Products
 from dakrun.kernels.runtime import card_of
 from dakrun.launches import TierAccess
 from dakrun.memory.matrix import TieredMatrix
-from dakrun.models.architectures import Architecture, Matrix, Norm
-from dakrun.models.layers import rope_table
-from dakrun.weights.manifest import Manifest, Weights
+from dakrun.models.decoder import Decoder
+from dakrun.models.functional import rope_table
+from dakrun.models.modules import Attention, Embedding, Linear, Norm, Operand
+from dakrun.weights.loading import Weights
 
 
 class KernelBackend:
@@ -31,28 +32,32 @@ class KernelBackend:
 
     def __init__(
         self,
-        model: Architecture,
-        manifest: Manifest,
+        model: Decoder,
         weights: Weights,
         accesses: Mapping[str, tuple[TierAccess, ...]],
         positions: int,
     ) -> None:
-        """`positions` is the capacity of a slot. No matrix is staged (see `variant`)."""
+        """`positions` is the capacity of a slot. No matrix is staged (see `with_buffers`)."""
         self.model = model
         self.matrices = weights.matrices
         assert all(matrix.for_kernels for matrix in self.matrices.values()), "weights are packed"
         self.staging: Staging | None = None
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
-        self._vectors, self._folded, self._accesses = weights.resident, manifest.folded, accesses
-        self._ops = dict(model.step())
-        self._following = dict(itertools.pairwise(self.order))
+        self._vectors, self._accesses = weights.resident, accesses
+        # The linear ops of a pass in the order of their use, which may be staged.
+        self.order = [
+            module
+            for module in model.modules()
+            if isinstance(module, Linear) and module is not model.embedding.project
+        ]
+        self._following = {a.name: b for a, b in itertools.pairwise(self.order)}
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
         self._kept: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._pdl = False  # whether the next product may launch with PDL
         self.rotations = None
-        if model.family.rotary:
+        if any(attention.rotary for attention in model.attentions):
             table = torch.stack(rope_table(model.config, positions, torch.float32), -1)
             self.rotations = table.to(self.like.device)
 
@@ -77,11 +82,6 @@ class KernelBackend:
         return found
 
     @property
-    def order(self) -> list[str]:
-        """Names of the matrices that may be staged, in the order of their use."""
-        return [name for name in self._ops if name != "project_in"]
-
-    @property
     def rows(self) -> int:
         """Tokens of the largest pass for which the kept buffers have room."""
         return len(self._kept["x"])
@@ -104,18 +104,19 @@ class KernelBackend:
             self.staging.end()
         self._buffers = {}
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def embed(
+        self, embedding: Embedding, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Hidden states [n, H] of tokens int32 [n]; idle rows have negative positions int32 [n]."""
-        n, model = len(tokens), self.model
-        table, learned = self.matrices[model.table], self._vectors.get("positions")
-        offset = model.family.position_offset
+        n, table = len(tokens), self.matrices[embedding.table.name]
+        learned, offset = self._vector(embedding.positions), embedding.offset
         self._pdl = False
-        if model.project_in:
-            words = self.like.new_empty(n, model.project_in.cols)
+        if embedding.project:
+            words = self.like.new_empty(n, table.shape[1])
             embed(tokens, table, words)
             assert learned is not None, "a family with projected embeddings has learned positions"
             added = learned[positions.clamp(min=0).long() + offset]
-            x = self.linear(model.project_in.op, words, residual=added)
+            x = self.linear(embedding.project, words, residual=added)
             self._pdl = False
             return x
         x = self._buffers["x"][:n]
@@ -126,55 +127,52 @@ class KernelBackend:
         return x
 
     def linear(
-        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The matrix `name` applied to x [n, K], with its norms, bias and activation: [n, M].
+        """`linear` of x [n, K], with its norms, bias and activation.
 
         The result overwrites `residual`. The launch may start while the kernel before it ends
         (PDL), but not behind a small kernel that leaves SMs empty: the GPU would put two CTAs of
         this launch on one SM, and the CTAs of later launches unevenly on the others.
         """
-        matrix, staging = self._ops[name], self.staging
-        layer = name.removesuffix(matrix.op)
-        norm = matrix.norm.kind if matrix.norm and name in self._folded else "none"
-        if matrix.norm and norm == "none":
-            x = self._normalize(layer, matrix.norm, x, torch.empty_like(x))
+        name, staging = linear.name, self.staging
+        if linear.norm and not linear.folded:
+            x = self._normalize(linear.norm, x, torch.empty_like(x))
             self._pdl = False
-        out = self._out(matrix, len(x)) if residual is None else residual
+        out = self._out(linear, len(x)) if residual is None else residual
         weight = staging.fetch(name) if staging else self.matrices[name]
         self._products(
-            x, weight, self._tier_accesses(name, weight), out,
-            bias=self._vectors.get(f"{name}.bias"), residual=residual,
-            activation=matrix.activation, norm=norm, eps=self.model.config.norm_eps,
+            x, weight, self._tier_accesses(linear, weight), out,
+            bias=self._vectors.get(linear.bias_name), residual=residual,
+            activation=linear.activation, norm=linear.folded.kind if linear.folded else "none",
+            eps=self.model.config.norm_eps,
             pdl=self._pdl and not (staging and staging.waits(name)),
-            ahead=self._ahead(name, len(x)),
+            ahead=self._ahead(linear, len(x)),
         )  # fmt: skip
         if staging:
             staging.release(name)
         self._pdl = True
-        if matrix.post_norm:
-            self._normalize(
-                layer, matrix.post_norm, out, out, pad_grid=not self.one_cta_per_sm(len(x))
-            )
+        if linear.post_norm:
+            self._normalize(linear.post_norm, out, out, pad_grid=not self.one_cta_per_sm(len(x)))
         return out
 
-    def head_norms(self, layer: int) -> HeadNorms | None:
-        """The layer's norms of query and key heads, if the family has any."""
-        if not self.model.family.qk_norms:
+    def head_norms(self, attention: Attention) -> HeadNorms | None:
+        """The norms of query and key heads, if there are any."""
+        if not attention.norms:
             return None
-        q_weight, k_weight = (self._vectors[f"layers.{layer}.{kind}_norm.weight"] for kind in "qk")
+        q_weight, k_weight = (self._vectors[norm.name] for norm in attention.norms)
         return HeadNorms(q_weight, k_weight, self.model.config.norm_eps)
 
-    def normalize_heads(self, layer: int, qkv: torch.Tensor) -> None:
+    def normalize_heads(self, attention: Attention, qkv: torch.Tensor) -> None:
         """Apply these norms, if any, to a fused projection [n, (Hq + 2 Hkv) * D], in place."""
-        norms, config = self.head_norms(layer), self.model.config
+        norms = self.head_norms(attention)
         if norms:
-            heads = qkv.view(len(qkv), -1, config.head_dim)
-            normalize_heads(heads, norms, kv_heads=config.num_kv_heads, pdl=True)
+            heads = qkv.view(len(qkv), -1, attention.head_dim)
+            normalize_heads(heads, norms, kv_heads=attention.kv_heads, pdl=True)
 
     def kernel_for(self, n: int) -> By:
         """The kernel of most products of `n` rows."""
-        return self._products.kernel_for(n, self.matrices["layers.0.qkv"])
+        return self._products.kernel_for(n, self.matrices[self.order[0].name])
 
     def one_cta_per_sm(self, n: int) -> bool:
         """Whether a product of `n` rows has one CTA per SM, which takes the SM for itself."""
@@ -182,45 +180,40 @@ class KernelBackend:
 
     def _allocate(self, n: int, *, logits: bool = False) -> dict[str, torch.Tensor]:
         """Outputs of a pass of `n` tokens by op; `x` are the hidden states."""
-        qkv, _, up, _ = self.model.layer
-        config = self.model.config
-        widths = {"x": config.hidden_size, qkv.op: qkv.rows, up.op: config.ffn_size}
+        widths = dict(self.model.widths)
         if logits:
-            widths[self.model.head.op] = config.vocab_size
+            widths[self.model.head.op] = self.model.head.width
         return {op: self.like.new_empty(n, width) for op, width in widths.items()}
 
-    def _out(self, matrix: Matrix, n: int) -> torch.Tensor:
-        if matrix.op in self._buffers:
-            return self._buffers[matrix.op][:n]
-        return self.like.new_empty(n, matrix.rows)
+    def _out(self, linear: Linear, n: int) -> torch.Tensor:
+        if linear.op in self._buffers:
+            return self._buffers[linear.op][:n]
+        return self.like.new_empty(n, linear.width)
 
-    def _tier_accesses(self, name: str, weight: TieredMatrix) -> tuple[TierAccess, ...]:
-        """How kernels read the parts of `weight`, the matrix `name` or its staged copy."""
+    def _tier_accesses(self, linear: Linear, weight: TieredMatrix) -> tuple[TierAccess, ...]:
+        """How kernels read the parts of `weight`, the matrix of `linear` or its staged copy."""
         return tuple(
             TierAccess() if part.tier == LOCAL else access
-            for part, access in zip(weight.parts, self._accesses[self._ops[name].op], strict=True)
+            for part, access in zip(weight.parts, self._accesses[linear.op], strict=True)
         )
 
-    def _ahead(self, name: str, n: int) -> torch.Tensor | None:
+    def _ahead(self, linear: Linear, n: int) -> torch.Tensor | None:
         """The bytes of the next matrix to prefetch into L2, of its part in HBM."""
-        following = self._following.get(name)
+        following = self._following.get(linear.name)
         if following is None:
             return None
-        weight = self.staging.matrix(following) if self.staging else self.matrices[following]
+        name = following.name
+        weight = self.staging.matrix(name) if self.staging else self.matrices[name]
         return self._products.ahead(n, weight, self._tier_accesses(following, weight))
 
     def _normalize(
-        self,
-        layer: str,
-        norm: Norm,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        pad_grid: bool = False,
+        self, norm: Norm, x: torch.Tensor, out: torch.Tensor, *, pad_grid: bool = False
     ) -> torch.Tensor:
         """Apply a norm that is not folded into a matrix to the rows of x; return `out`."""
-        weight, bias = (self._vectors.get(f"{layer}{norm.name}.{v}") for v in ("weight", "bias"))
         return normalize(
-            x, out, norm.kind, eps=self.model.config.norm_eps, weight=weight, bias=bias, pdl=True,
-            pad_grid=pad_grid,
+            x, out, norm.kind, eps=self.model.config.norm_eps, weight=self._vector(norm.weight),
+            bias=self._vector(norm.bias), pdl=True, pad_grid=pad_grid,
         )  # fmt: skip
+
+    def _vector(self, operand: Operand | None) -> torch.Tensor | None:
+        return self._vectors[operand.name] if operand else None

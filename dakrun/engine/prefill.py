@@ -21,8 +21,8 @@ from dakrun.kernels import store_kv
 from dakrun.kernels.attention import KVShape
 from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.device import upload
-from dakrun.models.decoder import Attention, Decoder
-from dakrun.models.layers import split_heads
+from dakrun.models.decoder import Attend
+from dakrun.models.modules import Attention
 from dakrun.plan import Segment
 from dakrun.units import ceil_div
 
@@ -66,26 +66,24 @@ class Prefill:
         ends = torch.tensor([s.length for s in segments]).cumsum(0) - 1
         ends = torch.cat((torch.arange(n), n + ends[torch.tensor(wanted)]))
         heads = self._heads[: n + len(positions)]
-        attention: Attention = _PassAttention(
+        attend: Attend = _PassAttention(
             backend, self._cache, self._shape, self._writer, segments, positions, heads[n:]
         )
         if step is not None and n:
-            attention = _both(n, step.attention(bucket, heads[:n]), attention, heads)
+            attend = _both(n, step.attention(bucket, heads[:n]), attend, heads)
             ids = torch.cat((step.tokens[:n], ids))
             positions = torch.cat((step.lengths[:n], positions))
-        logits = Decoder(backend.model, backend).forward(
-            ids, positions, attention, rows=upload(ends, device)
-        )
+        logits = backend.model.forward(backend, attend, ids, positions, rows=upload(ends, device))
         self._writer.end()
         return logits
 
 
-def _both(n: int, rows: Attention, prompts: Attention, heads: torch.Tensor) -> Attention:
+def _both(n: int, rows: Attend, prompts: Attend, heads: torch.Tensor) -> Attend:
     """Attention of n decode `rows`, then of `prompts`; both write their part of `heads`."""
 
-    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        rows(layer, qkv[:n])
-        prompts(layer, qkv[n:])
+    def attend(attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        rows(attention, qkv[:n])
+        prompts(attention, qkv[n:])
         return heads
 
     return attend
@@ -111,16 +109,16 @@ class _PassAttention:
         written = writer.begin(segments)
         self._cached = CachedAttention(backend.model.config, cache, shape, segments, written)
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D]; rotates q and k in it."""
-        config = self._backend.model.config
-        self._backend.normalize_heads(layer, qkv)
-        q, k, v = split_heads(config, qkv)
-        joined = qkv.view(len(qkv), -1, config.head_dim)
+        layer = attention.layer
+        self._backend.normalize_heads(attention, qkv)
+        q, k, v = attention.split(qkv)
+        joined = qkv.view(len(qkv), -1, attention.head_dim)
         self._writer.store(layer, joined, self._positions, self._backend.rotations)
         for rows, lengths in self._runs:
             found = causal_attention(
-                q[rows], k[rows], v[rows], lengths, lengths, scale=config.head_dim**-0.5
+                q[rows], k[rows], v[rows], lengths, lengths, scale=attention.scale
             )
             self._heads[rows] = found.flatten(1)
         self._cached(layer, q, self._heads)

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dakrun.config import ModelConfig
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import reference
-from dakrun.models.architectures import Architecture, Norm
-from dakrun.models.decoder import Attention, Decoder
-from dakrun.models.layers import layer_norm, rms_norm, rope_table, rotate, split_heads
+from dakrun.models.decoder import Attend, Decoder
+from dakrun.models.functional import layer_norm, rms_norm, rope_table, rotate
+from dakrun.models.modules import Attention, Embedding, Linear, Norm
 from dakrun.plan import PREFILL_CHUNK_TOKENS, Segment
 from dakrun.units import ceil_div
-from dakrun.weights.manifest import Weights
+from dakrun.weights.loading import Weights
 
 Rotations = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [N, 1, D / 2]
 
@@ -30,9 +29,8 @@ Rotations = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [N, 1, D / 2]
 class ReferenceBackend:
     """The ops of a pass over unpacked `weights`, each part read from its tier."""
 
-    def __init__(self, model: Architecture, weights: Weights) -> None:
-        self._model, self._vectors = model, weights.resident
-        self._steps = dict(model.step())
+    def __init__(self, model: Decoder, weights: Weights) -> None:
+        self._eps, self._vectors = model.config.norm_eps, weights.resident
         self.matrices = weights.matrices
 
     def begin(self, n: int) -> None:
@@ -41,39 +39,41 @@ class ReferenceBackend:
     def end(self) -> None:
         """Nothing to do."""
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def embed(
+        self, embedding: Embedding, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Hidden states [n, H] of tokens int64 [n] at positions int64 [n]."""
-        x = reference.gather_rows(self.matrices[self._model.table], tokens)
-        if self._model.project_in:
-            x = self.linear(self._model.project_in.op, x)
-        if "positions" in self._vectors:
-            x = x + self._vectors["positions"][positions + self._model.family.position_offset]
+        x = reference.gather_rows(self.matrices[embedding.table.name], tokens)
+        if embedding.project:
+            x = self.linear(embedding.project, x)
+        if embedding.positions:
+            x = x + self._vectors[embedding.positions.name][positions + embedding.offset]
         return x
 
     def linear(
-        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The matrix `name` applied to x [n, K], with its norms, bias and activation: [n, M]."""
-        matrix = self._steps[name]
-        layer = name.removesuffix(matrix.op)
-        if matrix.norm:
-            x = self._norm(layer, matrix.norm, x)
-        y = reference.linear(x, self.matrices[name], self._vectors.get(f"{name}.bias"))
-        if matrix.activation == "relu":
+        """`linear` of x [n, K], with its norms, bias and activation."""
+        if linear.norm:
+            x = self._norm(linear.norm, x)
+        y = reference.linear(x, self.matrices[linear.name], self._vectors.get(linear.bias_name))
+        if linear.activation == "relu":
             y = F.relu(y)
-        elif matrix.activation == "silu_mul":
+        elif linear.activation == "silu_mul":
             gate, up = y.chunk(2, dim=-1)
             y = F.silu(gate) * up
         if residual is not None:
             y = residual + y
-        return self._norm(layer, matrix.post_norm, y) if matrix.post_norm else y
+        return self._norm(linear.post_norm, y) if linear.post_norm else y
 
-    def _norm(self, layer: str, norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        vectors = [self._vectors.get(f"{layer}{norm.name}.{kind}") for kind in ("weight", "bias")]
+    def _norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (
+            self._vectors[operand.name] if operand else None for operand in (norm.weight, norm.bias)
+        )
         if norm.kind == "rms":
-            assert vectors[0] is not None, "an RMSNorm has a weight"
-            return rms_norm(x, vectors[0], self._model.config.norm_eps)
-        return layer_norm(x, *vectors)
+            assert weight is not None, "an RMSNorm has a weight"
+            return rms_norm(x, weight, self._eps)
+        return layer_norm(x, weight, bias)
 
 
 class TimedBackend:
@@ -85,20 +85,20 @@ class TimedBackend:
         self._backend = backend
 
     def linear(
-        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The backend's `linear`, timed."""
-        with self.timer(name.rpartition(".")[2]):
-            return self._backend.linear(name, x, residual)
+        with self.timer(linear.op):
+            return self._backend.linear(linear, x, residual)
 
-    def timed(self, attention: Attention) -> Attention:
-        """`attention`, timed."""
+    def timed(self, attend: Attend) -> Attend:
+        """`attend`, timed."""
 
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            with self.timer("attention"):
-                return attention(layer, qkv)
+        def timed(attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
+            with self.timer(attention.op):
+                return attend(attention, qkv)
 
-        return attend
+        return timed
 
     @contextmanager
     def timer(self, op: str) -> Iterator[None]:
@@ -111,35 +111,33 @@ class TimedBackend:
 class ReferenceAttention:
     """Attention of a pass over `segments`, each of one slot of `cache`.
 
-    `rope` are the rotations of the pass's positions, or None for learned positions; `norms` has the
-    weights of norms of query and key heads, of all layers, if there are any. The first `decode`
+    `rope` are the rotations of the pass's positions, or None for learned positions; `vectors` has
+    the weights of norms of query and key heads by name, if there are any. The first `decode`
     segments are decode rows, of a single token.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        eps: float,
         cache: KVCache,
         layout: RowLayout,
         segments: Sequence[Segment],
         rope: Rotations | None,
-        norms: Mapping[str, torch.Tensor],
+        vectors: Mapping[str, torch.Tensor],
         *,
         decode: int,
     ) -> None:
-        self._norms = norms
-        self._config, self._cache, self._layout = config, cache, layout
+        self._eps, self._cache, self._layout, self._vectors = eps, cache, layout, vectors
         self._segments, self._rope, self._decode = segments, rope, decode
-        self._scale = config.head_dim**-0.5
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached."""
-        q, k, v = split_heads(self._config, qkv)
-        if self._norms:
-            weights = (self._norms[f"layers.{layer}.{kind}_norm.weight"] for kind in "qk")
+        layer, scale = attention.layer, attention.scale
+        q, k, v = attention.split(qkv)
+        if attention.norms:
             q, k = (
-                rms_norm(heads, weight, self._config.norm_eps)
-                for heads, weight in zip((q, k), weights, strict=True)
+                rms_norm(heads, self._vectors[weight.name], self._eps)
+                for heads, weight in zip((q, k), attention.norms, strict=True)
             )
         if self._rope is not None:
             q, k = rotate(q, *self._rope), rotate(k, *self._rope)
@@ -151,10 +149,10 @@ class ReferenceAttention:
         caches = [self._cached(layer, s) for s in self._segments]
         n, found = self._decode, []
         if n:
-            found.append(reference.decode_attention(q[:n], caches[:n], self._scale))
+            found.append(reference.decode_attention(q[:n], caches[:n], scale))
         parts = q[n:].split([s.length for s in self._segments[n:]])
         for part, cache in zip(parts, caches[n:], strict=True):
-            found.append(reference.prefill_attention(part, cache, self._scale))
+            found.append(reference.prefill_attention(part, cache, scale))
         return torch.cat(found)
 
     def _store(self, layer: int, s: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -185,7 +183,7 @@ class ReferenceRunner:
 
     def __init__(
         self,
-        model: Architecture,
+        model: Decoder,
         weights: Weights,
         cache: KVCache,
         layout: RowLayout,
@@ -197,11 +195,9 @@ class ReferenceRunner:
         backend = ReferenceBackend(model, weights)
         self._timed = TimedBackend(backend) if cache.device.type == "cpu" else None
         self.weights = weights
-        self._prefill = Decoder(model, backend)
-        self._decode = Decoder(model, self._timed or backend)
-        self._head_norms = {name: weights.resident[name] for name, _ in model.head_norms()}
+        self._backend = backend
         self._rope: Rotations | None = None
-        if model.family.rotary:
+        if any(attention.rotary for attention in model.attentions):
             dtype = getattr(torch, model.config.dtype)
             cos, sin = rope_table(model.config, max_model_len, dtype)
             self._rope = cos.to(cache.device), sin.to(cache.device)
@@ -263,18 +259,18 @@ class ReferenceRunner:
         positions = [p for s in segments for p in range(s.start, s.start + s.length)]
         at, ids = (torch.tensor(numbers, device=self._device) for numbers in (positions, tokens))
         rope = None if self._rope is None else (self._rope[0][at, None], self._rope[1][at, None])
-        attention: Attention = ReferenceAttention(
-            self._model.config,
+        attend: Attend = ReferenceAttention(
+            self._model.config.norm_eps,
             self.cache,
             self._layout,
             segments,
             rope,
-            self._head_norms,
+            self.weights.resident,
             decode=decode,
         )
         if len(wanted) == len(tokens) == decode:  # a decode step without prompts
             if self._timed:
-                attention = self._timed.timed(attention)
-            return self._decode.forward(ids, at, attention)
+                return self._model.forward(self._timed, self._timed.timed(attend), ids, at)
+            return self._model.forward(self._backend, attend, ids, at)
         rows = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-        return self._prefill.forward(ids, at, attention, rows)
+        return self._model.forward(self._backend, attend, ids, at, rows)

@@ -1,14 +1,20 @@
-"""The forward pass of a decoder-only model, straight down through its layers.
+"""A decoder-only model as layers of modules, and its forward pass straight down through them.
 
-Knows the architecture's matrices by name, neither dtypes nor devices nor tiers. A `Backend`
-computes them; an `Attention` reads the KV cache and appends to it.
+Knows neither dtypes nor devices nor tiers. A `Backend` computes the ops; an `Attend` reads the KV
+cache and appends to it.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
-from dakrun.models.architectures import Architecture
+from dakrun.config import ModelConfig
+from dakrun.models.modules import Attention, Embedding, Linear, Matrix, Module, Operand
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Backend(Protocol):
@@ -18,16 +24,18 @@ class Backend(Protocol):
         """Start a pass of `n` tokens."""
         ...
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def embed(
+        self, embedding: Embedding, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Hidden states [n, H] of tokens [n] at positions [n]."""
         ...
 
     def linear(
-        self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The matrix `name` applied to x [n, K], with its norms, bias and activation: [n, M].
+        """`linear` of x [n, K], with its norms, bias and activation.
 
-        `residual` [n, M] is added, and may be overwritten with the result.
+        A linear that `adds` has a residual of the result's shape, and may overwrite it.
         """
         ...
 
@@ -36,43 +44,139 @@ class Backend(Protocol):
         ...
 
 
-class Attention(Protocol):
-    """Attention of a pass's tokens to their requests' caches and to themselves."""
+class Attend(Protocol):
+    """Computes attention of a pass's tokens to their requests' caches and to themselves."""
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached.
 
-        Applies the family's norms of query and key heads, and RoPE; may overwrite.
+        Applies the norms of query and key heads, and RoPE; may overwrite `qkv`.
         """
         ...
 
 
-class Decoder:
-    """The forward pass of `model`, whose ops `backend` computes."""
+class FeedForward(Protocol):
+    """The second half of a layer: any module that adds to hidden states."""
 
-    def __init__(self, model: Architecture, backend: Backend) -> None:
-        self.model, self.backend = model, backend
+    def __call__(self, x: torch.Tensor, run: Backend) -> torch.Tensor:
+        """New hidden states [n, H] of x [n, H], which may be overwritten."""
+        ...
+
+    def modules(self) -> Iterator[Module]:
+        """The modules with an op of the plan, in the order of their use."""
+        ...
+
+
+class MLP:
+    """A feed-forward of two matrices."""
+
+    def __init__(self, up: Linear, down: Linear) -> None:
+        self.up, self.down = up, down
+
+    def __call__(self, x: torch.Tensor, run: Backend) -> torch.Tensor:
+        """x + down(up(x))."""
+        return run.linear(self.down, run.linear(self.up, x), x)
+
+    def modules(self) -> Iterator[Module]:
+        """Both matrices."""
+        yield from (self.up, self.down)
+
+
+class Layer:
+    """Attention between its two projections, then a feed-forward, if the layer has one."""
+
+    def __init__(
+        self, qkv: Linear, attention: Attention, o: Linear, feed_forward: FeedForward | None
+    ) -> None:
+        self.qkv, self.attention, self.o, self.feed_forward = qkv, attention, o, feed_forward
+
+    def __call__(self, x: torch.Tensor, run: Backend, attend: Attend) -> torch.Tensor:
+        """New hidden states [n, H] of x [n, H], which may be overwritten."""
+        heads = attend(self.attention, run.linear(self.qkv, x))
+        x = run.linear(self.o, heads, x)
+        return self.feed_forward(x, run) if self.feed_forward else x
+
+    def modules(self) -> Iterator[Module]:
+        """The modules with an op of the plan, in the order of their use."""
+        yield from (self.qkv, self.attention, self.o)
+        if self.feed_forward:
+            yield from self.feed_forward.modules()
+
+
+class Decoder:
+    """A model: embedding, layers and lm_head.
+
+    `project_out` is OPT-350m's, from hidden states to the width of its word embeddings.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Embedding,
+        layers: Sequence[Layer],
+        head: Linear,
+        project_out: Linear | None = None,
+    ) -> None:
+        self.config, self.embedding, self.layers = config, embedding, layers
+        self.head, self.project_out = head, project_out
 
     def forward(
         self,
+        run: Backend,
+        attend: Attend,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        attention: Attention,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [n, V] after tokens [n] at positions [n], or after those numbered `rows` alone."""
-        linear = self.backend.linear
-        qkv, o, up, down = (matrix.op for matrix in self.model.layer)
-        self.backend.begin(len(tokens))
-        x = self.backend.embed(tokens, positions)
-        for i in range(self.model.config.num_layers):
-            heads = attention(i, linear(f"layers.{i}.{qkv}", x))
-            x = linear(f"layers.{i}.{o}", heads, residual=x)
-            x = linear(f"layers.{i}.{down}", linear(f"layers.{i}.{up}", x), residual=x)
+        run.begin(len(tokens))
+        x = run.embed(self.embedding, tokens, positions)
+        for layer in self.layers:
+            x = layer(x, run, attend)
         if rows is not None:
             x = x[rows]
-        if self.model.project_out:
-            x = linear(self.model.project_out.op, x)
-        logits = linear(self.model.head.op, x)
-        self.backend.end()
+        if self.project_out:
+            x = run.linear(self.project_out, x)
+        logits = run.linear(self.head, x)
+        run.end()
         return logits
+
+    def modules(self) -> Iterator[Module]:
+        """All modules with an op of the plan, in the order of their use."""
+        yield from self.embedding.modules()
+        for layer in self.layers:
+            yield from layer.modules()
+        if self.project_out:
+            yield self.project_out
+        yield self.head
+
+    def matrices(self) -> Iterator[Matrix]:
+        """All matrices, in the order of their use."""
+        yield from (module for module in self.modules() if isinstance(module, Matrix))
+
+    def vectors(self) -> Iterator[Operand]:
+        """All operands beside matrices."""
+        if self.embedding.positions:
+            yield self.embedding.positions
+        for module in self.modules():
+            yield from module.vectors()
+
+    @cached_property
+    def ops(self) -> Mapping[str, Sequence[Module]]:
+        """Modules by op, in the order of their first use; those of one op are alike."""
+        found: dict[str, list[Module]] = {}
+        for module in self.modules():
+            found.setdefault(module.op, []).append(module)
+        return found
+
+    @cached_property
+    def attentions(self) -> list[Attention]:
+        """Attention of all layers that have it."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @cached_property
+    def widths(self) -> Mapping[str, int]:
+        """Columns of hidden states, "x", and of outputs of layers' ops that add nothing to them."""
+        firsts = (modules[0] for modules in self.ops.values())
+        inner = (of for of in firsts if isinstance(of, Linear) and of.layer is not None)
+        return {"x": self.config.hidden_size} | {of.op: of.width for of in inner if not of.adds}

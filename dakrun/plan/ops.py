@@ -1,17 +1,19 @@
 """The ops of a decode step: bytes kept, bytes read and FLOPs of each.
 
-Knows the architecture and the workload; knows no hardware and no placement.
+Knows the model's modules and the workload; knows no hardware and no placement.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.formats import KVLayout, Rows, WeightFormat
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
-from dakrun.models.architectures import Matrix, architecture
+from dakrun.models.families import decoder_of
+from dakrun.models.modules import Linear, Matrix, Scope
 from dakrun.units import ceil_div
 
 RESERVE_BYTES = 320 << 20  # of GPU memory: see reserve_bytes
@@ -29,8 +31,9 @@ class Op:
     All figures are for one layer. `resident_bytes` is kept, `read_bytes` is read by a step: the
     same for a weight; less for a KV cache that is not full and for an embedding table. Placement is
     in `units`: row blocks of a weight; slots of a cache, which has `kv_blocks` in all, or parts of
-    them (slot_parts), rounded to whole blocks. A weight is stored in `format`, activations are of
-    `element_bytes`. A linear op that is `normed` has a norm ahead of it.
+    them (slot_parts), rounded to whole blocks. A weight is that of `matrix`, of the first layer,
+    and is stored in `format`; activations are of `element_bytes`. A linear op that is `normed` has
+    a norm ahead of it.
     """
 
     name: str
@@ -47,6 +50,13 @@ class Op:
     format: WeightFormat | None = None
     kv_blocks: int = 0
     normed: bool = False
+    matrix: Matrix | None = field(default=None, compare=False, repr=False)
+
+    def with_rows(self, rows: int) -> "Op":
+        """The same op of a pass of `rows` tokens, if it is not attention."""
+        assert self.matrix and self.format, f"{self.name} has no matrix"
+        read = _bytes_read(self.matrix, self.format, rows)
+        return replace(self, batch_size=rows, read_bytes=read, flops=self.matrix.flops(rows))
 
     def stored(self, *, packed: bool = False) -> WeightFormat:
         """The format of a weight as the plan counts it, or `packed` for kernels that read it."""
@@ -70,10 +80,6 @@ class Op:
     def shares(self, counts: Sequence[int]) -> list[float]:
         """Share of one layer's resident bytes in each tier, given the units per tier."""
         return [size / self.resident_bytes for size in self.tier_bytes(counts)]
-
-    def layer_name(self, layer: int) -> str:
-        """Name of this op in one layer, as in "layers.3.qkv"."""
-        return f"layers.{layer}.{self.name}" if self.in_layer else self.name
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -118,74 +124,73 @@ def slot_parts(workload: Workload) -> int:
 def decode_ops(
     model: ModelConfig, workload: Workload, *, divides_slots: bool = False
 ) -> tuple[Op, ...]:
-    """The ops of one decode step in their order within the step.
+    """The ops of one decode step in their order within the step, equal ones of all layers in one.
 
-    A post-norm is attributed to the next matrix, which waits for it. Placement in two tiers
-    `divides_slots` where they are few.
+    A post-norm is attributed to the next matrix of the layers, which waits for it. Placement in two
+    tiers `divides_slots` where they are few.
     """
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
-    of = architecture(model)
-
-    def linear(matrix: Matrix, layers: int = 0, *, before: Matrix | None = None) -> Op:
-        return linear_op(
-            matrix.op, (matrix.rows, matrix.cols), n=n, element_bytes=size, layers=layers or 1,
-            in_layer=layers > 0, normed=bool(matrix.norm or (before and before.post_norm)),
-        )  # fmt: skip
-
-    attention = attention_op(
-        model.num_heads,
-        model.kv_layout,
-        n=n,
-        parts=slot_parts(workload) if divides_slots else 1,
-        length=workload.mean_kv_len,
-        positions=kept_positions(workload),
-        layers=model.num_layers,
-        in_layer=True,
-    )
-    previous = (of.layer[-1], *of.layer[:-1])
-    qkv, *others = (
-        linear(matrix, model.num_layers, before=before)
-        for matrix, before in zip(of.layer, previous, strict=True)
-    )
-    embedding = [_embedding(of.embedding, n, size)] if of.embedding else []
-    before = [linear(of.project_in)] if of.project_in else []
-    after = [linear(matrix) for matrix in (of.project_out, of.head) if matrix]
-    return (*embedding, *before, qkv, attention, *others, *after)
+    decoder = decoder_of(model)
+    linears = [module for module in decoder.modules() if isinstance(module, Linear)]
+    normed = {linear.op for linear in linears if linear.norm}
+    for before, linear in itertools.pairwise(linears):
+        if before.post_norm and linear.layer is not None:
+            normed.add(linear.op)
+    found = []
+    for name, modules in decoder.ops.items():
+        module = modules[0]
+        if isinstance(module, Matrix):
+            op = matrix_op(module, n=n, element_bytes=size, normed=name in normed)
+        else:
+            op = attention_op(
+                module.heads,
+                model.kv_layout,
+                n=n,
+                parts=slot_parts(workload) if divides_slots else 1,
+                length=workload.mean_kv_len,
+                positions=kept_positions(workload),
+            )
+        found.append(replace(op, layers=len(modules), in_layer=module.layer is not None))
+    return tuple(found)
 
 
-def linear_op(
-    name: str,
-    shape: tuple[int, int],
+def matrix_op(
+    matrix: Matrix,
     *,
     n: int,
     element_bytes: int,
     format: WeightFormat | None = None,
-    layers: int = 1,
-    in_layer: bool = False,
     normed: bool = False,
 ) -> Op:
-    """The product of `n` rows, of `element_bytes` an element, and a weight of `shape`, [M, K].
+    """What a pass of `n` tokens, of `element_bytes` an element, asks of `matrix` by itself.
 
-    The weight is stored in `format`, by default as rows of elements of the same size.
+    The matrix is stored in `format`, by default as rows of elements of the same size.
     """
-    rows, cols = shape
+    rows, cols = matrix.shape
     format = format or Rows(element_bytes)
-    nbytes = format.nbytes(rows, cols)
     return Op(
-        name=name,
-        category="linear",
-        layers=layers,
-        in_layer=in_layer,
-        shape=shape,
+        name=matrix.op,
+        category=matrix.category,
+        layers=1,
+        in_layer=False,
+        shape=matrix.shape,
         units=row_block_count(rows),
         batch_size=n,
         element_bytes=element_bytes,
-        resident_bytes=nbytes,
-        read_bytes=nbytes,
-        flops=2.0 * n * rows * cols,
+        resident_bytes=format.nbytes(rows, cols),
+        read_bytes=_bytes_read(matrix, format, n),
+        flops=matrix.flops(n),
         format=format,
         normed=normed,
+        matrix=matrix,
     )
+
+
+def linear_op(name: str, shape: tuple[int, int], *, n: int, element_bytes: int) -> Op:
+    """The product of `n` rows and a weight of `shape`, [M, K], of no model."""
+    rows, cols = shape
+    matrix = Linear(Scope(""), name, {name: rows}, cols)
+    return matrix_op(matrix, n=n, element_bytes=element_bytes)
 
 
 def attention_op(
@@ -196,8 +201,6 @@ def attention_op(
     parts: int = 1,
     length: float,
     positions: int,
-    layers: int = 1,
-    in_layer: bool = False,
 ) -> Op:
     """Attention of `n` new tokens, each to `length` cached positions of the slot's `positions`.
 
@@ -206,8 +209,8 @@ def attention_op(
     return Op(
         name="attention",
         category="attention",
-        layers=layers,
-        in_layer=in_layer,
+        layers=1,
+        in_layer=False,
         shape=(q_heads, layout.kv_heads),
         units=n * parts,
         kv_blocks=n * positions // KV_BLOCK,
@@ -226,12 +229,7 @@ def weight_bytes(ops: tuple[Op, ...]) -> int:
 
 def vector_bytes(model: ModelConfig) -> int:
     """Bytes of norms, biases and learned positions, which always stay in the local tier."""
-    of = architecture(model)
-    elements = sum(matrix.rows for _, matrix in of.matrices() if matrix.bias)
-    elements += sum(len(norm.vectors) * model.hidden_size for _, norm in of.norms())
-    elements += sum(size for _, (_, size) in of.head_norms())
-    if of.family.positions:
-        elements += (model.max_positions + of.family.position_offset) * model.hidden_size
+    elements = sum(math.prod(vector.shape) for vector in decoder_of(model).vectors())
     return elements * DTYPE_BYTES[model.dtype]
 
 
@@ -249,7 +247,7 @@ def activation_bytes(
     scores = model.num_heads * min(tokens, workload.max_model_len)
     in_torch = tokens * (width * size + scores * 4)
     hidden = max(model.hidden_size, model.q_size)  # normalized rows, or attention's output
-    width = model.hidden_size + qkv + model.q_size + model.ffn_size + hidden
+    width = sum(decoder_of(model).widths.values()) + model.q_size + hidden
     # KV of a prompt's earlier passes
     cached = 3 * model.kv_layout.position_bytes * workload.max_model_len
     rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
@@ -280,21 +278,6 @@ def pass_tokens(workload: Workload, chunk_tokens: int) -> int:
     return min(chunk_tokens, workload.batch_size * workload.max_model_len)
 
 
-def _embedding(table: Matrix, n: int, size: int) -> Op:
-    """The gather of `n` rows of an embedding table."""
-    stored = Rows(size)
-    nbytes = stored.nbytes(table.rows, table.cols)
-    return Op(
-        name=table.op,
-        category="gather",
-        layers=1,
-        in_layer=False,
-        shape=(table.rows, table.cols),
-        batch_size=n,
-        element_bytes=size,
-        resident_bytes=nbytes,
-        read_bytes=n * stored.row_block_bytes(table.cols) // ROWS_PER_BLOCK,
-        flops=0.0,
-        units=row_block_count(table.rows),
-        format=stored,
-    )
+def _bytes_read(matrix: Matrix, format: WeightFormat, tokens: int) -> float:
+    """Bytes of `matrix` that a pass of `tokens` tokens is expected to read."""
+    return matrix.rows_read(tokens) * format.row_block_bytes(matrix.shape[1]) // ROWS_PER_BLOCK

@@ -244,7 +244,7 @@ class _Pass:
                 continue
             n = ends if op.op.name == "lm_head" else rows
             if n:
-                one = _with_rows(op.op, n)
+                one = op.op.with_rows(n)
                 for counts, layers in Counter(op.placement).items():
                     self._add_matrix(one, op.op.shares(counts), layers)
 
@@ -294,10 +294,3 @@ class _Pass:
         self._bound_s += count * bound
         self._predicted_s += count * bound / efficiency
         self._launches_s += count * seconds
-
-
-def _with_rows(op: Op, rows: int) -> Op:
-    """`op` for `rows` tokens instead of one per slot; a gather reads that many rows."""
-    scale = rows / op.batch_size
-    read = op.read_bytes * scale if op.category == "gather" else op.read_bytes
-    return replace(op, batch_size=rows, flops=op.flops * scale, read_bytes=read)

@@ -19,7 +19,7 @@ from dakrun.hardware import ComputeRate, OpCosts
 from dakrun.hardware.parts import MIN_EFFICIENCY
 from dakrun.kernels import reference
 from dakrun.memory import MatrixPart, TieredMatrix
-from dakrun.models.layers import layer_norm, rms_norm
+from dakrun.models.functional import layer_norm, rms_norm
 from dakrun.probe.measurement import Log
 
 COST_DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")

@@ -1,6 +1,6 @@
-"""Safetensors checkpoints: open files, checked against a manifest and read row by row.
+"""Safetensors checkpoints: open files, checked against a model and read row by row.
 
-Knows files, tensor names and shapes, not the model that the tensors belong to.
+Knows files, tensor names and shapes, not what the tensors are for.
 """
 
 import os
@@ -11,15 +11,17 @@ from pathlib import Path
 import torch
 
 from dakrun.errors import CannotRun
+from dakrun.models.decoder import Decoder
 from dakrun.models.files import HEAD, read_header, safetensors_files
 from dakrun.models.folders import GGUF_HINT, first
-from dakrun.weights.manifest import Manifest, Request, Source
+from dakrun.models.modules import Request, Source
 from dakrun.weights.streaming import Extent, read, stream
 
 DTYPES = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 COPY_BYTES = 8 << 20
+ROOT = "model."  # which names in checkpoints of a decoder alone lack
 # Ends of names that GPTQ and AWQ, compressed-tensors and bitsandbytes give to packed weights.
 _QUANTIZED = (
     *(".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
@@ -37,6 +39,7 @@ class Checkpoint:
         self._descriptors: list[int] = []
         # The stored dtype's name and the extent of each tensor; None for an unsupported dtype.
         self._tensors: dict[str, tuple[str, Extent | None]] = {}
+        self._left_out = ""  # the prefix of a model's names that the checkpoint's lack
         try:
             homes: dict[str, Path] = {}
             for path in _weight_files(directory):
@@ -58,19 +61,20 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self._close()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+    def check(self, model: Decoder) -> None:
+        """Raise CannotRun unless every tensor of `model` is here with its shape, as floats.
 
-    def check(self, manifest: Manifest) -> None:
-        """Raise CannotRun unless every tensor of `manifest` is here with its shape, as floats.
-
-        Also raise it if a layer has a weight or bias that the manifest does not name, or if a tied
+        Also raise it if a layer has a weight or bias that the model does not name, or if a tied
         head is stored and differs from the embeddings. Further tensors (rotary tables, other heads
-        and towers) are ignored, as in transformers.
+        and towers) are ignored, as in transformers. Names may lack the leading "model.".
         """
+        table = model.embedding.table.sources[0].name
+        bare = table not in self._tensors and table.removeprefix(ROOT) in self._tensors
+        self._left_out = ROOT if bare else ""
         used: set[str] = set()
-        for sources in (*manifest.matrices.values(), *manifest.resident.values()):
-            for name, shape in sources:
+        for operand in (*model.matrices(), *model.vectors()):
+            for source in operand.sources:
+                name = self._stored_name(source)
                 used.add(name)
                 if name not in self._tensors:
                     raise self._missing(name)
@@ -82,14 +86,14 @@ class Checkpoint:
                         hint="use the checkpoint that it was made from: float16, bfloat16 or "
                         "float32",
                     )
-                if extent.shape != shape:
+                if extent.shape != source.shape:
                     raise CannotRun(
                         f"{self.directory}: tensor {name} is {_shape_text(extent.shape)}, "
-                        f"config.json says {_shape_text(shape)}",
+                        f"config.json says {_shape_text(source.shape)}",
                         hint="config.json and the safetensors files do not belong together",
                     )
         if HEAD in self._tensors and HEAD not in used:
-            ((table, _),) = manifest.matrices["lm_head"]
+            table = self._stored_name(model.embedding.table.sources[0])
             if not self._is_equal(HEAD, table):
                 raise CannotRun(
                     f"{self.directory}: {HEAD} differs from {table}, which config.json ties it to",
@@ -164,9 +168,12 @@ class Checkpoint:
         return stream([[self._extent(*rows) for rows in each] for each in requests], device)
 
     def _extent(self, source: Source, rows: slice) -> Extent:
-        extent = self._tensors[source[0]][1]
+        extent = self._tensors[self._stored_name(source)][1]
         assert extent is not None, "check() came first"
         return extent.rows(rows.start, rows.stop)
+
+    def _stored_name(self, source: Source) -> str:
+        return source.name.removeprefix(self._left_out)
 
     def _open(self, path: Path) -> dict[str, tuple[str, Extent | None]]:
         """Open one file and list its tensors; CannotRun if it is no complete safetensors file."""

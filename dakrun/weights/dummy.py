@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dakrun.weights.manifest import Manifest, Request, Source
+from dakrun.models.decoder import Decoder
+from dakrun.models.modules import Request, Source
 
 STANDARD_DEVIATION = 0.02
 COPY_ELEMENTS = 1 << 20  # generated at a time by Dummy.copy
@@ -21,11 +22,8 @@ class Dummy:
     Matrices are normally distributed, norm weights are 1 and biases 0.
     """
 
-    def __contains__(self, name: str) -> bool:
-        return True
-
-    def check(self, manifest: Manifest) -> None:
-        """Accept any manifest."""
+    def check(self, model: Decoder) -> None:
+        """Accept any model."""
 
     def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
         """Write `rows` of the tensor `source` to `out`, of any dtype and device."""

@@ -1,10 +1,11 @@
 """Weights into the tiers of a plan: packed for the GPU's kernels, or row by row for plain torch.
 
-Knows a plan, a manifest and a source of tensors, not the forward pass.
+Knows a plan, the modules of its model and a source of tensors, not the forward pass.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,8 +15,11 @@ from dakrun.interrupt import Workers
 from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tier, aligned
+from dakrun.models.decoder import Decoder
+from dakrun.models.families import decoder_of
+from dakrun.models.modules import Request, Source
 from dakrun.plan import Plan
-from dakrun.weights.manifest import Manifest, Request, Source, Weights, fold, interleave
+from dakrun.weights.folding import fold, interleave
 from dakrun.weights.streaming import reader_count
 
 OnLoad = Callable[[int, int], None]  # called with the bytes of matrices loaded so far, and of all
@@ -25,12 +29,8 @@ COPY_ELEMENTS = 1 << 22  # copied by a thread in one call; short enough for a pr
 class Tensors(Protocol):
     """A source of weights: a Checkpoint or Dummy."""
 
-    def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
-        ...
-
-    def check(self, manifest: Manifest) -> None:
-        """Raise CannotRun unless the source has every tensor of `manifest`."""
+    def check(self, model: Decoder) -> None:
+        """Raise CannotRun unless the source has every tensor of `model`. Comes before all else."""
         ...
 
     def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
@@ -42,6 +42,14 @@ class Tensors(Protocol):
     ) -> Iterator[list[torch.Tensor]]:
         """The rows of each request on `device`, valid until the next ones are asked for."""
         ...
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's operands where they were loaded to, by name: matrices, and all others."""
+
+    matrices: Mapping[str, TieredMatrix]
+    resident: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,6 @@ def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
 
 def load(
     source: Tensors,
-    manifest: Manifest,
     plan: Plan,
     tiers: Mapping[str, Tier],
     device: torch.device,
@@ -79,79 +86,82 @@ def load(
     packing: Packing | None = None,
     on_load: OnLoad = lambda done, total: None,
 ) -> Weights:
-    """Allocate and fill every operand, in the plan's dtype; resident tensors go to `device`.
+    """Allocate and fill the model's operands, in the plan's dtype; all but matrices on `device`.
 
-    With `packing`, which needs can_pack(plan), matrices are packed, with the manifest's norms
-    folded in; a fold changes a matrix's bias, or adds one. Without, they are rows as stored.
-    `on_load` is called as pieces are loaded. Raises CannotRun if the source lacks a tensor of the
-    manifest (before anything is allocated), or cannot be read.
+    With `packing`, which needs can_pack(plan), matrices are packed, with norms folded in; a fold
+    changes a matrix's bias, or adds one. Without, they are rows as stored. `on_load` is called as
+    pieces are loaded. Raises CannotRun if the source lacks a tensor of the model (before anything
+    is allocated), or cannot be read.
     """
-    source.check(manifest)
-    dtype = getattr(torch, plan.model.dtype)
+    model, dtype = decoder_of(plan.model), getattr(torch, plan.model.dtype)
+    source.check(model)
     if packing is None:
-        manifest = replace(manifest, folded={}, interleaved=frozenset())
-        resident = _resident(source, manifest, dtype, device)
-        return Weights(_partitioned(source, manifest, plan, tiers, on_load), resident)
-    resident = _resident(source, manifest, torch.float32, device)
-    matrices = _allocate(manifest, plan, tiers, packing)
-    _fill(matrices, source, manifest, resident, device, on_load)
+        resident = _resident(source, model, dtype, device)
+        return Weights(_partitioned(source, model, plan, tiers, on_load), resident)
+    resident = _resident(source, model, torch.float32, device, for_kernels=True)
+    matrices = _allocate(model, plan, tiers, packing)
+    _fill(model, matrices, source, resident, device, on_load)
     if device.type == "cuda":  # a PDL launch does not wait for the kernels that fill a matrix
         torch.cuda.synchronize(device)
     return Weights(matrices, {name: vector.to(dtype) for name, vector in resident.items()})
 
 
 def _allocate(
-    manifest: Manifest, plan: Plan, tiers: Mapping[str, Tier], packing: Packing | None
+    model: Decoder, plan: Plan, tiers: Mapping[str, Tier], packing: Packing | None
 ) -> dict[str, TieredMatrix]:
-    """All matrices in the manifest's order, uninitialised."""
-    ops = {
-        op.op.layer_name(layer): (op.op, layer)
-        for op in plan.weights()
-        for layer in range(op.op.layers)
-    }
+    """All matrices in the order of their use, uninitialised."""
     matrices, dtype = {}, getattr(torch, plan.model.dtype)
-    for name in manifest.matrices:
-        op, layer = ops[name]
-        placement, splits = plan.placement(op.name, layer), None
+    places = Counter[str]()  # of an op's matrices so far
+    for matrix in model.matrices():
+        op = plan.op(matrix.op).op
+        placement, splits = plan.placement(op.name, places[op.name]), None
+        places[op.name] += 1
         if packing is not None:
             counts = [count for _, count in placement]
             splits = split_row_blocks(counts, packing.accesses[op.name], card=packing.card)
-        matrices[name] = TieredMatrix.empty(
-            manifest.matrix_shape(name), dtype, op.stored(packed=packing is not None), placement,
-            tiers, splits,
-        )  # fmt: skip
+        stored = op.stored(packed=packing is not None)
+        matrices[matrix.name] = TieredMatrix.empty(
+            matrix.shape, dtype, stored, placement, tiers, splits
+        )
     return matrices
 
 
 def _resident(
-    source: Tensors, manifest: Manifest, dtype: torch.dtype, device: torch.device
+    source: Tensors,
+    model: Decoder,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    for_kernels: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The resident tensors on `device`."""
+    """All operands beside matrices, on `device`."""
     resident = {}
-    for name, sources in manifest.resident.items():
-        tensors = [torch.empty(shape, dtype=dtype) for _, shape in sources]
-        for one, tensor in zip(sources, tensors, strict=True):
-            source.copy(one, slice(0, len(tensor)), tensor)
-        alternate = name.removesuffix(".bias") in manifest.interleaved
-        resident[name] = _joined(tensors, alternate=alternate).to(device)
+    for vector in model.vectors():
+        tensors = []
+        for one, rows in vector.request(slice(0, vector.shape[0]), for_kernels=for_kernels):
+            tensors.append(torch.empty(rows.stop - rows.start, *one.shape[1:], dtype=dtype))
+            source.copy(one, rows, tensors[-1])
+        alternate = for_kernels and vector.interleaved
+        resident[vector.name] = _joined(tensors, alternate=alternate).to(device)
     return resident
 
 
 def _partitioned(
     source: Tensors,
-    manifest: Manifest,
+    model: Decoder,
     plan: Plan,
     tiers: Mapping[str, Tier],
     on_load: OnLoad,
 ) -> dict[str, TieredMatrix]:
     """All matrices, their rows as stored."""
-    matrices, jobs = _allocate(manifest, plan, tiers, None), []
+    matrices, jobs = _allocate(model, plan, tiers, None), []
     total, done = _nbytes(matrices), 0
     with Workers(reader_count()) as readers:
-        for name, matrix in matrices.items():
-            for part, of_part in matrix.rows():
-                data, top = matrix.read(part), 0  # a view
-                for one, rows in manifest.request(name, of_part):
+        for matrix in model.matrices():
+            found = matrices[matrix.name]
+            for part, of_part in found.rows():
+                data, top = found.read(part), 0  # a view
+                for one, rows in matrix.request(of_part, for_kernels=False):
                     for some in _pieces(rows, matrix.shape[1]):
                         out = data[top : top + some.stop - some.start]
                         jobs.append((readers.submit(source.copy, one, some, out), out.nbytes))
@@ -176,33 +186,32 @@ def _nbytes(matrices: Mapping[str, TieredMatrix]) -> int:
 
 
 def _fill(
-    matrices: Mapping[str, TieredMatrix],
+    model: Decoder,
+    packed: Mapping[str, TieredMatrix],
     source: Tensors,
-    manifest: Manifest,
     resident: dict[str, torch.Tensor],
     device: torch.device,
     on_load: OnLoad,
 ) -> None:
-    """Write all matrices, with norms folded in; `resident` tensors are float32 on `device`.
+    """Write all matrices to `packed`, norms folded in; `resident` are float32 on `device`.
 
     The contribution of a norm's bias is added to the matrix's bias, which is created if absent.
     """
     jobs = [
-        (name, piece)
-        for name, matrix in matrices.items()
-        for piece in matrix.pieces(PIECE_ELEMENTS)
+        (matrix, piece)
+        for matrix in model.matrices()
+        for piece in packed[matrix.name].pieces(PIECE_ELEMENTS)
     ]
-    requests = [manifest.request(name, piece.rows) for name, piece in jobs]
-    done, total = 0, _nbytes(matrices)
-    for (name, piece), tensors in zip(jobs, source.stream(requests, device), strict=True):
-        matrix = matrices[name]
-        rows = _joined(tensors, alternate=name in manifest.interleaved)
-        if name in manifest.folded:
-            rows, added = fold(rows, manifest.folded[name], resident)
+    requests = [matrix.request(piece.rows, for_kernels=True) for matrix, piece in jobs]
+    done, total = 0, _nbytes(packed)
+    for (matrix, piece), tensors in zip(jobs, source.stream(requests, device), strict=True):
+        rows = _joined(tensors, alternate=matrix.interleaved)
+        if matrix.folded:
+            rows, added = fold(rows, matrix.folded, resident)
             if added is not None:
                 zeros = torch.zeros(matrix.shape[0], device=device)
-                resident.setdefault(f"{name}.bias", zeros)[piece.rows] += added
-        piece.write(rows.to(matrix.dtype))
+                resident.setdefault(matrix.bias_name, zeros)[piece.rows] += added
+        piece.write(rows.to(packed[matrix.name].dtype))
         done += piece.part.format.nbytes(len(rows), matrix.shape[1])
         on_load(done, total)
 

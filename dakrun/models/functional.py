@@ -75,9 +75,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Rotate heads [N, H, D] by cosines and sines [N, 1, D / 2]; pairs are (i, i + D / 2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def split_heads(config: ModelConfig, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q [n, Hq, D], k and v [n, Hkv, D] of a fused projection [n, (Hq + 2 Hkv) * D], as views."""
-    heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-    return heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)

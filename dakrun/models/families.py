@@ -1,0 +1,26 @@
+"""The families of models by name."""
+
+import functools
+from collections.abc import Callable, Mapping
+
+from dakrun.config import FamilyName, ModelConfig
+from dakrun.models.decoder import Decoder
+from dakrun.models.llama import llama
+from dakrun.models.opt import opt
+from dakrun.models.phi3 import phi3
+from dakrun.models.qwen3 import qwen3
+
+FAMILIES: Mapping[FamilyName, Callable[[ModelConfig], Decoder]] = {
+    "opt": opt,
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": llama,
+    "qwen3": qwen3,
+    "phi3": phi3,
+}
+
+
+@functools.cache
+def decoder_of(config: ModelConfig) -> Decoder:
+    """The model of `config`."""
+    return FAMILIES[config.family](config)

@@ -1,0 +1,55 @@
+"""Llama (arXiv 2302.13971) and its like: RMSNorms, rotary positions, a gated feed-forward.
+
+Mistral and Qwen2 differ in their config.json alone; qwen3.py and phi3.py are variations.
+"""
+
+from collections.abc import Callable, Mapping
+
+from dakrun.config import ModelConfig
+from dakrun.models.decoder import MLP, Decoder, FeedForward, Layer
+from dakrun.models.modules import Attention, Embedding, Linear, Norm, Scope, vocabulary
+
+
+def gated(c: ModelConfig, at: Scope, modules: Mapping[str, int] | None = None) -> MLP:
+    """The feed-forward down(silu(gate(x)) * up(x)); `modules` are gate and up, or both in one."""
+    up = modules or {"mlp.gate_proj": c.ffn_size, "mlp.up_proj": c.ffn_size}
+    norm = Norm("rms", at, "ffn_norm", "post_attention_layernorm", c.hidden_size)
+    down, bias = {"mlp.down_proj": c.hidden_size}, c.mlp_bias
+    return MLP(
+        Linear(at, "gate_up", up, c.hidden_size, bias=bias, norm=norm, activation="silu_mul"),
+        Linear(at, "down", down, c.ffn_size, bias=bias, adds=True),
+    )
+
+
+def llama(
+    c: ModelConfig,
+    *,
+    qkv: Mapping[str, int] | None = None,
+    head_norms: bool = False,
+    feed_forward: Callable[[ModelConfig, Scope], FeedForward] = gated,
+) -> Decoder:
+    """The model of `c`.
+
+    `qkv` are the modules of queries, keys and values, `head_norms` whether each query and key head
+    has an RMSNorm; `feed_forward` makes that of a layer.
+    """
+    top, hidden = Scope("model."), c.hidden_size
+    heads = qkv or {
+        "self_attn.q_proj": c.q_size,
+        "self_attn.k_proj": c.kv_size,
+        "self_attn.v_proj": c.kv_size,
+    }
+
+    def layer(i: int) -> Layer:
+        at = Scope(f"model.layers.{i}.", i)
+        norm = Norm("rms", at, "attention_norm", "input_layernorm", hidden)
+        norms = [Norm("rms", at, f"{x}_norm", f"self_attn.{x}_norm", c.head_dim) for x in "qk"]
+        return Layer(
+            Linear(at, "qkv", heads, hidden, bias=c.attention_bias, norm=norm),
+            Attention(c, i, rotary=True, norms=norms if head_norms else ()),
+            Linear(at, "o", {"self_attn.o_proj": hidden}, c.q_size, bias=c.o_bias, adds=True),
+            feed_forward(c, at),
+        )
+
+    table, head = vocabulary(c, top, Norm("rms", top, "final_norm", "norm", hidden))
+    return Decoder(c, Embedding(table), [layer(i) for i in range(c.num_layers)], head)

@@ -1,0 +1,265 @@
+"""The modules that models are made of: what each is stored as, and what a step asks of it.
+
+A module with an op of the plan has the op's name, its layer and a name of its own, as in
+"layers.3.qkv". Families (opt.py, llama.py) put modules together; planner, loader and runners walk
+them. Knows neither formats nor devices nor tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from dakrun.config import Activation, ModelConfig, NormKind
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Source(NamedTuple):
+    """A tensor of a checkpoint. Some checkpoints leave out the leading "model." of all names."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+Request = Sequence[tuple[Source, slice]]  # rows of several tensors
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A part of a model: the prefix of its tensors in a checkpoint; its layer, if it is in one."""
+
+    prefix: str
+    layer: int | None = None
+
+    def name(self, name: str) -> str:
+        """The operand's name in the whole model, such as "layers.3.qkv" or "lm_head"."""
+        return name if self.layer is None else f"layers.{self.layer}.{name}"
+
+    def sources(self, modules: Mapping[str, int], kind: str, *cols: int) -> tuple[Source, ...]:
+        """The tensors `kind`, "weight" or "bias", of `modules`, which have the given rows."""
+        return tuple(
+            Source(f"{self.prefix}{module}.{kind}", (rows, *cols))
+            for module, rows in modules.items()
+        )
+
+
+class Operand:
+    """Tensors of a checkpoint, stacked along dimension 0, that a step reads under one name.
+
+    In kernels' operands that are `interleaved`, rows of the two tensors, or of the halves of one,
+    alternate. An operand that is no Matrix always lies in the local tier.
+    """
+
+    def __init__(
+        self, name: str, sources: tuple[Source, ...], *, interleaved: bool = False
+    ) -> None:
+        self.name, self.sources, self.interleaved = name, sources, interleaved
+        _, *cols = sources[0].shape
+        self.shape = (sum(source.shape[0] for source in sources), *cols)
+
+    def request(self, rows: slice, *, for_kernels: bool) -> Request:
+        """Rows of the sources that make up `rows` of the operand, for kernels or for plain torch.
+
+        `rows` begins where a row block begins, and ends where one or the operand ends.
+        """
+        if self.interleaved and for_kernels:
+            start, stop = rows.start // 2, rows.stop // 2
+            if len(self.sources) == 2:
+                return [(source, slice(start, stop)) for source in self.sources]
+            half = self.shape[0] // 2
+            return [(self.sources[0], slice(top + start, top + stop)) for top in (0, half)]
+        found, top = [], 0
+        for source in self.sources:
+            start, stop = max(rows.start, top), min(rows.stop, top + source.shape[0])
+            if start < stop:
+                found.append((source, slice(start - top, stop - top)))
+            top += source.shape[0]
+        return found
+
+
+class Norm:
+    """An RMSNorm, which has a weight, or a LayerNorm, which has a weight and a bias.
+
+    A LayerNorm that is not `affine` has neither.
+    """
+
+    def __init__(
+        self, kind: NormKind, at: Scope, name: str, module: str, size: int, *, affine: bool = True
+    ) -> None:
+        def vector(part: str) -> Operand:
+            return Operand(at.name(f"{name}.{part}"), at.sources({module: size}, part))
+
+        self.kind = kind
+        self.weight = vector("weight") if affine else None
+        self.bias = vector("bias") if affine and kind == "layer" else None
+
+    def vectors(self) -> Iterator[Operand]:
+        """The weight and the bias, if there are any."""
+        yield from (vector for vector in (self.weight, self.bias) if vector)
+
+
+class Matrix(Operand):
+    """A matrix W [M, K] whose row blocks the plan places.
+
+    It stacks the weights of `modules`, whose rows are given by name. `folded` is the norm that
+    kernels expect folded into it (weights/folding.py).
+    """
+
+    category: ClassVar[Literal["linear", "gather"]]
+    folded: Norm | None = None
+
+    def __init__(
+        self,
+        at: Scope,
+        op: str,
+        modules: Mapping[str, int],
+        cols: int,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__(at.name(op), at.sources(modules, "weight", cols), interleaved=interleaved)
+        self.op, self.layer = op, at.layer
+        self.bias_name = f"{self.name}.bias"  # also of a bias that a folded norm adds
+        self.shape: tuple[int, int] = (sum(modules.values()), cols)
+
+    def rows_read(self, tokens: int) -> float:
+        """Rows of W that a pass of `tokens` tokens is expected to read."""
+        raise NotImplementedError
+
+    def flops(self, tokens: int) -> float:
+        """FLOPs of a pass of `tokens` tokens."""
+        raise NotImplementedError
+
+    def vectors(self) -> Iterator[Operand]:
+        """The operands beside W, which lie in the local tier."""
+        yield from ()
+
+
+class Table(Matrix):
+    """A table of word embeddings, of which a pass reads a row for each token."""
+
+    category = "gather"
+
+    def rows_read(self, tokens: int) -> float:
+        """One for each token."""
+        return tokens
+
+    def flops(self, tokens: int) -> float:
+        """None."""
+        return 0.0
+
+
+class Linear(Matrix):
+    """y = post_norm(activation(norm(x) W^T + bias) + residual), of x [n, K].
+
+    With silu_mul the first half of W's rows are the gate: y has M / 2 columns, else M. `adds`:
+    whether there is a residual, which y may overwrite. With `folds` kernels expect the norm in W.
+    """
+
+    category = "linear"
+
+    def __init__(
+        self,
+        at: Scope,
+        op: str,
+        modules: Mapping[str, int],
+        cols: int,
+        *,
+        bias: bool = False,
+        norm: Norm | None = None,
+        folds: bool = True,
+        activation: Activation = "none",
+        adds: bool = False,
+        post_norm: Norm | None = None,
+    ) -> None:
+        gated = activation == "silu_mul"
+        super().__init__(at, op, modules, cols, interleaved=gated)
+        self.norm, self.post_norm, self.activation, self.adds = norm, post_norm, activation, adds
+        self.folded = norm if folds else None
+        self.width = self.shape[0] // 2 if gated else self.shape[0]
+        self.bias = None
+        if bias:
+            self.bias = Operand(self.bias_name, at.sources(modules, "bias"), interleaved=gated)
+
+    def rows_read(self, tokens: int) -> float:
+        """All of them."""
+        return self.shape[0]
+
+    def flops(self, tokens: int) -> float:
+        """A multiplication and an addition for each token and element."""
+        return 2.0 * tokens * self.shape[0] * self.shape[1]
+
+    def vectors(self) -> Iterator[Operand]:
+        """The bias, and the vectors of the norms."""
+        if self.bias:
+            yield self.bias
+        for norm in (self.norm, self.post_norm):
+            if norm:
+                yield from norm.vectors()
+
+
+class Attention:
+    """Attention of a layer's new tokens to the cached positions of their requests.
+
+    `norms` are the weights [D] of the RMSNorms of each query and of each key head, ahead of RoPE,
+    if there are any; `rotary`: whether there is RoPE.
+    """
+
+    op = "attention"
+
+    def __init__(
+        self, c: ModelConfig, layer: int, *, rotary: bool, norms: Sequence[Norm] = ()
+    ) -> None:
+        self.layer, self.rotary = layer, rotary
+        self.norms = [vector for norm in norms for vector in norm.vectors()]
+        self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.scale = c.head_dim**-0.5
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q [n, Hq, D], k and v [n, Hkv, D] of a fused projection [n, (Hq + 2 Hkv) * D]; views."""
+        heads = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
+        return heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+
+    def vectors(self) -> Iterator[Operand]:
+        """The weights of the norms."""
+        yield from self.norms
+
+
+Module = Matrix | Attention  # with an op of the plan
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Hidden states of tokens: rows of `table`, projected by `project` to another width if given.
+
+    `table` is a Table, or the lm_head that is tied to it. `positions` are learned: to the hidden
+    states are added their rows, of which the first `offset` are unused.
+    """
+
+    table: Table | Linear
+    project: Linear | None = None
+    positions: Operand | None = None
+    offset: int = 0
+
+    def modules(self) -> Iterator[Matrix]:
+        """The matrices that belong to the embedding alone, in the order of their use."""
+        if isinstance(self.table, Table):
+            yield self.table
+        if self.project:
+            yield self.project
+
+
+def vocabulary(c: ModelConfig, at: Scope, norm: Norm | None) -> tuple[Table | Linear, Linear]:
+    """The table of word embeddings and the lm_head with its `norm`: one matrix where they are tied.
+
+    The norm does not fold into a matrix that is also the table.
+    """
+    words = {"embed_tokens": c.vocab_size}
+    if c.tied_embeddings:
+        head = Linear(at, "lm_head", words, c.embed_size, norm=norm, folds=False)
+        return head, head
+    head = Linear(Scope(""), "lm_head", {"lm_head": c.vocab_size}, c.embed_size, norm=norm)
+    return Table(at, "embedding", words, c.embed_size), head
