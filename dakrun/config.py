@@ -20,7 +20,7 @@ from dakrun.formats import KVLayout
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 NormKind = Literal["rms", "layer"]  # RMSNorm, LayerNorm
-Activation = Literal["none", "relu", "silu_mul"]  # silu_mul: SiLU of a gate, times another column
+Activation = Literal["none", "relu", "silu_mul"]  # silu_mul: silu(gate) * up
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
 DEFAULT_MAX_MODEL_LEN = 4096  # by default, where a model has more positions
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}

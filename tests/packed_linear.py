@@ -10,7 +10,7 @@ from cards import hopper
 
 from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import HalvesWorkspace, Norm, splitk_gemm
+from dakrun.kernels.gemm import FusedNorm, HalvesWorkspace, splitk_gemm
 from dakrun.launches import GemmConfig, TierAccess, gemm_config, split_row_blocks
 from dakrun.memory import MatrixPart, TieredMatrix, enable_peer_access
 
@@ -67,7 +67,7 @@ class Linear:
     sms: int
 
     def __call__(
-        self, x: torch.Tensor, out: torch.Tensor, *, norm: Norm = "none", **options: Any
+        self, x: torch.Tensor, out: torch.Tensor, *, norm: FusedNorm = "none", **options: Any
     ) -> torch.Tensor:
         splits = [part.split for part in self.weight.parts]
         cols = self.weight.shape[1] if norm == "none" else 0

@@ -10,7 +10,7 @@ import torch
 from packed_linear import normal, poisoned, weight_of, written
 from torch.nn import functional as F
 
-from dakrun.kernels.gemm import Norm
+from dakrun.kernels.gemm import FusedNorm
 
 Run = Callable[..., torch.Tensor]  # of x, out and options
 Epilogue = tuple[str, bool, bool]  # the activation, and whether there are bias and residual
@@ -43,7 +43,7 @@ def check(
     dtype: torch.dtype,
     epilogue: Epilogue,
     *,
-    norm: Norm = "none",
+    norm: FusedNorm = "none",
     **options: Any,
 ) -> None:
     """Errors of `run` against float64 are at most twice those of cuBLAS."""
@@ -77,7 +77,7 @@ def chain(
     outs: Sequence[torch.Tensor],
     *,
     pdl: bool,
-    norms: Sequence[Norm] = ("none",),
+    norms: Sequence[FusedNorm] = ("none",),
 ) -> None:
     """Launch CHAIN: each launch reads its predecessor's output and writes the next of `outs`."""
     for row_blocks, out, norm in zip(
@@ -108,11 +108,11 @@ def placements(count: int) -> list[tuple[int, ...]]:
     ]  # fmt: skip
 
 
-def _options(norm: Norm) -> dict[str, Any]:
+def _options(norm: FusedNorm) -> dict[str, Any]:
     return {} if norm == "none" else {"norm": norm, "eps": EPS}
 
 
-def _scaled(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+def _scaled(x: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
     """x, each row scaled as `norm` does, in float32 or wider."""
     if norm == "none":
         return x
@@ -127,7 +127,7 @@ def _reference(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     activation: str,
-    norm: Norm,
+    norm: FusedNorm,
 ) -> torch.Tensor:
     y = F.linear(_scaled(x, norm), weight, bias)
     if activation == "relu":

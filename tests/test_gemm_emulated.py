@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from moved_parts import Movable
 from torch.nn import functional as F
 
+from dakrun.config import Activation
 from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import Activation, HalvesWorkspace, Norm, look_ahead, splitk_gemm
+from dakrun.kernels.gemm import FusedNorm, HalvesWorkspace, look_ahead, splitk_gemm
 
 # Inner modules: kernels, tensor maps and the choice of halves are replaced, macros are asked for.
 from dakrun.kernels.gemm import splitk as gemm
@@ -90,7 +91,7 @@ def run(
     even: bool = True,
     x: torch.Tensor | None = None,
     activation: Activation = "none",
-    norm: Norm = "none",
+    norm: FusedNorm = "none",
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     ahead: torch.Tensor | None = None,
@@ -128,7 +129,7 @@ def test_parts_that_moved(n: int, access: Sequence[TierAccess]) -> None:
         movable.move(out.device)
 
 
-def scaled(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+def scaled(x: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
     """x in float64, each row scaled as `norm` does."""
     x = x.double()
     if norm == "none":
@@ -152,7 +153,7 @@ def test_it_is_exact(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("norm", ["none", "rms"])
 @pytest.mark.parametrize("activation", ["relu", "silu_mul"])
 @pytest.mark.parametrize(("n", "dtype"), [(8, torch.float16), (13, torch.bfloat16)])
-def test_epilogues(norm: Norm, activation: Activation, n: int, dtype: torch.dtype) -> None:
+def test_epilogues(norm: FusedNorm, activation: Activation, n: int, dtype: torch.dtype) -> None:
     m, k = 90, 520
     weight, bias = normal(m, k, dtype=dtype, scale=k**-0.5), normal(m, dtype=dtype)
     x = 0.1 * normal(n, k, dtype=dtype)
@@ -168,7 +169,9 @@ def test_epilogues(norm: Norm, activation: Activation, n: int, dtype: torch.dtyp
     ("n", "dtype"),
     [*((n, torch.float16) for n in (1, 7, 8, 24, 33, 64)), (9, torch.bfloat16)],
 )
-def test_rows_of_x_are_normalised(norm: Norm, n: int, dtype: torch.dtype, build: Build) -> None:
+def test_rows_of_x_are_normalised(
+    norm: FusedNorm, n: int, dtype: torch.dtype, build: Build
+) -> None:
     """Warpgroups take turns or divide groups, one or more a CTA; rows differ in size and mean."""
     m, k = 180, 520
     weight, bias, residual = (
@@ -263,7 +266,7 @@ def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
         lambda n, norm: n == 8 or norm == ("none" if n == 24 else "layer"),
     ),
 )
-def test_tiers_that_share_ctas_change_no_bit(n: int, norm: Norm, build: Build) -> None:
+def test_tiers_that_share_ctas_change_no_bit(n: int, norm: FusedNorm, build: Build) -> None:
     """One CTA, several, and more groups than CTAs; beside a tier that has CTAs of its own."""
     weight = normal(403, 712, scale=0.03)
     wanted = run(weight, n, norm=norm)

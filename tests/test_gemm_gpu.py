@@ -26,7 +26,7 @@ from product_checks import (
 )
 
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import NORMS, Norm, splitk_gemm
+from dakrun.kernels.gemm import NORMS, FusedNorm, splitk_gemm
 from dakrun.kernels.runtime import DTYPES
 from dakrun.launches import TierAccess, gemm_config, split_row_blocks
 from dakrun.launches import splitk as splitk_launches
@@ -50,7 +50,7 @@ def test_errors_are_at_most_twice_those_of_cublas(dtype: torch.dtype, n: int, sm
 @pytest.mark.parametrize("n", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_err_at_most_twice_as_much_as_before_cublas(
-    dtype: torch.dtype, n: int, norm: Norm, sms: int
+    dtype: torch.dtype, n: int, norm: FusedNorm, sms: int
 ) -> None:
     for m, k in SHAPES:
         for epilogue in [("none", True, False), ("relu", True, True), ("silu_mul", False, False)]:
@@ -83,7 +83,7 @@ def test_rings_of_any_number_of_turns(n: int, m: int, window: int | None) -> Non
 @pytest.mark.parametrize("n", [1, 13, 24, 33, 64])
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (1000, 200), (776, 2048)])
 def test_no_bit_depends_on_where_a_weight_lies(
-    m: int, k: int, n: int, sms: int, norm: Norm
+    m: int, k: int, n: int, sms: int, norm: FusedNorm
 ) -> None:
     dtype = torch.float16
     x = normal(n, k, dtype=dtype)
@@ -115,7 +115,7 @@ def test_no_bit_depends_on_windows_sms_or_groups(
 
 @pytest.mark.parametrize("norm", ["none", "rms"])
 @pytest.mark.parametrize("n", [3, 16, 24, 64])
-def test_no_bit_depends_on_which_ctas_read_a_tier(n: int, norm: Norm) -> None:
+def test_no_bit_depends_on_which_ctas_read_a_tier(n: int, norm: FusedNorm) -> None:
     """The local CTAs also read one of two remote tiers, in one wave and in several."""
     m, k, dtype = 1544, 1096, torch.float16
     x = normal(n, k, dtype=dtype)

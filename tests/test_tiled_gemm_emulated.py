@@ -15,6 +15,7 @@ from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from moved_parts import Movable
 from torch.nn import functional as F
 
+from dakrun.config import Activation
 from dakrun.formats import PACKED16
 from dakrun.geometry import (
     TILED_MIN_OUTPUT_BLOCKS,
@@ -23,7 +24,7 @@ from dakrun.geometry import (
     TILED_X_TILES,
     row_block_count,
 )
-from dakrun.kernels.gemm import Activation, StreamKWorkspace, row_blocks_by_tier
+from dakrun.kernels.gemm import StreamKWorkspace, row_blocks_by_tier
 from dakrun.kernels.gemm import tiled as tiled_gemm  # for its macros, and to replace tensor maps
 from dakrun.kernels.runtime import jit, operands
 from dakrun.launches import (

@@ -1,10 +1,10 @@
 """RMSNorm and LayerNorm of rows; wraps native/normalize.cu."""
 
 import ctypes
-from typing import Literal
 
 import torch
 
+from dakrun.config import NormKind
 from dakrun.geometry import CHUNK, NORMALIZE_MAX_COLS, ROW_THREADS
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.card import card_of
@@ -12,8 +12,6 @@ from dakrun.units import ceil_div
 
 WARP = 32  # threads
 SOURCE = "normalize.cu"
-
-Norm = Literal["rms", "layer"]
 
 
 class _Args(ctypes.Structure):
@@ -27,7 +25,7 @@ class _Args(ctypes.Structure):
 def normalize(
     x: torch.Tensor,
     out: torch.Tensor,
-    norm: Norm,
+    norm: NormKind,
     *,
     eps: float,
     weight: torch.Tensor | None = None,

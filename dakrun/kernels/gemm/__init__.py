@@ -11,9 +11,8 @@ from dakrun.kernels.gemm.packed_matrix import PackedMatrix, addresses, packed_ma
 from dakrun.kernels.gemm.splitk import (
     ACTIVATIONS,
     NORMS,
-    Activation,
+    FusedNorm,
     HalvesWorkspace,
-    Norm,
     look_ahead,
     splitk_gemm,
 )
@@ -31,10 +30,9 @@ __all__ = [
     "ACTIVATIONS",
     "AFTER_REMOTE",
     "NORMS",
-    "Activation",
     "By",
+    "FusedNorm",
     "HalvesWorkspace",
-    "Norm",
     "PackedMatrix",
     "Products",
     "StreamKWorkspace",

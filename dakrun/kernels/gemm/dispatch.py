@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from dakrun.config import Activation
 from dakrun.geometry import (
     FEW_ROWS,
     ROWS_PER_BLOCK,
@@ -20,7 +21,7 @@ from dakrun.geometry import (
 from dakrun.hardware import LOCAL, Card
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
-from dakrun.kernels.gemm.splitk import Activation, Norm
+from dakrun.kernels.gemm.splitk import FusedNorm
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.runtime.card import card_of
 from dakrun.kernels.runtime.graph import capture_id
@@ -101,7 +102,7 @@ class Products:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         activation: Activation = "none",
-        norm: Norm = "none",
+        norm: FusedNorm = "none",
         eps: float = 0.0,
         pdl: bool = False,
         ahead: torch.Tensor | None = None,

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from dakrun.config import Activation, NormKind
 from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
@@ -34,10 +35,9 @@ SOURCE = "splitk_gemm.cu"
 AHEAD_BYTES = 32 * 1024
 AHEAD_ALIGN = 128  # bytes: L2's lines
 
-Activation = Literal["none", "relu", "silu_mul"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu_mul")
-Norm = Literal["none", "rms", "layer"]
-NORMS: tuple[Norm, ...] = ("none", "rms", "layer")
+FusedNorm = Literal["none"] | NormKind  # of rows of X, without weight and bias
+NORMS: tuple[FusedNorm, ...] = ("none", "rms", "layer")
 
 
 class _Tier(ctypes.Structure):
@@ -99,7 +99,7 @@ def splitk_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: Activation = "none",
-    norm: Norm = "none",
+    norm: FusedNorm = "none",
     eps: float = 0.0,
     workspace: HalvesWorkspace | None = None,
     pdl: bool = False,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dakrun.config import Activation
 from dakrun.geometry import (
     MAX_TIERS,
     ROWS_PER_BLOCK,
@@ -18,7 +19,7 @@ from dakrun.geometry import (
     WARPGROUPS,
 )
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
-from dakrun.kernels.gemm.splitk import ACTIVATIONS, Activation, check_product
+from dakrun.kernels.gemm.splitk import ACTIVATIONS, check_product
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map, boxes_map
