@@ -6,24 +6,23 @@ model together. hub.py, files.py and hf_config.py find and read a model's folder
 sizes of well-known models. Only functional.py, norms and rotary positions, needs torch.
 """
 
-from dakrun.models.decoder import Attend, Backend, Decoder
+from dakrun.models.decoder import Backend, Decoder
 from dakrun.models.families import decoder_of
 from dakrun.models.files import read_json_object, stored_dtype
 from dakrun.models.hf_config import parse_model_config, read_model_config
 from dakrun.models.hub import model_config, model_directory
 from dakrun.models.known import hub_id, known_model, known_names
-from dakrun.models.modules import Attention, Embedding, Linear, Matrix, Norm, Operand, Source
+from dakrun.models.modules import Linear, Matrix, Module, Norm, Operand, Scope, Source
 
 __all__ = [
-    "Attend",
-    "Attention",
     "Backend",
     "Decoder",
-    "Embedding",
     "Linear",
     "Matrix",
+    "Module",
     "Norm",
     "Operand",
+    "Scope",
     "Source",
     "decoder_of",
     "hub_id",

@@ -106,7 +106,8 @@ class Layer:
 class Decoder:
     """A model: embedding, layers and lm_head.
 
-    `project_out` is OPT-350m's, from hidden states to the width of its word embeddings.
+    `project_out` is OPT-350m's, from hidden states to the width of its word embeddings. Raises
+    ValueError unless the matrices of an op have one shape.
     """
 
     def __init__(
@@ -119,6 +120,14 @@ class Decoder:
     ) -> None:
         self.config, self.embedding, self.layers = config, embedding, layers
         self.head, self.project_out = head, project_out
+        firsts: dict[str, Matrix] = {}
+        for matrix in self.matrices():
+            first = firsts.setdefault(matrix.op, matrix)
+            if matrix.shape != first.shape:
+                raise ValueError(
+                    f"expected one shape of all {matrix.op}, got {first.shape} in {first.name} and "
+                    f"{matrix.shape} in {matrix.name}"
+                )
 
     def forward(
         self,

@@ -1,0 +1,108 @@
+"""Models whose layers differ: planner, loader and runner walk whatever modules there are."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+from dakrun import LLM, SamplingParams
+from dakrun.config import ModelConfig
+from dakrun.models import Backend, Decoder, Linear, Module, Norm, Scope, families, known_model
+from dakrun.models.llama import gated, llama
+from dakrun.plan import Policy
+
+NAME = "llama-gqa3-tied"
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+
+
+class Halves:
+    """A gated feed-forward in two halves, each with matrices and ops of its own."""
+
+    def __init__(self, c: ModelConfig, at: Scope) -> None:
+        norm = Norm("rms", at, "ffn_norm", "post_attention_layernorm", c.hidden_size)
+        half, hidden = c.ffn_size // 2, c.hidden_size
+        self.ups, self.downs = [], []
+        for i in "ab":
+            up = {f"mlp.{i}.gate_proj": half, f"mlp.{i}.up_proj": half}
+            one = Linear(at, f"up_{i}", up, hidden, norm=norm, activation="silu_mul")
+            self.ups.append(one)
+            down = {f"mlp.{i}.down_proj": hidden}
+            self.downs.append(Linear(at, f"down_{i}", down, half, adds=True))
+
+    def __call__(self, x: torch.Tensor, run: Backend) -> torch.Tensor:
+        inner = [run.linear(up, x) for up in self.ups]
+        for down, of in zip(self.downs, inner, strict=True):
+            x = run.linear(down, of, x)
+        return x
+
+    def modules(self) -> Iterator[Module]:
+        yield from (*self.ups, *self.downs)
+
+
+def varied(c: ModelConfig) -> Decoder:
+    """Layer 0 with a feed-forward in halves, layer 1 without one, layer 2 as Llama has it."""
+    model = llama(c)
+    model.layers[0].feed_forward = Halves(c, Scope("model.layers.0.", 0))
+    model.layers[1].feed_forward = None
+    return model
+
+
+def generated(path: Path) -> tuple[LLM, list[list[int]], list[float]]:
+    policy = Policy(offload_ratio=0.4, kv_offload_ratio=0.0)
+    llm = LLM(path, device="cpu", batch_size=2, policy=policy)
+    params = SamplingParams(max_tokens=8, logprobs=1)
+    found = llm.generate(PROMPTS, params)
+    values = [step[0].logprob for one in found for step in one.logprobs or ()]
+    return llm, [one.token_ids for one in found], values
+
+
+@pytest.fixture
+def unmemoized() -> Iterator[None]:
+    families.decoder_of.cache_clear()
+    yield
+    families.decoder_of.cache_clear()
+
+
+@pytest.mark.usefixtures("unmemoized")
+def test_layers_of_a_model_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same function as that of Llama with the same weights, in other matrices."""
+    path = tiny_models.save(NAME, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"].zero_()
+    save_file(tensors, path / "model.safetensors")
+    _, tokens, logprobs = generated(path)
+    of_layer_1 = [f"mlp.{kind}_proj.weight" for kind in ("gate", "up", "down")]
+    for name in (*of_layer_1, "post_attention_layernorm.weight"):
+        del tensors[f"model.layers.1.{name}"]
+    for kind in ("gate", "up", "down"):
+        whole = tensors.pop(f"model.layers.0.mlp.{kind}_proj.weight")
+        for i, half in zip("ab", whole.chunk(2, dim=int(kind == "down")), strict=True):
+            tensors[f"model.layers.0.mlp.{i}.{kind}_proj.weight"] = half.contiguous()
+    save_file(tensors, path / "model.safetensors")
+    monkeypatch.setitem(families.FAMILIES, "llama", varied)
+    families.decoder_of.cache_clear()
+    llm, found, values = generated(path)
+    assert found == tokens
+    assert values == pytest.approx(logprobs, abs=1e-4)
+    layers = {op.op.name: op.op.layers for op in llm.plan.ops}
+    once = ("gate_up", "down", "up_a", "up_b", "down_a", "down_b", "lm_head")
+    assert layers == {"qkv": 3, "attention": 3, "o": 3} | dict.fromkeys(once, 1)
+    tiers = {part.tier for part in llm.engine.runner.weights.matrices["layers.2.down"].parts}
+    assert tiers == {"hbm", "host"}
+    assert {*layers} - {"attention"} <= {*llm.engine.runner.op_seconds(8)}
+
+
+def test_matrices_of_an_op_have_one_shape() -> None:
+    config = known_model("llama-3.2-1b")
+    assert config is not None
+    model, other = llama(config), replace(config, ffn_size=64)
+    model.layers[3].feed_forward = gated(other, Scope("model.layers.3.", 3))
+    message = (
+        r"all gate_up, got \(16384, 2048\) in layers\.0\.gate_up and \(128, 2048\) in layers\.3"
+    )
+    with pytest.raises(ValueError, match=message):
+        Decoder(config, model.embedding, model.layers, model.head)
