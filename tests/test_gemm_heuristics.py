@@ -103,20 +103,27 @@ def test_even_groups_give_the_busiest_no_more(
         assert busiest <= without
 
 
-@given(deals(), st.integers(1, SPLITK_MAX_ROWS), st.booleans())
-def test_shared_memory_suffices(deal: Deal, n: int, even_waves: bool) -> None:
+@given(
+    deals(), st.integers(1, SPLITK_MAX_ROWS), st.booleans(),
+    st.sampled_from([ATOM_BYTES, 544, 272]),
+)  # fmt: skip
+def test_shared_memory_suffices(deal: Deal, n: int, even_waves: bool, atom_bytes: int) -> None:
+    """For atoms of W of 16 bits, and those of smaller formats; X has 16 bits."""
     row_blocks, tiers, sms = deal
-    splits = split_row_blocks(row_blocks, tiers, card=hopper(sms, even_waves=even_waves))
-    config = gemm_config(n, splits, tiers, card=hopper(sms))
+    splits = split_row_blocks(
+        row_blocks, tiers, card=hopper(sms, even_waves=even_waves), atom_bytes=atom_bytes
+    )
+    config = gemm_config(n, splits, tiers, card=hopper(sms), atom_bytes=atom_bytes)
     assert config.splits == splits and len(config.rings) == len(tiers)
     assert 0 < config.shared_bytes <= H200.ring_bytes
     for split, ring in zip(splits, config.rings, strict=True):
         assert 1 <= ring.window <= ring.stages and ring.stages >= 2
         assert split.step_cols % (ring.atoms * ATOM_COLS) == 0
-        stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + config.x_tiles)
+        w, x = atom_bytes * ring.groups * split.group, ATOM_BYTES * config.x_tiles
+        stage = ring.atoms * (w + x)
         atoms_before = (ring.groups * ring.atoms - 1) * split.group
-        last_w = (ring.stages - 1) * stage + atoms_before * ATOM_BYTES
-        read = ceil_div(split.group, 8) * 8 * ATOM_BYTES  # by whole tiles
+        last_w = (ring.stages - 1) * stage + atoms_before * atom_bytes
+        read = ceil_div(split.group, 8) * 8 * atom_bytes  # by whole tiles
         if split.row_blocks:
             assert max(ring.stages * stage, last_w + read) <= config.shared_bytes
 
@@ -266,7 +273,7 @@ def test_operands_that_do_not_fit(name: str, how: str) -> None:
     split = Split(3, 1, 2, 128)
     data = PACKED16.pack(torch.zeros(24, 40, dtype=torch.float16), split)
     weight = TieredMatrix((24, 40), torch.float16, (MatrixPart("hbm", split, PACKED16, data),))
-    config = gemm_config(5, [split], [TierAccess()], sms=SMS)
+    config = gemm_config(5, [split], [TierAccess()], card=hopper(SMS))
     operands: dict[str, Any] = {
         key: torch.zeros(shape, dtype=torch.float16)
         for key, shape in {"x": (5, 40), "out": (5, 24), "bias": (24,), "residual": (5, 24)}.items()

@@ -29,6 +29,7 @@ from dakrun.units import ceil_div
 
 SMALL = replace(PORTABLE, shared_bytes_per_sm=100 * 1024)
 LONE = Card.of("12.0", sms=188)  # without clusters
+W_ATOMS = (ATOM_BYTES, 544, 272)  # bytes of atoms of W: of 16 bits, and of smaller formats
 LOCAL, HOST = TierAccess(), TierAccess(8, 256 * 1024)
 
 
@@ -44,9 +45,10 @@ def partial_sums_fit(launch: Launch) -> bool:
 
 
 @pytest.mark.parametrize("card", [H200, replace(H200, shared_bytes_per_sm=100 * 1024), SMALL, LONE])
-def test_tiles_of_every_size_have_a_ring(card: Card) -> None:
+@pytest.mark.parametrize("atom_bytes", W_ATOMS)
+def test_tiles_of_every_size_have_a_ring(card: Card, atom_bytes: int) -> None:
     """Warpgroups read whole groups, but nothing behind the end of shared memory."""
-    for shape in shapes(card):
+    for shape in shapes(card, atom_bytes=atom_bytes):
         for row_blocks in range(1, shape.row_blocks + 1):
             stages = shape.stages(card, row_blocks)
             launch = Launch(shape, stages, (TierTiles(1, row_blocks),)).with_max_blocks(card)
@@ -56,7 +58,7 @@ def test_tiles_of_every_size_have_a_ring(card: Card) -> None:
             reading = ceil_div(row_blocks, shape.group_row_blocks) * shape.group_row_blocks
             last = (stages - 1) * shape.stage_bytes(row_blocks)
             staged = launch.blocks * launches.OUTPUT_BLOCK_BYTES
-            assert staged + last + reading * ATOM_BYTES <= launch.shared_bytes
+            assert staged + last + reading * atom_bytes <= launch.shared_bytes
 
 
 @given(
@@ -68,6 +70,7 @@ def test_tiles_of_every_size_have_a_ring(card: Card) -> None:
     window=st.sampled_from([None, 1, 256 * 1024]),
     multicast=st.booleans(),
     even_waves=st.booleans(),
+    atom_bytes=st.sampled_from(W_ATOMS),
 )
 def test_laws(
     n: int,
@@ -78,17 +81,20 @@ def test_laws(
     window: int | None,
     multicast: bool,
     even_waves: bool,
+    atom_bytes: int,
 ) -> None:
     remote = (TierAccess(sms, window) for sms in (1, 2))
     access = [LOCAL, *remote][: len(row_blocks)]
     card = replace(card, sms=sms, multicast=multicast, even_waves=even_waves)
-    config = tiled_config(n, row_blocks, access, cols=cols, card=card)
+    sizes = {"cols": cols, "atom_bytes": atom_bytes}
+    config = tiled_config(n, row_blocks, access, **sizes, card=card)
     assert sum(launch.ctas for launch in config.launches) <= sms
-    whole = tiled_config(n, [sum(row_blocks)], [LOCAL], cols=cols, card=card)
+    whole = tiled_config(n, [sum(row_blocks)], [LOCAL], **sizes, card=card)
     segments = {launch.shape.k_ctas for launch in (*config.launches, *whole.launches)}
     assert len(segments) == 1  # bits do not depend on where row blocks lie
     for launch in config.launches:
         shape = launch.shape
+        assert shape.atom_bytes == atom_bytes
         assert shape.tiles in (
             wide_tiles(wgmma=card.has_wgmma) if shape.wide else x_tiles(wgmma=card.has_wgmma)
         )

@@ -3,13 +3,14 @@
 Knows rows, columns and bytes; neither tiers nor plans.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dakrun.formats.split import Split, stretches
-from dakrun.geometry import ROWS_PER_BLOCK, row_block_count
+from dakrun.geometry import ATOM_COLS, ROWS_PER_BLOCK, row_block_count
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,11 @@ class WeightFormat(ABC):
             top = ROWS_PER_BLOCK * first
             self.write(arrays, split, first, rows[top : top + ROWS_PER_BLOCK * count])
         return arrays
+
+    @functools.cached_property
+    def atom_bytes(self) -> int:
+        """Bytes of 64 columns of a row block, of which stages of kernels' rings are made."""
+        return self.row_block_bytes(ATOM_COLS)
 
     def row_block_bytes(self, cols: int) -> int:
         """Bytes of a whole row block of a matrix with `cols` columns."""

@@ -66,6 +66,6 @@ def embed(
         offset=offset,
         row_ctas=row_ctas,
     )
-    kernel = jit.kernel(SOURCE, "embed", {**operands.defines(table.dtype), **table.macros})
+    kernel = jit.kernel(SOURCE, "embed", {**operands.defines(table.dtype), **table.format.macros})
     kernel.launch(n * row_ctas, ELEMENTWISE_THREADS, args, pdl=pdl)
     return out

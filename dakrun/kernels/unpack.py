@@ -47,7 +47,7 @@ def unpack(
         row_block_ctas=row_block_ctas,
         weight=packed_matrix(weight, out.device),
     )
-    kernel = jit.kernel(SOURCE, "unpack", weight.macros)
+    kernel = jit.kernel(SOURCE, "unpack", weight.format.macros)
     kernel.launch(
         ceil_div(rows, ROWS_PER_BLOCK) * row_block_ctas, ELEMENTWISE_THREADS, args, pdl=pdl
     )

@@ -87,23 +87,29 @@ def can_mix(x_tiles: int) -> bool:
     return x_tiles != PAIRED_TILES
 
 
-def beats_tiled(n: int, row_blocks: int, cols: int, *, card: Card) -> bool:
+def beats_tiled(
+    n: int, row_blocks: int, cols: int, *, card: Card, atom_bytes: int = ATOM_BYTES
+) -> bool:
     """Whether SplitK_GEMM beats the tiled GEMM for `n` rows of X, more than FEW_ROWS.
 
     Each SM reads X and its share of W, `row_blocks` by `cols`. If that is little, the
     tiled GEMM's longer start and end decide.
     """
-    x_rows, w_rows = 8 * tiles_for(n), ROWS_PER_BLOCK * ceil_div(row_blocks, card.sms)
-    return 2 * cols * (x_rows + w_rows) <= MAX_SKINNY_BYTES
+    x, w = ATOM_BYTES * tiles_for(n), atom_bytes * ceil_div(row_blocks, card.sms)
+    return cols * (x + w) <= MAX_SKINNY_BYTES * ATOM_COLS
 
 
 def split_row_blocks(
-    row_blocks: Sequence[int], tiers: Sequence[TierAccess], *, card: Card
+    row_blocks: Sequence[int],
+    tiers: Sequence[TierAccess],
+    *,
+    card: Card,
+    atom_bytes: int = ATOM_BYTES,
 ) -> tuple[Split, ...]:
     """Assign `row_blocks` of each tier (the local one first) to the card's SMs, one CTA each.
 
     Remote tiers get the SMs of their limit, the local tier the rest. Its CTAs also take the groups
-    of the first mixed tier.
+    of the first mixed tier. An atom of W has `atom_bytes`.
     """
     sms = card.sms
     mixed = _mixed_tier(row_blocks, tiers)
@@ -123,7 +129,8 @@ def split_row_blocks(
             assigned = (count, ctas, 0)
         group = even_group(*assigned) if card.even_waves else MAX_GROUP_ROW_BLOCKS
         ctas = min(ctas, group_count(group, count, 0 if number else others))
-        splits.append(Split(count, ctas, group, _step_cols(group), mixed=0 < number == mixed))
+        cols = _step_cols(group, atom_bytes)
+        splits.append(Split(count, ctas, group, cols, mixed=0 < number == mixed))
     return tuple(splits)
 
 
@@ -137,9 +144,9 @@ def _mixed_tier(row_blocks: Sequence[int], tiers: Sequence[TierAccess]) -> int:
     return next(options, 0)
 
 
-def _step_cols(group: int) -> int:
+def _step_cols(group: int, atom_bytes: int) -> int:
     """Columns of a step of up to STEP_BYTES: a power of two, so that stages divide it."""
-    atoms = max(1, min(STEP_ATOMS, STEP_BYTES // (ATOM_BYTES * group)))
+    atoms = max(1, min(STEP_ATOMS, STEP_BYTES // (atom_bytes * group)))
     return ATOM_COLS << (atoms.bit_length() - 1)
 
 
@@ -150,26 +157,29 @@ def gemm_config(
     *,
     card: Card,
     cols: int = 0,
+    atom_bytes: int = ATOM_BYTES,
 ) -> GemmConfig:
     """Choose the launch for `n` rows of X and a W assigned as `splits` to `tiers`.
 
-    Halves of K are considered only if W's columns are given as `cols`.
+    Halves of K are considered only if W's columns are given as `cols`. An atom of W, 64 columns of
+    a row block, has `atom_bytes`.
     """
-    x_tiles = tiles_for(n)
-    half_cols = half_columns(sum(split.row_blocks for split in splits), cols, x_tiles, card)
+    x_tiles, row_blocks = tiles_for(n), sum(split.row_blocks for split in splits)
+    half_cols = half_columns(row_blocks, cols, x_tiles, card, atom_bytes)
     mixes = can_mix(x_tiles) and any(split.mixed for split in splits)
     rings = [
         ring(
-            split, tiers[0] if mixes and split.mixed else tier, x_tiles, card, halves=half_cols > 0
+            split, tiers[0] if mixes and split.mixed else tier, x_tiles, card, half_cols > 0,
+            atom_bytes,
         )
         for split, tier in zip(splits, tiers, strict=True)
-    ]
+    ]  # fmt: skip
     return GemmConfig(
         half_cols=half_cols,
         ctas=max(card.sms, sum(split.ctas for split in splits if not (mixes and split.mixed))),
         x_tiles=x_tiles,
         shared_bytes=max(
-            ring_bytes(split, ring, x_tiles)
+            ring_bytes(split, ring, x_tiles, atom_bytes)
             for split, ring in zip(splits, rings, strict=True)
             if split.row_blocks
         ),
@@ -179,7 +189,9 @@ def gemm_config(
     )
 
 
-def half_columns(row_blocks: int, cols: int, x_tiles: int, card: Card) -> int:
+def half_columns(
+    row_blocks: int, cols: int, x_tiles: int, card: Card, atom_bytes: int = ATOM_BYTES
+) -> int:
     """Columns of the first half of K, or 0 if not dividing K is faster.
 
     Two CTAs that take one half of K each, for the groups of both, read half as much of X, but store
@@ -191,14 +203,21 @@ def half_columns(row_blocks: int, cols: int, x_tiles: int, card: Card) -> int:
         return 0
     if row_blocks > card.sms * group:  # two waves at a time read X half as often, too
         return 0
-    w, x = ATOM_BYTES * atoms * group, ATOM_BYTES * atoms * x_tiles
+    w, x = atom_bytes * atoms * group, ATOM_BYTES * atoms * x_tiles
     partials = 4 * ROWS_PER_BLOCK**2 * x_tiles * 2 * group  # of both groups, float32
     whole = max(w, (w + x) / L2_SPEED)
     halves = max(w, (w + x / 2 + 1.5 * partials) / L2_SPEED) + COMBINE_BYTES
     return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
 
 
-def ring(split: Split, tier: TierAccess, x_tiles: int, card: Card, *, halves: bool = False) -> Ring:
+def ring(
+    split: Split,
+    tier: TierAccess,
+    x_tiles: int,
+    card: Card,
+    halves: bool = False,
+    atom_bytes: int = ATOM_BYTES,
+) -> Ring:
     """Choose stages with large enough copies, if that leaves MIN_STAGES, and as many as fit.
 
     With many rows of X a stage may have two groups, so that X is read half as often: the groups of
@@ -209,9 +228,9 @@ def ring(split: Split, tier: TierAccess, x_tiles: int, card: Card, *, halves: bo
 
     def stages_of(atoms: int) -> int:
         """Stages that fit."""
-        overread = max(0, -row_blocks % TILE_ROW_BLOCKS - atoms * x_tiles)
-        room = card.ring_bytes - ATOM_BYTES * overread
-        return min(SPLITK_MAX_STAGES, room // (ATOM_BYTES * atoms * (row_blocks + x_tiles)))
+        room = card.ring_bytes - _overread_bytes(row_blocks, atoms, x_tiles, atom_bytes)
+        stage = atoms * (atom_bytes * row_blocks + ATOM_BYTES * x_tiles)
+        return min(SPLITK_MAX_STAGES, room // stage)
 
     step, window = split.step_cols // ATOM_COLS, tier.window_bytes
     pairs = x_tiles == PAIRED_TILES and split.group <= TILE_ROW_BLOCKS
@@ -224,7 +243,7 @@ def ring(split: Split, tier: TierAccess, x_tiles: int, card: Card, *, halves: bo
         for atoms in range(1, step + 1)
         if step % atoms == 0 and (atoms == 1 or stages_of(atoms) >= MIN_STAGES)
     ]
-    copies = [ATOM_BYTES * atoms * row_blocks for atoms in options]
+    copies = [atom_bytes * atoms * row_blocks for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
     stages = stages_of(options[chosen])
     if window is None or not split.ctas:
@@ -234,8 +253,12 @@ def ring(split: Split, tier: TierAccess, x_tiles: int, card: Card, *, halves: bo
     return Ring(options[chosen], stages, window, groups)
 
 
-def ring_bytes(split: Split, ring: Ring, x_tiles: int) -> int:
+def ring_bytes(split: Split, ring: Ring, x_tiles: int, atom_bytes: int = ATOM_BYTES) -> int:
     """Shared memory of a CTA: the stages, and what a warpgroup reads behind the last group."""
-    stage = ATOM_BYTES * ring.atoms * (ring.groups * split.group + x_tiles)
-    behind = ATOM_BYTES * (-split.group % TILE_ROW_BLOCKS - ring.atoms * x_tiles)
-    return ring.stages * stage + max(0, behind)
+    stage = ring.atoms * (atom_bytes * ring.groups * split.group + ATOM_BYTES * x_tiles)
+    return ring.stages * stage + _overread_bytes(split.group, ring.atoms, x_tiles, atom_bytes)
+
+
+def _overread_bytes(row_blocks: int, atoms: int, x_tiles: int, atom_bytes: int) -> int:
+    """Bytes behind the last stage, which ends with X, that a warpgroup reads: it reads 64 rows."""
+    return max(0, atom_bytes * (-row_blocks % TILE_ROW_BLOCKS) - ATOM_BYTES * atoms * x_tiles)

@@ -42,8 +42,11 @@ def tiled_config(
     *,
     cols: int,
     card: Card,
+    atom_bytes: int = ATOM_BYTES,
 ) -> TiledConfig:
     """Choose the launches for `n` rows of X and a W of `cols` columns, `row_blocks` in each tier.
+
+    An atom of W has `atom_bytes`.
 
     The local tier comes first. If no remote tier has limits, nothing is known of the links: all SMs
     compute the remote tiers in a launch before the local one. Else the remote launch gets the
@@ -53,9 +56,9 @@ def tiled_config(
     if not 1 <= n <= TILED_MAX_ROWS:
         raise ValueError(f"expected 1 to {TILED_MAX_ROWS} rows, got {n}")
     atoms = ceil_div(cols, ATOM_COLS)
-    _, best = _best(n, sum(row_blocks), atoms, shapes(card), card)
+    _, best = _best(n, sum(row_blocks), atoms, shapes(card, atom_bytes=atom_bytes), card)
     segments, room = best.k_ctas, card
-    options = shapes(card, segments)
+    options = shapes(card, segments, atom_bytes)
     launches = []
 
     @functools.cache
@@ -65,7 +68,9 @@ def tiled_config(
     if any(row_blocks[1:]) and all(access == TierAccess() for access in tiers[1:]):
         launches.append(_remote_on_all_sms(n, row_blocks, atoms, options, card))
     elif any(row_blocks[1:]):
-        remote = RemotePart(n, tuple(row_blocks[1:]), tuple(tiers[1:]), atoms, segments, card)
+        remote = RemotePart(
+            n, tuple(row_blocks[1:]), tuple(tiers[1:]), atoms, segments, card, atom_bytes
+        )
         launches.append(remote.launch(local if row_blocks[0] else None))
         room = beside(card, launches[0].clusters, launches[0].shape.ctas)
     if row_blocks[0]:
@@ -78,7 +83,9 @@ def tiled_config(
 
 
 @functools.cache
-def shapes(card: Card, segments: int | None = None) -> tuple[Shape, ...]:
+def shapes(
+    card: Card, segments: int | None = None, atom_bytes: int = ATOM_BYTES
+) -> tuple[Shape, ...]:
     """Shapes for tiers on all SMs; with `segments` only those that divide K into so many."""
     sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
     plain = itertools.product(x_tiles(wgmma=card.has_wgmma), range(1, WARPGROUPS + 1), sharing)
@@ -87,7 +94,8 @@ def shapes(card: Card, segments: int | None = None) -> tuple[Shape, ...]:
         (Shape(tiles, groups, w_ctas, 1, k_ctas) for tiles, groups, (w_ctas, k_ctas) in plain),
         (Shape(tiles, 1, w_ctas, 1, k_ctas, wide=True) for tiles, (w_ctas, k_ctas) in wide),
     )
-    return tuple(shape for shape in every if shape.fits(card) and segments in (None, shape.k_ctas))
+    found = (replace(shape, atom_bytes=atom_bytes) for shape in every)
+    return tuple(shape for shape in found if shape.fits(card) and segments in (None, shape.k_ctas))
 
 
 def local_tier(
@@ -128,6 +136,7 @@ class RemotePart:
     atoms: int  # of 64 columns
     segments: int  # of K
     card: Card
+    atom_bytes: int = ATOM_BYTES  # of W
 
     def launch(self, local: Local | None) -> Launch:
         """Choose the launch, beside a local part if there is one."""
@@ -146,7 +155,7 @@ class RemotePart:
         for tiles, groups in itertools.product(
             x_tiles(wgmma=card.has_wgmma), range(1, WARPGROUPS + 1)
         ):
-            shape = Shape(tiles, groups, k_ctas=self.segments)
+            shape = Shape(tiles, groups, k_ctas=self.segments, atom_bytes=self.atom_bytes)
             x_ctas = 1 << (ceil_div(self.n, shape.rows) - 1).bit_length()
             if shape.fits(card):
                 yield from (replace(shape, x_ctas=count) for count in {1, min(limit, x_ctas)})
@@ -197,7 +206,7 @@ class RemotePart:
         count = shape.tile_count(self.n, self.row_blocks[tier], shape.row_blocks)
         window = self.tiers[tier].window_bytes
         if window is not None:
-            count = min(count, window // (ATOM_BYTES * shape.row_blocks * shape.k_ctas))
+            count = min(count, window // (shape.atom_bytes * shape.row_blocks * shape.k_ctas))
         return count
 
     def _tiles(self, shape: Shape, tier: int, clusters: int) -> TierTiles:
@@ -319,7 +328,7 @@ def _tier_tiles(
     window = stages
     if access.window_bytes is not None:
         rings = clusters * shape.w_ctas * shape.k_ctas
-        window = max(1, min(stages, access.window_bytes // (ATOM_BYTES * size * rings)))
+        window = max(1, min(stages, access.window_bytes // (shape.atom_bytes * size * rings)))
     # Blocks of tiles along X with which a wave reads the fewest rows of W and X.
     x_tiles, w_rows = ceil_div(n, shape.rows), ROWS_PER_BLOCK * size * shape.w_ctas
     best = max(1, min(x_tiles, round(math.sqrt(clusters * w_rows / shape.rows))))

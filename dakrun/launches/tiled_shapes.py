@@ -83,7 +83,8 @@ class Shape:
     If `wide`, it multiplies `tiles` x 8 rows of W by 64 rows of X. The two warpgroups of a CTA are
     side by side along W with 2 `row_groups`, else along X. `w_ctas` CTAs side by side along W share
     X by multicast, or `x_ctas` CTAs along X share W; one of these numbers is 1, the other a power
-    of two. Each of `k_ctas` multiplies a segment of K.
+    of two. Each of `k_ctas` multiplies a segment of K. An atom of W, 64 columns of a row block, has
+    `atom_bytes`.
     """
 
     tiles: int
@@ -92,6 +93,7 @@ class Shape:
     x_ctas: int = 1
     k_ctas: int = 1
     wide: bool = False
+    atom_bytes: int = ATOM_BYTES
 
     @property
     def ctas(self) -> int:
@@ -145,12 +147,12 @@ class Shape:
 
     def stage_bytes(self, row_blocks: int) -> int:
         """Bytes of a stage: 64 columns of `row_blocks` of W, and of X."""
-        return ATOM_BYTES * (row_blocks + self.cta_x_tiles)
+        return self.atom_bytes * row_blocks + ATOM_BYTES * self.cta_x_tiles
 
     def overread_bytes(self, row_blocks: int) -> int:
         """Bytes that a warpgroup, which multiplies whole groups, reads behind the last stage."""
         whole = ceil_div(row_blocks, self.group_row_blocks) * self.group_row_blocks
-        return ATOM_BYTES * max(0, whole - row_blocks - self.cta_x_tiles)
+        return max(0, self.atom_bytes * (whole - row_blocks) - ATOM_BYTES * self.cta_x_tiles)
 
     @property
     def segments_bytes(self) -> int:
@@ -284,7 +286,8 @@ def tiles_cycles(
     shared = SHARED_CYCLES * (landed + groups * (TILE_ROW_BLOCKS + shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(card, tile_row_blocks) - 1)
     stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
-    reads = ATOM_BYTES * (W_READ_WEIGHT * tile_row_blocks + x_tiles / shape.w_ctas) / L2_BYTES
+    w, x = shape.atom_bytes * W_READ_WEIGHT * tile_row_blocks, ATOM_BYTES * x_tiles / shape.w_ctas
+    reads = (w + x) / L2_BYTES
     fraction = WIDE_READ_FRACTION if shape.wide else READ_FRACTION
     stage += fraction * min(1.0, waves) * reads * (STREAM_K_READ_WEIGHT if stream_k else 1)
     stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
@@ -292,7 +295,7 @@ def tiles_cycles(
     if shape.k_ctas > 1:
         per_tile += SEGMENTS_CYCLES + SEGMENTS_ADD_CYCLES * shape.tiles * (1 - 1 / shape.k_ctas)
     products = ceil_div(atoms, shape.k_ctas) * stage
-    fetched = ATOM_BYTES * atoms * row_blocks / (HBM_BYTES * card.sms)
+    fetched = shape.atom_bytes * atoms * row_blocks / (HBM_BYTES * card.sms)
     rest = math.ceil(waves) * per_tile + (CLUSTER_SYNC_CYCLES if shape.w_ctas > 1 else 0)
     if shape.k_ctas > 1:  # partial sums are exchanged where the next tile's stages would land
         rest += (math.ceil(waves) - 1) * LANDING_CYCLES

@@ -132,9 +132,9 @@ class TieredMatrix:
         return all(part.format.for_kernels for part in self.parts)
 
     @property
-    def macros(self) -> Mapping[str, int]:
-        """Macros of kernels that read the matrix, whose parts then have one format."""
-        return self.parts[0].format.macros
+    def format(self) -> WeightFormat:
+        """The format of the first part: of all, in a matrix that kernels read."""
+        return self.parts[0].format
 
     @functools.cached_property
     def _addresses(self) -> dict[torch.device, torch.Tensor]:

@@ -101,7 +101,9 @@ def allocate(
     stored = packed or Rows(like.dtype.itemsize)
     splits = None
     if packed:
-        splits = split_row_blocks(counts, (TierAccess(), access), card=card_of(like.device))
+        splits = split_row_blocks(
+            counts, (TierAccess(), access), card=card_of(like.device), atom_bytes=packed.atom_bytes
+        )
     sizes = allocated_bytes(stored, shape, counts)
     tiers = allocate_tiers(dict(zip(names, sizes, strict=True)), like.device)
     placement = [*zip(names, counts, strict=True)]

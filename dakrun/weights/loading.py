@@ -116,10 +116,12 @@ def _allocate(
         op = plan.op(matrix.op).op
         placement, splits = plan.placement(op.name, places[op.name]), None
         places[op.name] += 1
+        stored = op.stored(packed=packing is not None)
         if packing is not None:
             counts = [count for _, count in placement]
-            splits = split_row_blocks(counts, packing.accesses[op.name], card=packing.card)
-        stored = op.stored(packed=packing is not None)
+            splits = split_row_blocks(
+                counts, packing.accesses[op.name], card=packing.card, atom_bytes=stored.atom_bytes
+            )
         matrices[matrix.name] = TieredMatrix.empty(
             matrix.shape, dtype, stored, placement, tiers, splits
         )

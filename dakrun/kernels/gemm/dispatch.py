@@ -68,7 +68,7 @@ class Products:
             return "torch"
         row_blocks = sum(part.split.row_blocks for part in weight.parts)
         small = n <= SPLITK_MAX_ROWS and beats_tiled(
-            n, row_blocks, weight.shape[1], card=self._card
+            n, row_blocks, weight.shape[1], card=self._card, atom_bytes=weight.format.atom_bytes
         )
         return "splitk" if small else "tiled"
 
@@ -157,7 +157,10 @@ class Products:
     ) -> GemmConfig:
         """The launch of SplitK_GEMM; halves of K are considered if W's `cols` are given."""
         splits = tuple(part.split for part in weight.parts)
-        return _splitk_config(n, splits, tuple(accesses), card=self._card, cols=cols)
+        return _splitk_config(
+            n, splits, tuple(accesses), card=self._card, cols=cols,
+            atom_bytes=weight.format.atom_bytes,
+        )  # fmt: skip
 
     def _tiled_config(
         self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]
@@ -166,7 +169,10 @@ class Products:
         tiers, row_blocks = zip(*tiled_gemm.row_blocks_by_tier(weight), strict=True)
         access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
         by_tier = tuple(access[tier] for tier in tiers)
-        return _tiled_config(n, row_blocks, by_tier, cols=weight.shape[1], card=self._card)
+        return _tiled_config(
+            n, row_blocks, by_tier, cols=weight.shape[1], card=self._card,
+            atom_bytes=weight.format.atom_bytes,
+        )  # fmt: skip
 
     def _halves_workspace(self, config: GemmConfig) -> gemm.HalvesWorkspace | None:
         """The workspace for the partial sums of halves of K, if `config` has them."""

@@ -33,7 +33,7 @@ def addresses(weight: TieredMatrix, device: torch.device) -> int:
     than MAX_TIERS tiers, or in formats that differ, have no kernel or do not take its columns.
     """
     parts, cols = weight.parts, weight.shape[1]
-    stored = parts[0].format
+    stored = weight.format
     if (
         weight.dtype not in DTYPES
         or len(parts) > MAX_TIERS

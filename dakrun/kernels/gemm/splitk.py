@@ -13,7 +13,6 @@ import torch
 
 from dakrun.config import Activation, NormKind
 from dakrun.geometry import (
-    ATOM_BYTES,
     ATOM_COLS,
     MAX_TIERS,
     ROWS_PER_BLOCK,
@@ -160,7 +159,7 @@ def splitk_gemm(
             args.ahead = ahead.data_ptr()
             args.ahead_bytes = ahead.numel() // config.splits[0].ctas // AHEAD_ALIGN * AHEAD_ALIGN
     macros = defines(weight.dtype, config.x_tiles, norm != "none", config.mixes)
-    jit.kernel(SOURCE, "splitk_gemm", {**macros, **weight.macros}).launch(
+    jit.kernel(SOURCE, "splitk_gemm", {**macros, **weight.format.macros}).launch(
         config.ctas, SPLITK_THREADS, args, shared_bytes=config.shared_bytes, pdl=pdl
     )
     return out
@@ -203,7 +202,8 @@ def look_ahead(weight: TieredMatrix, config: GemmConfig) -> torch.Tensor | None:
     part, ring = weight.parts[0], config.rings[0]
     if part.tier != LOCAL or ring.groups > 1 or config.half_cols:
         return None
-    first = part.split.wave * ring.atoms * ring.stages * ATOM_BYTES
+    elements = part.format.arrays(ATOM_COLS)[0]
+    first = part.split.wave * ring.atoms * ring.stages * elements.row_block_bytes
     found = part.arrays[0][first : first + part.split.ctas * AHEAD_BYTES]
     return found if found.numel() else None
 

@@ -158,7 +158,7 @@ def tiled_gemm(
             args.y_boxes[:] = boxes_map(out.data_ptr(), out.dtype, (n, width), shape.output_box)
         args.tiers[:] = _tiers(n, weight, launch)
         macros = defines(weight.dtype, shape.tiles, wide=shape.wide)
-        kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.macros})
+        kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.format.macros})
         kernel.launch(
             launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
             pdl=pdl or order == AFTER_REMOTE,
