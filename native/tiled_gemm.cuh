@@ -61,8 +61,8 @@ struct TiledGemmArgs {
   PackedMatrix weight;             // [M, K]
 };
 
-// The tier of a cluster. weight.tier_count, the number of the matrix's parts, may exceed the number
-// of tiers: entries behind the last tier begin behind the last cluster.
+// The tier of a cluster. weight.tier_count counts the matrix's parts. Where several parts are one
+// tier, the last entries of `tiers` are unused, and begin behind the last cluster.
 __device__ __forceinline__ int tier_of(const TiledGemmArgs& args, int cluster) {
   int tier = 0;
   while (tier + 1 < args.weight.tier_count && cluster >= args.tiers[tier + 1].first_cluster)

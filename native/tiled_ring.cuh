@@ -61,7 +61,7 @@ struct SegmentBarriers {
 
   // All consumer warps of all these CTAs have read the tile's last stage.
   __device__ __forceinline__ uint32_t drained() const { return landed[kConsumerWarps]; }
-  // Those of CTAs that share stages have reduced their partial sums: stages may be filled again.
+  // The warps of CTAs that share stages have reduced their partial sums: stages may be refilled.
   __device__ __forceinline__ uint32_t reduced() const { return landed[kConsumerWarps + 1]; }
 
   // By one thread.

@@ -4,15 +4,15 @@
 #include "tiled_gemm.cuh"
 
 // Data-parallel: cluster c takes the tiles c, c + clusters, ... of its tier. Tiles are numbered
-// along X, in blocks of `block_tiles`, then along W, so that those that are computed at a time read
-// few rows of W and of X, which L2 then holds for all of them.
+// along X, in blocks of `block_tiles`, then along W. So the tiles of a wave read few rows of W and
+// of X, and L2 holds these rows for all of them.
 //
-// Stream-K: where whole waves would leave clusters without work at the end, the tiles that are
-// left, one or more a cluster but less than two, are shared evenly by their atoms along K. A
-// cluster has the end of one tile, maybe a whole tile, and the beginning of another. It starts with
-// that beginning and stores the accumulators as a partial tile; the next cluster loads them when it
-// has done all else, so that it need not wait, and goes on from there. Every output thus adds the
-// terms of K in order, as a data-parallel tile does.
+// Stream-K: where the last wave would leave clusters without work, it and the whole wave before it
+// are shared evenly by atoms along K: one tile or more a cluster, but less than two. A cluster has
+// the end of one tile, maybe a whole tile, and the beginning of another. It computes the beginning
+// first and stores the accumulators as a partial tile. The next cluster does its other work first,
+// so that it need not wait, then loads the accumulators and goes on along K. Every output thus adds
+// the terms of K in order, as in a data-parallel tile.
 struct Tiles {
   const TiledGemmArgs& args;
   int tier, cluster, w, x, segment;

@@ -7,9 +7,9 @@
 
 constexpr int kPassBytes = kPassTiles * kConsumers * 16;
 
-// The first pass that the CTA reduces for the calling warp: of warp w, pass p is reduced by the CTA
-// of segment (p + w) % k_ctas, and the CTA's next pass is k_ctas further. Without w, the first CTAs
-// would do all the work where there are fewer passes than CTAs.
+// The first pass that the CTA reduces for the calling warp; its next ones are k_ctas apart. The CTA
+// of segment (p + w) % k_ctas reduces pass p of warp w. The offset w divides the work evenly where
+// a warp has fewer passes than the cluster has CTAs.
 __device__ __forceinline__ int first_pass(const TiledGemmArgs& args, const Place& place) {
   const int warp = ptx::opaque<uint32_t>(threadIdx.x) / 32;
   const int first = place.segment - warp + quotient(warp, args.k_ctas) * args.k_ctas;

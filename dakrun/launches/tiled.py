@@ -31,7 +31,7 @@ SEGMENTS = (1, 2, 4, 5)  # of K; 3 and 6 gained at most 1% where they were measu
 SMALL_TILE_ROWS = 128  # rows of X up to which reading W from HBM takes longer than products
 LINK_CYCLES = 6000  # latency of a copy over a link: a host on PCIe 5, under load
 
-# Cycles of a local part beside so many clusters of so many CTAs.
+# Cycles of a local part, given the number of remote clusters beside it and their CTAs.
 Local = Callable[[int, int], float]
 
 

@@ -64,10 +64,11 @@ def wide_tiles(*, wgmma: bool) -> tuple[int, ...]:
 
 
 def beside(card: Card, clusters: int, ctas: int) -> Card:
-    """What `clusters` of `ctas` CTAs leave of the card to another launch while they run.
+    """The card that another launch has while `clusters` of `ctas` CTAs run.
 
-    Each takes the place of whole clusters. Single CTAs are taken to run on SMs left free. A
-    cluster of any size can run at least, if only when others have ended.
+    For clusters of n CTAs, each running cluster occupies the places of ceil(ctas / n). Single CTAs
+    occupy none: they run on SMs that clusters leave free. One cluster of every size always counts
+    as possible: it runs when the others have ended.
     """
     left = card.clusters
     if ctas > 1:

@@ -193,8 +193,8 @@ def _mixed_seconds(nbytes: float, tier: RemoteTier, model: KernelModel) -> float
 def _unevenness(row_blocks: int, ctas: int, profile: HardwareProfile, mixed: int = 0) -> float:
     """Time of `row_blocks` over `ctas`, as a multiple of HBM's time for their bytes.
 
-    `mixed` row blocks of another tier are among them. The factor is 1 for kernels as even as those
-    with which the profile's op costs were measured, on all SMs.
+    The CTAs also read `mixed` row blocks of another tier. The factor is 1 for a kernel on all SMs
+    that is as even as the kernels with which the profile's op costs were measured.
     """
     if not row_blocks:
         return 1.0

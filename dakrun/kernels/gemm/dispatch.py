@@ -55,7 +55,7 @@ class Products:
     def __init__(self, device: torch.device, card: Card) -> None:
         self._device, self._card = device, card
         self._halves: dict[int, gemm.HalvesWorkspace] = {}  # by row blocks
-        # Rows of X up to which SplitK_GEMM is faster, even in two launches.
+        # Up to so many rows of X SplitK_GEMM is the fastest kernel; above 64 it launches twice.
         self.few_rows = FEW_ROWS if card.tiled else 2 * SPLITK_MAX_ROWS
 
     def kernel_for(self, n: int, weight: TieredMatrix) -> By:

@@ -194,10 +194,10 @@ def _set_tiers(args: _Args, weight: TieredMatrix, config: GemmConfig, atoms: int
 
 
 def look_ahead(weight: TieredMatrix, config: GemmConfig) -> torch.Tensor | None:
-    """The bytes that a launch reads from HBM after its first copies: `ahead` for another launch.
+    """The bytes that a launch reads from HBM after its first copies: `ahead` of another launch.
 
-    None if the first tier is not the GPU's own memory, if stages have two groups, with halves
-    of K, or if nothing is left after the first copies.
+    None if there are none: the first tier is not the GPU's own memory, or the first copies read
+    all of it. Also None for stages of two groups and for halves of K, whose order is another.
     """
     part, ring = weight.parts[0], config.rings[0]
     if part.tier != LOCAL or ring.groups > 1 or config.half_cols:
