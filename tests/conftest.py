@@ -21,9 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Tests send SIGHUP, which a program that was started by nohup would ignore.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# `make test` tries the same examples in every run, so that chance does not make it fail. `make
-# test-more` tries EXAMPLES new ones. It does not shrink a failing one, which may take minutes, but
-# prints how to repeat it.
+# `make test` and `make test-more` try the same examples in every run, so that chance does not make
+# them fail; `make test-more EXAMPLES=1000` tries new ones. It does not shrink a failing one, which
+# may take minutes, but prints how to repeat it.
 settings.register_profile(
     "few",
     deadline=None,
@@ -34,7 +34,7 @@ settings.register_profile(
 settings.register_profile(
     "full",
     settings.get_profile("few"),
-    derandomize=False,
+    derandomize="EXAMPLES" not in os.environ,
     max_examples=int(os.environ.get("EXAMPLES", 100)),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     print_blob=True,
