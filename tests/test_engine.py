@@ -3,7 +3,7 @@
 import io
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from dakrun.config import SamplingParams
-from dakrun.engine import PromptPart, Row
+from dakrun.engine import Step
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
@@ -90,11 +90,11 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
         engine.prompts.together, engine.runner.chunk_tokens = together, chunk_tokens
         launch = engine.runner.launch
 
-        def counted(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
-            assert sum(len(part.tokens) for part in parts) <= chunk_tokens
-            if parts:
-                groups.append(len(parts))
-            launch(rows, parts)
+        def counted(step: Step) -> None:
+            assert sum(part.length for part in step.prompts) <= chunk_tokens
+            if step.prompts:
+                groups.append(len(step.prompts))
+            launch(step)
 
         engine.runner.launch = counted  # type: ignore[method-assign]
         asked = as_requests(prompts, params, llm.rules)  # in this order
@@ -212,7 +212,7 @@ def test_steps_may_run_ahead_of_their_tokens(path: Path) -> None:
         llm.engine._eos = frozenset(range(0, tiny_models.VOCAB, 5))
         llm.engine.runner.ahead = ahead
         results.append({c.id: c for c in llm.stream(rows)})
-        assert llm.engine.runner.ahead == ahead and not llm.engine.runner._chosen
+        assert llm.engine.runner.ahead == ahead and not llm.engine.runner._accepted
     assert {c.finish_reason for c in results[0].values()} == {"stop", "length"}
     for other in results[1:]:
         for key, completion in results[0].items():
@@ -312,8 +312,8 @@ def test_a_run_after_an_interrupted_one_gets_its_own_tokens(
     alone = by_id(list(llm.stream(requests(4))))
     launch = llm.engine.runner.launch
 
-    def interrupted(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
-        launch(rows, parts)
+    def interrupted(step: Step) -> None:
+        launch(step)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

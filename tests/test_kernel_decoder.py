@@ -18,6 +18,7 @@ from dakrun.engine import (
     DecodeStep,
     KernelBackend,
     Prefill,
+    Row,
     Staging,
     decode_step,
     staged_bytes,
@@ -33,7 +34,7 @@ from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.runtime import CopyStream, copy
 from dakrun.memory import allocate_tiers
 from dakrun.models import decoder_of, read_model_config
-from dakrun.plan import Policy, Segment, kv_positions, make_plan
+from dakrun.plan import Policy, kv_positions, make_plan
 from dakrun.weights import Checkpoint, Packing, load, tier_capacities
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -174,9 +175,12 @@ def test_prompts_and_steps(
     for slot, prompt in enumerate(prompts):
         assert cache.reserve(slot, len(prompt) + 3)
     cache.flush()
-    assert len(prefill.logits(prompts[0][:66], [Segment(0, 0, 66)], [False])) == 0
-    segments = [Segment(0, 66, 4), Segment(1, 0, 5)]
-    (found,) = prefill.logits([*prompts[0][66:], *prompts[1][:5]], segments, [True, False])
+    assert len(prefill.logits([Row(0, 0, length=66, tokens=prompts[0][:66], wanted=0)])) == 0
+    parts = [
+        Row(0, 66, length=4, tokens=prompts[0][66:]),
+        Row(1, 0, length=5, tokens=prompts[1][:5], wanted=0),
+    ]
+    (found,) = prefill.logits(parts)
     assert close(found, logits(reference, prompts[0]))
 
     bucket = cache.counts
@@ -185,7 +189,7 @@ def test_prompts_and_steps(
     rows.lengths.copy_(torch.tensor([70, decode_step.IDLE]))
     rows.tokens.copy_(torch.tensor([int(found.argmax()), 0]))
     prompts[0].append(int(found.argmax()))
-    found = prefill.logits(prompts[1][5:], [Segment(1, 5, 4)], [True], rows, bucket)
+    found = prefill.logits([Row(1, 5, length=4, tokens=prompts[1][5:])], rows, bucket)
     assert close(found[0], logits(reference, prompts[0]))
     assert close(found[2], logits(reference, prompts[1]))
     rows.select(2, found[:2])
@@ -250,8 +254,10 @@ def test_prompts_go_on_alike_in_any_tier(
         assert cache.reserve(slot, len(prompt))
     cache.flush()
     for start, end in ((0, 60), (60, 64), (64, 100), (100, 110)):
-        segments = [Segment(slot, start, end - start) for slot in range(2)]
-        local, remote = prefill.logits(2 * prompt[start:end], segments, [True, True])
+        parts = [
+            Row(slot, start, length=end - start, tokens=prompt[start:end]) for slot in range(2)
+        ]
+        local, remote = prefill.logits(parts)
         assert close(local, logits(reference, prompt[:end])), end
         assert torch.equal(local, remote), end
 

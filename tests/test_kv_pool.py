@@ -2,7 +2,6 @@
 
 import random
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
-from dakrun.engine import Admission, Engine, NextTokens, PromptPart, Row, admission
+from dakrun.engine import Accepted, Admission, Engine, Step, admission
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.progress import RequestState
 from dakrun.engine.swap import Saved
@@ -183,9 +182,9 @@ def test_few_slots_are_divided_over_tiers(path: Path) -> None:
             spans: list[int] = []
             launch = llm.engine.runner.launch
 
-            def launched(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+            def launched(step: Step) -> None:
                 spans.append(cache.spilled(0))  # noqa: B023
-                launch(rows, parts)  # noqa: B023
+                launch(step)  # noqa: B023
 
             llm.engine.runner.launch = launched  # type: ignore[method-assign]
             found.append(by_id(list(llm.stream(requests))))
@@ -213,9 +212,10 @@ def test_a_preempted_request_gets_blocks_for_its_last_position(from_copies: bool
         )  # fmt: skip
         assert found.admit(first, [], [])
         second.tokens, second.prompt = [1, 2], (*second.prompt, 1, 2)
-        second.saved = Saved([0, 1]) if from_copies else None
+        if from_copies:
+            second.saved, second.prompt = Saved([0, 1]), second.prompt[:-1]
         assert not found.admit(second, [first], [])
-        assert second.cached + second.remaining == 64 + 66 - 1
+        assert second.own_positions + second.remaining == 64 + 66 - 1
 
 
 def test_blocks_are_kept_for_expected_lengths() -> None:
@@ -276,9 +276,9 @@ def test_what_requests_took_says_what_others_need(
             counted: list[int] = []
             launch = llm.engine.runner.launch
 
-            def launched(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
-                counted.append(len(rows) + sum(part.ends for part in parts))  # noqa: B023
-                launch(rows, parts)  # noqa: B023
+            def launched(step: Step) -> None:
+                counted.append(len(step.choosing))  # noqa: B023
+                launch(step)  # noqa: B023
 
             llm.engine.runner.launch = launched  # type: ignore[method-assign]
             found.append(by_id(list(llm.stream(iter(requests)))))
@@ -294,14 +294,17 @@ def test_what_requests_took_says_what_others_need(
 def without_computing(llm: LLM, ahead: int) -> list[int]:
     """Let `llm` have token 7 after every step; returns the rows of the steps launched so far."""
     runner, launched = llm.engine.runner, list[int]()
-    counts: deque[int] = deque()
+    steps: deque[Step] = deque()
 
-    def launch(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
-        launched.append(len(rows))
-        counts.append(len(rows) + sum(part.ends for part in parts))
+    def launch(step: Step) -> None:
+        launched.append(len(step.decode))
+        steps.append(step)
 
-    runner.ahead, runner.launch, runner.drop = ahead, launch, counts.clear  # type: ignore[method-assign]
-    runner.collect = lambda: NextTokens([7] * counts.popleft())  # type: ignore[method-assign]
+    def collect() -> Accepted:
+        return Accepted([[7] * row.wanted for row in steps.popleft().rows])
+
+    runner.ahead, runner.launch, runner.drop = ahead, launch, steps.clear  # type: ignore[method-assign]
+    runner.collect = collect  # type: ignore[method-assign]
     return launched
 
 

@@ -1,6 +1,5 @@
 """Every family over partitioned operands against transformers on the same weights."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,9 @@ import torch
 from cases import cases
 
 from dakrun.config import SamplingParams
-from dakrun.engine import ReferenceRunner
+from dakrun.engine import ReferenceRunner, Row, Step
 from dakrun.llm import LLM
-from dakrun.plan import Policy, Segment
+from dakrun.plan import Policy
 
 PROMPT_LENGTHS = (5, 1, 17, 33, 64, 2, 9, 40)
 NEW_TOKENS = 40
@@ -125,17 +124,18 @@ def our_logits(llm: LLM, sequences: list[list[int]]) -> torch.Tensor:
     """Logits [B, NEW_TOKENS, V] along given sequences: the prompt prefilled, the rest decoded."""
     runner = llm.engine.runner
     assert isinstance(runner, ReferenceRunner)
-    count = len(sequences)
     assert all(runner.cache.reserve(slot, len(s)) for slot, s in enumerate(sequences))
-    segments = [Segment(slot, 0, n) for slot, n in enumerate(PROMPT_LENGTHS)]
-    flat = [t for s, n in zip(sequences, PROMPT_LENGTHS, strict=True) for t in s[:n]]
-    ends = [end - 1 for end in itertools.accumulate(PROMPT_LENGTHS)]
-    steps = [runner.logits(flat, segments, 0, ends)]
-    for step in range(NEW_TOKENS - 1):
-        positions = [n + step for n in PROMPT_LENGTHS]
-        tokens = [s[p] for s, p in zip(sequences, positions, strict=True)]
-        rows = [Segment(slot, position, 1) for slot, position in enumerate(positions)]
-        steps.append(runner.logits(tokens, rows, count, range(count)))
+    lengths = zip(sequences, PROMPT_LENGTHS, strict=True)
+    prompts = [
+        Row(slot, 0, length=n, tokens=tokens[:n]) for slot, (tokens, n) in enumerate(lengths)
+    ]
+    steps = [runner.logits(Step([], prompts))]
+    for number in range(NEW_TOKENS - 1):
+        decode = []
+        for row, tokens in zip(prompts, sequences, strict=True):
+            position = row.length + number
+            decode.append(Row(row.slot, position, length=1, tokens=tokens[position : position + 1]))
+        steps.append(runner.logits(Step(decode)))
     runner.cache.release_all()
     return torch.stack(steps, dim=1)
 

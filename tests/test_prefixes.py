@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from dakrun.config import SamplingParams
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.prefix_cache import block_names
-from dakrun.engine.runner import PromptPart, Row
+from dakrun.engine.step import Row, Step
 from dakrun.geometry import KV_BLOCK
 from dakrun.llm import LLM
 from dakrun.memory import allocate_tiers
@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def load(path: Path, batch_size: int, parts: list[PromptPart]) -> Iterator[LLM]:
+def load(path: Path, batch_size: int, parts: list[Row]) -> Iterator[LLM]:
     """An LLM on the CPU, half of whose KV cache is in host memory; `parts` gets all it computes."""
     policy = Policy(offload_ratio=0.3, kv_offload_ratio=0.5 if batch_size > 1 else 0.0)
     with LLM(
@@ -44,9 +44,9 @@ def load(path: Path, batch_size: int, parts: list[PromptPart]) -> Iterator[LLM]:
     ) as llm:
         launch = llm.engine.runner.launch
 
-        def launched(rows: Sequence[Row], new: Sequence[PromptPart] = ()) -> None:
-            parts.extend(new)
-            launch(rows, new)
+        def launched(step: Step) -> None:
+            parts.extend(step.prompts)
+            launch(step)
 
         llm.engine.runner.launch = launched  # type: ignore[method-assign]
         yield llm
@@ -57,7 +57,7 @@ Tokens = list[tuple[int, ...]]
 
 def run(path: Path, batch_size: int, given: Sequence[Sequence[int]]) -> tuple[Tokens, int, int]:
     """New tokens of each prompt; how many tokens of prompts were computed, and how many shared."""
-    parts: list[PromptPart] = []
+    parts: list[Row] = []
     with load(path, batch_size, parts) as llm:
         found = llm.generate(given, SamplingParams(max_tokens=6))
         cache = llm.engine.runner.cache
@@ -137,12 +137,12 @@ def test_equal_prompts_of_one_step_are_computed_once(path: Path) -> None:
 
 
 def test_tiers_do_not_wait_for_each_other_s_blocks(path: Path) -> None:
-    parts: list[PromptPart] = []
+    parts: list[Row] = []
     with load(path, 4, parts) as llm:
         prompt = [5 + i % 50 for i in range(150)]
         llm.generate([prompt] * 4, SamplingParams(max_tokens=2))
         first = [part for part in parts if part.start == 0]
-        assert len({llm.engine.runner.cache.tier(part.row.slot) for part in first}) == 2
+        assert len({llm.engine.runner.cache.tier(part.slot) for part in first}) == 2
         assert parts[: len(first)] == first
 
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from dakrun.engine import KVWriter
+from dakrun.engine import KVWriter, Row
 from dakrun.engine.kv_cache import KVCache
 from dakrun.kernels.attention import kv_blocks
 from dakrun.memory import allocate_tiers
-from dakrun.plan import Segment
 from dakrun.units import ceil_div
 
 BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads
@@ -33,9 +32,14 @@ def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
             assert cache.reserve(slot, held[slot])
         assert not cache.reserve(0, 64 * 6) and not cache.reserve(2, 64 * 5)
         for passed in (
-            [Segment(3, 0, 130), Segment(0, 0, 70), Segment(2, 0, 1)],
-            [Segment(2, 1, 63), Segment(3, 130, 100), Segment(1, 0, 5), Segment(0, 70, 10)],
-            [Segment(2, 64, 65), Segment(1, 5, 100)],
+            [Row(3, 0, length=130), Row(0, 0, length=70), Row(2, 0, length=1)],
+            [
+                Row(2, 1, length=63),
+                Row(3, 130, length=100),
+                Row(1, 0, length=5),
+                Row(0, 70, length=10),
+            ],
+            [Row(2, 64, length=65), Row(1, 5, length=100)],
         ):
             spans = [range(s.start, s.start + s.length) for s in passed]
             positions = torch.tensor([p for span in spans for p in span], dtype=torch.int32)

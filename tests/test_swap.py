@@ -1,7 +1,6 @@
 """Swap space: KV blocks that requests give up, copied to host memory and back."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import tiny_models
 from planned import known, work
 
 from dakrun.config import SamplingParams
-from dakrun.engine import Admission, PromptPart, Row, SwapSpace, swap_beats_recompute
+from dakrun.engine import Admission, Step, SwapSpace, swap_beats_recompute
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
 from dakrun.plan import Policy, make_plan
@@ -88,9 +87,9 @@ def test_requests_go_on_from_copies(path: Path, alone: dict[str, tuple[int, ...]
         computed: list[int] = []
         launch = llm.engine.runner.launch
 
-        def launched(rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
-            computed.extend(len(part.tokens) for part in parts)
-            launch(rows, parts)
+        def launched(step: Step) -> None:
+            computed.extend(part.length for part in step.prompts)
+            launch(step)
 
         llm.engine.runner.launch = launched  # type: ignore[method-assign]
         for _ in range(2):

@@ -27,14 +27,16 @@ from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
 from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
-from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner, gpu_errors
+from dakrun.engine.runner import Runner, gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
 from dakrun.engine.staging import Place, Staging, StagingRing, grouped, places, staged_bytes
+from dakrun.engine.step import Accepted, Row, Step
 from dakrun.engine.swap import Saved, SwapSpace, swap_beats_recompute
 
 __all__ = [
     "LOG_STEPS",
     "SPLITK_ROWS",
+    "Accepted",
     "Admission",
     "DecodeStep",
     "Engine",
@@ -43,16 +45,15 @@ __all__ = [
     "KVWriter",
     "KernelBackend",
     "Lengths",
-    "NextTokens",
     "Place",
     "Prefill",
-    "PromptPart",
     "ReferenceRunner",
     "Row",
     "Runner",
     "Saved",
     "Staging",
     "StagingRing",
+    "Step",
     "SwapSpace",
     "buckets",
     "build_runner",

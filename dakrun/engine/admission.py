@@ -57,10 +57,6 @@ class Admission:
         """
         cache = self._cache
         names = block_names(r.prompt)
-        # A request that goes on from copies has its newest token, which is not in the cache yet;
-        # of others the end of the prompt gives a new one.
-        r.cached = len(r.prompt) - (r.saved is not None)
-        r.launched = len(r.tokens) + (r.saved is None)
         tried: set[int] = set()  # tiers
         for slot in self._free:
             if cache.tier(slot) in tried:
@@ -68,10 +64,10 @@ class Admission:
             tried.add(cache.tier(slot))
             r.slot, r.names, r.spilled = slot, names, 0
             self._share(r)
-            found = self._has_room(r, running, beginning) and cache.reserve(slot, r.cached)
+            found = self._has_room(r, running, beginning) and cache.reserve(slot, len(r.prompt))
             if not found:
                 cache.release(slot)
-                found = self._spill(r) and cache.reserve(slot, r.cached)
+                found = self._spill(r) and cache.reserve(slot, len(r.prompt))
             if found:
                 self._free.remove(slot)
                 self._at_ends[cache.tier(slot)] += r.blocks_at_end
@@ -144,7 +140,7 @@ class Admission:
         cache = self._cache
         if not cache.spill_blocks or cache.tier(new.slot):
             return False
-        new.names, new.shared, new.launched_prompt = (), 0, 0
+        new.names, new.shared, new.cached = (), 0, 0
         missing = new.blocks_at_end - max(0, self._room(0) - self._at_ends[0])
         if missing <= 0 or not cache.spill(new.slot, missing):
             return False
@@ -154,10 +150,11 @@ class Admission:
     def _share(self, r: RequestState) -> None:
         """Give `r` the leading blocks of its prompt that are in its tier.
 
-        Its last token is computed in any case: the first new one follows from it.
+        The last token of a prompt is computed in any case, unless `r` goes on from copies: the next
+        token follows from it.
         """
-        usable = r.names[: (len(r.prompt) - 1) // KV_BLOCK]
-        r.shared = r.launched_prompt = self._cache.share(r.slot, usable) * KV_BLOCK
+        usable = r.names[: (len(r.prompt) - (r.saved is None)) // KV_BLOCK]
+        r.shared = r.cached = self._cache.share(r.slot, usable) * KV_BLOCK
 
 
 def _expected(r: RequestState, part: float) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.step import Step
 from dakrun.kernels import SAMPLING_WORDS, select_token
 from dakrun.kernels.attention import (
     AttentionConfig,
@@ -167,6 +168,14 @@ class DecodeStep:
             logits, self.tokens[:n], self.lengths[:n], self.slots[:n], self.log, self.sampling,
             self.newest, pdl=True,
         )  # fmt: skip
+
+    def logged(self, step: Step) -> Sequence[Sequence[int]]:
+        """The tokens that a step has chosen, for each of its rows; its launches must have ended."""
+        places = [row.slot * LOG_STEPS + row.start % LOG_STEPS for row in step.decode]
+        ends = (row for row in step.prompts if row.wanted)
+        places += (row.slot * LOG_STEPS + row.last % LOG_STEPS for row in ends)
+        chosen = self.log.take(torch.tensor(places, dtype=torch.int64)).tolist()
+        return step.by_row(list(zip(chosen, strict=True)))
 
     def first_tokens(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor

@@ -19,22 +19,24 @@ from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
 from dakrun.engine.results import completion, not_finite, too_long
-from dakrun.engine.runner import NextTokens, PromptPart, Row, Runner
+from dakrun.engine.runner import Runner
 from dakrun.engine.sampler import request_seed
+from dakrun.engine.step import Accepted, Row, Sampling, Step
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK, NO_TOKEN
 from dakrun.plan import Plan, requests_per_admission
 from dakrun.requests import Completion, Request, RowError, StopStrings, Tokenizer
 
+Reason = Literal["stop", "length", "error"]  # why a request ends
+
 
 @dataclass(frozen=True)
-class _Step:
-    """A launched step. Its tokens are those of `requests`, of which the first are decode rows."""
+class _Launched:
+    """A step launched at time `start`, and the requests of its rows."""
 
     start: float
+    step: Step
     requests: Sequence[RequestState]
-    decode_rows: int
-    prefills: bool
 
 
 class _Source:
@@ -74,7 +76,7 @@ class Engine:
         self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = False
         self._collected = 0.0  # time of the last collection
-        self._steps: deque[_Step] = deque()  # launched
+        self._steps: deque[_Launched] = deque()
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
         """Completions in the order in which they finish; requests are taken as there is room.
@@ -105,15 +107,13 @@ class Engine:
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
-                if self._launch_next(none_now=none_now):
+                if self._launch(none_now=none_now):
                     continue
                 if self._steps:
-                    self._collect()
+                    for r, reason in self._collect():
+                        yield self._end(r, reason)
                 elif source.exhausted and not (self.preemption.queue or self._beginning()):
                     return
-                for r in list(self._running):
-                    if reason := self._finish_reason(r):
-                        yield self._end(r, reason)
         finally:
             self._drop_all()
             self._one_run.release()
@@ -166,8 +166,8 @@ class Engine:
             added = self._tokenizer.continuation(request.prompt_ids, is_chat=is_chat)
             stop = StopStrings(params.stop, added.spelled)
         limit = params.limit(self._max_len - length)
-        seed = request_seed(params.seed, request.id)
-        return RequestState(request, stop, seed, limit, request.prompt_ids)
+        sampling = Sampling(params, request_seed(params.seed, request.id))
+        return RequestState(request, stop, sampling, limit, request.prompt_ids)
 
     def _admit_waiting(self, source: _Source) -> Generator[RowError, None, bool]:
         """Give slots to waiting requests while there is room, first to those that were preempted.
@@ -206,37 +206,59 @@ class Engine:
         """The requests in slots that do not run yet."""
         return [*self.prompts.requests, *self.preemption.swapping_in]
 
-    def _launch_next(self, *, none_now: bool) -> bool:
+    def _launch(self, *, none_now: bool) -> bool:
         """Launch a step, and return True; False if there is nothing to compute, or it must wait.
 
-        Prompts are in it if they are worth it, or if `none_now` waits that they could wait for.
+        With `none_now` there are no waiting requests whose prompts could join those of this step.
         """
         if len(self._steps) >= self.runner.ahead:
             return False
+        decoding, parts = self._next_rows(none_now=none_now)
+        if not (decoding or parts):
+            return False
+        decode = [Row(r.slot, r.cached, r.sampling) for r in decoding]
+        launched = _Launched(
+            time.perf_counter(),
+            Step(decode, [row for _, row in parts]),
+            [*decoding, *(r for r, _ in parts)],
+        )
+        self.runner.launch(launched.step)
+        self._steps.append(launched)
+        self._count_launch(launched)
+        for r, row in zip(launched.requests, launched.step.rows, strict=True):
+            r.cached += row.length
+        self._running += self.prompts.take_begun(parts)
+        return True
+
+    def _next_rows(
+        self, *, none_now: bool
+    ) -> tuple[Sequence[RequestState], Sequence[tuple[RequestState, Row]]]:
+        """The requests that decode in the next step, and the parts of prompts in it.
+
+        There are neither if there is nothing to compute, or if blocks must be waited for. Prompts
+        begin if they are worth a pass, or if no others can join them (`none_now`).
+        """
         new = self.prompts.requests
         idle = not (self._running or new or self._steps)
         self._running += self.preemption.resume(idle=idle)
         rows = [] if self.prompts_first and new else self._running
-        active = self._reserve_or_preempt([r for r in rows if r.remaining])
-        if active is None:
-            return False
-        begins = new and (
-            none_now or not active or self.prompts.is_worth_a_pass(len(self._running))
-        )
-        if not (active or begins):
-            return False
-        self._launch(active, self.prompts.take_parts(len(active)) if begins else [])
-        return True
+        decoding = self._reserve_or_preempt([r for r in rows if r.cached < r.end])
+        if decoding is None:
+            return (), ()
+        begins = none_now or not decoding or self.prompts.is_worth_a_pass(len(self._running))
+        return decoding, self.prompts.take_parts(len(decoding)) if new and begins else ()
 
     def _reserve_or_preempt(self, active: list[RequestState]) -> list[RequestState] | None:
-        """Take a KV block for the next position of each of `active`, where it needs one.
+        """Take a KV block for the next position of each of `active`, where a block begins there.
 
         If there is none, the requests of the tier that began last are preempted, and the others are
-        the result; they are the first to get a slot when one ends. But None while steps are in
-        flight: requests that end there give their blocks back.
+        the result. The preempted ones are the first to get a slot when one ends. But None while
+        steps are in flight: requests that end there give their blocks back.
         """
         cache = self.runner.cache
         for r in active:
+            if r.cached % KV_BLOCK:
+                continue
             while r.slot != NO_SLOT and not cache.reserve(r.slot, r.cached + 1):
                 last = self._youngest(cache.tier(r.slot))
                 if self._steps:
@@ -258,71 +280,73 @@ class Engine:
         self.admission.release(r)
         self.admission.blocked = bool(self._running or self._beginning())
 
-    def _launch(
-        self, active: Sequence[RequestState], parts: Sequence[tuple[RequestState, PromptPart]]
-    ) -> None:
-        """Start a step of the requests `active` and of `parts` of new requests' prompts."""
-        rows = [Row(r.slot, r.cached, r.request.params, r.seed) for r in active]
-        start = time.perf_counter()
-        self.runner.launch(rows, [part for _, part in parts])
-        begun = self.prompts.take_begun(parts)
-        self._running += begun
-        self._steps.append(_Step(start, [*active, *begun], len(rows), bool(parts)))
-        borrowed = sum(map(self.runner.cache.borrowed, range(len(self.runner.cache.counts))))
-        positions = sum(r.cached - r.shared for r in active) + borrowed * KV_BLOCK
-        kv_bytes = positions * self._kv_bytes if active else 0
-        if parts:
+    def _count_launch(self, launched: _Launched) -> None:
+        """Add the rows of a step, and the KV bytes that they read, to the totals."""
+        decode, prompts = launched.step
+        if not decode:
+            return
+        cache = self.runner.cache
+        of = zip(decode, launched.requests, strict=False)
+        positions = sum(row.start - r.shared for row, r in of)
+        shared = sum(map(cache.borrowed, range(len(cache.counts)))) * KV_BLOCK
+        kv_bytes = (positions + shared) * self._kv_bytes
+        if prompts:
             self.stats.mixed_kv_bytes += kv_bytes
         else:
-            self.stats.step_rows += len(rows)
+            self.stats.step_rows += len(decode)
             self.stats.kv_bytes_read += kv_bytes
-        for r in active:
-            r.cached += 1
-            r.launched += 1
 
-    def _collect(self) -> None:
-        """Record the tokens of the oldest step, except those of ended requests."""
-        step, stats = self._steps.popleft(), self.stats
-        found = self.runner.collect()
+    def _collect(self) -> list[tuple[RequestState, Reason]]:
+        """Record the tokens of the oldest step; returns the requests that end with them, and why.
+
+        Tokens of requests that ended before are dropped.
+        """
+        launched, stats = self._steps.popleft(), self.stats
+        accepted = self.runner.collect()
         now = time.perf_counter()
-        seconds = now - max(step.start, self._collected)
+        seconds = now - max(launched.start, self._collected)
         self._collected = now
-        if step.prefills:
+        if launched.step.prompts:
             stats.prefill_s += seconds
             stats.prefill_steps += 1
-            stats.mixed_steps += step.decode_rows > 0
+            stats.mixed_steps += bool(launched.step.decode)
         else:
             stats.step_s.append(seconds)
-        self._record(step.requests, found)
+        return self._record(launched.requests, accepted, now)
 
-    def _record(self, rows: Sequence[RequestState], found: NextTokens) -> None:
-        now = time.perf_counter()
-        for r, token in zip(rows, found.tokens, strict=True):
-            if not r.ended:
-                r.first_token, r.last_token = r.first_token or now, now
+    def _record(
+        self, requests: Sequence[RequestState], accepted: Accepted, now: float
+    ) -> list[tuple[RequestState, Reason]]:
+        ending: list[tuple[RequestState, Reason]] = []
+        for r, tokens in zip(requests, accepted.tokens, strict=True):
+            if r.ended or not tokens:
+                continue
+            r.first_token, r.last_token = r.first_token or now, now
+            for token in tokens:
                 r.tokens.append(token)
                 self.stats.running_tokens += 1
-        for number, likeliest in found.logprobs.items():
-            if not rows[number].ended:
-                rows[number].logprobs.append(likeliest)
+                if reason := self._finish_reason(r):
+                    ending.append((r, reason))
+                    break
+        for r, likeliest in zip(requests, accepted.logprobs, strict=False):
+            if not r.ended:
+                r.logprobs += likeliest[: len(r.tokens) - len(r.logprobs)]
+        return ending
 
-    def _finish_reason(self, r: RequestState) -> Literal["stop", "length", "error"] | None:
-        params = r.request.params
-        if not r.tokens:  # the step of its prompt is still running
-            return None
-        if r.tokens[-1] == NO_TOKEN:
+    def _finish_reason(self, r: RequestState) -> Reason | None:
+        """Why `r` ends with the newest of its tokens, or None."""
+        params, token = r.request.params, r.tokens[-1]
+        if token == NO_TOKEN:
             return "error"
-        if r.tokens[-1] in self._eos and not params.ignore_eos:
+        if token in self._eos and not params.ignore_eos:
             return "stop"
-        if r.tokens[-1] in params.stop_token_ids:
+        if token in params.stop_token_ids:
             return "stop"
         if r.stop is not None and r.stop.hit(r.tokens):
             return "stop"
         return "length" if len(r.tokens) == r.limit else None
 
-    def _end(
-        self, r: RequestState, reason: Literal["stop", "length", "error"]
-    ) -> Completion | RowError:
+    def _end(self, r: RequestState, reason: Reason) -> Completion | RowError:
         """Take `r` out of its slot, and give its result."""
         r.ended = True
         self._running.remove(r)

@@ -15,7 +15,6 @@ import torch
 from dakrun.config import SamplingParams
 from dakrun.engine.decode_step import (
     IDLE,
-    LOG_STEPS,
     Bucket,
     DecodeStep,
     buckets,
@@ -24,7 +23,8 @@ from dakrun.engine.decode_step import (
 )
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.prefill import Prefill
-from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
+from dakrun.engine.runner import Chosen
+from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import sampling_words
 from dakrun.kernels.attention import KVShape, RowGroup, SharedPrefix, shared_prefixes
@@ -36,7 +36,6 @@ from dakrun.kernels.runtime import (
     replay_seconds,
 )
 from dakrun.memory.device import upload
-from dakrun.plan import Segment
 
 # KV bytes of a layer that reading prefixes once has to save, in HBM and in remote tiers: about
 # what memory reads while the further kernel is launched.
@@ -54,13 +53,10 @@ class Replays:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A launched step; `rows` include those of prompts that end in it.
+class _Launched:
+    """A launched step. `chosen` has log-probabilities; None if no row asks for any."""
 
-    `chosen` has log-probabilities if any row asks for them, else it is None.
-    """
-
-    rows: Sequence[Row]
+    step: Step
     start: torch.cuda.Event
     end: torch.cuda.Event
     chosen: Chosen | None
@@ -87,8 +83,8 @@ class GraphRunner:
         self._filled = False  # whether the staging ring holds the next step's first matrices
         self._buckets = buckets(cache.counts)
         self._mapped: list[int] = []  # the slot, or IDLE, of each row of the last bucket
-        self._steps: deque[_Step] = deque()
-        self._last: _Step | None = None  # the step collected last
+        self._steps: deque[_Launched] = deque()
+        self._last: _Launched | None = None  # the step collected last
         self._sampling = dict.fromkeys(range(cache.slots), sampling_words(SamplingParams(), 0))
         self._capture()
 
@@ -102,18 +98,19 @@ class GraphRunner:
         return {"buckets": buckets, "replay_gap_s": gaps}
 
     @torch.inference_mode()
-    def launch(self, rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
-        """Start a step in the smallest bucket that holds all rows."""
+    def launch(self, step: Step) -> None:
+        """Start a step in the smallest bucket that holds all decode rows."""
         self.cache.flush()
+        rows, prompts = step
         bucket = self._assign(rows) if rows else ()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        ended = [part.row for part in parts if part.ends]
-        if parts:
+        ended = [row for row in prompts if row.wanted]
+        if prompts:
             self._set_sampling(ended)
             start.record()
             if not rows:
                 self._mapped = []  # slots may get other requests before they have rows again
-            logits, tokens = self._pass(bucket, parts, ended)
+            logits, tokens = self._pass(bucket, prompts, ended)
         else:
             if not self._filled:
                 self._fill()
@@ -125,35 +122,35 @@ class GraphRunner:
             self.replays.count[sum(bucket)] += 1
             self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
         chosen = None
-        if any(row.params.logprobs is not None for row in (*rows, *ended)):
+        if any(row.sampling.params.logprobs is not None for row in step.choosing):
             places = [self._mapped.index(row.slot) for row in rows]
             at = self._on_gpu([*places, *range(sum(bucket), sum(bucket) + len(ended))])
-            chosen = Chosen(logits[at], (*rows, *ended), tokens[at])
+            chosen = Chosen(logits[at], step, tokens[at])
         end.record()
-        self._steps.append(_Step((*rows, *ended), start, end, chosen))
+        self._steps.append(_Launched(step, start, end, chosen))
 
     @torch.inference_mode()
-    def resume(self, row: Row, token: int) -> None:
-        """Let `token` be the newest of the row's slot."""
+    def resume(self, row: Row) -> None:
+        """Let the one of `row.tokens` be the newest of its slot."""
         self._set_sampling([row])
+        (token,) = row.tokens
         self._decode.newest[row.slot].fill_(token)
         self._mapped = []  # the slot's row may be another request's
 
     @torch.inference_mode()
-    def collect(self) -> NextTokens:
-        """The tokens of the oldest step."""
-        step = self._steps.popleft()
-        if self._decode.cascades and not step.end.query():
+    def collect(self) -> Accepted:
+        """The tokens accepted in the oldest step."""
+        launched = self._steps.popleft()
+        if self._decode.cascades and not launched.end.query():
             later = (b for b in reversed(self._buckets) if sum(b) <= len(self._mapped))
             if bucket := next((b for b in later if b not in self._cascades), None):
                 self._capture_cascade(bucket)  # while the CPU would wait
-        step.end.synchronize()
+        launched.end.synchronize()
         if self._last is not None:
-            self._gaps_s.append(self._last.end.elapsed_time(step.start) / 1e3)
-        self._last = step
-        places = [row.slot * LOG_STEPS + row.position % LOG_STEPS for row in step.rows]
-        tokens = self._decode.log.take(torch.tensor(places, dtype=torch.int64)).tolist()
-        return NextTokens(tokens, step.chosen.collect().logprobs if step.chosen else {})
+            self._gaps_s.append(self._last.end.elapsed_time(launched.start) / 1e3)
+        self._last = launched
+        logprobs = launched.chosen.collect().logprobs if launched.chosen else ()
+        return Accepted(self._decode.logged(launched.step), logprobs)
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""
@@ -161,31 +158,28 @@ class GraphRunner:
             self.collect()
 
     def _pass(
-        self, bucket: Bucket, parts: Sequence[PromptPart], ended: Sequence[Row]
+        self, bucket: Bucket, parts: Sequence[Row], ended: Sequence[Row]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step with parts of prompts, of which `ended` end.
+        """Compute a step of the rows of `bucket` and `parts` of prompts, of which `ended` end.
 
-        Returns the logits and next tokens of its rows, then of these.
+        Returns logits and next tokens, of the bucket's rows and then of `ended`.
         """
         self._filled = False
-        segments = [Segment(part.row.slot, part.start, len(part.tokens)) for part in parts]
-        ids = [token for part in parts for token in part.tokens]
-        wanted = [part.ends for part in parts]
         n, decode = sum(bucket), self._decode
-        logits = self._prefill.logits(ids, segments, wanted, decode, bucket)
+        logits = self._prefill.logits(parts, decode, bucket)
         if n:
             decode.select(n, logits[:n])
         tokens = decode.tokens[:n]
         if ended:
             slots = self._on_gpu([row.slot for row in ended])
-            positions = self._on_gpu([row.position for row in ended])
+            positions = self._on_gpu([row.last for row in ended])
             first = decode.first_tokens(logits[n:], slots, positions)
             tokens = torch.cat((tokens, first))
         return logits, tokens
 
     def _set_sampling(self, rows: Sequence[Row]) -> None:
         """Say how the tokens of the rows' slots are chosen, where this has changed."""
-        words = {row.slot: sampling_words(row.params, row.seed) for row in rows}
+        words = {row.slot: sampling_words(*row.sampling) for row in rows}
         changed = {slot: new for slot, new in words.items() if self._sampling[slot] != new}
         if changed:
             slots = self._on_gpu(list(changed))
@@ -255,7 +249,7 @@ class GraphRunner:
 
         Rows keep their places where all of them have one in it; the other places become idle.
         """
-        positions = {row.slot: row.position for row in rows}
+        positions = {row.slot: row.start for row in rows}
         counts = [0] * len(self.cache.counts)
         for slot in positions:
             counts[self.cache.tier(slot)] += 1

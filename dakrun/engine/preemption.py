@@ -11,7 +11,8 @@ import torch
 
 from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.progress import RequestState
-from dakrun.engine.runner import Row, Runner
+from dakrun.engine.runner import Runner
+from dakrun.engine.step import Row
 from dakrun.engine.swap import Saved, SwapSpace, swap_beats_recompute
 from dakrun.geometry import KV_BLOCK
 from dakrun.plan import Plan
@@ -48,14 +49,15 @@ class Preemption:
         computes its prompt and tokens again, and the result is False. Full blocks are also kept as
         long as others leave room for them.
         """
-        r.prompt = (*r.request.prompt_ids, *r.tokens)
-        cached = (len(r.prompt) - 1) // KV_BLOCK  # in full blocks; the last token is not
-        self._runner.cache.publish(r.slot, block_names(r.prompt)[:cached])
+        known = (*r.request.prompt_ids, *r.tokens)
+        r.prompt = known[: r.cached]  # all but the newest token
+        self._runner.cache.publish(r.slot, block_names(r.prompt))
         saved = self._save(r, ceil_div(r.cached, KV_BLOCK), running)
         if saved:
             self.swap.wait_for_copies()
         else:
             self.free_copies(r)
+            r.prompt = known
         self.queue.appendleft(r)
         return saved
 
@@ -63,7 +65,7 @@ class Preemption:
         """Start to copy the saved blocks of `r` to the slot that it has again."""
         assert r.saved is not None
         copied = self.swap.restore(r.saved, r.slot, r.shared // KV_BLOCK)
-        r.saved = None
+        r.saved, r.cached = None, len(r.prompt)
         self._swapping_in.append((r, copied))
 
     def resume(self, *, idle: bool) -> list[RequestState]:
@@ -80,8 +82,7 @@ class Preemption:
                 continue
             if copied is not None:
                 self.swap.wait_for_copies()
-            row = Row(r.slot, r.cached, r.request.params, r.seed)
-            self._runner.resume(row, r.tokens[-1])
+            self._runner.resume(Row(r.slot, r.cached, r.sampling, tokens=r.tokens[-1:]))
             ready.append(r)
         self._swapping_in = waiting
         return ready

@@ -1,8 +1,8 @@
 """Prefill on the GPU: prompts through the layers, their keys and values into KV blocks.
 
-Knows passes of segments, each some tokens of one slot, behind the rows of a decode step. Products
-are the backend's; attention among new tokens is torch's fused kernel, that to cached blocks the
-project's. A kernel rotates and packs keys and values, which copies take to remote slots.
+Knows a step's parts of prompts, which may share the pass with decode rows. Products are the
+backend's; attention among new tokens is torch's fused kernel, that to cached blocks the project's.
+A kernel rotates and packs keys and values, which copies take to remote slots.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ from dakrun.engine.cached_attention import BlockPlaces, CachedAttention
 from dakrun.engine.decode_step import Bucket, DecodeStep
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.step import Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import store_kv
 from dakrun.kernels.attention import KVShape
@@ -23,7 +24,6 @@ from dakrun.kernels.runtime import CopyStream
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Attend
 from dakrun.models.modules import Attention
-from dakrun.plan import Segment
 from dakrun.units import ceil_div
 
 
@@ -47,33 +47,32 @@ class Prefill:
         self._writer = KVWriter(cache, shape, room)
 
     def logits(
-        self,
-        tokens: Sequence[int],
-        segments: Sequence[Segment],
-        wanted: Sequence[bool],
-        step: DecodeStep | None = None,
-        bucket: Bucket = (),
+        self, parts: Sequence[Row], step: DecodeStep | None = None, bucket: Bucket = ()
     ) -> torch.Tensor:
-        """Logits [S, V] after each segment that is `wanted`; `tokens` are those of all segments.
+        """Logits [S, V] after the wanted tokens of `parts` of prompts.
 
         The rows of `bucket` of a decode `step` go through the layers with them; their logits come
         first.
         """
         backend, device, n = self._backend, self._backend.like.device, sum(bucket)
-        spans = [torch.arange(s.start, s.start + s.length) for s in segments]
+        spans = [torch.arange(row.start, row.start + row.length) for row in parts]
         positions = upload(torch.cat(spans).int(), device)
+        tokens = [token for row in parts for token in row.tokens]
         ids = upload(torch.tensor(tokens, dtype=torch.int32), device)
-        ends = torch.tensor([s.length for s in segments]).cumsum(0) - 1
-        ends = torch.cat((torch.arange(n), n + ends[torch.tensor(wanted)]))
+        wanted, end = list(range(n)), n
+        for row in parts:
+            end += row.length
+            wanted += range(end - row.wanted, end)
         heads = self._heads[: n + len(positions)]
         attend: Attend = _PassAttention(
-            backend, self._cache, self._shape, self._writer, segments, positions, heads[n:]
+            backend, self._cache, self._shape, self._writer, parts, positions, heads[n:]
         )
         if step is not None and n:
             attend = _both(n, step.attention(bucket, heads[:n]), attend, heads)
             ids = torch.cat((step.tokens[:n], ids))
             positions = torch.cat((step.lengths[:n], positions))
-        logits = backend.model.forward(backend, attend, ids, positions, rows=upload(ends, device))
+        chosen = upload(torch.tensor(wanted, dtype=torch.int64), device)
+        logits = backend.model.forward(backend, attend, ids, positions, rows=chosen)
         self._writer.end()
         return logits
 
@@ -98,16 +97,16 @@ class _PassAttention:
         cache: KVCache,
         shape: KVShape,
         writer: "KVWriter",
-        segments: Sequence[Segment],
+        parts: Sequence[Row],
         positions: torch.Tensor,
         heads: torch.Tensor,
     ) -> None:
         """`heads` [tokens, Hq * D] is overwritten by each layer's output."""
         self._backend, self._writer, self._positions = backend, writer, positions
-        self._runs = list(_runs(segments, backend.like.device))
+        self._runs = list(_runs(parts, backend.like.device))
         self._heads = heads
-        written = writer.begin(segments)
-        self._cached = CachedAttention(backend.model.config, cache, shape, segments, written)
+        written = writer.begin(parts)
+        self._cached = CachedAttention(backend.model.config, cache, shape, parts, written)
 
     def __call__(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D]; rotates q and k in it."""
@@ -125,11 +124,12 @@ class _PassAttention:
         return self._heads
 
 
-def _runs(segments: Sequence[Segment], device: torch.device) -> Iterator[tuple[slice, "Lengths"]]:
-    """Runs of consecutive segments that begin a prompt: tokens of the pass, and their lengths."""
+def _runs(parts: Sequence[Row], device: torch.device) -> Iterator[tuple[slice, "Lengths"]]:
+    """Runs of neighbours that begin a prompt: their tokens, counted from the first part's, and
+    their lengths."""
     first = 0
-    for begins, group in groupby(segments, lambda s: s.start == 0):
-        lengths = [s.length for s in group]
+    for begins, group in groupby(parts, lambda row: row.start == 0):
+        lengths = [row.length for row in group]
         rows = slice(first, first + sum(lengths))
         if begins:
             yield rows, Lengths.of(lengths, device)
@@ -145,7 +145,7 @@ class _Copy:
 
 
 class KVWriter:
-    """Stores keys and values of passes in the slots of `cache`.
+    """Stores keys and values of parts of prompts in the slots of `cache`.
 
     Whole blocks in remote tiers are packed in `room`, uint8 in HBM, and copied while the layer's
     other ops run. Other positions are stored in place: those of a partly filled block, and of
@@ -158,30 +158,30 @@ class KVWriter:
         self._copies: list[_Copy] = []
         self._places = torch.empty(0, 3, dtype=torch.int64)
 
-    def begin(self, segments: Sequence[Segment]) -> list[BlockPlaces]:
-        """Start a pass over `segments`: choose where each of its tokens goes.
+    def begin(self, parts: Sequence[Row]) -> list[BlockPlaces]:
+        """Start a pass over `parts`: choose where each of their tokens goes.
 
-        Returns the places of each segment's blocks, in the cache or in `room`.
+        Returns the places of each part's blocks, in the cache or in `room`.
         """
         cache, size = self._cache, self._shape.layer_bytes
         blocks: list[BlockPlaces] = []
         used = 0
         self._copies = []
-        for s in segments:
-            end = ceil_div(s.start + s.length, KV_BLOCK)
-            first = s.start // KV_BLOCK
-            places = [(cache.address(s.slot, number), size) for number in range(first, end)]
-            empty = ceil_div(s.start, KV_BLOCK)  # the first block that is empty before the pass
-            stop = min(end, cache.remote_blocks(s.slot))
+        for row in parts:
+            end = ceil_div(row.start + row.length, KV_BLOCK)
+            first = row.start // KV_BLOCK
+            places = [(cache.address(row.slot, number), size) for number in range(first, end)]
+            empty = ceil_div(row.start, KV_BLOCK)  # the first block that is empty before the pass
+            stop = min(end, cache.remote_blocks(row.slot))
             if 0 < (stop - empty) * size <= self._room.numel() - used:
-                for number, to in cache.runs(s.slot, empty, stop):
+                for number, to in cache.runs(row.slot, empty, stop):
                     packed = self._room[used : used + len(to) * size].view(-1, size)
                     self._copies.append(_Copy(packed, to))
-                    for block, row in enumerate(packed, number - first):
-                        places[block] = (row.data_ptr(), 0)
+                    for block, copied in enumerate(packed, number - first):
+                        places[block] = (copied.data_ptr(), 0)
                     used += packed.numel()
             blocks.append(places)
-        self._places = upload(self._rows(segments, blocks), self._room.device)
+        self._places = upload(self._rows(parts, blocks), self._room.device)
         return blocks
 
     def store(
@@ -200,12 +200,12 @@ class KVWriter:
         """Make later launches wait until all keys and values are stored."""
         self._stream.join()
 
-    def _rows(self, segments: Sequence[Segment], blocks: Sequence[BlockPlaces]) -> torch.Tensor:
+    def _rows(self, parts: Sequence[Row], blocks: Sequence[BlockPlaces]) -> torch.Tensor:
         """Places for store_kv, int64 [n, 3]: address, bytes per layer, bytes per head."""
         rows = []
-        for s, places in zip(segments, blocks, strict=True):
-            at = torch.arange(s.start, s.start + s.length)
-            block = torch.tensor(places)[at // KV_BLOCK - s.start // KV_BLOCK]
+        for row, places in zip(parts, blocks, strict=True):
+            at = torch.arange(row.start, row.start + row.length)
+            block = torch.tensor(places)[at // KV_BLOCK - row.start // KV_BLOCK]
             start = block[:, 0] + at % KV_BLOCK * self._shape.layout.row_bytes
             head_bytes = torch.full_like(at, self._shape.block_bytes)
             rows.append(torch.stack((start, block[:, 1], head_bytes), 1))

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dakrun.engine.step import Sampling
 from dakrun.engine.swap import Saved
 from dakrun.geometry import KV_BLOCK
 from dakrun.requests import Request, StopStrings
@@ -59,39 +60,51 @@ class EngineStats:
 class RequestState:
     """A request from its arrival to its end, also while it has no slot (NO_SLOT).
 
-    `cached` of its tokens are in the KV cache of its slot, or will be before its next decode row.
-    `launched` counts the new tokens, those being computed included; `limit` is their maximum.
-    `prompt` is the request's, with the tokens that it had when it last gave up its slot.
-    `launched_prompt` counts the tokens of the prompt that are computed, or being computed; of them
-    the first `shared` are by other requests. `names` are those of the prompt's full KV blocks, none
-    if the first `spilled` of its blocks are outside its slot's tier. `saved` are copies of blocks
-    that it has given up, or may have to.
+    `prompt` are the tokens that enter the KV cache before the first decode row: those of the
+    request, and those that it had when it last gave up its slot. The first `cached` positions of
+    its slot are computed, or will be by the steps launched so far: the next row begins there. The
+    first `shared` of them are other requests' blocks.
+    `names` are those of the prompt's full KV blocks. The first `spilled` of its blocks lie outside
+    its slot's tier; such a request has no names. `saved` are copies of its KV blocks, from which it
+    goes on after it has given them up. `limit` is the most new tokens that it may have.
     """
 
     request: Request
     stop: StopStrings | None
-    seed: int
+    sampling: Sampling
     limit: int
     prompt: Sequence[int]
     slot: int = NO_SLOT
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in NextTokens
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in Accepted
     cached: int = 0
-    launched: int = 1
     names: Sequence[bytes] = ()
     shared: int = 0
     spilled: int = 0
     saved: Saved | None = None
-    launched_prompt: int = 0
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
     ended: bool = False
+    end: int = field(init=False)  # positions in the KV cache at its end, at most
+
+    def __post_init__(self) -> None:
+        self.end = len(self.request.prompt_ids) + self.limit - 1  # all but the last token
+
+    @property
+    def reserved(self) -> int:
+        """Positions for which it has KV blocks at least, while it has a slot."""
+        return max(self.cached, len(self.prompt))
 
     @property
     def remaining(self) -> int:
-        """Positions that it still adds to the KV cache, at most."""
-        return self.limit - self.launched
+        """Positions that it takes besides the `reserved` ones, at most."""
+        return self.end - self.reserved
+
+    @property
+    def launched(self) -> int:
+        """New tokens, those that launched steps or the rest of its prompt will give included."""
+        return self.limit - self.remaining
 
     @property
     def may_end_early(self) -> bool:
@@ -102,10 +115,9 @@ class RequestState:
     @property
     def blocks_at_end(self) -> int:
         """KV blocks of its slot's tier that it takes at the end, at most, besides shared ones."""
-        length = len(self.request.prompt_ids) + self.limit - 1
-        return ceil_div(length - self.shared, KV_BLOCK) - self.spilled
+        return ceil_div(self.end - self.shared, KV_BLOCK) - self.spilled
 
     @property
     def own_positions(self) -> int:
-        """Cached positions in its slot's tier, besides shared ones."""
-        return max(0, self.cached - self.shared - self.spilled * KV_BLOCK)
+        """The `reserved` positions in its slot's tier, besides shared ones."""
+        return max(0, self.reserved - self.shared - self.spilled * KV_BLOCK)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dakrun.engine.admission import Admission
 from dakrun.engine.decode_step import LARGE_BUCKET_STEP
 from dakrun.engine.progress import RequestState
-from dakrun.engine.runner import PromptPart, Row, Runner
+from dakrun.engine.runner import Runner
+from dakrun.engine.step import Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.units import ceil_div
 
@@ -35,15 +36,15 @@ class PromptQueue:
         Where KV blocks are fewer than slots need, a group is the same share of those that run.
         """
         new = len(self.requests)
-        tokens = sum(len(r.prompt) - r.launched_prompt for r in self.requests)
+        tokens = sum(len(r.prompt) - r.cached for r in self.requests)
         return (
             self._left > 0
             or new * self._runner.cache.slots >= self.together * (running + new)
             or tokens >= self._runner.chunk_tokens
         )
 
-    def take_parts(self, rows: int) -> list[tuple[RequestState, PromptPart]]:
-        """The parts of prompts that the next step computes beside `rows` rows.
+    def take_parts(self, rows: int) -> list[tuple[RequestState, Row]]:
+        """The parts of prompts that the next step computes beside `rows` decode rows.
 
         Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
         A request waits for the next step if an earlier part computes its next block in its tier.
@@ -55,29 +56,28 @@ class PromptQueue:
             if not room:
                 break
             prompt, tier = r.prompt, self._runner.cache.tier(r.slot)
-            if r.launched_prompt == r.shared:
+            if r.cached == r.shared:
                 self._admission.share_more(r)
                 number = r.shared // KV_BLOCK
                 usable = r.names[: (len(prompt) - 1) // KV_BLOCK]
                 if number < len(usable) and (tier, usable[number]) in computed:
                     continue
-            start = r.launched_prompt
-            tokens = prompt[start : start + room]
-            r.started = r.started or now
-            r.launched_prompt += len(tokens)
+            tokens = prompt[r.cached : r.cached + room]
+            end = r.cached + len(tokens)
             room -= len(tokens)
-            names = r.names[start // KV_BLOCK : ceil_div(r.launched_prompt, KV_BLOCK)]
+            r.started = r.started or now
+            names = r.names[r.cached // KV_BLOCK : ceil_div(end, KV_BLOCK)]
             computed.update((tier, name) for name in names)
-            row = Row(r.slot, len(prompt) - 1, r.request.params, r.seed)
-            ends = r.launched_prompt == len(prompt)
-            parts.append((r, PromptPart(row, start, tokens, ends)))
+            ends = end == len(prompt)
+            row = Row(r.slot, r.cached, r.sampling, len(tokens), tokens, wanted=int(ends))
+            parts.append((r, row))
         return parts
 
-    def take_begun(self, parts: Sequence[tuple[RequestState, PromptPart]]) -> list[RequestState]:
+    def take_begun(self, parts: Sequence[tuple[RequestState, Row]]) -> list[RequestState]:
         """Take out the requests whose prompts end with `parts`, which have been launched."""
         for r, _ in parts:
-            self._runner.cache.publish(r.slot, r.names[: r.launched_prompt // KV_BLOCK])
-        begun = [r for r, part in parts if part.ends]
+            self._runner.cache.publish(r.slot, r.names[: r.cached // KV_BLOCK])
+        begun = [r for r, part in parts if part.wanted]
         if parts:
             self._left = len(self.requests) - len(begun)
             ended = set(map(id, begun))

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from dakrun.engine.kv_cache import KVCache, RowLayout
-from dakrun.engine.runner import Chosen, NextTokens, PromptPart, Row
+from dakrun.engine.runner import Chosen
+from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import reference
 from dakrun.models.decoder import Attend, Decoder
 from dakrun.models.functional import layer_norm, rms_norm, rope_table, rotate
 from dakrun.models.modules import Attention, Embedding, Linear, Norm
-from dakrun.plan import PREFILL_CHUNK_TOKENS, Segment
+from dakrun.plan import PREFILL_CHUNK_TOKENS
 from dakrun.units import ceil_div
 from dakrun.weights.loading import Weights
 
@@ -109,11 +110,10 @@ class TimedBackend:
 
 
 class ReferenceAttention:
-    """Attention of a pass over `segments`, each of one slot of `cache`.
+    """Attention of a step's `rows`, the first `decode` of which are decode rows.
 
-    `rope` are the rotations of the pass's positions, or None for learned positions; `vectors` has
-    the weights of norms of query and key heads by name, if there are any. The first `decode`
-    segments are decode rows, of a single token.
+    `rope` are the rotations of the rows' positions, or None for learned positions; `vectors` has
+    the weights of norms of query and key heads by name, if there are any.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class ReferenceAttention:
         eps: float,
         cache: KVCache,
         layout: RowLayout,
-        segments: Sequence[Segment],
+        rows: Sequence[Row],
         rope: Rotations | None,
         vectors: Mapping[str, torch.Tensor],
         *,
         decode: int,
     ) -> None:
         self._eps, self._cache, self._layout, self._vectors = eps, cache, layout, vectors
-        self._segments, self._rope, self._decode = segments, rope, decode
+        self._rows, self._rope, self._decode = rows, rope, decode
 
     def __call__(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
         """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached."""
@@ -143,33 +143,33 @@ class ReferenceAttention:
             q, k = rotate(q, *self._rope), rotate(k, *self._rope)
         q = q.contiguous()
         first = 0
-        for s in self._segments:
-            self._store(layer, s, *(x[first : first + s.length] for x in (k, v)))
-            first += s.length
-        caches = [self._cached(layer, s) for s in self._segments]
+        for row in self._rows:
+            self._store(layer, row, *(x[first : first + row.length] for x in (k, v)))
+            first += row.length
+        caches = [self._cached(layer, row) for row in self._rows]
         n, found = self._decode, []
         if n:
             found.append(reference.decode_attention(q[:n], caches[:n], scale))
-        parts = q[n:].split([s.length for s in self._segments[n:]])
+        parts = q[n:].split([row.length for row in self._rows[n:]])
         for part, cache in zip(parts, caches[n:], strict=True):
             found.append(reference.prefill_attention(part, cache, scale))
         return torch.cat(found)
 
-    def _store(self, layer: int, s: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [T, Hkv, D] of a segment to its slot's blocks."""
+    def _store(self, layer: int, row: Row, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [T, Hkv, D] of a row's tokens to its slot's blocks."""
         done = 0
-        while done < s.length:
-            number, row = divmod(s.start + done, KV_BLOCK)
-            count = min(KV_BLOCK - row, s.length - done)
-            block = self._layout.view(self._cache.block(s.slot, number)[layer])
+        while done < row.length:
+            number, first = divmod(row.start + done, KV_BLOCK)
+            count = min(KV_BLOCK - first, row.length - done)
+            block = self._layout.view(self._cache.block(row.slot, number)[layer])
             for part, new in zip(block, (keys, values), strict=True):
-                part[row : row + count] = new[done : done + count]
+                part[first : first + count] = new[done : done + count]
             done += count
 
-    def _cached(self, layer: int, s: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the keys and values [Hkv, P, D] of a slot's positions up to the segment's."""
-        count = s.start + s.length
-        found = self._cache.gather(layer, s.slot, ceil_div(count, KV_BLOCK))
+    def _cached(self, layer: int, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the keys and values [Hkv, P, D] of a slot's positions, the row's included."""
+        count = row.last + 1
+        found = self._cache.gather(layer, row.slot, ceil_div(count, KV_BLOCK))
         blocks = self._layout.view(found)
         keys, values = blocks.transpose(0, 1).flatten(1, 2)[:, :count].transpose(1, 2)
         return keys, values
@@ -203,7 +203,7 @@ class ReferenceRunner:
             self._rope = cos.to(cache.device), sin.to(cache.device)
         self._steps = 0
         self._newest: dict[int, int] = {}  # token by slot
-        self._chosen: deque[NextTokens] = deque()  # by step
+        self._accepted: deque[Accepted] = deque()  # by step
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds by op, the mean of all steps so far, on a CPU."""
@@ -216,61 +216,55 @@ class ReferenceRunner:
         return {}
 
     @torch.inference_mode()
-    def launch(self, rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
+    def launch(self, step: Step) -> None:
         """Compute a step."""
-        tokens = [self._newest[row.slot] for row in rows]
-        segments = [Segment(row.slot, row.position, 1) for row in rows]
-        wanted, chosen = list(range(len(rows))), list(rows)
-        for part in parts:
-            tokens += part.tokens
-            segments.append(Segment(part.row.slot, part.start, len(part.tokens)))
-            if part.ends:
-                wanted.append(len(tokens) - 1)
-                chosen.append(part.row)
-        logits = self.logits(tokens, segments, len(rows), wanted)
-        timed = self._timed if not parts else None
-        self._steps += not parts
+        logits = self.logits(step)
+        timed = self._timed if not step.prompts else None
+        self._steps += not step.prompts
         with timed.timer("sampling") if timed else nullcontext():
-            found = Chosen(logits, chosen).collect() if chosen else NextTokens([])
-        self._chosen.append(found)
-        for row, token in zip(chosen, found.tokens, strict=True):
-            self._newest[row.slot] = max(token, 0)  # NO_TOKEN has no embedding
+            found = Chosen(logits, step).collect()
+        self._accepted.append(found)
+        for row, tokens in zip(step.rows, found.tokens, strict=True):
+            for token in tokens:
+                self._newest[row.slot] = max(token, 0)  # NO_TOKEN has no embedding
 
-    def resume(self, row: Row, token: int) -> None:
-        """Let `token` be the newest of the row's slot."""
-        self._newest[row.slot] = token
+    def resume(self, row: Row) -> None:
+        """Let the one of `row.tokens` be the newest of its slot."""
+        (self._newest[row.slot],) = row.tokens
 
-    def collect(self) -> NextTokens:
-        """The tokens of the oldest step."""
-        return self._chosen.popleft()
+    def collect(self) -> Accepted:
+        """The tokens accepted in the oldest step."""
+        return self._accepted.popleft()
 
     def drop(self) -> None:
         """Forget the tokens of all steps."""
-        self._chosen.clear()
+        self._accepted.clear()
 
     @torch.inference_mode()
-    def logits(
-        self, tokens: Sequence[int], segments: Sequence[Segment], decode: int, wanted: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits [S, V] after the tokens numbered `wanted` of a pass over `segments`.
+    def logits(self, step: Step) -> torch.Tensor:
+        """Logits [S, V] after the wanted tokens of a step's rows.
 
-        The first `decode` segments are decode rows.
+        Tokens of a decode row may be given, in place of the newest of its slot.
         """
-        positions = [p for s in segments for p in range(s.start, s.start + s.length)]
-        at, ids = (torch.tensor(numbers, device=self._device) for numbers in (positions, tokens))
+        rows, ids, positions, wanted = step.rows, list[int](), list[int](), list[int]()
+        for row in rows:
+            ids += row.tokens or (self._newest[row.slot],)
+            positions += range(row.start, row.last + 1)
+            wanted += range(len(ids) - row.wanted, len(ids))
+        tokens, at = (torch.tensor(numbers, device=self._device) for numbers in (ids, positions))
         rope = None if self._rope is None else (self._rope[0][at, None], self._rope[1][at, None])
         attend: Attend = ReferenceAttention(
             self._model.config.norm_eps,
             self.cache,
             self._layout,
-            segments,
+            rows,
             rope,
             self.weights.resident,
-            decode=decode,
+            decode=len(step.decode),
         )
-        if len(wanted) == len(tokens) == decode:  # a decode step without prompts
+        if not step.prompts:
             if self._timed:
-                return self._model.forward(self._timed, self._timed.timed(attend), ids, at)
-            return self._model.forward(self._backend, attend, ids, at)
-        rows = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-        return self._model.forward(self._backend, attend, ids, at, rows)
+                return self._model.forward(self._timed, self._timed.timed(attend), tokens, at)
+            return self._model.forward(self._backend, attend, tokens, at)
+        chosen = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        return self._model.forward(self._backend, attend, tokens, at, chosen)

@@ -1,58 +1,21 @@
-"""The interface between engine and runners: steps of decode rows and prompts, and their tokens.
+"""The interface between the engine and runners, which compute its steps (step.py).
 
 graph_runner.py has the runner of the GPU's kernels, reference_runner.py that of plain torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from dakrun.config import SamplingParams
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import log_probabilities
 from dakrun.engine.sampler import sample
+from dakrun.engine.step import Accepted, Row, Step
 from dakrun.errors import GpuFailed
 from dakrun.memory.device import download, is_out_of_memory, out_of_memory, upload
 from dakrun.memory.tiers import LOCAL_HINT
-
-
-class Row(NamedTuple):
-    """A request's row in a step.
-
-    Its newest token enters `slot` at `position`, which for a prompt is that of its last token. The
-    token of the next position is chosen with `params` and `seed`.
-    """
-
-    slot: int
-    position: int
-    params: SamplingParams
-    seed: int
-
-
-class PromptPart(NamedTuple):
-    """Tokens of the prompt of `row`, which enter its slot from position `start` on.
-
-    If the prompt `ends` with them, the row's first token is chosen.
-    """
-
-    row: Row
-    start: int
-    tokens: Sequence[int]
-    ends: bool
-
-
-class NextTokens(NamedTuple):
-    """The next tokens of some rows, in the order of the rows; NO_TOKEN where there is none.
-
-    `logprobs` has those of the rows that ask for them, by the row's number: the row's token, then
-    the likeliest tokens, each with its log-probability.
-    """
-
-    tokens: list[int]
-    logprobs: Mapping[int, list[tuple[int, float]]] = MappingProxyType({})
 
 
 class Runner(Protocol):
@@ -79,20 +42,16 @@ class Runner(Protocol):
         """Further facts for the report, JSON-ready."""
         ...
 
-    def launch(self, rows: Sequence[Row], parts: Sequence[PromptPart] = ()) -> None:
-        """Start a step: one pass over the weights for decode rows and parts of prompts.
-
-        The newest token of every row goes in, its next one comes out. Keys and values of the parts
-        are cached; a prompt that ends gives its row's first token, from which the next step starts.
-        """
+    def launch(self, step: Step) -> None:
+        """Start a step. The tokens that it chooses become the newest of their slots."""
         ...
 
-    def resume(self, row: Row, token: int) -> None:
-        """Let `token` be the newest of the row's slot, whose blocks are filled up to it."""
+    def resume(self, row: Row) -> None:
+        """Let the one of `row.tokens` be the newest token of its slot, filled up to `row.start`."""
         ...
 
-    def collect(self) -> NextTokens:
-        """The tokens of the oldest step, of its rows, then of the prompts that ended; waits."""
+    def collect(self) -> Accepted:
+        """The tokens accepted in the oldest step; waits for them."""
         ...
 
     def drop(self) -> None:
@@ -101,20 +60,22 @@ class Runner(Protocol):
 
 
 class Chosen:
-    """The next tokens of some rows and their log-probabilities, on their way from the device."""
+    """The tokens chosen in a step and their log-probabilities, on their way from the device."""
 
     def __init__(
-        self, logits: torch.Tensor, rows: Sequence[Row], tokens: torch.Tensor | None = None
+        self, logits: torch.Tensor, step: Step, tokens: torch.Tensor | None = None
     ) -> None:
-        """Start to choose from logits [n, V], without waiting for the result.
+        """Start to choose from logits [n, V] of the rows `choosing`, without waiting.
 
         `tokens`, integers [n] on the device, are those that were chosen already.
         """
-        params = [row.params for row in rows]
+        self._step, rows = step, step.choosing
+        sampling = [row.sampling for row in rows]
         if tokens is None:
-            positions = [row.position + 1 for row in rows]
-            tokens = sample(logits, params, [row.seed for row in rows], positions)
-        self._asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+            params, seeds = [one.params for one in sampling], [one.seed for one in sampling]
+            tokens = sample(logits, params, seeds, [row.last + 1 for row in rows])
+        asked = ((i, one.params.logprobs) for i, one in enumerate(sampling))
+        self._asked = {i: top for i, top in asked if top is not None}
         parts = [tokens]
         if self._asked:
             numbers = upload(torch.tensor(list(self._asked)), logits.device)
@@ -123,20 +84,16 @@ class Chosen:
         self._parts = [download(part) for part in parts]
         self._ready = torch.cuda.current_stream().record_event() if logits.is_cuda else None
 
-    def collect(self) -> NextTokens:
+    def collect(self) -> Accepted:
         """The tokens and log-probabilities; waits."""
         if self._ready is not None:
             self._ready.synchronize()
-        tokens, *likeliest = (part.tolist() for part in self._parts)
-        found = (
-            {
-                row: list(zip(ids, values, strict=True))[: 1 + top]
-                for (row, top), ids, values in zip(self._asked.items(), *likeliest, strict=True)
-            }
-            if likeliest
-            else {}
-        )
-        return NextTokens(tokens, found)
+        tokens, *found = (part.tolist() for part in self._parts)
+        likeliest: list[list[list[tuple[int, float]]]] = [[] for _ in tokens]
+        for (number, top), ids, values in zip(self._asked.items(), *found, strict=True):
+            likeliest[number].append(list(zip(ids, values, strict=True))[: 1 + top])
+        by_row = self._step.by_row
+        return Accepted(by_row([[token] for token in tokens]), by_row(likeliest))
 
 
 @contextmanager

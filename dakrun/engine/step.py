@@ -1,0 +1,72 @@
+"""A step, one pass over the weights: the tokens that go in, and those that the model gives.
+
+The engine writes steps, runners compute them. Knows neither how a request goes on nor devices.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dakrun.config import SamplingParams
+
+
+class Sampling(NamedTuple):
+    """How tokens of a request are chosen; `seed` is the request's (see sampler.request_seed)."""
+
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+
+
+class Row(NamedTuple):
+    """The tokens of one request in a step: `length` of them enter `slot` from position `start` on.
+
+    `tokens` are theirs, as far as the CPU knows them: all of a prompt, and none of a decode row,
+    whose one token is the newest of its slot. Logits are computed after the last `wanted` of them,
+    0 or 1; from these the token of the next position is chosen, as `sampling` says.
+    """
+
+    slot: int
+    start: int
+    sampling: Sampling = Sampling()
+    length: int = 1
+    tokens: Sequence[int] = ()
+    wanted: int = 1
+
+    @property
+    def last(self) -> int:
+        """Position of the last of its tokens."""
+        return self.start + self.length - 1
+
+
+class Step(NamedTuple):
+    """Decode rows, whose logits are all wanted, and parts of prompts; no slot is in two rows."""
+
+    decode: Sequence[Row]
+    prompts: Sequence[Row] = ()
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows: those of `decode`, then those of `prompts`."""
+        return [*self.decode, *self.prompts]
+
+    @property
+    def choosing(self) -> list[Row]:
+        """The rows whose logits are wanted."""
+        return [*self.decode, *(row for row in self.prompts if row.wanted)]
+
+    def by_row(self, chosen: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+        """For each of `rows` its part of `chosen`, which has those of `choosing` alone, or ()."""
+        first = len(self.decode)
+        ends = iter(chosen[first:])
+        return [*chosen[:first], *(next(ends) if row.wanted else () for row in self.prompts)]
+
+
+class Accepted(NamedTuple):
+    """The tokens accepted for each row of a step, in order; NO_TOKEN if logits are not finite.
+
+    They follow the row's tokens: one if logits are wanted, else none. `logprobs` is empty if no row
+    asks for log-probabilities. Else it has, for each token of a row that asks, a list: the token,
+    then the likeliest ones, each with its log-probability.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[list[tuple[int, float]]]] = ()
