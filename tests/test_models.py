@@ -1,5 +1,6 @@
 """Every family over partitioned operands against transformers on the same weights."""
 
+import itertools
 from pathlib import Path
 
 import pytest

@@ -58,7 +58,6 @@ from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
 from dakrun.plan.prefill import (
     PREFILL_LAUNCH_ROWS,
     Prefill,
-    Segment,
     pass_seconds,
     passes,
     predict_prefill,
@@ -110,7 +109,6 @@ __all__ = [
     "RequestLengths",
     "RowTokens",
     "RunForecast",
-    "Segment",
     "StepCosts",
     "Strategy",
     "Transport",
