@@ -75,7 +75,7 @@ class BatchJob:
     the `expected` run and its `forecast`, as far as they are known:
 
         with BatchJob(llm, reader, writer, console) as job:
-            for result in llm.stream(job.requests()):
+            for result in llm.run(job.requests()):
                 job.finish(result)
 
     Inside it SIGINT (Ctrl-C) raises Interrupted; so do SIGTERM and SIGHUP under

@@ -223,8 +223,8 @@ class LLM(OfflineCalls):
             )
         return self._engine
 
-    def _stream(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
-        """The results of requests, each a choice; see Engine.generate."""
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+        """Results of Requests; if the GPU's memory runs out, unfinished ones begin again once."""
         unfinished = Unfinished(requests)
         while True:
             try:

@@ -3,6 +3,7 @@
 import io
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 
 from dakrun.config import SamplingParams
-from dakrun.engine import Step
+from dakrun.engine import Accepted, Step
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
@@ -106,6 +107,36 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
     )
     least = min(together, chunk_tokens // 6)  # prompts have 3 tokens, and half is for rows
     assert groups[2:-1] == [least] * (len(groups) - 3) and groups[-1] <= least
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_step_may_accept_several_tokens_of_a_row(
+    path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those behind a request's end are dropped, with their log-probabilities."""
+    chosen, steps = [7, 8, 9], deque[Step]()
+
+    def collect() -> Accepted:
+        rows = steps.popleft().rows
+        likeliest = [[(token, -0.5)] for token in chosen]
+        return Accepted([chosen * row.wanted for row in rows], [likeliest * r.wanted for r in rows])
+
+    with load(path, batch_size=4) as llm:
+        monkeypatch.setattr(llm.engine.runner, "ahead", ahead)
+        monkeypatch.setattr(llm.engine.runner, "launch", steps.append)
+        monkeypatch.setattr(llm.engine.runner, "collect", collect)
+        stops = [(), (8,), (9,), (3,)]
+        params = [
+            SamplingParams(max_tokens=5, logprobs=0, ignore_eos=True, stop_token_ids=ids)
+            for ids in stops
+        ]
+        found = llm.generate([[5, 6]] * 4, params)
+        assert llm.engine.stats.new_tokens == 5 + 2 + 3 + 5 and not llm.engine.stats.running_tokens
+    assert [one.token_ids for one in found] == [(7, 8, 9, 7, 8), (7, 8), (7, 8, 9), (7, 8, 9, 7, 8)]
+    assert [one.finish_reason for one in found] == ["length", "stop", "stop", "length"]
+    for one in found:
+        assert one.logprobs is not None
+        assert [given.chosen.token_id for given in one.logprobs] == list(one.token_ids)
 
 
 def test_requests_that_arrive_late(path: Path) -> None:

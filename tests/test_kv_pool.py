@@ -215,7 +215,7 @@ def test_a_preempted_request_gets_blocks_for_its_last_position(from_copies: bool
         if from_copies:
             second.saved, second.prompt = Saved([0, 1]), second.prompt[:-1]
         assert not found.admit(second, [first], [])
-        assert second.own_positions + second.remaining == 64 + 66 - 1
+        assert second.end == 64 + 66 - 1
 
 
 def test_blocks_are_kept_for_expected_lengths() -> None:
@@ -271,7 +271,7 @@ def test_what_requests_took_says_what_others_need(
     found, steps, rows = [], [], []
     for expects in (True, False):
         if not expects:
-            monkeypatch.setattr(admission, "_expected", lambda r, _: r.remaining)
+            monkeypatch.setattr(admission, "_expected", lambda r, held, _: r.end - held)
         with load(path, batch_size=16) as llm:
             counted: list[int] = []
             launch = llm.engine.runner.launch

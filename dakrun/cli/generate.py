@@ -230,7 +230,7 @@ def generate(
                     llm, reader, writer, progress, expected=expected, forecast=forecast
                 ) as job,
             ):
-                for result in llm.stream(job.requests()):
+                for result in llm.run(job.requests()):
                     job.finish(result)
                 writer.finish()
             report = llm.report(time.perf_counter() - start)

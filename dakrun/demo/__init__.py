@@ -60,7 +60,7 @@ def run(console: Console | None, *, threads: int | None = None) -> DemoResult:
             ResultWriter(output, source=prompts) as writer,
             BatchJob(llm, reader, writer, console) as job,
         ):
-            for result in llm.stream(job.requests()):
+            for result in llm.run(job.requests()):
                 job.finish(result)
         report = llm.report(time.perf_counter() - start)
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

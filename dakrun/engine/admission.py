@@ -5,7 +5,6 @@ ends that they are expected to have. Knows slots, blocks and lengths; neither st
 """
 
 import bisect
-import itertools
 from collections.abc import Sequence
 
 from dakrun.engine.kv_cache import KVCache
@@ -18,9 +17,9 @@ ENDED_TO_EXPECT = 32  # requests that have ended before others are expected to e
 
 
 class Admission:
-    """The slots of `cache`, which are filled in the given `order`, and the needs of who has them.
+    """The slots of `cache`, filled in the given `order`, and the blocks that their requests need.
 
-    `blocked`: there are no KV blocks for the next request, until one gives its own back.
+    `blocked`: the next request finds no KV blocks until another one gives its blocks back.
     """
 
     def __init__(self, cache: KVCache, order: Sequence[int]) -> None:
@@ -32,8 +31,10 @@ class Admission:
         """Begin a run: all slots are free, and no request has ended."""
         self.blocked = False
         self._free = list(self._order)  # slots, in the order in which to fill them
-        self._at_ends = [0] * len(self._cache.counts)  # blocks by tier, if all there ended at once
-        self._ended, self._ended_parts = 0, 0.0  # requests that might end early: _expected_part
+        self._at_ends = [0] * len(
+            self._cache.counts
+        )  # blocks by tier, of its requests at their ends
+        self._ended, self._ended_parts = 0, 0.0  # see _expected_part
 
     @property
     def is_open(self) -> bool:
@@ -52,8 +53,8 @@ class Admission:
         """Give `r` a slot and the blocks of its prompt; False if there is no room.
 
         There is room in a tier if its blocks suffice for all its requests until they end, with as
-        many new tokens as each is expected to have. The requests in slots are those that are
-        `running`, and others that are `beginning`; until one of them ends, `blocked` is then set.
+        many new tokens as each is expected to have. Requests in slots are `running` or `beginning`.
+        If there is no room, `blocked` is set until one of them ends.
         """
         cache = self._cache
         names = block_names(r.prompt)
@@ -80,7 +81,7 @@ class Admission:
         return False
 
     def share_more(self, r: RequestState) -> None:
-        """Let `r`, of whose prompt nothing is computed, have blocks that others have computed."""
+        """Give `r`, before the first part of its prompt, blocks computed since its admission."""
         before = r.blocks_at_end
         self._share(r)
         if r.blocks_at_end < before:
@@ -109,22 +110,23 @@ class Admission:
         room = self._room(tier)
         if self._at_ends[tier] + new.blocks_at_end <= room:
             return True
-        others = itertools.chain(running, beginning)
-        here = [new, *(r for r in others if self._cache.tier(r.slot) == tier)]
+        held = [(r, r.cached) for r in running]  # positions with blocks
+        held += [(r, len(r.prompt)) for r in (new, *beginning)]
+        here = [(r, count) for r, count in held if self._cache.tier(r.slot) == tier]
         part = self._expected_part(running)
-        positions = [r.own_positions for r in here]
-        return blocks_suffice(positions, [_expected(r, part) for r in here], room)
+        own = [max(0, count - r.shared - r.spilled * KV_BLOCK) for r, count in here]
+        return blocks_suffice(own, [_expected(r, count, part) for r, count in here], room)
 
     def _expected_part(self, running: Sequence[RequestState]) -> float:
-        """The part of its limit that a request is expected to have at its end, if it may end early.
+        """Expected new tokens of a request that may end early, as a fraction of its limit.
 
-        It is the tokens of all requests so far, as parts of their limits, over the number of those
-        that have ended (if these came at a constant rate, that is the likeliest mean). 1 until
-        some have ended.
+        The tokens of all requests so far, each as a fraction of its limit, over the number of
+        requests that have ended: the likeliest mean if the chance to end is equal at every token.
+        1 until ENDED_TO_EXPECT have ended.
         """
         if self._ended < ENDED_TO_EXPECT:
             return 1.0
-        parts = sum(r.launched / r.limit for r in running if r.may_end_early)
+        parts = sum((r.limit - r.end + r.cached) / r.limit for r in running if r.may_end_early)
         return min(1.0, (self._ended_parts + parts) / self._ended)
 
     def _room(self, tier: int) -> int:
@@ -135,7 +137,7 @@ class Admission:
     def _spill(self, new: RequestState) -> bool:
         """Put leading blocks of `new`, for which its tier has no room, into the remote tier.
 
-        They are as few as possible. False if that is not planned for, or has no room now.
+        As few blocks as possible. False if the plan has no room for that, or it is taken.
         """
         cache = self._cache
         if not cache.spill_blocks or cache.tier(new.slot):
@@ -157,11 +159,12 @@ class Admission:
         r.shared = r.cached = self._cache.share(r.slot, usable) * KV_BLOCK
 
 
-def _expected(r: RequestState, part: float) -> int:
-    """Positions that `r` is expected to add, if it ends when it has `part` of its limit.
+def _expected(r: RequestState, held: int, part: float) -> int:
+    """Positions that `r`, with blocks for `held`, is expected to add: to `part` of its limit.
 
-    If it is beyond that already, a block more.
+    At least a block, also if it has as many new tokens already; at most what it may add.
     """
+    most = r.end - held
     if not r.may_end_early:
-        return r.remaining
-    return min(r.remaining, max(KV_BLOCK, round(part * r.limit) - r.launched))
+        return most
+    return min(most, max(KV_BLOCK, most - r.limit + round(part * r.limit)))

@@ -37,8 +37,8 @@ from dakrun.kernels.runtime import (
 )
 from dakrun.memory.device import upload
 
-# KV bytes of a layer that reading prefixes once has to save, in HBM and in remote tiers: about
-# what memory reads while the further kernel is launched.
+# Shared prefixes are read once, by a kernel of their own, if that saves as many KV bytes a layer,
+# in HBM or in remote tiers: about what the memory reads during the launch of this kernel.
 MIN_SAVED_BYTES, MIN_REMOTE_SAVED_BYTES = 16 << 20, 256 << 10
 MAX_PDL_LEAD = 1  # from embed to a norm; the first product then waits for both
 MIN_PDL_EDGES = 2  # per layer: launches that may start before their predecessor kernel ends

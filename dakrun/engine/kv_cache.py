@@ -54,8 +54,8 @@ class KVCache:
     """Blocks for requests in slots, which are numbered tier after tier.
 
     `counts` are the slots of each tier, `blocks` the blocks of each tier's pool; `parts` are their
-    bytes, uint8 [blocks, layers, layer_bytes of the layout]. `spill_blocks` of the first remote
-    tier's blocks are for the leading blocks of local slots, which have then spilled.
+    bytes, uint8 [blocks, layers, layer_bytes of the layout]. Local slots may spill: up to
+    `spill_blocks` of their leading blocks, of all slots together, lie in the first remote tier.
     """
 
     def __init__(

@@ -45,8 +45,11 @@ class OfflineCalls(ABC):
         """The engine that runs the requests; UsageError once it is closed."""
 
     @abstractmethod
-    def _stream(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
-        """The results of requests, each a choice; see Engine.generate."""
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+        """Results of Requests, one of each, as they finish: `stream` without its checks.
+
+        See Engine.generate.
+        """
 
     def generate(
         self,
@@ -130,7 +133,7 @@ class OfflineCalls(ABC):
         if requests is None:
             return self._stream_choices(as_requests(prompts, own, self.rules))  # type: ignore[arg-type]
         refuse_params(own)
-        return self._stream(requests)
+        return self.run(requests)
 
     def _stream_iterator(
         self, given: Iterator[Any], params: SamplingParams | Iterable[SamplingParams] | None
@@ -141,7 +144,7 @@ class OfflineCalls(ABC):
         every = chain(first, given)
         if not first or first[0] is None or isinstance(first[0], Request):
             refuse_params(params)
-            yield from self._stream(every)
+            yield from self.run(every)
         else:
             yield from self._stream_choices(as_requests(every, params, self.rules))
 
@@ -166,7 +169,7 @@ class OfflineCalls(ABC):
     def _stream_choices(self, requests: list[Request]) -> Iterator[Completion | RowError]:
         """Results of `requests`, each with its further choices, as soon as all of them are done."""
         choices = Choices()
-        for result in self._stream(one for r in requests for one in (r, *r.further)):
+        for result in self.run(one for r in requests for one in (r, *r.further)):
             done = choices.add(result)
             if isinstance(done, RowError):
                 yield done

@@ -20,16 +20,15 @@ NO_SLOT = -1
 class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
-    `capped` counts the requests that ended at max_model_len, short of their max_tokens, and
-    `preempted` how often one gave up its KV blocks to others; `swapped` of these times it went on
-    from copies of them, at the others it computed its positions again.
-    `shared_tokens` are those tokens of prompts that were not computed, since other requests' KV
-    blocks have them.
-    `new_tokens` are those of requests that have ended, `running_tokens` those of the others.
-    `prefill_s` are the seconds of steps with prompts; `mixed_steps` counts those of them that had
-    decode rows, too, and `prefill_steps` all of them. `step_s` has the other steps; `step_rows`
-    sums their requests and `kv_bytes_read` the KV bytes they read, in which shared blocks count
-    once; `mixed_kv_bytes` are those of mixed steps' decode rows.
+    `capped` counts the requests that ended at max_model_len, short of their max_tokens. `preempted`
+    counts how often a request gave up its KV blocks; `swapped` times it went on from copies of
+    them, else it computed its positions again. `shared_tokens` are tokens of prompts whose keys and
+    values other requests' KV blocks had. `new_tokens` are of requests that have ended,
+    `running_tokens` of the others.
+    `prefill_steps` counts the steps with prompts, which took `prefill_s`; `mixed_steps` of them had
+    decode rows, too, which read `mixed_kv_bytes`. `step_s` has the seconds of each step without
+    prompts; together these steps had `step_rows` rows and read `kv_bytes_read` KV bytes. Shared
+    blocks count once.
     """
 
     requests: int = 0
@@ -92,21 +91,6 @@ class RequestState:
         self.end = len(self.request.prompt_ids) + self.limit - 1  # all but the last token
 
     @property
-    def reserved(self) -> int:
-        """Positions for which it has KV blocks at least, while it has a slot."""
-        return max(self.cached, len(self.prompt))
-
-    @property
-    def remaining(self) -> int:
-        """Positions that it takes besides the `reserved` ones, at most."""
-        return self.end - self.reserved
-
-    @property
-    def launched(self) -> int:
-        """New tokens, those that launched steps or the rest of its prompt will give included."""
-        return self.limit - self.remaining
-
-    @property
     def may_end_early(self) -> bool:
         """Whether its tokens may end it before it has as many as it may."""
         params = self.request.params
@@ -116,8 +100,3 @@ class RequestState:
     def blocks_at_end(self) -> int:
         """KV blocks of its slot's tier that it takes at the end, at most, besides shared ones."""
         return ceil_div(self.end - self.shared, KV_BLOCK) - self.spilled
-
-    @property
-    def own_positions(self) -> int:
-        """The `reserved` positions in its slot's tier, besides shared ones."""
-        return max(0, self.reserved - self.shared - self.spilled * KV_BLOCK)

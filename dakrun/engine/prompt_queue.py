@@ -24,7 +24,7 @@ class PromptQueue:
     def __init__(self, runner: Runner, admission: Admission, together: int) -> None:
         self._runner, self._admission, self.together = runner, admission, together
         self.requests: list[RequestState] = []
-        self._left = 0  # requests of a group that has begun
+        self._left = 0  # requests of the last group that have prompt tokens left
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -33,7 +33,7 @@ class PromptQueue:
     def is_worth_a_pass(self, running: int) -> bool:
         """Whether the requests are enough to begin, or to go on with, while `running` others run.
 
-        Where KV blocks are fewer than slots need, a group is the same share of those that run.
+        Where KV blocks leave slots empty, a group is smaller, in proportion to the slots in use.
         """
         new = len(self.requests)
         tokens = sum(len(r.prompt) - r.cached for r in self.requests)
@@ -46,8 +46,9 @@ class PromptQueue:
     def take_parts(self, rows: int) -> list[tuple[RequestState, Row]]:
         """The parts of prompts that the next step computes beside `rows` decode rows.
 
-        Together they have up to chunk_tokens, which is as many as a product's launch may multiply.
-        A request waits for the next step if an earlier part computes its next block in its tier.
+        Together with the decode rows they have up to chunk_tokens tokens, as many as one launch
+        multiplies, but half of that at least. A request waits for the next step if this one
+        computes its next block already, in a part of an equal prompt in the same tier.
         """
         most, now, parts = self._runner.chunk_tokens, time.perf_counter(), []
         room = max(most // 2, most - ceil_div(rows, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)
@@ -74,7 +75,7 @@ class PromptQueue:
         return parts
 
     def take_begun(self, parts: Sequence[tuple[RequestState, Row]]) -> list[RequestState]:
-        """Take out the requests whose prompts end with `parts`, which have been launched."""
+        """Take out and return the requests whose prompts end with `parts`, once launched."""
         for r, _ in parts:
             self._runner.cache.publish(r.slot, r.names[: r.cached // KV_BLOCK])
         begun = [r for r, part in parts if part.wanted]

@@ -20,9 +20,9 @@ from dakrun.memory.tiers import aligned
 class Place:
     """The place of an item in the ring: bytes `start` to `end`.
 
-    The copy may start once the kernels that use item number `after` of the pass have run, or, with
-    None, as soon as the pass begins. `early` copies, those of the first items, are made by the
-    pass before, so that no pass begins with a wait.
+    The item's copy may start once the kernels that use item number `after` of the pass have run;
+    with None, as soon as the pass begins. The previous pass copies the first items (`early`), so
+    that no pass begins with a wait.
     """
 
     start: int
@@ -34,9 +34,9 @@ class Place:
 def places(sizes: Sequence[int], ring: int, *, early: bool = True) -> list[Place]:
     """Places in a ring of `ring` bytes for items of `sizes` bytes, used in order every pass.
 
-    Without `early` no copy is; with it the first one is, and those behind it up to one whose place
-    the last item holds: its copy could start only after the pass's last kernel, and the pass would
-    end with waiting for it. Raises ValueError for a size above the ring's.
+    With `early`, the previous pass copies item 0 and its successors, up to the first that overlaps
+    the last item's space: that copy could start only after the pass's last kernel, and the pass
+    would end with a wait for it. Raises ValueError for a size above the ring's.
     """
     spans = _spans(sizes, ring)
 
@@ -56,10 +56,10 @@ def places(sizes: Sequence[int], ring: int, *, early: bool = True) -> list[Place
 
 
 def _spans(sizes: Sequence[int], ring: int) -> list[tuple[int, int]]:
-    """First byte and end of each item: behind the previous one, or from 0 if there is no room left.
+    """First byte and end of each item: behind the previous item, or from 0 if no room is left.
 
-    The last lap of the ring begins early enough for the last item to lie behind the first one's
-    place, if there is room: the first one is copied for the next pass while the last one is read.
+    The last items go round the ring once more, if that moves the last item off the space of item
+    0: item 0 of the next pass is then copied while kernels read the last item.
     """
     spans, at = list[tuple[int, int]](), 0
     for size in sizes:

@@ -76,7 +76,7 @@ class ModelThread:
             with self._make() as llm:
                 self._llm = llm
                 self._loaded.set()
-                for result in llm.stream(self._requests(llm)):
+                for result in llm.run(self._requests(llm)):
                     self._finish(result)
         except BaseException as error:
             problem = error
