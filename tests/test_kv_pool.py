@@ -214,7 +214,7 @@ def test_a_preempted_request_gets_blocks_for_its_last_position(from_copies: bool
         second.tokens, second.prompt = [1, 2], (*second.prompt, 1, 2)
         if from_copies:
             second.saved, second.prompt = Saved([0, 1]), second.prompt[:-1]
-        assert not found.admit(second, [first], [])
+        assert not found.admit(second, [], [first])
         assert second.end == 64 + 66 - 1
 
 

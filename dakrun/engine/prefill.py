@@ -125,8 +125,7 @@ class _PassAttention:
 
 
 def _runs(parts: Sequence[Row], device: torch.device) -> Iterator[tuple[slice, "Lengths"]]:
-    """Runs of neighbours that begin a prompt: their tokens, counted from the first part's, and
-    their lengths."""
+    """Neighbours that begin a prompt: the numbers of their tokens in `parts`, and their lengths."""
     first = 0
     for begins, group in groupby(parts, lambda row: row.start == 0):
         lengths = [row.length for row in group]
