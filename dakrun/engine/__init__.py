@@ -5,9 +5,10 @@ keeps those that give theirs up, prompt_queue.py cuts prompts into parts, result
 unfinished.py has the requests to begin again after an error, rows_bar.py a bar in the terminal,
 which offline.py shows: it has the calls of the Python API that complete prompts.
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
-prefix_cache.py those that prompts share, and swap.py copies blocks to host memory and back. A
-runner (runner.py) computes the steps: graph_runner.py on the GPU's kernels (decode_step.py,
-prefill.py, cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
+prefix_cache.py those that prompts share, and swap.py copies blocks to host memory and back.
+step.py says what a step carries and gives. A runner (runner.py) computes it: graph_runner.py on the
+GPU's kernels (decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
+reference_runner.py in plain torch.
 sampler.py chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py
 plans for this machine's free memory, build.py makes the runner that a plan asks for.
 """

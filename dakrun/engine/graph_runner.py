@@ -131,7 +131,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def resume(self, row: Row) -> None:
-        """Let the one of `row.tokens` be the newest of its slot."""
+        """Let the token of `row` be the newest of its slot."""
         self._set_sampling([row])
         (token,) = row.tokens
         self._decode.newest[row.slot].fill_(token)

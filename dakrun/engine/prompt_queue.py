@@ -48,7 +48,7 @@ class PromptQueue:
 
         Together with the decode rows they have up to chunk_tokens tokens, as many as one launch
         multiplies, but half of that at least. A request waits for the next step if this one
-        computes its next block already, in a part of an equal prompt in the same tier.
+        computes its next block already, for another request of its tier.
         """
         most, now, parts = self._runner.chunk_tokens, time.perf_counter(), []
         room = max(most // 2, most - ceil_div(rows, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)

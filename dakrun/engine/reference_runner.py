@@ -229,7 +229,7 @@ class ReferenceRunner:
                 self._newest[row.slot] = max(token, 0)  # NO_TOKEN has no embedding
 
     def resume(self, row: Row) -> None:
-        """Let the one of `row.tokens` be the newest of its slot."""
+        """Let the token of `row` be the newest of its slot."""
         (self._newest[row.slot],) = row.tokens
 
     def collect(self) -> Accepted:

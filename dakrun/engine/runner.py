@@ -47,7 +47,7 @@ class Runner(Protocol):
         ...
 
     def resume(self, row: Row) -> None:
-        """Let the one of `row.tokens` be the newest token of its slot, filled up to `row.start`."""
+        """Let the token of `row` be the newest of its slot, which is filled up to `row.start`."""
         ...
 
     def collect(self) -> Accepted:

@@ -19,9 +19,9 @@ class Sampling(NamedTuple):
 class Row(NamedTuple):
     """The tokens of one request in a step: `length` of them enter `slot` from position `start` on.
 
-    `tokens` are theirs, as far as the CPU knows them: all of a prompt, and none of a decode row,
-    whose one token is the newest of its slot. Logits are computed after the last `wanted` of them,
-    0 or 1; from these the token of the next position is chosen, as `sampling` says.
+    `tokens` are those that the CPU knows: all in a part of a prompt, none in a decode row, whose
+    one token is the newest of its slot. Logits are computed after the last `wanted` tokens, 0 or 1;
+    from them the token of the next position is chosen, as `sampling` says.
     """
 
     slot: int
@@ -50,11 +50,11 @@ class Step(NamedTuple):
 
     @property
     def choosing(self) -> list[Row]:
-        """The rows whose logits are wanted."""
+        """The rows whose logits are wanted, in the order of `rows`."""
         return [*self.decode, *(row for row in self.prompts if row.wanted)]
 
     def by_row(self, chosen: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-        """For each of `rows` its part of `chosen`, which has those of `choosing` alone, or ()."""
+        """For each of `rows` its element of `chosen`, which has one for each of `choosing`; or ()."""
         first = len(self.decode)
         ends = iter(chosen[first:])
         return [*chosen[:first], *(next(ends) if row.wanted else () for row in self.prompts)]
