@@ -11,7 +11,18 @@ from safetensors.torch import load_file, save_file
 
 from dakrun import LLM, SamplingParams
 from dakrun.config import ModelConfig
-from dakrun.models import Backend, Decoder, Linear, Module, Norm, Scope, families, known_model
+from dakrun.models import (
+    Backend,
+    Decoder,
+    Linear,
+    Module,
+    Norm,
+    Operand,
+    Scope,
+    Source,
+    families,
+    known_model,
+)
 from dakrun.models.llama import gated, llama
 from dakrun.plan import Policy
 
@@ -106,3 +117,23 @@ def test_matrices_of_an_op_have_one_shape() -> None:
     )
     with pytest.raises(ValueError, match=message):
         Decoder(config, model.embedding, model.layers, model.head)
+
+
+def test_rows_of_gates_alternate_with_those_behind_them() -> None:
+    """As kernels have them: each two tensors of a matrix, or the halves of a single one."""
+    a, b, c, d = (Source(name, (16, 4)) for name in "abcd")
+    stacked = Operand("stacked", (a, b, c, d), interleaved=True)
+    assert stacked.shape == (64, 4)
+    assert stacked.request(slice(8, 56), for_kernels=True) == [
+        (a, slice(4, 16)),
+        (b, slice(4, 16)),
+        (c, slice(0, 12)),
+        (d, slice(0, 12)),
+    ]
+    assert stacked.request(slice(8, 40), for_kernels=False) == [
+        (a, slice(8, 16)),
+        (b, slice(0, 16)),
+        (c, slice(0, 8)),
+    ]
+    halves = Operand("halves", (a,), interleaved=True)
+    assert halves.request(slice(8, 16), for_kernels=True) == [(a, slice(4, 8)), (a, slice(12, 16))]

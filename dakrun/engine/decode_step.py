@@ -201,24 +201,19 @@ class _Recorder:
     def embed(
         self, embedding: Embedding, tokens: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        launch = partial(self._backend.embed, embedding, tokens, positions)
-        self.launches["embedding"].append(launch)
-        return launch()
+        return self._launch("embedding", self._backend.embed, embedding, tokens, positions)
 
-    def linear(
-        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        launch = partial(self._backend.linear, linear, x, residual)
-        self.launches[linear.op].append(launch)
-        return launch()
+    def linear(self, linear: Linear, *operands: torch.Tensor | None) -> torch.Tensor:
+        return self._launch(linear.op, self._backend.linear, linear, *operands)
 
     def recorded(self, attend: Attend) -> Attend:
-        def recorded(attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
-            launch = partial(attend, attention, qkv)
-            self.launches[attention.op].append(launch)
-            return launch()
+        return lambda attention, qkv: self._launch(attention.op, attend, attention, qkv)
 
-        return recorded
+    def _launch(
+        self, op: str, launch: Callable[..., torch.Tensor], *operands: object
+    ) -> torch.Tensor:
+        self.launches[op].append(partial(launch, *operands))
+        return launch(*operands)
 
 
 def fill_order(counts: Sequence[int]) -> list[int]:

@@ -85,12 +85,10 @@ class TimedBackend:
         self.seconds: dict[str, float] = defaultdict(float)
         self._backend = backend
 
-    def linear(
-        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, linear: Linear, *operands: Any) -> torch.Tensor:
         """The backend's `linear`, timed."""
         with self.timer(linear.op):
-            return self._backend.linear(linear, x, residual)
+            return self._backend.linear(linear, *operands)
 
     def timed(self, attend: Attend) -> Attend:
         """`attend`, timed."""

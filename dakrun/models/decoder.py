@@ -31,7 +31,7 @@ class Backend(Protocol):
         ...
 
     def linear(
-        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None, /
     ) -> torch.Tensor:
         """`linear` of x [n, K], with its norms, bias and activation.
 

@@ -49,7 +49,7 @@ class Scope:
 class Operand:
     """Tensors of a checkpoint, stacked along dimension 0, that a step reads under one name.
 
-    In kernels' operands that are `interleaved`, rows of the two tensors, or of the halves of one,
+    In kernels' operands that are `interleaved`, rows of each two tensors, or of the halves of one,
     alternate. An operand that is no Matrix always lies in the local tier.
     """
 
@@ -65,18 +65,24 @@ class Operand:
 
         `rows` begins where a row block begins, and ends where one or the operand ends.
         """
+        firsts = [(source, 0, source.shape[0]) for source in self.sources]  # row, number of rows
+        together = 1
         if self.interleaved and for_kernels:
-            start, stop = rows.start // 2, rows.stop // 2
-            if len(self.sources) == 2:
-                return [(source, slice(start, stop)) for source in self.sources]
-            half = self.shape[0] // 2
-            return [(self.sources[0], slice(top + start, top + stop)) for top in (0, half)]
+            together = 2
+            if len(firsts) == 1:
+                ((source, _, count),) = firsts
+                firsts = [(source, 0, count // 2), (source, count // 2, count // 2)]
         found, top = [], 0
-        for source in self.sources:
-            start, stop = max(rows.start, top), min(rows.stop, top + source.shape[0])
+        for number in range(0, len(firsts), together):
+            group = firsts[number : number + together]
+            height = sum(count for _, _, count in group)
+            start, stop = (min(max(row - top, 0), height) for row in (rows.start, rows.stop))
             if start < stop:
-                found.append((source, slice(start - top, stop - top)))
-            top += source.shape[0]
+                found += [
+                    (source, slice(first + start // together, first + stop // together))
+                    for source, first, _ in group
+                ]
+            top += height
         return found
 
 

@@ -219,7 +219,7 @@ def _fill(
 
 
 def _joined(tensors: list[torch.Tensor], *, alternate: bool) -> torch.Tensor:
-    """Stack `tensors` along dimension 0, their rows alternating if `alternate`."""
+    """Stack `tensors` along dimension 0; if `alternate`, the rows of each two of them alternate."""
     if alternate:
-        return interleave(tensors)
+        tensors = [interleave(tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
