@@ -50,12 +50,13 @@ class KernelBackend:
             for module in model.modules()
             if isinstance(module, Linear) and module is not model.embedding.project
         ]
-        self._following = {a.name: b for a, b in itertools.pairwise(self.order)}
+        self._following = {a.name: b.name for a, b in itertools.pairwise(self.order)}
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
         self._kept: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._pdl = False  # whether the next product may launch with PDL
+        self._operands = self._read_by(None)
         self.rotations = None
         if any(attention.rotary for attention in model.attentions):
             table = torch.stack(rope_table(model.config, positions, torch.float32), -1)
@@ -70,16 +71,13 @@ class KernelBackend:
         and the memory used does not depend on the order of passes. Without `logits` there is no
         such buffer for the logits.
         """
-        found = copy.copy(self)
-        found.staging, found._buffers = staging, {}
+        found = self._staged_by(staging)
         found._kept = self._allocate(rows, logits=logits)
         return found
 
     def unstaged(self) -> "KernelBackend":
         """A copy with the same kept buffers that stages no matrix."""
-        found = copy.copy(self)
-        found.staging, found._buffers = None, {}
-        return found
+        return self._staged_by(None)
 
     @property
     def rows(self) -> int:
@@ -140,14 +138,14 @@ class KernelBackend:
             x = self._normalize(linear.norm, x, torch.empty_like(x))
             self._pdl = False
         out = self._out(linear, len(x)) if residual is None else residual
-        weight = staging.fetch(name) if staging else self.matrices[name]
+        if staging:
+            staging.fetch(name)
         self._products(
-            x, weight, self._tier_accesses(linear, weight), out,
-            bias=self._vectors.get(linear.bias_name), residual=residual,
-            activation=linear.activation, norm=linear.folded.kind if linear.folded else "none",
-            eps=self.model.config.norm_eps,
+            x, *self._operands[name], out, bias=self._vectors.get(linear.bias_name),
+            residual=residual, activation=linear.activation,
+            norm=linear.folded.kind if linear.folded else "none", eps=self.model.config.norm_eps,
             pdl=self._pdl and not (staging and staging.waits(name)),
-            ahead=self._ahead(linear, len(x)),
+            ahead=self._ahead(name, len(x)),
         )  # fmt: skip
         if staging:
             staging.release(name)
@@ -190,21 +188,33 @@ class KernelBackend:
             return self._buffers[linear.op][:n]
         return self.like.new_empty(n, linear.width)
 
-    def _tier_accesses(self, linear: Linear, weight: TieredMatrix) -> tuple[TierAccess, ...]:
-        """How kernels read the parts of `weight`, the matrix of `linear` or its staged copy."""
-        return tuple(
-            TierAccess() if part.tier == LOCAL else access
-            for part, access in zip(weight.parts, self._accesses[linear.op], strict=True)
-        )
+    def _staged_by(self, staging: Staging | None) -> "KernelBackend":
+        """A copy with the same kept buffers whose matrices are staged by `staging`."""
+        found = copy.copy(self)
+        found.staging, found._buffers = staging, {}
+        found._operands = self._read_by(staging)
+        return found
 
-    def _ahead(self, linear: Linear, n: int) -> torch.Tensor | None:
-        """The bytes of the next matrix to prefetch into L2, of its part in HBM."""
-        following = self._following.get(linear.name)
-        if following is None:
-            return None
-        name = following.name
-        weight = self.staging.matrix(name) if self.staging else self.matrices[name]
-        return self._products.ahead(n, weight, self._tier_accesses(following, weight))
+    def _read_by(
+        self, staging: Staging | None
+    ) -> dict[str, tuple[TieredMatrix, tuple[TierAccess, ...]]]:
+        """Each matrix, its remote rows in the ring where it is staged, and how kernels read it."""
+        found = {}
+        for matrix in self.model.matrices():
+            weight = staging.matrix(matrix.name) if staging else self.matrices[matrix.name]
+            found[matrix.name] = (
+                weight,
+                tuple(
+                    TierAccess() if part.tier == LOCAL else access
+                    for part, access in zip(weight.parts, self._accesses[matrix.op], strict=True)
+                ),
+            )
+        return found
+
+    def _ahead(self, name: str, n: int) -> torch.Tensor | None:
+        """The bytes of the matrix behind `name` to prefetch into L2, of its part in HBM."""
+        following = self._following.get(name)
+        return None if following is None else self._products.ahead(n, *self._operands[following])
 
     def _normalize(
         self, norm: Norm, x: torch.Tensor, out: torch.Tensor, *, pad_grid: bool = False
