@@ -72,7 +72,7 @@ from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, RemoteTier, load_profile
 from dakrun.kernels.gemm import Products, splitk_gemm
 from dakrun.kernels.runtime import card_of
-from dakrun.launches import TierAccess
+from dakrun.launches import TierAccess, few_rows
 from dakrun.memory import TieredMatrix, allocate_tiers
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
@@ -554,7 +554,7 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     check_measured(found, "weight", ("cublas_s", "alignment_off_s", "predicted_s"))
     assert all((row["window_off_s"] is None) == (row["ratio"] == 0) for row in found.rows)
     gpu = torch.device("cuda", torch.cuda.current_device())
-    few = Products(gpu, card_of(gpu)).few_rows
+    few = few_rows(card_of(gpu))
     for row in found.rows:
         many = "tiled" if few < 72 else "torch" if row["ratio"] else "splitk"
         assert row["by"] == ("splitk" if row["n"] <= 64 else many)

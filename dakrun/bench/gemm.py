@@ -29,9 +29,9 @@ from dakrun.bench.run import Chains, measure_kernel
 from dakrun.bench.tiers import fill_random
 from dakrun.formats import PACKED16
 from dakrun.hardware import LOCAL, Card, HardwareProfile
-from dakrun.kernels.gemm.dispatch import By, Products
+from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import architecture, card_of, compile_ahead
-from dakrun.launches import TierAccess, split_row_blocks
+from dakrun.launches import By, TierAccess, split_row_blocks
 from dakrun.memory import MatrixPart, TieredMatrix, aligned
 from dakrun.plan import is_windowed
 from dakrun.probe.chain import launch_seconds

@@ -14,9 +14,9 @@ import torch
 from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
 from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
-from dakrun.kernels.gemm.dispatch import By, Products
+from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import card_of
-from dakrun.launches import TierAccess
+from dakrun.launches import By, TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.decoder import Decoder
 from dakrun.models.functional import rope_table

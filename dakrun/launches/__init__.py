@@ -1,16 +1,16 @@
 """Launch configurations of the GEMM kernels: which kernel, tiles, rings, clusters and SMs by tier.
 
 Pure functions of shapes, row blocks per tier and the card (hardware.Card). Kernels launch what they
-choose, and the planner asks them what will be launched. tiers.py says how tiers are read, splitk.py
-has SplitK_GEMM's launches, tiled.py those of the tiled GEMM, chosen among tiled_shapes.py.
-Imports no torch and needs no GPU.
+choose, and the planner asks them what will be launched. choice.py chooses the kernel, splitk.py the
+launches of SplitK_GEMM, tiled.py those of the tiled GEMM, among tiled_shapes.py. tiers.py says how
+tiers are read. Imports no torch and needs no GPU.
 """
 
+from dakrun.launches.choice import By, few_rows, kernel_for
 from dakrun.launches.splitk import (
     STEP_ATOMS,
     GemmConfig,
     Ring,
-    beats_tiled,
     can_mix,
     gemm_config,
     half_columns,
@@ -38,6 +38,7 @@ __all__ = [
     "OUTPUT_BLOCK_BYTES",
     "PARTIAL_BYTES",
     "STEP_ATOMS",
+    "By",
     "GemmConfig",
     "Launch",
     "Ring",
@@ -45,11 +46,12 @@ __all__ = [
     "TierAccess",
     "TierTiles",
     "TiledConfig",
-    "beats_tiled",
     "beside",
     "can_mix",
+    "few_rows",
     "gemm_config",
     "half_columns",
+    "kernel_for",
     "local_tier",
     "ring_bytes",
     "shapes",

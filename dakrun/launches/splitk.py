@@ -31,11 +31,6 @@ STEP_ATOMS = 8  # maximum atoms along K of a step; a half of K begins with a ste
 COPY_BYTES = 8 * 1024  # of W in a stage, at least: a copy takes time to issue, however small it is
 MIN_STAGES = 5  # wanted in a ring: if stages with COPY_BYTES of W are fewer, stages are smaller
 L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
-# Bytes of W and X that a CTA of SplitK_GEMM reads, up to which it beats the tiled GEMM for more
-# than FEW_ROWS rows: decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. A
-# W of 2048x2048, 320 KiB per CTA, takes 6.2 us instead of 7.6 in a chain of products alone, but
-# makes OPT-1.3b's step, with norms between products, 7% slower.
-MAX_SKINNY_BYTES = 256 * 1024
 COMBINE_BYTES = 60 * 1024  # bytes an SM could read from HBM while the last halves combine
 
 
@@ -85,18 +80,6 @@ def tiles_for(n: int) -> int:
 def can_mix(x_tiles: int) -> bool:
     """Whether local CTAs can take a mixed tier's groups; else that tier has CTAs of its own."""
     return x_tiles != PAIRED_TILES
-
-
-def beats_tiled(
-    n: int, row_blocks: int, cols: int, *, card: Card, atom_bytes: int = ATOM_BYTES
-) -> bool:
-    """Whether SplitK_GEMM beats the tiled GEMM for `n` rows of X, more than FEW_ROWS.
-
-    Each SM reads X and its share of W, `row_blocks` by `cols`. If that is little, the
-    tiled GEMM's longer start and end decide.
-    """
-    x, w = ATOM_BYTES * tiles_for(n), atom_bytes * ceil_div(row_blocks, card.sms)
-    return cols * (x + w) <= MAX_SKINNY_BYTES * ATOM_COLS
 
 
 def split_row_blocks(

@@ -15,6 +15,7 @@ from dakrun.geometry import (
     group_count,
 )
 from dakrun.hardware import Card, HardwareProfile, KernelModel, RemoteTier
+from dakrun.launches import kernel_for
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, is_windowed, predicted_time
@@ -45,7 +46,7 @@ def sms_by_tier(
       units among their own, which needs a link without a window.
     """
     units = [sum(of) for of in zip(*placement, strict=True)]
-    if _is_tiled(op, profile):
+    if _is_tiled(op, profile, units):
         return many_rows_sms(op, units, compute, profile, remote)
     counts = [math.ceil(count / len(placement)) for count in units]  # mean per layer
 
@@ -95,14 +96,16 @@ def _attention_sms(tier: RemoteTier, profile: HardwareProfile) -> int:
     return math.ceil(needed / profile.card.ring_bytes)
 
 
-def _is_tiled(op: Op, profile: HardwareProfile) -> bool:
-    """Whether the tiled GEMM computes `op`; False without its costs in the profile.
+def _is_tiled(op: Op, profile: HardwareProfile, counts: Sequence[int]) -> bool:
+    """Whether `op`, with `counts` units in each tier, is modelled as the tiled GEMM's.
 
-    The engine uses SplitK_GEMM for small weights at up to 64 rows, and cuBLAS for many rows on GPUs
-    without wgmma, both of which this model ignores.
+    As cuBLAS's products are, where the card has no wgmma. False if the profile has no such costs.
     """
-    many = op.category == "linear" and op.batch_size > FEW_ROWS
-    return many and profile.many_rows is not None
+    if op.category != "linear" or profile.many_rows is None:
+        return False
+    remote = any(counts[1:])
+    by = kernel_for(op.batch_size, op.units, op.shape[1], remote=remote, card=profile.card)
+    return by != "splitk"
 
 
 def launch_times(
@@ -117,7 +120,7 @@ def launch_times(
 
     The kernel seconds of the tiled GEMM include `compute` seconds of arithmetic; others do not.
     """
-    if _is_tiled(op, profile):
+    if _is_tiled(op, profile, counts):
         return many_rows_times(op, counts, sms, compute, profile, remote)
     return read_times(op, counts, sms, profile, remote)
 

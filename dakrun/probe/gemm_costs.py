@@ -16,7 +16,7 @@ from dakrun.hardware import LOCAL, Sweep
 from dakrun.kernels import normalize
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.gemm.splitk import splitk_gemm
-from dakrun.launches import TierAccess, gemm_config, split_row_blocks
+from dakrun.launches import TierAccess, few_rows, gemm_config, split_row_blocks
 from dakrun.memory import MatrixPart, TieredMatrix
 from dakrun.probe.chain import Launch, graph_seconds, launch_seconds, seconds_round_robin
 from dakrun.probe.measurement import spread
@@ -68,7 +68,7 @@ def linear_sweep(bench: Bench) -> Sweep:
 
 def many_rows(bench: Bench) -> tuple[int, ...]:
     """The effort's numbers of rows of X that are too many for SplitK_GEMM."""
-    most = Products(bench.hbm.tensor.device, bench.card).few_rows
+    most = few_rows(bench.card)
     return tuple(n for n in bench.effort.many_rows if n > most)
 
 

@@ -24,13 +24,12 @@ from dakrun.kernels.gemm.tiled import (
 )
 
 if TYPE_CHECKING:
-    from dakrun.kernels.gemm.dispatch import By, Products, products
+    from dakrun.kernels.gemm.dispatch import Products, products
 
 __all__ = [
     "ACTIVATIONS",
     "AFTER_REMOTE",
     "NORMS",
-    "By",
     "FusedNorm",
     "HalvesWorkspace",
     "PackedMatrix",
@@ -49,7 +48,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Import dispatch at its first use: it imports kernels that import this folder."""
-        if name not in ("By", "Products", "products"):
+        if name not in ("Products", "products"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from dakrun.kernels.gemm import dispatch
 

@@ -6,7 +6,6 @@ torch on others, from pieces of W that are unpacked. Knows operands, no models a
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,19 +26,19 @@ from dakrun.kernels.runtime.card import card_of
 from dakrun.kernels.runtime.graph import capture_id
 from dakrun.kernels.unpack import unpack
 from dakrun.launches import (
+    By,
     GemmConfig,
     TierAccess,
     TiledConfig,
-    beats_tiled,
+    few_rows,
     gemm_config,
+    kernel_for,
     tiled_config,
     tiles_for,
 )
 from dakrun.memory.matrix import TieredMatrix
 
 PIECE_BYTES = 64 << 20  # of W to unpack for torch at a time, or of the product
-
-By = Literal["splitk", "tiled", "torch"]
 
 _splitk_config = functools.cache(gemm_config)
 _tiled_config = functools.cache(tiled_config)
@@ -55,22 +54,15 @@ class Products:
     def __init__(self, device: torch.device, card: Card) -> None:
         self._device, self._card = device, card
         self._halves: dict[int, gemm.HalvesWorkspace] = {}  # by row blocks
-        # Up to so many rows of X SplitK_GEMM is the fastest kernel; above 64 it launches twice.
-        self.few_rows = FEW_ROWS if card.tiled else 2 * SPLITK_MAX_ROWS
 
     def kernel_for(self, n: int, weight: TieredMatrix) -> By:
         """Choose the kernel for `n` rows of X."""
         remote = any(part.split.row_blocks for part in weight.parts if part.tier != LOCAL)
-        # Two launches would read a remote part twice.
-        if n <= (min(self.few_rows, SPLITK_MAX_ROWS) if remote else self.few_rows):
-            return "splitk"
-        if not self._card.tiled:
-            return "torch"
         row_blocks = sum(part.split.row_blocks for part in weight.parts)
-        small = n <= SPLITK_MAX_ROWS and beats_tiled(
-            n, row_blocks, weight.shape[1], card=self._card, atom_bytes=weight.format.atom_bytes
-        )
-        return "splitk" if small else "tiled"
+        return kernel_for(
+            n, row_blocks, weight.shape[1], remote=remote, card=self._card,
+            atom_bytes=weight.format.atom_bytes,
+        )  # fmt: skip
 
     def variants(
         self, rows: Sequence[int], dtype: torch.dtype, *, mixes: bool = False
@@ -79,11 +71,11 @@ class Products:
 
         With `mixes` also those for weights with mixed tiers.
         """
-        few = (min(n, SPLITK_MAX_ROWS) for n in rows if n <= max(self.few_rows, SPLITK_MAX_ROWS))
-        for x_tiles in sorted({tiles_for(n) for n in few}):
+        few = max(few_rows(self._card), SPLITK_MAX_ROWS)
+        for x_tiles in sorted({tiles_for(min(n, SPLITK_MAX_ROWS)) for n in rows if n <= few}):
             for macros in gemm.defines_of_tiers(dtype, x_tiles, mixes=mixes):
                 yield gemm.SOURCE, macros
-        if self._card.tiled and max(rows) > self.few_rows:
+        if self._card.tiled and max(rows) > few_rows(self._card):
             every = tiled_gemm.all_defines(dtype, wgmma=self._card.has_wgmma)
             yield from ((tiled_gemm.SOURCE, macros) for macros in every)
 

@@ -1,0 +1,46 @@
+"""Which kernel multiplies how many rows of X: pure functions of shapes and the card."""
+
+from typing import Literal
+
+from dakrun.geometry import ATOM_BYTES, ATOM_COLS, FEW_ROWS, SPLITK_MAX_ROWS
+from dakrun.hardware import Card
+from dakrun.launches.splitk import tiles_for
+from dakrun.units import ceil_div
+
+By = Literal["splitk", "tiled", "torch"]
+
+# Bytes of W and X that a CTA of SplitK_GEMM reads, up to which it beats the tiled GEMM for more
+# than FEW_ROWS rows: decode steps of 64 requests take 9% less for OPT-125m, 11% for OPT-350m. A
+# W of 2048x2048, 320 KiB per CTA, takes 6.2 us instead of 7.6 in a chain of products alone, but
+# makes OPT-1.3b's step, with norms between products, 7% slower.
+MAX_SKINNY_BYTES = 256 * 1024
+
+
+def few_rows(card: Card) -> int:
+    """Rows of X up to which SplitK_GEMM is the fastest kernel; above 64 it launches twice."""
+    return FEW_ROWS if card.tiled else 2 * SPLITK_MAX_ROWS
+
+
+def kernel_for(
+    n: int,
+    row_blocks: int,
+    cols: int,
+    *,
+    remote: bool,
+    card: Card,
+    atom_bytes: int = ATOM_BYTES,
+) -> By:
+    """The kernel for `n` rows of X and a W of `row_blocks` by `cols`, of which some are `remote`.
+
+    Where SplitK_GEMM and the tiled GEMM compete, each SM reads X and its share of W, whose atoms
+    have `atom_bytes`. If that is little, the tiled GEMM's longer start and end decide.
+    """
+    most = few_rows(card)
+    if n <= (min(most, SPLITK_MAX_ROWS) if remote else most):  # two launches would read W twice
+        return "splitk"
+    if not card.tiled:
+        return "torch"
+    if n > SPLITK_MAX_ROWS:
+        return "tiled"
+    x, w = ATOM_BYTES * tiles_for(n), atom_bytes * ceil_div(row_blocks, card.sms)
+    return "splitk" if cols * (x + w) <= MAX_SKINNY_BYTES * ATOM_COLS else "tiled"
