@@ -70,7 +70,7 @@ def test_parts_lie_in_the_tier_that_the_placement_names() -> None:
         (60, 2048), torch.float16, Rows(2), [("hbm", 3), ("host", 5)], tiers
     )
     assert [p.tier for p in matrix.parts] == ["hbm", "host"]
-    assert [rows for _, rows in matrix.rows()] == [slice(0, 24), slice(24, 60)]
+    assert [rows for _, rows in matrix.rows] == [slice(0, 24), slice(24, 60)]
     assert tiers["hbm"].used == 256 + 24 * 2048 * 2
     assert tiers["host"].used == 256 + 36 * 2048 * 2
     for part in matrix.parts:

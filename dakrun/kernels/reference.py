@@ -45,9 +45,10 @@ def linear(x: torch.Tensor, weight: TieredMatrix, bias: torch.Tensor | None = No
 
 def _rows(weight: TieredMatrix, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
     """The rows of each part of a weight, and these rows [R, K] on `device`."""
-    for part, rows in weight.rows():
+    for part, rows in weight.rows:
         if part.split.row_blocks:
-            yield rows, weight.read(part, device)[: rows.stop - rows.start]
+            matrix, count = weight.read(part, device), rows.stop - rows.start
+            yield rows, matrix if len(matrix) == count else matrix[:count]
 
 
 def gather_rows(table: TieredMatrix, ids: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def gather_rows(table: TieredMatrix, ids: torch.Tensor) -> torch.Tensor:
     if ids.ndim != 1 or ids.dtype != torch.int64:
         raise ValueError(f"expected ids [N] of int64, got {tuple(ids.shape)} of {ids.dtype}")
     out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype, device=ids.device)
-    for part, some in table.rows():
+    for part, some in table.rows:
         index = torch.nonzero((ids >= some.start) & (ids < some.stop)).flatten()
         if index.numel():
             matrix = table.read(part)

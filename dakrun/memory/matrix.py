@@ -72,7 +72,7 @@ class TieredMatrix:
                 f"expected {row_block_count(self.shape[0])} row blocks for a matrix of "
                 f"{self.shape}, got {placed}"
             )
-        for part, rows in self.rows():
+        for part, rows in self.rows:
             for array, data in zip(part.format.arrays(cols), part.arrays, strict=True):
                 expected = array.nbytes(rows.stop - rows.start)
                 if (
@@ -113,13 +113,15 @@ class TieredMatrix:
             first += count
         return cls(shape, dtype, tuple(parts))
 
-    def rows(self) -> Iterator[tuple[MatrixPart, slice]]:
+    @functools.cached_property
+    def rows(self) -> tuple[tuple[MatrixPart, slice], ...]:
         """The parts, each with its rows."""
-        first, height = 0, self.shape[0]
+        found, first, height = [], 0, self.shape[0]
         for part in self.parts:
             last = first + part.split.row_blocks
-            yield part, slice(first_row(first, height), first_row(last, height))
+            found.append((part, slice(first_row(first, height), first_row(last, height))))
             first = last
+        return tuple(found)
 
     def read(self, part: MatrixPart, device: torch.device | str | None = None) -> torch.Tensor:
         """The rows [R, K] of a part on `device`, or where it lies; with those of padded formats."""
@@ -154,7 +156,7 @@ class TieredMatrix:
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """A copy of the matrix [M, K] in one tensor on `device`."""
         out = torch.empty(self.shape, dtype=self.dtype, device=device)
-        for part, rows in self.rows():
+        for part, rows in self.rows:
             out[rows] = self.read(part, device)[: rows.stop - rows.start]
         return out
 

@@ -161,7 +161,7 @@ def _partitioned(
     with Workers(reader_count()) as readers:
         for matrix in model.matrices():
             found = matrices[matrix.name]
-            for part, of_part in found.rows():
+            for part, of_part in found.rows:
                 data, top = found.read(part), 0  # a view
                 for one, rows in matrix.request(of_part, for_kernels=False):
                     for some in _pieces(rows, matrix.shape[1]):
