@@ -16,7 +16,7 @@ from dakrun.errors import (
     invalid_value,
     refuse_unsupported,
 )
-from dakrun.formats import KVLayout
+from dakrun.formats import KVLayout, Rows, WeightFormat
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 NormKind = Literal["rms", "layer"]  # RMSNorm, LayerNorm
@@ -195,6 +195,11 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Columns of the keys, and of the values: all KV heads side by side."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """How a checkpoint in `dtype` stores matrices."""
+        return Rows(DTYPE_BYTES[self.dtype])
 
     @property
     def kv_layout(self) -> KVLayout:

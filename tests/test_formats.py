@@ -14,7 +14,8 @@ from dakrun.hardware import LOCAL
 from dakrun.kernels import gemm, reference, variants
 from dakrun.memory import TieredMatrix, allocate_tiers
 from dakrun.memory.matrix import allocated_bytes
-from dakrun.plan import linear_op
+from dakrun.models.modules import Linear, Scope
+from dakrun.plan.ops import matrix_op
 from dakrun.units import ceil_div
 
 CPU = torch.device("cpu")
@@ -102,7 +103,8 @@ def test_all_arrays_are_staged(int8: tuple[TieredMatrix, torch.Tensor]) -> None:
 
 
 def test_the_plan_counts_all_arrays() -> None:
-    op = linear_op("m", (48, 128), n=2, element_bytes=2, format=INT8)
+    linear = Linear(Scope(""), "m", {"m": 48}, 128)
+    op = matrix_op(linear, INT8, n=2, element_bytes=2)
     assert op.resident_bytes == op.read_bytes == 48 * (128 + 4)
     assert op.tier_bytes((1, 3, 2)) == [8 * 132, 24 * 132, 16 * 132]
     assert op.stored(packed=True) is INT8

@@ -140,7 +140,9 @@ def decode_ops(
     for name, modules in decoder.ops.items():
         module = modules[0]
         if isinstance(module, Matrix):
-            op = matrix_op(module, n=n, element_bytes=size, normed=name in normed)
+            op = matrix_op(
+                module, model.weight_format, n=n, element_bytes=size, normed=name in normed
+            )
         else:
             op = attention_op(
                 module.heads,
@@ -155,19 +157,10 @@ def decode_ops(
 
 
 def matrix_op(
-    matrix: Matrix,
-    *,
-    n: int,
-    element_bytes: int,
-    format: WeightFormat | None = None,
-    normed: bool = False,
+    matrix: Matrix, format: WeightFormat, *, n: int, element_bytes: int, normed: bool = False
 ) -> Op:
-    """What a pass of `n` tokens, of `element_bytes` an element, asks of `matrix` by itself.
-
-    The matrix is stored in `format`, by default as rows of elements of the same size.
-    """
+    """What a pass of `n` tokens, of `element_bytes` an element, asks of `matrix` by itself."""
     rows, cols = matrix.shape
-    format = format or Rows(element_bytes)
     return Op(
         name=matrix.op,
         category=matrix.category,
@@ -190,7 +183,7 @@ def linear_op(name: str, shape: tuple[int, int], *, n: int, element_bytes: int) 
     """The product of `n` rows and a weight of `shape`, [M, K], of no model."""
     rows, cols = shape
     matrix = Linear(Scope(""), name, {name: rows}, cols)
-    return matrix_op(matrix, n=n, element_bytes=element_bytes)
+    return matrix_op(matrix, Rows(element_bytes), n=n, element_bytes=element_bytes)
 
 
 def attention_op(
