@@ -40,7 +40,8 @@ class Preemption:
 
     def save_ahead(self, r: RequestState, running: Iterable[RequestState]) -> None:
         """Start to copy the full blocks of `r`, which has to give up soon, beside its steps."""
-        self._save(r, r.cached // KV_BLOCK, running)
+        known = len(r.request.prompt_ids) + len(r.tokens) - 1  # positions before the newest token
+        self._save(r, known // KV_BLOCK, running)
 
     def preempt(self, r: RequestState, running: Iterable[RequestState]) -> bool:
         """Queue `r`, of which no step is in flight, as the next to run; it must leave its slot now.

@@ -59,10 +59,11 @@ class Prefill:
         positions = upload(torch.cat(spans).int(), device)
         tokens = [token for row in parts for token in row.tokens]
         ids = upload(torch.tensor(tokens, dtype=torch.int32), device)
-        wanted, end = list(range(n)), n
+        wanted, end = list[int](), n
         for row in parts:
             end += row.length
             wanted += range(end - row.wanted, end)
+        chosen = torch.cat((torch.arange(n), torch.tensor(wanted, dtype=torch.int64)))
         heads = self._heads[: n + len(positions)]
         attend: Attend = _PassAttention(
             backend, self._cache, self._shape, self._writer, parts, positions, heads[n:]
@@ -71,8 +72,7 @@ class Prefill:
             attend = _both(n, step.attention(bucket, heads[:n]), attend, heads)
             ids = torch.cat((step.tokens[:n], ids))
             positions = torch.cat((step.lengths[:n], positions))
-        chosen = upload(torch.tensor(wanted, dtype=torch.int64), device)
-        logits = backend.model.forward(backend, attend, ids, positions, rows=chosen)
+        logits = backend.model.forward(backend, attend, ids, positions, rows=upload(chosen, device))
         self._writer.end()
         return logits
 

@@ -144,13 +144,13 @@ class ReferenceAttention:
         for row in self._rows:
             self._store(layer, row, *(x[first : first + row.length] for x in (k, v)))
             first += row.length
-        caches = [self._cached(layer, row) for row in self._rows]
-        n, found = self._decode, []
-        if n:
-            found.append(reference.decode_attention(q[:n], caches[:n], scale))
-        parts = q[n:].split([row.length for row in self._rows[n:]])
-        for part, cache in zip(parts, caches[n:], strict=True):
-            found.append(reference.prefill_attention(part, cache, scale))
+        found, queries = [], q.split([row.length for row in self._rows])
+        for number, (row, own) in enumerate(zip(self._rows, queries, strict=True)):
+            cache = self._cached(layer, row)
+            if number < self._decode and row.length == 1:
+                found.append(reference.decode_attention(own, [cache], scale))
+            else:
+                found.append(reference.prefill_attention(own, cache, scale))
         return torch.cat(found)
 
     def _store(self, layer: int, row: Row, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -242,11 +242,13 @@ class ReferenceRunner:
     def logits(self, step: Step) -> torch.Tensor:
         """Logits [S, V] after the wanted tokens of a step's rows.
 
-        Tokens of a decode row may be given, in place of the newest of its slot.
+        A decode row begins with the newest token of its slot, if it is a token short.
         """
         rows, ids, positions, wanted = step.rows, list[int](), list[int](), list[int]()
         for row in rows:
-            ids += row.tokens or (self._newest[row.slot],)
+            if len(row.tokens) < row.length:
+                ids.append(self._newest[row.slot])
+            ids += row.tokens
             positions += range(row.start, row.last + 1)
             wanted += range(len(ids) - row.wanted, len(ids))
         tokens, at = (torch.tensor(numbers, device=self._device) for numbers in (ids, positions))

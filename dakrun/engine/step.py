@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Decode rows, whose logits are all wanted, and parts of prompts; no slot is in two rows."""
+    """Decode rows, with all logits wanted, and parts of prompts; no slot is in two rows."""
 
     decode: Sequence[Row]
     prompts: Sequence[Row] = ()
