@@ -356,14 +356,14 @@ class Engine:
         if reason == "error":
             return not_finite(r, self.plan.model.dtype)
         self.admission.count_end(r)
-        found, stats = completion(r, reason, self._tokenizer), self.stats
+        result, stats = completion(r, reason, self._tokenizer), self.stats
         stats.requests += 1
         asked = r.request.params.max_tokens
         stats.capped += reason == "length" and asked is not None and len(r.tokens) < asked
-        stats.prompt_tokens += found.prompt_tokens
-        stats.shared_tokens += min(r.shared, found.prompt_tokens)
+        stats.prompt_tokens += result.prompt_tokens
+        stats.shared_tokens += min(r.shared, result.prompt_tokens)
         stats.new_tokens += len(r.tokens)
-        stats.ttft_s.append(found.ttft_s)
+        stats.ttft_s.append(result.ttft_s)
         if len(r.tokens) > 1:
-            stats.tpot_s.append(found.tpot_s)
-        return found
+            stats.tpot_s.append(result.tpot_s)
+        return result

@@ -144,14 +144,14 @@ class ReferenceAttention:
         for row in self._rows:
             self._store(layer, row, *(x[first : first + row.length] for x in (k, v)))
             first += row.length
-        found, queries = [], q.split([row.length for row in self._rows])
+        heads, queries = [], q.split([row.length for row in self._rows])
         for number, (row, own) in enumerate(zip(self._rows, queries, strict=True)):
             cache = self._cached(layer, row)
             if number < self._decode and row.length == 1:
-                found.append(reference.decode_attention(own, [cache], scale))
+                heads.append(reference.decode_attention(own, [cache], scale))
             else:
-                found.append(reference.prefill_attention(own, cache, scale))
-        return torch.cat(found)
+                heads.append(reference.prefill_attention(own, cache, scale))
+        return torch.cat(heads)
 
     def _store(self, layer: int, row: Row, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [T, Hkv, D] of a row's tokens to its slot's blocks."""
@@ -220,9 +220,9 @@ class ReferenceRunner:
         timed = self._timed if not step.prompts else None
         self._steps += not step.prompts
         with timed.timer("sampling") if timed else nullcontext():
-            found = Chosen(logits, step).collect()
-        self._accepted.append(found)
-        for row, tokens in zip(step.rows, found.tokens, strict=True):
+            accepted = Chosen(logits, step).collect()
+        self._accepted.append(accepted)
+        for row, tokens in zip(step.rows, accepted.tokens, strict=True):
             for token in tokens:
                 self._newest[row.slot] = max(token, 0)  # NO_TOKEN has no embedding
 

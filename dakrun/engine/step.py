@@ -54,7 +54,7 @@ class Step(NamedTuple):
         return [*self.decode, *(row for row in self.prompts if row.wanted)]
 
     def by_row(self, chosen: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-        """For each of `rows` its element of `chosen`, which has one for each of `choosing`, or ()."""
+        """Elements of `chosen`, one for each of `choosing`, by their row; () for the other rows."""
         first = len(self.decode)
         ends = iter(chosen[first:])
         return [*chosen[:first], *(next(ends) if row.wanted else () for row in self.prompts)]
