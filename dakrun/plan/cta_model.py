@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from dakrun.geometry import (
+    ATOM_BYTES,
     FEW_ROWS,
     ROWS_PER_BLOCK,
     SPLITK_MAX_ROWS,
@@ -143,23 +144,23 @@ def read_times(
     parts = list(zip(map(profile.tier, remote), counts[1:], sms[1:], strict=True))
     if op.category == "attention":
         return _attention_times(op.read_bytes / op.units, counts[0], sms[0], parts, profile)
-    model, rows = profile.kernel_model, op.batch_size
+    model = profile.kernel_model
     row_block = op.read_bytes / op.units
     mixed = sum(count for _, count, own in parts if not own)
-    fixed = profile.linear.at(rows)[0]
+    fixed = profile.linear.at(op.batch_size)[0]
     links = []
     for tier, row_blocks, own in parts:
         if not row_blocks:
             continue
         if own:
             ctas, group = float(min(own, row_blocks)), even_group(row_blocks, min(own, row_blocks))
-            seconds = row_block * _waves(row_blocks, own, _link_rate(tier, rows, profile))
+            seconds = row_block * _waves(row_blocks, own, _link_rate(tier, op, profile))
         else:
             ctas = sms[0] * row_blocks / (counts[0] + mixed)
             group = even_group(counts[0], sms[0], mixed)
             seconds = _mixed_seconds(row_block * row_blocks, tier, model)
         # HBM idles between launches as well: that is part of the op's fixed cost.
-        held = _ring_bytes(rows, ctas, group, profile.card) / tier.direct_bytes_per_s
+        held = _ring_bytes(op, ctas, group, profile.card) / tier.direct_bytes_per_s
         idle = max(0.0, model.launch_gap_seconds - held)
         links.append(seconds + max(0.0, idle - fixed))
     local = row_block * counts[0] / profile.hbm_bytes_per_s
@@ -209,10 +210,11 @@ def _unevenness(row_blocks: int, ctas: int, profile: HardwareProfile, mixed: int
     return 1 + model.busiest_cta_weight * (over_mean - 1 / model.busy_sms)
 
 
-def _ring_bytes(rows: int, ctas: float, group: int, card: Card) -> float:
-    """Bytes of W in the rings of `ctas`, which also hold `rows` rows of X."""
-    tiles = ceil_div(min(rows, SPLITK_MAX_ROWS), ROWS_PER_BLOCK)
-    return ctas * card.ring_bytes * group / (group + tiles)
+def _ring_bytes(op: Op, ctas: float, group: int, card: Card) -> float:
+    """Bytes of W in the rings of `ctas`, which also hold the rows of X."""
+    x = ATOM_BYTES * ceil_div(min(op.batch_size, SPLITK_MAX_ROWS), ROWS_PER_BLOCK)
+    w = op.atom_bytes * group
+    return ctas * card.ring_bytes * w / (w + x)
 
 
 def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> float:
@@ -231,10 +233,8 @@ def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> floa
     return seconds + (rest / rate(last, group) if rest else 0.0)
 
 
-def _link_rate(
-    tier: RemoteTier, rows: int, profile: HardwareProfile
-) -> Callable[[int, int], float]:
-    """Bytes/s of `tier` by the CTAs that read it and the row blocks in a group, at `rows` of X.
+def _link_rate(tier: RemoteTier, op: Op, profile: HardwareProfile) -> Callable[[int, int], float]:
+    """Bytes/s of `tier` by the CTAs that read W of `op` there and the row blocks in a group.
 
     The bytes in flight are limited by the CTAs' rings. A window reaches its full rate only with
     all of the tier's SMs.
@@ -245,7 +245,7 @@ def _link_rate(
 
     def rate(ctas: int, group: int) -> float:
         missing = max(0.0, 1 - ctas / tier.sms) if windowed else 0.0
-        filled = min(1.0, _ring_bytes(rows, ctas, group, profile.card) / needed)
+        filled = min(1.0, _ring_bytes(op, ctas, group, profile.card) / needed)
         return full * filled / (1 + loss * 2 * missing)
 
     return rate

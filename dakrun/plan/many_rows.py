@@ -7,7 +7,7 @@ import bisect
 import functools
 from collections.abc import Sequence
 
-from dakrun.geometry import ATOM_BYTES, TILED_MAX_ROWS
+from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import Card, HardwareProfile
 from dakrun.launches import TierAccess, tiled_config
 from dakrun.plan.ops import Op
@@ -52,7 +52,9 @@ def _part_times(
     if tier == 0:
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
     link, rows = profile.tier(remote[tier - 1]), min(op.batch_size, TILED_MAX_ROWS)
-    held = sms * held_bytes(rows, op.units, op.shape[1], link.window_bytes, profile.card)
+    held = sms * held_bytes(
+        rows, op.units, op.shape[1], link.window_bytes, profile.card, op.atom_bytes
+    )
     rate = link.direct_bytes_per_s * min(1.0, held / bytes_in_flight(link, profile))
     return kernel, nbytes / rate + profile.kernel_model.launch_gap_seconds
 
@@ -106,13 +108,18 @@ def many_rows_sms(
 
 
 @functools.cache
-def held_bytes(rows: int, row_blocks: int, cols: int, window: int, card: Card) -> float:
+def held_bytes(
+    rows: int, row_blocks: int, cols: int, window: int, card: Card, atom_bytes: int
+) -> float:
     """Bytes of W in the rings of a remote part, for each of its SMs.
 
-    By the launch for `rows` of X and a W of `row_blocks` that all lie behind a link with `window`.
+    By the launch for `rows` of X and a W of `row_blocks`, whose atoms have `atom_bytes`, that all
+    lie behind a link with `window`.
     """
     access = TierAccess(), TierAccess(window_bytes=window)
-    (launch,) = tiled_config(rows, (0, row_blocks), access, cols=cols, card=card).launches
+    (launch,) = tiled_config(
+        rows, (0, row_blocks), access, cols=cols, card=card, atom_bytes=atom_bytes
+    ).launches
     (_, tiles), shape = launch.tiers, launch.shape
     # CTAs of a cluster along X load the stages of one ring in turn.
-    return ATOM_BYTES * launch.stages * tiles.tile_row_blocks / shape.x_ctas
+    return atom_bytes * launch.stages * tiles.tile_row_blocks / shape.x_ctas

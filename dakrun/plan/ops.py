@@ -3,6 +3,7 @@
 Knows the model's modules and the workload; knows no hardware and no placement.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
-from dakrun.formats import KVLayout, Rows, WeightFormat
+from dakrun.formats import PACKED16, KVLayout, Rows, WeightFormat
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.models.families import decoder_of
 from dakrun.models.modules import Linear, Matrix, Scope
@@ -63,6 +64,11 @@ class Op:
         found = self.format.packed if packed and self.format else self.format
         assert found, f"{self.name} has no such format"
         return found
+
+    @functools.cached_property
+    def atom_bytes(self) -> int:
+        """Bytes of an atom of a weight in kernels' rings: of 16 bits, where no kernel reads it."""
+        return (self.stored().packed or PACKED16).atom_bytes
 
     def unit_bytes(self, first: int, last: int) -> int:
         """Resident bytes of the units first ... last - 1."""
