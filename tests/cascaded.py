@@ -52,14 +52,14 @@ def check_cascade(
         for number in others(first, rows):
             blocks_of(slots[number], blocks).fill_(0xFF)
         start = slots[first].data_ptr()
-        own = [start + block * shape.block_bytes for block in range(blocks)]
+        own = [start + block * shape.head_bytes for block in range(blocks)]
         if remote:  # heads of a block lie side by side there
             parts = blocks_of(slots[first], blocks).transpose(0, 1).contiguous()
             kept.append(parts)
             own = [part.data_ptr() for part in parts]
         taken.append(RowGroup(first, rows, own, remote))
     prefixes.assign(taken)
-    head_bytes = shape.block_bytes * (1 if remote else shape.blocks)
+    head_bytes = shape.head_bytes * (1 if remote else shape.blocks)
     cached = torch.tensor(lengths, dtype=torch.int32, device=case.device)
     for _ in range(2):  # launches leave no trace
         prefixes.launch(

@@ -117,5 +117,5 @@ class PromptCase:
         blocks = blocks.to(self.device)
         for slot, number, place in places:
             addresses[slot, number] = blocks[place].data_ptr()
-        tables = BlockTables(addresses.to(self.device), shape.block_bytes, shape.layer_bytes)
+        tables = BlockTables(addresses.to(self.device), shape.head_bytes, shape.layer_bytes)
         return blocks, tables

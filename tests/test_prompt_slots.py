@@ -66,5 +66,5 @@ def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
 
 def test_blocks_of_a_slot() -> None:
     shape = kv_blocks.KVShape(12, 64, 250)
-    assert 12 * shape.block_bytes == BLOCK_BYTES
+    assert 12 * shape.head_bytes == BLOCK_BYTES
     assert shape.slot_bytes == shape.blocks * BLOCK_BYTES

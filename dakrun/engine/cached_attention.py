@@ -83,7 +83,7 @@ class CachedAttention:
         if moved:
             numbers, blocks, addresses = upload(torch.tensor(moved).T.contiguous(), device)
             self._tables[:, numbers, blocks] = addresses
-        self._head_bytes = shape.block_bytes
+        self._head_bytes = shape.head_bytes
 
     def __call__(self, layer: int, q: torch.Tensor, heads: torch.Tensor) -> None:
         """Write the heads [n, Hq * D] of these parts' queries, rows of q [n, Hq, D]."""

@@ -11,16 +11,36 @@ kernels, RowLayout's for plain torch. Knows neither requests nor plans.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
 from dakrun.engine.prefix_cache import PrefixCache
 from dakrun.formats import KVLayout
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels.attention import BlockTables, KVShape
+from dakrun.kernels.attention import BlockTables
 from dakrun.memory.device import device_view, in_order, upload
 from dakrun.memory.tiers import Tier
 from dakrun.units import ceil_div
+
+
+class SlotLayout(Protocol):
+    """What the cache knows of a layout of keys and values."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a full slot."""
+        ...
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a block in one layer."""
+        ...
+
+    @property
+    def head_bytes(self) -> int | None:
+        """Bytes from head to head of a block that kernels find by block tables; None: no tables."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,7 @@ class RowLayout:
     head_dim: int
     positions: int
     dtype: torch.dtype
+    head_bytes: ClassVar[None] = None
 
     @property
     def blocks(self) -> int:
@@ -62,7 +83,7 @@ class KVCache:
         self,
         placement: Sequence[tuple[str, int, int]],
         layers: int,
-        layout: KVShape | RowLayout,
+        layout: SlotLayout,
         tiers: Mapping[str, Tier],
         device: torch.device,
         *,
@@ -83,7 +104,7 @@ class KVCache:
         self._spilled = [0] * len(self._tier)  # leading blocks of each slot that lie in tier 1
         self._shared = [0] * len(self._tier)  # leading blocks of each slot that `share` gave it
         self._prefixes = [PrefixCache() for _ in self.counts]
-        self._has_tables = isinstance(layout, KVShape)
+        self._has_tables = layout.head_bytes is not None
         shape = (self.slots, layout.blocks if self._has_tables else 0)
         self._addresses = torch.zeros(shape, dtype=torch.int64, device=device)
         self._changes: dict[int, int] = {}  # of `_addresses`, by the number of the element
@@ -237,12 +258,12 @@ class KVCache:
 
     @property
     def tables(self) -> BlockTables:
-        """The block tables of all slots, of a KVShape, as of the last `flush`.
+        """The block tables of all slots, if the layout has them, as of the last `flush`.
 
         Their memory is fixed. What lies behind the blocks that a slot has is meaningless.
         """
-        assert isinstance(self._layout, KVShape)
-        return BlockTables(self._addresses, self._layout.block_bytes, self._layout.layer_bytes)
+        assert self._layout.head_bytes is not None, "kernels do not read this layout"
+        return BlockTables(self._addresses, self._layout.head_bytes, self._layout.layer_bytes)
 
     def flush(self) -> None:
         """Write the changes of block tables to the device, on torch's current stream."""

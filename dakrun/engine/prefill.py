@@ -206,7 +206,7 @@ class KVWriter:
             at = torch.arange(row.start, row.start + row.length)
             block = torch.tensor(places)[at // KV_BLOCK - row.start // KV_BLOCK]
             start = block[:, 0] + at % KV_BLOCK * self._shape.layout.row_bytes
-            head_bytes = torch.full_like(at, self._shape.block_bytes)
+            head_bytes = torch.full_like(at, self._shape.head_bytes)
             rows.append(torch.stack((start, block[:, 1], head_bytes), 1))
         return torch.cat(rows)
 

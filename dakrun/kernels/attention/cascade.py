@@ -150,7 +150,7 @@ class PrefixAttention:
             arrivals=self._arrivals.data_ptr(),
             stride=q.stride(0),
             layer_offset=layer * layer_bytes,
-            head_bytes=shape.block_bytes if head_bytes is None else head_bytes,
+            head_bytes=shape.head_bytes if head_bytes is None else head_bytes,
             table_blocks=1,  # a tile's `slot` is the place of its first address
             kv_heads=shape.kv_heads,
             group=self._group,

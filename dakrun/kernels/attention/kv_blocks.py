@@ -44,7 +44,7 @@ class KVShape:
         return ceil_div(self.positions, KV_BLOCK)
 
     @property
-    def block_bytes(self) -> int:
+    def head_bytes(self) -> int:
         """Bytes of one head's block: keys and values."""
         return self.layer_bytes // self.kv_heads
 
@@ -76,8 +76,8 @@ class BlockTables:
         cls, starts: torch.Tensor, shape: KVShape, *, layer_bytes: int = 0
     ) -> "BlockTables":
         """Tables of packed slots that begin at `starts`, int64 [slots]."""
-        blocks = torch.arange(shape.blocks, device=starts.device) * shape.block_bytes
-        head_bytes = shape.blocks * shape.block_bytes
+        blocks = torch.arange(shape.blocks, device=starts.device) * shape.head_bytes
+        head_bytes = shape.blocks * shape.head_bytes
         return cls(starts[:, None] + blocks, head_bytes, layer_bytes)
 
 
