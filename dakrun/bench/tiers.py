@@ -15,7 +15,7 @@ from dakrun.bench.sweep import Case, buffer_bytes
 from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL, RemoteTier
 from dakrun.kernels import Reader, read_window
-from dakrun.kernels.runtime import copy
+from dakrun.kernels.runtime import card_of, copy
 from dakrun.memory import (
     ALIGNMENT,
     HOST,
@@ -82,7 +82,7 @@ def _rates(
     block = torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, device=device)
     for buffer in buffers.values():
         fill(buffer, block)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sms = card_of(device).sms
     readers = {LOCAL: Buffer(buffers[LOCAL]).reader(sms, HBM_RING)}
     for tier in remote:
         far = Buffer(buffers[tier.name])
