@@ -57,7 +57,8 @@ class LookAhead:
         may_wait: bool,
     ) -> None:
         self._source, self._close_input = rows, close_input
-        self._rows: list[tuple[AheadRow, int, int]] = []  # a heap; place and length in the spool
+        self._rows: list[AheadRow] = []  # a heap
+        self._places: dict[int, int] = {}  # of their content in the spool, by row number
         self._count = self._nbytes = 0
         self._spool = Spool()
         self._problem: Exception | None = None
@@ -113,7 +114,7 @@ class LookAhead:
         """Lengths of the rows that were not taken yet, but for the line numbers `without`."""
         return (
             RowLengths(-row.minus_prompt, -row.minus_new, row.choices, row.shared)
-            for row, _, _ in self._rows
+            for row in self._rows
             if row.number not in without
         )
 
@@ -130,9 +131,10 @@ class LookAhead:
         return len(self._rows) < LOOK_AHEAD and self._nbytes < AHEAD_BYTES
 
     def _take(self) -> tuple[AheadRow, bytes]:
-        row, place, length = heappop(self._rows)
-        self._nbytes -= length
-        return row, self._spool.take(place, length)
+        row = heappop(self._rows)
+        content = self._spool.take(self._places.pop(row.number))
+        self._nbytes -= len(content)
+        return row, content
 
     def _read_all(self) -> None:
         while not self._ended and not self._closed:
@@ -154,10 +156,8 @@ class LookAhead:
         with self._changed:
             self._ended = True
             if self._count > LOOK_AHEAD:  # now the last two groups may be one
-                first = min((row.group for row, _, _ in self._rows), default=0)
-                self._rows = [
-                    (row._replace(group=first), at, length) for row, at, length in self._rows
-                ]
+                first = min((row.group for row in self._rows), default=0)
+                self._rows = [row._replace(group=first) for row in self._rows]
                 heapify(self._rows)
             self._changed.notify_all()
 
@@ -167,7 +167,8 @@ class LookAhead:
                 return
             if group := self._count // LOOK_AHEAD:
                 row = row._replace(group=group)
-            heappush(self._rows, (row, self._spool.add(content), len(content)))
+            self._places[row.number] = self._spool.add(content)
+            heappush(self._rows, row)
             self._nbytes += len(content)
             self._count += 1
             self._changed.notify_all()

@@ -246,7 +246,7 @@ class RequestReader:
     def _read_row(self, line: Line, content: Content) -> AheadRow:
         """Note the kind and id of the next row in the input, and estimate its lengths."""
         lengths, row_id = NOTHING, f"line-{line.number}"
-        digest = bytes_digest(line.data or b"")
+        digest: int | None = None
         limits = self._defaults.limit(self._max_model_len), self._max_model_len
         if self._format == "text":  # whose ids are unique
             if text := line.data and line.data.decode(errors="replace"):
@@ -272,7 +272,7 @@ class RequestReader:
             shared=lengths.shared,
             nbytes=line.nbytes,
             kind=self._row_kind,
-            digest=digest,
+            digest=bytes_digest(line.data or b"") if digest is None else digest,
         )
 
     def _unique(self, row_id: str, number: int) -> str:

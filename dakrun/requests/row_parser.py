@@ -56,11 +56,10 @@ def parse_row(
     `defaults` are for parameters that the row lacks. A row whose `id` is not its own is an error:
     an earlier row has that.
     """
-    content = unpack_content(packed)
-    if (own := own_id(content, row.number)) != row.id:
-        return _error(row, "duplicate_id", f"an earlier row has the id {own!r}")
-    is_integer = False
+    content, is_integer = unpack_content(packed), False
     try:
+        if (own := own_id(content, row.number)) != row.id:
+            raise BadRow("duplicate_id", f"an earlier row has the id {own!r}")
         if isinstance(content, tuple):
             raise BadRow(*content)
         if isinstance(content, str):

@@ -5,22 +5,45 @@ The files have no names, so that nothing is left of them, however the process en
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from dakrun.errors import CannotRun
 
 _SEGMENT_BYTES = 1 << 26
-_OFFSET_BITS = 40
+_WRITE_BYTES = 1 << 18  # at a time
+_OFFSET_BITS, _LENGTH_BITS = 40, 32  # in a place
 
 
 @dataclass
 class _Segment:
-    """A temporary file, its bytes, and the number of its items that were not taken yet."""
+    """A temporary file: `written` bytes of it, those to be written, and how many items are left."""
 
     file: BinaryIO
-    nbytes: int = 0
+    written: int = 0
+    unwritten: bytearray = field(default_factory=bytearray)
     items: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.written + len(self.unwritten)
+
+    def write(self) -> None:
+        """Write all bytes; if that fails, the others stay in memory."""
+        while self.unwritten:
+            count = self.file.write(self.unwritten)
+            del self.unwritten[:count]
+            self.written += count
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes from `offset` on, wherever they are."""
+        data = b""
+        if offset < self.written:
+            data = os.pread(self.file.fileno(), length, offset)
+        if missing := length - len(data):
+            start = offset + len(data) - self.written
+            data += self.unwritten[start : start + missing]
+        return data
 
 
 class Spool:
@@ -36,7 +59,7 @@ class Spool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
+        """Bytes on disk, and those that are to be written there."""
         return sum(segment.nbytes for segment in self._segments.values())
 
     def add(self, data: bytes) -> int:
@@ -48,9 +71,8 @@ class Spool:
                 self._newest += 1
                 segment = _Segment(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115 (closed by _drop)
                 self._segments[self._newest] = segment
-            offset, written = segment.nbytes, 0
-            while written < len(data):
-                written += segment.file.write(data[written:])
+            if len(segment.unwritten) >= _WRITE_BYTES:
+                segment.write()
         except OSError as problem:
             raise CannotRun(
                 f"{tempfile.gettempdir()}: rows cannot be kept there for their turn "
@@ -58,15 +80,17 @@ class Spool:
                 hint="free some space there, or set TMPDIR to another folder, and run again with "
                 "--resume",
             ) from problem
-        segment.nbytes += len(data)
+        offset = segment.nbytes
+        segment.unwritten += data
         segment.items += 1
-        return self._newest << _OFFSET_BITS | offset
+        return (self._newest << _OFFSET_BITS | offset) << _LENGTH_BITS | len(data)
 
-    def take(self, place: int, length: int) -> bytes:
-        """The item of `length` bytes at `place`, which is no longer kept."""
-        number, offset = place >> _OFFSET_BITS, place & (1 << _OFFSET_BITS) - 1
+    def take(self, place: int) -> bytes:
+        """The item at `place`, which is no longer kept."""
+        length, start = place & (1 << _LENGTH_BITS) - 1, place >> _LENGTH_BITS
+        number, offset = start >> _OFFSET_BITS, start & (1 << _OFFSET_BITS) - 1
         segment = self._segments[number]
-        data = os.pread(segment.file.fileno(), length, offset)
+        data = segment.read(offset, length)
         segment.items -= 1
         if segment.nbytes >= self._segment_bytes:
             self._drop(number)
