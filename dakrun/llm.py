@@ -7,15 +7,14 @@ import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
-from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
-from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig
+from dakrun.config import ModelConfig
 from dakrun.engine.build import build_runner, runs_on_kernels, why_plain_torch
 from dakrun.engine.engine import Engine
 from dakrun.engine.machine_planner import MachinePlanner
@@ -26,10 +25,6 @@ from dakrun.errors import (
     CannotRun,
     OutOfGpuMemory,
     UsageError,
-    check_choice,
-    check_count,
-    check_number,
-    invalid_value,
     refuse_unsupported,
 )
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
@@ -41,12 +36,7 @@ from dakrun.memory import (
 )
 from dakrun.models import hub
 from dakrun.models.families import decoder_of
-from dakrun.plan import (
-    MAX_BATCH_SIZE,
-    RESERVE_BYTES,
-    ExpectedRun,
-    Policy,
-)
+from dakrun.plan import RESERVE_BYTES, RunOptions
 from dakrun.report import make_report
 from dakrun.requests import (
     Completion,
@@ -74,35 +64,16 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 class LLM(OfflineCalls):
     """A model loaded into its tiers, ready to generate; a context manager that closes it.
 
-    - `batch_size`: requests decoded together at most. "auto" takes the size up to `max_batch_size`
-      with the most predicted tokens per second, among those whose decode step is predicted to take
-      at most `max_decode_step` seconds.
-    - `max_model_len`: tokens of prompt and completion together; by default the model's positions,
-      at most 4,096.
-    - `expected_tokens`, `expected_prompt`: lengths of completions and prompts to plan for, in
-      tokens. The default prompt is half of the tokens of max_model_len that are left
-      after `expected_tokens`.
-    - `expected_run`: the lengths of all requests, if they are known (see plan.ExpectedRun): they
-      take the place of both, and "auto" takes the batch size with which they are done first.
-    - `profile`: a HardwareProfile, its name or file. "auto" takes the profile that
-      `dakrun profile` saved for this device, else a shipped one; it never measures.
-    - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
-      that has none takes and returns token ids.
-    - `started`: the local time that chat templates stamp (`strftime_now`); by default that of now.
-    - `threads`: CPU threads of torch, in the whole process; by default as many as there are cores
-      that it may use, and at most torch's own default. Where other programs need the CPU, set
-      OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
-    - `on_allocate`: called while memory is allocated, with the bytes so far and those of all tiers.
-    - `on_load`: called while weights load, with the bytes loaded so far and those of all weights.
-    - `chat_template`: a Jinja template in place of the tokenizer's own.
-    - `load_format`: "dummy" makes random weights; `model` may then be a known name, or a folder
-      with only a config.json.
+    `options` are the fields of RunOptions (plan/options.py describes them) as keyword arguments:
+    LLM(model, batch_size=8, max_model_len=2048). Arguments of vLLM's LLM that change nothing, such
+    as `tensor_parallel_size=1`, are taken as well. Or `run` has all options.
+
+    `on_allocate` is called while memory is allocated, with the bytes so far and those of all tiers;
+    `on_load` while weights load, with the bytes loaded so far and those of all weights.
 
     If the GPU's memory runs out, while loading or later, the model is planned once more, with an
     HBM budget that is smaller by what was missing, and loaded again. Unfinished requests begin
     again; `replanned` then says so.
-
-    `other` are arguments of vLLM's LLM that change nothing, such as `tensor_parallel_size=1`.
 
     Raises UsageError for invalid arguments, CannotRun if the model or machine does not allow them.
     """
@@ -111,78 +82,29 @@ class LLM(OfflineCalls):
         self,
         model: str | Path,
         *,
-        dtype: Dtype | Literal["auto"] = "auto",
-        device: Literal["auto", "cuda", "cpu"] = "auto",
-        profile: str | Path | HardwareProfile = "auto",
-        batch_size: int | Literal["auto"] = "auto",
-        max_batch_size: int = MAX_BATCH_SIZE,
-        max_decode_step: float | None = None,
-        max_model_len: int | None = None,
-        expected_tokens: int = 128,
-        expected_prompt: int | None = None,
-        expected_run: ExpectedRun | None = None,
-        policy: Policy | None = None,
-        needs_tokenizer: bool = False,
-        chat_template: str | None = None,
-        load_format: LoadFormat = "auto",
-        threads: int | None = None,
+        run: RunOptions | None = None,
         on_allocate: OnLoad = lambda done, total: None,
-        started: datetime | None = None,
         on_load: OnLoad = lambda done, total: None,
-        **other: Any,
+        **options: Any,
     ) -> None:
-        refuse_unsupported(other, _NEUTRAL, list(signature(LLM).parameters)[:-1])
-        check_choice("dtype", dtype, ("auto", *DTYPE_BYTES))
-        check_choice("device", device, ("auto", "cuda", "cpu"))
-        check_choice("load_format", load_format, get_args(LoadFormat))
-        threads = check_count("threads", threads, or_one_of=(None,))
-        if threads is not None:
-            check_threads(threads)
-        batch_size = check_count("batch_size", batch_size, or_one_of=("auto",))
-        max_batch_size = check_count("max_batch_size", max_batch_size)
-        max_decode_step = check_number("max_decode_step", max_decode_step, 0, or_one_of=(None,))
-        if max_decode_step is not None and batch_size != "auto":
-            raise invalid_value(
-                "max_decode_step",
-                max_decode_step,
-                f"None unless batch_size is 'auto', not {batch_size}",
-            )
-        max_model_len = check_count("max_model_len", max_model_len, or_one_of=(None,))
-        expected_tokens = check_count("expected_tokens", expected_tokens)
-        expected_prompt = check_count("expected_prompt", expected_prompt, or_one_of=(None,))
-        if not isinstance(expected_run, ExpectedRun | None):
-            raise invalid_value("expected_run", expected_run, "an ExpectedRun or None")
-        if not isinstance(started, datetime | None):
-            raise invalid_value("started", started, "a datetime or None")
-        if not isinstance(policy, Policy | None):
-            raise invalid_value("policy", policy, "a Policy or None")
-        torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
-        self.config, directory = hub.find_model(str(model), dtype, load_format)
-        self.device = _device(device)
-        self.profile = _profile(profile, self.device)
-        started = started or datetime.now()
-        tokenizer = _tokenizer(directory, chat_template, started, needed=needs_tokenizer)
+        run = run or run_options(options)
+        if run.threads is not None:
+            check_threads(run.threads)
+        torch.set_num_threads(run.threads or min(torch.get_num_threads(), usable_cores()))
+        self.config, directory = hub.find_model(str(model), run.dtype, run.load_format)
+        self.device = _device(run.device)
+        self.profile = _profile(run.profile, self.device)
+        tokenizer = _tokenizer(directory, run)
         self.config = _with_end_token(self.config, tokenizer)
-        self._planner = MachinePlanner(
-            self.config,
-            self.profile,
-            self.device,
-            batch_size=batch_size,
-            max_batch_size=max_batch_size,
-            max_decode_step=max_decode_step,
-            max_model_len=max_model_len,
-            expected_tokens=expected_tokens,
-            expected_prompt=expected_prompt,
-            expected_run=expected_run,
-        )
-        self.plan = self._planner.plan(policy or Policy())
+        self._planner = MachinePlanner(self.config, self.profile, self.device, run)
+        self.plan = self._planner.plan(run.policy)
         self.rules = PromptRules(
             vocab_size=self.config.vocab_size,
             max_model_len=self.plan.workload.max_model_len,
             max_positions=self.config.max_positions,
             tokenizer=tokenizer,
         )
-        self._directory = None if load_format == "dummy" else directory
+        self._directory = None if run.load_format == "dummy" else directory
         self._on_load, self._on_allocate = on_load, on_allocate
         self._tiers = Tiers()
         self._engine: Engine | None = None
@@ -326,19 +248,29 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def _tokenizer(
-    directory: Path | None, chat_template: str | None, started: datetime, *, needed: bool
-) -> Tokenizer | None:
+def run_options(given: Mapping[str, Any]) -> RunOptions:
+    """The options in `given`, keyword arguments of LLM; some may be vLLM's (see _NEUTRAL)."""
+    names = [field.name for field in fields(RunOptions)]
+    others = {name: value for name, value in given.items() if name not in names}
+    refuse_unsupported(others, _NEUTRAL, ("model", *names, "on_allocate", "on_load"))
+    known = {name: value for name, value in given.items() if name in names}
+    if known.get("policy", ...) is None:
+        del known["policy"]
+    return RunOptions(**known)
+
+
+def _tokenizer(directory: Path | None, run: RunOptions) -> Tokenizer | None:
     if directory is None:
-        if needed:
+        if run.needs_tokenizer:
             raise UsageError(
                 "a model with random weights that is given by name has no tokenizer",
                 hint="give prompt_token_ids, or a folder with config.json and the tokenizer",
             )
         return None
-    if not needed and not Tokenizer.is_in(directory):
+    if not run.needs_tokenizer and not Tokenizer.is_in(directory):
         return None
-    return Tokenizer.load(directory, chat_template=chat_template, started=started)
+    started = run.started or datetime.now()
+    return Tokenizer.load(directory, chat_template=run.chat_template, started=started)
 
 
 def _with_end_token(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
@@ -352,8 +284,6 @@ def _with_end_token(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelCo
 def _profile(profile: str | Path | HardwareProfile, device: torch.device) -> HardwareProfile:
     if isinstance(profile, HardwareProfile):
         return profile
-    if not isinstance(profile, str | Path):
-        raise invalid_value("profile", profile, "a name, a .toml file or a HardwareProfile")
     if profile != "auto":
         return load_profile(str(profile))
     if device.type == "cpu":

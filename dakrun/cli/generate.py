@@ -4,8 +4,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,12 +20,16 @@ from dakrun.cli.options import (
     profile_option,
     ray_options,
     resolve_run_profile,
+    run_options,
     sampling_options,
     threads_option,
     workload_options,
 )
 from dakrun.errors import EXIT_FAILED, UsageError
 from dakrun.interrupt import Interrupted
+
+if TYPE_CHECKING:
+    from dakrun.plan import RunOptions
 
 
 @click.command()
@@ -56,21 +61,13 @@ from dakrun.interrupt import Interrupted
 @click.option("--verbose", is_flag=True, help="At the end, show all figures, ops and tiers.")
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @ray_options
+@run_options
 def generate(
     *,
     model: str,
     source: str,
     output: str,
-    batch_size: int | None,
-    max_decode_step: float | None,
-    max_model_len: int | None,
-    dtype: Any,
-    device: Any,
-    profile: str,
-    policy: Any,
-    load_format: Any,
-    chat_template: str | None,
-    threads: int | None,
+    run: "RunOptions",
     report_path: str | None,
     resume: bool,
     force: bool,
@@ -104,17 +101,7 @@ def generate(
 
         directory = suggesting_directory(generation_config, model)
         params = with_suggestion(params, directory, _given(sampling))
-    llm_options: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "batch_size": batch_size or "auto",
-        "max_decode_step": max_decode_step,
-        "max_model_len": max_model_len,
-        "policy": policy,
-        "load_format": load_format,
-        "chat_template": chat_template,
-        "threads": threads,
-    }
+    run, profile = replace(run, expected_tokens=sampling["max_tokens"]), str(run.profile)
     if ray is not None:
         if ordered:
             raise UsageError("--ordered does not go with --ray", hint="drop it: parts have ids")
@@ -138,8 +125,7 @@ def generate(
             source=source,
             output=output,
             params=params,
-            llm_options=llm_options,
-            profile=profile,
+            run=run,
             report_path=report_path,
             resume=resume,
             force=force,
@@ -177,39 +163,41 @@ def generate(
     if report_path is not None:
         check_report(report_path, source=source, output=output, profile=profile)
     with RequestReader(source, defaults=params) as reader:
-        config, folder = find_model(model, dtype, load_format)
+        config, folder = find_model(model, run.dtype, run.load_format)
         if folder is not None:
             check_sentencepiece(folder)
             if generation_config == "none" and not params.temperature:
                 _say_suggestion(folder, say)
-        weights = None if load_format == "dummy" else folder
-        run = make_fingerprint(
+        weights = None if run.load_format == "dummy" else folder
+        max_len = model_len(config, run.max_model_len)
+        fingerprint = make_fingerprint(
             config,
             weights,
             reader.row_format(),
             params,
-            max_model_len=model_len(config, max_model_len),
+            max_model_len=max_len,
             tokenizer_directory=folder,
-            chat_template=chat_template,
+            chat_template=run.chat_template,
         )
-        if note := writer.identify(run):
+        if note := writer.identify(fingerprint):
             say(note)
         if resume and (rows := reader.input_rows()) is not None:
             for note in writer.compare(rows):
                 say(note)
-        expected = reader.expected_run(model_len(config, max_model_len))
-        hardware = resolve_run_profile(profile, device, say)
+        expected = reader.expected_run(max_len)
+        hardware = resolve_run_profile(profile, run.device, say)
         console = stderr_console()
         progress = console if sys.stderr.isatty() and not quiet else None
         with _nothing_begun(), load_bar(progress) as (on_allocate, on_load):
             llm = LLM(
                 model,
-                profile=hardware,
-                **llm_options,
-                expected_tokens=sampling["max_tokens"],
-                expected_run=expected,
-                needs_tokenizer=reader.needs_tokenizer(),
-                started=writer.started,
+                run=replace(
+                    run,
+                    profile=hardware,
+                    expected_run=expected,
+                    needs_tokenizer=reader.needs_tokenizer(),
+                    started=writer.started,
+                ),
                 on_allocate=on_allocate,
                 on_load=on_load,
             )

@@ -6,6 +6,7 @@ Knows click; the commands, and the decorators that one of them alone has, are in
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -321,6 +322,19 @@ def policy_options(command: Command) -> Command:
 
     decorated: Command = _policy_options(with_policy)
     return decorated
+
+
+def run_options(command: Command) -> Command:
+    """Give the command its options that are fields of RunOptions as one argument `run`."""
+
+    @functools.wraps(command)
+    def with_run(*, batch_size: int | None, **options: Any) -> int | None:
+        from dakrun.plan import RunOptions
+
+        given = {f.name: options.pop(f.name) for f in fields(RunOptions) if f.name in options}
+        return command(run=RunOptions(batch_size=batch_size or "auto", **given), **options)
+
+    return with_run
 
 
 def resolve_model(name: str, dtype: Any) -> "ModelConfig":

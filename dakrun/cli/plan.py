@@ -9,8 +9,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,6 +24,7 @@ from dakrun.cli.options import (
     profile_option,
     resolve_model,
     resolve_profile,
+    run_options,
     wide_option,
     workload_options,
 )
@@ -30,7 +32,7 @@ from dakrun.errors import CannotRun, DakrunError, UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig, SamplingParams
-    from dakrun.plan import ExpectedRun, Plan, Policy
+    from dakrun.plan import ExpectedRun, Plan, RunOptions
     from dakrun.plan.nodes import ClusterForecast
     from dakrun.requests import RowCheck
 
@@ -56,19 +58,15 @@ if TYPE_CHECKING:
 @wide_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with units in the key names.")
 @click.option("--plot", metavar="FILE.png", help="Draw the roofline and the speed by ratio.")
+@run_options
 def plan(
     *,
     model: str,
-    dtype: str,
-    batch_size: int | None,
-    max_decode_step: float | None,
-    max_model_len: int | None,
+    run: "RunOptions",
     prompt_len: int,
     max_tokens: int,
     source: str | None,
-    profile: str,
     nodes: str | None,
-    policy: Any,
     wide: bool,
     as_json: bool,
     plot: str | None,
@@ -82,23 +80,23 @@ def plan(
     rows (4 characters of text count as a token; --max-tokens is for rows without their own), and
     the time of its run is predicted; rows that cannot run are counted by reason.
     """
-    from dakrun.config import SamplingParams, Workload, model_len
-    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
+    from dakrun.config import SamplingParams, model_len
     from dakrun.plan.show import Overview, overview_dict, plot_plan
     from dakrun.probe import describe_profile
 
-    params, run, limit = SamplingParams(max_tokens=max_tokens), None, MAX_BATCH_SIZE
+    params = SamplingParams(max_tokens=max_tokens)
+    expected: ExpectedRun | None = None
     rows: RowCheck | None = None
     if nodes is not None:
-        if source is None or profile != "auto" or plot:
+        if source is None or run.profile != "auto" or plot:
             raise UsageError(
                 "--nodes predicts the run of a file",
                 hint="give -i, and neither --profile nor --plot",
             )
-        config = resolve_model(model, dtype)
-        longest = model_len(config, max_model_len)
-        run, rows = _expected_run(source, params, config, model, longest)
-        forecast = _plan_nodes(nodes, config, policy, batch_size, max_decode_step, longest, run)
+        config = resolve_model(model, run.dtype)
+        longest = model_len(config, run.max_model_len)
+        expected, rows = _expected_run(source, params, config, model, longest)
+        forecast = _plan_nodes(nodes, config, run, expected)
         if as_json:
             click.echo(json.dumps(forecast.as_dict() | {"rows": rows.as_dict()}))
             return
@@ -107,40 +105,31 @@ def plan(
         render_nodes(forecast, source, stdout_console())
         click.echo(f"{source}: {rows}")
         return
-    config, hardware = resolve_model(model, dtype), resolve_profile(profile)
+    config, hardware = resolve_model(model, run.dtype), resolve_profile(str(run.profile))
     if source is None:
-        max_model_len = _plan_model_len(config, prompt_len, max_tokens, max_model_len)
+        longest = _plan_model_len(config, prompt_len, max_tokens, run.max_model_len)
     else:
-        max_model_len = model_len(config, max_model_len)
-        run, rows = _expected_run(source, params, config, model, max_model_len)
-        prompt_len, max_tokens = round(run.mean_prompt), round(run.mean_new)
-        limit = min(run.requests, limit)
-    workload = Workload(
-        batch_size=batch_size or 1,
-        prompt_len=prompt_len,
-        new_tokens=max_tokens,
-        max_model_len=max_model_len,
-    )
-    if batch_size is None:
-        workload = choose_batch_size(
-            config, workload, hardware, policy,
-            limit=limit, max_decode_step=max_decode_step, run=run,
-        )  # fmt: skip
-    decision = make_plan(
-        config, workload, hardware, policy, run=run, max_decode_step=max_decode_step
-    )
+        longest = model_len(config, run.max_model_len)
+        expected, rows = _expected_run(source, params, config, model, longest)
+    decision = replace(
+        run,
+        max_model_len=longest,
+        expected_prompt=prompt_len,
+        expected_tokens=max_tokens,
+        expected_run=expected,
+    ).plan(config, hardware)
     if plot:
         plot_plan(decision, Path(plot))
-    shown = Overview.of(decision, max_decode_step)
-    if profile == "auto":
+    shown = Overview.of(decision, run.max_decode_step)
+    if run.profile == "auto":
         eprint(describe_profile(hardware))
-    foretold = None if run is None else run.forecast(decision)
+    foretold = None if expected is None else expected.forecast(decision)
     if as_json:
         note_no_kernels(hardware)
-        found = overview_dict(shown)
+        data = overview_dict(shown)
         if foretold is not None and rows is not None:
-            found |= {"run": vars(foretold), "rows": rows.as_dict()}
-        click.echo(json.dumps(found))
+            data |= {"run": vars(foretold), "rows": rows.as_dict()}
+        click.echo(json.dumps(data))
         return
     from dakrun.plan.show import render
 
@@ -150,44 +139,22 @@ def plan(
 
 
 def _plan_nodes(
-    nodes: str,
-    config: "ModelConfig",
-    policy: "Policy",
-    batch_size: int | None,
-    max_decode_step: float | None,
-    max_model_len: int,
-    run: "ExpectedRun",
+    nodes: str, config: "ModelConfig", run: "RunOptions", expected: "ExpectedRun"
 ) -> "ClusterForecast":
     """The run on --nodes; machines that cannot run the model are left out."""
-    from dakrun.config import Workload
-    from dakrun.plan import MAX_BATCH_SIZE, choose_batch_size, make_plan
     from dakrun.plan.nodes import foretell_cluster, parse_nodes
 
     noted: set[str] = set()
 
     def plan_of(name: str, part: "ExpectedRun") -> "Plan":
         hardware = resolve_profile(name)
-        workload = Workload(
-            batch_size=batch_size or 1,
-            prompt_len=round(run.mean_prompt),
-            new_tokens=round(run.mean_new),
-            max_model_len=max_model_len,
-        )
-        if batch_size is None:
-            limit = min(max(1, part.requests), MAX_BATCH_SIZE)
-            workload = choose_batch_size(
-                config, workload, hardware, policy,
-                limit=limit, max_decode_step=max_decode_step, run=part,
-            )  # fmt: skip
-        found = make_plan(
-            config, workload, hardware, policy, run=part, max_decode_step=max_decode_step
-        )
+        decision = replace(run, expected_run=part).plan(config, hardware)
         if name not in noted:
             noted.add(name)
             note_no_kernels(hardware)
-        return found
+        return decision
 
-    return foretell_cluster(parse_nodes(nodes), plan_of, run, eprint)
+    return foretell_cluster(parse_nodes(nodes), plan_of, expected, eprint)
 
 
 def _expected_run(

@@ -17,9 +17,9 @@ def run_on_ray(
     part_format: Any,
     report_path: str | None,
     quiet: bool,
-    **run: Any,
+    **job: Any,
 ) -> int:
-    """Run generate on the cluster at `address`; `run` are the arguments of generate_on_ray.
+    """Run generate on the cluster at `address`; `job` are other arguments of generate_on_ray.
 
     With `quiet` nothing is shown but errors, and the numbers of rows if some failed.
 
@@ -29,9 +29,9 @@ def run_on_ray(
 
     if report_path is not None:
         check_report(
-            report_path, source=run["source"], output=run["output"], profile=run["profile"]
+            report_path, source=job["source"], output=job["output"], profile=str(job["run"].profile)
         )
-        if Path(report_path).resolve().parent == Path(run["output"]).resolve():
+        if Path(report_path).resolve().parent == Path(job["output"]).resolve():
             raise UsageError(
                 f"{report_path}: lies in the folder of the results", hint="put --report elsewhere"
             )
@@ -45,7 +45,7 @@ def run_on_ray(
             on=RayOptions(address=address, workers=workers, part_format=part_format),
             console=console if sys.stderr.isatty() and not quiet else None,
             note=(lambda note: None) if quiet else eprint,
-            **run,
+            **job,
         )
     if report_path is not None:
         write_report(report, Path(report_path))

@@ -42,6 +42,7 @@ from dakrun.plan.ops import (
     vector_bytes,
     weight_bytes,
 )
+from dakrun.plan.options import RunOptions
 from dakrun.plan.peak_blocks import blocks_suffice, peak_blocks
 from dakrun.plan.placement import ideal_ratios, place, slot_candidates
 from dakrun.plan.plan import (
@@ -109,6 +110,7 @@ __all__ = [
     "RequestLengths",
     "RowTokens",
     "RunForecast",
+    "RunOptions",
     "StepCosts",
     "Strategy",
     "Transport",

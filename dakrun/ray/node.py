@@ -8,39 +8,30 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal
 
 import ray
 
-from dakrun.hardware import HardwareProfile
 from dakrun.llm import LLM
 from dakrun.memory import available_host_memory
-from dakrun.plan import Policy
+from dakrun.plan import Policy, RunOptions
 from dakrun.probe import kept_or_measured, measured_device
 from dakrun.resources import cache_dir
 
 
-def load_on_node(
-    model: str,
-    *,
-    device: Literal["auto", "cuda", "cpu"] = "auto",
-    profile: str | HardwareProfile = "auto",
-    policy: Policy | None = None,
-    memory_sharers: int = 1,
-    **options: Any,
-) -> LLM:
-    """The model, planned for this node and loaded; `options` are LLM's.
+def load_on_node(model: str, run: RunOptions, *, memory_sharers: int = 1) -> LLM:
+    """The model, planned for this node and loaded.
 
-    "auto" takes the profile that this node keeps of its GPU, or measures it, once. Up to
-    `memory_sharers` actors like this one share the node's free host memory, as many as there is
+    The profile "auto" is the one that this node keeps of its GPU; the first time it is measured. Up
+    to `memory_sharers` actors like this one share the node's free host memory, as many as there is
     room for: each plans with its part. Raises UsageError or CannotRun.
     """
+    profile = run.profile
     if profile == "auto":
         with _one_at_a_time():
-            profile = kept_or_measured(measured_device(device), lambda _: None)
+            profile = kept_or_measured(measured_device(run.device), lambda _: None)
     sharing = min(memory_sharers, _room_for())
-    policy = _part_of(policy or Policy(), sharing, measured_device(device))
-    return LLM(model, device=device, profile=profile, policy=policy, **options)
+    policy = _part_of(run.policy, sharing, measured_device(run.device))
+    return LLM(model, run=replace(run, profile=profile, policy=policy))
 
 
 def node_name() -> str:

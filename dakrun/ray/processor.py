@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
-from dakrun.llm import LLM
+from dakrun.llm import LLM, run_options
 from dakrun.ray.arrow import result_table, row_lines
 from dakrun.ray.model_thread import ModelThread, Result, Row, no_longer
 from dakrun.ray.node import load_on_node
@@ -83,7 +83,7 @@ class DakrunProcessor:
             options.setdefault("expected_tokens", self._params.max_tokens)
 
         def make() -> LLM:
-            return load_on_node(model, memory_sharers=workers, **options)
+            return load_on_node(model, run_options(options), memory_sharers=workers)
 
         self._thread = ModelThread(make, self._params, self._finish, self._end)
         self._thread.start()

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,6 +19,7 @@ from dakrun.generate import Counts
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.interrupt import Interrupted
 from dakrun.models.hub import find_model
+from dakrun.plan import RunOptions
 from dakrun.ray.cluster import connected, resources
 from dakrun.ray.dispatch import Dispatcher, WorkerState
 from dakrun.ray.inputs import InputFiles
@@ -49,8 +50,7 @@ def generate_on_ray(
     output: str,
     on: RayOptions,
     params: SamplingParams,
-    llm_options: Mapping[str, Any],
-    profile: str,
+    run: RunOptions,
     resume: bool = False,
     force: bool = False,
     overwrite: bool = False,
@@ -59,7 +59,7 @@ def generate_on_ray(
 ) -> tuple[dict[str, Any], Counts]:
     """Complete the prompts at `source` into the folder `output`; returns the report and the counts.
 
-    `llm_options` are arguments of LLM; `console` shows progress. The report has the numbers of
+    `console` shows progress. The report has the numbers of
     rows and tokens, and each worker's own report, or None if it has died. Raises UsageError or
     CannotRun; Interrupted by a signal. Whatever is raised, finished rows are on disk.
     """
@@ -68,14 +68,14 @@ def generate_on_ray(
     )
     files = InputFiles(source, well_formed_ids=on.part_format == "parquet")
     _check_apart(files, source, output)
-    dtype, load_format = llm_options["dtype"], llm_options["load_format"]
-    config, folder = find_model(model, dtype, load_format)
+    config, folder = find_model(model, run.dtype, run.load_format)
     if folder is not None:
         check_sentencepiece(folder)
+    profile = str(run.profile)
     hardware: str | HardwareProfile = profile if profile == "auto" else load_profile(profile)
-    most_tokens = model_len(config, llm_options["max_model_len"])
+    most_tokens = model_len(config, run.max_model_len)
     with RequestReader(files, defaults=params, format=files.format) as reader:
-        weights = None if load_format == "dummy" else folder
+        weights = None if run.load_format == "dummy" else folder
         fingerprint = make_fingerprint(
             config,
             weights,
@@ -83,34 +83,33 @@ def generate_on_ray(
             params,
             max_model_len=most_tokens,
             tokenizer_directory=folder,
-            chat_template=llm_options.get("chat_template"),
+            chat_template=run.chat_template,
         )
         names = {file.path: file.size for file in files.files}
         parts.identify(fingerprint | {"input": names})
         if resume and (rows := reader.input_rows()) is not None:
             for told in parts.compare(rows):
                 note(told)
-        threads = llm_options["threads"]
+        threads = run.threads
         with connected(on.address, cpus=(on.workers or 1) * (threads or 1)):
-            each, workers = resources(llm_options["device"], threads, on.workers)
+            each, workers = resources(run.device, threads, on.workers)
             expected = reader.expected_run(most_tokens)
-            options = {
-                **llm_options,
-                "expected_tokens": params.max_tokens,
-                "expected_run": expected and expected.part(1 / workers),
-                "model": model,
-                "device": "cuda" if each.gpus else "cpu",
-                "threads": max(1, int(each.cpus)) if not each.gpus else threads,
-                "profile": hardware,
-                "needs_tokenizer": reader.needs_tokenizer(),
-                "started": parts.started,
-            }
+            run = replace(
+                run,
+                expected_run=expected and expected.part(1 / workers),
+                device="cuda" if each.gpus else "cpu",
+                threads=max(1, int(each.cpus)) if not each.gpus else threads,
+                profile=hardware,
+                needs_tokenizer=reader.needs_tokenizer(),
+                started=parts.started,
+            )
+            setup = Setup(model=model, run=run, defaults=params)
+
+            actor: Any = ray.remote(Worker).options(max_concurrency=8, **each.options())
 
             def start(memory_sharers: int) -> Any:
-                given = {**options, "memory_sharers": memory_sharers}
-                return actor.remote(Setup(defaults=params, options=given))
+                return actor.remote(replace(setup, memory_sharers=memory_sharers))
 
-            actor = ray.remote(Worker).options(max_concurrency=8, **each.options())
             job = _Job(reader, parts, most_tokens, console)
             with parts, job:
                 return job.run(start, workers, note)

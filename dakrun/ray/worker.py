@@ -6,13 +6,13 @@ Knows one model on one node; dispatch.py knows the others.
 import asyncio
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.errors import DakrunError, UsageError
 from dakrun.llm import LLM
-from dakrun.plan import run_bound
+from dakrun.plan import RunOptions, run_bound
 from dakrun.ray.model_thread import ModelThread, Result, Row
 from dakrun.ray.node import load_on_node, node_name
 from dakrun.requests import RowError, result_line
@@ -25,8 +25,10 @@ GATHER_S = 0.05  # that it waits for more once there are some
 class Setup:
     """The arguments of load_on_node, and the `defaults` for parameters that rows lack."""
 
+    model: str
+    run: RunOptions
     defaults: SamplingParams
-    options: dict[str, Any] = field(default_factory=dict)
+    memory_sharers: int = 1
 
 
 class Loaded(NamedTuple):
@@ -89,7 +91,7 @@ class Worker:
     """The actor. Its calls may overlap: it is asynchronous."""
 
     def __init__(self, setup: Setup) -> None:
-        self._options = setup.options
+        self._setup = setup
         self._lock = threading.Lock()
         self._finished: list[Finished] = []
         self._failed: Failed | None = None
@@ -136,7 +138,8 @@ class Worker:
         return await asyncio.to_thread(llm.report, self._last_rows - self._first_rows)
 
     def _make(self) -> LLM:
-        return load_on_node(**self._options)
+        setup = self._setup
+        return load_on_node(setup.model, setup.run, memory_sharers=setup.memory_sharers)
 
     def _llm(self) -> LLM:
         llm = self._model.loaded()

@@ -1,0 +1,138 @@
+"""RunOptions: how a model is run, as its user says it: the options of LLM and of the commands.
+
+The planner reads what concerns the workload and memory; LLM reads the others.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, get_args
+
+from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, Workload, model_len
+from dakrun.errors import check_choice, check_count, check_number, invalid_value
+from dakrun.hardware import HardwareProfile
+from dakrun.plan.batch_size import MAX_BATCH_SIZE, choose_batch_size
+from dakrun.plan.expected_run import ExpectedRun
+from dakrun.plan.plan import Plan
+from dakrun.plan.planner import make_plan
+from dakrun.plan.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How to run a model.
+
+    - `batch_size`: requests decoded together at most. "auto" takes the size up to `max_batch_size`
+      with the most predicted tokens per second, among those whose decode step is predicted to take
+      at most `max_decode_step` seconds.
+    - `max_model_len`: tokens of prompt and completion together; by default the model's positions,
+      at most 4,096.
+    - `expected_tokens`, `expected_prompt`: lengths of completions and prompts to plan for, in
+      tokens. The default prompt is half of the tokens of max_model_len that are left
+      after `expected_tokens`.
+    - `expected_run`: the lengths of all requests, if they are known (see plan.ExpectedRun): they
+      take the place of both, and "auto" takes the batch size with which they are done first.
+    - `profile`: a HardwareProfile, its name or file. "auto" takes the profile that
+      `dakrun profile` saved for this device, else a shipped one; it never measures.
+    - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
+      that has none takes and returns token ids.
+    - `chat_template`: a Jinja template in place of the tokenizer's own.
+    - `load_format`: "dummy" makes random weights; the model may then be a known name, or a folder
+      with only a config.json.
+    - `threads`: CPU threads of torch, in the whole process; by default as many as there are cores
+      that it may use, and at most torch's own default. Where other programs need the CPU, set
+      OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
+    - `started`: the local time that chat templates stamp (`strftime_now`); by default that of now.
+
+    Raises UsageError for invalid values.
+    """
+
+    dtype: Dtype | Literal["auto"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    profile: str | Path | HardwareProfile = "auto"
+    batch_size: int | Literal["auto"] = "auto"
+    max_batch_size: int = MAX_BATCH_SIZE
+    max_decode_step: float | None = None
+    max_model_len: int | None = None
+    expected_tokens: int = 128
+    expected_prompt: int | None = None
+    expected_run: ExpectedRun | None = None
+    policy: Policy = field(default_factory=Policy)
+    needs_tokenizer: bool = False
+    chat_template: str | None = None
+    load_format: LoadFormat = "auto"
+    threads: int | None = None
+    started: datetime | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, ("auto", *DTYPE_BYTES))
+        check_choice("device", self.device, ("auto", "cuda", "cpu"))
+        check_choice("load_format", self.load_format, get_args(LoadFormat))
+        for name, other in (
+            *(("threads", None), ("batch_size", "auto"), ("max_model_len", None)),
+            ("expected_prompt", None),
+        ):
+            object.__setattr__(
+                self, name, check_count(name, getattr(self, name), or_one_of=(other,))
+            )
+        for name in ("max_batch_size", "expected_tokens"):
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        step = check_number("max_decode_step", self.max_decode_step, 0, or_one_of=(None,))
+        object.__setattr__(self, "max_decode_step", step)
+        if step is not None and self.batch_size != "auto":
+            raise invalid_value(
+                "max_decode_step",
+                step,
+                f"None unless batch_size is 'auto', not {self.batch_size}",
+            )
+        if not isinstance(self.profile, str | Path | HardwareProfile):
+            raise invalid_value(
+                "profile", self.profile, "a name, a .toml file or a HardwareProfile"
+            )
+        if not isinstance(self.expected_run, ExpectedRun | None):
+            raise invalid_value("expected_run", self.expected_run, "an ExpectedRun or None")
+        if not isinstance(self.started, datetime | None):
+            raise invalid_value("started", self.started, "a datetime or None")
+        if not isinstance(self.policy, Policy):
+            raise invalid_value("policy", self.policy, "a Policy or None")
+
+    def plan(
+        self, model: ModelConfig, profile: HardwareProfile, *, choosing: Policy | None = None
+    ) -> Plan:
+        """The plan of `model` on the machine of `profile`, with the best batch size if it is auto.
+
+        That is chosen under the policy `choosing`, by default the options' own. Raises CannotRun if
+        the budgets are too small, UsageError if `max_model_len` exceeds the model's positions.
+        """
+        workload, run = self._workload(model), self.expected_run
+        if self.batch_size == "auto":
+            limit = self.max_batch_size
+            if run is not None:
+                limit = min(limit, max(1, run.requests))
+            workload = choose_batch_size(
+                model,
+                workload,
+                profile,
+                choosing or self.policy,
+                limit=limit,
+                max_decode_step=self.max_decode_step,
+                run=run,
+            )
+        return make_plan(
+            model, workload, profile, self.policy, run=run, max_decode_step=self.max_decode_step
+        )
+
+    def _workload(self, model: ModelConfig) -> Workload:
+        """The workload; with a batch size to be chosen, that of one request."""
+        length = model_len(model, self.max_model_len)
+        new_tokens, prompt_len = self.expected_tokens, self.expected_prompt
+        if self.expected_run is not None and self.expected_run.requests:
+            new_tokens = max(1, round(self.expected_run.mean_new))
+            prompt_len = max(1, round(self.expected_run.mean_prompt))
+        new_tokens = min(new_tokens, max(1, length - 1))
+        return Workload(
+            batch_size=1 if self.batch_size == "auto" else self.batch_size,
+            prompt_len=prompt_len or max(1, (length - new_tokens) // 2),
+            new_tokens=new_tokens,
+            max_model_len=length,
+        )
