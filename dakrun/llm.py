@@ -28,12 +28,8 @@ from dakrun.errors import (
     refuse_unsupported,
 )
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
-from dakrun.memory import (
-    Tiers,
-    allocate_tiers,
-    check_threads,
-    usable_cores,
-)
+from dakrun.memory.limits import check_threads, usable_cores
+from dakrun.memory.tiers import Tiers, allocate_tiers
 from dakrun.models import hub
 from dakrun.models.families import decoder_of
 from dakrun.plan import RESERVE_BYTES, RunOptions

@@ -15,7 +15,7 @@ import torch
 import dakrun
 from dakrun.engine.progress import EngineStats
 from dakrun.plan import Plan, run_bound
-from dakrun.plan.show import plan_dict
+from dakrun.plan.show.json import plan_dict
 from dakrun.units import ceil_div
 
 SCHEMA = 1

@@ -12,11 +12,12 @@ import torch
 from cards import H200, hold_to
 from click.testing import CliRunner, Result
 
-from dakrun.bench import MIB, Ceilings, Effort, Record, as_text
+from dakrun.bench.ceilings import MIB, Ceilings, Effort
+from dakrun.bench.output import Record, as_text
 from dakrun.cli import main
 from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, load_profile
-from dakrun.memory import allocate_tiers
+from dakrun.memory.tiers import allocate_tiers
 
 PROFILE = load_profile("h200-pcie5")
 TINY = Effort(
@@ -68,7 +69,7 @@ def check_command(
         return record
 
     # Neither a GPU nor its kernels are needed to check what the command does with a record.
-    monkeypatch.setattr("dakrun.bench.check_device", lambda _: None)
+    monkeypatch.setattr("dakrun.bench.run.check_device", lambda _: None)
     monkeypatch.setattr(f"dakrun.bench.{kernel}.measure_{kernel}", measured)
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--ratio", "0 5"])
     target = tmp_path / "a.md"
@@ -106,8 +107,8 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     # What only a GPU has: bandwidths to measure, a name, and memory of its own.
     ceilings = Ceilings({LOCAL: 4e12, "host": 1e12})
-    monkeypatch.setattr("dakrun.bench.tiers.measure_ceilings", lambda *_: ceilings)
-    monkeypatch.setattr("dakrun.bench.run.head", lambda *values: {"command": values[-1]})
+    monkeypatch.setattr("dakrun.bench.kernel.measure_ceilings", lambda *_: ceilings)
+    monkeypatch.setattr("dakrun.bench.kernel.head", lambda *values: {"command": values[-1]})
     monkeypatch.setattr("dakrun.bench.tiers.allocate", allocate)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     hold_to(H200, monkeypatch)

@@ -96,7 +96,7 @@ def make(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are shown without alternatives to them, which are ten times the work."""
-    from dakrun.plan import Advice, busy_shares
+    from dakrun.plan.advice import Advice, busy_shares
 
     def advise(plan: Any, max_decode_step: float | None) -> Any:
         del max_decode_step

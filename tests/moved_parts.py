@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from dakrun.memory import TieredMatrix
+from dakrun.memory.matrix import TieredMatrix
 
 
 class Movable:

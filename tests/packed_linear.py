@@ -12,7 +12,8 @@ from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import FusedNorm, HalvesWorkspace, splitk_gemm
 from dakrun.launches import GemmConfig, TierAccess, gemm_config, split_row_blocks
-from dakrun.memory import MatrixPart, TieredMatrix, enable_peer_access
+from dakrun.memory.device import enable_peer_access
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 GUARD = 64  # elements
 TIERS = ("hbm", "host", "peer")

@@ -7,7 +7,7 @@ import torch
 
 from dakrun.formats import PACKED16, Split
 from dakrun.geometry import ROWS_PER_BLOCK, row_block_count
-from dakrun.memory import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 # Rows, columns, and the tiers: a single row block, many waves with a smaller last group, several
 # tiers with ragged rows, an empty tier and steps wider than the matrix.

@@ -13,20 +13,8 @@ from dakrun.cli import main
 from dakrun.config import Workload
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
-from dakrun.plan import (
-    MIN_GAIN,
-    ORIGINS,
-    Advice,
-    Links,
-    Plan,
-    Policy,
-    advise,
-    bound_time,
-    busy_shares,
-    limits,
-    make_plan,
-    resource_text,
-)
+from dakrun.plan import Links, Plan, Policy, bound_time, make_plan
+from dakrun.plan.advice import MIN_GAIN, ORIGINS, Advice, advise, busy_shares, limits, resource_text
 
 GIB = 2**30
 

@@ -27,29 +27,23 @@ from cards import H200
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.bench import (
-    ATTENTION_EFFORT,
+from dakrun.bench.attention import ATTENTION_EFFORT, AttentionChains, measure_attention
+from dakrun.bench.attention_sweep import (
     DEFAULT_SLOTS,
-    FULL,
-    MIB,
-    TURNING_POINT,
     AttentionCase,
-    AttentionChains,
-    AttentionRow,
     AttentionSweep,
-    Record,
     Slots,
-    as_text,
     attention_sweep,
-    buffer_bytes,
-    columns,
-    forecast,
-    measure_attention,
     parse_slots,
     slot_bytes,
-    whole,
 )
-from dakrun.cli import OPTIONS_OF, main
+from dakrun.bench.ceilings import FULL, MIB
+from dakrun.bench.output import Record, as_text
+from dakrun.bench.rows import AttentionRow, columns
+from dakrun.bench.sweep import TURNING_POINT, buffer_bytes, forecast
+from dakrun.bench.tiers import whole
+from dakrun.cli import main
+from dakrun.cli.bench import OPTIONS_OF
 from dakrun.config import Workload
 from dakrun.geometry import HEAD_DIMS
 from dakrun.hardware import LOCAL
@@ -57,7 +51,7 @@ from dakrun.kernels.attention import config as attention_heuristics
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention import splitk as kernel
 from dakrun.launches import TierAccess
-from dakrun.memory import allocate_tiers
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 

@@ -34,37 +34,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dakrun.bench import (
+from dakrun.bench.ceilings import FULL, MAX_LAUNCHES, MIB, Ceilings, link_ring
+from dakrun.bench.gemm import GemmChains, measure_gemm
+from dakrun.bench.gemm_sweep import (
     DEFAULT_SHAPES,
-    FULL,
-    MAX_LAUNCHES,
-    MIB,
-    TURNING_POINT,
-    Ceilings,
-    Forecast,
     GemmCase,
-    GemmChains,
-    GemmRow,
     GemmSweep,
-    Record,
     Shape,
-    allocate,
-    as_text,
-    buffer_bytes,
-    check_output,
-    columns,
-    commit,
-    forecast,
     gemm_sweep,
-    link_ring,
-    measure_gemm,
-    parse_ratio,
     parse_shape,
-    remote_units,
-    render,
-    whole,
-    write,
 )
+from dakrun.bench.output import Record, as_text, check_output, commit, render, write
+from dakrun.bench.rows import GemmRow, columns
+from dakrun.bench.sweep import (
+    TURNING_POINT,
+    Forecast,
+    buffer_bytes,
+    forecast,
+    parse_ratio,
+    remote_units,
+)
+from dakrun.bench.tiers import allocate, whole
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.formats import PACKED16
@@ -73,10 +63,11 @@ from dakrun.hardware import LOCAL, RemoteTier, load_profile
 from dakrun.kernels.gemm import Products, splitk_gemm
 from dakrun.kernels.runtime import card_of
 from dakrun.launches import TierAccess, few_rows
-from dakrun.memory import TieredMatrix, allocate_tiers
+from dakrun.memory.matrix import TieredMatrix
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
-from dakrun.probe import launch_seconds
+from dakrun.probe.chain import launch_seconds
 
 PRODUCTS = Products(torch.device("cpu"), PORTABLE)
 

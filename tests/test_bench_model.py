@@ -20,29 +20,21 @@ from benched import HEAD, refused, run
 from peers import readable_peer, with_peers
 from rich.console import Console
 
-from dakrun.bench import (
-    ROUNDS,
-    Ceilings,
+from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.model import ROUNDS, measure_model, requests
+from dakrun.bench.model_plot import draw, ideal_s, lines
+from dakrun.bench.model_rows import (
     ModelRow,
-    ModelSweep,
-    Point,
-    Record,
-    RivalStep,
     Run,
-    as_text,
-    draw,
     failed_row,
-    ideal_s,
     limit_s,
-    lines,
-    measure_model,
     measured_links,
     measured_row,
     model_columns,
-    model_sweep,
-    render,
-    requests,
 )
+from dakrun.bench.model_sweep import ModelCase, ModelSweep, model_sweep
+from dakrun.bench.output import Record, as_text, render
+from dakrun.bench.rival import RivalStep
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, load_profile
@@ -52,7 +44,7 @@ from dakrun.plan import Links, Plan, Policy, make_plan, predict_prefill
 
 H200, PEERS = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 RATES = Ceilings({LOCAL: 4.7e12, "host": 5.1e10}, copied={"host": 5.5e10})
-POINT = Point(batch_size=8, ratio=0.25, transport="auto")
+POINT = ModelCase(batch_size=8, ratio=0.25, transport="auto")
 NAME = "opt-like-125m"
 
 
@@ -78,7 +70,7 @@ def a_plan(profile: str = "h200-pcie5", batch_size: int = 8, **fixed: Any) -> Pl
 TTFT_S = (*[0.1] * 7, 0.3, *[0.1] * 7, 0.2, 0.1, 0.1)
 
 
-def row(point: Point = POINT, **changes: Any) -> ModelRow:
+def row(point: ModelCase = POINT, **changes: Any) -> ModelRow:
     plan = a_plan(batch_size=point.batch_size, **changes)
     run = Run(
         plan=plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=TTFT_S, prefill_s=0.4,
@@ -110,10 +102,10 @@ def test_a_sweep() -> None:
 
 
 def test_the_policy_of_a_point() -> None:
-    free = Point(batch_size=1, ratio="auto", transport="auto")
+    free = ModelCase(batch_size=1, ratio="auto", transport="auto")
     common = sweep(remote="host, peer:1", hbm_budget=5).policy
     assert free.policy(common) == Policy(remote=("host", "peer:1"), hbm_budget=5)
-    fixed = Point(batch_size=1, ratio=0.0, transport="staged")
+    fixed = ModelCase(batch_size=1, ratio=0.0, transport="staged")
     assert fixed.policy(Policy()) == Policy(offload_ratio=0.0, transport="staged")
     assert str(free) == "batch 1, planned ratio remote, auto"
     assert str(fixed) == "batch 1, 0.00% remote, staged"
@@ -276,7 +268,7 @@ def test_a_cpus_head() -> None:
 def test_lines() -> None:
     points = [(8, "staged", 0.5), (8, "staged", 0.0), (8, "direct", 0.1), (1, "direct", 0.0)]
     rows = [
-        row(Point(batch_size=n, ratio=ratio, transport=transport), offload_ratio=ratio).figures
+        row(ModelCase(batch_size=n, ratio=ratio, transport=transport), offload_ratio=ratio).figures
         for n, transport, ratio in points
     ]
     found = lines(rows)
@@ -292,7 +284,7 @@ def test_the_ideal() -> None:
 
 def test_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "bench.png"
-    points = [Point(batch_size=8, ratio=r, transport="direct") for r in (0.0, 0.02, 0.3)]
+    points = [ModelCase(batch_size=8, ratio=r, transport="direct") for r in (0.0, 0.02, 0.3)]
     rows = [row(point, offload_ratio=point.ratio) for point in points]
     draw(record(*rows, failed_row(POINT, "too large")), path)
     assert png_width(path) == 1950
@@ -437,7 +429,7 @@ def of_a_rival(
 
     # A rival runs on GPUs alone.
     monkeypatch.setattr("dakrun.bench.rival.rival_step", step)
-    monkeypatch.setattr("dakrun.bench.check_device", lambda _: None)
+    monkeypatch.setattr("dakrun.bench.run.check_device", lambda _: None)
     points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.55)
     result = run(*tiny, *points, *options, "--json")
     assert result.exit_code == 0, result.stderr

@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 
-from dakrun.bench import RivalStep, Step, rival_step, transformers_config
+from dakrun.bench.rival import RivalStep, Step, rival_step, transformers_config
 from dakrun.config import ModelConfig
 from dakrun.models import known_model, known_names, parse_model_config
 

@@ -18,7 +18,7 @@ from dakrun.hardware import (
     why_no_kernels,
 )
 from dakrun.kernels.runtime import has_kernels
-from dakrun.probe import kept_or_measured
+from dakrun.probe.run import kept_or_measured
 
 ROOT = Path(__file__).resolve().parent.parent
 RTX = "rtx-pro-6000"

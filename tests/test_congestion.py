@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.hardware import OpCosts, Sweep, load_profile, shipped_profiles
-from dakrun.probe import (
+from dakrun.probe.congestion import (
     MIN_KEPT,
-    Point,
+    TierReading,
     arithmetic_rates,
     choose_window,
     fixed_cost,
@@ -19,7 +19,7 @@ KIB = 1024
 
 # Host and HBM rates measured side by side on an H200, GB/s; alone 51.53 and 4741.
 H200 = {
-    (sms, kib): Point(sms, kib * KIB, host, hbm)
+    (sms, kib): TierReading(sms, kib * KIB, host, hbm)
     for sms, kib, host, hbm in (
         (1, 64, 18.40, 4737), (4, 64, 22.23, 4737), (32, 64, 32.05, 4746),
         (2, 128, 35.30, 4743), (4, 128, 35.21, 4736), (8, 128, 41.70, 4743),
@@ -62,12 +62,15 @@ def test_without_a_good_point_the_least_bad_one_is_chosen() -> None:
 def test_a_window_is_widened_where_that_costs_nothing() -> None:
     host = H200[8, 256]
     assert widened(list(H200.values()), host) == host, "HBM would be read more slowly"
-    peer = Point(16, 1024 * KIB, 373.0, 4747)
-    wider, widest = Point(16, 2048 * KIB, 376.1, 4746), Point(16, 4096 * KIB, 376.5, 4746)
-    others = Point(32, 2048 * KIB, 376.5, 4749), Point(16, 512 * KIB, 380, 4747)
+    peer = TierReading(16, 1024 * KIB, 373.0, 4747)
+    wider, widest = (
+        TierReading(16, 2048 * KIB, 376.1, 4746),
+        TierReading(16, 4096 * KIB, 376.5, 4746),
+    )
+    others = TierReading(32, 2048 * KIB, 376.5, 4749), TierReading(16, 512 * KIB, 380, 4747)
     assert widened([*others, peer, widest, wider], peer) == wider
-    assert widened([peer, Point(16, 2048 * KIB, 376.1, 4700)], peer) == peer
-    assert widened([peer, Point(16, 2048 * KIB, 373.4, 4747)], peer) == peer
+    assert widened([peer, TierReading(16, 2048 * KIB, 376.1, 4700)], peer) == peer
+    assert widened([peer, TierReading(16, 2048 * KIB, 373.4, 4747)], peer) == peer
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
@@ -75,7 +78,7 @@ def test_the_window_of_a_shipped_profile_is_the_one_chosen(name: str) -> None:
     profile = load_profile(name)
     for tier in profile.remote:
         if sweep := profile.sweeps.get(f"{tier.name} congestion"):
-            points = [Point(int(n), int(size), a, b) for n, size, a, b, _ in sweep.rows]
+            points = [TierReading(int(n), int(size), a, b) for n, size, a, b, _ in sweep.rows]
             link = max(profile.sweeps[f"{tier.name} direct"].column("bytes_per_s"))
             found = widened(points, choose_window(points, link, profile.hbm_bytes_per_s))
             assert (found.sms, found.in_flight) == (tier.sms, tier.window_bytes)
@@ -83,13 +86,13 @@ def test_the_window_of_a_shipped_profile_is_the_one_chosen(name: str) -> None:
 
 rates = st.floats(1, 100)
 points = st.lists(
-    st.builds(Point, st.integers(1, 64), st.integers(1, 2**23), rates, rates), min_size=1
+    st.builds(TierReading, st.integers(1, 64), st.integers(1, 2**23), rates, rates), min_size=1
 )
 
 
 @given(points, rates, rates)
 def test_no_smaller_window_would_have_done(
-    found: list[Point], link_rate: float, hbm_rate: float
+    found: list[TierReading], link_rate: float, hbm_rate: float
 ) -> None:
     best = choose_window(found, link_rate, hbm_rate)
     usable = [p for p in found if p.usable] or found

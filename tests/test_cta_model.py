@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from dakrun.config import Workload
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.models import known_model
-from dakrun.plan import decode_ops, linear_op, predicted_time, read_times, sms_by_tier
+from dakrun.plan import decode_ops, linear_op, predicted_time, sms_by_tier
+from dakrun.plan.cta_model import read_times
 
 HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 

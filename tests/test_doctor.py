@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from dakrun.cli import Check, can_generate, doctor, examine, main, render, verdict
+from dakrun.cli import doctor, main
+from dakrun.cli.doctor import Check, can_generate, examine, render, verdict
 from dakrun.errors import UsageError
 from dakrun.probe import machine as machine_checks
 from dakrun.probe.machine import Gpu

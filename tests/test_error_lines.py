@@ -11,7 +11,7 @@ from dakrun.errors import OutOfGpuMemory
 FAILING = """
 import atexit, click
 from dakrun import errors
-from dakrun.cli import ErrorLines
+from dakrun.cli.errors import ErrorLines
 atexit.register(print, "at exit")
 
 @click.command(cls=ErrorLines, invoke_without_command=True)

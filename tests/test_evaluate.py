@@ -35,7 +35,7 @@ from dakrun.evaluate.run import ceilings_of, describe, in_order
 from dakrun.evaluate.store import Store, read_run
 from dakrun.evaluate.tiny import NAME, tiny_model
 from dakrun.hardware import LOCAL, Card, load_profile
-from dakrun.memory import allocate_tiers
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model
 
 STEP = StepPoint(model="opt-6.7b", new_tokens=9)
@@ -424,7 +424,7 @@ def test_a_foreseen_lack_of_memory_is_the_reason(
 def test_an_ablated_model_runs_on_a_card_without_the_techniques(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dakrun.bench import Ceilings
+    from dakrun.bench.ceilings import Ceilings
     from dakrun.engine import direct_accesses
     from dakrun.evaluate.steps import Steps
     from dakrun.kernels.runtime import card_of

@@ -12,8 +12,8 @@ from dakrun.formats import PACKED16, Array, Rows, Split, WeightFormat
 from dakrun.geometry import ATOM_COLS, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import LOCAL
 from dakrun.kernels import gemm, reference, variants
-from dakrun.memory import TieredMatrix, allocate_tiers
-from dakrun.memory.matrix import allocated_bytes
+from dakrun.memory.matrix import TieredMatrix, allocated_bytes
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.models.modules import Linear, Scope
 from dakrun.plan.ops import matrix_op
 from dakrun.units import ceil_div

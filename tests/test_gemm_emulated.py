@@ -35,7 +35,7 @@ from dakrun.launches import (
     tiles_for,
 )
 from dakrun.launches import splitk as splitk_launches
-from dakrun.memory import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMS = 3

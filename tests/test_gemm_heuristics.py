@@ -28,7 +28,7 @@ from dakrun.launches import (
     split_row_blocks,
     tiles_for,
 )
-from dakrun.memory import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 from dakrun.models import known_model, known_names
 from dakrun.plan import decode_ops
 from dakrun.units import ceil_div

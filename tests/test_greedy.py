@@ -10,17 +10,9 @@ from scipy.optimize import linprog
 
 from dakrun.formats import Rows
 from dakrun.geometry import ROWS_PER_BLOCK, first_row, row_block_count
-from dakrun.plan import (
-    Curve,
-    Op,
-    RemoteGoal,
-    best_total,
-    best_uniform_total,
-    greedy_ratios,
-    remote_bytes,
-    round_ratios,
-    uniform_ratios,
-)
+from dakrun.plan import Op
+from dakrun.plan.greedy import Curve, best_total, best_uniform_total, greedy_ratios, uniform_ratios
+from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios
 
 
 @given(st.integers(1, 100), st.data())

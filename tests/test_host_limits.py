@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dakrun import memory
 from dakrun.errors import CannotRun
-from dakrun.memory import available_host_memory, check_host_memory
+from dakrun.memory import limits
+from dakrun.memory.limits import available_host_memory, check_host_memory
 
 KIB, GIB = 2**10, 2**30
 LAZY = 256  # GiB of a virtual machine whose MemTotal grows with use
@@ -107,7 +107,7 @@ def test_the_tightest_cgroup_counts(version: int, tmp_path: Path) -> None:
     make_cgroup(top / "a", 32 * GIB, 20 * GIB, 4 * GIB, version)
     make_cgroup(top / "a/b", unlimited, 2 * GIB, version=version)
     assert available_host_memory(tmp_path) == 16 * GIB
-    assert memory.cgroup_limit(tmp_path) == 32 * GIB
+    assert limits.cgroup_limit(tmp_path) == 32 * GIB
     make_cgroup(top / "a/b", 8 * GIB, 2 * GIB, 1 * GIB, version)
     assert available_host_memory(tmp_path) == 7 * GIB
     make_cgroup(top / "a/b", GIB, 2 * GIB, version=version)
@@ -165,29 +165,29 @@ def test_what_is_short_is_said_with_a_hint(tmp_path: Path) -> None:
     make_cgroup(tmp_path / "sys/fs/cgroup", 16 * GIB, 20 * GIB)
     with pytest.raises(CannotRun, match=r"0 B are left under the cgroup's limit of 16\.00 GiB"):
         check_host_memory(1, tmp_path)
-    assert all(limit.hint for limit in memory.host_limits(tmp_path))
+    assert all(limit.hint for limit in limits.host_limits(tmp_path))
 
 
 def test_page_locking_limit(no_rlimits: dict[int, int]) -> None:
-    assert memory.lock_limit() is None
+    assert limits.lock_limit() is None
     no_rlimits[resource.RLIMIT_MEMLOCK] = 8 * KIB
-    assert memory.lock_limit() == 8 * KIB
+    assert limits.lock_limit() == 8 * KIB
 
 
 def test_numa_node_of_a_gpu(tmp_path: Path) -> None:
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    address = memory.pci_address(properties)
+    address = limits.pci_address(properties)
     assert address == "0000:1b:00.0"
-    assert memory.numa_node(address, tmp_path) is None
+    assert limits.numa_node(address, tmp_path) is None
     for text, node in (("1", 1), ("-1", None)):
         write(tmp_path / "sys/bus/pci/devices" / address / "numa_node", text)
-        assert memory.numa_node(address, tmp_path) == node
+        assert limits.numa_node(address, tmp_path) == node
     fields = {"MemTotal": 90, "MemFree": 5, "Active(file)": 2, "Inactive(file)": 1}
     text = "\n".join(f"Node 1 {name}: {n} kB" for name, n in fields.items())
     write(tmp_path / "sys/devices/system/node/node1/meminfo", text)
-    assert memory.numa_nodes(tmp_path) == 1
-    assert memory.node_memory(1, tmp_path) == 8 * KIB
-    assert memory.node_memory(7, tmp_path) == 0
+    assert limits.numa_nodes(tmp_path) == 1
+    assert limits.node_memory(1, tmp_path) == 8 * KIB
+    assert limits.node_memory(7, tmp_path) == 0
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,6 @@ def test_cores_are_those_of_the_affinity_and_of_the_quota(
             quota, period = text.split()
             write(folder / "cpu.cfs_quota_us", "-1" if quota == "max" else quota)
             write(folder / "cpu.cfs_period_us", period)
-    assert memory.usable_cores(tmp_path) == cores
+    assert limits.usable_cores(tmp_path) == cores
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
-    assert memory.usable_cores(tmp_path) == 1
+    assert limits.usable_cores(tmp_path) == 1

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from dakrun.errors import CannotRun
-from dakrun.memory import HostBlock, allocate_tiers, check_page_locking, locked_block
 
 # Patched below, as there is no CUDA: the calls of the driver and of libc, and /sys.
 from dakrun.memory import host as host_memory
+from dakrun.memory.host import HostBlock, check_page_locking, locked_block
+from dakrun.memory.tiers import allocate_tiers
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20

@@ -16,7 +16,8 @@ from dakrun.config import Workload
 from dakrun.demo import MODEL
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models import hub, hub_id, known_model, known_names, model_config, model_directory
-from dakrun.plan import decode_ops, vector_bytes, weight_bytes
+from dakrun.plan import decode_ops, weight_bytes
+from dakrun.plan.ops import vector_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,20 +11,12 @@ from cards import H200, PORTABLE
 
 from dakrun.hardware import Sweep
 from dakrun.launches import GemmConfig, TierAccess
-from dakrun.memory import TieredMatrix
-from dakrun.probe import (
-    MIB,
-    QUICK,
-    Bench,
-    Buffer,
-    Launch,
-    attention_sweep,
-    linear_sweep,
-    many_rows_sweep,
-    norm_sweep,
-    sampling_sweep,
-    staged_seconds,
-)
+from dakrun.memory.matrix import TieredMatrix
+from dakrun.probe.attention_costs import attention_sweep, sampling_sweep
+from dakrun.probe.chain import Launch
+from dakrun.probe.gemm_costs import linear_sweep, many_rows_sweep, norm_sweep, staged_seconds
+from dakrun.probe.measurement import MIB, QUICK
+from dakrun.probe.sweeps import Bench, Buffer
 
 SMS = 132
 NORM_COLS, VOCABULARIES = (4096, 8192), (2**15, 2**17)

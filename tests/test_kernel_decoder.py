@@ -32,7 +32,7 @@ from dakrun.kernels.attention import KVShape
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.runtime import CopyStream, copy
-from dakrun.memory import allocate_tiers
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import decoder_of, read_model_config
 from dakrun.plan import Policy, kv_positions, make_plan
 from dakrun.weights import Checkpoint, Packing, load, tier_capacities

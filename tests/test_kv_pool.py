@@ -19,9 +19,11 @@ from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import KVShape
 from dakrun.llm import LLM
-from dakrun.memory import allocate_tiers
 from dakrun.memory.device import in_order
-from dakrun.plan import Plan, Policy, blocks_suffice, kept_positions, peak_blocks
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.plan import Plan, Policy, blocks_suffice
+from dakrun.plan.ops import kept_positions
+from dakrun.plan.peak_blocks import peak_blocks
 from dakrun.requests import Completion, Request, RowError
 
 CPU = torch.device("cpu")

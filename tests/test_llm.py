@@ -15,7 +15,8 @@ from dakrun.engine import build as build_module
 from dakrun.errors import UsageError
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
-from dakrun.memory import HostBlock, tiers
+from dakrun.memory import tiers
+from dakrun.memory.host import HostBlock
 from dakrun.plan import ExpectedRun, Policy
 from dakrun.requests import Request, RowLengths
 

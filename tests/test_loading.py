@@ -21,7 +21,7 @@ from dakrun.engine import tier_accesses
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.kernels.runtime import DTYPES
-from dakrun.memory import allocate_tiers
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import Linear, Matrix, Norm, Operand, Source, decoder_of, known_model
 from dakrun.plan import Plan, Policy, make_plan
 from dakrun.weights import (

@@ -14,15 +14,10 @@ from dakrun.errors import CannotRun, OutOfGpuMemory
 from dakrun.formats import Rows
 from dakrun.geometry import row_block_count
 from dakrun.kernels import reference
-from dakrun.memory import (
-    DeviceBlock,
-    HostBlock,
-    Tier,
-    TieredMatrix,
-    allocate_tiers,
-    enable_peer_access,
-    free_on_peers,
-)
+from dakrun.memory.device import DeviceBlock, enable_peer_access, free_on_peers
+from dakrun.memory.host import HostBlock
+from dakrun.memory.matrix import TieredMatrix
+from dakrun.memory.tiers import Tier, allocate_tiers
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -16,8 +16,9 @@ from dakrun.errors import CannotRun
 from dakrun.formats import Rows
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.runtime import copy
-from dakrun.memory import TieredMatrix, allocate_tiers
 from dakrun.memory.device import in_order
+from dakrun.memory.matrix import TieredMatrix
+from dakrun.memory.tiers import allocate_tiers
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,7 +93,7 @@ def test_a_refused_lock_leaves_cuda_usable(
 def test_the_interpreters_exit_is_quiet() -> None:
     code = (
         "import torch\n"
-        "from dakrun.memory import allocate_tiers\n"
+        "from dakrun.memory.tiers import allocate_tiers\n"
         "tiers = allocate_tiers({'hbm': 1 << 20, 'host': 1 << 28}, torch.device('cuda'))\n"
         "kept = tiers['host'].allocate((1 << 28,), torch.uint8)\n"
         "there = kept.to('cuda', non_blocking=True)\n"

@@ -23,7 +23,7 @@ from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.runtime import DTYPES
 from dakrun.launches import TierAccess
-from dakrun.memory import TieredMatrix
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.nn import SplitKGEMM, replace_linears
 from dakrun.nn import gemm as gemm_module
 

@@ -18,7 +18,7 @@ from dakrun.geometry import (
 )
 from dakrun.kernels import gemm
 from dakrun.kernels.runtime import DTYPES
-from dakrun.memory import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 
 def random_bits(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:

@@ -16,17 +16,16 @@ from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.plan import (
-    MAX_BATCH_SIZE,
     RESERVE_BYTES,
     Policy,
-    batch_candidates,
     choose_batch_size,
     compute_time,
     decode_ops,
     make_plan,
     run_bound,
 )
-from dakrun.plan.show import plan_dict
+from dakrun.plan.batch_size import MAX_BATCH_SIZE, batch_candidates
+from dakrun.plan.show.json import plan_dict
 
 
 def test_opt_30b_on_gh200_turns_at_a_tenth() -> None:

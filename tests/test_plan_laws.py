@@ -21,7 +21,6 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, OpCosts, load_profile
 from dakrun.models import known_model
 from dakrun.plan import (
-    MIN_OFFLOAD_GAIN,
     RESERVE_BYTES,
     Op,
     Plan,
@@ -31,15 +30,10 @@ from dakrun.plan import (
     decode_ops,
     make_plan,
 )
-from dakrun.plan.show import (
-    CHOICES,
-    NEEDS,
-    Overview,
-    choice_rows,
-    need_rows,
-    overview_dict,
-    summary_rows,
-)
+from dakrun.plan.planner import MIN_OFFLOAD_GAIN
+from dakrun.plan.show.json import overview_dict
+from dakrun.plan.show.overview import Overview
+from dakrun.plan.show.table import CHOICES, NEEDS, choice_rows, need_rows, summary_rows
 
 FREE = OpCosts(rows=(1,), seconds=(0.0,), efficiency=(1.0,))
 

@@ -16,16 +16,13 @@ from dakrun.plan import (
     Policy,
     compute_time,
     decode_ops,
-    kernel_compute_time,
     linear_op,
     make_plan,
-    many_rows_sms,
-    many_rows_times,
     predicted_time,
-    sampling_time,
-    waits_s,
 )
-from dakrun.plan.roofline import WHOLE_WAIT
+from dakrun.plan.many_rows import many_rows_sms, many_rows_times
+from dakrun.plan.op_costs import waits_s
+from dakrun.plan.roofline import WHOLE_WAIT, kernel_compute_time, sampling_time
 
 MANY = OpCosts(rows=(128, 512), seconds=(8e-6, 4e-6), efficiency=(0.9, 0.8))
 NORM = OpCosts(rows=(128, 512), seconds=(3e-6, 5e-6), efficiency=(0.5, 1.0))

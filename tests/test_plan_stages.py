@@ -11,16 +11,13 @@ from dakrun.config import Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
-from dakrun.plan import (
-    Policy,
-    Problem,
-    StepCosts,
-    climb,
-    cost_placement,
-    place,
-    slot_candidates,
-    staging_bytes,
-)
+from dakrun.plan import Policy
+from dakrun.plan.assemble import cost_placement
+from dakrun.plan.op_costs import StepCosts
+from dakrun.plan.placement import place, slot_candidates
+from dakrun.plan.plan import staging_bytes
+from dakrun.plan.planner import climb
+from dakrun.plan.problem import Problem
 
 MODEL = known_model("opt-6.7b")
 WORK = Workload(batch_size=16, prompt_len=480, new_tokens=32, max_model_len=512)

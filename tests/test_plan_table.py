@@ -13,7 +13,9 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
-from dakrun.plan.show import Overview, overview_dict, render, summary_rows
+from dakrun.plan.show.json import overview_dict
+from dakrun.plan.show.overview import Overview
+from dakrun.plan.show.table import render, summary_rows
 
 WORKLOAD = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
 

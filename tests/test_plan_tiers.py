@@ -13,17 +13,8 @@ from scipy.optimize import linprog
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile, RemoteTier, load_profile
-from dakrun.plan import (
-    Curve,
-    Links,
-    Plan,
-    Policy,
-    best_total,
-    bound_time,
-    decode_ops,
-    greedy_ratios,
-    make_plan,
-)
+from dakrun.plan import Links, Plan, Policy, bound_time, decode_ops, make_plan
+from dakrun.plan.greedy import Curve, best_total, greedy_ratios
 from dakrun.plan.linear_program import OpLines, best_ratios, minimise
 
 

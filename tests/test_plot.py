@@ -15,15 +15,9 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
 from dakrun.plan import Plan, Policy, make_plan
-from dakrun.plan.show import (
-    Overview,
-    Point,
-    clusters,
-    plot_plan,
-    points,
-    ratio_curve,
-    summary_rows,
-)
+from dakrun.plan.show.overview import Overview
+from dakrun.plan.show.plot import RooflinePoint, clusters, plot_plan, points, ratio_curve
+from dakrun.plan.show.table import summary_rows
 from dakrun.units import format_rate
 
 
@@ -67,8 +61,8 @@ def test_points() -> None:
 
 
 def test_clusters() -> None:
-    def point(name: str, intensity: float, rate: float) -> Point:
-        return Point(name, "linear", intensity, rate, 0.1)
+    def point(name: str, intensity: float, rate: float) -> RooflinePoint:
+        return RooflinePoint(name, "linear", intensity, rate, 0.1)
 
     groups = clusters([point("a", 8, 1e12), point("b", 1, 1e11), point("c", 8.1, 1.1e12)])
     assert [[p.name for p in group] for group in groups] == [["b"], ["a", "c"]]

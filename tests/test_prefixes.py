@@ -15,7 +15,7 @@ from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.step import Row, Step
 from dakrun.geometry import KV_BLOCK
 from dakrun.llm import LLM
-from dakrun.memory import allocate_tiers
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.plan import Plan, Policy
 
 VOCAB, MAX_LEN = 64, 320

@@ -10,7 +10,6 @@ import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from dakrun import probe
 from dakrun.cli import main
 from dakrun.config import Dtype, Workload
 from dakrun.demo import MODEL, task
@@ -26,14 +25,18 @@ from dakrun.hardware import (
 from dakrun.hardware import profile as hardware
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
-from dakrun.probe import Measurement, Sizes, facts, measure_cpu, render
+from dakrun.probe import run as probe
+from dakrun.probe.cpu import measure_cpu
 from dakrun.probe.cpu_costs import (
+    Sizes,
     Stopwatch,
     attention_costs,
     linear_costs,
     norm_costs,
     sampling_costs,
 )
+from dakrun.probe.measurement import Measurement, provenance, spread
+from dakrun.probe.table import facts, render
 
 TINY = Sizes(
     buffer_bytes=2**18, caches=0, weight_size=16, batch_sizes=(1, 8, 64), seconds=0.0, runs=3
@@ -159,7 +162,7 @@ def test_a_kept_profile_is_found(empty_cache: Path) -> None:
 def test_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], said: str
 ) -> None:
-    monkeypatch.setattr("dakrun.probe.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("dakrun.probe.run.measure", lambda *_, **__: pytest.fail("measured"))
     result = run("profile", *args)
     assert result.exit_code == 2 and result.stdout == ""
     assert said in result.stderr and "hint: " in result.stderr
@@ -197,8 +200,8 @@ def test_figures_have_units(value: float, unit: str, text: str) -> None:
 
 def test_a_part_of_an_op_spreads_over_the_time_of_the_whole() -> None:
     added, whole = [1e-8, 3e-8, 2e-8, 1e-8], [1.0e-5, 1.1e-5, 1.0e-5, 0.9e-5]
-    assert probe.spread(added) > 0.5
-    assert probe.spread(added, of=whole) == pytest.approx(1.25e-8 / 1e-5)
+    assert spread(added) > 0.5
+    assert spread(added, of=whole) == pytest.approx(1.25e-8 / 1e-5)
 
 
 CARD = "NVIDIA H100 PCIe"  # no shipped profile is of it
@@ -298,7 +301,7 @@ def spreading(name: str, *spreads: float) -> probe.Probe:
         load_profile("cpu"),
         name=name,
         device_name=cpu_name(),
-        provenance=probe.provenance("of a test", figures),
+        provenance=provenance("of a test", figures),
     )
     return probe.Probe(found, figures)
 

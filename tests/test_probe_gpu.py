@@ -19,24 +19,20 @@ from dakrun.geometry import (
 from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep, load_profile
 from dakrun.kernels import Reader, Variant, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import jit
-from dakrun.probe import (
+from dakrun.probe.congestion import PER_SM, grouped
+from dakrun.probe.gpu import GpuProbe, measure_gpu, measured_variants
+from dakrun.probe.measurement import (
     FULL,
     KIB,
     MIB,
-    PER_SM,
     QUICK,
-    Bench,
-    Buffer,
     Effort,
-    GpuProbe,
     Measurement,
     buffer_sizes,
-    grouped,
-    measure_gpu,
-    measured_variants,
     provenance,
     ring_for,
 )
+from dakrun.probe.sweeps import Bench, Buffer
 
 GIB = 2**30
 

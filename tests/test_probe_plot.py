@@ -10,11 +10,12 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from test_plot import png_size
 
-from dakrun import probe
 from dakrun.cli import main
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, Sweep, load_profile
-from dakrun.probe import best_by_doubling, chains, curves, draw, render
+from dakrun.probe import run as probe
+from dakrun.probe.plot import best_by_doubling, chains, curves, draw
+from dakrun.probe.table import render
 
 KIB, MIB = 2**10, 2**20
 SMS = 132

@@ -25,7 +25,7 @@ from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.launches import TierAccess, shapes, split_row_blocks, tiled_config
-from dakrun.memory import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 CPU = torch.device("cpu")
 CARDS = PORTABLE, H200  # without the tiled GEMM, and with it

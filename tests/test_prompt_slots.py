@@ -6,7 +6,7 @@ import torch
 from dakrun.engine import KVWriter, Row
 from dakrun.engine.kv_cache import KVCache
 from dakrun.kernels.attention import kv_blocks
-from dakrun.memory import allocate_tiers
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.units import ceil_div
 
 BLOCK_BYTES = 2 * 12 * 64 * 64 * 2  # of all heads

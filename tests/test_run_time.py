@@ -13,17 +13,9 @@ from dakrun.cli import main
 from dakrun.config import Workload
 from dakrun.hardware import load_profile
 from dakrun.models.hub import find_model
-from dakrun.plan import (
-    ExpectedRun,
-    Plan,
-    Policy,
-    RequestLengths,
-    RunForecast,
-    choose_batch_size,
-    foretell,
-    make_plan,
-)
-from dakrun.plan.running_requests import BegunRequest, RunningRequests
+from dakrun.plan import ExpectedRun, Plan, Policy, RunForecast, choose_batch_size, make_plan
+from dakrun.plan.run_time import foretell
+from dakrun.plan.running_requests import BegunRequest, RequestLengths, RunningRequests
 from dakrun.requests import RowLengths
 
 

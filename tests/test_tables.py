@@ -13,17 +13,24 @@ from test_bench_model import record as model_record
 from test_bench_model import row as model_row
 from test_bench_model import sweep as model_sweep
 
-from dakrun import bench, probe
-from dakrun.bench import Record, as_text, attention_sweep, gemm_sweep, model_columns
-from dakrun.bench import columns as kernel_columns
-from dakrun.cli import Check, doctor
+from dakrun.bench.attention_sweep import attention_sweep
+from dakrun.bench.gemm_sweep import gemm_sweep
+from dakrun.bench.model_rows import model_columns
+from dakrun.bench.output import Record, as_text
+from dakrun.bench.output import render as render_bench
+from dakrun.bench.rows import columns as kernel_columns
+from dakrun.cli import doctor
 from dakrun.cli.console import WIDTH, width
+from dakrun.cli.doctor import Check
 from dakrun.config import Workload
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
-from dakrun.plan.show import Overview, render
-from dakrun.probe import Measurement
+from dakrun.plan.show.overview import Overview
+from dakrun.plan.show.table import render
+from dakrun.probe.measurement import Measurement
+from dakrun.probe.run import Probe
+from dakrun.probe.table import render as render_profile
 from dakrun.tables import Column, print_table
 from dakrun.terminal import summary
 
@@ -71,7 +78,7 @@ def model_bench() -> Record:
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_a_models_bench(columns: int) -> None:
     shown = model_bench()
-    lines = check_numbers(lambda console: bench.render(shown, console), columns)
+    lines = check_numbers(lambda console: render_bench(shown, console), columns)
     (row,) = (line for line in lines if line.startswith("8192"))
     wanted = ("100.00%", "1,055.6", "113,778", "4,063.2", "100.0%", "-12.3%", "1,055.6")
     assert set(wanted) <= set(row.split()) and "both" in row
@@ -83,7 +90,7 @@ def test_a_models_bench(columns: int) -> None:
 
 def test_wide_has_every_column_in_a_line_for_each_row() -> None:
     shown = model_bench()
-    lines = printed(lambda console: bench.render(shown, console, wide=True), 80)
+    lines = printed(lambda console: render_bench(shown, console, wide=True), 80)
     cells = shown.texts()[0]
     assert lines[-2].split() == " ".join(cells).split() and len(cells) == len(shown.columns)
     assert not any("not shown" in line for line in lines)
@@ -107,7 +114,7 @@ def test_a_gemm_bench(columns: int, ablations: bool) -> None:
     shown = Record(
         head=HEAD | {"command": "dakrun"}, columns=kernel_columns(sweep), rows=(figures,)
     )
-    lines = check_numbers(lambda console: bench.render(shown, console), columns)
+    lines = check_numbers(lambda console: render_bench(shown, console), columns)
     (row,) = (line.split() for line in lines if line.startswith("128256x16384"))
     assert {"4096", "100.00%", "12345.67", "4,712", "100.0%"} <= set(row)
 
@@ -123,7 +130,7 @@ def test_an_attention_bench(columns: int) -> None:
     shown = Record(
         head=HEAD | {"command": "dakrun"}, columns=kernel_columns(sweep), rows=(figures,)
     )
-    lines = check_numbers(lambda console: bench.render(shown, console), columns)
+    lines = check_numbers(lambda console: render_bench(shown, console), columns)
     (row,) = (line.split() for line in lines if line.startswith("512:128"))
     assert {"100.00%", "123456.78", "4,712", "100.0%", "12.34"} <= set(row)
 
@@ -153,8 +160,8 @@ def test_a_profile(columns: int) -> None:
         Measurement(name=name, value=4.7123e12, unit="B/s", spread=0.1234, runs=12)
         for name in ("hbm read, 16 KiB x 12", "peer:1 with hbm, 64 SMs, 8.00 MiB in flight " * 3)
     )
-    shown = probe.Probe(load_profile("h200-nvlink-peer"), figures)
-    lines = check_numbers(lambda console: probe.render(shown, console), columns)
+    shown = Probe(load_profile("h200-nvlink-peer"), figures)
+    lines = check_numbers(lambda console: render_profile(shown, console), columns)
     assert any({"4,712.3", "12.3%", "12", "unsteady"} <= set(line.split()) for line in lines)
 
 

@@ -36,7 +36,7 @@ from dakrun.launches import (
     TiledConfig,
     split_row_blocks,
 )
-from dakrun.memory import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 Build = Callable[..., EmulatedKernel]

@@ -19,9 +19,9 @@ import torch
 
 from dakrun.bench.attention_sweep import AttentionCase, AttentionSweep
 from dakrun.bench.ceilings import FULL, Effort
+from dakrun.bench.kernel import Chains, measure_kernel
 from dakrun.bench.output import Record
 from dakrun.bench.rows import AttentionRow
-from dakrun.bench.run import Chains, measure_kernel
 from dakrun.bench.tiers import fill_random
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import (
@@ -32,7 +32,7 @@ from dakrun.kernels.attention import (
     splitk_flash_attn,
 )
 from dakrun.launches import TierAccess
-from dakrun.memory import aligned
+from dakrun.memory.tiers import aligned
 from dakrun.probe.chain import Launch, launch_seconds
 
 ATTENTION_EFFORT = replace(FULL, min_launches=4)

@@ -23,16 +23,17 @@ import torch
 
 from dakrun.bench.ceilings import FULL, Effort
 from dakrun.bench.gemm_sweep import GemmCase, GemmSweep
+from dakrun.bench.kernel import Chains, measure_kernel
 from dakrun.bench.output import Record
 from dakrun.bench.rows import GemmRow
-from dakrun.bench.run import Chains, measure_kernel
 from dakrun.bench.tiers import fill_random
 from dakrun.formats import PACKED16
 from dakrun.hardware import LOCAL, Card, HardwareProfile
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import architecture, card_of, compile_ahead
 from dakrun.launches import By, TierAccess, split_row_blocks
-from dakrun.memory import MatrixPart, TieredMatrix, aligned
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
+from dakrun.memory.tiers import aligned
 from dakrun.plan import is_windowed
 from dakrun.probe.chain import launch_seconds
 

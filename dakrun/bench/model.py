@@ -18,7 +18,7 @@ import torch
 
 from dakrun.bench import model_rows
 from dakrun.bench.ceilings import FULL, Ceilings
-from dakrun.bench.model_sweep import AUTO, ModelSweep, Point
+from dakrun.bench.model_sweep import AUTO, ModelCase, ModelSweep
 from dakrun.bench.output import Record, head
 from dakrun.bench.tiers import measure_ceilings
 from dakrun.config import SamplingParams
@@ -111,12 +111,12 @@ class ModelBench:
         self.ceilings = ceilings or self._measured()
         self._rivals: dict[tuple[int, float], RivalStep | None] = {}  # by batch size and ratio
 
-    def row(self, point: Point) -> model_rows.ModelRow:
+    def row(self, point: ModelCase) -> model_rows.ModelRow:
         """Measure a point and its rival; CannotRun if it does not fit."""
         run = self.run(point)
         return model_rows.measured_row(point, run, self._rival(point, run.plan.ratio))
 
-    def run(self, point: Point) -> model_rows.Run:
+    def run(self, point: ModelCase) -> model_rows.Run:
         """Measure a point; CannotRun if it does not fit."""
         self._release()
         try:
@@ -125,7 +125,7 @@ class ModelBench:
             reason = str(problem).partition("\n")[0]
             raise CannotRun(f"memory ran out: {reason}", hint=HINT) from None
 
-    def _run(self, point: Point) -> model_rows.Run:
+    def _run(self, point: ModelCase) -> model_rows.Run:
         sweep = self.sweep
         with LLM(
             sweep.name,
@@ -173,7 +173,7 @@ class ModelBench:
             if not done or time.perf_counter() - start < MAX_SECONDS:
                 finish(sweep.new_tokens)
 
-    def _rival(self, point: Point, planned: float) -> model_rows.RivalRun | None:
+    def _rival(self, point: ModelCase, planned: float) -> model_rows.RivalRun | None:
         """The rival's steps for a point whose plan has that ratio; None without a rival."""
         sweep = self.sweep
         if sweep.rival is None:

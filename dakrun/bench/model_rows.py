@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.model_sweep import ModelRatio, ModelSweep, Point, Rival, TransportChoice
+from dakrun.bench.model_sweep import ModelCase, ModelRatio, ModelSweep, Rival, TransportChoice
 from dakrun.bench.output import Column, microseconds
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan import Links, OpPlan, Plan, Strategy, bound_time, predict_prefill
@@ -169,7 +169,7 @@ def _link_s(plan: Plan, tier: int, links: Links) -> float:
     return seconds
 
 
-def failed_row(point: Point, problem: str) -> ModelRow:
+def failed_row(point: ModelCase, problem: str) -> ModelRow:
     """The row of a point that could not run."""
     return ModelRow(
         batch_size=point.batch_size,
@@ -180,7 +180,7 @@ def failed_row(point: Point, problem: str) -> ModelRow:
     )
 
 
-def measured_row(point: Point, run: Run, rival: RivalRun | None = None) -> ModelRow:
+def measured_row(point: ModelCase, run: Run, rival: RivalRun | None = None) -> ModelRow:
     """The row of a point that ran, and of its rival."""
     plan, time = run.plan, statistics.median(run.step_s)
     tiers = range(len(plan.tiers))

@@ -24,7 +24,7 @@ Rival = Literal["transformers", "prefetch"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class ModelCase:
     """Decode steps of `batch_size` requests with `ratio` of all weight and KV bytes offloaded.
 
     With "auto" the planner chooses the ratio or the transport.
@@ -80,12 +80,14 @@ class ModelSweep:
                 hint="lower --prompt-len or --new-tokens",
             )
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> Iterator[ModelCase]:
         """The points by batch size, transport, ratio and strategy."""
         for batch_size, transport, ratio, strategy in itertools.product(
             self.batch_sizes, self.transports, self.ratios, self.strategies
         ):
-            yield Point(batch_size=batch_size, ratio=ratio, transport=transport, strategy=strategy)
+            yield ModelCase(
+                batch_size=batch_size, ratio=ratio, transport=transport, strategy=strategy
+            )
 
     def remote_tiers(self, profile: HardwareProfile) -> list[RemoteTier]:
         """The remote tiers in `profile`; an empty list if every ratio is 0.

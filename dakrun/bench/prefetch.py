@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from dakrun.engine import StagingRing
 from dakrun.hardware import LOCAL
-from dakrun.memory import HOST, Tier, aligned, allocate_tiers
+from dakrun.memory.tiers import HOST, Tier, aligned, allocate_tiers
 from dakrun.units import ceil_div
 
 

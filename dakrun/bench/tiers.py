@@ -16,17 +16,9 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL, RemoteTier
 from dakrun.kernels import Reader, read_window
 from dakrun.kernels.runtime import card_of, copy
-from dakrun.memory import (
-    ALIGNMENT,
-    HOST,
-    Tiers,
-    allocate_tiers,
-    available_host_memory,
-    check_free,
-    check_peer,
-    device_index,
-    peer_index,
-)
+from dakrun.memory.device import check_free, check_peer, device_index, peer_index
+from dakrun.memory.limits import available_host_memory
+from dakrun.memory.tiers import ALIGNMENT, HOST, Tiers, allocate_tiers
 from dakrun.probe.measurement import steadier
 from dakrun.probe.sweeps import Buffer, copy_seconds
 from dakrun.units import format_bytes

@@ -11,17 +11,14 @@ from typing import Any, Literal
 import click
 
 from dakrun.cli.console import eprint, stdout_console
+from dakrun.cli.lookups import resolve_run_profile
+from dakrun.cli.option_kinds import choice_option, count_option, option, together
 from dakrun.cli.options import (
     STRATEGIES,
     TRANSPORTS,
     budget_options,
-    choice_option,
-    count_option,
     load_format_option,
-    option,
     profile_option,
-    resolve_run_profile,
-    together,
     wide_option,
 )
 from dakrun.errors import UsageError
@@ -193,30 +190,33 @@ def bench(
 
     All of them take --ratio, --remote, --dtype, --wide, --csv, --json, --output, --profile.
     """
-    from dakrun import bench as benchmarks
+    from dakrun.bench import run as benchmark
+    from dakrun.bench.output import as_text, check_output, render, write
     from dakrun.plan.show import picture
-    from dakrun.probe import describe_profile
+    from dakrun.probe.run import describe_profile
 
     subject = kernel or MODEL
-    sweep = benchmarks.parse_sweep(subject, _own_options(subject, given))
+    sweep = benchmark.parse_sweep(subject, _own_options(subject, given))
     if output:
-        benchmarks.check_output(output)
+        check_output(output)
     if plot:
         picture.check_target(plot)
-    benchmarks.check_device(sweep)
+    benchmark.check_device(sweep)
     hardware = resolve_run_profile(profile, "cuda" if kernel else "auto", eprint)
     if profile == "auto":
         eprint(describe_profile(hardware))
     command = shlex.join(["dakrun", *sys.argv[1:]])
-    for record in benchmarks.measure(sweep, hardware, command=command, progress=eprint):
+    for record in benchmark.measure(sweep, hardware, command=command, progress=eprint):
         if output:
-            benchmarks.write(record, output)
+            write(record, output)
     if plot:
-        benchmarks.draw(record, plot)
+        from dakrun.bench.model_plot import draw
+
+        draw(record, plot)
     if form:
-        click.echo(benchmarks.as_text(record, form), nl=False)
+        click.echo(as_text(record, form), nl=False)
     else:
-        benchmarks.render(record, stdout_console(), wide=wide)
+        render(record, stdout_console(), wide=wide)
 
 
 def _own_options(subject: str, given: dict[str, Any]) -> dict[str, Any]:

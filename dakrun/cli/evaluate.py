@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dakrun.cli.console import eprint, stderr_console
-from dakrun.cli.options import (
-    choice_option,
-    device_option,
-    note_no_kernels,
-    option,
-    resolve_model,
-    resolve_profile,
-    resolve_run_profile,
-)
+from dakrun.cli.lookups import note_no_kernels, resolve_model, resolve_profile, resolve_run_profile
+from dakrun.cli.option_kinds import choice_option, option
+from dakrun.cli.options import device_option
 from dakrun.errors import CannotRun, UsageError
 
 if TYPE_CHECKING:
@@ -184,7 +178,7 @@ def _one_tier(tiers: tuple[str, ...], remote: str) -> tuple[str]:
 
 def _check_device(hardware: "HardwareProfile", device: Any) -> None:
     """Raise UsageError if the profile describes another kind of device than is measured."""
-    from dakrun.probe import measured_device
+    from dakrun.probe.run import measured_device
 
     kind = measured_device(device)
     if hardware.device != kind:

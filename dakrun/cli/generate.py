@@ -4,13 +4,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dakrun.cli.console import eprint, quiet_stderr, stderr_console
+from dakrun.cli.lookups import resolve_run_profile
 from dakrun.cli.options import (
     chat_template_option,
     device_option,
@@ -19,7 +19,6 @@ from dakrun.cli.options import (
     policy_options,
     profile_option,
     ray_options,
-    resolve_run_profile,
     run_options,
     sampling_options,
     threads_option,
@@ -89,6 +88,8 @@ def generate(
     run becomes an error row. With --ray the workers of a Ray cluster complete them: the input may
     also be .parquet, a folder, a glob, or a URL such as s3://..., the output is a folder.
     """
+    from dataclasses import replace
+
     from dakrun.config import SamplingParams
 
     if verbose and quiet:
@@ -140,7 +141,7 @@ def generate(
     from dakrun.generate import BatchJob, check_report, write_report
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
-    from dakrun.probe import describe_profile
+    from dakrun.probe.run import describe_profile
     from dakrun.requests import (
         RequestReader,
         ResultWriter,

@@ -17,7 +17,8 @@ from dakrun.cli.console import eprint, stdout_console
 from dakrun.cli.errors import ErrorLines
 from dakrun.cli.evaluate import evaluate
 from dakrun.cli.generate import generate
-from dakrun.cli.options import Size, device_option, threads_option
+from dakrun.cli.option_kinds import Size
+from dakrun.cli.options import device_option, threads_option
 from dakrun.cli.plan import plan
 from dakrun.config import DTYPE_BYTES
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
@@ -58,8 +59,9 @@ def profile(
     GPUs that it can read, or of the CPU. Without -o it goes to the cache folder, where --profile
     auto finds it.
     """
-    from dakrun import probe
     from dakrun.plan.show import picture
+    from dakrun.probe import run as probe
+    from dakrun.probe.table import render
 
     kind = probe.measured_device(device)
     path = probe.target(output, name, kind)
@@ -68,12 +70,14 @@ def profile(
     eprint(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
     result = probe.measure(name or path.stem, kind, quick=quick, note=eprint)
     probe.save(result.profile, path)
-    probe.render(result, stdout_console())
+    render(result, stdout_console())
     eprint(f"written to {path}" + ("" if output else "; --profile auto uses it"))
     if (warning := probe.spread_warning(result.profile)) is not None:
         eprint(warning)
     if plot:
-        probe.draw(result.profile, Path(plot))
+        from dakrun.probe.plot import draw
+
+        draw(result.profile, Path(plot))
 
 
 @main.command()

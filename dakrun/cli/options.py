@@ -1,111 +1,31 @@
-"""Command line options that several commands share, and lookups of models and profiles by name.
+"""Command line options that several commands share.
 
 Knows click; the commands, and the decorators that one of them alone has, are in their own files.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import click
 
-from dakrun.cli.console import eprint
+from dakrun.cli.option_kinds import (
+    COUNT,
+    RATIO,
+    Command,
+    Decorator,
+    Size,
+    auto_option,
+    choice_option,
+    count_option,
+    option,
+    together,
+)
 from dakrun.errors import UsageError
-from dakrun.units import parse_bytes
 
-if TYPE_CHECKING:
-    from dakrun.config import ModelConfig
-    from dakrun.hardware import HardwareProfile
-
-Command = Callable[..., int | None]
-Decorator = Callable[[Any], Any]
-
-MAX_COUNT = 10**9
 TRANSPORTS = ("auto", "direct", "staged")
 STRATEGIES = ("auto", "greedy", "uniform")
-
-
-class Auto(click.ParamType):
-    """`auto` (None), or the result of `convert_value`, which raises ValueError for other texts.
-
-    `expected` completes the error message "... is not".
-    """
-
-    def __init__(self, name: str, expected: str, convert_value: Callable[[str], Any]) -> None:
-        self.name, self.expected, self.convert_value = name, expected, convert_value
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value == "auto":
-            return None
-        try:
-            return self.convert_value(value)
-        except ValueError:
-            self.fail(f"{value!r} is not {self.expected}.", param, ctx)
-
-
-class Size(click.ParamType):
-    """Bytes, written like 20GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_bytes(value)
-        except UsageError as problem:
-            self.fail(f"{problem}; {problem.hint}.", param, ctx)
-
-
-def _count(text: str) -> int:
-    if not 1 <= (number := int(text)) <= MAX_COUNT:
-        raise ValueError
-    return number
-
-
-def _ratio(text: str) -> float:
-    if not 0 <= (number := float(text)) <= 1:
-        raise ValueError
-    return number
-
-
-COUNT = Auto("count", f"auto or an integer from 1 to {MAX_COUNT:,}", _count)
-RATIO = Auto("ratio", "auto or a number from 0 to 1", _ratio)
-
-
-def together(*options: Decorator) -> Decorator:
-    """A decorator that adds all `options` to a command, in this order."""
-
-    def decorate(command: Any) -> Any:
-        return functools.reduce(lambda decorated, add: add(decorated), reversed(options), command)
-
-    return decorate
-
-
-def option(*names: str, help: str, **settings: Any) -> Decorator:
-    """An option whose help shows its default."""
-    return click.option(*names, help=help, show_default=True, **settings)
-
-
-def count_option(*names: str, help: str, minimum: int = 1, **settings: Any) -> Decorator:
-    """An option that takes an integer of at least `minimum`."""
-    return option(*names, help=help, type=click.IntRange(min=minimum), metavar="N", **settings)
-
-
-def choice_option(*names: str, choices: Sequence[str], help: str, **settings: Any) -> Decorator:
-    """An option that takes one of `choices`; the default is the first of them."""
-    settings = {"default": choices[0], **settings}
-    return option(*names, help=help, type=click.Choice(choices), **settings)
-
-
-def auto_option(name: str, kind: Auto, metavar: str, help: str, **settings: Any) -> Decorator:
-    """An option that takes auto, its default, or a value of `kind`."""
-    return option(name, help=help, type=kind, metavar=metavar, default="auto", **settings)
 
 
 def budget_options(prefix: str = "") -> Decorator:
@@ -329,58 +249,11 @@ def run_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_run(*, batch_size: int | None, **options: Any) -> int | None:
+        from dataclasses import fields
+
         from dakrun.plan import RunOptions
 
         given = {f.name: options.pop(f.name) for f in fields(RunOptions) if f.name in options}
         return command(run=RunOptions(batch_size=batch_size or "auto", **given), **options)
 
     return with_run
-
-
-def resolve_model(name: str, dtype: Any) -> "ModelConfig":
-    """The architecture that --model and --dtype name."""
-    from dakrun.models import model_config
-
-    model = model_config(name)
-    return model if dtype == "auto" else model.with_dtype(dtype)
-
-
-def resolve_profile(name: str) -> "HardwareProfile":
-    """The profile that --profile names; auto is that of this machine's GPU, or else of its CPU."""
-    from dakrun.hardware import find_profile, gpu_names, load_profile
-
-    if name != "auto":
-        return load_profile(name)
-    return _warned(find_profile(device="cuda" if gpu_names() else "cpu"), eprint)
-
-
-def note_no_kernels(profile: "HardwareProfile") -> None:
-    """Say on stderr if the kernels that plans assume do not run on the profile's card."""
-    from dakrun.hardware import why_no_kernels
-
-    if (why := why_no_kernels(profile)) is not None:
-        eprint(f"note: {why}")
-
-
-def resolve_run_profile(
-    name: str, device: Literal["auto", "cuda", "cpu"], note: Callable[[str], None]
-) -> "HardwareProfile":
-    """The profile that --profile names, for a run on --device.
-
-    auto measures a GPU that has no profile in the cache, and calls `note` with messages about it.
-    """
-    from dakrun import probe
-    from dakrun.hardware import load_profile
-
-    if name != "auto":
-        return load_profile(name)
-    return _warned(probe.kept_or_measured(probe.measured_device(device), note), note)
-
-
-def _warned(profile: "HardwareProfile", note: Callable[[str], None]) -> "HardwareProfile":
-    """`profile`, which auto chose; `note` gets a warning if its figures spread."""
-    from dakrun.probe import spread_warning
-
-    if (warning := spread_warning(profile)) is not None:
-        note(warning)
-    return profile

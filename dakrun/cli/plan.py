@@ -9,21 +9,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dakrun.cli.console import eprint, stdout_console
+from dakrun.cli.lookups import note_no_kernels, resolve_model, resolve_profile
 from dakrun.cli.options import (
     length_options,
     model_options,
-    note_no_kernels,
     policy_options,
     profile_option,
-    resolve_model,
-    resolve_profile,
     run_options,
     wide_option,
     workload_options,
@@ -80,9 +77,13 @@ def plan(
     rows (4 characters of text count as a token; --max-tokens is for rows without their own), and
     the time of its run is predicted; rows that cannot run are counted by reason.
     """
+    from dataclasses import replace
+
     from dakrun.config import SamplingParams, model_len
-    from dakrun.plan.show import Overview, overview_dict, plot_plan
-    from dakrun.probe import describe_profile
+    from dakrun.plan.show.json import overview_dict
+    from dakrun.plan.show.overview import Overview
+    from dakrun.plan.show.plot import plot_plan
+    from dakrun.probe.run import describe_profile
 
     params = SamplingParams(max_tokens=max_tokens)
     expected: ExpectedRun | None = None
@@ -131,7 +132,7 @@ def plan(
             data |= {"run": vars(foretold), "rows": rows.as_dict()}
         click.echo(json.dumps(data))
         return
-    from dakrun.plan.show import render
+    from dakrun.plan.show.table import render
 
     render(shown, stdout_console(), wide=wide, run=foretold, rows=str(rows or ""))
     if foretold is not None:
@@ -142,6 +143,8 @@ def _plan_nodes(
     nodes: str, config: "ModelConfig", run: "RunOptions", expected: "ExpectedRun"
 ) -> "ClusterForecast":
     """The run on --nodes; machines that cannot run the model are left out."""
+    from dataclasses import replace
+
     from dakrun.plan.nodes import foretell_cluster, parse_nodes
 
     noted: set[str] = set()

@@ -6,7 +6,8 @@ import torch
 
 from dakrun.config import ModelConfig
 from dakrun.hardware import HardwareProfile
-from dakrun.memory import available_host_memory, free_on_peers
+from dakrun.memory.device import free_on_peers
+from dakrun.memory.limits import available_host_memory
 from dakrun.plan import Plan, Policy, RunOptions
 
 

@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from dakrun.bench import (
-    AttentionCase,
-    Effort,
-    Forecast,
-    GemmCase,
-    Shape,
-    Slots,
-    forecast,
-    slot_bytes,
-)
-from dakrun.bench.ceilings import FULL
-from dakrun.bench.sweep import BenchDtype, Case, units_by_tier
+from dakrun.bench.attention_sweep import AttentionCase, Slots, slot_bytes
+from dakrun.bench.ceilings import FULL, Effort
+from dakrun.bench.gemm_sweep import GemmCase, Shape
+from dakrun.bench.sweep import BenchDtype, Case, Forecast, forecast, units_by_tier
 from dakrun.config import Workload
 from dakrun.errors import UsageError
 from dakrun.evaluate.points import AttentionPoint, ProductPoint

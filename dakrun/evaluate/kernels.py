@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from dakrun.bench import FULL, AttentionChains, Effort, GemmChains, allocate, whole
-from dakrun.bench.ceilings import HBM_RING
+from dakrun.bench.attention import AttentionChains
+from dakrun.bench.ceilings import FULL, HBM_RING, Effort
+from dakrun.bench.gemm import GemmChains
 from dakrun.bench.rows import AttentionRow
 from dakrun.bench.sweep import Case
-from dakrun.bench.tiers import fill_random
+from dakrun.bench.tiers import allocate, fill_random, whole
 from dakrun.engine import direct_accesses
 from dakrun.evaluate.cases import (
     ablated,
@@ -31,7 +32,7 @@ from dakrun.kernels import read_window
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import architecture, card_of, compile_ahead
 from dakrun.launches import TierAccess
-from dakrun.memory import ALIGNMENT, Tiers
+from dakrun.memory.tiers import ALIGNMENT, Tiers
 from dakrun.plan import is_windowed
 from dakrun.probe.measurement import ring_for
 from dakrun.probe.sweeps import Buffer

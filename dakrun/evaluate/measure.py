@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dakrun.bench import FULL, Ceilings
+from dakrun.bench.ceilings import FULL, Ceilings
 from dakrun.bench.tiers import measure_ceilings
 from dakrun.engine import gpu_errors
 from dakrun.errors import DakrunError, GpuFailed, OutOfGpuMemory

@@ -35,7 +35,7 @@ class StepPoint(Point):
     """A decode step of `model` for `batch_size` requests of `prompt_len` and `new_tokens` tokens.
 
     `ratio` of weight and KV bytes lie outside HBM (None: the planner's choice). `by` is dakrun or
-    a rival; `without` names techniques that are switched off (see plan.Policy).
+    a rival; `without` names techniques that are switched off (see cases.ablated).
     """
 
     kind = "step"

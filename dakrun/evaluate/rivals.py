@@ -77,7 +77,7 @@ def _result(point: StepPoint, seconds: float, ratio: float, weight_bytes: float)
 
 def _of_bench(point: StepPoint, config: ModelConfig, device: torch.device) -> Result:
     """transformers with a CUDA graph, with layers copied ahead where a ratio is asked for."""
-    from dakrun.bench import meta_model, rival_step  # transformers takes seconds to import
+    from dakrun.bench.rival import meta_model, rival_step
 
     step = rival_step(
         config,
@@ -98,7 +98,8 @@ def _accelerate(point: StepPoint, config: ModelConfig, device: torch.device) -> 
     """transformers, eagerly, with the last layers in host memory, copied when they are used."""
     from accelerate import dispatch_model  # type: ignore[import-not-found]
 
-    from dakrun.bench import Step, decoder_layers, meta_model
+    from dakrun.bench.prefetch import decoder_layers
+    from dakrun.bench.rival import Step, meta_model
 
     model = meta_model(config)
     layers = decoder_layers(model)
@@ -143,7 +144,7 @@ def _fill(parameter: torch.Tensor, block: torch.Tensor) -> None:
 
 def _vllm(point: StepPoint, config: ModelConfig) -> Result:
     """vLLM in a process of its own, with its option cpu_offload_gb."""
-    from dakrun.bench import meta_model, transformers_config
+    from dakrun.bench.rival import meta_model, transformers_config
 
     total, ratio = _bytes(meta_model(config)), point.ratio or 0.0
     with tempfile.TemporaryDirectory() as folder:

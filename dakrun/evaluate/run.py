@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import dakrun
-from dakrun.bench import Ceilings, commit
+from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.output import commit
 from dakrun.errors import GpuFailed
 from dakrun.evaluate.figures import Figure
 from dakrun.evaluate.points import Entry, Found, Point, Result

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from dakrun.bench import Ceilings, ModelBench, ModelSweep, measured_row
-from dakrun.bench import Point as BenchPoint
-from dakrun.bench.model_sweep import AUTO
+from dakrun.bench.ceilings import Ceilings
+from dakrun.bench.model import ModelBench
+from dakrun.bench.model_rows import measured_row
+from dakrun.bench.model_sweep import AUTO, ModelCase, ModelSweep
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun
 from dakrun.evaluate.cases import ablated, remote_names
@@ -41,7 +42,7 @@ class Steps:
             return Result(source="measured", problem=NO_TECHNIQUE)
         if too_large(point, self.scope):
             raise CannotRun(too_large(point, self.scope), hint="leave out the figure")
-        asked = BenchPoint(
+        asked = ModelCase(
             batch_size=point.batch_size,
             ratio=AUTO if point.ratio is None else point.ratio,
             transport=point.transport or AUTO,

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from dakrun.bench import commit
+from dakrun.bench.output import commit
 from dakrun.evaluate.points import Found, Point, Result
 
 RESULT_FIELDS = tuple(of.name for of in fields(Result))

@@ -15,7 +15,7 @@ from dakrun.hardware import HardwareProfile
 from dakrun.kernels import reference
 from dakrun.kernels.gemm.dispatch import products
 from dakrun.launches import TierAccess
-from dakrun.memory import HOST
+from dakrun.memory.tiers import HOST
 from dakrun.nn.tiers import (
     TieredWeight,
     allocate,

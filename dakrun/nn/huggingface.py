@@ -31,7 +31,7 @@ from transformers.masking_utils import causal_mask_function
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.attention.kv_blocks import DTYPES
 from dakrun.launches import TierAccess
-from dakrun.memory import HOST
+from dakrun.memory.tiers import HOST
 from dakrun.nn.attention import SplitKFlashAttn
 from dakrun.nn.kv_cache import PartitionedKVCache, require
 

@@ -11,7 +11,7 @@ from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.kernels.attention import BlockTables, KVShape, kv_blocks
 from dakrun.kernels.attention.kv_blocks import DTYPES
 from dakrun.launches import TierAccess
-from dakrun.memory import HOST, allocate_tiers
+from dakrun.memory.tiers import HOST, allocate_tiers
 from dakrun.nn.tiers import check_remote, profiled_access, remote_count
 
 

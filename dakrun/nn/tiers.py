@@ -16,8 +16,8 @@ from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
 from dakrun.kernels.runtime import card_of, has_kernels
 from dakrun.launches import TierAccess, split_row_blocks
-from dakrun.memory import Tiers, allocate_tiers
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
+from dakrun.memory.tiers import Tiers, allocate_tiers
 from dakrun.plan import is_windowed
 
 

@@ -9,8 +9,9 @@ from typing import Literal
 
 from dakrun.plan.greedy import best_total
 from dakrun.plan.op_costs import waits_s
+from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.placement import Placement
-from dakrun.plan.plan import OpPlan, PlacedOp, Plan
+from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Strategy, Transport
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import regime, sampling_time
@@ -93,8 +94,9 @@ def assemble(
 ) -> Plan:
     """The Plan of the chosen candidate, for decode steps; prefill.py plans the prefill.
 
-    `problem` has the policy's own strategy and transport, which give the ops' thresholds.
-    `tried_s` has predicted seconds by strategy, which like the candidate's lack the sampling.
+    `problem` has the policy's own strategy and transport; the ops' thresholds follow from these.
+    `tried_s` has the predicted seconds of a step by strategy. Neither these seconds nor those of
+    `chosen` include sampling.
     """
     costs, curves = problem.costs, problem.curves
     ops = tuple(

@@ -10,7 +10,7 @@ from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.cta_model import launch_times, sms_by_tier
 from dakrun.plan.ops import Op, decode_ops
-from dakrun.plan.plan import PlacedOp
+from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Transport
 from dakrun.plan.roofline import (
     STAGED_TOGETHER,
@@ -70,6 +70,15 @@ class StepCosts:
     def bound(self, op: Op, tier_bytes: Sequence[float], transport: Transport) -> float:
         """Seconds of one layer of `op` at full rates: the longer of both `roofline` times."""
         return max(self.roofline(op, tier_bytes, transport))
+
+    def in_place(self, op: Op, counts: Counts) -> tuple[float, float]:
+        """(kernel, link) seconds of a layer with `counts` units per tier, each read where it lies.
+
+        The parts have the SMs of `sms_by_tier`.
+        """
+        compute, bound = self.compute[op.name], self.bound(op, op.tier_bytes(counts), "direct")
+        sms = sms_by_tier(op, [counts], compute, bound, self.profile, self.remote)
+        return launch_times(op, counts, sms, compute, self.profile, self.remote)
 
     def placed(self, op: Op, placement: tuple[Counts, ...], transport: Transport) -> PlacedOp:
         """`op` with the given units per layer and tier, its SMs and its time.
@@ -140,12 +149,16 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
 def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> float:
     """Seconds that attention's direct reads of a tier wait for copies from it, in a step.
 
-    A copy starts when its place in the ring is free: of a group with parts of several layers, at
-    any time of a layer. With c seconds of copies, k of other ops and a of attention's reads, each
-    alone on the link, both share it for a fraction p of attention's time, a (1 + p):
-    p (k + a + a p) = c + a p. Attention waits for all copies at most. If copies take longer than
-    all ops, ops wait for them, and nothing is lost. Nor is anything if a group has a part of a
-    layer or less: its place is free as a product ends; in between, a share of it is.
+    A copy starts when its place in the ring is free. For a group of parts of several layers that
+    may be at any time of a layer, so that copies and attention share the link. Let copies take c
+    seconds, other ops k and attention's reads a, each alone on the link. Both are under way for a
+    fraction p of attention's time a (1 + p), where p (k + a + a p) = c + a p. Attention waits for
+    all copies at most.
+
+    Attention waits for nothing if copies take longer than all ops, since ops then wait for copies.
+    It waits for nothing if a group has the parts of one layer or less: the group's place in the
+    ring becomes free as a product ends. For groups of one to two layers a
+    share of the waits counts.
     """
     name, hbm_rate = list(links.direct)[tier], next(iter(links.direct.values()))
     copy_s = kernel_s = read_s = attention_s = predicted_s = layer_bytes = 0.0

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from dakrun.plan.cta_model import launch_times, sms_by_tier
 from dakrun.plan.greedy import (
     Curve,
     best_total,
@@ -187,7 +186,6 @@ def balanced(
 @functools.lru_cache(maxsize=256)
 def _balanced_units(costs: StepCosts, op: Op, curve: Curve, start: int) -> int:
     """Remote units of one layer with which `op` is fastest in the CTA model, near `start`."""
-    compute, profile, remote = costs.compute[op.name], costs.profile, costs.remote
     unit = op.unit_bytes(0, 1) / min(curve.local_rate, curve.remote_rate)
     highest = curve.floor / op.layers + unit
 
@@ -195,11 +193,9 @@ def _balanced_units(costs: StepCosts, op: Op, curve: Curve, start: int) -> int:
         return costs.bound(op, op.tier_bytes((op.units - units, units)), "direct")
 
     def seconds(units: int) -> float:
-        counts, least = (op.units - units, units), bound(units)
-        sms = sms_by_tier(op, [counts], compute, least, profile, remote)
-        kernel, link = launch_times(op, counts, sms, compute, profile, remote)
-        work = kernel_compute_time(op, max(kernel, compute), profile)
-        return max(least, work, link)
+        kernel, link = costs.in_place(op, (op.units - units, units))
+        work = kernel_compute_time(op, max(kernel, costs.compute[op.name]), costs.profile)
+        return max(bound(units), work, link)
 
     near = range(max(1, start - REACH), min(op.units, start + REACH + 1))
     options = [units for units in near if bound(units) <= highest]

@@ -1,7 +1,5 @@
 """The Plan: a frozen decision that loader and engine follow, and the figures derived from it."""
 
-import functools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -9,63 +7,12 @@ from typing import Literal
 from dakrun.config import ModelConfig, Workload
 from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, kv_positions, weight_bytes
+from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, kept_positions, kv_positions, weight_bytes
+from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import STAGED_TOGETHER, Regime
 
 RING_GROUPS = 4  # groups of small parts for which the staging buffers have room
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacedOp:
-    """One op with its units placed, and the time that follows.
-
-    `placement[layer][t]` units lie in the plan's tier number t; `bounds_s` and `predicted_s` are
-    seconds per layer. `sms[t]` SMs read tier t. A part that is read directly and has none is
-    mixed: the local tier's SMs read it among their own.
-    """
-
-    op: Op
-    transport: Transport
-    sms: tuple[int, ...]
-    placement: tuple[tuple[int, ...], ...]
-    bounds_s: tuple[float, ...]
-    predicted_s: tuple[float, ...]
-
-    def resident_bytes(self, tier: int) -> int:
-        """Bytes that all layers keep in the plan's tier number `tier`."""
-        return self._tier_bytes[tier]
-
-    @functools.cached_property
-    def _tier_bytes(self) -> tuple[int, ...]:
-        layers = Counter(self.placement)
-        held = ([n * size for size in self.op.tier_bytes(of)] for of, n in layers.items())
-        return tuple(map(sum, zip(*held, strict=True)))
-
-    def read_bytes(self, tier: int) -> float:
-        """Bytes that a decode step reads from the plan's tier number `tier`."""
-        return self.resident_bytes(tier) * (self.op.read_bytes / self.op.resident_bytes)
-
-    def mixed(self, tier: int) -> bool:
-        """Whether the local tier's SMs read the part in the plan's tier number `tier`."""
-        held = tier > 0 and self.resident_bytes(tier) > 0
-        return held and self.transport == "direct" and self.sms[tier] == 0
-
-    @property
-    def ratio(self) -> float:
-        """Offload ratio: the op's bytes outside the local tier, over all."""
-        return 1 - self.resident_bytes(0) / (self.op.layers * self.op.resident_bytes)
-
-    @property
-    def remote_bytes(self) -> int:
-        """Bytes that all layers keep outside the local tier."""
-        return sum(self._tier_bytes[1:])
-
-    @property
-    def largest_remote_part(self) -> int:
-        """Most bytes of one layer outside the local tier."""
-        sizes = (self.op.unit_bytes(of[0], self.op.units) for of in set(self.placement))
-        return max(sizes, default=0)
 
 
 def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int:

@@ -104,7 +104,7 @@ def _room(plan: Plan) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefill:
+class PrefillForecast:
     """The prefill of one full batch: `tokens` in `chunks` passes, with `flops` of arithmetic.
 
     `bound_s` is bytes over bandwidths and FLOPs over rates alone; `predicted_s` includes the
@@ -118,7 +118,7 @@ class Prefill:
     predicted_s: float
 
 
-def predict_prefill(plan: Plan) -> Prefill:
+def predict_prefill(plan: Plan) -> PrefillForecast:
     """TTFT of a batch: seconds until all of its slots have their first token, from empty ones.
 
     All slots begin empty, with a prompt of `workload.prompt_len` tokens each, and are prefilled
@@ -149,7 +149,7 @@ def predict_prefill(plan: Plan) -> Prefill:
         bound_s += count * one.bound_s
         predicted_s += count * one.predicted_s
     tokens = plan.workload.batch_size * plan.workload.prompt_len
-    return Prefill(
+    return PrefillForecast(
         tokens=tokens, chunks=chunks, flops=flops, bound_s=bound_s, predicted_s=predicted_s
     )
 

@@ -78,12 +78,15 @@ class Problem:
 
     @property
     def free_slots(self) -> bool:
-        """Whether other numbers of remote KV slots than the greedy's may be tried."""
+        """Whether to try numbers of remote KV slots beside the number that the greedy gives."""
         return self.policy.strategy == "auto" and self.strategy != "uniform"
 
     @property
     def one_ratio(self) -> bool:
-        """Whether weights and KV have one ratio: uniform, and the policy fixes none for KV."""
+        """Whether weights and KV have the same ratio.
+
+        They do under the strategy uniform, unless the policy fixes a ratio for KV.
+        """
         return self.strategy == "uniform" and self.policy.kv_offload_ratio is None
 
     @functools.cached_property

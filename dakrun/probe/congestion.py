@@ -19,7 +19,7 @@ COMPUTE_BOUND = 1.25  # times the shortest product's time; longer products are c
 
 
 @dataclass(frozen=True)
-class Point:
+class TierReading:
     """A remote tier read by `sms` SMs with `in_flight` bytes in total; the other SMs read HBM.
 
     Rates are in bytes/s.
@@ -36,7 +36,7 @@ class Point:
         return PER_SM[0] <= self.in_flight / self.sms <= PER_SM[1]
 
 
-def choose_window(points: Sequence[Point], link_rate: float, hbm_rate: float) -> Point:
+def choose_window(points: Sequence[TierReading], link_rate: float, hbm_rate: float) -> TierReading:
     """The smallest window, then the fewest SMs, at which neither tier slows the other.
 
     Both tiers must keep MIN_KEPT of their rate alone; if no point does, take the one whose slower
@@ -45,7 +45,7 @@ def choose_window(points: Sequence[Point], link_rate: float, hbm_rate: float) ->
     95.5%), but a kernel moves whole stages, and needs those SMs to read HBM.
     """
 
-    def kept(point: Point) -> float:
+    def kept(point: TierReading) -> float:
         return min(point.remote_rate / link_rate, point.hbm_rate / hbm_rate)
 
     usable = [point for point in points if point.usable] or points
@@ -55,7 +55,7 @@ def choose_window(points: Sequence[Point], link_rate: float, hbm_rate: float) ->
     return max(usable, key=kept)
 
 
-def widened(points: Sequence[Point], chosen: Point) -> Point:
+def widened(points: Sequence[TierReading], chosen: TierReading) -> TierReading:
     """The next larger window on as many SMs, if it speeds up the tier and does not slow HBM.
 
     This holds for peers on NVLink, which do not congest: their window is the size of the kernels'

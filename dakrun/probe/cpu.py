@@ -12,7 +12,7 @@ import torch
 from dakrun.config import Dtype
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, RemoteTier, cpu_name
-from dakrun.memory import available_host_memory
+from dakrun.memory.limits import available_host_memory
 from dakrun.probe.cpu_costs import (
     Sizes,
     Stopwatch,

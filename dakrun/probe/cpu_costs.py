@@ -18,7 +18,7 @@ from dakrun.geometry import row_block_count
 from dakrun.hardware import ComputeRate, OpCosts
 from dakrun.hardware.parts import MIN_EFFICIENCY
 from dakrun.kernels import reference
-from dakrun.memory import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 from dakrun.models.functional import layer_norm, rms_norm
 from dakrun.probe.measurement import Log
 

@@ -17,7 +17,7 @@ from dakrun.kernels import normalize
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.launches import TierAccess, few_rows, gemm_config, split_row_blocks
-from dakrun.memory import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 from dakrun.probe.chain import Launch, graph_seconds, launch_seconds, seconds_round_robin
 from dakrun.probe.measurement import spread
 from dakrun.probe.sweeps import Bench, Buffer, rounded

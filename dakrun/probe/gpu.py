@@ -13,10 +13,11 @@ from dakrun.geometry import FEW_ROWS, SPLITK_MAX_ROWS
 from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import Variant, variants
 from dakrun.kernels.runtime import architecture, card_of, compiling, has_kernels
-from dakrun.memory import allocate_tiers, available_host_memory
+from dakrun.memory.limits import available_host_memory
+from dakrun.memory.tiers import allocate_tiers
 from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
 from dakrun.probe.congestion import (
-    Point,
+    TierReading,
     arithmetic_rates,
     choose_window,
     grouped,
@@ -166,7 +167,7 @@ class GpuProbe:
         best = buffer.reader(int(sms), (int(chunk), int(stages)))
         link_rate = log.measure(f"{tier} read, direct", "B/s", lambda: bench.alone(best))
         grid = self.sweeps[f"{tier} congestion"] = congestion_sweep(bench, buffer, self.ring)
-        points = [Point(int(n), int(size), far, near) for n, size, far, near, _ in grid.rows]
+        points = [TierReading(int(n), int(size), far, near) for n, size, far, near, _ in grid.rows]
         chosen = widened(points, choose_window(points, link_rate, self.hbm_rate))
         ring = ring_for(chosen.in_flight // chosen.sms)
         assert ring is not None

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dakrun.geometry import MIN_SHARED_BYTES
 from dakrun.hardware import gpu_names
-from dakrun.memory import (
+from dakrun.memory.limits import (
     available_host_memory,
     cgroup_limit,
     lock_limit,

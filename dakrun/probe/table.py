@@ -47,7 +47,7 @@ FACTS = {
 }
 
 
-Point = tuple[int, int]  # SMs that read the remote tier, bytes in flight
+Cell = tuple[int, int]  # SMs that read the remote tier, bytes in flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class Grid:
     tier: str
     sms: tuple[int, ...]
     in_flight: tuple[int, ...]
-    total: Mapping[Point, float]
-    chosen: Point
+    total: Mapping[Cell, float]
+    chosen: Cell
     exact: bool
 
     @property
@@ -118,7 +118,7 @@ def grids(profile: HardwareProfile) -> list[Grid]:
 
 def grid(tier: RemoteTier, sweep: Sweep) -> Grid:
     """The grid of a congestion sweep with at least one row; repeated points keep their best."""
-    total: dict[Point, float] = {}
+    total: dict[Cell, float] = {}
     columns = ("sms", "in_flight_bytes", "remote_bytes_per_s", "hbm_bytes_per_s")
     for sms, in_flight, remote, hbm in zip(*map(sweep.column, columns), strict=True):
         point = round(sms), round(in_flight)
@@ -172,7 +172,7 @@ def short_bytes(n: int) -> str:
     return str(n)
 
 
-def _shade(grid: Grid, point: Point) -> int:
+def _shade(grid: Grid, point: Cell) -> int:
     fraction = grid.total.get(point, 0.0) / grid.best
     return max(step for step, start in enumerate(SHADES_FROM) if fraction >= start)
 
@@ -184,6 +184,6 @@ def _blocks(columns: tuple[int, ...], limit: int) -> list[tuple[int, ...]]:
     return [columns[start : start + size] for start in range(0, len(columns), size)]
 
 
-def _distance(one: Point, other: Point) -> float:
+def _distance(one: Cell, other: Cell) -> float:
     """Distance of two points on logarithmic axes."""
     return math.hypot(*(math.log(max(a, 1) / max(b, 1)) for a, b in zip(one, other, strict=True)))

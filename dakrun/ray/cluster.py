@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from dakrun.errors import CannotRun
-from dakrun.memory import usable_cores
+from dakrun.memory.limits import usable_cores
 
 CONNECT_S = 10.0
 OBJECT_STORE_BYTES = 256 << 20  # of a local cluster: rows and results are small

@@ -12,9 +12,9 @@ from dataclasses import replace
 import ray
 
 from dakrun.llm import LLM
-from dakrun.memory import available_host_memory
+from dakrun.memory.limits import available_host_memory
 from dakrun.plan import Policy, RunOptions
-from dakrun.probe import kept_or_measured, measured_device
+from dakrun.probe.run import kept_or_measured, measured_device
 from dakrun.resources import cache_dir
 
 

@@ -4,7 +4,8 @@ lines.py reads lines, look_ahead.py puts the longest rows first, by the estimate
 keeps the lines of pipes on disk (spool.py); reader.py reads rows, row_parser.py turns them into
 Requests, in the formats of native_rows.py and openai_rows.py (messages.py has chats, json_rows.py
 shared checks, neutral.py values that change nothing); choices.py collects the results of a row,
-openai_results.py puts them in OpenAI's format, writer.py writes them durably (files.py),
+openai_results.py puts them in OpenAI's format, destination.py checks where they go, writer.py
+writes them durably (files.py),
 written_rows.py reads them again, input_order.py puts them in order, fingerprint.py tells one run
 from another, row_digests.py one row from another; row_check.py counts the rows that cannot run;
 gzip_files.py knows gzip; prompts.py says which prompts a model accepts, python_prompts.py makes

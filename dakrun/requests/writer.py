@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from dakrun.errors import CannotRun, UsageError, check_file_name
+from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import defer_signals
 from dakrun.requests import native_rows, openai_results
-from dakrun.requests.files import OutputFile, same_file
+from dakrun.requests.destination import check_destination, check_output
+from dakrun.requests.files import OutputFile
 from dakrun.requests.fingerprint import (
     Fingerprint,
     differences,
@@ -24,14 +25,13 @@ from dakrun.requests.fingerprint import (
     start_of,
     write_fingerprint,
 )
-from dakrun.requests.gzip_files import pack, without_gz
+from dakrun.requests.gzip_files import pack
 from dakrun.requests.input_order import InputOrder, put_in_order
 from dakrun.requests.request import Completion, IdSet, RowError, id_hash
 from dakrun.requests.row_digests import InputRow, RowDigests, digests_path
 from dakrun.requests.written_rows import WrittenRows
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SUFFIXES = (".jsonl", "")
 
 
 class ResultWriter:
@@ -85,32 +85,10 @@ class ResultWriter:
         self._is_packed = self._name.lower().endswith(".gz")
         self._ids = IdSet()
         self._file: OutputFile | None = None
-        for name in (self._name, source):
-            check_file_name(name)
-        if overwrite and resume:
-            raise UsageError("--overwrite and --resume exclude each other", hint="give one of them")
-        is_file = os.path.isfile(self._name) or not os.path.exists(self._name)
-        if ordered and (self._name == "-" or not is_file):
-            raise UsageError(
-                f"{self.name}: rows that are written already cannot be put in order",
-                hint="give -o a file, or drop --ordered",
-            )
-        if force and not resume:
-            raise UsageError("--force needs --resume", hint="give both, or --overwrite alone")
-        for option, given in (("--changed", changed), ("--retry-failed", retry_failed)):
-            if given and not resume:
-                raise UsageError(f"{option} needs --resume", hint=f"give both, or drop {option}")
-        if changed and force:
-            raise UsageError(
-                "--changed and --force exclude each other",
-                hint="--changed runs changed rows again, --force keeps their results",
-            )
-        if source is not None and same_file(self._name, str(source)):
-            raise UsageError(
-                f"{self._name}: the output is the file that the prompts come from",
-                hint="give another file to -o",
-            )
-        self._check_destination()
+        check_output(
+            self._name, source, overwrite=overwrite, resume=resume, force=force, ordered=ordered,
+            changed=changed, retry_failed=retry_failed,
+        )  # fmt: skip
 
     def __enter__(self) -> "ResultWriter":
         try:
@@ -281,41 +259,6 @@ class ResultWriter:
             if not silent:
                 raise self._failure(problem) from problem
 
-    def _check_destination(self) -> None:
-        name = self._name
-        if name == "-":
-            if self._resume:
-                raise UsageError(
-                    "standard output cannot be resumed", hint="give -o a file, or drop --resume"
-                )
-            return
-        if not name:
-            raise UsageError("the output has no name", hint="give -o a file that ends in .jsonl")
-        if os.path.isdir(name):
-            raise UsageError(f"{name}: is a directory", hint="give -o a file that ends in .jsonl")
-        folder = os.path.dirname(os.path.realpath(name) if os.path.islink(name) else name) or "."
-        if not os.path.isdir(folder):
-            raise UsageError(f"{folder}: no such directory", hint=f"create it: mkdir -p '{folder}'")
-        plain = Path(without_gz(name))
-        is_file = os.path.isfile(name) or not os.path.exists(name)
-        if is_file and plain.suffix.lower() not in _SUFFIXES:
-            raise UsageError(
-                f"{name}: result files end in .jsonl or .jsonl.gz",
-                hint="a result is one JSON object a line: give -o "
-                f"{plain.with_suffix('.jsonl').name}, or - for standard output",
-            )
-        if not os.path.exists(name):
-            return
-        if self._resume and not os.path.isfile(name):
-            raise UsageError(
-                f"{name}: not a regular file, so it cannot be resumed", hint="drop --resume"
-            )
-        if os.path.getsize(name) and not (self._overwrite or self._resume):
-            raise UsageError(
-                f"{name}: exists and is not empty",
-                hint="--resume adds the rows that are missing, --overwrite starts afresh",
-            )
-
     def _take_over(self, file: OutputFile) -> None:
         """Lock the output; truncate it to the rows that this run continues from."""
         if not file.lock():
@@ -323,7 +266,8 @@ class ResultWriter:
                 f"{self._name}: another run is writing to it",
                 hint="wait until that has ended, or give -o another file",
             )
-        self._check_destination()  # again: another run may have filled it before the lock
+        # Again: another run may have filled it before the lock.
+        check_destination(self._name, overwrite=self._overwrite, resume=self._resume)
         self._check_run()
         kept = self._read_done() if self._resume else 0  # bytes
         if self._overwrite or self._resume:

@@ -13,7 +13,7 @@ from dakrun.config import Dtype
 from dakrun.evaluate.panel import Panel, Series
 from dakrun.evaluate.points import Entry, Found, Result, Source
 from dakrun.evaluate.scope import Scope
-from dakrun.plan import Op, compute_time
+from dakrun.plan import Op, compute_time, greedy
 from dakrun.units import format_seconds
 
 Curve = Sequence[tuple[float, float]]  # (x, seconds)
@@ -141,8 +141,8 @@ def thresholds(op: Op, dtype: Dtype, scope: Scope) -> tuple[float, float]:
     local, remote, _ = scope.rates
     compute = compute_time(op, scope.profile, dtype)
     least = max(compute, op.read_bytes / scope.links.total_rate())
-    a = 1 - least * local / op.read_bytes
-    return max(0.0, a), min(1.0, least * remote / op.read_bytes)
+    curve = greedy.Curve(op.read_bytes, op.read_bytes, least, local, remote)
+    return curve.a, curve.b
 
 
 def at(curve: Curve, x: float) -> float | None:

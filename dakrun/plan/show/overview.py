@@ -12,7 +12,7 @@ from dakrun.hardware import Published
 from dakrun.plan.advice import Advice, advise
 from dakrun.plan.plan import Plan
 from dakrun.plan.planner import make_plan
-from dakrun.plan.prefill import Prefill, predict_prefill
+from dakrun.plan.prefill import PrefillForecast, predict_prefill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Forecast:
     """A plan and the prefill of one full batch that it implies."""
 
     plan: Plan
-    prefill: Prefill
+    prefill: PrefillForecast
 
     @classmethod
     def of(cls, plan: Plan) -> "Forecast":

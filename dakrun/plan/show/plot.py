@@ -23,7 +23,7 @@ CLOSE = 1.5  # ops whose coordinates differ by less than this factor share a lab
 
 
 @dataclass(frozen=True)
-class Point:
+class RooflinePoint:
     """One op on the roofline: FLOPs per byte, predicted FLOP/s, offload ratio."""
 
     name: str
@@ -54,10 +54,10 @@ def plot_plan(plan: Plan, path: Path, *, steps: int = 40) -> None:
     picture.save(figure, path)
 
 
-def points(plan: Plan) -> list[Point]:
+def points(plan: Plan) -> list[RooflinePoint]:
     """Points of the ops of `plan` that do arithmetic, over all their layers."""
     return [
-        Point(
+        RooflinePoint(
             name=op.op.name,
             category=op.op.category,
             intensity=op.op.arithmetic_intensity,
@@ -69,9 +69,9 @@ def points(plan: Plan) -> list[Point]:
     ]
 
 
-def clusters(found: Iterable[Point]) -> list[list[Point]]:
+def clusters(found: Iterable[RooflinePoint]) -> list[list[RooflinePoint]]:
     """Groups of points that are too close together for a label each, from left to right."""
-    groups: list[list[Point]] = []
+    groups: list[list[RooflinePoint]] = []
     for point in sorted(found, key=lambda p: p.intensity):
         for group in groups:
             if _close(point, group[-1]):
@@ -100,7 +100,7 @@ def ratio_curve(plan: Plan, strategy: Strategy, steps: int) -> list[tuple[float,
     return sorted(curve)
 
 
-def _close(one: Point, other: Point) -> bool:
+def _close(one: RooflinePoint, other: RooflinePoint) -> bool:
     factors = one.intensity / other.intensity, one.flops_per_s / other.flops_per_s
     return all(1 / CLOSE < factor < CLOSE for factor in factors)
 
@@ -134,7 +134,7 @@ def _draw_roofline(axes: Any, plan: Plan) -> None:
     )
 
 
-def _label_clusters(axes: Any, groups: Sequence[Sequence[Point]]) -> None:
+def _label_clusters(axes: Any, groups: Sequence[Sequence[RooflinePoint]]) -> None:
     """Label every group of ops, with a leader line, at the nearest place that covers the least.
 
     Costs keep a label off other labels, the legend, ops and the frame, then off lines.
@@ -189,7 +189,7 @@ def _between(start: Any, end: Any, steps: int) -> list[Any]:
     return [(x0 + (x1 - x0) * f, y0 + (y1 - y0) * f) for f in fractions]
 
 
-def _ratio_text(group: Sequence[Point]) -> str:
+def _ratio_text(group: Sequence[RooflinePoint]) -> str:
     low, high = min(p.ratio for p in group), max(p.ratio for p in group)
     if high - low < 0.005:
         return f"{high:.1%} remote"

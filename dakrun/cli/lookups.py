@@ -1,0 +1,59 @@
+"""Models and profiles that options name, and notes about them."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from dakrun.cli.console import eprint
+
+if TYPE_CHECKING:
+    from dakrun.config import ModelConfig
+    from dakrun.hardware import HardwareProfile
+
+
+def resolve_model(name: str, dtype: Any) -> "ModelConfig":
+    """The architecture that --model and --dtype name."""
+    from dakrun.models import model_config
+
+    model = model_config(name)
+    return model if dtype == "auto" else model.with_dtype(dtype)
+
+
+def resolve_profile(name: str) -> "HardwareProfile":
+    """The profile that --profile names; auto is that of this machine's GPU, or else of its CPU."""
+    from dakrun.hardware import find_profile, gpu_names, load_profile
+
+    if name != "auto":
+        return load_profile(name)
+    return _warned(find_profile(device="cuda" if gpu_names() else "cpu"), eprint)
+
+
+def note_no_kernels(profile: "HardwareProfile") -> None:
+    """Say on stderr if the kernels that plans assume do not run on the profile's card."""
+    from dakrun.hardware import why_no_kernels
+
+    if (why := why_no_kernels(profile)) is not None:
+        eprint(f"note: {why}")
+
+
+def resolve_run_profile(
+    name: str, device: Literal["auto", "cuda", "cpu"], note: Callable[[str], None]
+) -> "HardwareProfile":
+    """The profile that --profile names, for a run on --device.
+
+    auto measures a GPU that has no profile in the cache, and calls `note` with messages about it.
+    """
+    from dakrun.hardware import load_profile
+    from dakrun.probe.run import kept_or_measured, measured_device
+
+    if name != "auto":
+        return load_profile(name)
+    return _warned(kept_or_measured(measured_device(device), note), note)
+
+
+def _warned(profile: "HardwareProfile", note: Callable[[str], None]) -> "HardwareProfile":
+    """`profile`, which auto chose; `note` gets a warning if its figures spread."""
+    from dakrun.probe.run import spread_warning
+
+    if (warning := spread_warning(profile)) is not None:
+        note(warning)
+    return profile
