@@ -1,6 +1,7 @@
 """Weight formats: one of two arrays goes all ways that 16-bit weights go, with no other code."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from cards import H200
 
 from dakrun.engine import Staging, staged_bytes
-from dakrun.formats import PACKED16, Array, Rows, Split, WeightFormat
+from dakrun.formats import PACKED16, Array, KVLayout, Rows, Split, WeightFormat
 from dakrun.geometry import ATOM_COLS, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import LOCAL
 from dakrun.kernels import gemm, reference, variants
+from dakrun.kernels.attention import KVShape
 from dakrun.memory.matrix import TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models.modules import Linear, Scope
@@ -135,6 +137,15 @@ def test_kernels_take_parts_of_one_format_that_they_read(
         mixed = TieredMatrix((93, 128), torch.float16, (*one.parts, *matrix.parts))
         with pytest.raises(ValueError, match=rf"in one packed format.* in \[{names}\]"):
             gemm.addresses(mixed, CPU)
+
+
+def test_a_layout_of_keys_and_values() -> None:
+    layout = KVLayout(kv_heads=3, head_dim=80, element_bytes=2)
+    assert layout.position_bytes == 2 * 3 * 80 * 2
+    assert layout.block_bytes == 64 * layout.position_bytes == KVShape(3, 80, 1).layer_bytes
+    assert layout.has_kernels(3) and layout.has_kernels(48) and not layout.has_kernels(51)
+    assert not replace(layout, element_bytes=4).has_kernels(3)
+    assert not replace(layout, head_dim=72).has_kernels(3)
 
 
 @pytest.mark.parametrize("stored", [PACKED16, Rows(2)])
