@@ -142,7 +142,7 @@ def test_rings_are_the_kernels(n: int) -> None:
     op = linear_op("m", (8 * units, 7168), n=n, element_bytes=2)
     access = TierAccess(), TierAccess(8, tier.window_bytes)
     (launch,) = tiled_config(min(n, 4096), (0, units), access, cols=7168, card=AFTER.card).launches
-    held = 1024 * launch.stages * launch.tiers[1].tile_row_blocks / launch.shape.x_ctas
+    held = 1024 * launch.stages * launch.shape.row_blocks / launch.shape.x_ctas
     latency = AFTER.kernel_model.link_latency_seconds
     _, link = many_rows_times(op, (0, units), (0, 1), 0.0, AFTER, ("peer:1",))
     expected = op.read_bytes * latency / held + AFTER.kernel_model.launch_gap_seconds

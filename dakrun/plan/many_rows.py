@@ -114,12 +114,12 @@ def held_bytes(
     """Bytes of W in the rings of a remote part, for each of its SMs.
 
     By the launch for `rows` of X and a W of `row_blocks`, whose atoms have `atom_bytes`, that all
-    lie behind a link with `window`.
+    lie behind a link with `window`. A part of W may have other tiles. They are whole where the part
+    has few SMs, so stages count as whole.
     """
     access = TierAccess(), TierAccess(window_bytes=window)
     (launch,) = tiled_config(
         rows, (0, row_blocks), access, cols=cols, card=card, atom_bytes=atom_bytes
     ).launches
-    (_, tiles), shape = launch.tiers, launch.shape
     # CTAs of a cluster along X load the stages of one ring in turn.
-    return atom_bytes * launch.stages * tiles.tile_row_blocks / shape.x_ctas
+    return atom_bytes * launch.stages * launch.shape.row_blocks / launch.shape.x_ctas
