@@ -25,7 +25,6 @@ KV_BLOCK = 64  # positions of a KV block
 HEAD_DIMS = (64, 80, 96, 128)  # head sizes with an attention kernel
 MAX_GROUP_HEADS = 16  # query heads of one KV head
 
-MIN_SHARED_BYTES = 227 * 1024  # of a CTA, which the kernels need (dakrun/hardware/card.py)
 KERNEL_TARGETS = ("sm_90a", "sm_100a", "sm_120a")  # that kernels are compiled for
 
 # SplitK_GEMM

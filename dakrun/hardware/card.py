@@ -7,8 +7,9 @@ it by hand: an H100 can be held to another card's limits.
 from dataclasses import dataclass
 from functools import cached_property
 
-from dakrun.geometry import KERNEL_TARGETS, MIN_SHARED_BYTES
+from dakrun.geometry import KERNEL_TARGETS
 
+MIN_SHARED_BYTES = 227 * 1024  # of a CTA, which the kernels need
 DRIVER_BYTES = 1024  # of an SM's shared memory, which the driver keeps for each CTA
 BARRIER_BYTES = 1024  # shared memory of a CTA for barriers, besides its ring
 HOPPER_SMS = 132

@@ -1,6 +1,6 @@
 """Whether dakrun's kernels run on the card of a profile, and if not, why."""
 
-from dakrun.geometry import MIN_SHARED_BYTES
+from dakrun.hardware.card import MIN_SHARED_BYTES
 from dakrun.hardware.profile import HardwareProfile
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES, MIN_SHARED_BYTES
+from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES
+from dakrun.hardware import MIN_SHARED_BYTES
 from dakrun.kernels.runtime.jit import kernel
 from dakrun.kernels.runtime.operands import fields, ints, pointers
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dakrun.geometry import MIN_SHARED_BYTES
-from dakrun.hardware import gpu_names
+from dakrun.hardware import MIN_SHARED_BYTES, gpu_names
 from dakrun.memory.limits import (
     available_host_memory,
     cgroup_limit,
