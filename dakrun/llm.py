@@ -62,7 +62,7 @@ class LLM(OfflineCalls):
 
     `options` are the fields of RunOptions (plan/options.py describes them) as keyword arguments:
     LLM(model, batch_size=8, max_model_len=2048). Arguments of vLLM's LLM that change nothing, such
-    as `tensor_parallel_size=1`, are taken as well. Or `run` has all options.
+    as `tensor_parallel_size=1`, are taken as well. Options that are not given are those of `run`.
 
     `on_allocate` is called while memory is allocated, with the bytes so far and those of all tiers;
     `on_load` while weights load, with the bytes loaded so far and those of all weights.
@@ -83,7 +83,7 @@ class LLM(OfflineCalls):
         on_load: OnLoad = lambda done, total: None,
         **options: Any,
     ) -> None:
-        run = run or run_options(options)
+        run = run_options(options) if run is None else replace(run, **options)
         if run.threads is not None:
             check_threads(run.threads)
         torch.set_num_threads(run.threads or min(torch.get_num_threads(), usable_cores()))

@@ -21,7 +21,7 @@ from dakrun.evaluate.figures.paper_ratios import paper_ratios
 from dakrun.evaluate.figures.ratios import SmallBatch, remote_reads
 from dakrun.evaluate.figures.strategies import Strategies
 from dakrun.evaluate.panel import Panel, Series, limits, stack, usable
-from dakrun.evaluate.points import Entry, Found, Result, StepPoint
+from dakrun.evaluate.points import Entry, FigureData, Result, StepPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.hardware import load_profile
 from dakrun.models.known import known_model
@@ -62,24 +62,24 @@ def made_up(entry: Entry, scope: Scope, problem: str | None = None) -> Result:
     )
 
 
-def everything(scope: Scope, problem: str | None = None) -> dict[str, Found]:
+def everything(scope: Scope, problem: str | None = None) -> dict[str, FigureData]:
     found = {}
     for name, figure in FIGURES.items():
         entries = figure.entries(scope)
         results = {entry.point.key: made_up(entry, scope, problem) for entry in entries}
-        found[name] = Found(entries, results)
+        found[name] = FigureData(entries, results)
     return found
 
 
-def steps(**series: list[tuple[float, float]]) -> Found:
-    """A Found of figure 8 with the (percent, seconds) of each series."""
+def steps(**series: list[tuple[float, float]]) -> FigureData:
+    """A FigureData of figure 8 with the (percent, seconds) of each series."""
     entries, results = [], {}
     for name, points in series.items():
         for x, seconds in points:
             point = StepPoint(model="opt-30b", new_tokens=9, ratio=x / 100, by=name)
             entries.append(Entry(panel="opt-30b", series=name, x=x, point=point))
             results[point.key] = Result(source="measured", seconds=seconds, weight_bytes=BYTES)
-    return Found(entries, results)
+    return FigureData(entries, results)
 
 
 class Reader(HTMLParser):
@@ -169,7 +169,7 @@ def test_a_lack_of_memory_is_counted() -> None:
     scope, fig10 = scope_of(), FIGURES["fig10"]
     large = Result(source="measured", problem="needs 99.0 GB", short_of_memory=True)
     entries = fig10.entries(scope)
-    found = Found(entries, {entry.point.key: large for entry in entries})
+    found = FigureData(entries, {entry.point.key: large for entry in entries})
     shown = page([fig10], {"fig10": found}, scope, {})
     assert f"{len(entries)} of them for lack of memory" in shown
     assert any(of.title.endswith("required ratio") for of in fig10.panels(found, scope))
@@ -180,7 +180,7 @@ def test_a_page_without_any_result() -> None:
     from dakrun.evaluate.page import page
 
     scope = scope_of()
-    found = {name: Found(figure.entries(scope)) for name, figure in FIGURES.items()}
+    found = {name: FigureData(figure.entries(scope)) for name, figure in FIGURES.items()}
     shown = page(list(FIGURES.values()), found, scope, {})
     assert "nothing measured yet" in shown
     assert "are not there yet" in shown
@@ -196,7 +196,7 @@ def test_figures_have_points_and_panels(profile: str, quick: bool) -> None:
         places = {(entry.panel, entry.series, entry.x) for entry in entries}
         assert len(places) == len(entries), name
         results = {entry.point.key: made_up(entry, scope) for entry in entries}
-        assert figure.panels(Found(entries, results), scope), name
+        assert figure.panels(FigureData(entries, results), scope), name
 
 
 def test_finding_of_figure_8() -> None:

@@ -50,11 +50,11 @@ def examine(gpus: Sequence[Gpu] | None = None) -> list[Check]:
     checks: list[Check] = []
     for check in CHECKS:
         try:
-            found = check(gpus)
+            result = check(gpus)
         except Exception as problem:
             name = check.__name__.replace("_", " ")
-            found = Check(name, "note", f"could not be checked ({_one_line(problem)})")
-        checks += [found] if isinstance(found, Check) else found
+            result = Check(name, "note", f"could not be checked ({_one_line(problem)})")
+        checks += [result] if isinstance(result, Check) else result
     return [*checks, verdict(gpus, checks)]
 
 
@@ -138,8 +138,8 @@ def nvrtc(gpus: Sequence[Gpu]) -> Check:
         return _missing("nvrtc", gpus, "cuda-bindings is not installed", CUDA_EXTRA)
     works, answer = _run_python(NVRTC_CODE)
     if not works:
-        found = f"cuda-bindings {version}, but NVRTC does not load ({answer})"
-        return _missing("nvrtc", gpus, found, CUDA_EXTRA)
+        problem = f"cuda-bindings {version}, but NVRTC does not load ({answer})"
+        return _missing("nvrtc", gpus, problem, CUDA_EXTRA)
     return Check("nvrtc", "ok", f"{answer}, cuda-bindings {version}")
 
 
@@ -154,10 +154,10 @@ def cuda_headers(gpus: Sequence[Gpu]) -> Check:
 def profile(gpus: Sequence[Gpu]) -> Check:
     """The hardware profile that --profile auto finds here."""
     try:
-        found = find_profile(device="cuda" if gpus or gpu_names() else "cpu")
+        chosen = find_profile(device="cuda" if gpus or gpu_names() else "cpu")
     except DakrunError as problem:
         return Check("profile", "lack", str(problem), problem.hint)
-    return Check("profile", "ok", f"{found.name} ({found.provenance.kind})")
+    return Check("profile", "ok", f"{chosen.name} ({chosen.provenance.kind})")
 
 
 def cache(gpus: Sequence[Gpu]) -> Check:

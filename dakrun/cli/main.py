@@ -102,12 +102,14 @@ def convert(*, source: Path, target: Path, shard_size: int, dtype: "Dtype | None
     note = eprint if sys.stderr.isatty() else lambda _: None
     source, target = source.expanduser(), target.expanduser()
     if source.suffix.lower() == ".gguf":
-        found = convert_gguf(
+        converted = convert_gguf(
             source, target, dtype=dtype or "bfloat16", shard_bytes=shard_size, note=note
         )
-        eprint(found.summary())
-        if found.unread:
-            eprint(f"warning: not translated, and may change the output: {', '.join(found.unread)}")
+        eprint(converted.summary())
+        if converted.unread:
+            eprint(
+                f"warning: not translated, and may change the output: {', '.join(converted.unread)}"
+            )
         return
     if dtype is not None:
         raise UsageError("--dtype is for GGUF files", hint="leave it out: .bin files keep theirs")

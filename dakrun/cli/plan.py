@@ -179,19 +179,19 @@ def _expected_run(
     )
     with _on_disk(source) as path, RequestReader(path, defaults=params) as reader:
         rows = check_rows(reader, rules)
-        found = reader.expected_run(max_model_len, without=rows.lines) if rows else None
-    if found is None or rows is None:
+        expected = reader.expected_run(max_model_len, without=rows.lines) if rows else None
+    if expected is None or rows is None:
         raise UsageError(
             f"{source}: a plan needs a file that it can read to its end",
             hint="write the prompts to a file, and give that to -i, or pipe them to -i -",
         )
-    if not found.requests:
+    if not expected.requests:
         why = f": {rows}" if rows.lines else ""
         raise UsageError(
             f"{source}: no row can be run{why}",
             hint="dakrun generate says what is wrong with each row",
         )
-    return found, rows
+    return expected, rows
 
 
 @contextmanager

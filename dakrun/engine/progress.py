@@ -21,14 +21,15 @@ class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
     `capped` counts the requests that ended at max_model_len, short of their max_tokens. `preempted`
-    counts how often a request gave up its KV blocks; `swapped` times it went on from copies of
-    them, else it computed its positions again. `shared_tokens` are tokens of prompts whose keys and
-    values other requests' KV blocks had. `new_tokens` are of requests that have ended,
-    `running_tokens` of the others.
-    `prefill_steps` counts the steps with prompts, which took `prefill_s`; `mixed_steps` of them had
-    decode rows, too, which read `mixed_kv_bytes`. `step_s` has the seconds of each step without
-    prompts; together these steps had `step_rows` rows and read `kv_bytes_read` KV bytes. Shared
-    blocks count once.
+    counts how often a request gave up its KV blocks, `swapped` how often such a request went on
+    from copies of its blocks; otherwise its positions were computed again. `shared_tokens` counts
+    the tokens of prompts whose keys and values lay in KV blocks of other requests. `new_tokens`
+    counts the tokens of requests that have ended, `running_tokens` those of the other requests.
+
+    `prefill_steps` counts the steps with prompts, which took `prefill_s`. `mixed_steps` counts the
+    steps with prompts and decode rows; those rows read `mixed_kv_bytes`. `step_s` has the seconds
+    of each step without prompts. These steps had `step_rows` rows in all, which read
+    `kv_bytes_read` KV bytes. A block that rows share counts once in a step.
     """
 
     requests: int = 0

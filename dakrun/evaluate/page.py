@@ -10,7 +10,7 @@ from typing import Any
 
 from dakrun.evaluate.chart import svg
 from dakrun.evaluate.figures.base import Figure
-from dakrun.evaluate.points import Entry, Found, Result
+from dakrun.evaluate.points import Entry, FigureData, Result
 from dakrun.evaluate.scope import Scope
 from dakrun.evaluate.style import STYLE
 from dakrun.units import format_rate
@@ -21,13 +21,13 @@ ORIGIN = "Lin, Guo, Lin 2026"
 
 def page(
     figures: Sequence[Figure],
-    found: Mapping[str, Found],
+    data: Mapping[str, FigureData],
     scope: Scope,
     run: Mapping[str, Any],
 ) -> str:
-    """The whole file. `found` has the results by figure name, `run` what run.json has."""
-    shown = [figure for figure in figures if figure.name in found]
-    parts = "\n".join(section(figure, found[figure.name], scope, run) for figure in shown)
+    """The whole file. `data` has the results by figure name, `run` what run.json has."""
+    shown = [figure for figure in figures if figure.name in data]
+    parts = "\n".join(section(figure, data[figure.name], scope, run) for figure in shown)
     links = " · ".join(f'<a href="#{of.name}">{escape(label(of))}</a>' for of in shown)
     title = f"The evaluation of DAK on {scope.profile.device_name}"
     return f"""<!doctype html>
@@ -44,8 +44,8 @@ def page(
 <h1>{escape(title)}</h1>
 <p>Every figure of the paper on direct access to weights across memory tiers ({ORIGIN}), made
 again with dakrun, beside the paper's claim.</p>
-{warning(scope, found.values())}
-{facts(scope, found.values(), run)}
+{warning(scope, data.values())}
+{facts(scope, data.values(), run)}
 {legend()}
 <nav>{links}</nav>
 </header>
@@ -62,9 +62,9 @@ def label(figure: Figure) -> str:
     return figure.title.partition(":")[0]
 
 
-def warning(scope: Scope, found: Iterable[Found]) -> str:
+def warning(scope: Scope, data: Iterable[FigureData]) -> str:
     """What must be known before any number: predictions, or points that are missing."""
-    known = [(of.of(entry), entry) for of in found for entry in of.entries]
+    known = [(of.of(entry), entry) for of in data for entry in of.entries]
     points = {entry.point.key: result for result, entry in known}
     predicted = sum(r is not None and r.source == "predicted" for r in points.values())
     missing = sum(r is None for r in points.values())
@@ -88,7 +88,7 @@ def warning(scope: Scope, found: Iterable[Found]) -> str:
     return "".join(f'<p class="notice">{text}</p>' for text in texts)
 
 
-def facts(scope: Scope, found: Iterable[Found], run: Mapping[str, Any]) -> str:
+def facts(scope: Scope, data: Iterable[FigureData], run: Mapping[str, Any]) -> str:
     """Machine, versions, ceilings and the deviation of predictions."""
     rows = [
         ("Machine", str(run.get("machine") or scope.profile.description)),
@@ -103,21 +103,21 @@ def facts(scope: Scope, found: Iterable[Found], run: Mapping[str, Any]) -> str:
     if ceilings := run.get("ceilings"):
         texts = [f"{name} {format_rate(rate)}" for name, rate in ceilings.items() if rate]
         rows.append(("Ceilings", ", ".join(texts)))
-    rows.append(("Predicted against measured", deviation(found)))
+    rows.append(("Predicted against measured", deviation(data)))
     cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
     command = run.get("command")
     code = f"<dt>Command</dt><dd><code>{escape(str(command))}</code></dd>" if command else ""
     return f'<dl class="facts">{cells}{code}</dl>'
 
 
-def deviation(found: Iterable[Found]) -> str:
+def deviation(data: Iterable[FigureData]) -> str:
     """Median and worst deviation of predicted from measured times, over all points."""
     points: dict[str, tuple[Entry, Result]] = {}
-    for of in found:
+    for of in data:
         for entry in of.entries:
             if (result := of.of(entry)) is not None:
                 points[entry.point.key] = (entry, result)
-    errors = Found([entry for entry, _ in points.values()],
+    errors = FigureData([entry for entry, _ in points.values()],
                    {key: result for key, (_, result) in points.items()}).errors()  # fmt: skip
     if not errors:
         return "no point has both"
@@ -135,11 +135,11 @@ def legend() -> str:
     )
 
 
-def section(figure: Figure, found: Found, scope: Scope, run: Mapping[str, Any]) -> str:
+def section(figure: Figure, data: FigureData, scope: Scope, run: Mapping[str, Any]) -> str:
     """One figure: what the paper shows, the pictures, the finding, the claim and the points."""
     pictures = "\n".join(
         f"<figure>{svg(panel, name=f'{figure.name}-{number}')}</figure>"
-        for number, panel in enumerate(figure.panels(found, scope))
+        for number, panel in enumerate(figure.panels(data, scope))
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in figure.notes(scope))
     differences = f"<h3>Where this differs</h3><ul>{notes}</ul>" if notes else ""
@@ -149,14 +149,14 @@ def section(figure: Figure, found: Found, scope: Scope, run: Mapping[str, Any]) 
 <div class="panels">
 {pictures}
 </div>
-{table(figure.table(found, scope))}
+{table(figure.table(data, scope))}
 <p class="finding"><b>{"Predicted" if scope.predict else "Here"}</b> \
-{escape(figure.finding(found, scope))}</p>
-<p class="claim"><b>Claim</b> {escape(figure.claim(found, scope))}</p>
+{escape(figure.finding(data, scope))}</p>
+<p class="claim"><b>Claim</b> {escape(figure.claim(data, scope))}</p>
 {differences}
 <p class="again">Again: <code>{escape(command(figure, run))}</code></p>
-<details><summary>{len(found.entries)} points</summary>
-{table([list(COLUMNS), *(cells(entry, found.of(entry)) for entry in found.entries)])}
+<details><summary>{len(data.entries)} points</summary>
+{table([list(COLUMNS), *(cells(entry, data.of(entry)) for entry in data.entries)])}
 </details>
 </section>"""
 

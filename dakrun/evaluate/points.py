@@ -159,7 +159,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Found:
+class FigureData:
     """The entries of a figure and the results that are known by now."""
 
     entries: Sequence[Entry]

@@ -16,7 +16,7 @@ from dakrun.bench.ceilings import Ceilings
 from dakrun.bench.output import commit
 from dakrun.errors import GpuFailed
 from dakrun.evaluate.figures import Figure
-from dakrun.evaluate.points import Entry, Found, Point, Result
+from dakrun.evaluate.points import Entry, FigureData, Point, Result
 from dakrun.evaluate.predict import predict
 from dakrun.evaluate.scope import Scope
 from dakrun.evaluate.store import Store, read_run, write_csv, write_run, write_text
@@ -72,7 +72,7 @@ def evaluate(
         from dakrun.evaluate.page import page
         from dakrun.evaluate.tables import tables
 
-        found = {name: Found(of, store.results) for name, of in entries.items()}
+        found = {name: FigureData(of, store.results) for name, of in entries.items()}
         for name, of in found.items():
             write_csv(store.folder / f"{name}.csv", of)
         shown = list(figures.values())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.bench.output import commit
-from dakrun.evaluate.points import Found, Point, Result
+from dakrun.evaluate.points import FigureData, Point, Result
 
 RESULT_FIELDS = tuple(of.name for of in fields(Result))
 
@@ -73,9 +73,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run if isinstance(run, dict) else {}
 
 
-def write_csv(path: Path, found: Found) -> None:
+def write_csv(path: Path, data: FigureData) -> None:
     """Write a figure's entries, with points and results that are known, as rows."""
-    entries = [(entry, found.of(entry)) for entry in found.entries]
+    entries = [(entry, data.of(entry)) for entry in data.entries]
     names = dict.fromkeys(name for entry, _ in entries for name in entry.point.figures())
     # Some names are a point's and a result's: the point's is what was asked for.
     header = ["panel", "series", "x", "kind", *(f"point_{name}" for name in names), *RESULT_FIELDS]

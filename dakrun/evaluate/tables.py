@@ -8,7 +8,7 @@ from typing import Any
 
 from dakrun.evaluate.figures.base import Figure
 from dakrun.evaluate.panel import Panel
-from dakrun.evaluate.points import Found
+from dakrun.evaluate.points import FigureData
 from dakrun.evaluate.scope import Scope
 from dakrun.units import format_rate
 
@@ -16,14 +16,14 @@ MARKS = {"measured": "", "predicted": " (predicted)"}
 
 
 def tables(
-    figures: Sequence[Figure], found: Mapping[str, Found], scope: Scope, run: Mapping[str, Any]
+    figures: Sequence[Figure], data: Mapping[str, FigureData], scope: Scope, run: Mapping[str, Any]
 ) -> str:
     """A table for each panel, below its figure's title and finding. Bounds are left out."""
-    return "\n".join(_text(figures, found, scope, run)) + "\n"
+    return "\n".join(_text(figures, data, scope, run)) + "\n"
 
 
 def _text(
-    figures: Sequence[Figure], found: Mapping[str, Found], scope: Scope, run: Mapping[str, Any]
+    figures: Sequence[Figure], data: Mapping[str, FigureData], scope: Scope, run: Mapping[str, Any]
 ) -> Iterator[str]:
     ceilings = [f"{name} {format_rate(rate)}" for name, rate in run.get("ceilings", {}).items()]
     facts = [str(run[name]) for name in ("machine", "date", "commit") if run.get(name)]
@@ -33,11 +33,11 @@ def _text(
     if command := run.get("command"):
         yield f"`{command}`"
     for figure in figures:
-        if figure.name not in found:
+        if figure.name not in data:
             continue
         yield f"\n#### {figure.title}\n"
-        yield figure.finding(found[figure.name], scope)
-        for panel in figure.panels(found[figure.name], scope):
+        yield figure.finding(data[figure.name], scope)
+        for panel in figure.panels(data[figure.name], scope):
             yield from _table(panel)
 
 

@@ -96,7 +96,7 @@ def advise(plan: Plan, max_decode_step: float | None = None) -> Advice:
     Plans that take more than `max_decode_step` seconds per decode step are left out.
     """
     rate = plan.workload.batch_size / plan.predicted_s
-    found = []
+    alternatives = []
     for kind, change, workload, policy in _changes(plan):
         try:
             other = make_plan(plan.model, workload, plan.profile, policy)
@@ -106,9 +106,11 @@ def advise(plan: Plan, max_decode_step: float | None = None) -> Advice:
             continue
         gain = workload.batch_size / other.predicted_s / rate - 1
         origin = _origin(kind, plan, policy)
-        found.append(Alternative(kind=kind, change=change, origin=origin, plan=other, gain=gain))
-    found.sort(key=lambda other: (ORIGINS.index(other.origin), -other.gain))
-    return Advice(plan=plan, busy=busy_shares(plan), alternatives=tuple(found))
+        alternatives.append(
+            Alternative(kind=kind, change=change, origin=origin, plan=other, gain=gain)
+        )
+    alternatives.sort(key=lambda other: (ORIGINS.index(other.origin), -other.gain))
+    return Advice(plan=plan, busy=busy_shares(plan), alternatives=tuple(alternatives))
 
 
 def _origin(kind: Kind, plan: Plan, changed: Policy) -> Origin:

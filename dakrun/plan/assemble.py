@@ -61,9 +61,9 @@ def cost_placement(problem: Problem, placed: Placement) -> Candidate:
     if len(options) > 1:
         pairs = zip(*options, strict=True)
         options.append(tuple(min(pair, key=lambda op: sum(op.predicted_s)) for pair in pairs))
-    found = min((_candidate(problem, ops) for ops in options), key=lambda c: c.predicted_s)
-    _check_budgets(problem, found)
-    return found
+    candidate = min((_candidate(problem, ops) for ops in options), key=lambda c: c.predicted_s)
+    _check_budgets(problem, candidate)
+    return candidate
 
 
 def _candidate(problem: Problem, ops: tuple[PlacedOp, ...]) -> Candidate:
@@ -73,11 +73,11 @@ def _candidate(problem: Problem, ops: tuple[PlacedOp, ...]) -> Candidate:
     )
 
 
-def _check_budgets(problem: Problem, found: Candidate) -> None:
-    """Raise CannotRun where a tier of `found` holds more than its budget."""
+def _check_budgets(problem: Problem, candidate: Candidate) -> None:
+    """Raise CannotRun where a tier of `candidate` holds more than its budget."""
     fixed = (problem.policy.offload_ratio, problem.policy.kv_offload_ratio) != (None, None)
     for tier, (name, budget) in enumerate(zip(problem.tiers, problem.budgets, strict=True)):
-        used = sum(op.resident_bytes(tier) for op in found.ops)
+        used = sum(op.resident_bytes(tier) for op in candidate.ops)
         used += sum(problem.fixed.values()) if tier == 0 else 0
         if used > budget and tier == 0 and not fixed and not problem.one_ratio:
             raise problem.too_small(used - budget)

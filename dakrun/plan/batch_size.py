@@ -107,8 +107,8 @@ def _best_for_run(
 
     run_rate(best)
     tried = sorted(plans, key=rate, reverse=True)
-    found = _best_around(max(tried, key=run_rate), run_rate, limit)
-    least = (1 - MIN_RUN_GAIN) * run_rate(found)
+    soonest = _best_around(max(tried, key=run_rate), run_rate, limit)
+    least = (1 - MIN_RUN_GAIN) * run_rate(soonest)
     short = {n: plan for n, plan in plans.items() if plan and rates.get(n, 0.0) >= least}
     return min(short, key=lambda n: (short[n].ratio > 0, -rates[n]))
 

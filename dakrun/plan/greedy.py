@@ -55,13 +55,13 @@ class Curve:
     def segments(self) -> list[tuple[float, float]]:
         """(slope, length) of T's linear segments from x = 0 to 1; slopes never fall."""
         down, up = -self.read / self.local_rate, self.read / (self.beyond or self.remote_rate)
-        found = [(down, self.a), (0.0, self.b - self.a)]
+        segments = [(down, self.a), (0.0, self.b - self.a)]
         if self.staged and self.local_rate > self.remote_rate:
             turn = self.remote_rate / (self.local_rate - self.remote_rate)
             gentle = min(1.0, max(self.b, turn)) - self.b
-            found.append((-down, gentle))
-            return [*found, (up, 1 - self.b - gentle)]
-        return [*found, (-down if self.staged else up, 1 - self.b)]
+            segments.append((-down, gentle))
+            return [*segments, (up, 1 - self.b - gentle)]
+        return [*segments, (-down if self.staged else up, 1 - self.b)]
 
 
 def best_total(curves: Sequence[Curve]) -> float:

@@ -81,8 +81,8 @@ def best_ratios(
     x = minimise(cost, (np.array(rows), np.array(limits)), (whole, sums))
     if x is None:
         return None
-    found = x[: blocks * tiers].reshape(blocks, tiers)
-    return [tuple(found[0 if uniform else i].tolist()) for i in range(count)]
+    ratios = x[: blocks * tiers].reshape(blocks, tiers)
+    return [tuple(ratios[0 if uniform else i].tolist()) for i in range(count)]
 
 
 def minimise(

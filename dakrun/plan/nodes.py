@@ -27,7 +27,7 @@ class NodeCount:
 
 def parse_nodes(text: str) -> list[NodeCount]:
     """The machines in a text like "h200-pcie5:4,rtx-pro-6000:8". Raises UsageError."""
-    found = []
+    counts = []
     for part in text.split(","):
         name, colon, count = part.strip().rpartition(":")
         if not colon:
@@ -37,8 +37,8 @@ def parse_nodes(text: str) -> list[NodeCount]:
                 f"--nodes has {part.strip()!r}",
                 hint="give profiles and how many of each, like h200-pcie5:4,rtx-pro-6000:8",
             )
-        found.append(NodeCount(name, int(count)))
-    return found
+        counts.append(NodeCount(name, int(count)))
+    return counts
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ def foretell_cluster(
     for nodes in machines:
         try:
             able.append((nodes, plan_of(nodes.name, whole.part(1 / total))))
-        except CannotRun as found:
-            problem = found
-            note(f"{nodes.name} is left out: {found}")
+        except CannotRun as refusal:
+            problem = refusal
+            note(f"{nodes.name} is left out: {refusal}")
     if problem is not None and not able:
         raise problem
     count = sum(nodes.count for nodes, _ in able)

@@ -83,10 +83,10 @@ def slot_candidates(problem: Problem) -> list[Counts]:
     options = [{math.floor(x * n + 1e-9), min(math.ceil(x * n - 1e-9), n)} for x in kv]
     if problem.free_slots and policy.offload_ratio is None:
         options = [{0, *of} for of in options]
-    found = sorted(c for c in itertools.product(*options) if sum(c) <= n)
+    counts = sorted(c for c in itertools.product(*options) if sum(c) <= n)
     if problem.one_ratio and policy.offload_ratio is not None:  # which is met to the nearest slot
-        found = [c for c in found if abs(sum(c) - sum(kv) * n) <= 0.5 + 1e-9]
-    return found
+        counts = [c for c in counts if abs(sum(c) - sum(kv) * n) <= 0.5 + 1e-9]
+    return counts
 
 
 def _slot_splits(problem: Problem, total: int, ratios: Sequence[float]) -> list[Counts]:

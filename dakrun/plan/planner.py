@@ -91,25 +91,25 @@ def _fastest(problem: Problem, thorough: bool) -> tuple[Candidate, dict[Strategy
     Over the same remote tiers, only the first feasible problem is tried if not `thorough`, or if it
     offloads nothing: then the others cannot be faster.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     refusals: list[CannotRun] = []
     tried_s: dict[Strategy, float] = {}
     for part in _by_remote_tier(problem):
-        first = len(found)
+        first = len(candidates)
         for narrowed in _narrowed(part):
             seconds = math.inf
             try:
                 candidate = _with_buffers(narrowed, thorough)
-                found.append(candidate.in_tiers(part.tiers, problem.tiers))
+                candidates.append(candidate.in_tiers(part.tiers, problem.tiers))
                 seconds = candidate.predicted_s
             except CannotRun as reason:
                 refusals.append(reason)
             tried_s[narrowed.strategy] = min(seconds, tried_s.get(narrowed.strategy, math.inf))
-            if found[first:] and (not thorough or found[first].remote_bytes() == 0):
+            if candidates[first:] and (not thorough or candidates[first].remote_bytes() == 0):
                 break
-    if not found:
+    if not candidates:
         raise refusals[0]
-    return min(found, key=lambda candidate: candidate.predicted_s), tried_s
+    return min(candidates, key=lambda candidate: candidate.predicted_s), tried_s
 
 
 def _by_remote_tier(problem: Problem) -> list[Problem]:
@@ -143,11 +143,11 @@ def _with_buffers(problem: Problem, thorough: bool) -> Candidate:
     Buffers take room from weights, which may lead to more staged bytes. So the search is repeated
     with the buffers reserved until they suffice.
     """
-    found = _search(problem, thorough)
-    while (needed := staging_bytes(found.ops, problem.prefill.transport)) > problem.staging:
+    candidate = _search(problem, thorough)
+    while (needed := staging_bytes(candidate.ops, problem.prefill.transport)) > problem.staging:
         problem = problem.with_staging(needed)
-        found = _search(problem, thorough)
-    return found
+        candidate = _search(problem, thorough)
+    return candidate
 
 
 def _search(problem: Problem, thorough: bool) -> Candidate:

@@ -168,11 +168,11 @@ def pass_seconds(
     tokens = sum(length * count for (_, length), count in spans)
     one = _Pass(plan)
     one.add((rows + tokens, rows + ends, tuple(((0, *span), count) for span, count in spans)))
-    found = one.predicted_s + attention_s
+    seconds = one.predicted_s + attention_s
     if plan.profile.device != "cuda":
-        return found
+        return seconds
     model = plan.profile.kernel_model
-    return max(found + model.mixed_step_seconds, model.pass_launch_seconds)
+    return max(seconds + model.mixed_step_seconds, model.pass_launch_seconds)
 
 
 def requests_per_admission(plan: Plan) -> int:
@@ -202,7 +202,7 @@ _Work = tuple[int, int, tuple[tuple[tuple[int, int, int], int], ...]]
 
 def _works(plan: Plan) -> Counter[_Work]:
     """The number of passes with each work."""
-    work, found = plan.workload, Counter[_Work]()
+    work, works = plan.workload, Counter[_Work]()
     slots = [n for _, n, _ in plan.kv_placement()]  # they are numbered tier after tier
     tier_of = list(itertools.chain.from_iterable([t] * n for t, n in enumerate(slots)))
     prompts = dict.fromkeys(range(work.batch_size), work.prompt_len)
@@ -210,8 +210,8 @@ def _works(plan: Plan) -> Counter[_Work]:
         rows = sum(s.length for s in segments)
         ends = sum(s.start + s.length == work.prompt_len for s in segments)
         spans = Counter((tier_of[s.slot], s.start, s.length) for s in segments)
-        found[rows, ends, tuple(spans.items())] += 1
-    return found
+        works[rows, ends, tuple(spans.items())] += 1
+    return works
 
 
 class _Pass:

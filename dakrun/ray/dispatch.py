@@ -153,10 +153,10 @@ class Dispatcher:
         """The report of each worker that has finished rows; None of one that has died."""
         asked = [(w, w.actor.report.remote()) for w in self.workers if w.finished]
         yield from ((worker, None) for worker in self.ended if worker.finished)
-        for worker, found in asked:
+        for worker, call in asked:
             report = None
             with suppress(RayError):
-                report = ray.get(found, timeout=REPORT_S)
+                report = ray.get(call, timeout=REPORT_S)
             yield worker, report
 
     def close(self) -> None:
@@ -203,13 +203,13 @@ class Dispatcher:
         for call in done:
             worker, on_done = self._calls.pop(call)
             try:
-                found = ray.get(call)
+                answer = ray.get(call)
             except RayTaskError as problem:
                 raise RuntimeError(f"{worker}: {problem.cause!r}") from problem
             except RayError as problem:
                 self._replace(worker, str(problem).strip().splitlines()[0])
             else:
-                on_done(worker, found)
+                on_done(worker, answer)
         self._tell_who_waits()
         self._on_progress(self.workers)
 
@@ -217,15 +217,15 @@ class Dispatcher:
         worker.node = name
         self._calls[worker.actor.load.remote()] = worker, self._on_load
 
-    def _on_load(self, worker: WorkerState, found: Loaded | Failed) -> None:
-        if isinstance(found, Loaded):
-            worker.loaded = found
+    def _on_load(self, worker: WorkerState, answer: Loaded | Failed) -> None:
+        if isinstance(answer, Loaded):
+            worker.loaded = answer
             return
         self._leave_out(
             worker,
-            f"{found.message}; {found.hint}",
-            CannotRun(f"no worker can run the model: {found.message}", hint=found.hint),
-            found.exit_code,
+            f"{answer.message}; {answer.hint}",
+            CannotRun(f"no worker can run the model: {answer.message}", hint=answer.hint),
+            answer.exit_code,
         )
 
     def _leave_out(self, worker: WorkerState, reason: str, problem: CannotRun, code: int) -> None:

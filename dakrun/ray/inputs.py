@@ -89,20 +89,20 @@ class InputFiles(LineSource):
             names = {path}
         else:
             names = self._matches(path)
-        found = [InputFile(name, int(self._system.size(name) or 0)) for name in sorted(names)]
-        if not found:
+        files = [InputFile(name, int(self._system.size(name) or 0)) for name in sorted(names)]
+        if not files:
             raise UsageError(
                 f"{self.name}: no prompt files there",
                 hint="give a file, folder, glob or URL of .jsonl, .parquet or .txt files",
             )
-        for file in found:
+        for file in files:
             if file.suffix not in SUFFIXES:
                 raise UsageError(
                     f"{file.path}: prompt files end in .jsonl, .parquet or .txt",
                     hint=conversion_hint(file.path)
                     or ".jsonl and .txt may be packed, as .jsonl.gz",
                 )
-        return found
+        return files
 
     def _inside(self, folder: str) -> set[str]:
         """The prompt files in a folder and in its folders."""

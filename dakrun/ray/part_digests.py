@@ -25,23 +25,23 @@ def compare(
     Returns notes for people. Raises UsageError if rows have changed since their results were
     written, unless `force` was given, and OSError if the digests cannot be read.
     """
-    found, notes = part_digests(folder).compare(written, rows), []
-    if found.first is not None:
-        changed = f"{_rows(found.changed)} of the input changed since the results were written"
+    comparison, notes = part_digests(folder).compare(written, rows), []
+    if comparison.first is not None:
+        changed = f"{_rows(comparison.changed)} of the input changed since the results were written"
         if not force:
             raise UsageError(
-                f"{folder}: {changed}, the first with id {found.first.id!r} in line "
-                f"{found.first.line}",
+                f"{folder}: {changed}, the first with id {comparison.first.id!r} in line "
+                f"{comparison.first.line}",
                 hint="--resume --force keeps the old results; give -o another folder, or "
                 "--overwrite, to run all rows again",
             )
         notes.append(f"{changed}: they keep the results of the old ones (--force)")
-    if found.lacking:
-        notes.append(f"{_rows(found.lacking)} of the output are not in the input: they stay")
-    if found.unknown:
+    if comparison.lacking:
+        notes.append(f"{_rows(comparison.lacking)} of the output are not in the input: they stay")
+    if comparison.unknown:
         notes.append(
-            f"{_rows(found.unknown)} of the output are taken as results of this input: it is not "
-            "known which prompts they are of"
+            f"{_rows(comparison.unknown)} of the output are taken as results of this input: it is "
+            "not known which prompts they are of"
         )
     return notes
 

@@ -207,8 +207,8 @@ class ResultParts:
 
     def _parts(self) -> dict[int, Path]:
         """The parts that are there, by number."""
-        found = ((_PART.fullmatch(path.name), path) for path in self.folder.glob("part-*"))
-        return {int(match[1]): path for match, path in sorted(found, key=str) if match}
+        named = ((_PART.fullmatch(path.name), path) for path in self.folder.glob("part-*"))
+        return {int(match[1]): path for match, path in sorted(named, key=str) if match}
 
     def _has_results(self) -> bool:
         hidden = self._hidden

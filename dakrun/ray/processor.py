@@ -157,8 +157,8 @@ class DakrunProcessor:
             error_row(result) if isinstance(result, RowError) else completion_row(*result)
             for result in results
         ]
-        found = result_table(rows, from_file=False)
-        kept = [name for name in batch.column_names if name not in found.column_names]
+        table = result_table(rows, from_file=False)
+        kept = [name for name in batch.column_names if name not in table.column_names]
         for name in kept:
-            found = found.append_column(batch.schema.field(name), batch.column(name))
-        return found.select([*kept, *(n for n in found.column_names if n not in kept)])
+            table = table.append_column(batch.schema.field(name), batch.column(name))
+        return table.select([*kept, *(n for n in table.column_names if n not in kept)])

@@ -171,7 +171,7 @@ class _Job:
             dispatcher.run(self)
             wall_s = time.perf_counter() - dispatcher.began if dispatcher.began else 0.0
             self._parts.end_part()
-            found = [
+            by_worker = [
                 {"worker": w.name, "node": w.node, "rows": w.finished, "report": report}
                 for w, report in dispatcher.reports()
             ]
@@ -184,7 +184,7 @@ class _Job:
             "requests": dict(self._sums),
             "time": {"wall_s": wall_s},
             "tokens_per_s": new_tokens / wall_s if wall_s else None,
-            "workers": found,
+            "workers": by_worker,
         }
         return report, self.counts
 

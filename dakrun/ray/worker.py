@@ -123,14 +123,14 @@ class Worker:
         if await asyncio.to_thread(self._news.wait, POLL_S):
             await asyncio.sleep(GATHER_S)
         with self._lock:
-            found, self._finished = self._finished, []
+            finished, self._finished = self._finished, []
             if self._failed is None and self._internal is None:
                 self._news.clear()
-        if found:
+        if finished:
             self._last_rows = time.perf_counter()
-        if self._internal is not None and not found:
+        if self._internal is not None and not finished:
             raise self._internal
-        return Reply(found, self._progress(), self._failed)
+        return Reply(finished, self._progress(), self._failed)
 
     async def report(self) -> dict[str, Any]:
         """The run's report (see report.make_report), from its first rows to its last."""

@@ -98,14 +98,14 @@ def _texts(directory: Path | None, chat_template: str | None) -> dict[str, Any]:
 
 def _sampled(path: Path) -> str:
     """A digest of a weight file's start (its header) and of pieces that are evenly spaced."""
-    found = hashlib.sha256()
+    sample = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        found.update(file.read(1 << 20))
+        sample.update(file.read(1 << 20))
         for number in range(_SAMPLES + 1):
             file.seek(max(0, size - _SAMPLE_BYTES) * number // _SAMPLES)
-            found.update(file.read(_SAMPLE_BYTES))
-    return found.hexdigest()
+            sample.update(file.read(_SAMPLE_BYTES))
+    return sample.hexdigest()
 
 
 def fingerprint_path(output: str) -> Path:
@@ -119,11 +119,11 @@ def read_fingerprint(path: Path) -> Fingerprint | None:
     Raises UsageError for a file that is not one, OSError if it cannot be read.
     """
     try:
-        found = json.loads(path.read_bytes())
-        if isinstance(found, dict) and "dakrun_run" in found:
-            if _STARTED in found:
-                start_of(found)
-            return found
+        fingerprint = json.loads(path.read_bytes())
+        if isinstance(fingerprint, dict) and "dakrun_run" in fingerprint:
+            if _STARTED in fingerprint:
+                start_of(fingerprint)
+            return fingerprint
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError):
@@ -163,7 +163,7 @@ def differences(
     if lengths_may_differ:
         rest = {name: v for name, v in now["sampling"].items() if name != "max_tokens"}
         now = {**now, "sampling": rest, "max_model_len": None}
-    found = []
+    different = []
     for section in (
         *("dtype", "format", "model", "weights", "tokenizer", _TEMPLATE),
         *("sampling", "max_model_len", "input"),
@@ -172,16 +172,18 @@ def differences(
         if old is None or new is None:
             continue
         if not isinstance(old, dict) or not isinstance(new, dict):
-            found += _difference(section, old, new)
+            different += _difference(section, old, new)
             continue
         combine = set.union if section in _FILES else set.intersection
         for key in sorted(combine(set(old), set(new))):
             if section in _BY_CONTENT:
                 if not _same_content(old.get(key), new.get(key)):
-                    found.append(f"{section if section == _TEMPLATE else key} differs")
+                    different.append(f"{section if section == _TEMPLATE else key} differs")
                 continue
-            found += _difference(f"{section}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT))
-    return found
+            different += _difference(
+                f"{section}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT)
+            )
+    return different
 
 
 def _same_content(old: Any, new: Any) -> bool:

@@ -35,8 +35,8 @@ class InputOrder:
         if not len(own):
             return np.zeros(len(wanted), dtype=np.uint64)
         by_hash = np.argsort(own)
-        found = by_hash[np.minimum(np.searchsorted(own, wanted, sorter=by_hash), len(own) - 1)]
-        return np.where(own[found] == wanted, lines[found], lines.max() + 1)
+        nearest = by_hash[np.minimum(np.searchsorted(own, wanted, sorter=by_hash), len(own) - 1)]
+        return np.where(own[nearest] == wanted, lines[nearest], lines.max() + 1)
 
 
 def put_in_order(name: str, order: InputOrder | None) -> None:

@@ -53,9 +53,9 @@ def _message(number: int, message: object) -> dict[str, Any]:
     if unknown:
         raise BadRow("unsupported_field", f"message {number} has unsupported {names(unknown)}")
     if given.get("role") not in _ROLES:
-        found = shown(given.get("role"))
+        role = shown(given.get("role"))
         raise BadRow(
-            "invalid_prompt", f"the role of message {number} is {found}, not {', '.join(_ROLES)}"
+            "invalid_prompt", f"the role of message {number} is {role}, not {', '.join(_ROLES)}"
         )
     content = given.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -38,10 +38,10 @@ def supported_fields(
     unknown = [
         n for n, value in given.items() if n not in fields and not is_neutral(n, value, NEUTRAL)
     ]
-    found = {name: value for name, value in given.items() if name in fields}
+    supported = {name: value for name, value in given.items() if name in fields}
     for name in _INTEGERS:
-        if isinstance(found.get(name), float) and found[name].is_integer():
-            found[name] = int(found[name])
-    if found.get("top_k") == -1:
-        found["top_k"] = 0
-    return found, unknown
+        if isinstance(supported.get(name), float) and supported[name].is_integer():
+            supported[name] = int(supported[name])
+    if supported.get("top_k") == -1:
+        supported["top_k"] = 0
+    return supported, unknown

@@ -60,11 +60,11 @@ def _choice(completion: Completion, *, is_chat: bool) -> dict[str, Any]:
         choice["text"] = completion.text
     if completion.text is None:
         choice["token_ids"] = completion.token_ids
-    found = None
+    shown = None
     if completion.logprobs is not None:
         logprobs = completion.logprobs
-        found = _chat_logprobs(logprobs) if is_chat else _text_logprobs(completion, logprobs)
-    return choice | {"finish_reason": completion.finish_reason, "logprobs": found}
+        shown = _chat_logprobs(logprobs) if is_chat else _text_logprobs(completion, logprobs)
+    return choice | {"finish_reason": completion.finish_reason, "logprobs": shown}
 
 
 def _text_logprobs(completion: Completion, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
@@ -102,10 +102,10 @@ def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
 
 def _by_name(tokens: Sequence[TokenLogprob]) -> dict[str, float]:
     """Log-probabilities by the tokens' text; of tokens with one text the first counts."""
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for one in tokens:
-        found.setdefault(_name(one), _rounded(one))
-    return found
+        by_name.setdefault(_name(one), _rounded(one))
+    return by_name
 
 
 def _name(token: TokenLogprob) -> str:

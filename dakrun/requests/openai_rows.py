@@ -151,13 +151,13 @@ def _text_prompts(given: dict[str, Any], rules: PromptRules) -> list[tuple[int, 
         return [_text_prompt(prompt, rules, special)]
     if len(prompt) > MAX_PROMPTS:
         raise BadRow("invalid_prompt", f"prompt has {len(prompt)} prompts, above {MAX_PROMPTS}")
-    found = []
+    ids = []
     for number, one in enumerate(prompt, 1):
         try:
-            found.append(_text_prompt(one, rules, special))
+            ids.append(_text_prompt(one, rules, special))
         except BadRow as bad:
             raise BadRow(bad.code, f"prompt {number} of the array: {bad}") from None
-    return found
+    return ids
 
 
 def _text_prompt(prompt: object, rules: PromptRules, special: bool) -> tuple[int, ...]:

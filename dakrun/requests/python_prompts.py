@@ -90,16 +90,16 @@ def _several(prompts: object) -> list[Any]:
 def _params_of_each(params: object, count: int) -> list[SamplingParams]:
     if not isinstance(params, Iterable):
         params = [SamplingParams() if params is None else params] * count
-    found = f"{len(params)}" if isinstance(params, Sized) else ""
+    given = f"{len(params)}" if isinstance(params, Sized) else ""
     each = list(islice(params, count + 1))
     if not all(isinstance(own, SamplingParams) for own in each):
         raise UsageError(
             "params are not SamplingParams", hint="give one for all prompts or a list of them"
         )
     if len(each) != count:
-        found = found or (f"more than {count}" if len(each) > count else f"{len(each)}")
+        given = given or (f"more than {count}" if len(each) > count else f"{len(each)}")
         raise UsageError(
-            f"there are {found} SamplingParams for {count} prompts",
+            f"there are {given} SamplingParams for {count} prompts",
             hint="give one SamplingParams for all or one for each",
         )
     return each

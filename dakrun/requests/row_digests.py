@@ -107,19 +107,19 @@ class RowDigests:
         """The results with the ids `written` against the rows of an input."""
         done = np.unique(np.fromiter(map(id_hash, written), dtype=np.uint64))
         known, _ = self._find(done)
-        changed, first, found = 0, None, np.zeros(len(done), dtype=bool)
+        changed, first, in_input = 0, None, np.zeros(len(done), dtype=bool)
         for chunk in _chunks(rows):
             hashes = np.fromiter((id_hash(row.id) for row in chunk), dtype=np.uint64)
             digests = np.array([row.digest for row in chunk], dtype=np.uint64)
             at = np.minimum(np.searchsorted(done, hashes), max(0, len(done) - 1))
             is_done = done[at] == hashes if len(done) else np.zeros(len(hashes), dtype=bool)
-            found[at[is_done]] = True
+            in_input[at[is_done]] = True
             has_digest, before = self._find(hashes)
             (differing,) = np.nonzero(is_done & has_digest & (before != digests))
             changed += len(differing)
             if first is None and len(differing):
                 first = chunk[differing[0]]
-        unknown, lacking = int((~known).sum()), int((~found).sum())
+        unknown, lacking = int((~known).sum()), int((~in_input).sum())
         return Comparison(changed, first, unknown, lacking)
 
     def _find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -163,10 +163,10 @@ class SentencePieceTokenizer:
 
         The model's own control tokens are special too.
         """
-        model, found = self._model, self.added_tokens_decoder
+        model, by_id = self._model, self.added_tokens_decoder
         for i in range(self._size):
             if model.is_control(i) or model.is_unknown(i):
-                found[i] = AddedToken(content=model.id_to_piece(i))
+                by_id[i] = AddedToken(content=model.id_to_piece(i))
         named: dict[str, AddedToken] = {}
         for name in _NAMES:
             own = getattr(model, f"{name}_id", lambda: -1)()
@@ -182,20 +182,20 @@ class SentencePieceTokenizer:
         special = [*named.values(), *(token for tokens in further.values() for token in tokens)]
         names = {token.content for token in special}
         for i, value in (config.get("added_tokens_decoder") or {}).items():
-            found[int(i)] = _added(value, special=False)
+            by_id[int(i)] = _added(value, special=False)
         if "added_tokens_decoder" not in config:
             for text, i in added.items():
-                found[int(i)] = _added(text, special=text in names)
+                by_id[int(i)] = _added(text, special=text in names)
         for token in special:
-            if not any(token.content == other.content for other in found.values()):
+            if not any(token.content == other.content for other in by_id.values()):
                 i = model.piece_to_id(token.content)
                 if model.id_to_piece(i) != token.content:
-                    i = max(self._size, max(found, default=0) + 1)
-                found[i] = token
+                    i = max(self._size, max(by_id, default=0) + 1)
+                by_id[i] = token
         # A named token is special, whatever its entry says.
-        for i, token in found.items():
+        for i, token in by_id.items():
             if token.content in names and not token.special:
-                found[i] = _added(vars(token) | {"special": True}, special=True)
+                by_id[i] = _added(vars(token) | {"special": True}, special=True)
         self.special_tokens_map = {name: token.content for name, token in named.items()}
         for name, tokens in further.items():
             self.special_tokens_map[name] = [token.content for token in tokens]
@@ -215,12 +215,12 @@ def _read(directory: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{name}: {problem}") from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise ValueError(f"{name} is not a JSON object")
-    return found
+    return data
 
 
 def _added(value: Any, *, special: bool) -> AddedToken:
@@ -248,8 +248,8 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | dict[str, str
     if (alone := directory / "chat_template.jinja").is_file():
         paths["default"] = alone
     if paths:
-        found = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-        return found["default"] if list(found) == ["default"] else found
+        templates = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        return templates["default"] if list(templates) == ["default"] else templates
     template = config.get("chat_template")
     if isinstance(template, list):
         return {str(one["name"]): str(one["template"]) for one in template}

@@ -93,13 +93,13 @@ class Tokenizer:
             with _quiet(), without_marks(directory) as folder:
                 from transformers import AutoTokenizer
 
-                found = AutoTokenizer.from_pretrained(
+                loaded = AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
-                found = _of_its_file(found, folder)
+                loaded = _of_its_file(loaded, folder)
                 if chat_template is not None:
-                    found.chat_template = chat_template
-                return cls(found, started=started)
+                    loaded.chat_template = chat_template
+                return cls(loaded, started=started)
         except Exception as problem:  # tokenizers raises plain Exception for broken files
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
@@ -234,10 +234,10 @@ class Continuation:
 
         The tokens of one character begin where it begins.
         """
-        found, shown, context = [], 0, self._context
+        ends, shown, context = [], 0, self._context
         pending: list[int] = []  # tokens of a character that is not complete
         for token in ids:
-            found.append(shown)
+            ends.append(shown)
             if token in self._special:
                 shown += len(self._behind(context, pending))
                 context, pending = _context(self._decode, [*context, *pending]), []
@@ -247,7 +247,7 @@ class Continuation:
             if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) >= _CHARACTER_BYTES:
                 shown += len(text)
                 context, pending = _context(self._decode, [*context, *pending]), []
-        return found
+        return ends
 
     def _behind(self, context: Sequence[int], ids: Sequence[int]) -> str:
         """The text that `ids` add to that of `context`, whose last character they may complete."""
@@ -340,28 +340,28 @@ class StopStrings:
         return text[: min((at for s in self._stop if (at := text.find(s)) >= 0), default=None)]
 
 
-def _of_its_file(found: Any, directory: Path) -> Any:
-    """`found`, or the tokenizer of tokenizer.json where its class replaced a part of that pipeline.
+def _of_its_file(loaded: Any, directory: Path) -> Any:
+    """`loaded`, or the tokenizer of tokenizer.json if its class replaced a part of that pipeline.
 
     transformers 5 makes the normalizer and pre-tokenizer of a LlamaTokenizer anew, which changes
-    ids. The rule for begin tokens and the named tokens stay those of `found`.
+    ids. The rule for begin tokens and the named tokens stay those of `loaded`.
     """
     path = directory / "tokenizer.json"
-    backend = getattr(found, "backend_tokenizer", None)
+    backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None or not path.is_file():
-        return found
+        return loaded
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
     if _pipeline(Backend.from_file(str(path))) == _pipeline(backend):
-        return found
+        return loaded
     own = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     own.backend_tokenizer.post_processor = backend.post_processor
-    for name, text in found.special_tokens_map.items():
+    for name, text in loaded.special_tokens_map.items():
         if isinstance(text, str) and getattr(own, name, None) is None:
             setattr(own, name, text)
     if own.chat_template is None:
-        own.chat_template = found.chat_template
+        own.chat_template = loaded.chat_template
     return own
 
 

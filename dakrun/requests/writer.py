@@ -155,23 +155,25 @@ class ResultWriter:
         written = (
             row.id for row in WrittenRows(self._name) if not (row.failed and self._retry_failed)
         )
-        found = digests.compare(written, rows)
+        comparison = digests.compare(written, rows)
         notes = []
-        if found.first is not None:
+        if comparison.first is not None:
             if not (self._changed or self._force):
-                raise _changed(self._name, found.changed, found.first)
+                raise _changed(self._name, comparison.changed, comparison.first)
             what = (
                 "are run again" if self._changed else "keep the results of the old ones (--force)"
             )
             notes.append(
-                f"{_rows(found.changed)} of the input changed since the last run: they {what}"
+                f"{_rows(comparison.changed)} of the input changed since the last run: they {what}"
             )
-        if found.lacking:
-            notes.append(f"{_rows(found.lacking)} of the output are not in the input: they stay")
-        if found.unknown:
+        if comparison.lacking:
             notes.append(
-                f"{_rows(found.unknown)} of the output are taken as results of this input: it is "
-                "not known which prompts they are of"
+                f"{_rows(comparison.lacking)} of the output are not in the input: they stay"
+            )
+        if comparison.unknown:
+            notes.append(
+                f"{_rows(comparison.unknown)} of the output are taken as results of this input: it "
+                "is not known which prompts they are of"
             )
         return notes
 

@@ -58,14 +58,14 @@ class Metadata:
     def __init__(self, file: Any, source: Path) -> None:
         self.file, self.source = file, source
         self._read: set[str] = set()
-        self.family = self.found("general.architecture")
+        self.family = self.get("general.architecture")
         if self.family not in ARCHITECTURES:
             raise CannotRun(
                 f"{source}: architecture {self.family} is not supported",
                 hint=f"supported in GGUF files are {', '.join(ARCHITECTURES)}",
             )
 
-    def found(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: Any = None) -> Any:
         """The value of `key`; raises UsageError where it has none and there is no default."""
         self._read.add(key)
         field = self.file.get_field(key)
@@ -85,31 +85,31 @@ class Metadata:
     @property
     def is_sentencepiece(self) -> bool:
         """Whether the vocabulary is one of SentencePiece, not of byte-level BPE."""
-        return bool(self.found(f"{_GGML}model", "") == "llama")
+        return bool(self.get(f"{_GGML}model", "") == "llama")
 
     @property
     def pre(self) -> str:
         """The name of the pre-tokenizer."""
-        return str(self.found(f"{_GGML}pre", "default"))
+        return str(self.get(f"{_GGML}pre", "default"))
 
     def token_ids(self) -> dict[str, int]:
         """The ids of bos, eos and pad, of those that there are."""
         ids = {"bos": 1, "eos": 2} if self.is_sentencepiece else {}
         for kind, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             if self.has(key := f"{_GGML}{name}_token_id"):
-                ids[kind] = int(self.found(key))
+                ids[kind] = int(self.get(key))
         return ids
 
     @property
     def begins(self) -> bool:
         """Whether a text begins with BOS."""
         default = self.is_sentencepiece or self.pre in _BEGIN_PRE
-        return bool(self.found(f"{_GGML}add_bos_token", default))
+        return bool(self.get(f"{_GGML}add_bos_token", default))
 
     @property
     def ends(self) -> bool:
         """Whether a text ends with EOS."""
-        return bool(self.found(f"{_GGML}add_eos_token", False))
+        return bool(self.get(f"{_GGML}add_eos_token", False))
 
     @property
     def keeps_whole_words(self) -> bool:
@@ -118,27 +118,27 @@ class Metadata:
 
     def generation_config(self) -> dict[str, Any]:
         """generation_config.json: all end tokens, and the sampling that the file suggests."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         ends = [self.token_ids()["eos"]] if "eos" in self.token_ids() else []
         for kind in ("eot", "eom"):
             if self.has(key := f"{_GGML}{kind}_token_id"):
-                ends.append(int(self.found(key)))
+                ends.append(int(self.get(key)))
         if ends:
-            found["eos_token_id"] = list(dict.fromkeys(ends))
+            settings["eos_token_id"] = list(dict.fromkeys(ends))
         for name, ours in _SAMPLING.items():
             if self.has(key := f"general.sampling.{name}"):
-                value = self.found(key)
-                found[ours] = decimal(value) if isinstance(value, float) else value
-        if found.get("temperature", 0) > 0:
-            found["do_sample"] = True
-        return found
+                value = self.get(key)
+                settings[ours] = decimal(value) if isinstance(value, float) else value
+        if settings.get("temperature", 0) > 0:
+            settings["do_sample"] = True
+        return settings
 
     def unread(self) -> list[str]:
         """Keys that were not read and may change the output, with their values; read all before."""
         splits = _known_splits()
         if not self.is_sentencepiece and self.pre not in (*splits, *_GPT2_PRE):
             self._read.discard(f"{_GGML}pre")
-        if self.found(f"{_GGML}add_space_prefix", self.is_sentencepiece) != self.is_sentencepiece:
+        if self.get(f"{_GGML}add_space_prefix", self.is_sentencepiece) != self.is_sentencepiece:
             self._read.discard(f"{_GGML}add_space_prefix")
         for key in ("add_sep_token", "remove_extra_whitespaces"):
             if (
@@ -169,28 +169,28 @@ def _shown(value: object) -> str:
 
 def model_config(metadata: Metadata, dtype: Dtype) -> dict[str, Any]:
     """config.json from the metadata and the tensors' shapes."""
-    file, family, found = metadata.file, metadata.family, metadata.found
+    file, family, get = metadata.file, metadata.family, metadata.get
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
-    if EMBEDDING not in shapes or found("split.count", 1) > 1:
+    if EMBEDDING not in shapes or get("split.count", 1) > 1:
         raise CannotRun(
             f"{metadata.source}: is a part of a model",
             hint="join the parts into one file with llama-gguf-split --merge",
         )
-    heads, hidden = found(f"{family}.attention.head_count"), found(f"{family}.embedding_length")
+    heads, hidden = get(f"{family}.attention.head_count"), get(f"{family}.embedding_length")
     config = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": int(shapes[EMBEDDING][1]),
         "hidden_size": hidden,
-        "intermediate_size": found(f"{family}.feed_forward_length"),
-        "num_hidden_layers": found(f"{family}.block_count"),
+        "intermediate_size": get(f"{family}.feed_forward_length"),
+        "num_hidden_layers": get(f"{family}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": found(f"{family}.attention.head_count_kv", heads),
-        "head_dim": found(f"{family}.attention.key_length", hidden // heads),
-        "max_position_embeddings": found(f"{family}.context_length"),
+        "num_key_value_heads": get(f"{family}.attention.head_count_kv", heads),
+        "head_dim": get(f"{family}.attention.key_length", hidden // heads),
+        "max_position_embeddings": get(f"{family}.context_length"),
         # Stored in float32, of which the published decimal is the shortest.
-        "rms_norm_eps": decimal(found(f"{family}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": decimal(found(f"{family}.rope.freq_base", 10_000.0)),
+        "rms_norm_eps": decimal(get(f"{family}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": decimal(get(f"{family}.rope.freq_base", 10_000.0)),
         "tie_word_embeddings": "output.weight" not in shapes,
         "torch_dtype": dtype,
     }
@@ -220,23 +220,23 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
     As in llama.cpp, a file without a type is scaled linearly; rope.scale_linear is the older name
     of the factor.
     """
-    rope, found = f"{metadata.family}.rope.", metadata.found
-    kind = found(f"{rope}scaling.type", "linear")
-    factor = found(f"{rope}scaling.factor", found(f"{rope}scale_linear", 0.0))
+    rope, get = f"{metadata.family}.rope.", metadata.get
+    kind = get(f"{rope}scaling.type", "linear")
+    factor = get(f"{rope}scaling.factor", get(f"{rope}scale_linear", 0.0))
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return None
     scaled: dict[str, Any] = {"rope_type": kind, "factor": decimal(factor) if factor else 1.0}
     if metadata.has(key := f"{rope}scaling.original_context_length"):
-        scaled["original_max_position_embeddings"] = found(key)
+        scaled["original_max_position_embeddings"] = get(key)
     for name in ("beta_fast", "beta_slow"):
         if kind == "yarn" and metadata.has(key := f"{rope}scaling.yarn_{name}"):
-            scaled[name] = decimal(found(key))
+            scaled[name] = decimal(get(key))
     return scaled
 
 
 def _check(metadata: Metadata, head_dim: int) -> None:
     """Raise CannotRun for values that no llama, qwen2 or qwen3 here can have."""
-    family, found = metadata.family, metadata.found
+    family, get = metadata.family, metadata.get
     expected = {
         f"{family}.rope.dimension_count": head_dim,
         f"{family}.attention.value_length": head_dim,
@@ -245,7 +245,7 @@ def _check(metadata: Metadata, head_dim: int) -> None:
         f"{family}.expert_used_count": 0,
     }
     for key, value in expected.items():
-        if (other := found(key, value)) != value:
+        if (other := get(key, value)) != value:
             raise CannotRun(
                 f"{metadata.source}: {key} is {other}, not {value}, which is not supported",
                 hint="use a file of a plain llama, qwen2 or qwen3 model",

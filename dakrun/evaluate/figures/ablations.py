@@ -14,7 +14,7 @@ from dakrun.evaluate.figures.base import (
     sentence,
 )
 from dakrun.evaluate.panel import Panel
-from dakrun.evaluate.points import AttentionPoint, Entry, Found, Point, ProductPoint, StepPoint
+from dakrun.evaluate.points import AttentionPoint, Entry, FigureData, Point, ProductPoint, StepPoint
 from dakrun.evaluate.scope import Scope
 
 ALL = "with both"
@@ -98,13 +98,13 @@ class Ablations(Figure):
             return [f"{self.remote_slots(n, scope)} of {n} slots" for n in self.slots()]
         return [op.name for op in scope.products(next(iter(scope.models)), n=8)]
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         panels = []
-        for name in found.panels():
+        for name in data.panels():
             whole, outside = name == self.step, f"{100 * self.ratio(scope):.2g}% outside HBM"
             panels.append(
                 panel_of(
-                    found,
+                    data,
                     name,
                     (lambda r: milliseconds(r.seconds))
                     if whole
@@ -117,28 +117,28 @@ class Ablations(Figure):
             )
         return panels
 
-    def worst(self, found: Found, panel: str, series: str) -> tuple[float, float] | None:
+    def worst(self, data: FigureData, panel: str, series: str) -> tuple[float, float] | None:
         """(x, time without over time with both) where it is largest."""
-        base = dict(found.times(panel, ALL))
-        costs = [(x, s / base[x]) for x, s in found.times(panel, series) if x in base]
+        base = dict(data.times(panel, ALL))
+        costs = [(x, s / base[x]) for x, s in data.times(panel, series) if x in base]
         return max(costs, key=lambda of: of[1], default=None)
 
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         parts = []
-        for panel in found.panels():
+        for panel in data.panels():
             clauses = []
             for series, without in VARIANTS:
-                if without and (cost := self.worst(found, panel, series)):
+                if without and (cost := self.worst(data, panel, series)):
                     place = self.categories(panel, scope)[int(cost[0])]
                     clauses.append(f"{series} up to {factor(cost[1])} the time ({place})")
             if clauses:
                 parts.append(f"{panel}: {', '.join(clauses)}.")
-        return sentence(parts, found)
+        return sentence(parts, data)
 
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         costs = {
             series: max(
-                (c[1] for panel in found.panels() if (c := self.worst(found, panel, series))),
+                (c[1] for panel in data.panels() if (c := self.worst(data, panel, series))),
                 default=None,
             )
             for series, without in VARIANTS

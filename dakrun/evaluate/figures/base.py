@@ -11,7 +11,7 @@ from typing import ClassVar, get_args
 
 from dakrun.config import Dtype
 from dakrun.evaluate.panel import Panel, Series
-from dakrun.evaluate.points import Entry, Found, Result, Source
+from dakrun.evaluate.points import Entry, FigureData, Result, Source
 from dakrun.evaluate.scope import Scope
 from dakrun.plan import Op, compute_time, greedy
 from dakrun.units import format_seconds
@@ -38,18 +38,18 @@ class Figure(ABC):
         """The points to measure."""
 
     @abstractmethod
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         """The pictures."""
 
     @abstractmethod
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         """What the results say: who wins, by what factor, where the crossing lies."""
 
     @abstractmethod
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         """The paper's claim beside this machine's figure."""
 
-    def table(self, found: Found, scope: Scope) -> list[list[str]]:
+    def table(self, data: FigureData, scope: Scope) -> list[list[str]]:
         """Rows of a table beside the panels, the header first; none for most figures."""
         return []
 
@@ -59,7 +59,7 @@ class Figure(ABC):
 
 
 def panel_of(
-    found: Found,
+    data: FigureData,
     name: str,
     value: Callable[[Result], float | None],
     *,
@@ -78,7 +78,7 @@ def panel_of(
     What has no value is a marker at its place, with the reason.
     """
     series: list[Series] = []
-    for label, line in found.lines(name).items():
+    for label, line in data.lines(name).items():
         for kind in get_args(Source):
             known = [
                 (entry.x, of)
@@ -193,10 +193,10 @@ def seconds(value: float) -> str:
     return format_seconds(value)
 
 
-def sentence(parts: Iterable[str], found: Found) -> str:
+def sentence(parts: Iterable[str], data: FigureData) -> str:
     """The parts, each a sentence; or why there are none."""
     if text := " ".join(parts):
         return text
-    if problems := found.problems():
+    if problems := data.problems():
         return f"Too few points have a time: {', '.join(map(brief, problems))}."
     return "Nothing is measured yet."

@@ -15,7 +15,7 @@ from dakrun.evaluate.figures.base import (
 )
 from dakrun.evaluate.figures.paper_ratios import MODEL, PERCENT, ROOM, counting, named, paper_ratios
 from dakrun.evaluate.panel import Panel, Series
-from dakrun.evaluate.points import Entry, Found, Result, StepPoint
+from dakrun.evaluate.points import Entry, FigureData, Result, StepPoint
 from dakrun.evaluate.scope import Scope
 
 CASES = ((8, 32), *PERCENT)  # batch, prompt length
@@ -71,18 +71,18 @@ class Capacity(Figure):
             for series in [CHOICE] if scope.quick else [CHOICE, COPIED]:
                 yield case, series, (3 if heavy else 2) if series == COPIED else (2 if heavy else 1)
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         panels = []
-        for name in found.panels():
+        for name in data.panels():
             for title, y, value, lines, log_y in (
                 (name, STEP_AXIS, lambda r: milliseconds(r.seconds), [], True),
                 (f"{name}: required ratio", REQUIRED, required, self.of_paper(name, scope), False),
             ):
-                if title != name and not self.exceeds(found, name):
+                if title != name and not self.exceeds(data, name):
                     continue
                 panels.append(
                     panel_of(
-                        found if title == name else choice_alone(found),
+                        data if title == name else choice_alone(data),
                         name,
                         value,
                         title=title,
@@ -95,9 +95,9 @@ class Capacity(Figure):
                 )
         return panels
 
-    def exceeds(self, found: Found, panel: str) -> bool:
+    def exceeds(self, data: FigureData, panel: str) -> bool:
         """Whether anything in a panel needs more than HBM."""
-        results = [result for line in found.lines(panel).values() for _, result in line]
+        results = [result for line in data.lines(panel).values() for _, result in line]
         return any(result.required_ratio or result.short_of_memory for result in results)
 
     def of_paper(self, panel: str, scope: Scope) -> list[Series]:
@@ -107,9 +107,9 @@ class Capacity(Figure):
         points = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(self.cases(scope))]
         return [Series(name="paper, GH200", kind="line", points=points)]
 
-    def table(self, found: Found, scope: Scope) -> list[list[str]]:
-        """Required ratios of the paper's cases: the paper's, the planner's, those found here."""
-        here = dict(self.needed(found, scope))
+    def table(self, data: FigureData, scope: Scope) -> list[list[str]]:
+        """Required ratios of the paper's cases: the paper's, the planner's, those of this run."""
+        here = dict(self.needed(data, scope))
         rows = []
         for ratio in paper_ratios():
             values = (ratio.paper, ratio.mixed, ratio.decimal, ratio.planned, here.get(ratio.case))
@@ -117,19 +117,19 @@ class Capacity(Figure):
         head = ["required ratio (%), opt-30b in 96 GB", "paper, GH200", "GiB of weights + GB of KV"]
         return [[*head, "GB of both", "dakrun's planner, gh200", "here"], *rows]
 
-    def needed(self, found: Found, scope: Scope) -> list[tuple[str, float]]:
+    def needed(self, data: FigureData, scope: Scope) -> list[tuple[str, float]]:
         """(case, required percent) of the paper's model and budget, where it is above 0."""
-        line = found.lines(self.panel(MODEL, ROOM)).get(CHOICE, [])
+        line = data.lines(self.panel(MODEL, ROOM)).get(CHOICE, [])
         return [
             (named(self.cases(scope)[int(entry.x)]), value)
             for entry, result in line
             if (value := required(result))
         ]
 
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         parts = []
-        for panel in found.panels():
-            lines = found.lines(panel).get(CHOICE, [])
+        for panel in data.panels():
+            lines = data.lines(panel).get(CHOICE, [])
             known = [(entry, result) for entry, result in lines if result.seconds]
             if not known:
                 continue
@@ -137,19 +137,19 @@ class Capacity(Figure):
             case = named(self.cases(scope)[int(entry.x)])
             outside = "" if result.ratio is None else f" with {result.ratio:.1%} outside HBM"
             parts.append(f"{panel}: {case} takes {seconds(result.seconds or 0)} a step{outside}.")
-            if gain := largest(found.times(panel, CHOICE), found.times(panel, COPIED)):
+            if gain := largest(data.times(panel, CHOICE), data.times(panel, COPIED)):
                 case = named(self.cases(scope)[int(gain[0])])
                 clause = faster(gain[1], CHOICE, "copying everything ahead")
                 parts.append(f"At most, at {case}, the {clause}.")
-        return sentence(parts, found)
+        return sentence(parts, data)
 
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         gains = [
             gain[1]
-            for panel in found.panels()
-            if (gain := largest(found.times(panel, CHOICE), found.times(panel, COPIED)))
+            for panel in data.panels()
+            if (gain := largest(data.times(panel, CHOICE), data.times(panel, COPIED)))
         ]
-        needed = [f"{value:.1f}% for {case}" for case, value in self.needed(found, scope)]
+        needed = [f"{value:.1f}% for {case}" for case, value in self.needed(data, scope)]
         here = ", ".join(needed) or "not measured yet"
         if MODEL not in scope.models:
             here = f"{MODEL} is not among the models"
@@ -172,6 +172,6 @@ def required(result: Result) -> float | None:
     return None if result.required_ratio is None else 100 * result.required_ratio
 
 
-def choice_alone(found: Found) -> Found:
+def choice_alone(data: FigureData) -> FigureData:
     """The entries of the planner's choice: required ratios do not depend on the transport."""
-    return Found([entry for entry in found.entries if entry.series == CHOICE], found.results)
+    return FigureData([entry for entry in data.entries if entry.series == CHOICE], data.results)

@@ -2,7 +2,7 @@
 
 from dakrun.evaluate.figures.base import Figure, gigabytes, panel_of, sentence
 from dakrun.evaluate.panel import Panel
-from dakrun.evaluate.points import Entry, Found, ReadPoint
+from dakrun.evaluate.points import Entry, FigureData, ReadPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.units import format_bytes, format_rate
 
@@ -62,14 +62,14 @@ class LinkReads(Figure):
         """SMs on HBM beside `of_link` on the link."""
         return FIXED_SMS if series == FIXED else max(scope.profile.sms - of_link, 1)
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         tier = scope.profile.tier(scope.remote)
         titles = {IN_FLIGHT: "bytes in flight over the link (KiB)", SMS: "SMs on the link"}
         window = (tier.window_bytes / 1024, "the profile's window")
         marks = {IN_FLIGHT: [window], SMS: [(float(tier.sms), "the profile's SMs")]}
         return [
             panel_of(
-                found,
+                data,
                 name,
                 value,
                 title=f"{what}, by {name}",
@@ -78,26 +78,26 @@ class LinkReads(Figure):
                 log_x=True,
                 marks=marks[name],
             )
-            for name in found.panels()
+            for name in data.panels()
             for what, value in (
                 ("HBM", lambda r: gigabytes(r.hbm_bytes_per_s)),
                 (f"the link to {scope.remote}", lambda r: gigabytes(r.remote_bytes_per_s)),
             )
         ]
 
-    def rates(self, found: Found) -> list[tuple[float, float, float]]:
+    def rates(self, data: FigureData) -> list[tuple[float, float, float]]:
         """(KiB in flight, bytes/s of the link, bytes/s of HBM), in order."""
-        line = found.lines(IN_FLIGHT).get(OTHERS, [])
+        line = data.lines(IN_FLIGHT).get(OTHERS, [])
         return [
             (entry.x, result.remote_bytes_per_s, result.hbm_bytes_per_s)
             for entry, result in line
             if result.remote_bytes_per_s and result.hbm_bytes_per_s
         ]
 
-    def finding(self, found: Found, scope: Scope) -> str:
-        rates = self.rates(found)
+    def finding(self, data: FigureData, scope: Scope) -> str:
+        rates = self.rates(data)
         if not rates:
-            return sentence([], found)
+            return sentence([], data)
         link, hbm = max(rate for _, rate, _ in rates), max(rate for *_, rate in rates)
         enough = next(x for x, rate, _ in rates if rate >= KEPT * link)
         lost = next((x for x, _, rate in rates if x > enough and rate < KEPT * hbm), None)
@@ -112,10 +112,10 @@ class LinkReads(Figure):
                 f"{format_bytes(1024 * last[0])} it reads {format_rate(last[2])}, and "
                 f"{format_rate(hbm)} at best."
             )
-        return sentence(parts, found)
+        return sentence(parts, data)
 
-    def claim(self, found: Found, scope: Scope) -> str:
-        rates = self.rates(found)
+    def claim(self, data: FigureData, scope: Scope) -> str:
+        rates = self.rates(data)
         lost = 1 - rates[-1][2] / max(rate for *_, rate in rates) if rates else None
         here = "not measured yet" if lost is None else f"{max(lost, 0):.0%}"
         return (

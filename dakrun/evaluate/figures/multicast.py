@@ -13,7 +13,7 @@ from dakrun.evaluate.figures.base import (
     sentence,
 )
 from dakrun.evaluate.panel import Panel
-from dakrun.evaluate.points import Entry, Found, ProductPoint, Result, StepPoint
+from dakrun.evaluate.points import Entry, FigureData, ProductPoint, Result, StepPoint
 from dakrun.evaluate.scope import Scope
 
 WITH, WITHOUT = "with multicast", "without multicast"
@@ -55,9 +55,9 @@ def crossings(result: Result) -> float | None:
     return result.link_bytes / result.weight_bytes
 
 
-def gain(found: Found, panel: str) -> tuple[float, float] | None:
+def gain(data: FigureData, panel: str) -> tuple[float, float] | None:
     """(x, factor) of the largest gain by multicast."""
-    return largest(found.times(panel, WITH), found.times(panel, WITHOUT))
+    return largest(data.times(panel, WITH), data.times(panel, WITHOUT))
 
 
 class LinkBytes(Figure):
@@ -73,10 +73,10 @@ class LinkBytes(Figure):
     def entries(self, scope: Scope) -> list[Entry]:
         return entries_of(scope, rank=1)
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         return [
             panel_of(
-                found,
+                data,
                 name,
                 crossings,
                 title=f"{name}, all of its weight in {scope.remote}",
@@ -84,14 +84,14 @@ class LinkBytes(Figure):
                 y="link bytes per byte of the weight (x)",
                 log_x=True,
             )
-            for name in found.panels()
+            for name in data.panels()
         ]
 
-    def table(self, found: Found, scope: Scope) -> list[list[str]]:
+    def table(self, data: FigureData, scope: Scope) -> list[list[str]]:
         rows = []
-        for panel in found.panels():
+        for panel in data.panels():
             by_n: dict[float, dict[str, Result]] = {}
-            for series, line in found.lines(panel).items():
+            for series, line in data.lines(panel).items():
                 for entry, result in line:
                     by_n.setdefault(entry.x, {})[series] = result
             for n, results in sorted(by_n.items()):
@@ -103,13 +103,13 @@ class LinkBytes(Figure):
         head = ["product", "N", f"{WITH} (GB)", f"{WITHOUT} (GB)", f"{WITH} (us)"]
         return [[*head, f"{WITHOUT} (us)"], *rows] if rows else []
 
-    def repeated(self, found: Found) -> list[tuple[str, float, float, float]]:
+    def repeated(self, data: FigureData) -> list[tuple[str, float, float, float]]:
         """(panel, N, crossings with and without multicast) at the largest N that has both."""
         last = []
-        for panel in found.panels():
+        for panel in data.panels():
             lines = {
                 series: {e.x: times for e, r in line if (times := crossings(r))}
-                for series, line in found.lines(panel).items()
+                for series, line in data.lines(panel).items()
             }
             both = lines.get(WITH, {}).keys() & lines.get(WITHOUT, {}).keys()
             if both:
@@ -117,16 +117,16 @@ class LinkBytes(Figure):
                 last.append((panel, n, lines[WITH][n], lines[WITHOUT][n]))
         return last
 
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         parts = [
             f"{panel}: with N = {n:,.0f} a byte of the weight crosses the link {once:.3g} x with "
             f"multicast and {again:.3g} x without."
-            for panel, n, once, again in self.repeated(found)
+            for panel, n, once, again in self.repeated(data)
         ]
-        return sentence(parts, found)
+        return sentence(parts, data)
 
-    def claim(self, found: Found, scope: Scope) -> str:
-        saved = [1 - once / again for *_, once, again in self.repeated(found)]
+    def claim(self, data: FigureData, scope: Scope) -> str:
+        saved = [1 - once / again for *_, once, again in self.repeated(data)]
         here = f"it saves {max(saved):.0%}" if saved else "not measured yet"
         return (
             "Paper: without multicast the bytes over the link grow with N, with it each byte "
@@ -176,13 +176,13 @@ class Multicast(Figure):
         ]
         return [*entries_of(scope, rank=0), *steps]
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         panels = []
-        for name in found.panels():
+        for name in data.panels():
             step = name.endswith("decode step")
             panels.append(
                 panel_of(
-                    found,
+                    data,
                     name,
                     (lambda r: milliseconds(r.seconds))
                     if step
@@ -196,19 +196,19 @@ class Multicast(Figure):
             )
         return panels
 
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         parts = []
-        for panel in found.panels():
-            if (best := gain(found, panel)) is not None:
+        for panel in data.panels():
+            if (best := gain(data, panel)) is not None:
                 clause = faster(best[1], WITH, WITHOUT)
                 parts.append(f"{panel}: at most, at N = {best[0]:,.0f}, {clause}.")
-        return sentence(parts, found)
+        return sentence(parts, data)
 
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         here = []
-        for panel in found.panels()[:1]:
-            times = dict(found.times(panel, WITHOUT))
-            with_it = dict(found.times(panel, WITH))
+        for panel in data.panels()[:1]:
+            times = dict(data.times(panel, WITHOUT))
+            with_it = dict(data.times(panel, WITH))
             here = [
                 f"{factor(times[n] / with_it[n])} at {n:,}"
                 for n in (512, 1024)

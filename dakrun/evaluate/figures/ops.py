@@ -15,7 +15,7 @@ from dakrun.evaluate.figures.base import (
     thresholds,
 )
 from dakrun.evaluate.panel import Panel
-from dakrun.evaluate.points import AttentionPoint, Entry, Found, Point, ProductPoint
+from dakrun.evaluate.points import AttentionPoint, Entry, FigureData, Point, ProductPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.plan import Op
 
@@ -79,10 +79,10 @@ class OpRatios(Figure):
         """`some_ratios` with 5% and 20%: thresholds of many rows lie further right."""
         return sorted({*scope.some_ratios(), 0.05, 0.2})
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         return [
             panel_of(
-                found,
+                data,
                 name,
                 lambda r: gigabytes(r.rate),
                 title=name,
@@ -91,7 +91,7 @@ class OpRatios(Figure):
                 root_x=root_x(scope),
                 marks=self.marks(*self.of_panel(name), scope),
             )
-            for name in found.panels()
+            for name in data.panels()
         ]
 
     def of_panel(self, name: str) -> tuple[str, int]:
@@ -114,12 +114,12 @@ class OpRatios(Figure):
             if x > 0
         ]
 
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         parts = []
-        for panel in found.panels():
+        for panel in data.panels():
             gains = []
-            for op in found.lines(panel):
-                curve = found.times(panel, op)
+            for op in data.lines(panel):
+                curve = data.times(panel, op)
                 base, best = at(curve, 0.0), fastest(curve)
                 if base and best:
                     gains.append((base / best[1], op, best[0]))
@@ -130,21 +130,21 @@ class OpRatios(Figure):
                     if gain > 1.005
                     else f"{panel}: no op gains from bytes outside HBM."
                 )
-        return sentence(parts, found)
+        return sentence(parts, data)
 
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         return (
             "Paper: each op has two thresholds and is at its fastest between them; for ops bound "
-            f"by memory both are the ratio of the bandwidths. Here: {self.measured(found)}."
+            f"by memory both are the ratio of the bandwidths. Here: {self.measured(data)}."
         )
 
-    def measured(self, found: Found) -> str:
+    def measured(self, data: FigureData) -> str:
         """The best ratios of ops."""
         best = [
             f"{op} {x[0]:.2g}%"
-            for panel in found.panels()[:1]
-            for op in found.lines(panel)
-            if (x := fastest(found.times(panel, op)))
+            for panel in data.panels()[:1]
+            for op in data.lines(panel)
+            if (x := fastest(data.times(panel, op)))
         ]
         return f"fastest at {', '.join(best)}, with few rows" if best else "not measured yet"
 

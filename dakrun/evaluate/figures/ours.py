@@ -15,7 +15,7 @@ from dakrun.evaluate.figures.base import (
     sentence,
 )
 from dakrun.evaluate.panel import Panel
-from dakrun.evaluate.points import Entry, FilePoint, Found, Result, StepPoint
+from dakrun.evaluate.points import Entry, FigureData, FilePoint, Result, StepPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.plan import Transport
 
@@ -92,15 +92,15 @@ class Ours(Figure):
             if tier.name != scope.remote:
                 yield f"direct, from {tier.name}", "direct", tier.name
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         panels = []
-        for name in found.panels():
+        for name in data.panels():
             if name.endswith(FILES):
-                panels.append(self.of_file(found, name))
+                panels.append(self.of_file(data, name))
                 continue
             panels.append(
                 panel_of(
-                    found,
+                    data,
                     name,
                     lambda r: milliseconds(r.seconds),
                     title=f"{name}, batch 8",
@@ -112,12 +112,12 @@ class Ours(Figure):
             )
         return panels
 
-    def of_file(self, found: Found, name: str) -> Panel:
+    def of_file(self, data: FigureData, name: str) -> Panel:
         """The panel of whole files."""
-        point = next(entry.point for entry in found.entries if entry.panel == name)
+        point = next(entry.point for entry in data.entries if entry.panel == name)
         assert isinstance(point, FilePoint)
         return panel_of(
-            found,
+            data,
             name,
             rate,
             title=f"{name}: {point.requests} requests, prompts and completions of 1 to "
@@ -127,31 +127,31 @@ class Ours(Figure):
             categories=[label for label, _ in RATIOS],
         )
 
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         parts = []
-        for panel in found.panels():
+        for panel in data.panels():
             if panel.endswith(FILES):
-                rates = dict(self.rates(found, panel))
+                rates = dict(self.rates(data, panel))
                 if 0 in rates and 1 in rates:
                     parts.append(
                         f"{panel}: {rates[1]:,.0f} tokens/s with 10% outside HBM, "
                         f"{factor(rates[1] / rates[0])} of all in HBM."
                     )
                 continue
-            choice = found.times(panel, CHOICE)
-            both = [dict(found.times(panel, name)) for name, _ in SERIES[:2]]
+            choice = data.times(panel, CHOICE)
+            both = [dict(data.times(panel, name)) for name, _ in SERIES[:2]]
             alone = [(x, min(of[x] for of in both)) for x in both[0] if x in both[1]]
             if (gain := largest(choice, alone)) is not None:
                 clause = faster(gain[1], "a transport for each op", "the better of one for all")
                 parts.append(f"{panel}: at most, at {gain[0]:.2g}% outside HBM, {clause}.")
-        return sentence(parts, found)
+        return sentence(parts, data)
 
-    def rates(self, found: Found, panel: str) -> list[tuple[float, float]]:
+    def rates(self, data: FigureData, panel: str) -> list[tuple[float, float]]:
         """(x, tokens/s) of a file."""
-        line = found.lines(panel).get(FILE_SERIES, [])
+        line = data.lines(panel).get(FILE_SERIES, [])
         return [(e.x, r.tokens_per_s) for e, r in line if r.tokens_per_s]
 
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         return "Paper: no such figure."
 
     def notes(self, scope: Scope) -> list[str]:

@@ -23,7 +23,7 @@ from dakrun.evaluate.figures.base import (
     sentence,
 )
 from dakrun.evaluate.panel import Panel, Series
-from dakrun.evaluate.points import Entry, Found, StepPoint
+from dakrun.evaluate.points import Entry, FigureData, StepPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.plan import Op, Transport, compute_time, weight_bytes
 from dakrun.units import format_rate
@@ -66,9 +66,9 @@ class RatioFigure(Figure):
                 rank = 0 if ratio in telling and transport == "direct" else 1
                 yield transport, (transport if ratio else None), ratio, rank
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         panels = []
-        for model in found.panels():
+        for model in data.panels():
             ideal, prefetch = self.bounds(model, scope)
             for y, factor_, value, limit in (
                 (EB_AXIS, 1e-9, lambda r: gigabytes(r.eb), 0),
@@ -76,7 +76,7 @@ class RatioFigure(Figure):
             ):
                 panels.append(
                     panel_of(
-                        found,
+                        data,
                         model,
                         value,
                         title=f"{model}, batch {self.batch_size}",
@@ -126,10 +126,10 @@ class RatioFigure(Figure):
             prefetch.append((100 * x, weights / time, time))
         return ideal, prefetch
 
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         parts = []
-        for model in found.panels():
-            direct, staged = (found.times(model, name) for name in TRANSPORTS)
+        for model in data.panels():
+            direct, staged = (data.times(model, name) for name in TRANSPORTS)
             base, best = at(direct, 0.0), fastest(direct)
             if best is None:
                 continue
@@ -153,36 +153,36 @@ class RatioFigure(Figure):
             if (x := crossing(direct, staged)) is not None:
                 where = f"From about {x:.2g}% on" if x >= 0.05 else "At every ratio"
                 parts.append(f"{where}, copies are faster.")
-            parts += self.of_rivals(found, model)
-        return sentence(parts, found)
+            parts += self.of_rivals(data, model)
+        return sentence(parts, data)
 
-    def of_rivals(self, found: Found, model: str) -> list[str]:
+    def of_rivals(self, data: FigureData, model: str) -> list[str]:
         """Sentences about rivals at the same ratios."""
         return [
             f"At {gain[0]:.2g}%, {faster(gain[1], 'dakrun', name)}."
-            for name in found.lines(model)
-            if name not in TRANSPORTS and (gain := self.gain(found, model, name))
+            for name in data.lines(model)
+            if name not in TRANSPORTS and (gain := self.gain(data, model, name))
         ]
 
-    def gain(self, found: Found, model: str, rival: str) -> tuple[float, float] | None:
+    def gain(self, data: FigureData, model: str, rival: str) -> tuple[float, float] | None:
         """(percent, factor) where the better transport gains most on a rival."""
-        direct, staged = (found.times(model, name) for name in TRANSPORTS)
+        direct, staged = (data.times(model, name) for name in TRANSPORTS)
         best = [(x, min(s, at(staged, x) or s)) for x, s in direct]
-        return largest(best, found.times(model, rival))
+        return largest(best, data.times(model, rival))
 
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         gains: dict[str, list[float]] = {}
         rates = []
-        for model in found.panels():
-            curve = found.times(model, "direct")
+        for model in data.panels():
+            curve = data.times(model, "direct")
             if (base := at(curve, 0.0)) and (best := fastest(curve)):
                 gains.setdefault("all in HBM", []).append(base / best[1])
-            for name in found.lines(model):
-                if name not in TRANSPORTS and (gain := self.gain(found, model, name)):
+            for name in data.lines(model):
+                if name not in TRANSPORTS and (gain := self.gain(data, model, name)):
                     gains.setdefault(name, []).append(gain[1])
             rates += [
                 f"EB of {model} at 10% {format_rate(result.eb)}"
-                for entry, result in found.lines(model).get("direct", [])
+                for entry, result in data.lines(model).get("direct", [])
                 if math.isclose(entry.x, 10) and result.eb
             ]
         best_of = [f"{factor(max(of))} as fast as {name}" for name, of in gains.items()]
@@ -259,11 +259,11 @@ class LargeBatch(RatioFigure):
     )
     batch_size = 512
 
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         free = {
             model: max(x for x, s in curve if s <= 1.02 * base)
-            for model in found.panels()
-            if (base := at(curve := found.times(model, "direct"), 0.0))
+            for model in data.panels()
+            if (base := at(curve := data.times(model, "direct"), 0.0))
         }
         here = ", ".join(f"up to {x:.2g}% of {model}" for model, x in free.items())
         return (

@@ -14,7 +14,7 @@ from dakrun.evaluate.figures.base import (
     thresholds,
 )
 from dakrun.evaluate.panel import Panel
-from dakrun.evaluate.points import Entry, Found, StepPoint
+from dakrun.evaluate.points import Entry, FigureData, StepPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.plan import Strategy, compute_time
 
@@ -57,10 +57,10 @@ class Strategies(Figure):
             if ratio
         ]
 
-    def panels(self, found: Found, scope: Scope) -> list[Panel]:
+    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
         return [
             panel_of(
-                found,
+                data,
                 model,
                 lambda r: milliseconds(r.seconds),
                 title=f"{model}, batch {self.batch_size}, read in place",
@@ -69,23 +69,23 @@ class Strategies(Figure):
                 root_x=root_x(scope),
                 log_y=True,
             )
-            for model in found.panels()
+            for model in data.panels()
         ]
 
-    def finding(self, found: Found, scope: Scope) -> str:
+    def finding(self, data: FigureData, scope: Scope) -> str:
         parts = []
-        for model in found.panels():
-            greedy, uniform = (found.times(model, name) for name in ("greedy", "uniform"))
+        for model in data.panels():
+            greedy, uniform = (data.times(model, name) for name in ("greedy", "uniform"))
             if (gain := largest(greedy, uniform)) is not None:
                 clause = faster(gain[1], "greedy", "uniform")
                 parts.append(f"{model}: at most, {clause}, at {gain[0]:.2g}% outside HBM.")
-        return sentence(parts, found)
+        return sentence(parts, data)
 
-    def claim(self, found: Found, scope: Scope) -> str:
+    def claim(self, data: FigureData, scope: Scope) -> str:
         gains = [
             gain[1]
-            for model in found.panels()
-            if (gain := largest(found.times(model, "greedy"), found.times(model, "uniform")))
+            for model in data.panels()
+            if (gain := largest(data.times(model, "greedy"), data.times(model, "uniform")))
         ]
         here = factor(max(gains)) if gains else "not measured yet"
         return f"Paper: greedy up to 1.5 x as fast as uniform on GH200. Here: {here}."
