@@ -60,7 +60,8 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, RemoteTier, load_profile
-from dakrun.kernels.gemm import Products, splitk_gemm
+from dakrun.kernels.gemm import splitk_gemm
+from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import card_of
 from dakrun.launches import TierAccess, few_rows
 from dakrun.memory.matrix import TieredMatrix

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from dakrun.formats import PACKED16, Split
 from dakrun.geometry import WARPGROUPS, row_block_count
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm import Products
 
 # Inner modules: kernels, the GPU's limits and the current stream are replaced.
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.kernels.gemm.dispatch import Products
 from dakrun.launches import TierAccess, shapes, split_row_blocks, tiled_config
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
 

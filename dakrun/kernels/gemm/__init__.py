@@ -5,8 +5,6 @@ kernel each, as dakrun/launches chooses. packed_matrix.py makes an argument of W
 describes the kernels.
 """
 
-from typing import TYPE_CHECKING
-
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, addresses, packed_matrix
 from dakrun.kernels.gemm.splitk import (
     ACTIVATIONS,
@@ -23,9 +21,6 @@ from dakrun.kernels.gemm.tiled import (
     tiled_gemm,
 )
 
-if TYPE_CHECKING:
-    from dakrun.kernels.gemm.dispatch import Products, products
-
 __all__ = [
     "ACTIVATIONS",
     "AFTER_REMOTE",
@@ -33,23 +28,11 @@ __all__ = [
     "FusedNorm",
     "HalvesWorkspace",
     "PackedMatrix",
-    "Products",
     "StreamKWorkspace",
     "addresses",
     "look_ahead",
     "packed_matrix",
-    "products",
     "row_blocks_by_tier",
     "splitk_gemm",
     "tiled_gemm",
 ]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """Import dispatch at its first use: it imports kernels that import this folder."""
-        if name not in ("Products", "products"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from dakrun.kernels.gemm import dispatch
-
-        return getattr(dispatch, name)
