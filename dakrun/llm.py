@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -32,7 +32,7 @@ from dakrun.memory.limits import check_threads, usable_cores
 from dakrun.memory.tiers import Tiers, allocate_tiers
 from dakrun.models import hub
 from dakrun.models.families import decoder_of
-from dakrun.plan import RESERVE_BYTES, RunOptions
+from dakrun.plan import RESERVE_BYTES, RunKeywords, RunOptions
 from dakrun.report import make_report
 from dakrun.requests import (
     Completion,
@@ -55,6 +55,17 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tokenizer_mode": ("auto",),
     "trust_remote_code": (False,),
 }
+
+
+class Keywords(RunKeywords, total=False):
+    """Keyword arguments of LLM: those of RunOptions, and the ones of vLLM's LLM in _NEUTRAL."""
+
+    disable_log_stats: bool
+    pipeline_parallel_size: int
+    seed: int
+    tensor_parallel_size: int
+    tokenizer_mode: str
+    trust_remote_code: bool
 
 
 class LLM(OfflineCalls):
@@ -81,9 +92,9 @@ class LLM(OfflineCalls):
         run: RunOptions | None = None,
         on_allocate: OnLoad = lambda done, total: None,
         on_load: OnLoad = lambda done, total: None,
-        **options: Any,
+        **options: Unpack[Keywords],
     ) -> None:
-        run = run_options(options) if run is None else replace(run, **options)
+        run = run_options(options, run)
         if run.threads is not None:
             check_threads(run.threads)
         torch.set_num_threads(run.threads or min(torch.get_num_threads(), usable_cores()))
@@ -244,15 +255,18 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def run_options(given: Mapping[str, Any]) -> RunOptions:
-    """The options in `given`, keyword arguments of LLM; some may be vLLM's (see _NEUTRAL)."""
+def run_options(given: Mapping[str, Any], run: RunOptions | None = None) -> RunOptions:
+    """`run` with the options in `given`, keyword arguments of LLM; some may be vLLM's (_NEUTRAL).
+
+    Raises UsageError for other names, and for invalid values.
+    """
     names = [field.name for field in fields(RunOptions)]
     others = {name: value for name, value in given.items() if name not in names}
     refuse_unsupported(others, _NEUTRAL, ("model", *names, "on_allocate", "on_load"))
     known = {name: value for name, value in given.items() if name in names}
     if known.get("policy", ...) is None:
         del known["policy"]
-    return RunOptions(**known)
+    return replace(run or RunOptions(), **known)
 
 
 def _tokenizer(directory: Path | None, run: RunOptions) -> Tokenizer | None:

@@ -1,5 +1,6 @@
 """The Python API's LLM: what it refuses; its memory given back when closed or failing to load."""
 
+import dataclasses
 import json
 import math
 import weakref
@@ -17,7 +18,7 @@ from dakrun.hardware import load_profile
 from dakrun.llm import LLM
 from dakrun.memory import tiers
 from dakrun.memory.host import HostBlock
-from dakrun.plan import ExpectedRun, Policy
+from dakrun.plan import ExpectedRun, Policy, RunKeywords, RunOptions
 from dakrun.requests import Request, RowLengths
 
 NAME = "llama-gqa3-tied"
@@ -41,6 +42,18 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[HostBlock]:
 
     monkeypatch.setattr(tiers, "_take", noted)
     return made  # type: ignore[return-value]
+
+
+def test_keywords_are_the_options() -> None:
+    names = {field.name for field in dataclasses.fields(RunOptions)}
+    assert set(RunKeywords.__annotations__) == names
+
+
+def test_keywords_change_given_options(path: Path) -> None:
+    with LLM(path, run=RunOptions(device="cpu", batch_size=2), batch_size=3) as llm:
+        assert llm.plan.workload.batch_size == 3
+    with pytest.raises(UsageError, match="batch_sise"):
+        LLM(path, run=RunOptions(device="cpu"), batch_sise=3)  # type: ignore[call-arg]
 
 
 def test_closing_gives_the_memory_back(path: Path, blocks: list[HostBlock]) -> None:

@@ -19,7 +19,7 @@ from dakrun.plan.ops import (
     pass_tokens,
     weight_bytes,
 )
-from dakrun.plan.options import RunOptions
+from dakrun.plan.options import RunKeywords, RunOptions
 from dakrun.plan.peak_blocks import blocks_suffice
 from dakrun.plan.plan import RING_GROUPS, OpPlan, Plan, ring_bytes
 from dakrun.plan.planner import make_plan
@@ -49,6 +49,7 @@ __all__ = [
     "Plan",
     "Policy",
     "RunForecast",
+    "RunKeywords",
     "RunOptions",
     "Strategy",
     "Transport",

@@ -6,7 +6,7 @@ The planner reads what concerns the workload and memory; LLM reads the others.
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, Workload, model_len
 from dakrun.errors import check_choice, check_count, check_number, invalid_value
@@ -136,3 +136,24 @@ class RunOptions:
             new_tokens=new_tokens,
             max_model_len=length,
         )
+
+
+class RunKeywords(TypedDict, total=False):
+    """The fields of RunOptions as keyword arguments, for type checkers and editors."""
+
+    dtype: Dtype | Literal["auto"]
+    device: Literal["auto", "cuda", "cpu"]
+    profile: str | Path | HardwareProfile
+    batch_size: int | Literal["auto"]
+    max_batch_size: int
+    max_decode_step: float | None
+    max_model_len: int | None
+    expected_tokens: int
+    expected_prompt: int | None
+    expected_run: ExpectedRun | None
+    policy: Policy | None
+    needs_tokenizer: bool
+    chat_template: str | None
+    load_format: LoadFormat
+    threads: int | None
+    started: datetime | None
