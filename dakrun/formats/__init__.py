@@ -1,7 +1,7 @@
-"""How weights and KV are stored: a file for each format of the row blocks of a matrix, and kv.py.
+"""How weights and the KV cache are stored: a file for each weight format, and kv.py.
 
-weight_format.py says what a weight format tells the others; split.py orders the row blocks of a
-packed one. Imports no torch: only the functions that read and write elements do.
+weight_format.py has the interface of a weight format; split.py has the order of packed row blocks.
+Importing this folder imports no torch: functions that read or write elements import it.
 """
 
 from dakrun.formats.kv import KVLayout
@@ -10,7 +10,7 @@ from dakrun.formats.rows import Rows
 from dakrun.formats.split import Split, stretches
 from dakrun.formats.weight_format import Array, WeightFormat
 
-# Formats that kernels read; they are compiled for each of them.
+# The formats that kernels read. Kernels are compiled for each format.
 KERNEL_FORMATS: tuple[WeightFormat, ...] = (PACKED16,)
 
 __all__ = [

@@ -36,6 +36,6 @@ class KVLayout:
         return KV_BLOCK * self.position_bytes
 
     def has_kernels(self, q_heads: int) -> bool:
-        """Whether the attention kernels read it, for a model of `q_heads` query heads."""
+        """Whether the attention kernels read this layout, for a model of `q_heads` query heads."""
         group = q_heads // self.kv_heads
         return self.element_bytes == 2 and self.head_dim in HEAD_DIMS and group <= MAX_GROUP_HEADS

@@ -1,4 +1,4 @@
-"""Rows as a checkpoint and torch have them: the format of the CPU backend."""
+"""Rows as a checkpoint and torch have them: the format of plain torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Rows(WeightFormat):
         return (Array("elements", size, self.element_bytes, padded=False),)
 
     def nbytes(self, rows: int, cols: int) -> int:
-        """Bytes of `rows`; the planner asks for many."""
+        """Bytes of `rows`, without a sum over arrays: the planner asks often."""
         return rows * cols * self.element_bytes
 
     def takes(self, cols: int) -> bool:

@@ -1,10 +1,10 @@
 """The order of row blocks in a tier: groups and waves of CTAs, and steps of columns.
 
 A tier's row blocks, of 8 rows, are assigned round-robin to its CTAs, in groups of up to 16 that a
-CTA computes together: CTA c takes the groups c, c + CTAs, ... A wave is one group for each CTA. It
-is stored as [steps of columns][groups][atoms along the columns][row blocks], so that CTAs side by
-side read memory side by side. An atom is 64 columns of a row block; what it has in it is the
-format's.
+CTA computes together: CTA c takes the groups c, c + CTAs, ... A wave is one group for each CTA. A
+wave is stored as [steps of columns][groups][atoms along the columns][row blocks], so that CTAs side
+by side read memory side by side. An atom is 64 columns of a row block; the format says how an atom
+is stored.
 """
 
 from collections.abc import Iterator
@@ -70,8 +70,8 @@ def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
 def store_atoms(data: "torch.Tensor", split: Split, first: int, atoms: "torch.Tensor") -> None:
     """Store atoms [columns, row blocks, W] in the bytes `data` of a tier.
 
-    They are those of one of `stretches`, from row block `first` on; W elements of any dtype make up
-    an atom.
+    Their row blocks are one of `stretches`, from row block `first` on. An atom is W elements of any
+    dtype.
     """
     for stored, of in _matching_views(data, split, first, atoms):
         stored.copy_(of)
@@ -96,9 +96,9 @@ def load_atoms(data: "torch.Tensor", split: Split, like: "torch.Tensor") -> "tor
 def _matching_views(
     data: "torch.Tensor", split: Split, first: int, atoms: "torch.Tensor"
 ) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
-    """Pairs of equal views: one of a tier's bytes, one of the atoms that are stored there.
+    """Pairs of views: a range of a tier's bytes, and the atoms that are stored there.
 
-    Views are [waves, steps, groups, columns of a step, row blocks of a group, W].
+    Both are [waves, steps, groups, columns of a step, row blocks of a group, W].
     """
     columns, row_blocks, width = atoms.shape
     skipped, waves = first % split.wave, max(1, row_blocks // split.wave)

@@ -1,4 +1,4 @@
-"""What a weight format tells loader, planner, kernels and reports of a matrix's row blocks.
+"""The interface of a weight format: what loader, planner, kernels and reports ask of it.
 
 Knows rows, columns and bytes; neither tiers nor plans.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Array:
     """One of the arrays of bytes in which a format stores elements; it can be placed by itself.
 
-    A row block takes `row_block_bytes`, from an address that is a multiple of `alignment`. If
+    A row block takes `row_block_bytes`; the array's address is a multiple of `alignment`. If
     `padded`, the last row block of a matrix takes as many bytes, even if it has fewer rows.
     """
 
@@ -43,7 +43,7 @@ class WeightFormat(ABC):
 
     name: str
     for_kernels: ClassVar[bool]
-    # Macros of kernels: they select the code in native/ that makes operands of the stored bytes.
+    # Macros that select the code in native/ that turns stored bytes into operands.
     macros: ClassVar[Mapping[str, int]] = {}
 
     @property
@@ -65,8 +65,9 @@ class WeightFormat(ABC):
     ) -> None:
         """Store rows as the row blocks from `first` on of a tier's `arrays`.
 
-        They are one of `stretches` of the tier's `split`. `stored` is what a checkpoint has of
-        them, on the device that writes the arrays: one tensor [R, K] where it has the elements.
+        The row blocks are one of `stretches` of the tier's `split`. `stored` has the checkpoint's
+        tensors for these rows, on the device that writes the arrays: a single one, [R, K], where
+        the checkpoint has plain elements.
         """
 
     @abstractmethod
@@ -79,10 +80,10 @@ class WeightFormat(ABC):
         """
 
     def pack(self, rows: "torch.Tensor", split: Split) -> "tuple[torch.Tensor, ...]":
-        """The arrays of a tier with the rows [R, K], of a format that takes the elements.
+        """Pack plain elements, rows [R, K], into new arrays of a tier.
 
-        R is a multiple of 8 unless these are the matrix's last rows. Raises ValueError for an R
-        that is not `split.row_blocks`.
+        R is a multiple of 8, or the rows are the matrix's last. Raises ValueError unless R rows are
+        `split.row_blocks` row blocks.
         """
         if row_block_count(len(rows)) != split.row_blocks:
             raise ValueError(

@@ -48,9 +48,10 @@ class Attend(Protocol):
     """Computes attention of a pass's tokens to their requests' caches and to themselves."""
 
     def __call__(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D], whose K, V are cached.
+        """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D].
 
-        Applies the norms of query and key heads, and RoPE; may overwrite `qkv`.
+        Applies the norms of query and key heads, and RoPE, and appends the new keys and values to
+        the cache; may overwrite `qkv`.
         """
         ...
 
@@ -106,8 +107,8 @@ class Layer:
 class Decoder:
     """A model: embedding, layers and lm_head.
 
-    `project_out` is OPT-350m's, from hidden states to the width of its word embeddings. Raises
-    ValueError unless the matrices of an op have one shape.
+    `project_out`, of OPT-350m alone, maps hidden states to the width of the word embeddings. Raises
+    ValueError unless all matrices of an op have the same shape.
     """
 
     def __init__(
@@ -137,7 +138,10 @@ class Decoder:
         positions: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [n, V] after tokens [n] at positions [n], or after those numbered `rows` alone."""
+        """Logits [n, V] after tokens [n] at positions [n].
+
+        With `rows`, integers [r], logits [r, V] after these tokens alone.
+        """
         run.begin(len(tokens))
         x = run.embed(self.embedding, tokens, positions)
         for layer in self.layers:
@@ -172,7 +176,7 @@ class Decoder:
 
     @cached_property
     def ops(self) -> Mapping[str, Sequence[Module]]:
-        """Modules by op, in the order of their first use; those of one op are alike."""
+        """Modules by op, in the order of their first use; modules of one op are alike."""
         found: dict[str, list[Module]] = {}
         for module in self.modules():
             found.setdefault(module.op, []).append(module)
@@ -185,7 +189,10 @@ class Decoder:
 
     @cached_property
     def widths(self) -> Mapping[str, int]:
-        """Columns of hidden states, "x", and of outputs of layers' ops that add nothing to them."""
+        """Columns of the hidden states, "x", and of the outputs of the layers' linear ops.
+
+        Linear ops with a residual are left out: they write to the hidden states.
+        """
         firsts = (modules[0] for modules in self.ops.values())
         inner = (of for of in firsts if isinstance(of, Linear) and of.layer is not None)
         return {"x": self.config.hidden_size} | {of.op: of.width for of in inner if not of.adds}

@@ -11,7 +11,7 @@ from dakrun.models.modules import Attention, Embedding, Linear, Norm, Scope, voc
 
 
 def gated(c: ModelConfig, at: Scope, modules: Mapping[str, int] | None = None) -> MLP:
-    """The feed-forward down(silu(gate(x)) * up(x)); `modules` are gate and up, or both in one."""
+    """The feed-forward down(silu(gate(x)) * up(x)); `modules`: gate and up, or one with both."""
     up = modules or {"mlp.gate_proj": c.ffn_size, "mlp.up_proj": c.ffn_size}
     norm = Norm("rms", at, "ffn_norm", "post_attention_layernorm", c.hidden_size)
     down, bias = {"mlp.down_proj": c.hidden_size}, c.mlp_bias
@@ -30,8 +30,8 @@ def llama(
 ) -> Decoder:
     """The model of `c`.
 
-    `qkv` are the modules of queries, keys and values, `head_norms` whether each query and key head
-    has an RMSNorm; `feed_forward` makes that of a layer.
+    `qkv` has the rows of the modules of queries, keys and values by name. With `head_norms` each
+    query and key head has an RMSNorm. `feed_forward` makes the feed-forward of a layer.
     """
     top, hidden = Scope("model."), c.hidden_size
     heads = qkv or {

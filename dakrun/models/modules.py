@@ -1,8 +1,8 @@
 """The modules that models are made of: what each is stored as, and what a step asks of it.
 
-A module with an op of the plan has the op's name, its layer and a name of its own, as in
-"layers.3.qkv". Families (opt.py, llama.py) put modules together; planner, loader and runners walk
-them. Knows neither formats nor devices nor tiers.
+A module of type `Module` says its op in the plan and its layer; a Matrix also has a name in the
+whole model, such as "layers.3.qkv". Families (opt.py, llama.py) put modules together; planner,
+loader and runners walk the modules. Knows neither formats nor devices nor tiers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ Request = Sequence[tuple[Source, slice]]  # rows of several tensors
 
 @dataclass(frozen=True)
 class Scope:
-    """A part of a model: the prefix of its tensors in a checkpoint; its layer, if it is in one."""
+    """A part of a model: its tensors' names in a checkpoint begin with `prefix`.
+
+    `layer` is the number of its layer, None outside the layers.
+    """
 
     prefix: str
     layer: int | None = None
@@ -39,7 +42,7 @@ class Scope:
         return name if self.layer is None else f"layers.{self.layer}.{name}"
 
     def sources(self, modules: Mapping[str, int], kind: str, *cols: int) -> tuple[Source, ...]:
-        """The tensors `kind`, "weight" or "bias", of `modules`, which have the given rows."""
+        """The "weight" or the "bias" (`kind`) of each module; `modules` has their rows by name."""
         return tuple(
             Source(f"{self.prefix}{module}.{kind}", (rows, *cols))
             for module, rows in modules.items()
@@ -49,8 +52,8 @@ class Scope:
 class Operand:
     """Tensors of a checkpoint, stacked along dimension 0, that a step reads under one name.
 
-    In kernels' operands that are `interleaved`, rows of each two tensors, or of the halves of one,
-    alternate. An operand that is no Matrix always lies in the local tier.
+    If `interleaved`, kernels need the rows of two tensors, or of the two halves of a single one,
+    to alternate. An operand that is no Matrix always lies in the local tier.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Operand:
     def request(self, rows: slice, *, for_kernels: bool) -> Request:
         """Rows of the sources that make up `rows` of the operand, for kernels or for plain torch.
 
-        `rows` begins where a row block begins, and ends where one or the operand ends.
+        `rows` starts with a row block, and stops at the end of a row block or of the operand.
         """
         firsts = [(source, 0, source.shape[0]) for source in self.sources]  # row, number of rows
         together = 1
@@ -110,8 +113,8 @@ class Norm:
 class Matrix(Operand):
     """A matrix W [M, K] whose row blocks the plan places.
 
-    It stacks the weights of `modules`, whose rows are given by name. `folded` is the norm that
-    kernels expect folded into it (weights/folding.py).
+    W stacks the weights of `modules`, which has their rows by name. Kernels expect the norm
+    `folded` to be folded into W (weights/folding.py).
     """
 
     category: ClassVar[Literal["linear", "gather"]]
@@ -154,15 +157,16 @@ class Table(Matrix):
         return tokens
 
     def flops(self, tokens: int) -> float:
-        """None."""
+        """0: a pass copies rows."""
         return 0.0
 
 
 class Linear(Matrix):
     """y = post_norm(activation(norm(x) W^T + bias) + residual), of x [n, K].
 
-    With silu_mul the first half of W's rows are the gate: y has M / 2 columns, else M. `adds`:
-    whether there is a residual, which y may overwrite. With `folds` kernels expect the norm in W.
+    y has `width` columns: M / 2 with silu_mul, where the first half of W's rows is the gate, else
+    M. `adds`: whether there is a residual, which y may overwrite. With `folds` kernels expect
+    `norm` folded into W.
     """
 
     category = "linear"
@@ -191,7 +195,7 @@ class Linear(Matrix):
             self.bias = Operand(self.bias_name, at.sources(modules, "bias"), interleaved=gated)
 
     def rows_read(self, tokens: int) -> float:
-        """All of them."""
+        """All M rows."""
         return self.shape[0]
 
     def flops(self, tokens: int) -> float:
@@ -210,8 +214,8 @@ class Linear(Matrix):
 class Attention:
     """Attention of a layer's new tokens to the cached positions of their requests.
 
-    `norms` are the weights [D] of the RMSNorms of each query and of each key head, ahead of RoPE,
-    if there are any; `rotary`: whether there is RoPE.
+    With `norms` each query head is normalized by the first RMSNorm, each key head by the second.
+    `self.norms` has the weights [D] of both. RoPE follows if `rotary`.
     """
 
     op = "attention"
@@ -241,8 +245,8 @@ Module = Matrix | Attention  # with an op of the plan
 class Embedding:
     """Hidden states of tokens: rows of `table`, projected by `project` to another width if given.
 
-    `table` is a Table, or the lm_head that is tied to it. `positions` are learned: to the hidden
-    states are added their rows, of which the first `offset` are unused.
+    `table` is a Table, or the lm_head where both are one matrix. With learned `positions` row
+    p + `offset` of these is added to the hidden state at position p.
     """
 
     table: Table | Linear

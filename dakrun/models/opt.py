@@ -1,6 +1,6 @@
 """OPT (arXiv 2205.01068): LayerNorms, learned positions, ReLU.
 
-OPT-350m alone has its norms behind the matrices, and word embeddings of another width.
+Only OPT-350m has norms behind its matrices, and word embeddings narrower than hidden states.
 """
 
 from dakrun.config import ModelConfig
