@@ -104,7 +104,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     if (!ring.shared && !at.last_group()) {
       ptx::named_barrier_arrive(kTurnBarrier + other, kConsumers);
     }
-    // Split-K: only the second half to arrive has an output to store.
+    // Halves of K: only the CTA that arrives second has an output to store.
     if (has_halves(args) && !combine(args, at.k > 0, row_block, row_blocks - warp_row_block, acc))
       continue;
     epilogue.store(acc, moments);

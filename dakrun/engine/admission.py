@@ -1,7 +1,7 @@
 """Admission: which requests get a slot and KV blocks, and when.
 
-A request gets a slot if the KV blocks of its tier suffice for all requests that run there, to the
-ends that they are expected to have. Knows slots, blocks and lengths; neither steps nor tokens.
+A request gets a slot if the KV blocks of its tier suffice for it and all requests that run there,
+up to their expected ends. Knows slots, blocks and lengths; neither steps nor tokens.
 """
 
 import bisect
@@ -105,7 +105,7 @@ class Admission:
     def _has_room(
         self, new: RequestState, running: Sequence[RequestState], beginning: Sequence[RequestState]
     ) -> bool:
-        """Whether the blocks of the tier suffice for its requests and `new`, to expected ends."""
+        """Whether the tier's blocks suffice for its requests and `new`, up to expected ends."""
         tier = self._cache.tier(new.slot)
         room = self._room(tier)
         if self._at_ends[tier] + new.blocks_at_end <= room:
@@ -137,7 +137,7 @@ class Admission:
     def _spill(self, new: RequestState) -> bool:
         """Put leading blocks of `new`, for which its tier has no room, into the remote tier.
 
-        As few blocks as possible. False if the plan has no room for that, or it is taken.
+        As few blocks as possible. False if the plan has no such room, or if others have taken it.
         """
         cache = self._cache
         if not cache.spill_blocks or cache.tier(new.slot):
@@ -162,7 +162,7 @@ class Admission:
 def _expected(r: RequestState, held: int, part: float) -> int:
     """Positions that `r`, with blocks for `held`, is expected to add: to `part` of its limit.
 
-    At least a block, also if it has as many new tokens already; at most what it may add.
+    At least a block, even where `r` is past the expected end; at most what it may add.
     """
     most = r.end - held
     if not r.may_end_early:

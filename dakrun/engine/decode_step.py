@@ -191,7 +191,7 @@ class DecodeStep:
 
 
 class _Recorder:
-    """A backend that launches each op and keeps the launch in `launches`, by the plan's op."""
+    """A backend that launches each op, and records the launch in `launches` by op of the plan."""
 
     def __init__(self, backend: KernelBackend) -> None:
         self._backend = backend

@@ -2,8 +2,8 @@
 
 A step carries a row of every running request and parts of the prompts of new ones. It may be
 launched before the tokens of the previous step are known. admission.py gives requests their slots
-and KV blocks, preemption.py keeps those that gave them up, prompt_queue.py cuts prompts into parts.
-Knows neither files nor checkpoints, nor how the runner computes.
+and KV blocks, preemption.py keeps the requests that gave theirs up, prompt_queue.py cuts prompts
+into parts. Knows neither files nor checkpoints, nor how the runner computes.
 """
 
 import threading
@@ -251,9 +251,9 @@ class Engine:
     def _reserve_or_preempt(self, active: list[RequestState]) -> list[RequestState] | None:
         """Take a KV block for the next position of each of `active`, where a block begins there.
 
-        If there is none, the requests of the tier that began last are preempted, and the others are
-        the result. The preempted ones are the first to get a slot when one ends. But None while
-        steps are in flight: requests that end there give their blocks back.
+        Returns the requests of `active` that can go on. Where no block is free, requests of that
+        tier are preempted, the youngest first; they are the first to get a slot when one is free.
+        But None while steps are in flight: requests that end there give their blocks back.
         """
         cache = self.runner.cache
         for r in active:
@@ -273,7 +273,7 @@ class Engine:
         return next(r for r in reversed(self._running) if cache.tier(r.slot) == tier)
 
     def _preempt(self, r: RequestState) -> None:
-        """Let `r`, of which no step is in flight, give its slot up to the others that run."""
+        """Let `r` give its slot up to the other running requests. No step of it is in flight."""
         self.stats.preempted += 1
         self.stats.swapped += self.preemption.preempt(r, self._running)
         self._running.remove(r)

@@ -1,7 +1,7 @@
-"""Steps on the project's kernels: of decode rows as CUDA graphs, one graph for each batch bucket.
+"""Steps on the project's kernels: CUDA graphs of decode rows, one graph for each batch bucket.
 
-A step that also has parts of prompts is launched op by op: it takes long enough to hide that.
-Knows rows and slots. decode_step.py has the launches of a decode step, prefill.py those of prompts.
+A step with parts of prompts is launched op by op. Knows rows and slots. decode_step.py has the
+launches of a decode step, prefill.py those of prompts.
 """
 
 import statistics
@@ -72,7 +72,7 @@ class GraphRunner:
     ahead = 2
 
     def __init__(self, step: DecodeStep, prefill: Prefill, cache: KVCache, shape: KVShape) -> None:
-        """Capture all buckets. Passes of `prefill` may overwrite the ring that steps stage in."""
+        """Capture all buckets. Passes of `prefill` may overwrite the ring where steps stage."""
         self.chunk_tokens = prefill.chunk_tokens
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
@@ -162,7 +162,7 @@ class GraphRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a step of the rows of `bucket` and `parts` of prompts, of which `ended` end.
 
-        Returns logits and next tokens, of the bucket's rows and then of `ended`.
+        Returns logits and next tokens: those of the bucket's rows, then those of `ended`.
         """
         self._filled = False
         n, decode = sum(bucket), self._decode
@@ -279,7 +279,7 @@ class GraphRunner:
         return bucket
 
     def _prefixes(self, slots: Iterable[int]) -> list[SharedPrefix]:
-        """Prefixes that `slots` share, those that save most first; none if that is too little."""
+        """Prefixes that `slots` share, the largest saving first; none if they save too little."""
         found, saved = [], [0, 0]  # blocks, in HBM and in remote tiers
         for number in range(len(self.cache.counts)):
             here = (slot for slot in slots if self.cache.tier(slot) == number)

@@ -44,7 +44,7 @@ class KernelBackend:
         self.staging: Staging | None = None
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
         self._vectors, self._accesses = weights.resident, accesses
-        # The linear ops of a pass in the order of their use, which may be staged.
+        # The linear modules of a pass that may be staged, in the order of their use.
         self.order = [
             module
             for module in model.modules()
@@ -162,7 +162,7 @@ class KernelBackend:
         return HeadNorms(q_weight, k_weight, self.model.config.norm_eps)
 
     def normalize_heads(self, attention: Attention, qkv: torch.Tensor) -> None:
-        """Apply these norms, if any, to a fused projection [n, (Hq + 2 Hkv) * D], in place."""
+        """Apply `head_norms`, if any, to a fused projection [n, (Hq + 2 Hkv) * D], in place."""
         norms = self.head_norms(attention)
         if norms:
             heads = qkv.view(len(qkv), -1, attention.head_dim)
@@ -212,7 +212,7 @@ class KernelBackend:
         return found
 
     def _ahead(self, name: str, n: int) -> torch.Tensor | None:
-        """The bytes of the matrix behind `name` to prefetch into L2, of its part in HBM."""
+        """The bytes to prefetch into L2: of the part in HBM of the matrix used after `name`."""
         following = self._following.get(name)
         return None if following is None else self._products.ahead(n, *self._operands[following])
 

@@ -67,7 +67,7 @@ class Chosen:
     ) -> None:
         """Start to choose from logits [n, V] of the rows `choosing`, without waiting.
 
-        `tokens`, integers [n] on the device, are those that were chosen already.
+        `tokens`, integers [n] on the device: the tokens, if they have been chosen before.
         """
         self._step, rows = step, step.choosing
         sampling = [row.sampling for row in rows]

@@ -1,6 +1,6 @@
-"""A step, one pass over the weights: the tokens that go in, and those that the model gives.
+"""A step, one pass over the weights: the tokens that enter the model, and those chosen after them.
 
-The engine writes steps, runners compute them. Knows neither how a request goes on nor devices.
+The engine makes steps, runners compute them. Knows neither the course of a request nor devices.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ class Sampling(NamedTuple):
 class Row(NamedTuple):
     """The tokens of one request in a step: `length` of them enter `slot` from position `start` on.
 
-    `tokens` are those that the CPU knows: all in a part of a prompt, none in a decode row, whose
-    one token is the newest of its slot. Logits are computed after the last `wanted` tokens, 0 or 1;
-    from them the token of the next position is chosen, as `sampling` says.
+    A part of a prompt has all its `tokens`. A decode row has none: its one token is the newest of
+    the slot, which the CPU need not know. Logits are computed after the last `wanted` tokens, 0 or
+    1 in the engine's steps; the token of the next position is chosen from them by `sampling`.
     """
 
     slot: int
@@ -63,9 +63,9 @@ class Step(NamedTuple):
 class Accepted(NamedTuple):
     """The tokens accepted for each row of a step, in order; NO_TOKEN if logits are not finite.
 
-    They follow the row's tokens: one if logits are wanted, else none. `logprobs` is empty if no row
-    asks for log-probabilities. Else it has, for each token of a row that asks, a list: the token,
-    then the likeliest ones, each with its log-probability.
+    A row gets the token after its own if its logits are wanted, else none. `logprobs` is empty if
+    no row asks for log-probabilities. Else it has, for each token of a row that asks, a list: the
+    token, then the likeliest ones, each with its log-probability.
     """
 
     tokens: Sequence[Sequence[int]]

@@ -26,13 +26,13 @@ class Card:
     `capability` is the compute capability, such as "9.0". `clusters` has the number of clusters
     that run at a time, for clusters of 2, 3, ... CTAs, one CTA per SM. Large ones leave some SMs of
     a GPC free. Empty: CTAs form no clusters. An SM has `ctas_per_sm` CTAs of SplitK_GEMM, attention
-    and norms at a time, each of another launch. Many rows are `tiled`: the tiled GEMM multiplies
-    them; else torch does, faster, from unpacked weights.
+    and norms at a time, each of a different launch. If `tiled`, the tiled GEMM multiplies many rows
+    of X; else torch does, from unpacked weights, which is faster on that card.
 
     - even_waves: groups, tiles and SMs are chosen for even waves. Without it they are the largest,
       and the last wave has what is left.
     - multicast: CTAs that need the same remote row block fetch it once. Without it each reads it.
-    - windows: reads of remote tiers keep to their congestion windows.
+    - windows: congestion windows limit the reads of remote tiers.
     """
 
     capability: str

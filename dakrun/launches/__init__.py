@@ -1,9 +1,9 @@
 """Launch configurations of the GEMM kernels: which kernel, tiles, rings, clusters and SMs by tier.
 
-Pure functions of shapes, row blocks per tier and the card (hardware.Card). Kernels launch what they
-choose, and the planner asks them what will be launched. choice.py chooses the kernel, splitk.py the
-launches of SplitK_GEMM, tiled.py those of the tiled GEMM, among tiled_shapes.py. tiers.py says how
-tiers are read. Imports no torch and needs no GPU.
+Pure functions of shapes, row blocks per tier and the card (hardware.Card). The kernels' wrappers
+call them to launch, the planner to know what will be launched. choice.py chooses the kernel,
+splitk.py the launch of SplitK_GEMM, tiled.py the launches of the tiled GEMM, from the shapes of
+tiled_shapes.py. tiers.py says how tiers are read. Imports no torch and needs no GPU.
 """
 
 from dakrun.launches.choice import By, few_rows, kernel_for

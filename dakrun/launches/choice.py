@@ -30,10 +30,11 @@ def kernel_for(
     card: Card,
     atom_bytes: int = ATOM_BYTES,
 ) -> By:
-    """The kernel for `n` rows of X and a W of `row_blocks` by `cols`, of which some are `remote`.
+    """The kernel for `n` rows of X and a W of `row_blocks` and `cols` columns.
 
-    Where SplitK_GEMM and the tiled GEMM compete, each SM reads X and its share of W, whose atoms
-    have `atom_bytes`. If that is little, the tiled GEMM's longer start and end decide.
+    `remote`: whether a part of W is remote. An atom of W has `atom_bytes`. For numbers of rows that
+    both kernels take, SplitK_GEMM is chosen where an SM reads few bytes of X and W: then the tiled
+    GEMM's longer start and end cost more than its products gain.
     """
     most = few_rows(card)
     if n <= (min(most, SPLITK_MAX_ROWS) if remote else most):  # two launches would read W twice

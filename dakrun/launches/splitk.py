@@ -91,8 +91,8 @@ def split_row_blocks(
 ) -> tuple[Split, ...]:
     """Assign `row_blocks` of each tier (the local one first) to the card's SMs, one CTA each.
 
-    Remote tiers get the SMs of their limit, the local tier the rest. Its CTAs also take the groups
-    of the first mixed tier. An atom of W has `atom_bytes`.
+    A remote tier gets the SMs of its limit, the local tier the rest. Local CTAs also take the
+    groups of the first mixed tier. An atom of W has `atom_bytes`.
     """
     sms = card.sms
     mixed = _mixed_tier(row_blocks, tiers)
@@ -237,11 +237,14 @@ def ring(
 
 
 def ring_bytes(split: Split, ring: Ring, x_tiles: int, atom_bytes: int = ATOM_BYTES) -> int:
-    """Shared memory of a CTA: the stages, and what a warpgroup reads behind the last group."""
+    """Shared memory of a CTA: the stages, and the bytes that a warpgroup reads behind them."""
     stage = ring.atoms * (atom_bytes * ring.groups * split.group + ATOM_BYTES * x_tiles)
     return ring.stages * stage + _overread_bytes(split.group, ring.atoms, x_tiles, atom_bytes)
 
 
 def _overread_bytes(row_blocks: int, atoms: int, x_tiles: int, atom_bytes: int) -> int:
-    """Bytes behind the last stage, which ends with X, that a warpgroup reads: it reads 64 rows."""
+    """Bytes that a warpgroup reads behind the last stage.
+
+    It reads 64 rows of W also where a group has fewer; behind these, a stage has X.
+    """
     return max(0, atom_bytes * (-row_blocks % TILE_ROW_BLOCKS) - ATOM_BYTES * atoms * x_tiles)

@@ -86,7 +86,7 @@ def tiled_config(
 def shapes(
     card: Card, segments: int | None = None, atom_bytes: int = ATOM_BYTES
 ) -> tuple[Shape, ...]:
-    """Shapes for tiers on all SMs; with `segments` only those that divide K into so many."""
+    """Shapes for tiers on all SMs; with `segments` only those with as many segments of K."""
     sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
     plain = itertools.product(x_tiles(wgmma=card.has_wgmma), range(1, WARPGROUPS + 1), sharing)
     wide = itertools.product(wide_tiles(wgmma=card.has_wgmma), sharing)
@@ -127,7 +127,7 @@ class RemotePart:
     """The remote part of a product of `n` rows of X: `row_blocks` of W in each of `tiers`.
 
     A link is slow, so a row block crosses it once if a cluster can hold all rows of X. The remote
-    launch takes SMs from the local one, and is to end when that does.
+    launch takes SMs from the local launch. Both are to end at the same time.
     """
 
     n: int
@@ -172,7 +172,10 @@ class RemotePart:
         return min(most, places // ceil_div(shape.ctas, self.segments))
 
     def _launch(self, shape: Shape, local: Local | None) -> Launch:
-        """A launch with the fewest clusters that end no later than the local part, or its link."""
+        """A launch that gives every part the fewest clusters that suffice.
+
+        They suffice if the part ends no later than the local one, or if only its link limits it.
+        """
         clusters = [int(count > 0) for count in self.row_blocks]
         parts = [tier for tier, count in enumerate(self.row_blocks) if count]
         for tier in parts * min(2, len(parts)):  # the second time with the others' clusters known
@@ -289,8 +292,8 @@ def _tile_options(
 ) -> Iterator[tuple[float, int, bool]]:
     """Options of a launch: cycles, row blocks of a CTA's tile, Stream-K.
 
-    Smaller tiles that make no more waves read W with more SMs, which counts for few rows of X;
-    whole ones read less of X.
+    Smaller tiles that make no more waves read W with more SMs, which is faster for few rows of X.
+    Whole tiles read X less often.
     """
     clusters, whole = card.max_clusters(shape.ctas), shape.row_blocks
     small = shape.smallest_tile(n, row_blocks, clusters) if n <= SMALL_TILE_ROWS else whole
@@ -303,7 +306,7 @@ def _tile_options(
 
 
 def _can_stream_k(n: int, row_blocks: int, shape: Shape, clusters: int, size: int) -> bool:
-    """Whether whole waves of tiles of `size` leave some for `clusters` to share."""
+    """Whether whole waves of tiles of `size` leave tiles over, which `clusters` can share."""
     tiles = shape.tile_count(n, row_blocks, size)
     return shape.k_ctas == 1 and tiles > clusters and tiles % clusters > 0
 

@@ -199,7 +199,7 @@ class TierTiles:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch for some tiers: a shape, a ring of `stages`, and `blocks` of outputs for each warp.
+    """A launch for some tiers: a shape, a ring of `stages`, and `blocks` for outputs of each warp.
 
     Outputs and residuals pass through the output blocks on their way to and from memory.
     """

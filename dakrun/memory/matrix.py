@@ -44,10 +44,11 @@ class Piece:
     rows: slice
 
     def write(self, *stored: torch.Tensor) -> None:
-        """Store what a checkpoint has of these rows, on the device that reads the tier.
+        """Store the checkpoint's tensors for these rows, on the device that reads the tier.
 
-        It is one tensor [R, K], in the matrix's dtype, where it has the elements. A GPU writes by
-        itself, to host memory too, in the order of torch's current stream.
+        `stored` is a single tensor [R, K], in the matrix's dtype, where the checkpoint has plain
+        elements. A GPU writes by itself, to host memory too, in the order of torch's current
+        stream.
         """
         arrays = [device_view(array, stored[0].device) for array in self.part.arrays]
         self.part.format.write(arrays, self.part.split, self.first, *stored)
@@ -97,9 +98,9 @@ class TieredMatrix:
     ) -> "TieredMatrix":
         """Allocate an uninitialised matrix [M, K] with `placement`, (tier, row blocks) in order.
 
-        Every tier gets a part, which may be empty. `splits` are those of the parts, for a format
-        that GPUs read. Raises ValueError if the row blocks do not add up to M rows, MemoryError if
-        a tier is full.
+        Every tier gets a part, which may be empty. `splits` has the split of each part, for a
+        format that kernels read. Raises ValueError if the row blocks do not add up to M rows,
+        MemoryError if a tier is full.
         """
         splits = splits or [Split(count) for _, count in placement]
         parts, first = [], 0
@@ -124,7 +125,7 @@ class TieredMatrix:
         return tuple(found)
 
     def read(self, part: MatrixPart, device: torch.device | str | None = None) -> torch.Tensor:
-        """The rows [R, K] of a part on `device`, or where it lies; with those of padded formats."""
+        """The rows [R, K] of a part, with padding rows, on `device`, by default where it lies."""
         arrays = [array if device is None else array.to(device) for array in part.arrays]
         return part.format.read(arrays, part.split, self.shape[1], self.dtype)
 
@@ -145,8 +146,8 @@ class TieredMatrix:
     def addresses(self, device: torch.device) -> torch.Tensor:
         """Addresses of the parts' arrays, int64 [parts, arrays] on `device`: a table for kernels.
 
-        All parts have formats of as many arrays. Launches, and graphs that were captured, follow
-        what the table says: an array moves when its address is written there between two of them.
+        All parts must have the same number of arrays. Launches and captured graphs read addresses
+        from the table. To move an array, write its new address there between two launches.
         """
         if device not in self._addresses:
             lie = [[array.data_ptr() for array in part.arrays] for part in self.parts]

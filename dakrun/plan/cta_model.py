@@ -98,9 +98,10 @@ def _attention_sms(tier: RemoteTier, profile: HardwareProfile) -> int:
 
 
 def _is_tiled(op: Op, profile: HardwareProfile, counts: Sequence[int]) -> bool:
-    """Whether `op`, with `counts` units in each tier, is modelled as the tiled GEMM's.
+    """Whether `op`, with `counts` units in each tier, is modelled as a product of the tiled GEMM.
 
-    As cuBLAS's products are, where the card has no wgmma. False if the profile has no such costs.
+    So are torch's products, on a card without the tiled GEMM. False if the profile has no costs of
+    many rows.
     """
     if op.category != "linear" or profile.many_rows is None:
         return False

@@ -113,9 +113,9 @@ def held_bytes(
 ) -> float:
     """Bytes of W in the rings of a remote part, for each of its SMs.
 
-    By the launch for `rows` of X and a W of `row_blocks`, whose atoms have `atom_bytes`, that all
-    lie behind a link with `window`. A part of W may have other tiles. They are whole where the part
-    has few SMs, so stages count as whole.
+    Taken from the launch for `rows` of X and a W whose `row_blocks` all lie behind a link with
+    `window`; an atom of W has `atom_bytes`. A launch for a part of W may have other tiles; on few
+    SMs its tiles are whole, so stages are counted for whole tiles.
     """
     access = TierAccess(), TierAccess(window_bytes=window)
     (launch,) = tiled_config(

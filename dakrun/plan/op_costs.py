@@ -30,7 +30,7 @@ class StepCosts:
 
     `compute` has the seconds of arithmetic of one layer at the profile's rate, by op name; `work`
     the same at the kernels' efficiency. Problems of one workload share one StepCosts and its cache.
-    With one remote tier, few slots are divided, unless not `divides_slots`.
+    With one remote tier and `divides_slots`, few slots are divided (see ops.decode_ops).
     """
 
     def __init__(

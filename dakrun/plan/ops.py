@@ -32,9 +32,9 @@ class Op:
     All figures are for one layer. `resident_bytes` is kept, `read_bytes` is read by a step: the
     same for a weight; less for a KV cache that is not full and for an embedding table. Placement is
     in `units`: row blocks of a weight; slots of a cache, which has `kv_blocks` in all, or parts of
-    them (slot_parts), rounded to whole blocks. A weight is that of `matrix`, of the first layer,
-    and is stored in `format`; activations are of `element_bytes`. A linear op that is `normed` has
-    a norm ahead of it.
+    them (slot_parts), rounded to whole blocks. `matrix` is the first layer's, stored in `format`.
+    An element of activations has `element_bytes`. A linear op that is `normed` has a norm ahead of
+    it.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Op:
 
     @functools.cached_property
     def atom_bytes(self) -> int:
-        """Bytes of an atom of a weight in kernels' rings: of 16 bits, where no kernel reads it."""
+        """Bytes of an atom of a weight in kernels' rings; of 16-bit elements if none reads it."""
         return (self.stored().packed or PACKED16).atom_bytes
 
     def unit_bytes(self, first: int, last: int) -> int:
@@ -103,11 +103,11 @@ def kv_positions(workload: Workload) -> int:
 
 
 def kept_positions(workload: Workload) -> int:
-    """Positions of KV blocks in memory for each slot, which take from them as they grow.
+    """Positions for which memory has KV blocks, for each slot; requests take blocks as they grow.
 
-    They are those of a request of the expected lengths at its end, and half a block, since the last
+    As many as a request of the expected lengths has at its end, and half a block, since the last
     block of a request is half empty on average. All slots together have at least twice the blocks
-    of the longest request, so that it fits into one of two tiers.
+    of the longest request, so that one of two tiers has room for it.
     """
     longest = kv_positions(workload) // KV_BLOCK
     positions = workload.prompt_len + workload.new_tokens
@@ -119,7 +119,8 @@ def kept_positions(workload: Workload) -> int:
 def slot_parts(workload: Workload) -> int:
     """Parts into which placement divides a slot of the KV cache: 1 for FEW_SLOTS slots or more.
 
-    The parts, a power of two, are of one KV block or more; the slots have up to SLOT_PARTS in all.
+    Their number is a power of two. A part has at least one KV block; all slots together have up to
+    SLOT_PARTS parts.
     """
     if workload.batch_size >= FEW_SLOTS:
         return 1
@@ -130,10 +131,10 @@ def slot_parts(workload: Workload) -> int:
 def decode_ops(
     model: ModelConfig, workload: Workload, *, divides_slots: bool = False
 ) -> tuple[Op, ...]:
-    """The ops of one decode step in their order within the step, equal ones of all layers in one.
+    """The ops of one decode step in their order; one Op stands for the same op of all layers.
 
-    A post-norm is attributed to the next matrix of the layers, which waits for it. Placement in two
-    tiers `divides_slots` where they are few.
+    A post-norm is attributed to the layers' next matrix, which waits for it. With `divides_slots`
+    the units of attention are parts of slots where slots are few (slot_parts).
     """
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
     decoder = decoder_of(model)
@@ -186,7 +187,7 @@ def matrix_op(
 
 
 def linear_op(name: str, shape: tuple[int, int], *, n: int, element_bytes: int) -> Op:
-    """The product of `n` rows and a weight of `shape`, [M, K], of no model."""
+    """The product of `n` rows and a weight of `shape`, [M, K], that belongs to no model."""
     rows, cols = shape
     matrix = Linear(Scope(""), name, {name: rows}, cols)
     return matrix_op(matrix, Rows(element_bytes), n=n, element_bytes=element_bytes)

@@ -1,6 +1,6 @@
-"""RunOptions: how a model is run, as its user says it: the options of LLM and of the commands.
+"""RunOptions: how to run a model, the options of LLM and of the commands.
 
-The planner reads what concerns the workload and memory; LLM reads the others.
+The planner reads the options of workload and memory, LLM the others.
 """
 
 from dataclasses import dataclass, field
@@ -30,8 +30,9 @@ class RunOptions:
     - `expected_tokens`, `expected_prompt`: lengths of completions and prompts to plan for, in
       tokens. The default prompt is half of the tokens of max_model_len that are left
       after `expected_tokens`.
-    - `expected_run`: the lengths of all requests, if they are known (see plan.ExpectedRun): they
-      take the place of both, and "auto" takes the batch size with which they are done first.
+    - `expected_run`: the lengths of all requests, if they are known (see plan.ExpectedRun). They
+      take the place of `expected_tokens` and `expected_prompt`, and `batch_size` "auto" takes the
+      size with the shortest run.
     - `profile`: a HardwareProfile, its name or file. "auto" takes the profile that
       `dakrun profile` saved for this device, else a shipped one; it never measures.
     - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
@@ -39,10 +40,10 @@ class RunOptions:
     - `chat_template`: a Jinja template in place of the tokenizer's own.
     - `load_format`: "dummy" makes random weights; the model may then be a known name, or a folder
       with only a config.json.
-    - `threads`: CPU threads of torch, in the whole process; by default as many as there are cores
-      that it may use, and at most torch's own default. Where other programs need the CPU, set
+    - `threads`: CPU threads of torch, in the whole process; by default one for each core that the
+      process may use, and at most torch's own default. Where other programs need the CPU, set
       OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
-    - `started`: the local time that chat templates stamp (`strftime_now`); by default that of now.
+    - `started`: the local time that chat templates stamp (`strftime_now`); by default now.
 
     Raises UsageError for invalid values.
     """
@@ -99,10 +100,11 @@ class RunOptions:
     def plan(
         self, model: ModelConfig, profile: HardwareProfile, *, choosing: Policy | None = None
     ) -> Plan:
-        """The plan of `model` on the machine of `profile`, with the best batch size if it is auto.
+        """The plan of `model` on the machine of `profile`.
 
-        That is chosen under the policy `choosing`, by default the options' own. Raises CannotRun if
-        the budgets are too small, UsageError if `max_model_len` exceeds the model's positions.
+        A `batch_size` "auto" is chosen under the policy `choosing`, by default `self.policy`.
+        Raises CannotRun if the budgets are too small, UsageError if `max_model_len` exceeds the
+        model's positions.
         """
         workload, run = self._workload(model), self.expected_run
         if self.batch_size == "auto":
@@ -123,7 +125,7 @@ class RunOptions:
         )
 
     def _workload(self, model: ModelConfig) -> Workload:
-        """The workload; with a batch size to be chosen, that of one request."""
+        """The workload; of one request while the batch size is still to be chosen."""
         length = model_len(model, self.max_model_len)
         new_tokens, prompt_len = self.expected_tokens, self.expected_prompt
         if self.expected_run is not None and self.expected_run.requests:

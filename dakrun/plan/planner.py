@@ -1,6 +1,6 @@
 """The planner: model, workload, machine and budgets in; a frozen Plan out.
 
-Builds the problem, makes candidate placements (placement.py), costs each of them (assemble.py),
+Builds the problem, makes candidate placements (placement.py), costs each candidate (assemble.py),
 chooses the fastest and assembles its Plan. The loader and the engine obey the Plan.
 """
 
@@ -28,7 +28,7 @@ Key = TypeVar("Key")
 STEPS = (256, 64, 16, 4, 1)  # changes tried to a number of remote KV slots, one after the other
 MAX_MOVES = 4  # moves by each step
 MIN_OFFLOAD_GAIN = 0.02  # fraction of a step's time; a smaller gain is within prediction error
-MIN_RUN_GAIN = 0.02  # the same of a run's time
+MIN_RUN_GAIN = 0.02  # fraction of a run's time; a smaller gain is within prediction error
 RESERVED_PASSES = (1, 2)  # prompt passes for which HBM may be reserved, in PREFILL_LAUNCH_ROWS
 
 
@@ -46,10 +46,12 @@ def make_plan(
 
     If everything fits in HBM, the plan offloads only for a gain of MIN_OFFLOAD_GAIN or more, unless
     `policy` fixes a ratio. Without `thorough` the search is much shorter, and the plan a few
-    percent slower where HBM is full. With `run` a plan that reserves HBM to stage the matrices of
-    prompt passes, which takes longer for a decode step (up to `max_decode_step` seconds, if given),
-    is preferred if that run is shorter by MIN_RUN_GAIN or more; not on a CPU, for float32, or with
-    a transport fixed by `policy`.
+    percent slower where HBM is full.
+
+    With `run`, plans that reserve HBM to stage the matrices of prompt passes are tried too, but not
+    on a CPU, for float32, or with a transport fixed by `policy`. Their decode steps are longer, up
+    to `max_decode_step` seconds if given. Such a plan is taken if it shortens the run by
+    MIN_RUN_GAIN or more.
 
     Raises CannotRun if the budgets are too small for the model, saying by how much, and UsageError
     if the workload's `max_model_len` exceeds the model's positions.
@@ -88,8 +90,8 @@ def _planned(problem: Problem, thorough: bool) -> Plan:
 def _fastest(problem: Problem, thorough: bool) -> tuple[Candidate, dict[Strategy, float]]:
     """The fastest candidate of all narrowed problems, and the least seconds of each strategy.
 
-    Over the same remote tiers, only the first feasible problem is tried if not `thorough`, or if it
-    offloads nothing: then the others cannot be faster.
+    Of the problems over the same remote tiers, the first feasible one ends the search if not
+    `thorough`, or if its candidate offloads nothing: then the others cannot be faster.
     """
     candidates: list[Candidate] = []
     refusals: list[CannotRun] = []
@@ -127,8 +129,9 @@ def _by_remote_tier(problem: Problem) -> list[Problem]:
 def _narrowed(problem: Problem) -> Iterator[Problem]:
     """Variants of `problem` with a strategy, and with a fixed transport or none.
 
-    With the strategy auto, both are tried: the greedy minimises bounds, so that one ratio for all
-    ops may have the better prediction. A fixed transport may need smaller staging buffers, or none.
+    The strategy auto tries greedy and uniform: the greedy minimises bounds, so that one ratio for
+    all ops may have the better prediction. A fixed transport may need smaller staging buffers, or
+    none.
     """
     strategies: tuple[Strategy, ...] = ("greedy", "uniform")
     transports: tuple[Transport | None, ...] = (None, "direct", "staged")

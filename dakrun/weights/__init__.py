@@ -2,8 +2,8 @@
 
 The modules of a model (models/modules.py) say which tensors make them up. checkpoint.py and
 dummy.py are the sources, streaming.py reads files ahead, loading.py fills the tiers, folding.py
-does the arithmetic. convert.py and bins.py make safetensors of pytorch_model*.bin files,
-gguf_files.py of GGUF files.
+folds norms into matrices. convert.py and bins.py make safetensors of pytorch_model*.bin files,
+gguf_files.py and gguf_metadata.py of GGUF files.
 """
 
 from dakrun.weights.checkpoint import Checkpoint

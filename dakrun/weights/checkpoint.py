@@ -21,7 +21,7 @@ DTYPES = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 COPY_BYTES = 8 << 20
-ROOT = "model."  # which names in checkpoints of a decoder alone lack
+ROOT = "model."  # names lack this prefix in checkpoints of a decoder alone
 # Ends of names that GPTQ and AWQ, compressed-tensors and bitsandbytes give to packed weights.
 _QUANTIZED = (
     *(".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
@@ -39,7 +39,7 @@ class Checkpoint:
         self._descriptors: list[int] = []
         # The stored dtype's name and the extent of each tensor; None for an unsupported dtype.
         self._tensors: dict[str, tuple[str, Extent | None]] = {}
-        self._left_out = ""  # the prefix of a model's names that the checkpoint's lack
+        self._left_out = ""  # ROOT if the names in the checkpoint lack it
         try:
             homes: dict[str, Path] = {}
             for path in _weight_files(directory):

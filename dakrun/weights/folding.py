@@ -1,4 +1,4 @@
-"""The folding of norms into matrices, and the order of rows that gated matrices have in kernels.
+"""Folds norms into matrices, and puts the rows of gated matrices into the order for kernels.
 
 A norm of a row x is r (x - mean(x)) g + b, where r is one number; RMSNorm has no mean and no b.
 Let W'[m, k] = W[m, k] g[k], from which LayerNorm also subtracts the mean over k, and

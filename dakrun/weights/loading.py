@@ -46,7 +46,7 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's operands where they were loaded to, by name: matrices, and all others."""
+    """A model's loaded operands by name: `matrices` in their tiers, all others `resident`."""
 
     matrices: Mapping[str, TieredMatrix]
     resident: Mapping[str, torch.Tensor]
@@ -54,7 +54,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Packing:
-    """Parameters of packing: how kernels read the tiers of each op, and the GPU's SMs."""
+    """Parameters of packing: how kernels read the tiers of each op, and the GPU's card."""
 
     accesses: Mapping[str, tuple[TierAccess, ...]]
     card: Card
@@ -89,9 +89,9 @@ def load(
     """Allocate and fill the model's operands, in the plan's dtype; all but matrices on `device`.
 
     With `packing`, which needs can_pack(plan), matrices are packed, with norms folded in; a fold
-    changes a matrix's bias, or adds one. Without, they are rows as stored. `on_load` is called as
-    pieces are loaded. Raises CannotRun if the source lacks a tensor of the model (before anything
-    is allocated), or cannot be read.
+    changes a matrix's bias, or adds one. Without `packing` they keep the checkpoint's rows.
+    `on_load` is called as pieces are loaded. Raises CannotRun if the source lacks a tensor of the
+    model (before anything is allocated), or cannot be read.
     """
     model, dtype = decoder_of(plan.model), getattr(torch, plan.model.dtype)
     source.check(model)
@@ -109,7 +109,7 @@ def load(
 def _allocate(
     model: Decoder, plan: Plan, tiers: Mapping[str, Tier], packing: Packing | None
 ) -> dict[str, TieredMatrix]:
-    """All matrices in the order of their use, uninitialised."""
+    """Allocate all matrices, in the order of their use."""
     matrices, dtype = {}, getattr(torch, plan.model.dtype)
     places = Counter[str]()  # of an op's matrices so far
     for matrix in model.matrices():
@@ -155,7 +155,7 @@ def _partitioned(
     tiers: Mapping[str, Tier],
     on_load: OnLoad,
 ) -> dict[str, TieredMatrix]:
-    """All matrices, their rows as stored."""
+    """Allocate and read all matrices, with the checkpoint's rows."""
     matrices, jobs = _allocate(model, plan, tiers, None), []
     total, done = _nbytes(matrices), 0
     with Workers(reader_count()) as readers:
