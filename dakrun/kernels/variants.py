@@ -44,9 +44,9 @@ def variants(
 
     The variants that take longest to compile come first.
     SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
-    `mixes` also for weights with mixed tiers. With `spills`, slots of attention may spill, with
-    `head_norms` it normalizes query and key heads. Many rows need the tiled GEMM, or on other
-    cards `unpack`, for torch. Weights have any of `formats`.
+    `mixes` also for weights with mixed tiers. With `spills`, slots of attention may spill; with
+    `head_norms`, attention normalizes query and key heads. Many rows need the tiled GEMM, or on
+    other cards `unpack`, for torch. Weights have any of `formats`.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
     few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}

@@ -1,8 +1,8 @@
 """X W^T over a packed W in several tiers: SplitK_GEMM for few rows of X, the tiled GEMM for many.
 
-dispatch.py chooses between them and holds their workspaces. splitk.py and tiled.py launch one
-kernel each, as dakrun/launches chooses. packed_matrix.py makes an argument of W. native/README.md
-describes the kernels.
+dakrun/launches chooses the kernel and its launch; dispatch.py asks it, and holds the workspaces.
+splitk.py and tiled.py launch one kernel each. packed_matrix.py makes an argument of W.
+native/README.md describes the kernels.
 """
 
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, addresses, packed_matrix
