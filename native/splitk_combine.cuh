@@ -1,6 +1,6 @@
-// Halves of K in SplitK_GEMM: two CTAs sum one each, or one CTA both in turn, and they are combined
-// here. Each warp stores its partial sums in a workspace; the one that arrives second adds
-// the other half's to its own. a + b = b + a bit for bit, so it does not matter which that is.
+// Halves of K in SplitK_GEMM: two CTAs sum one half each, or one CTA sums both in turn. Here the
+// halves are combined: each warp stores its partial sums in a workspace, and the warp that arrives
+// second adds those of the other half to its own. a + b = b + a bit for bit, so any may be second.
 #pragma once
 
 #include "splitk_gemm.cuh"

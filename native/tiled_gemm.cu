@@ -19,8 +19,8 @@
 //         else: with segments of K, reduce them in the cluster
 //               Y = activation(acc + bias) + residual, through shared memory and TMA
 //
-// Scheduler (tiled_scheduler.cuh): data-parallel waves of tiles, then Stream-K for those left. W is
-// packed as SplitK_GEMM reads it (dakrun/formats/packed16.py). The order in which the terms of
+// Scheduler (tiled_scheduler.cuh): data-parallel waves of tiles, then Stream-K for the last tiles.
+// W is packed as SplitK_GEMM reads it (dakrun/formats/packed16.py). The order in which the terms of
 // an output are added depends on the segments of K alone, so that tiers, tiles and the number of
 // CTAs change no bit of Y.
 

@@ -1,4 +1,4 @@
-"""Weight formats: one of two arrays goes all ways that 16-bit weights go, with no other code."""
+"""Weight formats: a format of two arrays goes every way of 16-bit weights with no other code."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -94,7 +94,7 @@ def test_pieces_of_any_size_make_the_same(
 
 
 def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
-    """An element's offset in bytes, computed as the module's docstring describes it."""
+    """An element's offset in bytes, computed as formats/packed16.py and split.py describe it."""
     row_block, row = divmod(row, 8)
     atoms_along = -(-cols // 64)
     wave = row_block // split.wave * split.wave

@@ -1,17 +1,19 @@
 """Prompt files in, result files out.
 
-lines.py reads lines, look_ahead.py puts the longest rows first, by the estimates of lengths.py, and
-keeps the lines of pipes on disk (spool.py); reader.py reads rows, row_parser.py turns them into
+In: lines.py reads lines, reader.py rows. look_ahead.py puts the longest rows first, by the
+estimates of lengths.py, and keeps their content on disk (spool.py). row_parser.py turns rows into
 Requests, in the formats of native_rows.py and openai_rows.py (messages.py has chats, json_rows.py
-shared checks, neutral.py values that change nothing); choices.py collects the results of a row,
-openai_results.py puts them in OpenAI's format, destination.py checks where they go, writer.py
-writes them durably (files.py),
-written_rows.py reads them again, input_order.py puts them in order, fingerprint.py tells one run
-from another, row_digests.py one row from another; row_check.py counts the rows that cannot run;
-gzip_files.py knows gzip; prompts.py says which prompts a model accepts, python_prompts.py makes
-requests of those of the Python API, tokenizer.py wraps the
-model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py that of a
-tokenizer.model alone, chats.py makes text of chats, chat_template.py runs their template,
+shared checks, neutral.py values that change nothing). prompts.py says which prompts a model
+accepts, python_prompts.py makes requests of prompts of the Python API, row_check.py counts the rows
+that cannot run. gzip_files.py knows gzip.
+
+Out: choices.py collects the results of a row, openai_results.py puts them in OpenAI's format,
+destination.py checks where they go, writer.py writes them durably (files.py), written_rows.py reads
+them again, input_order.py puts them in order. fingerprint.py tells one run from another,
+row_digests.py one row from another.
+
+tokenizer.py wraps the model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py
+one of a tokenizer.model alone. chats.py makes text of chats, chat_template.py runs their template.
 request.py holds the shared types. README.md describes the formats.
 """
 

@@ -1,7 +1,7 @@
 """The rows that have been read but not begun, the longest first: so none is left alone at the end.
 
-Knows lengths, not what the rows say: that lies in temporary files (spool.py). Memory holds some 400
-bytes a row.
+Knows the rows' lengths, not their content, which lies in temporary files (spool.py). A row takes
+some 400 bytes of memory.
 """
 
 import threading
@@ -14,17 +14,17 @@ from dakrun.requests.native_rows import RowFormat
 from dakrun.requests.spool import Spool
 
 LOOK_AHEAD = 65_536  # rows
-AHEAD_BYTES = 1 << 30  # of what they say
+AHEAD_BYTES = 1 << 30  # of their content
 
 
 class AheadRow(NamedTuple):
-    """A row that has been read but not parsed. Rows begin in the order of these tuples.
+    """A row that has been read, but not made a Request. Rows begin in the order of these tuples.
 
-    First come those of an earlier group of LOOK_AHEAD rows, so that none waits for ever; then those
-    that may take the most decode steps; then the longest prompts.
+    First come rows of an earlier group of LOOK_AHEAD rows, so that none waits for ever; then rows
+    that may take the most decode steps; then rows with the longest prompts.
 
-    `number` is the row's line, `id` that of its result. `kind` is that of the file's rows, None
-    before the first JSON row. `digest` is of what the row says (row_digests.py).
+    `number` is the row's line, `id` the id of its result. `kind` is the format of the file's rows,
+    None before the first JSON row. `digest` is the content's (row_digests.py).
     """
 
     group: int
@@ -40,13 +40,13 @@ class AheadRow(NamedTuple):
 
 
 class LookAhead:
-    """Iterates over `rows` and their content, both of which it takes from there and puts in order.
+    """Iterates over `rows`, each with its content, in the order in which they should begin.
 
-    Looks at up to LOOK_AHEAD rows, and AHEAD_BYTES of content, beyond those that were taken. Unless
-    `may_wait`, these are read before the first one is taken. Where reading waits for another
-    program, a thread reads, and what has arrived is taken as it comes: None in place of a row says
-    that none has, and `wait` waits for one. If reading fails, the rows before are taken, then the
-    error is raised. `close_input` closes what `rows` are read from.
+    Reads up to LOOK_AHEAD rows and AHEAD_BYTES of content ahead, and gives the first row only then.
+    With `may_wait` reading may wait for another program: then a thread reads, and rows are given as
+    they arrive. None in place of a row says that none has arrived; `wait` waits for one. If reading
+    fails, the rows before are given, then the error is raised. `close_input` closes the input of
+    `rows`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LookAhead:
                 self._changed.wait()
 
     def fill(self) -> None:
-        """Look at as many rows as may be; where a thread reads, do nothing."""
+        """Read as many rows ahead as allowed; do nothing where a thread reads."""
         if self._thread is None:
             while not self._ended and self._has_room():
                 self._read_one()
@@ -146,7 +146,7 @@ class LookAhead:
             self._close_input()
 
     def _read_one(self) -> None:
-        """Look at one more row, or note the end."""
+        """Read one more row, or note the end."""
         try:
             if (row := next(self._source, None)) is not None:
                 self._add(*row)

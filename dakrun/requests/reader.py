@@ -1,6 +1,6 @@
 """Prompt files, read as a stream: every row becomes a Request, or a RowError if it cannot be run.
 
-A row goes one way: lines.py reads its line, the reader takes content and id from that,
+A row goes one way: lines.py reads its line, the reader takes content and id from the line,
 look_ahead.py puts the longest rows first, row_parser.py makes Requests.
 """
 

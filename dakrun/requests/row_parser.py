@@ -1,8 +1,8 @@
-"""A row's content as a Request; so small that other processes may have it.
+"""Makes a Request of a row's content, in this process or in a worker that was sent the content.
 
-Content is what a line says: it is made of the line once (reader.py), and kept as bytes until the
-row's turn comes. Knows the row formats, and no files; the fields are in native_rows.py and
-openai_rows.py.
+The content is a line's parsed JSON or its text. reader.py makes it once, and it is kept as bytes
+until the row's turn comes. Knows the row formats, and no files; the fields are in native_rows.py
+and openai_rows.py.
 """
 
 import marshal

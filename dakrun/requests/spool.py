@@ -1,4 +1,4 @@
-"""Bytes kept on disk until they are taken, in any order: what rows say that wait for their turn.
+"""Bytes kept on disk until they are taken, in any order: the content of rows that wait.
 
 The files have no names, so that nothing is left of them, however the process ends.
 """
@@ -29,7 +29,7 @@ class _Segment:
         return self.written + len(self.unwritten)
 
     def write(self) -> None:
-        """Write all bytes; if that fails, the others stay in memory."""
+        """Write all unwritten bytes; if a write fails, the bytes left stay in memory."""
         while self.unwritten:
             count = self.file.write(self.unwritten)
             del self.unwritten[:count]
