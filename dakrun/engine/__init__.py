@@ -1,16 +1,18 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
 engine.py has the loop of steps: admission.py gives requests slots and KV blocks, preemption.py
-keeps those that give theirs up, prompt_queue.py cuts prompts into parts, results.py makes results.
-unfinished.py has the requests to begin again after an error, rows_bar.py a bar in the terminal,
-which offline.py shows: it has the calls of the Python API that complete prompts.
+keeps requests that gave theirs up, prompt_queue.py cuts prompts into parts, results.py makes
+results. unfinished.py has the requests to begin again after an error. offline.py has the calls of
+the Python API that complete prompts, rows_bar.py their progress bar in the terminal.
+
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
-prefix_cache.py those that prompts share, and swap.py copies blocks to host memory and back.
-step.py says what a step carries and gives. A runner (runner.py) computes it: graph_runner.py on the
-GPU's kernels (decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
-reference_runner.py in plain torch.
-sampler.py chooses tokens in torch, logprobs.py has their log-probabilities. machine_planner.py
-plans for this machine's free memory, build.py makes the runner that a plan asks for.
+prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.
+
+step.py has the tokens of a step. A runner (runner.py) computes it: graph_runner.py on the GPU's
+kernels (decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
+reference_runner.py in plain torch. sampler.py chooses tokens in torch, logprobs.py has their
+log-probabilities. machine_planner.py plans for this machine's free memory, build.py makes the
+runner that a plan asks for.
 """
 
 from dakrun.engine.admission import Admission

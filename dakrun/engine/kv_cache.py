@@ -3,9 +3,9 @@
 A slot is a running request's place. It is in one tier, whose blocks it takes one by one as it grows
 and gives back at its end. A slot of the local tier may spill: its leading blocks then lie in the
 first remote one, up to `spill_blocks` of all slots. Slots share full blocks of equal prompts, which
-are found by name; those that no slot has are kept until their room is needed. Knows slots, blocks,
-layers and bytes; how keys and values lie in a block is the layout's: KVShape's for the GPU's
-kernels, RowLayout's for plain torch. Knows neither requests nor plans.
+are found by name; shared blocks that no slot has are kept until their room is needed. Knows slots,
+blocks, layers and bytes. A layout knows how keys and values lie in a block: KVShape for the GPU's
+kernels, RowLayout for plain torch. Knows neither requests nor plans.
 """
 
 import itertools

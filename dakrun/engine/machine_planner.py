@@ -13,7 +13,7 @@ from dakrun.plan import Plan, Policy, RunOptions
 
 @dataclass(frozen=True)
 class MachinePlanner:
-    """Plans of a model on `device`, which `profile` describes, under all `options` but a policy."""
+    """Plans of a model on `device`, described by `profile`, with all `options` but the policy."""
 
     config: ModelConfig
     profile: HardwareProfile

@@ -1,7 +1,7 @@
 """Preemption: requests that gave up their slot and KV blocks to others, until they run again.
 
-They go on from copies of their blocks in host memory, or compute them again. Who has to give up,
-and when there is a slot again, is the engine's to say.
+They go on from copies of their blocks in host memory, or compute them again. The engine decides
+which request gives up its slot, and when it gets one again.
 """
 
 from collections import deque

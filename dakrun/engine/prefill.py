@@ -1,8 +1,9 @@
 """Prefill on the GPU: prompts through the layers, their keys and values into KV blocks.
 
-Knows a step's parts of prompts, which may share the pass with decode rows. Products are the
-backend's; attention among new tokens is torch's fused kernel, that to cached blocks the project's.
-A kernel rotates and packs keys and values, which copies take to remote slots.
+Knows a step's parts of prompts, which may share the pass with decode rows. The backend computes
+products. Attention of a prompt's first part runs on torch's fused kernel, attention of parts behind
+cached positions on the project's. A kernel rotates and packs keys and values; copies take the
+packed blocks to remote slots.
 """
 
 from collections.abc import Iterator, Sequence

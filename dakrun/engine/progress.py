@@ -60,13 +60,13 @@ class EngineStats:
 class RequestState:
     """A request from its arrival to its end, also while it has no slot (NO_SLOT).
 
-    `prompt` are the tokens that enter the KV cache before the first decode row: those of the
-    request, and those that it had when it last gave up its slot. The first `cached` positions of
-    its slot are computed, or will be by the steps launched so far: the next row begins there. The
-    first `shared` of them are other requests' blocks.
-    `names` are those of the prompt's full KV blocks. The first `spilled` of its blocks lie outside
-    its slot's tier; such a request has no names. `saved` are copies of its KV blocks, from which it
-    goes on after it has given them up. `limit` is the most new tokens that it may have.
+    `prompt` has the tokens that enter the KV cache before the first decode row: the request's
+    prompt, and the new tokens that it had when it last gave up its slot. The first `cached`
+    positions of its slot are computed, or will be by the steps launched so far: the next row begins
+    there. The first `shared` positions lie in blocks of other requests. `names` has the names of
+    the prompt's full KV blocks. The first `spilled` blocks lie outside the slot's tier; such a
+    request has no names. `saved` are copies of its KV blocks, from which it goes on after it has
+    given them up. `limit` is the most new tokens that it may have.
     """
 
     request: Request
@@ -93,7 +93,7 @@ class RequestState:
 
     @property
     def may_end_early(self) -> bool:
-        """Whether its tokens may end it before it has as many as it may."""
+        """Whether a token may end the request before its limit."""
         params = self.request.params
         return not params.ignore_eos or self.stop is not None or bool(params.stop_token_ids)
 

@@ -242,7 +242,7 @@ class ReferenceRunner:
     def logits(self, step: Step) -> torch.Tensor:
         """Logits [S, V] after the wanted tokens of a step's rows.
 
-        A decode row begins with the newest token of its slot, if it is a token short.
+        A row whose `tokens` are fewer than its `length` begins with the newest token of its slot.
         """
         rows, ids, positions, wanted = step.rows, list[int](), list[int](), list[int]()
         for row in rows:

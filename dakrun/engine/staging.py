@@ -84,7 +84,7 @@ class StagingRing:
 
     A pass uses item after item; item i is `sources[i]`, uint8 1-D tensors, and is `staged[i]` in
     the ring. `begin` and `end` enclose the launches of a pass, which may be captured in a CUDA
-    graph. With `early` every pass leaves the first items of the next one in the ring; `fill` does
+    graph. With `early` every pass leaves the first items of the next pass in the ring; `fill` does
     so for the first pass, and after others have used the ring. Each of `links` streams copies every
     `links`-th tensor of an item, so that links work side by side.
     """
@@ -172,7 +172,7 @@ class Staging(StagingRing):
 
     `staged` names those matrices in the order of their use; the others are read where they lie.
     Small ones that follow each other are one item of the ring (`grouped`), so that kernels wait
-    for few copies. With `early` every pass leaves the first ones of the next one in the ring.
+    for few copies. With `early` every pass leaves the first items of the next pass in the ring.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Staging(StagingRing):
         return self._matrices[name]
 
     def fetch(self, name: str) -> TieredMatrix:
-        """The same; the next launches wait for its copy."""
+        """The matrix, as `matrix` gives it; the next launches wait for its copy."""
         if name in self._first:
             self.wait(self._first[name])
         return self.matrix(name)

@@ -129,8 +129,9 @@ class StepCosts:
 def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
     """Seconds that direct and staged reads from the same tier wait for each other.
 
-    Copies run ahead while other ops read directly. Among matrices each takes the link from the
-    other, for as long as the shorter of both needs it; attention waits as in `_attention_waits_s`.
+    Copies run ahead while other ops read directly. Copies and direct reads of matrices take the
+    link from each other, for as long as the shorter of both needs it; attention waits as in
+    `_attention_waits_s`.
     `links` has the tiers of `ops` in their order.
     """
     seconds = 0.0
@@ -157,8 +158,8 @@ def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> floa
 
     Attention waits for nothing if copies take longer than all ops, since ops then wait for copies.
     It waits for nothing if a group has the parts of one layer or less: the group's place in the
-    ring becomes free as a product ends. For groups of one to two layers a
-    share of the waits counts.
+    ring becomes free as a product ends. For groups of one to two layers a share of the waits
+    counts.
     """
     name, hbm_rate = list(links.direct)[tier], next(iter(links.direct.values()))
     copy_s = kernel_s = read_s = attention_s = predicted_s = layer_bytes = 0.0
