@@ -148,7 +148,7 @@ BAD_ROWS = [
     (b'{"id": "x", "prompt": "<oov>"}', "x", "invalid_prompt", "300 is not in the model's"),
     (b'{"id": "x", "prompt_token_ids": []}', "x", "invalid_prompt", "the prompt has no tokens"),
     (b'{"id": "x", "prompt_token_ids": [0, 300]}', "x", "invalid_prompt", "vocabulary of 300"),
-    (b'{"id": "x", "prompt_token_ids": [-1]}', "x", "invalid_prompt", "token id -1 is not"),
+    (b'{"id": "x", "prompt_token_ids": [-1]}', "x", "invalid_prompt", "token id -1 is negative"),
     (b'{"id": "x", "prompt_token_ids": [1.0]}', "x", "invalid_prompt", "array of integers"),
     (b'{"id": "x", "prompt_token_ids": [true]}', "x", "invalid_prompt", "array of integers"),
     (b'{"id": "x", "prompt_token_ids": "12"}', "x", "invalid_prompt", "array of integers"),

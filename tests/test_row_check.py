@@ -45,7 +45,8 @@ def test_reasons_are_counted_and_the_first_of_each_is_named(
 ) -> None:
     found = check_rows(open_reader(make(pack(TEXT.encode()))), RULES)
     assert found is not None and (found.rows, found.whole) == (8, True)
-    assert found.lines == {2, 3, 4, 5, 6}
+    assert found.lines == {2, 3, 4, 5, 6} == {error.line for error in found.errors}
+    assert (found.prompt_tokens, found.new_tokens) == (1 + 3 + 2, 5 + 7 + 5)
     assert [(reason.code, reason.rows, reason.line) for reason in found.reasons] == [
         *[("duplicate_id", 2, 2), ("invalid_json", 1, 3)],
         *[("invalid_prompt", 1, 4), ("prompt_too_long", 1, 6)],
@@ -55,8 +56,8 @@ def test_reasons_are_counted_and_the_first_of_each_is_named(
 
 
 def test_a_check_in_words() -> None:
-    assert str(RowCheck(1, True, (), frozenset())) == "all of 1 row can run"
-    assert str(RowCheck(7, False, (), frozenset())) == "all of the first 7 rows can run"
+    assert str(RowCheck(1, True, (), frozenset(), (), 3, 5)) == "all of 1 row can run"
+    assert str(RowCheck(7, False, (), frozenset(), (), 3, 5)) == "all of the first 7 rows can run"
 
 
 def test_only_the_start_of_a_long_file_is_checked(

@@ -199,10 +199,12 @@ def test_plan_of_a_file(tmp_path: Path) -> None:
     rate = run["new_tokens"] / run["seconds"]
     answer = f"{rate:,.1f} tokens/s in the whole run of {run['seconds']:,.1f} s for 20 requests; "
     assert said.stdout.splitlines()[1].startswith(f"speed          {answer}")
-    shown_rows = json.loads(shown.stdout)["rows"]
-    assert shown_rows == {"checked": 20, "whole_file": True, "cannot_run": 0, "reasons": []}
+    assert json.loads(shown.stdout)["rows"] == {
+        "checked": 20, "whole_file": True, "cannot_run": 0, "reasons": [], "first_errors": [],
+        "prompt_tokens": run["prompt_tokens"], "max_new_tokens": run["new_tokens"],
+    }  # fmt: skip
     assert "rows           all of 20 rows can run" in said.stdout.splitlines()[3]
     source.write_text("{}\n")
     refused = CliRunner().invoke(main, command)
     assert refused.exit_code == 2 and "no row can be run" in refused.stderr
-    assert "hint: dakrun generate says" in refused.stderr
+    assert "hint: dakrun validate says" in refused.stderr

@@ -20,6 +20,7 @@ from dakrun.cli.generate import generate
 from dakrun.cli.option_kinds import Size
 from dakrun.cli.options import device_option, threads_option
 from dakrun.cli.plan import plan
+from dakrun.cli.validate import validate
 from dakrun.config import DTYPE_BYTES
 from dakrun.errors import EXIT_CANNOT_RUN, EXIT_FAILED, UsageError
 
@@ -38,7 +39,7 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-for command in (generate, plan, bench, evaluate):
+for command in (generate, validate, plan, bench, evaluate):
     main.add_command(command)
 
 

@@ -111,13 +111,15 @@ def _seconds(
     return milliseconds / 1e3
 
 
+dtype_option = choice_option(
+    "--dtype",
+    choices=("auto", "float16", "bfloat16", "float32"),
+    help="Type of weights, KV cache and activations; auto: the checkpoint's.",
+)
+
 model_options = together(
     option("--model", required=True, metavar="DIR|HUB_ID|NAME", help="The model to run."),
-    choice_option(
-        "--dtype",
-        choices=("auto", "float16", "bfloat16", "float32"),
-        help="Type of weights, KV cache and activations; auto: the checkpoint's.",
-    ),
+    dtype_option,
 )
 
 workload_options = together(

@@ -4,11 +4,6 @@ Of this machine or a profile's, or with --nodes of the machines of a cluster.
 """
 
 import json
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +20,8 @@ from dakrun.cli.options import (
     wide_option,
     workload_options,
 )
-from dakrun.errors import CannotRun, DakrunError, UsageError
+from dakrun.cli.rows import check_source, model_rules
+from dakrun.errors import UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig, SamplingParams
@@ -167,56 +163,15 @@ def _expected_run(
 
     The tokenizer is that of a folder `model`; for other models the lengths of texts are estimated.
     """
-    from dakrun.requests import EstimatedRules, PromptRules, RequestReader, Tokenizer, check_rows
-
-    folder = Path(model).expanduser()
-    has_tokenizer = folder.is_dir() and Tokenizer.is_in(folder)
-    rules = (PromptRules if has_tokenizer else EstimatedRules)(
-        vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
-        max_positions=config.max_positions,
-        tokenizer=Tokenizer.load(folder) if has_tokenizer else None,
-    )
-    with _on_disk(source) as path, RequestReader(path, defaults=params) as reader:
-        rows = check_rows(reader, rules)
-        expected = reader.expected_run(max_model_len, without=rows.lines) if rows else None
-    if expected is None or rows is None:
-        raise UsageError(
-            f"{source}: a plan needs a file that it can read to its end",
-            hint="write the prompts to a file, and give that to -i, or pipe them to -i -",
-        )
+    rules = model_rules(config, Path(model).expanduser(), max_model_len)
+    expected, rows = check_source(source, params, rules)
     if not expected.requests:
         why = f": {rows}" if rows.lines else ""
         raise UsageError(
             f"{source}: no row can be run{why}",
-            hint="dakrun generate says what is wrong with each row",
+            hint="dakrun validate says what is wrong with each row",
         )
     return expected, rows
-
-
-@contextmanager
-def _on_disk(source: str) -> Iterator[str]:
-    """The path of `source`; standard input is copied to a temporary file."""
-    if source != "-":
-        yield source
-        return
-    if sys.stdin is None:
-        raise UsageError("standard input is closed", hint="give -i a file, or pipe prompts in")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stdin"
-        try:
-            with path.open("wb") as copy:
-                shutil.copyfileobj(sys.stdin.buffer, copy)
-        except OSError as problem:
-            raise CannotRun(
-                f"standard input cannot be copied to {folder} ({problem.strerror})",
-                hint="set TMPDIR to a folder with room, or give -i a file",
-            ) from None
-        try:
-            yield str(path)
-        except DakrunError as problem:
-            text = str(problem).replace(str(path), "standard input")
-            raise type(problem)(text, hint=problem.hint) from None
 
 
 def _plan_model_len(

@@ -118,6 +118,29 @@ def model_directory(name: str) -> Path:
     return Path(folder)
 
 
+def tokenizer_directory(name: str) -> Path | None:
+    """The folder that may hold the tokenizer of `name`: a directory, or that of a hub id.
+
+    Of a hub id all but the weights is downloaded. None for a config.json and for known names.
+    Raises as model_config does.
+    """
+    check_file_name(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file() or known_model(name) is not None:
+        return None
+    _require_hub_id(name)
+    from huggingface_hub import snapshot_download
+
+    small = [pattern for pattern in PATTERNS if pattern != WEIGHTS]
+    return Path(
+        _from_hub(
+            name, lambda: snapshot_download(name, allow_patterns=small, ignore_patterns=IGNORED)
+        )
+    )
+
+
 def suggesting_directory(choice: str, model: str) -> Path:
     """The folder whose generation_config.json is taken: `choice`, or `model`'s if that is auto."""
     return model_directory(model) if choice == "auto" else Path(choice).expanduser()

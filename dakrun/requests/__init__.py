@@ -4,8 +4,8 @@ In: lines.py reads lines, reader.py rows. look_ahead.py puts the longest rows fi
 estimates of lengths.py, and keeps their content on disk (spool.py). row_parser.py turns rows into
 Requests, in the formats of native_rows.py and openai_rows.py (messages.py has chats, json_rows.py
 shared checks, neutral.py values that change nothing). prompts.py says which prompts a model
-accepts, python_prompts.py makes requests of prompts of the Python API, row_check.py counts the rows
-that cannot run. gzip_files.py knows gzip.
+accepts, python_prompts.py makes requests of prompts of the Python API, row_check.py checks rows
+before a run. gzip_files.py knows gzip.
 
 Out: choices.py collects the results of a row, openai_results.py puts them in OpenAI's format,
 destination.py checks where they go, writer.py writes them durably (files.py), written_rows.py reads
@@ -22,6 +22,7 @@ from dakrun.requests.files import same_file
 from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
 from dakrun.requests.lengths import PromptStarts, RowLengths
 from dakrun.requests.look_ahead import AheadRow
+from dakrun.requests.native_rows import error_row
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.python_prompts import Prompt, as_requests
 from dakrun.requests.reader import RequestReader
@@ -67,6 +68,7 @@ __all__ = [
     "check_rows",
     "check_sentencepiece",
     "digests_path",
+    "error_row",
     "fingerprint_path",
     "make_fingerprint",
     "own_id",

@@ -75,9 +75,9 @@ class PromptRules:
             )
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = next(t for t in ids if not 0 <= t < self.vocab_size)
+            outside = f"not in the model's vocabulary of {self.vocab_size}"
             raise BadRow(
-                "invalid_prompt",
-                f"token id {bad} is not in the model's vocabulary of {self.vocab_size}",
+                "invalid_prompt", f"token id {bad} is {'negative' if bad < 0 else outside}"
             )
         return ids
 

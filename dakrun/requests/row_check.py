@@ -1,7 +1,8 @@
-"""The rows of a prompt file that cannot run, counted by reason before anything runs.
+"""The rows of a prompt file checked before anything runs: errors by reason, and tokens in all.
 
-Reads the first LOOK_AHEAD rows in the order of the file. Without the model's tokenizer, lengths of
-texts are estimated as in lengths.py, and whether a text can be encoded is all that is known of it.
+Reads the first LOOK_AHEAD rows, or all, in the order of the file. Without the model's tokenizer,
+lengths of texts are estimated as in lengths.py, and whether a text can be encoded is all that is
+known of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,19 +10,27 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from dakrun.config import MAX_SIZE
 from dakrun.requests import look_ahead
 from dakrun.requests.chats import string_of
 from dakrun.requests.lengths import tokens_of
+from dakrun.requests.native_rows import error_row
 from dakrun.requests.prompts import BadRow, PromptRules, check_encodable
 from dakrun.requests.request import RowError
 
 if TYPE_CHECKING:
     from dakrun.requests.reader import RequestReader
 
+SHOWN_ERRORS = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatedRules(PromptRules):
-    """The rules of a model whose tokenizer is not at hand."""
+    """The rules of a model whose tokenizer is not at hand; by default, of any model."""
+
+    vocab_size: int = MAX_SIZE
+    max_model_len: int = MAX_SIZE
+    max_positions: int = MAX_SIZE
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """As many zeros as `text` has tokens by estimate."""
@@ -59,13 +68,18 @@ class Reason:
 class RowCheck:
     """What was found of the `rows` first rows; `lines` are those of rows that cannot run.
 
-    `whole`: these are all rows of the file.
+    `whole`: these are all rows of the file. `errors` are the first SHOWN_ERRORS of all. The rows
+    that can run have `prompt_tokens`, each prompt counted once, and `new_tokens` at most, in all
+    their choices.
     """
 
     rows: int
     whole: bool
     reasons: tuple[Reason, ...]
     lines: frozenset[int]
+    errors: tuple[RowError, ...]
+    prompt_tokens: int
+    new_tokens: int
 
     def __str__(self) -> str:
         of = f"{self.rows:,} row{'s' * (self.rows != 1)}"
@@ -85,19 +99,42 @@ class RowCheck:
             "whole_file": self.whole,
             "cannot_run": len(self.lines),
             "reasons": [vars(reason) for reason in self.reasons],
+            "first_errors": [error_row(error) for error in self.errors],
+            "prompt_tokens": self.prompt_tokens,
+            "max_new_tokens": self.new_tokens,
         }
 
 
-def check_rows(reader: "RequestReader", rules: PromptRules) -> RowCheck | None:
-    """Check the rows of the reader's file beside the reader; None for a pipe."""
+def check_rows(
+    reader: "RequestReader", rules: PromptRules, *, whole: bool = False
+) -> RowCheck | None:
+    """Check the first LOOK_AHEAD rows of the reader's file, or the `whole` of it; None for a pipe.
+
+    Reads the file beside the reader.
+    """
     if (parsed := reader.parsed_in_order(rules)) is None:
         return None
-    count, lines, reasons = 0, set[int](), dict[str, Reason]()
-    for row in islice(parsed, look_ahead.LOOK_AHEAD):
+    count = prompt_tokens = new_tokens = 0
+    lines, reasons, errors = set[int](), dict[str, Reason](), list[RowError]()
+    for row in parsed if whole else islice(parsed, look_ahead.LOOK_AHEAD):
         count += 1
         if isinstance(row, RowError):
             lines.add(row.line)
             known = reasons.get(row.code) or Reason(row.code, 0, row.line, row.message)
             reasons[row.code] = replace(known, rows=known.rows + 1)
-    whole = next(parsed, None) is None
-    return RowCheck(count, whole, tuple(reasons.values()), frozenset(lines))
+            if len(errors) < SHOWN_ERRORS:
+                errors.append(row)
+            continue
+        choices = (row, *row.further)
+        prompt_tokens += sum(len(one.prompt_ids) for one in choices[:: row.reply.n])
+        rooms = ((one, rules.max_model_len - len(one.prompt_ids)) for one in choices)
+        new_tokens += sum(one.params.limit(room) for one, room in rooms)
+    return RowCheck(
+        rows=count,
+        whole=next(parsed, None) is None,
+        reasons=tuple(reasons.values()),
+        lines=frozenset(lines),
+        errors=tuple(errors),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+    )
