@@ -17,7 +17,6 @@ ARRAY = '[{"prompt": "one"}, {"prompt": "two"}]'
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("a.parquet", "pandas.read_parquet("),
         ("a.csv", "pandas.read_csv("),
         ("a.csv.gz", "pandas.read_csv("),
         ("a.json", "jq -c '.[]'"),
@@ -28,7 +27,6 @@ def test_a_table_is_to_be_converted(name: str, command: str, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="prompt files end in") as caught:
         RequestReader(tmp_path / name, defaults=SamplingParams())
     assert command in caught.value.hint and "one JSON object a line" in caught.value.hint
-    assert ("--ray" in caught.value.hint) == name.endswith("parquet")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows"])

@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 @model_options
 @click.option("-i", "--input", "source", required=True, metavar="FILE|-", help="Prompts.")
 @click.option(
-    "-o", "--output", required=True, metavar="FILE.jsonl|-", help="Results; with --ray a folder."
+    "-o",
+    "--output",
+    required=True,
+    metavar="FILE.jsonl|FILE.parquet|-",
+    help="Results; with --ray a folder.",
 )
 @sampling_options
 @click.option(
@@ -84,9 +88,9 @@ def generate(
 ) -> int:
     """Complete the prompts of a file; each result is on disk as soon as it is finished.
 
-    Prompts are lines of text (.txt), or JSON or OpenAI Batch rows (.jsonl). A row that cannot be
-    run becomes an error row. With --ray the workers of a Ray cluster complete them: the input may
-    also be .parquet, a folder, a glob, or a URL such as s3://..., the output is a folder.
+    Prompts are lines of text (.txt), or JSON or OpenAI Batch rows (.jsonl, .parquet). A row that
+    cannot be run becomes an error row. With --ray the workers of a Ray cluster complete them: the
+    input may also be a folder, a glob, or a URL such as s3://..., the output is a folder.
     """
     from dataclasses import replace
 
@@ -143,27 +147,36 @@ def generate(
     from dakrun.models.hub import find_model
     from dakrun.probe.run import describe_profile
     from dakrun.requests import (
+        ParquetOutput,
         RequestReader,
         ResultWriter,
         check_sentencepiece,
+        is_parquet,
         make_fingerprint,
     )
     from dakrun.terminal.progress import load_bar
     from dakrun.terminal.summary import render
 
+    parquet: ParquetOutput | None = None
+    if is_parquet(output):
+        parquet = ParquetOutput(output, source=source, overwrite=overwrite, resume=resume)
+    rows_output = output if parquet is None else parquet.rows
     writer = ResultWriter(
-        output,
+        rows_output,
         source=source,
         overwrite=overwrite,
         resume=resume,
         force=force,
-        ordered=ordered,
+        ordered=ordered or parquet is not None,
         changed=changed,
         retry_failed=retry_failed,
     )
     if report_path is not None:
-        check_report(report_path, source=source, output=output, profile=profile)
+        for name in (output, rows_output):
+            check_report(report_path, source=source, output=name, profile=profile)
     with RequestReader(source, defaults=params) as reader:
+        if parquet is not None:
+            parquet.begin(reader.row_format())
         config, folder = find_model(model, run.dtype, run.load_format)
         if folder is not None:
             check_sentencepiece(folder)
@@ -222,6 +235,8 @@ def generate(
                 for result in llm.run(job.requests()):
                     job.finish(result)
                 writer.finish()
+                if parquet is not None:
+                    parquet.convert()
             report = llm.report(time.perf_counter() - start)
     report["rows"] = vars(job.counts)
     report["time"]["predicted_s"] = foretold and foretold.seconds

@@ -5,8 +5,7 @@ Files are read through fsspec, as Ray Data reads them. Knows files and lines, no
 
 import io
 import json
-from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from glob import has_magic
 from pathlib import PurePosixPath
@@ -17,17 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.ray.arrow import row_lines, well_formed
+from dakrun.requests.arrow import well_formed
 from dakrun.requests.gzip_files import without_gz
 from dakrun.requests.json_rows import json_object
 from dakrun.requests.lines import Line, Lines, LineSource
-from dakrun.requests.native_rows import NATIVE_FIELDS, PROMPT_FIELDS
-from dakrun.requests.openai_rows import ROW_FIELDS
+from dakrun.requests.parquet_files import parquet_lines
 from dakrun.requests.prompts import BadRow
 from dakrun.requests.reader import MAX_LINE_BYTES, Format, conversion_hint
 
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".parquet": "jsonl", ".txt": "text"}
-PARQUET_ROWS = 1024  # read together
 
 
 class InputFile(NamedTuple):
@@ -130,7 +127,7 @@ class InputFiles(LineSource):
             try:
                 with self._system.open(file.path, "rb") as opened:
                     if file.suffix == ".parquet":
-                        lines = self._rows(file, opened)
+                        lines = parquet_lines(file.path, pq.ParquetFile(opened), MAX_LINE_BYTES)
                     else:
                         lines = iter(Lines(file.path, MAX_LINE_BYTES, io.BufferedReader(opened)))
                     for line in lines:
@@ -146,35 +143,6 @@ class InputFiles(LineSource):
                     hint="check the file, then run again with --resume",
                 ) from None
             before, done = before + number, done + file.size
-
-    def _rows(self, file: InputFile, opened: BinaryIO) -> Iterator[Line]:
-        """The rows of a Parquet file."""
-        table = pq.ParquetFile(opened)
-        names = set(table.schema_arrow.names)
-        counts = Counter(table.schema_arrow.names)
-        is_batch = "body" in names and not names & set(PROMPT_FIELDS)
-        columns = sorted(names & set(ROW_FIELDS if is_batch else NATIVE_FIELDS))
-        if not set(columns) & {*PROMPT_FIELDS, "body"}:
-            raise UsageError(
-                f"{file.path}: has no column {', '.join(PROMPT_FIELDS)} or body",
-                hint="rename the column of the prompts",
-            )
-        if twice := [name for name in columns if counts[name] > 1]:
-            raise UsageError(
-                f"{file.path}: has the column {twice[0]} {counts[twice[0]]} times",
-                hint="rename or drop all but one of them",
-            )
-        number = 0
-        for batch in table.iter_batches(PARQUET_ROWS, columns=columns):
-            try:
-                for data in row_lines(pa.Table.from_batches([batch]), columns):
-                    number += 1
-                    yield Line(number, data if len(data) <= MAX_LINE_BYTES else None, 0)
-            except (TypeError, ValueError) as problem:  # also text that is not UTF-8
-                raise UsageError(
-                    f"{file.path}: row {number + 1}: {problem}",
-                    hint="columns must have the types of native rows",
-                ) from None
 
 
 def _with_well_formed_id(data: bytes) -> bytes:

@@ -1,18 +1,16 @@
-"""One part of a run on Ray: its ids, and what its rows are as Parquet.
+"""One part of a run on Ray: its ids, and the columns that it has.
 
 Knows one file; parts.py knows the folder.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dakrun.errors import UsageError
-from dakrun.ray.arrow import LOGPROBS, well_formed
+from dakrun.requests.arrow import LOGPROBS
 from dakrun.requests.files import replacement
 from dakrun.requests.written_rows import WrittenRows
 
@@ -32,14 +30,6 @@ def ids_of(part: Path) -> Iterator[tuple[str, bool]]:
         (error is not None for error in table["error"].to_pylist()),
         strict=True,
     )
-
-
-def loaded(line: bytes) -> dict[str, Any]:
-    """A result row as Parquet can hold it."""
-    row: dict[str, Any] = json.loads(line)
-    if rb"\ud" in line:  # as the writer spells lone surrogates, which an error may quote
-        row = json.loads(well_formed(json.dumps(row, ensure_ascii=False)))
-    return row
 
 
 def give_logprobs(part: Path) -> None:

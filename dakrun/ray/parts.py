@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import defer_signals
-from dakrun.ray.arrow import result_table, well_formed
 from dakrun.ray.part_digests import compare, part_digests
-from dakrun.ray.part_files import give_logprobs, ids_of, loaded
+from dakrun.ray.part_files import give_logprobs, ids_of
 from dakrun.requests import IdSet, InputRow
+from dakrun.requests.arrow import arrow_row, result_table, well_formed
 from dakrun.requests.files import OutputFile, replacement
 from dakrun.requests.fingerprint import (
     Fingerprint,
@@ -185,7 +185,7 @@ class ResultParts:
         part = self.folder / f"part-{self._next:05}.{self._form}"
         try:
             if self._form == "parquet":
-                rows = [loaded(line) for line in self._hidden.read_bytes().splitlines()]
+                rows = [arrow_row(line) for line in self._hidden.read_bytes().splitlines()]
                 if any("custom_id" in row for row in rows):
                     raise _no_parquet()
                 with replacement(part) as file:

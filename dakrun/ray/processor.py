@@ -14,10 +14,10 @@ import pyarrow as pa
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.llm import LLM, run_options
-from dakrun.ray.arrow import result_table, row_lines
 from dakrun.ray.model_thread import ModelThread, Result, Row, no_longer
 from dakrun.ray.node import load_on_node
 from dakrun.requests import AheadRow, PromptStarts, RowError, own_id, pack_content
+from dakrun.requests.arrow import result_table, row_lines
 from dakrun.requests.lengths import json_lengths
 from dakrun.requests.native_rows import NATIVE, completion_row, error_row
 

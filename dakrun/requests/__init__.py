@@ -5,7 +5,7 @@ estimates of lengths.py, and keeps their content on disk (spool.py). row_parser.
 Requests, in the formats of native_rows.py and openai_rows.py (messages.py has chats, json_rows.py
 shared checks, neutral.py values that change nothing). prompts.py says which prompts a model
 accepts, python_prompts.py makes requests of prompts of the Python API, row_check.py checks rows
-before a run. gzip_files.py knows gzip.
+before a run. gzip_files.py knows gzip, parquet_files.py Parquet (arrow.py has its columns).
 
 Out: choices.py collects the results of a row, openai_results.py puts them in OpenAI's format,
 destination.py checks where they go, writer.py writes them durably (files.py), written_rows.py reads
@@ -23,6 +23,7 @@ from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
 from dakrun.requests.lengths import PromptStarts, RowLengths
 from dakrun.requests.look_ahead import AheadRow
 from dakrun.requests.native_rows import error_row
+from dakrun.requests.parquet_files import ParquetOutput, is_parquet
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.python_prompts import Prompt, as_requests
 from dakrun.requests.reader import RequestReader
@@ -51,6 +52,7 @@ __all__ = [
     "IdSet",
     "InputRow",
     "Logprobs",
+    "ParquetOutput",
     "Prompt",
     "PromptRules",
     "PromptStarts",
@@ -70,6 +72,7 @@ __all__ = [
     "digests_path",
     "error_row",
     "fingerprint_path",
+    "is_parquet",
     "make_fingerprint",
     "own_id",
     "pack_content",

@@ -54,7 +54,9 @@ def check_output(
     check_destination(name, overwrite=overwrite, resume=resume)
 
 
-def check_destination(name: str, *, overwrite: bool, resume: bool) -> None:
+def check_destination(
+    name: str, *, overwrite: bool, resume: bool, suffixes: tuple[str, ...] = _SUFFIXES
+) -> None:
     """Raise UsageError if results cannot be written to `name`, a path or "-"."""
     if name == "-":
         if resume:
@@ -71,9 +73,9 @@ def check_destination(name: str, *, overwrite: bool, resume: bool) -> None:
         raise UsageError(f"{folder}: no such directory", hint=f"create it: mkdir -p '{folder}'")
     plain = Path(without_gz(name))
     is_file = os.path.isfile(name) or not os.path.exists(name)
-    if is_file and plain.suffix.lower() not in _SUFFIXES:
+    if is_file and plain.suffix.lower() not in suffixes:
         raise UsageError(
-            f"{name}: result files end in .jsonl or .jsonl.gz",
+            f"{name}: result files end in .jsonl, .jsonl.gz or .parquet",
             hint="a result is one JSON object a line: give -o "
             f"{plain.with_suffix('.jsonl').name}, or - for standard output",
         )

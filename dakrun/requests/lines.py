@@ -72,7 +72,7 @@ class Lines(LineSource):
 
     def __init__(self, name: str, max_line_bytes: int, file: BinaryIO | None = None) -> None:
         self.name, self.max_line_bytes = name, max_line_bytes
-        self._file = file or _open(name)
+        self._file = file or open_input(name)
         info = _stat(self._file)
         is_regular = info is not None and stat.S_ISREG(info.st_mode)
         self.may_wait = info is not None and not is_regular
@@ -143,7 +143,8 @@ class Lines(LineSource):
         return data
 
 
-def _open(name: str) -> BinaryIO:
+def open_input(name: str) -> BinaryIO:
+    """Open `name`, a path or "-", to read bytes. Raises UsageError."""
     if name == "-":
         if sys.stdin is None:
             raise UsageError("standard input is closed", hint="give -i a file, or pipe prompts in")
@@ -157,7 +158,7 @@ def _open(name: str) -> BinaryIO:
     except OSError as problem:
         raise UsageError(
             f"{name}: cannot be read ({problem.strerror})",
-            hint="give a .txt or .jsonl file of prompts, or - for standard input",
+            hint="give a .txt, .jsonl or .parquet file of prompts, or - for standard input",
         ) from None
 
 

@@ -24,6 +24,7 @@ from dakrun.requests.lengths import (
 from dakrun.requests.lines import Line, Lines, LineSource
 from dakrun.requests.look_ahead import AheadRow, LookAhead
 from dakrun.requests.native_rows import NATIVE, RowFormat
+from dakrun.requests.parquet_files import ParquetLines, is_parquet
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import IdSet, Request, RowError
 from dakrun.requests.row_digests import InputRow, bytes_digest, json_digest
@@ -32,13 +33,13 @@ from dakrun.requests.row_parser import Content, kind_of, pack_content, parse_row
 Format = Literal["text", "jsonl"]
 
 MAX_LINE_BYTES = 2**24
-_SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl"}
+_SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "jsonl"}
 _ROWS = 'a .jsonl file holds one JSON object a line, such as {"prompt": "..."}'
 _FROM_ARRAY = f"{_ROWS}; make one: jq -c '.[]' ARRAY.json > ROWS.jsonl"
 _TO_ROWS = (
-    "make it one: python -c \"import pandas; pandas.read_{}('{}').to_json('ROWS.jsonl', {})\""
+    "make it one: python -c \"import pandas; pandas.read_csv('{}').to_json('ROWS.jsonl', "
+    "orient='records', lines=True)\""
 )
-_AS_LINES = "orient='records', lines=True"
 
 
 class RequestReader:
@@ -46,12 +47,12 @@ class RequestReader:
 
     `source` is a path or "-" (standard input), plain or gzip, as its first bytes tell; or lines of
     another kind, which are JSON Lines unless `format` or their first byte says otherwise. Without
-    `format`, .txt and .txt.gz are text (one prompt a line), .jsonl and .jsonl.gz are JSON Lines; a
-    file without suffix, or standard input, is JSON Lines if its first row begins with "{". The
-    first JSON row decides whether all are native or OpenAI Batch rows; the other kind is an error.
-    A row that repeats an earlier id becomes an error called line-N by its line number. Blank lines
-    are skipped, but counted. A line of more than `max_line_bytes`, as in a binary file, is an error
-    and is not held in memory.
+    `format`, .txt and .txt.gz are text (one prompt a line), .jsonl and .jsonl.gz are JSON Lines, as
+    are the rows of a .parquet file; a file without suffix, or standard input, is JSON Lines if its
+    first row begins with "{". The     first JSON row decides whether all are native or OpenAI Batch
+    rows; the other kind is an error.     A row that repeats an earlier id becomes an error called
+    line-N by its line number. Blank lines     are skipped, but counted. A line of more than
+    `max_line_bytes`, as in a binary file, is an error     and is not held in memory.
 
     JSON is parsed when a row is read, for its id and lengths; the prompt is tokenized when its turn
     comes (see look_ahead.py). Raises UsageError if the source cannot be opened, CannotRun if
@@ -68,7 +69,9 @@ class RequestReader:
     ) -> None:
         self._defaults = defaults
         if isinstance(source, str | Path):
-            source, format = Lines(str(source), max_line_bytes), format or format_of(str(source))
+            name = str(source)
+            open_lines = ParquetLines if is_parquet(name) else Lines
+            source, format = open_lines(name, max_line_bytes), format or format_of(name)
         self._format, self._lines = format, source
         self._row_kind: RowFormat | None = None
         self._ids = IdSet()
@@ -292,7 +295,7 @@ def format_of(name: str) -> Format | None:
         return None
     if suffix not in _SUFFIXES:
         raise UsageError(
-            f"{name}: prompt files end in .txt or .jsonl, with or without .gz",
+            f"{name}: prompt files end in .txt or .jsonl, with or without .gz, or in .parquet",
             hint=conversion_hint(name)
             or "a .txt file holds one prompt a line, a .jsonl file one JSON object a line",
         )
@@ -304,7 +307,4 @@ def conversion_hint(name: str) -> str:
     suffix = Path(without_gz(name)).suffix.lower()
     if suffix == ".json":
         return _FROM_ARRAY
-    if suffix in (".parquet", ".csv"):
-        to_rows = f"{_ROWS}; " + _TO_ROWS.format(suffix[1:], name, _AS_LINES)
-        return to_rows + ("; --ray local reads .parquet" if suffix == ".parquet" else "")
-    return ""
+    return f"{_ROWS}; {_TO_ROWS.format(name)}" if suffix == ".csv" else ""

@@ -1,6 +1,6 @@
 """Arrow tables of native rows and of their results: columns in, columns out.
 
-Knows the names and types of columns.
+Knows the names and types of columns. Imports pyarrow, an extra.
 """
 
 import json
@@ -35,6 +35,14 @@ def row_lines(table: pa.Table, columns: Sequence[str] = NATIVE_FIELDS) -> Iterab
 def well_formed(text: str) -> str:
     """`text` with U+FFFD for each lone surrogate, which UTF-8, and so Arrow, does not have."""
     return _SURROGATE.sub("\ufffd", text)
+
+
+def arrow_row(line: bytes) -> dict[str, Any]:
+    """The result row on a line as Arrow can hold it."""
+    row: dict[str, Any] = json.loads(line)
+    if rb"\ud" in line:  # as the writer spells lone surrogates, which an error may quote
+        row = json.loads(well_formed(json.dumps(row, ensure_ascii=False)))
+    return row
 
 
 def result_table(rows: Iterable[Mapping[str, Any]], *, from_file: bool) -> pa.Table:
