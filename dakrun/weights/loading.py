@@ -97,7 +97,7 @@ def load(
     source.check(model)
     if packing is None:
         resident = _resident(source, model, dtype, device)
-        return Weights(_partitioned(source, model, plan, tiers, on_load), resident)
+        return Weights(_rows_as_stored(source, model, plan, tiers, on_load), resident)
     resident = _resident(source, model, torch.float32, device, for_kernels=True)
     matrices = _allocate(model, plan, tiers, packing)
     _fill(model, matrices, source, resident, device, on_load)
@@ -148,7 +148,7 @@ def _resident(
     return resident
 
 
-def _partitioned(
+def _rows_as_stored(
     source: Tensors,
     model: Decoder,
     plan: Plan,
