@@ -439,7 +439,8 @@ ROWS = {
     "no token ids": Row('{"prompt_token_ids": []}', "invalid_prompt", "no tokens"),
     "token beyond the model": Row('{"prompt_token_ids": [64]}', "invalid_prompt", "of 64"),
     "token is a fraction": Row('{"prompt_token_ids": [1.5]}', "invalid_prompt", "integers"),
-    "unknown field": Row('{"prompt": "one", "tools": [1]}', "unsupported_field", "'tools'"),
+    "unknown field": Row('{"prompt": "one", "suffix": "x"}', "unsupported_field", "'suffix'"),
+    "tools of no chat": Row('{"prompt": "one", "tools": [1]}', "invalid_field", "need messages"),
     "temperature is a word": Row(
         '{"prompt": "one", "temperature": "hot"}', "invalid_field", "temperature is 'hot'"
     ),

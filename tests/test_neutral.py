@@ -72,7 +72,7 @@ def test_empty_lists_of_messages() -> None:
     empty = {"tool_calls": [], "annotations": [], "audio": None, "refusal": None}
     message = {"role": "assistant", "content": "plus"}
     assert _message(1, {**message, **empty}) == message
-    with pytest.raises(BadRow, match="tool_calls"):
+    with pytest.raises(BadRow, match="tool call 1 of message 1 has no function"):
         _message(1, {**message, "tool_calls": [{}]})
 
 

@@ -23,6 +23,7 @@ from dakrun.requests import (
     RowError,
     TokenLogprob,
 )
+from dakrun.requests.chat_template import TemplateOptions
 from dakrun.requests.chats import string_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -36,7 +37,7 @@ class ChatTokenizer(ByteTokenizer):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return super().encode(text) if add_special_tokens else tuple(text.encode())
 
-    def chat_text(self, messages: list[dict[str, Any]], *, continues: bool = False) -> str:
+    def chat_text(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
         if messages[-1]["role"] == "assistant":
             raise UsageError("the last message is the assistant's", hint="end with a user's")
         return "".join(m["role"] + string_of(m["content"]) for m in messages) + "\x02"
@@ -172,8 +173,8 @@ BAD = [
     (row({"messages": ["hi"]}, CHAT), "invalid_prompt", "message 1 is a string"),
     (row({"messages": [{"role": "user"}]}, CHAT), "invalid_prompt", "content of message 1 is null"),
     (row({"messages": [{"content": "a"}]}, CHAT), "invalid_prompt", "role of message 1 is missing"),
-    (row({"messages": [{"role": "tool", "content": "a"}]}, CHAT), "invalid_prompt", "'tool'"),
-    (row({"messages": [{**HI[0], "tool_calls": [1]}]}, CHAT), "unsupported_field", "tool_calls"),
+    (row({"messages": [{"role": "robot", "content": "a"}]}, CHAT), "invalid_prompt", "'robot'"),
+    (row({"messages": [{**HI[0], "tool_calls": [1]}]}, CHAT), "invalid_prompt", "'tool_calls'"),
     (
         row({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, CHAT),
         "unsupported_field",
@@ -194,7 +195,8 @@ BAD = [
         "invalid_prompt",
         "the last message is the assistant's",
     ),
-    (row({"messages": HI, "tools": [{}]}, CHAT), "unsupported_field", "'tools'"),
+    (row({"messages": HI, "tools": [{}]}, CHAT), "invalid_field", "tool 1 is not"),
+    (row({"prompt": "a", "tools": [{}]}), "unsupported_field", "'tools'"),
     (row({"messages": HI, "response_format": {"type": "json_object"}}, CHAT), "unsupported_field",
      "'response_format'"),
     (row({"messages": HI, "max_tokens": 2, "max_completion_tokens": 3}, CHAT), "invalid_field",

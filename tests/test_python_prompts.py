@@ -20,8 +20,9 @@ from dakrun.requests import Request
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %} equals{% endif %}"
+    "{{ bos_token }}{% if tools %}{{ tools[0].function.name }} {% endif %}"
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %} {{ verb | default('equals') }}{% endif %}"
 )
 SUM, OTHER = "seven plus eighteen", "eleven plus twenty six"
 TEXT, MORE = f"{SUM} equals", f"{OTHER} equals"
@@ -92,6 +93,23 @@ def test_results_repeat_their_prompts(llm: LLM) -> None:
     assert said.prompt_token_ids == tuple(ids), "the template has a begin token"
     assert [one.request_id for one in (text, tokens, said)] == ["0", "1", "2"]
     assert text.outputs[0].text == text.text and text.outputs[0].index == 0 and text.finished
+
+
+def test_tools_and_keywords_reach_the_template(llm: LLM) -> None:
+    function = {"name": "seven", "parameters": {"type": "object"}}
+    given: dict[str, Any] = {
+        "tools": [{"type": "function", "function": function}],
+        "chat_template_kwargs": {"verb": "equals"},
+    }
+    messages, params = user("plus eighteen"), SamplingParams(max_tokens=8)
+    (found,) = llm.chat(messages, params, **given)
+    assert (found.prompt, found.text) == (f"<s>{TEXT}", "twenty five")
+    (again,) = llm.generate({"messages": messages, **given}, params)
+    assert (again.prompt, again.text) == (found.prompt, found.text)
+    (other,) = llm.chat(user(SUM), params, chat_template_kwargs={"verb": "is"})
+    assert other.prompt == f"<s>{SUM} is"
+    with pytest.raises(UsageError, match=r"prompt 0: .* set is not JSON serializable"):
+        llm.chat(user(SUM), params, chat_template_kwargs={"verb": {1}})
 
 
 def test_the_last_message_may_be_continued(llm: LLM) -> None:
@@ -199,7 +217,7 @@ def test_requests_have_their_own_params(llm: LLM) -> None:
         ({"prompt": TEXT, "continue_final_message": True}, "need messages"),
         ([*user(TEXT), {"role": "oracle", "content": "x"}], "the role of message 2 is 'oracle'"),
         ([*user(TEXT), TEXT], "not text, a list of token ids"),
-        ([{"role": "user", "content": TEXT, "tool_calls": [1]}], "unsupported 'tool_calls'"),
+        ([{"role": "user", "content": TEXT, "tool_calls": [1]}], "role 'user', has 'tool_calls'"),
         ([5, "six"], "not text, a list of token ids"),
         ([10**9], "token id 1000000000 is not in the model's vocabulary"),
     ],
@@ -233,9 +251,10 @@ def test_arguments_of_vllm_are_named(llm: LLM, name: str) -> None:
         llm.chat(user(TEXT), **{name: [1]})
 
 
-def test_tools_of_a_chat_are_named(llm: LLM) -> None:
-    assert len(llm.chat(user(TEXT), SamplingParams(max_tokens=1), tools=None)) == 1
-    with pytest.raises(UsageError, match=r"^tools is not supported$"):
+def test_tools_of_a_chat_are_checked(llm: LLM) -> None:
+    for empty in (None, []):
+        assert len(llm.chat(user(TEXT), SamplingParams(max_tokens=1), tools=empty)) == 1
+    with pytest.raises(UsageError, match="prompt 0: tool 1 is not"):
         llm.chat(user(TEXT), tools=[{"type": "function"}])
     with pytest.raises(UsageError, match="prompt 0: messages are not a list of messages"):
         llm.chat([TEXT])  # type: ignore[list-item]

@@ -152,7 +152,7 @@ def test_a_chat_template_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_process_of_a_chat_template_ends_with_its_tokenizer(tmp_path: Path) -> None:
     chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=TEMPLATE))
     chatty.chat([{"role": "user", "content": "hi"}])
-    process = chatty._chats._template._process  # type: ignore[union-attr]
+    process = chatty._chats[TEMPLATE]._template._process
     assert process is not None and process.poll() is None
     del chatty
     gc.collect()
@@ -167,7 +167,7 @@ def test_a_template_gets_the_date_of_the_run(tmp_path: Path) -> None:
     started = datetime(2001, 2, 3, 4, 5, 6)
     chatty = Tokenizer.load(folder, started=started)
     assert chatty.chat(messages) == tuple(byte_ids(b"03 Feb 2001 at 04:05:06 hi"))
-    process = chatty._chats._template._process  # type: ignore[union-attr]
+    process = chatty._chats[template]._template._process
     assert process is not None
     process.kill()
     process.wait()
@@ -331,10 +331,12 @@ def test_the_form_of_content_is_tried_once(tmp_path: Path, monkeypatch: pytest.M
     render = chat_template.ChatTemplate.render
 
     def count(
-        self: chat_template.ChatTemplate, messages: list[dict[str, object]], *, continues: bool
+        self: chat_template.ChatTemplate,
+        messages: list[dict[str, object]],
+        options: chat_template.TemplateOptions = chat_template.PLAIN,
     ) -> str:
         rendered.append(messages)
-        return render(self, messages, continues=continues)
+        return render(self, messages, options)
 
     monkeypatch.setattr(chat_template.ChatTemplate, "render", count)
     for text in ("a", "b", "c"):

@@ -23,14 +23,15 @@ from dakrun.requests import (
     RowError,
     as_requests,
 )
-from dakrun.requests.python_prompts import CHAT_FLAGS, one_of, refuse_params, requests_in
+from dakrun.requests.python_prompts import one_of, refuse_params, requests_in
 
 _OPTIONS = ("params", "progress", "use_tqdm")
+_CHAT_OPTIONS = (
+    *("continue_final_message", "add_generation_prompt", "tools", "chat_template_kwargs"),
+)
 _NEUTRAL_IN_CHATS: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
     "chat_template_content_format": ("auto",),
-    "chat_template_kwargs": ({},),
-    "tools": ([],),
 }
 
 
@@ -90,14 +91,18 @@ class OfflineCalls(ABC):
         progress: bool = True,
         continue_final_message: bool | None = None,
         add_generation_prompt: bool | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **other: Any,
     ) -> list[Completion]:
         """Answer a list of `{"role", "content"}` messages, or several such lists; see generate.
 
         With `continue_final_message` the answer continues the last message, the assistant's.
-        `add_generation_prompt` may only be the opposite.
+        `add_generation_prompt` may only be the opposite. `tools` are functions as in OpenAI's API;
+        `tool_calls` of a completion has the calls in its text, if their format is known (see
+        requests/README.md). `chat_template_kwargs` are more variables for the chat template.
         """
-        refuse_unsupported(other, _NEUTRAL_IN_CHATS, (*_OPTIONS, *CHAT_FLAGS))
+        refuse_unsupported(other, _NEUTRAL_IN_CHATS, (*_OPTIONS, *_CHAT_OPTIONS))
         requests = as_requests(
             messages,
             one_of(params, sampling_params),
@@ -105,6 +110,8 @@ class OfflineCalls(ABC):
             chats=True,
             continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
         return self._complete(requests, progress=progress and use_tqdm)
 

@@ -5,12 +5,14 @@ from typing import Literal
 from dakrun.config import Dtype
 from dakrun.engine.progress import RequestState
 from dakrun.requests import (
+    CALL_TOKENS,
     Completion,
     Logprobs,
     Request,
     RowError,
     Tokenizer,
     TokenLogprob,
+    find_calls,
 )
 
 
@@ -18,27 +20,33 @@ def completion(
     r: RequestState, reason: Literal["stop", "length"], tokenizer: Tokenizer | None
 ) -> Completion:
     """The result of `r`, which ended for that reason."""
-    further = len(r.tokens) - 1
-    text = offsets = None
+    further, reply = len(r.tokens) - 1, r.request.reply
+    text = offsets = answer = None
     if tokenizer:
         tokens = r.tokens
         if tokens[-1] in r.request.params.stop_token_ids:
             tokens = tokens[:-1]
-        added = tokenizer.continuation(r.request.prompt_ids, is_chat=r.request.reply.is_chat)
+        added = tokenizer.continuation(r.request.prompt_ids, is_chat=reply.is_chat)
         text = added.text(tokens, r.stop)
+        if reply.call_format is not None:
+            spelled = added.text(tokens, r.stop, keep=CALL_TOKENS[reply.call_format])
+            row = f"{r.request.id}\0{reply.choice}"
+            answer = find_calls(spelled, reply.call_format, row)
         if r.request.params.logprobs is not None:
             offsets = tuple(min(at, len(text)) for at in added.offsets(r.tokens))
     return Completion(
         id=r.request.id,
         text=text,
         token_ids=tuple(r.tokens),
-        finish_reason=reason,
+        finish_reason="tool_calls" if answer and reason == "stop" else reason,
         prompt_tokens=len(r.request.prompt_ids),
         ttft_s=r.first_token - r.started,
         tpot_s=(r.last_token - r.first_token) / further if further else 0.0,
-        reply=r.request.reply,
+        reply=reply,
         logprobs=_logprobs(r, tokenizer),
         text_offset=offsets,
+        tool_calls=answer.tool_calls[: 1 if reply.one_call else None] if answer else (),
+        content=answer and answer.content,
         prompt=r.request.prompt,
         prompt_token_ids=r.request.prompt_ids,
     )

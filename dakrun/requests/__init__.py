@@ -14,6 +14,7 @@ row_digests.py one row from another.
 
 tokenizer.py wraps the model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py
 one of a tokenizer.model alone. chats.py makes text of chats, chat_template.py runs their template.
+tool_calls.py finds calls of tools in answers.
 request.py holds the shared types. README.md describes the formats.
 """
 
@@ -41,9 +42,11 @@ from dakrun.requests.row_digests import InputRow, digests_path
 from dakrun.requests.row_parser import own_id, pack_content, parse_row, unpack_content
 from dakrun.requests.sentencepiece_model import check_sentencepiece
 from dakrun.requests.tokenizer import StopStrings, Tokenizer
+from dakrun.requests.tool_calls import CALL_TOKENS, find_calls
 from dakrun.requests.writer import ResultWriter, result_line
 
 __all__ = [
+    "CALL_TOKENS",
     "AheadRow",
     "BadRow",
     "Choices",
@@ -71,6 +74,7 @@ __all__ = [
     "check_sentencepiece",
     "digests_path",
     "error_row",
+    "find_calls",
     "fingerprint_path",
     "is_parquet",
     "make_fingerprint",

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,22 @@ from typing import Any
 LIMIT_S = 5.0  # of one chat
 LIMIT_BYTES = 512 << 20  # of memory, on top of what the process has when it starts
 MAX_CHARACTERS = 32 << 20  # of a rendered chat
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """Beside the messages, the arguments of a chat template, as transformers has them.
+
+    With `continues` the text ends within the last message, as continue_final_message has it.
+    `tools` are JSON schemas of functions, `kwargs` any other variables of the template.
+    """
+
+    continues: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAIN = TemplateOptions()
 
 
 class ChatTemplate:
@@ -36,20 +53,24 @@ class ChatTemplate:
         self._started = started or datetime.now()
         self._process: subprocess.Popen[str] | None = None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
+    ) -> str:
         """The text of `messages` and the start of the assistant's answer.
 
-        With `continues` the text ends within the last message, as transformers'
-        continue_final_message has it.
         Raises ValueError with the reason if there are none, or the template raises an exception or
         takes more than LIMIT_S seconds or LIMIT_BYTES of memory.
         """
         if not messages:
             raise ValueError("there are no messages")
+        try:
+            given = json.dumps([list(messages), *vars(options).values()])
+        except (TypeError, RecursionError) as problem:
+            raise ValueError(str(problem)) from None
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
-            process.stdin.write(json.dumps([list(messages), continues]) + "\n")
+            process.stdin.write(given + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BaseException as problem:
@@ -111,12 +132,13 @@ def _serve(limit_s: float, limit_bytes: int, max_characters: int, started: datet
         problem: str | None = None
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
-            chat, continues = json.loads(line)
+            chat, continues, tools, kwargs = json.loads(line)
             ((made,), _) = render_jinja_template(
                 [chat],
+                tools=tools,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
-                **settings,
+                **{**settings, **kwargs},
             )
             if len(made) > max_characters:
                 problem = f"it makes {len(made)} characters, of at most {max_characters}"

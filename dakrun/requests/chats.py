@@ -3,38 +3,54 @@
 Knows templates by what they render; chat_template.py runs them.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
-from typing import Any
+from dataclasses import replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, NamedTuple
 
-from dakrun.requests.chat_template import ChatTemplate
+from dakrun.requests.chat_template import PLAIN, ChatTemplate, TemplateOptions
 
 _PROBE = "7318250946"  # no template changes the case of digits, or escapes them
-_MUST_SURVIVE = ("system", "developer", "user")
-_SHAPES = 4096  # sequences of roles whose probes are kept
+_MUST_SURVIVE = ("system", "developer", "user", "tool")
+_SHAPES = 4096  # chats without contents whose probes are kept
 
 Message = Mapping[str, Any]
 
 
+class _Shown(NamedTuple):
+    """The messages of a chat that its template shows, by number, and whether it shows its tools."""
+
+    messages: frozenset[int]
+    tools: bool
+
+
 class Chats:
     """Renders messages `{"role", "content"}` whose content is a string or an array of text parts.
+
+    Other fields reach the template as they are; one that has calls of tools may lack a content.
 
     All methods raise ValueError with the template's reason, as ChatTemplate does.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._survivors = lru_cache(_SHAPES)(self._find_survivors)
+        self._probed: dict[bytes, _Shown] = {}
 
-    def render(self, messages: Sequence[Message], *, continues: bool = False) -> str:
-        """The text of `messages`; with `continues` it ends within the last one.
+    def render(self, messages: Sequence[Message], options: TemplateOptions = PLAIN) -> str:
+        """The text of `messages`; see TemplateOptions.
 
-        Raises ValueError for a system or user message of which nothing is in that text.
+        Raises ValueError for a message, unless it is the assistant's, or for tools of which nothing
+        is in that text.
         """
-        text = self._rendered(messages, continues)
+        text = self._rendered(messages, options)
+        shown = self._shown(messages, options)
+        if not shown.tools:
+            raise ValueError("the text has nothing of the tools")
         for number, message in enumerate(messages):
-            if self._may_be_lost(messages, number, text) and any(
-                self._tried(with_content(messages, number, other), continues) == text
+            if _may_be_lost(message, number in shown.messages, text) and any(
+                self._tried(with_content(messages, number, other), options) == text
                 for other in _others(string_of(message["content"]))
             ):
                 raise ValueError(
@@ -52,47 +68,66 @@ class Chats:
         )
         return as_parts and not as_string
 
-    def _rendered(self, messages: Sequence[Message], continues: bool) -> str:
+    def _rendered(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         if not messages:
             raise ValueError("there are no messages")
-        if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+        if not all(isinstance(one, Mapping) and _is_message(one) for one in messages):
             raise ValueError("a message has no role or no content")
         form = parts_of if self.takes_parts else string_of
         return self._template.render(
-            [{**message, "content": form(message["content"])} for message in messages],
-            continues=continues,
+            [
+                {**one, "content": form(one["content"])} if "content" in one else one
+                for one in messages
+            ],
+            options,
         )
 
-    def _may_be_lost(self, messages: Sequence[Message], number: int, text: str) -> bool:
-        """Whether the text may lack all of a message: a probe was lost, or all of its words."""
-        if messages[number]["role"] not in _MUST_SURVIVE:
-            return False
-        words = string_of(messages[number]["content"]).split()
-        if not words:
-            return False
-        roles = tuple(message["role"] for message in messages)
-        return number not in self._survivors(roles) or not any(word in text for word in words)
+    def _shown(self, messages: Sequence[Message], options: TemplateOptions) -> _Shown:
+        """What the template shows of a chat that differs from this one in its contents alone."""
+        bare = [{**message, "content": "content" in message} for message in messages]
+        key = sha256(json.dumps([bare, *vars(options).values()]).encode()).digest()
+        if key not in self._probed:
+            if len(self._probed) == _SHAPES:
+                self._probed.clear()
+            self._probed[key] = self._probe(messages, replace(options, continues=False))
+        return self._probed[key]
 
-    def _find_survivors(self, roles: tuple[str, ...]) -> frozenset[int]:
-        """The messages of which a probe is in the text of a chat with these roles."""
-        probes = [f"{_PROBE}{number:06}" for number in range(len(roles))]
-        text = self._tried(
-            [{"role": r, "content": probe} for r, probe in zip(roles, probes, strict=True)], False
-        )
-        return frozenset(n for n, probe in enumerate(probes) if probe in (text or ""))
+    def _probe(self, messages: Sequence[Message], options: TemplateOptions) -> _Shown:
+        probes = [f"{_PROBE}{number:06}" for number in range(len(messages))]
+        chat = messages
+        for number, probe in enumerate(probes):
+            if "content" in messages[number]:
+                chat = with_content(chat, number, probe)
+        text = self._tried(chat, options)
+        lost = options.tools and text is not None
+        lost = lost and text == self._tried(chat, replace(options, tools=None))
+        shown = (n for n, probe in enumerate(probes) if probe in (text or ""))
+        return _Shown(frozenset(shown), tools=not lost)
 
-    def _tried(self, messages: Sequence[Message], continues: bool) -> str | None:
+    def _tried(self, messages: Sequence[Message], options: TemplateOptions) -> str | None:
         """The text of messages made here; None if the template does not accept them."""
         try:
-            return self._rendered(messages, continues)
+            return self._rendered(messages, options)
         except ValueError:
             return None
 
     def _shows(self, messages: Sequence[Message]) -> bool:
         try:
-            return _PROBE in self._template.render(messages, continues=False)
+            return _PROBE in self._template.render(messages)
         except ValueError:
             return False
+
+
+def _is_message(given: Message) -> bool:
+    return "role" in given and ("content" in given or "tool_calls" in given)
+
+
+def _may_be_lost(message: Message, probe_is_shown: bool, text: str) -> bool:
+    """Whether the text may lack all of a message: a probe was lost, or all of its words."""
+    if message["role"] not in _MUST_SURVIVE:
+        return False
+    words = string_of(message.get("content", "")).split()
+    return bool(words) and not (probe_is_shown and any(word in text for word in words))
 
 
 def string_of(content: str | Sequence[Mapping[str, str]]) -> str:

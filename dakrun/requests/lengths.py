@@ -4,7 +4,9 @@ Knows the fields of rows that set lengths, no files. A prompt's tokens are exact
 token ids; otherwise they are estimated from the characters.
 """
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 from dakrun.geometry import KV_BLOCK
@@ -81,8 +83,8 @@ def json_lengths(
         prompt = fields.get("prompt")
     n = fields.get("n")
     prompts = [prompt]
-    if (messages := fields.get("messages")) is not None:
-        prompts = [_chat_text(messages)]
+    if fields.get("messages") is not None:
+        prompts = [chat_text(fields)]
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompts = prompt
     own = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
@@ -119,14 +121,25 @@ def tokens_of(prompt: object) -> int:
     return len(prompt) if isinstance(prompt, list) else 0
 
 
-def _chat_text(messages: object) -> str | None:
-    """All text of a chat's messages; None if they have none, not even an empty one."""
+def chat_text(row: Mapping[str, Any]) -> str | None:
+    """All text of a row's tools and messages; None if these have none, not even an empty one."""
+    messages = row["messages"]
     contents = [one.get("content") for one in messages] if _are_objects(messages) else []
     parts = [content for content in contents if isinstance(content, str)]
     for content in contents:
         if _are_objects(content):
             parts += [text for part in content if isinstance(text := part.get("text"), str)]
-    return "".join(parts) if parts else None
+    if not parts:
+        return None
+    calls = [one["tool_calls"] for one in messages if one.get("tool_calls")]
+    return "".join([_dumped(row.get("tools")), *parts, _dumped(calls)])
+
+
+def _dumped(value: object) -> str:
+    """A value as JSON; nothing of one that is empty, or nested too deep."""
+    with suppress(RecursionError):
+        return json.dumps(value) if value else ""
+    return ""
 
 
 def _are_objects(values: object) -> TypeGuard[list[dict[str, Any]]]:

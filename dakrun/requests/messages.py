@@ -1,26 +1,72 @@
-"""Chats in a row: messages checked, and put through the model's chat template."""
+"""Chats in a row: messages and tools checked, and put through the model's chat template."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dakrun.errors import is_neutral
+from dakrun.requests.chat_template import TemplateOptions
 from dakrun.requests.json_rows import flag, json_kind, names, shown
 from dakrun.requests.neutral import OF_MESSAGES
 from dakrun.requests.prompts import BadRow, PromptRules
+from dakrun.requests.request import Reply
 
-_ROLES = ("system", "developer", "user", "assistant")
+CHAT_FIELDS = (
+    *("continue_final_message", "add_generation_prompt", "chat_template_kwargs"),
+    *("tools", "tool_choice", "parallel_tool_calls"),
+)  # of rows with messages alone
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELDS = {
+    **dict.fromkeys(("role", "content", "name"), _ROLES),
+    "tool_calls": ("assistant",),
+    "tool_call_id": ("tool",),
+}  # of a message, and the roles that have them
+# transformers' apply_chat_template takes these for its own.
+RESERVED = (
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+    *("conversations", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
+    *("return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs"),
+    *("tools", "truncation"),
+)
 
 
-def chat_prompt(given: Mapping[str, Any], rules: PromptRules) -> tuple[int, ...]:
-    """Token ids of a row's chat. Raises BadRow; see checked_chat."""
-    chat, continues = checked_chat(given)
-    return rules.chat(chat, continues=continues)
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and the other arguments of their template.
+
+    `takes_calls`: calls of tools are looked for in the answer; all of them, or with `one_call` the
+    first.
+    """
+
+    messages: list[dict[str, Any]]
+    options: TemplateOptions
+    takes_calls: bool
+    one_call: bool
+
+    def reply(self, reply: Reply, rules: PromptRules) -> Reply:
+        """`reply` as one to this chat."""
+        tokenizer = rules.tokenizer if self.takes_calls else None
+        return replace(
+            reply,
+            continues=self.options.continues,
+            call_format=tokenizer.call_format() if tokenizer else None,
+            one_call=self.one_call,
+        )
 
 
-def checked_chat(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """A row's chat, an array `messages` of messages with a role and text; whether it continues.
+def chat_prompt(
+    given: Mapping[str, Any], rules: PromptRules, reply: Reply
+) -> tuple[tuple[int, ...], Reply]:
+    """Token ids of a row's chat, and `reply` as one to it. Raises BadRow; see checked_chat."""
+    chat = checked_chat(given)
+    return rules.chat(chat.messages, chat.options), chat.reply(reply, rules)
 
-    With `continue_final_message` its tokens end within the last message. Raises BadRow.
+
+def checked_chat(given: Mapping[str, Any]) -> Chat:
+    """A row's chat: an array `messages`, and the fields in CHAT_FIELDS. Raises BadRow.
+
+    With `continue_final_message` its tokens end within the last message.
     """
     messages = given.get("messages")
     continues = flag(given, "continue_final_message", False)
@@ -37,26 +83,79 @@ def checked_chat(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
         raise BadRow(
             "invalid_prompt", "continue_final_message needs a last message of the assistant"
         )
-    return chat, continues
+    tools, may_call = _tools(given.get("tools")), _may_call(given.get("tool_choice"))
+    one_call = not flag(given, "parallel_tool_calls", True)
+    options = TemplateOptions(continues, tools, _kwargs(given.get("chat_template_kwargs", {})))
+    return Chat(chat, options, may_call and tools is not None, one_call)
+
+
+def _kwargs(given: object) -> Mapping[str, Any]:
+    """Variables for the template."""
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise BadRow("invalid_field", f"chat_template_kwargs is {json_kind(given)}, not an object")
+    if reserved := [name for name in given if name in RESERVED]:
+        raise BadRow(
+            "unsupported_field", f"chat_template_kwargs has {names(reserved)}, which it may not set"
+        )
+    return given
+
+
+def _tools(given: object) -> list[dict[str, Any]] | None:
+    """Schemas of functions; None without any."""
+    if given is None or given == []:
+        return None
+    if not isinstance(given, list):
+        raise BadRow("invalid_field", f"tools is {json_kind(given)}, not an array")
+    for number, tool in enumerate(given, 1):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            wanted = '{"type": "function", "function": {...}}'
+            raise BadRow("invalid_field", f"tool {number} is not {wanted}")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow("invalid_field", f"the function of tool {number} has no name")
+        if not isinstance(parameters := function.get("parameters", {}), dict):
+            found = json_kind(parameters)
+            raise BadRow(
+                "invalid_field", f"the parameters of tool {number} are {found}, not an object"
+            )
+    return given
+
+
+def _may_call(choice: object) -> bool:
+    """Whether `tool_choice` lets the model call tools."""
+    if choice not in (None, "auto", "none"):
+        found = shown(choice)
+        raise BadRow(
+            "unsupported_field", f"tool_choice is {found}; only 'auto' and 'none' are supported"
+        )
+    return choice != "none"
 
 
 def _message(number: int, message: object) -> dict[str, Any]:
-    """A message's role, and its content: a string, or an array of text parts."""
+    """A message: its role, a string or an array of text parts, and what tools are about."""
     if not isinstance(message, dict):
         raise BadRow("invalid_prompt", f"message {number} is {json_kind(message)}, not an object")
-    given = {name: value for name, value in message.items() if value is not None}
-    unknown = [
-        name
-        for name, value in given.items()
-        if name not in ("role", "content") and not is_neutral(name, value, OF_MESSAGES)
-    ]
-    if unknown:
+    given = {
+        name: value
+        for name, value in message.items()
+        if value is not None and not is_neutral(name, value, OF_MESSAGES)
+    }
+    if unknown := [name for name in given if name not in _FIELDS]:
         raise BadRow("unsupported_field", f"message {number} has unsupported {names(unknown)}")
-    if given.get("role") not in _ROLES:
-        role = shown(given.get("role"))
+    if (role := given.get("role")) not in _ROLES:
         raise BadRow(
-            "invalid_prompt", f"the role of message {number} is {role}, not {', '.join(_ROLES)}"
+            "invalid_prompt",
+            f"the role of message {number} is {shown(role)}, not {', '.join(_ROLES)}",
         )
+    if others := [name for name in given if role not in _FIELDS[name]]:
+        raise BadRow("invalid_prompt", f"message {number}, of role {role!r}, has {names(others)}")
+    for name in ("name", "tool_call_id"):
+        if not isinstance(given.get(name, ""), str):
+            raise BadRow("invalid_prompt", f"{name} of message {number} is not a string")
+    if "tool_calls" in given:
+        given["tool_calls"] = _past_calls(number, given["tool_calls"])
+        if "content" not in given:
+            return given
     content = given.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not parts:
@@ -68,4 +167,33 @@ def _message(number: int, message: object) -> dict[str, Any]:
             raise BadRow("unsupported_field", f"message {number} has a part that is not text")
         if not isinstance(part["text"], str):
             raise BadRow("invalid_prompt", f"message {number} has text that is not a string")
-    return {"role": given["role"], "content": content}
+    return given
+
+
+def _past_calls(number: int, calls: object) -> list[dict[str, Any]]:
+    """Calls of an earlier answer, their arguments as objects, as templates want them."""
+    if not isinstance(calls, list):
+        raise BadRow(
+            "invalid_prompt", f"tool_calls of message {number} is {json_kind(calls)}, not an array"
+        )
+    found = []
+    for place, call in enumerate(calls, 1):
+        what = f"tool call {place} of message {number}"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow("invalid_prompt", f"{what} has no function with a name")
+        arguments = function.get("arguments")
+        if arguments is None or arguments == "":
+            arguments = {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as problem:
+                raise BadRow(
+                    "invalid_prompt", f"the arguments of {what} are not JSON: {problem}"
+                ) from None
+        if not isinstance(arguments, dict):
+            kind = json_kind(arguments)
+            raise BadRow("invalid_prompt", f"the arguments of {what} are {kind}, not an object")
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found

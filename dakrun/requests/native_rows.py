@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dakrun.config import SamplingParams
+from dakrun.errors import is_neutral
 from dakrun.requests.json_rows import flag, json_kind, names
-from dakrun.requests.messages import chat_prompt
-from dakrun.requests.neutral import supported_fields
+from dakrun.requests.messages import CHAT_FIELDS, chat_prompt
+from dakrun.requests.neutral import NEUTRAL, supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Completion, Reply, RowError, TokenLogprob
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed")
-CHAT_FLAGS = ("continue_final_message", "add_generation_prompt")
 NATIVE_FIELDS = (
     *("id", *PROMPT_FIELDS, "max_tokens"),
     *(*SAMPLING_FIELDS, "stop", "stop_token_ids", "ignore_eos", "logprobs"),
-    *("add_special_tokens", *CHAT_FLAGS),
+    *("add_special_tokens", *CHAT_FIELDS),
 )
 _COPIED = ("max_tokens", *SAMPLING_FIELDS, "logprobs")  # into SamplingParams
 
@@ -63,18 +63,19 @@ def parse_native(
         raise BadRow("unsupported_field", f"unsupported {names(unknown)}; the fields are {known}")
     changes = {name: given[name] for name in _COPIED if name in given}
     params = replace(defaults, **changes, **stop_and_eos(given))
-    continues = given.get("continue_final_message") is True
-    reply = Reply(of_messages="messages" in given, continues=continues)
-    return [ParsedRow(_prompt_ids(given, rules), params, reply)]
+    ids, reply = _prompt(given, rules)
+    return [ParsedRow(ids, params, reply)]
 
 
 def completion_row(completion: Completion) -> dict[str, Any]:
     """The native result row of a finished request."""
+    calls = completion.tool_calls
     row: dict[str, Any] = {
         "id": _shown_id(completion),
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        **({"tool_calls": [call.as_dict() for call in calls]} if calls else {}),
         "usage": {
             "prompt_tokens": completion.prompt_tokens,
             "completion_tokens": len(completion.token_ids),
@@ -124,23 +125,30 @@ def stop_and_eos(given: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _prompt_ids(given: dict[str, Any], rules: PromptRules) -> tuple[int, ...]:
+def refuse_chat_fields(given: Mapping[str, Any]) -> None:
+    """Raise BadRow if a row without messages has fields that are about them."""
+    asked = [n for n in CHAT_FIELDS if n in given and not is_neutral(n, given[n], NEUTRAL)]
+    if asked:
+        raise BadRow("invalid_field", f"{names(asked)} need messages")
+
+
+def _prompt(given: dict[str, Any], rules: PromptRules) -> tuple[tuple[int, ...], Reply]:
+    """Token ids, and how to reply."""
     if sum(name in given for name in PROMPT_FIELDS) != 1:
         fields = "prompt, prompt_token_ids and messages"
         raise BadRow("invalid_prompt", f"exactly one of {fields} is needed")
     if "messages" in given:
-        return chat_prompt(given, rules)
-    if any(name in given for name in CHAT_FLAGS):
-        raise BadRow("invalid_field", f"{' and '.join(CHAT_FLAGS)} need messages")
+        return chat_prompt(given, rules, Reply(of_messages=True))
+    refuse_chat_fields(given)
     special = flag(given, "add_special_tokens", True)
     if "prompt" in given:
         if not isinstance(given["prompt"], str):
             raise BadRow("invalid_prompt", f"prompt is {json_kind(given['prompt'])}, not a string")
-        return rules.encode(given["prompt"], add_special_tokens=special)
+        return rules.encode(given["prompt"], add_special_tokens=special), Reply()
     ids = given["prompt_token_ids"]
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise BadRow("invalid_prompt", "prompt_token_ids is not an array of integers")
-    return rules.check(tuple(ids))
+    return rules.check(tuple(ids)), Reply()
 
 
 NATIVE = RowFormat(

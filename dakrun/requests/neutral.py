@@ -13,8 +13,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
     "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
-    "tool_choice": ("none", "auto"),  # tools are refused, so there are none
+    "tool_choice": ("none", "auto"),  # without tools
     "parallel_tool_calls": (True, False),
+    "chat_template_kwargs": ({},),
     "modalities": (["text"],),
     "store": (False,),
     "service_tier": ("auto", "default"),

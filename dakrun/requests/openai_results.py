@@ -55,7 +55,7 @@ def _choice(completion: Completion, *, is_chat: bool) -> dict[str, Any]:
     """A choice; without a tokenizer it has no text but `token_ids`, not in OpenAI's format."""
     choice: dict[str, Any] = {"index": completion.reply.choice}
     if is_chat:
-        choice["message"] = {"role": "assistant", "content": completion.text}
+        choice["message"] = _message(completion)
     else:
         choice["text"] = completion.text
     if completion.text is None:
@@ -65,6 +65,17 @@ def _choice(completion: Completion, *, is_chat: bool) -> dict[str, Any]:
         logprobs = completion.logprobs
         shown = _chat_logprobs(logprobs) if is_chat else _text_logprobs(completion, logprobs)
     return choice | {"finish_reason": completion.finish_reason, "logprobs": shown}
+
+
+def _message(completion: Completion) -> dict[str, Any]:
+    """The assistant's message; beside calls of tools its content may be null."""
+    if not (calls := completion.tool_calls):
+        return {"role": "assistant", "content": completion.text}
+    return {
+        "role": "assistant",
+        "content": completion.content or None,
+        "tool_calls": [call.as_dict() for call in calls],
+    }
 
 
 def _text_logprobs(completion: Completion, logprobs: Sequence[Logprobs]) -> dict[str, Any]:

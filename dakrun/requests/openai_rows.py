@@ -9,14 +9,8 @@ from typing import Any
 
 from dakrun.config import MAX_LOGPROBS, SEED_BITS, SamplingParams
 from dakrun.requests.json_rows import flag, json_kind, names, shown
-from dakrun.requests.messages import chat_prompt
-from dakrun.requests.native_rows import (
-    CHAT_FLAGS,
-    SAMPLING_FIELDS,
-    ParsedRow,
-    RowFormat,
-    stop_and_eos,
-)
+from dakrun.requests.messages import CHAT_FIELDS, chat_prompt
+from dakrun.requests.native_rows import SAMPLING_FIELDS, ParsedRow, RowFormat, stop_and_eos
 from dakrun.requests.neutral import supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
@@ -28,7 +22,7 @@ _COMMON_FIELDS = (
     *("stop", "stop_token_ids", "ignore_eos", "add_special_tokens"),
 )
 _COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
-_CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *CHAT_FLAGS, *_COMMON_FIELDS)
+_CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *CHAT_FIELDS, *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MAX_N = 8
 _MAX_LOGPROBS = 5  # of /v1/completions
@@ -70,9 +64,13 @@ def parse_batch(
         raise BadRow("invalid_field", f"model is {json_kind(model)}, not a string")
     params, n = _parameters(given, defaults), _count_of(given, "n", 1, MAX_N)
     params = replace(params, logprobs=_logprobs(given, is_chat=is_chat))
-    prompts = [chat_prompt(given, rules)] if is_chat else _text_prompts(given, rules)
-    reply = Reply("chat" if is_chat else "completion", model, choices=n * len(prompts), n=n)
-    reply = replace(reply, continues=given.get("continue_final_message") is True)
+    reply = Reply("chat" if is_chat else "completion", model)
+    if is_chat:
+        ids, reply = chat_prompt(given, rules, reply)
+        prompts = [ids]
+    else:
+        prompts = _text_prompts(given, rules)
+    reply = replace(reply, choices=n * len(prompts), n=n)
     # Each choice has its own seed. That of a prompt's first choice does not depend on n.
     return [
         ParsedRow(

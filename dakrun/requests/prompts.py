@@ -9,6 +9,7 @@ from typing import Any
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
+from dakrun.requests.chat_template import PLAIN, TemplateOptions
 from dakrun.requests.chats import string_of
 from dakrun.requests.tokenizer import Tokenizer
 
@@ -40,22 +41,24 @@ class PromptRules:
         return self.check(self.tokenizer.encode(text, add_special_tokens=False))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
     ) -> tuple[int, ...]:
         """Token ids of `{"role", "content"}` messages, checked; see Tokenizer.chat_text."""
-        text = self.chat_text(messages, continues=continues)
+        text = self.chat_text(messages, options)
         return self.encode(text, add_special_tokens=False)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False) -> str:
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
+    ) -> str:
         """Text of messages, special tokens included; see Tokenizer.chat_text."""
         if self.tokenizer is None:
             raise BadRow("no_tokenizer", "the model has no tokenizer, which chats need")
         if not self.tokenizer.has_chat_template:
             raise BadRow("no_chat_template", "the model has no chat template; give prompts as text")
         for number, message in enumerate(messages, 1):
-            check_encodable(string_of(message["content"]), f"message {number}")
+            check_encodable(string_of(message.get("content", "")), f"message {number}")
         try:
-            return self.tokenizer.chat_text(messages, continues=continues)
+            return self.tokenizer.chat_text(messages, options)
         except UsageError as problem:
             raise BadRow("invalid_prompt", str(problem)) from None
 

@@ -12,7 +12,8 @@ from typing import Any
 from dakrun.config import SEED_BITS, SamplingParams
 from dakrun.errors import UsageError, is_neutral
 from dakrun.requests.json_rows import names
-from dakrun.requests.messages import checked_chat
+from dakrun.requests.messages import CHAT_FIELDS, checked_chat
+from dakrun.requests.native_rows import refuse_chat_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply, Request
 
@@ -21,7 +22,6 @@ Prompt = str | Mapping[str, Any] | Iterable[int] | Iterable[Mapping[str, Any]]
 
 _Params = SamplingParams | Iterable[SamplingParams] | None
 _KINDS = ("prompt", "prompt_token_ids", "messages")
-CHAT_FLAGS = ("continue_final_message", "add_generation_prompt")
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "multi_modal_data": ({},),
     "mm_processor_kwargs": ({},),
@@ -35,17 +35,17 @@ def as_requests(
     rules: PromptRules,
     *,
     chats: bool = False,
-    **chat_flags: bool | None,
+    **chat_fields: Any,
 ) -> list[Request]:
     """A Request for the first choice of each prompt, the others being its `further`.
 
     Its id is the prompt's index in `prompts`, which may also be a single prompt. `params` holds
-    for all prompts, or is one SamplingParams for each. With `chats`, which `chat_flags` hold for,
-    all prompts are messages. Raises UsageError, which names the prompt that cannot be run.
+    for all prompts, or is one SamplingParams for each. With `chats`, which `chat_fields` hold
+    for, all prompts are messages. Raises UsageError, which names the prompt that cannot be run.
     """
     given = _several(prompts)
     if chats:
-        given = [{"messages": prompt, **chat_flags} for prompt in given]
+        given = [{"messages": prompt, **chat_fields} for prompt in given]
     each = _params_of_each(params, len(given))
     pairs = zip(given, each, strict=True)
     return [_request(number, prompt, own, rules) for number, (prompt, own) in enumerate(pairs)]
@@ -145,7 +145,7 @@ def _of_dict(
     unknown = [
         str(key)
         for key, value in given.items()
-        if key not in (*_KINDS, *CHAT_FLAGS) and not is_neutral(key, value, _NEUTRAL)
+        if key not in (*_KINDS, *CHAT_FIELDS) and not is_neutral(key, value, _NEUTRAL)
     ]
     if unknown:
         raise BadRow("unsupported_field", f"{names(unknown)} not supported in a prompt's dict")
@@ -156,14 +156,13 @@ def _of_dict(
             raise BadRow("invalid_prompt", "messages are not a list of messages")
         chat = _values(given["messages"])
         chat = [dict(one) if isinstance(one, Mapping) else one for one in chat]
-        checked, continues = checked_chat({**given, "messages": chat})
-        rendered = rules.chat_text(checked, continues=continues)
+        checked = checked_chat({**given, "messages": chat})
+        rendered = rules.chat_text(checked.messages, checked.options)
         ids = rules.encode(rendered, add_special_tokens=False)
-        return rendered, ids, Reply(of_messages=True, continues=continues)
+        return rendered, ids, checked.reply(Reply(of_messages=True), rules)
     if kinds not in (["prompt"], ["prompt_token_ids"], ["prompt", "prompt_token_ids"]):
         raise BadRow("invalid_prompt", f"its dict needs one of {', '.join(_KINDS)}")
-    if any(name in given for name in CHAT_FLAGS):
-        raise BadRow("invalid_field", f"{' and '.join(CHAT_FLAGS)} need messages")
+    refuse_chat_fields(given)
     if "prompt" in given and not isinstance(text, str):
         raise BadRow("invalid_prompt", "the value of 'prompt' in its dict is not text")
     if "prompt_token_ids" in given:  # vLLM's may also have their text

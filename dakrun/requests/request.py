@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
+from dakrun.requests.tool_calls import CallFormat, ToolCall
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Reply:
     choices, `n` for each of the row's prompts. The request is for number `choice`, from 0, of
     `choices` in all; those of one prompt are neighbours. `of_messages` marks a native row that has
     messages, `integer_id` one whose id is an integer, which a result repeats as one. `continues`
-    marks a completion that continues the last message.
+    marks a completion that continues the last message. `call_format` is that of the calls of tools
+    that an answer may have, `one_call` says that only the first of them counts.
     """
 
     kind: Literal["native", "completion", "chat"] = "native"
@@ -31,6 +35,8 @@ class Reply:
     of_messages: bool = False
     integer_id: bool = False
     continues: bool = False
+    call_format: CallFormat | None = None
+    one_call: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -87,6 +93,8 @@ class Completion:
 
     `logprobs` has an element for each of `token_ids`; it is None if the request asked for none. So
     has `text_offset`, where each token begins in `text`; it is None without a text, too.
+    `tool_calls` are the calls of tools in the text, `content` is its other text, without blanks
+    around it; None where there are no calls.
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
 
@@ -98,13 +106,15 @@ class Completion:
     id: str
     text: str | None
     token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     prompt_tokens: int
     ttft_s: float
     tpot_s: float
     reply: Reply = Reply()
     logprobs: tuple[Logprobs, ...] | None = None
     text_offset: tuple[int, ...] | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    content: str | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] = ()
     further: tuple["Completion", ...] = ()

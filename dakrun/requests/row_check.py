@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dakrun.config import MAX_SIZE
 from dakrun.requests import look_ahead
-from dakrun.requests.chats import string_of
-from dakrun.requests.lengths import tokens_of
+from dakrun.requests.chat_template import PLAIN, TemplateOptions
+from dakrun.requests.lengths import chat_text, tokens_of
 from dakrun.requests.native_rows import error_row
 from dakrun.requests.prompts import BadRow, PromptRules, check_encodable
 from dakrun.requests.request import RowError
@@ -45,10 +45,10 @@ class EstimatedRules(PromptRules):
         return (0,) * tokens
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
     ) -> tuple[int, ...]:
-        """As many zeros as the texts of the messages have tokens by estimate."""
-        return self.encode("".join(string_of(message["content"]) for message in messages))
+        """As many zeros as the texts of messages and tools have tokens by estimate."""
+        return self.encode(chat_text({"messages": messages, "tools": options.tools}) or "")
 
     def check_stop(self, params: object) -> None:
         """Accept stop strings, for which there may be a tokenizer."""

@@ -139,11 +139,16 @@ class SentencePieceTokenizer:
             model = self._behind  # only the text's first space is left out
         return "".join(texts)
 
-    def get_chat_template(self) -> str:
-        """The chat template, of several the one called default. Raises ValueError without one."""
+    def get_chat_template(self, tools: object = None) -> str:
+        """The chat template, of several the one called default, or tool_use where there are tools.
+
+        Raises ValueError without one.
+        """
         if isinstance(self.chat_template, str):
             return self.chat_template
         templates = self.chat_template or {}
+        if tools is not None and "tool_use" in templates:
+            return templates["tool_use"]
         if "default" not in templates:
             raise ValueError(f"none of the chat templates {sorted(templates)} is the default")
         return templates["default"]

@@ -5,7 +5,7 @@ tokenizer.model alone (sentencepiece_model.py). Imports transformers late and si
 Knows nothing of requests.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cache, lru_cache, partial
@@ -15,7 +15,7 @@ from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import is_lfs_pointer
-from dakrun.requests.chat_template import ChatTemplate
+from dakrun.requests.chat_template import PLAIN, ChatTemplate, TemplateOptions
 from dakrun.requests.chats import Chats
 from dakrun.requests.sentencepiece_model import (
     SentencePieceTokenizer,
@@ -23,6 +23,7 @@ from dakrun.requests.sentencepiece_model import (
     needs_sentencepiece,
 )
 from dakrun.requests.tokenizer_files import without_marks
+from dakrun.requests.tool_calls import CallFormat, call_format_of
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -53,7 +54,7 @@ class Tokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         # Without a decoder, words are joined by spaces that belong to no token.
         self._has_decoder = backend is None or backend.decoder is not None
-        self._chats: Chats | None = None
+        self._chats: dict[str, Chats] = {}  # by template
 
     @staticmethod
     def is_in(directory: Path) -> bool:
@@ -164,20 +165,27 @@ class Tokenizer:
         """Whether the tokenizer has a chat template, which `chat` needs."""
         return bool(self._tokenizer.chat_template)
 
+    def call_format(self) -> CallFormat | None:
+        """The format in which the chat template writes calls of tools, if it is known."""
+        return call_format_of(self._tokenizer.get_chat_template(tools=[]))
+
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
     ) -> tuple[int, ...]:
         """Token ids of messages; see chat_text."""
-        text = self.chat_text(messages, continues=continues)
+        text = self.chat_text(messages, options)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False) -> str:
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
+    ) -> str:
         """Text of `{"role", "content"}` messages and the start of the assistant's answer.
 
-        With `continues` it ends within the last message, which the model continues. The text has
-        its special tokens: encode it without others.
+        With `options.continues` it ends within the last message, which the model continues. The
+        text has its special tokens: encode it without others.
         Raises UsageError if the tokenizer has no chat template or the template does not accept the
-        messages, loses one (see chats.py), does not end, or fills the memory (chat_template.py).
+        messages, loses one, or the tools (see chats.py), does not end, or fills the memory
+        (chat_template.py).
         """
         if not self.has_chat_template:
             raise UsageError(
@@ -185,11 +193,12 @@ class Tokenizer:
                 hint="use an instruction-tuned model, or give prompts instead of messages",
             )
         try:
-            if self._chats is None:
-                template = self._tokenizer.get_chat_template()
+            template = self._tokenizer.get_chat_template(tools=options.tools)
+            if template not in self._chats:
                 specials = self._tokenizer.special_tokens_map
-                self._chats = Chats(ChatTemplate(template, specials, started=self._started))
-            return self._chats.render(messages, continues=continues)
+                made = ChatTemplate(template, specials, started=self._started)
+                self._chats[template] = Chats(made)
+            return self._chats[template].render(messages, options)
         except ValueError as problem:
             reason = " ".join(str(problem).split())
             raise UsageError(
@@ -216,15 +225,24 @@ class Continuation:
         """The text of `ids` with the names of special tokens."""
         return "".join(text for text, _ in self._runs(ids))
 
-    def text(self, ids: Sequence[int], stop: "StopStrings | None" = None) -> str:
-        """The text of `ids` without special tokens, up to the first stop string in `spelled`."""
+    def text(
+        self,
+        ids: Sequence[int],
+        stop: "StopStrings | None" = None,
+        *,
+        keep: Collection[str] = (),
+    ) -> str:
+        """The text of `ids` up to the first stop string in `spelled`.
+
+        It has no special tokens but those whose names are in `keep`.
+        """
         runs = list(self._runs(ids))
         left = len("".join(text for text, _ in runs))
         if stop is not None:
             left = len(stop.cut("".join(text for text, _ in runs)))
         shown = []
         for text, is_special in runs:
-            if not is_special:
+            if not is_special or text in keep:
                 shown.append(text[: max(left, 0)])
             left -= len(text)
         return "".join(shown)
